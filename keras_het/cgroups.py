@@ -18,13 +18,7 @@ _MEMORY_FILES = (
 def controller_folders(
     controller: str, cgroups: Path = CGROUPS, membership: Path | None = None
 ) -> Iterator[Path]:
-    """Yield the cgroup of this process that has a controller, then its ancestors.
-
-    Args:
-        controller: name of the controller, such as "cpu".
-        cgroups: where the cgroup file systems are mounted.
-        membership: file that names the cgroups of the process, that of this process by default.
-    """
+    """Yield the cgroup of this process that has a controller, then its ancestors."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = (membership or Path("/proc/self/cgroup")).read_text().splitlines()
@@ -56,12 +50,7 @@ def _root_of(controller: str, names: str, cgroups: Path) -> Path | None:
 
 
 def cpu_seconds_of(folder: Path, cgroups: Path = CGROUPS) -> float:
-    """Return the CPU time that a cgroup has used; if it is hidden, that of this process.
-
-    Args:
-        folder: folder of the cgroup.
-        cgroups: where the cgroup file systems are mounted.
-    """
+    """Return the CPU time that a cgroup has used; if it is hidden, that of this process."""
     usage = statistic_of(folder / "cpu.stat", "usage_usec")
     if usage is not None:
         return usage / 1e6
@@ -77,9 +66,6 @@ def memory_of(folder: Path) -> tuple[int, int] | None:
     """Return the memory limit of a cgroup and what it uses in bytes, None without a limit.
 
     Files that the kernel caches in memory and no process uses do not count as used.
-
-    Args:
-        folder: folder of the cgroup.
     """
     for limit, used, unused in _MEMORY_FILES:
         with contextlib.suppress(OSError, ValueError):  # "max" is not a number
@@ -90,12 +76,7 @@ def memory_of(folder: Path) -> tuple[int, int] | None:
 
 
 def statistic_of(path: Path, name: str) -> int | None:
-    """Return a number of a cgroup's statistics file, None if it is not there.
-
-    Args:
-        path: a file of lines "name number", such as `cpu.stat`.
-        name: the name of the number.
-    """
+    """Return a number of a cgroup's statistics file, None if it is not there."""
     with contextlib.suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             if line.startswith(f"{name} "):

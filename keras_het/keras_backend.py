@@ -8,14 +8,7 @@ NEEDED_BACKEND = "tensorflow"
 
 
 def check_keras_backend(backend: str) -> None:
-    """Refuse other backends: their trainers see no strategy, and each worker would train alone.
-
-    Args:
-        backend: the result of `keras.backend.backend()`, or the environment's setting.
-
-    Raises:
-        ValueError: if it is not TensorFlow.
-    """
+    """Refuse other backends: their trainers see no strategy, and each worker would train alone."""
     if backend != NEEDED_BACKEND:
         raise ValueError(
             "keras_het needs the TensorFlow backend of Keras. Received: the backend "
@@ -26,10 +19,6 @@ def check_keras_backend(backend: str) -> None:
 
 
 def check_keras_backend_before_import() -> None:
-    """Refuse other backends before Keras is imported, which could otherwise fail on them first.
-
-    Raises:
-        ValueError: if the environment asks for a backend other than TensorFlow.
-    """
+    """Refuse other backends before Keras is imported, which could otherwise fail on them first."""
     if "keras" not in sys.modules:
         check_keras_backend(os.environ.get(KERAS_BACKEND) or NEEDED_BACKEND)

@@ -28,11 +28,7 @@ __all__ = ["Graph", "Node", "collective_ops"]
 
 
 def graph_of(operation: object) -> Graph | None:
-    """Return the graph of layers that a model or nested model runs; None if it is Python code.
-
-    Args:
-        operation: a model, layer or operation.
-    """
+    """Return the graph of layers that a model or nested model runs; None if it is Python code."""
     if isinstance(operation, keras.Sequential):
         is_stock = type(operation).call is keras.Sequential.call
         return operation._functional if is_stock else None
@@ -49,17 +45,7 @@ def nodes_of(graph: Graph) -> list[Node]:
 def call_node(
     node: Node, operation: Any, values: dict[int, Any], training: bool | None
 ) -> list[Any]:
-    """Repeat the call of a layer on other tensors.
-
-    Args:
-        node: the call.
-        operation: its layer or operation.
-        values: tensors that replace the symbolic ones, by the ids of these.
-        training: argument of the layer, if it has such a one.
-
-    Returns:
-        The flat list of its results.
-    """
+    """Repeat the call of a layer on other tensors."""
     arguments, options = node.arguments.fill_in(values)
     if training is not None and "training" in getattr(operation, "_call_context_args", ()):
         options["training"] = training
@@ -67,12 +53,7 @@ def call_node(
 
 
 def flat_inputs(graph: Graph, inputs: Nest) -> list[Any]:
-    """Return the model's inputs as its graph takes them: flat, cast, of the expected rank.
-
-    Args:
-        graph: graph of the model.
-        inputs: what `fit` gives to the model.
-    """
+    """Return the model's inputs as its graph takes them: flat, cast, of the expected rank."""
     policy = graph.dtype_policy
     cast = [
         policy.convert_input(value, graph.autocast, graph.input_dtype)
@@ -125,11 +106,7 @@ def losses_of(model: keras.Model) -> list[keras.losses.Loss]:
 def variables_of_optimizer(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[tuple[keras.Variable, list[keras.Variable]]]:
-    """Return each variable that an optimizer updates, with what it keeps for it.
-
-    Args:
-        optimizer: a built optimizer, perhaps wrapping another one.
-    """
+    """Return each variable that an optimizer updates, with what it keeps for it."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     references = list(optimizer._trainable_variables)
     kept: list[list[keras.Variable]] = [[] for _ in references]
@@ -153,12 +130,7 @@ def variables_of_optimizer(
 def accumulated_gradients(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> keras.Variable | None:
-    """Return the sum of the gradients of a variable since its last update; None without one.
-
-    Args:
-        optimizer: a built optimizer, perhaps wrapping another one.
-        variable: one that it updates.
-    """
+    """Return the sum of the gradients of a variable since its last update; None without one."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if not optimizer.gradient_accumulation_steps:
         return None
@@ -169,12 +141,7 @@ def accumulated_gradients(
 def clipping_by(
     optimizer: keras.optimizers.Optimizer, clip: Callable[[list[Any]], list[Any]]
 ) -> Iterator[None]:
-    """Replace the function by which an optimizer clips its gradients.
-
-    Args:
-        optimizer: an optimizer that wraps no other.
-        clip: takes and returns the gradients.
-    """
+    """Replace the function by which an optimizer clips its gradients."""
     vars(optimizer)["_clip_gradients"] = clip
     try:
         yield
@@ -183,12 +150,7 @@ def clipping_by(
 
 
 def count_step(optimizer: keras.optimizers.Optimizer, is_finite: Any) -> None:
-    """Do what an optimizer does in a step in which it has no gradients: count it, adapt its scale.
-
-    Args:
-        optimizer: a built optimizer, perhaps a `LossScaleOptimizer`.
-        is_finite: bool scalar, whether the gradients of others are finite.
-    """
+    """Do what an optimizer does in a step without gradients: count it, adapt its scale."""
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer._iterations.assign_add(1)
         return
@@ -210,11 +172,7 @@ def know_variables_again(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def memory_limit(device: str) -> float:
-    """Return how many bytes TensorFlow may use on a GPU; infinite for a CPU.
-
-    Args:
-        device: name of a device of this process.
-    """
+    """Return how many bytes TensorFlow may use on a GPU; infinite for a CPU."""
     if "GPU" not in device.upper():
         return float("inf")
     for found in device_lib.list_local_devices():

@@ -208,12 +208,7 @@ def move_optimizer(optimizer: keras.optimizers.Optimizer, strategy: tf.distribut
 
 
 def keras_step_kind(function: object) -> str | None:
-    """Tell which step of Keras `function` is, in the form `Strategy.run` receives it.
-
-    Returns:
-        "train" or "test" for a bound `train_step` or `test_step` of a `keras.Model`, "predict" for
-        the closure of `Model.make_predict_function`, None for anything else (a custom loop).
-    """
+    """Tell which step of Keras `function` is, in the form `Strategy.run` receives it."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, keras.Model):
         name = getattr(function, "__name__", "")
@@ -236,9 +231,6 @@ def undecorated_step(function: Any) -> Any:
 
     A step must be traced together with its replica's: values that leave a separate function are no
     longer recognised as the result of a metric, or as a gradient that waits for its reduction.
-
-    Args:
-        function: `model.train_step`, or anything else, which is returned unchanged.
     """
     if not hasattr(function, "python_function"):
         return function
@@ -371,13 +363,6 @@ class EpochLoop:
     """The loop of a running `fit`, whose `EpochIterator` counts the steps of epochs and passes.
 
     Keras does not expose it: it is looked up in the frames of the call.
-
-    Args:
-        model: the `keras.Model` whose `fit` called, whatever lies between.
-
-    Attributes:
-        steps_per_epoch: the argument of `fit`, None without one or if the loop was not found.
-        data: the distributed data set that `fit` iterates, None if the loop was not found.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -393,12 +378,7 @@ class EpochLoop:
         return batches is not None and self._iterator._steps_seen >= batches
 
     def resume_epoch(self, steps: int, steps_of_pass: int) -> None:
-        """Make the epoch that is about to begin the rest of one.
-
-        Args:
-            steps: completed steps of the epoch.
-            steps_of_pass: completed steps of the pass over the data.
-        """
+        """Make the epoch that is about to begin the rest of one."""
         if self._iterator is not None and self.steps_per_epoch is not None:
             self._iterator.steps_per_epoch = self.steps_per_epoch - steps
             # Keras ends a pass by its number of steps, counted since its iterator was made
@@ -452,11 +432,7 @@ def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
 
 
 def peer_is_healthy(task: str, timeout_seconds: float) -> bool:
-    """Ask a peer, such as "/job:worker/replica:0/task:1", whether it answers; nothing else runs.
-
-    Raises:
-        ProcessLookupError: if another process has taken its place.
-    """
+    """Ask a peer, such as "/job:worker/replica:0/task:1", whether it answers; nothing else runs."""
     try:
         eager_context.context().check_collective_ops_peer_health(
             task, timeout_in_ms=int(timeout_seconds * 1000)
@@ -530,12 +506,6 @@ def run_independently(result: tf.Tensor | tf.Operation) -> tf.Tensor | tf.Operat
 
     Otherwise TensorFlow runs them one after the other, including those of other replicas and
     assertions.
-
-    Args:
-        result: output of the operation, or itself if it has none; an eager one is left alone.
-
-    Returns:
-        `result`.
     """
     graph = getattr(result, "graph", None) if not tf.executing_eagerly() else None
     manager = getattr(graph, "experimental_acd_manager", None)
@@ -545,15 +515,7 @@ def run_independently(result: tf.Tensor | tf.Operation) -> tf.Tensor | tf.Operat
 
 
 def function_being_traced(graph: tf.Graph) -> Any:
-    """Return the outermost graph around `graph` if a `tf.function` is being traced into it.
-
-    Args:
-        graph: the graph of the function itself, or of one inside it (a branch, a loop's body).
-
-    Returns:
-        The graph; None for others, such as those in which Keras only infers shapes, which never
-        run.
-    """
+    """Return the outermost graph around `graph` if a `tf.function` is being traced into it."""
     while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
         graph = graph.outer_graph
     return None if getattr(graph, "experimental_acd_manager", None) is None else graph
@@ -607,11 +569,7 @@ def own_state(layer: keras.layers.Layer) -> list[keras.Variable]:
 
 @contextlib.contextmanager
 def showing_values(values: Sequence[tuple[keras.Variable, tf.Tensor]]) -> Iterator[None]:
-    """Let whoever reads Keras variables see other values; what has been traced does not.
-
-    Args:
-        values: variables, and what they show.
-    """
+    """Let whoever reads Keras variables see other values; what has been traced does not."""
     own = [(variable, variable._value) for variable, _ in values]
     try:
         for variable, value in values:

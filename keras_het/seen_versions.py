@@ -35,11 +35,7 @@ def warn_of_unseen_versions() -> None:
 
 
 def import_part(module: str, name: str) -> Any:
-    """Return what a module of the package has under a name.
-
-    Raises:
-        ImportError: says that only this part is concerned, if a private symbol has moved.
-    """
+    """Return what a module of the package has under a name."""
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as error:

@@ -11,20 +11,7 @@ from keras_het.cgroups import CGROUPS, controller_folders
 
 
 def usable_cpus(cgroups: Path = CGROUPS, membership: Path | None = None) -> float:
-    """Return the CPUs that this process may use: its affinity, bounded by its cgroups' quotas.
-
-    Args:
-        cgroups: where the cgroup file systems are mounted.
-        membership: file that names the cgroups of the process, that of this process by default.
-
-    Returns:
-        A number above 0, not necessarily whole; quotas of versions 1 and 2 count, including those
-        of the groups that contain the process's own.
-
-    Reference:
-        https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files and
-        https://docs.kernel.org/scheduler/sched-bwc.html
-    """
+    """Return the CPUs that this process may use: its affinity, bounded by its cgroups' quotas."""
     return min([float(len(own_cpus())), *own_quotas(cgroups, membership).values()])
 
 
@@ -36,11 +23,7 @@ def own_cpus() -> frozenset[int]:
 
 
 def quota_of(folder: Path) -> float:
-    """Return the CPUs that a cgroup may use at a time, infinite without a quota.
-
-    Args:
-        folder: folder of the cgroup.
-    """
+    """Return the CPUs that a cgroup may use at a time, infinite without a quota."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (folder / "cpu.max").read_text().split()[:2]
         return math.inf if quota == "max" else int(quota) / int(period)
@@ -52,15 +35,7 @@ def quota_of(folder: Path) -> float:
 
 
 def own_quotas(cgroups: Path = CGROUPS, membership: Path | None = None) -> dict[str, float]:
-    """Return the CPUs that the cgroups of this process may use at once, if they have a quota.
-
-    Args:
-        cgroups: where the cgroup file systems are mounted.
-        membership: file that names the cgroups of the process, that of this process by default.
-
-    Returns:
-        The quotas by group, the same name for the same group in all processes of the host.
-    """
+    """Return the CPUs that the cgroups of this process may use at once, if they have a quota."""
     quotas = {}
     for folder in controller_folders("cpu", cgroups, membership):
         quota = quota_of(folder)

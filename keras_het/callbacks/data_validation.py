@@ -273,15 +273,7 @@ class DataValidation(SessionCallback):
 
 
 class _Observed(MeteredIterator):
-    """Substitute for an iterator during one execution that exposes each of its elements.
-
-    Args:
-        iterator: the iterator.
-        observe: called with each element.
-
-    Attributes:
-        why_path_stays: why `LoaderTuner` leaves the pipeline behind it unchanged.
-    """
+    """Substitute for an iterator during one execution that exposes each of its elements."""
 
     why_path_stays = "DataValidation(compare_shards=True) looks at every batch on its way"
 

@@ -35,21 +35,6 @@ class GlobalBatchGrowth:
     for `SGD` (AdaScale), by its square root for the other optimizers.
 
     The chief decides; its decision travels with the next steps, and all workers follow together.
-
-    Args:
-        strategy: the `HeterogeneousStrategy`.
-        model: the model being trained.
-        largest: largest global batch; None for eight times the first one.
-        step_seconds: maps a global batch size to the predicted compute time of a step, or to None
-            while it is unknown.
-
-    Raises:
-        ValueError: if there are fewer than two replicas, the data is infinite or cannot be
-            rebatched, or the learning rate follows a schedule of steps.
-
-    Reference:
-        Nie, Maghakian and Liu, "Cannikin", Middleware 2024, arXiv:2402.05302; Johnson et al.,
-        "AdaScale SGD", ICML 2020; Qiao et al., "Pollux", OSDI 2021.
     """
 
     def __init__(
@@ -140,11 +125,7 @@ class GlobalBatchGrowth:
         self._strategy.compute_times.control.send_batch(chosen, factor)
 
     def epoch_begins(self) -> int | None:
-        """Adopt the data's current size, which another callback may have restored from a backup.
-
-        Returns:
-            The global batch, or None if it is the same as before.
-        """
+        """Adopt the data's current size, which another callback may have restored from a backup."""
         batch = int(self._data.global_batch_size)
         if batch == self.current:
             return None
@@ -156,11 +137,7 @@ class GlobalBatchGrowth:
         self._last_end = None
 
     def epoch_ends(self) -> int | None:
-        """Apply the chief's latest wish; between two epochs, on every worker.
-
-        Returns:
-            The new global batch, or None if it is unchanged.
-        """
+        """Apply the chief's latest wish; between two epochs, on every worker."""
         self.steps_end()
         batch, factor = self._wanted
         if batch <= self.current:

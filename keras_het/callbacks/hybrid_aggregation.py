@@ -295,12 +295,7 @@ class HybridAggregation(SessionCallback):
     def _count_samples(
         self, step: StepFunction, batches: Iterator[StepInput] | list[StepInput]
     ) -> object:
-        """Count only the samples of steps: callbacks may predict on the training data.
-
-        Args:
-            step: the step.
-            batches: an iterator over the data, or a list if another callback has read ahead.
-        """
+        """Count only the samples of steps: callbacks may predict on the training data."""
         if self._participant is None:
             return step(batches)
         data = self._participant.data

@@ -402,11 +402,7 @@ class LoaderTuner(SessionCallback):
 
 
 class _Evaluation:
-    """Timing of the steps of one `evaluate`.
-
-    Args:
-        tuner: the callback.
-    """
+    """Timing of the steps of one `evaluate`."""
 
     def __init__(self, tuner: LoaderTuner) -> None:
         self._tuner, self._model = tuner, tuner.model

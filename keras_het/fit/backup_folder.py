@@ -42,13 +42,6 @@ class BackupFolder:
     A backup is written under another name, flushed to disk and renamed; the previous one is removed
     after that. Whenever the process or the machine stops, the folder has a complete backup. The
     name carries the SHA-256 of the content.
-
-    Args:
-        path: the folder, created when it is locked or by the first backup.
-        num_kept: number of backups to keep: 1, or 2 to have another if the newest is damaged.
-
-    Raises:
-        ValueError: if `path` is a URL.
     """
 
     def __init__(self, path: str | Path, num_kept: int) -> None:
@@ -69,12 +62,7 @@ class BackupFolder:
         return self._whole[-1] if self._whole else None
 
     def lock(self) -> None:
-        """Keep other processes from writing here until `unlock`, or the end of this process.
-
-        Raises:
-            OSError: if nothing can be written there.
-            ValueError: if another process has locked it.
-        """
+        """Keep other processes from writing here until `unlock`, or the end of this process."""
         path = self.path / _LOCK
         while self._lock is None:
             try:
@@ -123,15 +111,7 @@ class BackupFolder:
             self._lock = None
 
     def find(self) -> str:
-        """Find the newest backup with intact content.
-
-        Returns:
-            The SHA-256 of the content, "" if there is no backup.
-
-        Raises:
-            OSError: if every backup is damaged, or one cannot be read.
-            ValueError: if there is one in another format.
-        """
+        """Find the newest backup with intact content."""
         self._refuse_other_formats()
         self._whole = []
         damaged: list[Path] = []
@@ -152,14 +132,7 @@ class BackupFolder:
         return ""
 
     def restore(self, model: keras.Model) -> dict[str, np.ndarray]:
-        """Load the weights of the newest backup, optimizer included.
-
-        Args:
-            model: a built and compiled `keras.Model`.
-
-        Returns:
-            The rest of the state, as passed to `add`.
-        """
+        """Load the weights of the newest backup, optimizer included."""
         optimizer = model.optimizer
         if optimizer is not None and not optimizer.built:
             with model.distribute_strategy.scope():
@@ -182,19 +155,7 @@ class BackupFolder:
         state: Mapping[str, Any],
         is_valid: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Write a backup, then remove those that are not kept.
-
-        Args:
-            model: the `keras.Model` to back up.
-            state: arrays to store with the weights.
-            is_valid: tells whether what has been read is worth keeping.
-
-        Returns:
-            The last result of `is_valid`; if it is False, nothing has changed.
-
-        Raises:
-            OSError: if it could not be written; the previous backup is unchanged.
-        """
+        """Write a backup, then remove those that are not kept."""
         with self._writing:
             return self._add(model, state, is_valid)
 

@@ -15,9 +15,6 @@ class BatchEnds:
     point, for example writing a checkpoint, is no part of the last step. Keras appends its
     `History` to the user's callbacks, so this one knows when a step is over. A user-defined
     subclass is left alone: it may have any position, and look at batches itself.
-
-    Args:
-        model: the `keras.Model` that is trained, in `on_train_begin`.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -32,11 +29,7 @@ class BatchEnds:
         self._last = (-1, 0.0)
 
     def time_of(self, batch: int) -> float | None:
-        """Return when a batch was over, in seconds of `time.perf_counter`; None if unknown.
-
-        Args:
-            batch: the first batch of the latest execution.
-        """
+        """Return when a batch was over, in seconds of `time.perf_counter`; None if unknown."""
         number, seconds = self._last
         return seconds if number >= batch else None
 

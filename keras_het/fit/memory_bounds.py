@@ -19,9 +19,6 @@ class MemoryBounds:
 
     TensorFlow cannot continue after one replica of a collective has failed, so training must be
     restarted; it then finds the bound.
-
-    Args:
-        directory: directory that all workers share.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -47,28 +44,13 @@ class MemoryBounds:
 def largest_share_that_fits(
     replica: int, failed: int, measurements: Sequence[Mapping[str, Any]]
 ) -> int:
-    """Return the largest share below `failed` that a replica has computed, else half of it.
-
-    Args:
-        replica: id of the replica.
-        failed: share that was too large.
-        measurements: computed steps, in the form of `BatchBalancer.measurements`.
-    """
+    """Return the largest share below `failed` that a replica has computed, else half of it."""
     fitted = [row["shares"][replica] for row in measurements]
     return max((share for share in fitted if share < failed), default=0) or failed // 2
 
 
 def replicas_without_memory(message: str, devices: Sequence[str], first: int) -> list[int]:
-    """Return the local replicas that an error concerns.
-
-    Args:
-        message: text of a `tf.errors.ResourceExhaustedError`, which names the device.
-        devices: full names of the local devices, in the order of their replicas.
-        first: id of the first local replica.
-
-    Returns:
-        Ids of the replicas; all local ones if the text does not name a device.
-    """
+    """Return the local replicas that an error concerns."""
     named = {match.lower() for match in re.findall(r"device:([A-Za-z]+:\d+)", message)}
     hit = [
         first + index
@@ -79,13 +61,7 @@ def replicas_without_memory(message: str, devices: Sequence[str], first: int) ->
 
 
 def note_out_of_memory(note: Callable[[str], str], step: StepFunction, batches: Batches) -> Nest:
-    """Report to a callback when memory runs out, as a layer around the steps of `fit`.
-
-    Args:
-        note: takes the error's text, and returns the message for the user.
-        step: the step.
-        batches: argument of the step.
-    """
+    """Report to a callback when memory runs out, as a layer around the steps of `fit`."""
     try:
         return step(batches)
     except tf.errors.ResourceExhaustedError as error:

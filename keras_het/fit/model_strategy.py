@@ -17,13 +17,7 @@ _logger = logging.getLogger("keras_het")
 
 
 def tell(message: object, strategy: object, verbose: int) -> None:
-    """Log a callback's action at level INFO, and print it on the chief if the user wants that.
-
-    Args:
-        message: the message.
-        strategy: the strategy of the model.
-        verbose: the callback's argument of the same name.
-    """
+    """Log a callback's action at level INFO, and print it on the chief if the user wants that."""
     _logger.info("%s", message)
     if verbose and getattr(strategy, "is_chief", True):
         # Keras's progress bar may occupy the line.
@@ -31,29 +25,13 @@ def tell(message: object, strategy: object, verbose: int) -> None:
 
 
 def distribute_strategy(model: keras.Model) -> tf.distribute.Strategy:
-    """Return the strategy under which a model trains, or TensorFlow's default one.
-
-    Args:
-        model: the `keras.Model` of a callback.
-
-    Raises:
-        ValueError: if Keras runs on another backend, whose models have no strategy.
-    """
+    """Return the strategy under which a model trains, or TensorFlow's default one."""
     check_keras_backend(keras.backend.backend())
     return model.distribute_strategy
 
 
 def heterogeneous_strategy(model: keras.Model, callback: object) -> Any:
-    """Return the `HeterogeneousStrategy` under which a model trains.
-
-    Args:
-        model: the `keras.Model` of a callback.
-        callback: the callback, for the error's text.
-
-    Raises:
-        ValueError: if the model was built under another strategy, or none, or Keras runs on
-            another backend, or the strategy does not work with this callback.
-    """
+    """Return the `HeterogeneousStrategy` under which a model trains."""
     strategy = distribute_strategy(model)
     if not hasattr(strategy, "measure_compute_times"):
         name = type(callback).__name__
@@ -81,10 +59,6 @@ def complete(model: keras.Model, purpose: str) -> None:
     """Let a strategy whose workers hold parts of a model give each of them the whole.
 
     All workers must call it after the same step.
-
-    Args:
-        model: a `keras.Model`.
-        purpose: what needs the whole model, such as "save", for the error's text.
     """
     completes = getattr(distribute_strategy(model), "_complete", None)
     if completes is not None:
@@ -95,25 +69,13 @@ def data_of_fit(model: keras.Model, strategy: TrainingStrategy) -> Any:
     """Return the distributed data set that a running `fit` trains on, None if there is none.
 
     The strategy's most recently iterated data set may be that of another callback's evaluation.
-
-    Args:
-        model: the `keras.Model` of a callback.
-        strategy: its `HeterogeneousStrategy`.
     """
     data = private_api.EpochLoop(model).data
     return strategy.iterated_data if data is None else data
 
 
 def check_keeps_weights(optimizer: keras.optimizers.Optimizer | None, callback: object) -> None:
-    """Refuse an optimizer that replaces the weights at the end of `fit`.
-
-    Args:
-        optimizer: optimizer of the model, perhaps wrapping another one.
-        callback: the callback, which leaves the center's weights there.
-
-    Raises:
-        ValueError: if it has `use_ema`.
-    """
+    """Refuse an optimizer that replaces the weights at the end of `fit`."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if getattr(inner, "use_ema", False):
         name = type(callback).__name__
@@ -124,15 +86,7 @@ def check_keeps_weights(optimizer: keras.optimizers.Optimizer | None, callback: 
 
 
 def local_replicas(model: keras.Model) -> dict[int, str]:
-    """Return the devices of the replicas of this process, by their numbers.
-
-    Args:
-        model: a `keras.Model`.
-
-    Returns:
-        Under a `HeterogeneousStrategy`, numbers that count over all workers; under another strategy
-        or none, numbers within this process.
-    """
+    """Return the devices of the replicas of this process, by their numbers."""
     strategy = distribute_strategy(model)
     layout = getattr(strategy, "layout", None)
     try:

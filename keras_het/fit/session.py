@@ -44,19 +44,6 @@ class FitSession:
     It begins before Keras looks at the data and ends when the call does, with or without an error.
     Its layers surround each of its own steps, even if the model's step function is replaced
     meanwhile; a call within it, such as a validation or a callback's own `fit`, is another session.
-
-    Args:
-        model: the `keras.Model`.
-        loop: name of the method that was called.
-        callbacks: the user's callbacks.
-
-    Attributes:
-        model: the `keras.Model`.
-        loop: name of the method that was called.
-        callbacks: the user's callbacks.
-        is_in_step: whether a step is running: any other read of the data is not this session's.
-        is_over: whether the call has ended.
-        error: what ended the call, for functions of `on_end`; None if it ended by itself.
     """
 
     def __init__(
@@ -75,101 +62,53 @@ class FitSession:
 
     @staticmethod
     def of(model: keras.Model | None) -> FitSession | None:
-        """Return the innermost running session of a model.
-
-        Args:
-            model: a `keras.Model`; None outside of a call of Keras.
-        """
+        """Return the innermost running session of a model."""
         sessions = _running.get(model)
         return sessions[-1] if sessions else None
 
     def add_layer(self, rank: Rank, layer: Layer) -> None:
-        """Put a layer around the steps from the next one on, at the position of its rank.
-
-        Args:
-            rank: its place among the layers.
-            layer: the layer.
-        """
+        """Put a layer around the steps from the next one on, at the position of its rank."""
         self._layers[rank] = layer
 
     def has_layer(self, rank: Rank) -> bool:
-        """Tell whether there is a layer of a rank.
-
-        Args:
-            rank: its place among the layers.
-        """
+        """Tell whether there is a layer of a rank."""
         return rank in self._layers
 
     def remove_layer(self, rank: Rank) -> None:
-        """Remove the layer of this rank, if there is one.
-
-        Args:
-            rank: its place.
-        """
+        """Remove the layer of this rank, if there is one."""
         self._layers.pop(rank, None)
 
     def on_end(self, function: Callable[[], None]) -> None:
-        """Call a function when the session ends, however it ends; the last one added runs first.
-
-        Args:
-            function: the function.
-        """
+        """Call a function when the session ends, however it ends; the last one added runs first."""
         self._ends.callback(function)
 
     def before_inner(self, function: Callable[[FitSession], None]) -> None:
-        """Call a function when a session of the same model begins within this one.
-
-        Args:
-            function: takes the inner session; an error that it raises ends that session.
-        """
+        """Call a function when a session of the same model begins within this one."""
         self._before_inner.append(function)
 
     def before_callbacks(self, method: str, function: Callable[..., None]) -> None:
-        """Call a function before a method of all user callbacks.
-
-        Args:
-            method: "on_epoch_end" or "on_train_end".
-            function: takes the method's arguments; logs are the same object.
-        """
+        """Call a function before a method of all user callbacks."""
         self._before_callbacks.setdefault(method, []).append(function)
 
     def on_change(self, function: Callable[[str, str], None]) -> None:
-        """Call a function with each change to the running training, also with those before.
-
-        Args:
-            function: takes the kind of the change, and its text.
-        """
+        """Call a function with each change to the running training, also with those before."""
         for change in self._changes:
             function(*change)
         self._on_change.append(function)
 
     def note_change(self, kind: str, text: str) -> None:
-        """Let others know of a change to the running training.
-
-        Args:
-            kind: a word for what changed, such as "shares".
-            text: the change and its reason, for people.
-        """
+        """Let others know of a change to the running training."""
         self._changes.append((kind, text))
         for function in self._on_change:
             function(kind, text)
 
     def tell(self, method: str, *args: object) -> None:
-        """Call the functions that precede a method of the user's callbacks.
-
-        Args:
-            method: as for `before_callbacks`.
-            *args: the method's arguments.
-        """
+        """Call the functions that precede a method of the user's callbacks."""
         for function in self._before_callbacks.get(method, ()):
             function(*args)
 
     def step_function(self, function: StepFunction) -> StepFunction:
-        """Wrap the model's step function in the layers of this session.
-
-        Args:
-            function: the step function that Keras or other code set.
-        """
+        """Wrap the model's step function in the layers of this session."""
         if not self._layers:
             return function
         if self._layered is None or self._layered.function is not function:
@@ -177,12 +116,7 @@ class FitSession:
         return self._layered
 
     def run_step(self, function: StepFunction, batches: Batches) -> Nest:
-        """Run a step within the layers, unless it is within them already.
-
-        Args:
-            function: the step.
-            batches: argument of the step.
-        """
+        """Run a step within the layers, unless it is within them already."""
         if self.is_in_step or self.is_over:
             return function(batches)
         for rank in sorted(self._layers, reverse=True):
@@ -217,12 +151,7 @@ class FitSession:
 
 
 class _LayeredStep:
-    """A model's step function in a session that has layers.
-
-    Args:
-        session: the session.
-        function: the step function without the layers.
-    """
+    """A model's step function in a session that has layers."""
 
     __slots__ = ("__weakref__", "_session", "function")
 
@@ -251,11 +180,7 @@ class SessionCallback(keras.callbacks.Callback):
         return session if session is not None and session.loop == "fit" else None
 
     def _required_session(self) -> FitSession:
-        """The session of the `fit`.
-
-        Raises:
-            RuntimeError: outside of `fit`.
-        """
+        """The session of the `fit`."""
         session = self._fit_session
         if session is None:
             raise RuntimeError(
@@ -266,11 +191,7 @@ class SessionCallback(keras.callbacks.Callback):
 
 
 class _First(keras.callbacks.Callback):
-    """The callback that runs before the user's.
-
-    Args:
-        session: the session of the `fit`.
-    """
+    """The callback that runs before the user's."""
 
     def __init__(self, session: FitSession) -> None:
         super().__init__()

@@ -11,20 +11,7 @@ Bound = int | Sequence[int | None] | Mapping[int, int] | None
 
 
 def each_bound(given: Bound, num_replicas: int, missing: int, most: int) -> list[int]:
-    """Return one bound per replica.
-
-    Args:
-        given: the bounds as given.
-        num_replicas: number of replicas.
-        missing: bound of a replica without a given one.
-        most: largest bound that makes a difference.
-
-    Returns:
-        Samples, one number per replica.
-
-    Raises:
-        ValueError: if the bounds do not fit the replicas.
-    """
+    """Return one bound per replica."""
     if isinstance(given, Mapping):
         wrong = [replica for replica in given if replica not in range(num_replicas)]
         if wrong:
@@ -45,17 +32,7 @@ def each_bound(given: Bound, num_replicas: int, missing: int, most: int) -> list
 
 
 def check_share_bounds(min_share: Bound, max_share: Bound) -> None:
-    """Refuse bounds that no replicas can satisfy, before it is known how many there are.
-
-    Args:
-        min_share: smallest shares in samples, as given.
-        max_share: largest shares, likewise.
-
-    Raises:
-        TypeError: if a bound is not a whole number.
-        ValueError: if a bound is negative, a smallest share is larger than the largest share of the
-            same replica, or no replica may have a sample.
-    """
+    """Refuse bounds that no replicas can satisfy, before it is known how many there are."""
     low, high = _by_replica("min_share", min_share), _by_replica("max_share", max_share)
     sizes = {len(given) for given in (min_share, max_share) if isinstance(given, Sequence)}
     if len(sizes) > 1:
@@ -79,11 +56,7 @@ def check_share_bounds(min_share: Bound, max_share: Bound) -> None:
 
 
 def num_replicas_named(*settings: object) -> int:
-    """Count the replicas for which settings have one number each; 1 if one number fits all.
-
-    Args:
-        *settings: single values, or sequences with one number per replica.
-    """
+    """Count the replicas for which settings have one number each; 1 if one number fits all."""
     lengths = [len(given) for given in settings if hasattr(given, "__len__")]
     return max([*lengths, 1])
 

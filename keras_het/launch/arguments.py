@@ -58,11 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse and check a command line; exit with code 2 if it is wrong.
-
-    Args:
-        arguments: Arguments after the program's name. Defaults to those of this process.
-    """
+    """Parse and check a command line; exit with code 2 if it is wrong."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.command != "run":
@@ -93,11 +89,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def worker_command(options: argparse.Namespace) -> list[str]:
-    """Return the command that each worker runs.
-
-    Args:
-        options: The result of `parse_arguments`.
-    """
+    """Return the command that each worker runs."""
     if options.module is not None:
         return [options.python, "-m", *options.module]
     return [options.python, options.script, *options.script_arguments]

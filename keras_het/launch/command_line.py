@@ -28,17 +28,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command `keras-het`.
-
-    Args:
-        arguments: Arguments after the program's name. Defaults to those of this process.
-
-    Returns:
-        0 if all workers but async ones succeed; the exit code of the first failing one (128 + the
-        signal if it was killed); 128 + the signal if a signal ended the run (130 for Ctrl-C); 2 for
-        wrong usage.
-        Commands other than `run`: the result of their function `execute`.
-    """
+    """Run the command `keras-het`."""
     options = parse_arguments(arguments)
     is_run = options.command == "run"
     shown = {"only_chief": options.only_chief, "tf_logs": options.tf_logs} if is_run else {}

@@ -46,11 +46,7 @@ def add_doctor_command(commands: Commands) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Examine this machine and print the report; return the exit code.
-
-    Args:
-        options: options of the command line.
-    """
+    """Examine this machine and print the report; return the exit code."""
     # late: other commands need none of it
     from keras_het.launch.doctor.cluster_checks import other_tasks
     from keras_het.launch.doctor.display import show

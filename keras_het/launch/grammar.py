@@ -15,15 +15,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def add_command(
     commands: Commands, name: str, summary: str, description: str, epilog: str = ""
 ) -> argparse.ArgumentParser:
-    """Add a command's parser, and return it.
-
-    Args:
-        commands: those of `keras-het`.
-        name: of the command.
-        summary: what it does, for the list of commands.
-        description: what it does, for its own help; lines are broken anew.
-        epilog: examples, shown as they are.
-    """
+    """Add a command's parser, and return it."""
     return commands.add_parser(
         name,
         help=summary,

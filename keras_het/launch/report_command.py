@@ -39,15 +39,7 @@ def add_report_command(commands: Commands) -> None:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Print the report, and write the files; return the exit code.
-
-    Args:
-        options: options of the command line.
-
-    Raises:
-        ValueError: if there is no log, or no place for a file.
-        OSError: if a file cannot be read or written.
-    """
+    """Print the report, and write the files; return the exit code."""
     for option, path in (("--html", options.html), ("--trace", options.trace)):
         if path and (path.is_dir() or not path.parent.is_dir()):
             what = "which is a directory: add a name of a file"

@@ -28,9 +28,6 @@ def share_freed_memory() -> bool:
     By default glibc has separate memory for each of many threads, so successive messages allocate
     memory again and again; and it returns freed memory to the system, which has to fill it with
     zeros for the next message. Call it before any threads exist.
-
-    Returns:
-        Whether it was done: not outside of glibc, nor if the environment says otherwise.
     """
     if not sys.platform.startswith("linux") or any(name in os.environ for name in _VARIABLES):
         return False
@@ -52,9 +49,6 @@ def compute_without_splitting() -> None:
     them, takes longer than it saves, and takes time from the threads that carry messages.
     Parallelism comes from partitions and clients instead. Call it before TensorFlow's first
     operation.
-
-    Raises:
-        RuntimeError: if TensorFlow has run an operation already.
     """
     import tensorflow as tf
 
@@ -77,11 +71,7 @@ def add_serve(commands: Commands) -> None:
 
 
 def serve_parameters(options: argparse.Namespace) -> int:
-    """Serve until told to end; return the exit code.
-
-    Args:
-        options: options of the command line.
-    """
+    """Serve until told to end; return the exit code."""
     share_freed_memory()  # before TensorFlow's threads
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the center is in host memory

@@ -81,14 +81,7 @@ def _add_schema_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_validate(options: argparse.Namespace) -> int:
-    """Run `keras-het validate`.
-
-    Args:
-        options: the parsed command line.
-
-    Returns:
-        0 if all is right, 1 if something was found, 2 for wrong usage.
-    """
+    """Run `keras-het validate`."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         # Takes seconds to import, and needs TensorFlow Data Validation.

@@ -37,9 +37,6 @@ def free_graph_with(mapped: tf.data.Dataset) -> None:
 
     A graph and its operations refer to each other. Python's collector examines long-lived objects
     only when their number has grown by a quarter: that is a hundred pipelines later.
-
-    Args:
-        mapped: the result of `Dataset.map` for a function that nothing else uses.
     """
     graph = mapped._map_func.function.graph
     weakref.finalize(mapped, _dismantle, graph).atexit = False
@@ -67,9 +64,6 @@ def save_iterator(iterator: tf.data.Iterator) -> tf.Tensor:
     """Save the state of a `tf.data.Iterator`, buffers included, in memory.
 
     Tensors are shared, not copied. Waits for pending calls.
-
-    Returns:
-        A variant tensor for `restore_iterator`.
     """
     return tf.raw_ops.SerializeIterator(
         resource_handle=iterator._iterator_resource,
@@ -78,12 +72,7 @@ def save_iterator(iterator: tf.data.Iterator) -> tf.Tensor:
 
 
 def restore_iterator(iterator: tf.data.Iterator, state: tf.Tensor) -> None:
-    """Make a new `tf.data.Iterator` continue where another was saved.
-
-    Args:
-        iterator: iterator of a data set with the same operations.
-        state: the result of `save_iterator`.
-    """
+    """Make a new `tf.data.Iterator` continue where another was saved."""
     tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
 
 
@@ -93,11 +82,7 @@ def restart_iterator(iterator: tf.data.Iterator, dataset: tf.data.Dataset) -> No
 
 
 def iterator_model(iterator: tf.data.Iterator) -> model_pb2.ModelProto | None:
-    """Return the model by which AUTOTUNE tunes an iterator, a `ModelProto`.
-
-    Returns:
-        None if the iterator is not tuned, or TensorFlow is older than the operation (2.16).
-    """
+    """Return the model by which AUTOTUNE tunes an iterator, a `ModelProto`."""
     read = getattr(tf.raw_ops, "IteratorGetModelProto", None)
     if read is None:
         return None
@@ -114,11 +99,7 @@ def global_seed() -> int | None:
 
 
 def keep_operation_seeds(is_active: Callable[[], bool]) -> None:
-    """Give operations with an explicit seed the seeds that they have without a global one.
-
-    Args:
-        is_active: asked whenever an operation is made; replaces an earlier one.
-    """
+    """Give operations with an explicit seed the seeds that they have without a global one."""
     global _keeps_operation_seeds
     _keeps_operation_seeds = is_active
     original = random_seed.get_seed
@@ -141,11 +122,7 @@ def _keeps_operation_seeds() -> bool:
 
 
 def operation_seed_state() -> SeedState | None:
-    """Return the state of the sequence from which operations without an explicit seed take one.
-
-    Returns:
-        A state for `separate_operation_seeds`; None without a global seed, when none is taken.
-    """
+    """Return the state of the sequence from which operations without an explicit seed take one."""
     return eager_context.context()._rng.getstate() if global_seed() is not None else None
 
 
@@ -155,9 +132,6 @@ def separate_operation_seeds(state: SeedState | None) -> Iterator[None]:
 
     The process has one sequence for all its threads. Saving it before and restoring it after would
     lose what another thread draws meanwhile.
-
-    Args:
-        state: start of the sequence, from `operation_seed_state`.
     """
     generator = random.Random(0)
     if state is not None:

@@ -109,12 +109,6 @@ def constants_of(node: Dataset) -> dict[str, Any]:
     not the numbers of parallel calls, the buffers of `prefetch` and of file readers, and seeds,
     which belong to the state of an iterator. Functions, and arrays of more than 1000 elements, have
     no values here.
-
-    Args:
-        node: one node, without its inputs.
-
-    Returns:
-        Plain Python values by the names of the attributes.
     """
     skipped = _FREE_ATTRIBUTES if is_shuffle(node) else {*_FREE_ATTRIBUTES, "_buffer_size"}
     found: dict[str, Any] = {}
@@ -264,18 +258,7 @@ def operations_in_functions(node: Dataset) -> set[str]:
 
 
 def rebuild_on(node: Dataset, source: Dataset) -> Dataset:
-    """Repeat one operation on another source.
-
-    Args:
-        node: a `map`, `batch` or any node that `commutes_with_map`.
-        source: source of the new node.
-
-    Returns:
-        The new node. A new `shuffle` restarts at its first iteration's order.
-
-    Raises:
-        TypeError: if this kind of node cannot be rebuilt.
-    """
+    """Repeat one operation on another source."""
     if is_map(node):
         return AppliedMap(node, source)
     if is_batch(node):
@@ -290,12 +273,6 @@ class AppliedMap(dataset_ops.UnaryDataset):
     """The traced function of an existing `map`, applied to another source without a new trace.
 
     Output keeps the order of the input even if the original map was allowed not to.
-
-    Args:
-        node: a `map` node.
-        source: data set with the element structure of the original map's input.
-        autotuned_calls: number of parallel calls if the original map leaves it to AUTOTUNE, by
-            default the number of cores.
     """
 
     def __init__(self, node: Dataset, source: Dataset, autotuned_calls: int | None = None) -> None:
@@ -366,15 +343,7 @@ def keras_array_indices(node: Dataset) -> bool:
 
 
 class KerasArrays(NamedTuple):
-    """Arrays that Keras was given.
-
-    Attributes:
-        arrays: dense tensors of equal length, in the structure of an element; None if they are not
-            all dense.
-        samples: their length.
-        batch_size: samples of a full batch.
-        is_shuffled: whether every epoch has another order of samples.
-    """
+    """Arrays that Keras was given."""
 
     arrays: Batch
     samples: int
@@ -410,12 +379,7 @@ def keras_arrays(node: Dataset) -> KerasArrays | None:
 
 
 def with_keras_indices(node: Dataset, indices: Dataset) -> Dataset:
-    """Return the rows that a `map` of `keras_array_indices` gathers, at other batches of indices.
-
-    Args:
-        node: the `map`.
-        indices: data set of int64 indices of shape [batch].
-    """
+    """Return the rows that a `map` of `keras_array_indices` gathers at other indices."""
     _, arrays = inputs_of(inputs_of(node)[0])
     return AppliedMap(node, tf.data.Dataset.zip((indices, arrays)))
 

@@ -19,13 +19,7 @@ _STATE = "state/"
 
 @dataclasses.dataclass
 class _Pending:
-    """An exchange in flight.
-
-    Args:
-        sent: the weights and statistics this worker sent.
-        due: the step at which it merges with the weights of that step.
-        combined: returns the weights and statistics after the exchange, as tensors.
-    """
+    """An exchange in flight."""
 
     sent: tuple[tf.Tensor, tf.Tensor]
     due: int
@@ -41,12 +35,6 @@ class Fragment:
     .. math:: s_i \leftarrow \frac{\sum_j n_j s_j}{\sum_j n_j}.
 
     Values that no worker has changed since then, such as frozen weights, keep their bits.
-
-    Args:
-        strategy: the `HeterogeneousStrategy`.
-        rule: combines the weights.
-        weights: the fragment's trainable variables.
-        statistics: the moving statistics that travel with them.
     """
 
     def __init__(
@@ -117,12 +105,7 @@ class Fragment:
         return weights, mean, state
 
     def start(self, executor: Executor, step: int) -> None:
-        """Start an exchange of the current weights.
-
-        Args:
-            executor: runs the exchanges one after another, in the same order on all workers.
-            step: local steps done so far.
-        """
+        """Start an exchange of the current weights."""
         sent = self._weights.read(), self._statistics.read()
         samples = tf.constant(float(self.samples), tf.float32)
         self.samples = self.steps = 0
@@ -144,11 +127,7 @@ class Fragment:
             self._pending.combined.result()
 
     def merge_if_due(self, step: int) -> None:
-        """Continue from the result of an exchange, `overlap` steps after it began.
-
-        Args:
-            step: local steps done so far.
-        """
+        """Continue from the result of an exchange, `overlap` steps after it began."""
         if self._pending is not None and step >= self._pending.due:
             self.merge()
 
@@ -201,11 +180,7 @@ class Fragment:
         return found
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Restore the result of `saved`; the model's weights are already restored.
-
-        Raises:
-            ValueError: if it belongs to another model or rule.
-        """
+        """Restore the result of `saved`; the model's weights are already restored."""
         state = {
             name.removeprefix(_STATE): tf.constant(value)
             for name, value in saved.items()

@@ -11,12 +11,7 @@ from keras_het.value_types import Nest
 
 
 class LocalSteps:
-    """Local training steps for a session, with a count of their samples.
-
-    Args:
-        fit: the `fit` whose steps become local.
-        strategy: the model's `HeterogeneousStrategy`.
-    """
+    """Local training steps for a session, with a count of their samples."""
 
     def __init__(self, fit: FitSession, strategy: TrainingStrategy) -> None:
         self._fit, self._strategy = fit, strategy
@@ -63,12 +58,7 @@ class LocalSteps:
 
 
 class _FromTheChief:
-    """The first step after a failed local training: continues from the chief's variables.
-
-    Args:
-        model: the `keras.Model`.
-        strategy: its `HeterogeneousStrategy`.
-    """
+    """The first step after a failed local training: continues from the chief's variables."""
 
     adopts_the_chiefs = True
 

@@ -12,13 +12,7 @@ from keras_het.training_strategy import TrainingStrategy
 
 
 class PackedVariables:
-    """Keras variables, read and written as one vector, for any number of local replicas.
-
-    Args:
-        variables: Keras variables; an empty list makes a vector of length 0.
-        strategy: the strategy under which they were created.
-        dtype: element type of the vector.
-    """
+    """Keras variables, read and written as one vector, for any number of local replicas."""
 
     def __init__(
         self,
@@ -45,35 +39,20 @@ class PackedVariables:
         return self._read() if self._variables else tf.zeros([0], self._dtype)
 
     def write(self, vector: tf.Tensor) -> None:
-        """Set the values on every local replica.
-
-        Args:
-            vector: of shape [size].
-        """
+        """Set the values on every local replica."""
         if self._variables:
             with self._strategy.scope():
                 self._write(vector)
 
     def differ(self, one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-        """Mark the variables in which two vectors differ: 1 or 0 for each, float32; in a graph.
-
-        Args:
-            one: of shape [size].
-            other: of shape [size].
-        """
+        """Mark the variables in which two vectors differ: 1 or 0 for each, float32; in a graph."""
         if not self._variables:
             return tf.zeros([0])
         pairs = zip(tf.split(one, self._sizes), tf.split(other, self._sizes), strict=True)
         return tf.cast(tf.stack([tf.reduce_any(a != b) for a, b in pairs]), tf.float32)
 
     def choose(self, conditions: tf.Tensor, one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-        """Combine the variables of two vectors; in a graph.
-
-        Args:
-            conditions: for each variable, whether to take it from `one`.
-            one: of shape [size].
-            other: of shape [size].
-        """
+        """Combine the variables of two vectors; in a graph."""
         if not self._variables:
             return one
         parts = zip(

@@ -23,14 +23,6 @@ class PeriodicExchange:
     All workers call its methods after the same steps. Sums run in one background thread, one after
     another, and therefore begin in the same order everywhere; no worker waits for a sum before the
     step at which the rule merges it.
-
-    Args:
-        model: a built model.
-        strategy: its `HeterogeneousStrategy`.
-        rule: the synchronous rule.
-
-    Raises:
-        ValueError: if the model has no trainable weights.
     """
 
     def __init__(
@@ -59,13 +51,7 @@ class PeriodicExchange:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="keras_het_exchange")
 
     def steps_done(self, steps: int, samples: int) -> None:
-        """Merge and start the exchanges that are due.
-
-        Args:
-            steps: local steps since the last call; more than one if a call of the train function
-                runs several, in which case an exchange due at any of them starts after the call.
-            samples: samples that this worker used in those steps.
-        """
+        """Merge and start the exchanges that are due."""
         passed = range(self._step + 1, self._step + steps + 1)
         self._step += steps
         for fragment in self.fragments:
@@ -118,14 +104,7 @@ class PeriodicExchange:
         return found
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Continue from a backup whose weights the model already has.
-
-        Args:
-            saved: the result of `saved` on the chief.
-
-        Raises:
-            ValueError: if it belongs to another model or rule.
-        """
+        """Continue from a backup whose weights the model already has."""
         if f"{_PREFIX}step" not in saved:
             raise ValueError(
                 "The backup has no state of local training. Received: "

@@ -14,10 +14,6 @@ def adopt_variables_of_the_chief(model: keras.Model, strategy: TrainingStrategy)
 
     Synchronous steps keep equal workers equal but do not make them so: with different optimizer
     states they would drift apart.
-
-    Args:
-        model: the model; its variables have the same order on all workers.
-        strategy: its `HeterogeneousStrategy`; all workers call it.
     """
     variables = [*model.variables, *model.optimizer.variables]
     unique = list({id(variable): variable for variable in variables}.values())
@@ -35,12 +31,7 @@ def _kind(dtype: str) -> tf.DType | None:
 
 
 def adopt_vector_of_the_chief(variables: PackedVariables, strategy: TrainingStrategy) -> None:
-    """Give every worker the chief's values, bit for bit.
-
-    Args:
-        variables: any number of variables, including none.
-        strategy: their `HeterogeneousStrategy`; all workers call it.
-    """
+    """Give every worker the chief's values, bit for bit."""
     if not variables.size:
         return
     own = variables.read()

@@ -19,21 +19,7 @@ MAX_TOTAL = 2**31 - 1
 def check_bounds(
     total: int, num_replicas: int, lower: ArrayLike | None = None, upper: ArrayLike | None = None
 ) -> tuple[IntArray, IntArray]:
-    """Check that shares within the bounds can sum to the total.
-
-    Args:
-        total: samples to share out, from 0 to 2**31 - 1.
-        num_replicas: number of replicas, at least 1.
-        lower: smallest share of each replica, [num_replicas] integers; by default 0.
-        upper: largest share of each replica, [num_replicas] integers; by default the total.
-
-    Returns:
-        Both bounds, int64 [num_replicas]; upper bounds above the total are clipped to it.
-
-    Raises:
-        TypeError: if a number is not whole.
-        ValueError: if there is no replica, a length differs, or no shares fit.
-    """
+    """Check that shares within the bounds can sum to the total."""
     if isinstance(total, bool) or not isinstance(total, Real) or float(total) != int(total):
         raise TypeError(f"total must be a whole number of samples. Received: {total!r}.")
     if not 0 <= total <= MAX_TOTAL:

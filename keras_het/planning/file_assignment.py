@@ -19,16 +19,6 @@ def assign_files(sizes: Sequence[int], weights: Sequence[float]) -> tuple[tuple[
     sum to at least zero. Below: if a worker were short by more than L at the end, each file would
     have gone to a worker that was also short by more than L and is still short; then all would be
     short of their ideals, which sum to the number of samples.
-
-    Args:
-        sizes: samples in each file.
-        weights: one weight for each worker, zero or more, at least one of them positive.
-
-    Returns:
-        For each worker the indices of its files, ascending.
-
-    Raises:
-        ValueError: if a size is negative or a weight is not valid.
     """
     if any(size < 0 for size in sizes):
         raise ValueError(f"Sizes of files must be zero or more samples. Received: {list(sizes)}.")
@@ -56,15 +46,6 @@ def shares_of_own_samples(
     contributes the rest of its samples, and the others take the rest of the step in proportion to
     their weights. A worker whose replicas all have weight zero helps only when all others have run
     out.
-
-    Args:
-        total: number of samples of a full step.
-        weights: one weight for each replica.
-        replicas_per_worker: number of replicas of each worker.
-        remaining: number of samples that each worker has left.
-
-    Returns:
-        One share for each replica; they sum to min(total, sum(remaining)).
     """
     total = min(total, sum(remaining))
     exact_weights(weights)

@@ -15,21 +15,6 @@ def gain(scale: float, estimate: NoiseScaleEstimate) -> float:
 
     in terms of the noise at the base batch: between 1 (no noise) and s (noise alone). It is also
     the factor for the learning rate of SGD (AdaScale); adaptive optimizers take its square root.
-
-    Args:
-        scale: s, global batch over base batch, positive.
-        estimate: squared norm, and variance of the gradient of one *base batch*: divide the
-            variance of one sample by the base batch size first.
-
-    Returns:
-        The gain r.
-
-    Raises:
-        ValueError: if the scale is not positive.
-
-    Reference:
-        Johnson, Agrawal, Gu and Guestrin, "AdaScale SGD: A User-Friendly Algorithm for Distributed
-        Training", ICML 2020, arXiv:2007.05105.
     """
     if not scale > 0:
         raise ValueError(f"scale must be positive. Received: {scale!r}.")
@@ -46,24 +31,7 @@ def rate_factor_of_batch(
     estimate: NoiseScaleEstimate,
     adaptive_optimizer: bool = False,
 ) -> float:
-    """Return the factor for a learning rate chosen for the base batch.
-
-    Args:
-        global_batch_size: current global batch size.
-        base_batch_size: batch size the learning rate belongs to.
-        estimate: smoothed estimates for one sample's gradient.
-        adaptive_optimizer: whether the optimizer divides by a second moment, as Adam does.
-
-    Returns:
-        The AdaScale gain, or its square root.
-
-    Raises:
-        ValueError: if a batch size is not positive.
-
-    Reference:
-        Johnson et al., "AdaScale SGD", ICML 2020; the square root as in Qiao et al., "Pollux",
-        OSDI 2021 (AdaptDL).
-    """
+    """Return the factor for a learning rate chosen for the base batch."""
     factor = _gain(global_batch_size, base_batch_size, estimate)
     return math.sqrt(factor) if adaptive_optimizer else factor
 
@@ -78,22 +46,6 @@ def goodput(
 
     The efficiency r / s is the progress of a sample in this batch over that of a sample in the base
     batch, so goodput is r * base batch / step time.
-
-    Args:
-        global_batch_size: global batch size.
-        base_batch_size: batch size for which a sample counts as one.
-        step_seconds: time of a step, positive.
-        estimate: smoothed estimates for one sample's gradient.
-
-    Returns:
-        Samples of the base batch per second that make the same progress.
-
-    Raises:
-        ValueError: if a batch size or the time is not positive.
-
-    Reference:
-        Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning",
-        OSDI 2021.
     """
     if not step_seconds > 0:
         raise ValueError(f"step_seconds must be positive. Received: {step_seconds!r}.")
@@ -101,19 +53,7 @@ def goodput(
 
 
 def candidate_batch_sizes(smallest: int, largest: int, count: int = 50) -> tuple[int, ...]:
-    """Return a geometric grid of global batch sizes.
-
-    Args:
-        smallest: smallest size, at least 1.
-        largest: largest size.
-        count: number of points before duplicates are merged, at least 2.
-
-    Returns:
-        Ascending sizes, from the smallest to the largest.
-
-    Raises:
-        ValueError: if sizes or count are out of order.
-    """
+    """Return a geometric grid of global batch sizes."""
     if not 1 <= smallest <= largest or count < 2:
         raise ValueError(
             "Sizes must satisfy 1 <= smallest <= largest, and count must be at least 2. "
@@ -133,27 +73,7 @@ def choose_global_batch(
     present: int | None = None,
     min_gain: float = 0.05,
 ) -> int:
-    """Choose the global batch size with the best goodput on a geometric grid.
-
-    Args:
-        step_seconds: predicted step time of an optimally split global batch, such as the optimum of
-            the min-max program plus the communication time.
-        base_batch_size: smallest size, the one for which the learning rate was chosen.
-        largest: largest allowed size.
-        estimate: smoothed estimates for one sample's gradient.
-        present: current size, kept unless another is better by `min_gain`.
-        min_gain: smallest relative increase of goodput worth a change.
-
-    Returns:
-        The global batch size; the smallest among equally good ones.
-
-    Raises:
-        ValueError: if sizes are out of order or a predicted time is not positive.
-
-    Reference:
-        Qiao et al., "Pollux", OSDI 2021: the grid of AdaptDL; Nie, Maghakian and Liu, "Cannikin",
-        Middleware 2024, for the optimal split of every candidate.
-    """
+    """Choose the global batch size with the best goodput on a geometric grid."""
 
     def rate(size: int) -> float:
         return goodput(size, base_batch_size, step_seconds(size), estimate)

@@ -29,10 +29,6 @@ class NoiseScaleEstimate:
     """Estimates of one step, or averages of several.
 
     Each is unbiased and may be negative in a single step; average many steps before dividing.
-
-    Args:
-        squared_norm: estimate of the squared norm of the true gradient.
-        variance: estimate of the trace of the covariance of one sample's gradient.
     """
 
     squared_norm: float
@@ -56,23 +52,6 @@ def replica_estimates(
 
     Both follow from :math:`E|g_i|^2 = |G|^2 + S / b_i` and :math:`E|g|^2 = |G|^2 + S / B`, so each
     is unbiased for any shares.
-
-    Args:
-        shares: samples of each replica, [n]; replicas with 0 are left out.
-        squared_norms: squared norms of the replicas' mean gradients, [n].
-        global_squared_norm: squared norm of the mean gradient over all samples.
-
-    Returns:
-        Estimates of the squared norm of the true gradient and of the variance, float64 [m], for
-        the m replicas with samples.
-
-    Raises:
-        ValueError: if lengths differ, or fewer than two replicas have samples.
-
-    Reference:
-        Nie, Maghakian and Liu, "Cannikin: Optimal Adaptive Distributed DNN Training over
-        Heterogeneous Clusters", Middleware 2024, arXiv:2402.05302; for equal shares McCandlish et
-        al., "An Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162, appendix A.
     """
     b, local = np.asarray(shares, np.float64), np.asarray(squared_norms, np.float64)
     if b.shape != local.shape or b.ndim != 1 or (b > 0).sum() < 2:
@@ -102,21 +81,6 @@ def noise_scale_estimate(
 
     With equal shares these are the known formulas. The authors use minimum-variance weights, which
     need moments that were not found; these weights are ours.
-
-    Args:
-        shares: samples of each replica, [n]; replicas with 0 are left out.
-        squared_norms: squared norms of the replicas' mean gradients, [n].
-        global_squared_norm: squared norm of the mean gradient over all samples.
-
-    Returns:
-        The combined estimates.
-
-    Raises:
-        ValueError: if lengths differ, or fewer than two replicas have samples.
-
-    Reference:
-        Nie, Maghakian and Liu, "Cannikin: Optimal Adaptive Distributed DNN Training over
-        Heterogeneous Clusters", Middleware 2024, arXiv:2402.05302.
     """
     squared_norm, variance = replica_estimates(shares, squared_norms, global_squared_norm)
     b = np.asarray(shares, np.float64)
@@ -128,18 +92,7 @@ def noise_scale_estimate(
 
 
 class SmoothedNoiseScale:
-    """Bias-corrected exponential moving averages of both estimates.
-
-    Args:
-        decay: weight of the past, at least 0, below 1.
-
-    Raises:
-        ValueError: if the decay is out of range.
-
-    Reference:
-        Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning",
-        OSDI 2021, whose AdaptDL averages both parts before it divides.
-    """
+    """Bias-corrected exponential moving averages of both estimates."""
 
     def __init__(self, decay: float = 0.99) -> None:
         if not 0 <= decay < 1:
@@ -152,11 +105,7 @@ class SmoothedNoiseScale:
         self._weight = 0.0
 
     def add(self, estimate: NoiseScaleEstimate) -> None:
-        """Add one step.
-
-        Args:
-            estimate: the estimates of the step.
-        """
+        """Add one step."""
         new = 1.0 - self._decay
         norm, variance = self._sums
         self._sums = (

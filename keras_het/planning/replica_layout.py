@@ -69,15 +69,7 @@ class ReplicaLayout:
 
 
 def share_weights(shares: Sequence[float] | None, layout: ReplicaLayout) -> tuple[float, ...]:
-    """Return the weights of all replicas' shares, equal ones by default.
-
-    Args:
-        shares: one weight for each replica of all workers, zero or more, or None.
-        layout: the replicas.
-
-    Raises:
-        ValueError: if their number is wrong, one is negative or infinite, or all are zero.
-    """
+    """Return the weights of all replicas' shares, equal ones by default."""
     if shares is None:
         return (1.0,) * layout.num_replicas
     weights = tuple(shares)

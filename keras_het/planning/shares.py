@@ -48,17 +48,7 @@ def apportion(total: int, weights: Sequence[SupportsFloat]) -> tuple[int, ...]:
 
 
 def exact_weights(weights: Sequence[SupportsFloat]) -> tuple[Fraction, ...]:
-    """Check share weights and return them as exact fractions.
-
-    Args:
-        weights: one finite weight per replica, zero or more, at least one of them positive.
-
-    Returns:
-        The same numbers as fractions.
-
-    Raises:
-        ValueError: if there is no weight, one is negative or not finite, or all are zero.
-    """
+    """Check share weights and return them as exact fractions."""
     exact = []
     for weight in weights:
         if not math.isfinite(weight) or float(weight) < 0:

@@ -36,17 +36,7 @@ DIVERGED = (
 
 
 def read_secret(environ: Mapping[str, str] | None = None) -> bytes:
-    """Read the shared secret from the environment or a file; never from a command line.
-
-    Args:
-        environ: the environment to read; `os.environ` by default.
-
-    Returns:
-        The secret.
-
-    Raises:
-        ValueError: if there is none, it is given twice, or it is shorter than 16 bytes.
-    """
+    """Read the shared secret from the environment or a file; never from a command line."""
     environ = os.environ if environ is None else environ
     text, path = environ.get(SECRET_VARIABLE, ""), environ.get(SECRET_FILE_VARIABLE, "")
     if bool(text) == bool(path):

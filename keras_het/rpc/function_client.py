@@ -17,12 +17,7 @@ _INVALID_ARGUMENT = 3
 
 
 class NoAnswerError(ConnectionError):
-    """No answer arrived in time, or an error arrived instead.
-
-    Args:
-        message: the source and what arrived.
-        code: the error code, as in `tf.errors`.
-    """
+    """No answer arrived in time, or an error arrived instead."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -35,13 +30,7 @@ class NoAnswerError(ConnectionError):
 
 
 class FunctionClient:
-    """One connection to one server.
-
-    Args:
-        address: "host:port" of the server.
-        credential: the same as the server's; every call carries a token derived from it.
-        timeout_seconds: for each call.
-    """
+    """One connection to one server."""
 
     def __init__(self, address: str, credential: bytes, timeout_seconds: float) -> None:
         self.address = address
@@ -64,17 +53,7 @@ class FunctionClient:
         specs: Nest,
         timeout_seconds: tf.Tensor | float | None = None,
     ) -> private_api.RpcAnswer:
-        """Send a call without waiting for the answer; works in a `tf.function` too.
-
-        Args:
-            function: the function's name.
-            arguments: the arguments after the credential.
-            specs: the types of the answer.
-            timeout_seconds: timeout of this call, number or tensor.
-
-        Returns:
-            TensorFlow's status-or-value, which exists once the answer arrives.
-        """
+        """Send a call without waiting for the answer; works in a `tf.function` too."""
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         with tf.device("CPU:0"):
             proof = token(self.credential, function, tf.timestamp() + self._clock_ahead)
@@ -95,9 +74,6 @@ class FunctionClient:
         """Send a call like `call` and wait for the answer.
 
         If the server refuses because its clock differs, later calls use the server's time.
-
-        Raises:
-            NoAnswerError: if no answer arrives in time.
         """
         answer = self.value(self.call(function, arguments, specs, timeout_seconds), timeout_seconds)
         if _is_refused(answer) and self._has_set_clock():
@@ -114,15 +90,7 @@ class FunctionClient:
         return is_other
 
     def value(self, answer: private_api.RpcAnswer, timeout_seconds: float | None = None) -> Nest:
-        """Wait for the answer to a `call`.
-
-        Args:
-            answer: the result of `call`.
-            timeout_seconds: the value passed to `call`.
-
-        Raises:
-            NoAnswerError: if no answer arrives in time.
-        """
+        """Wait for the answer to a `call`."""
         if not bool(answer.is_ok()):
             seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
             code, text = error_of(answer)

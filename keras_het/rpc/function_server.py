@@ -33,12 +33,6 @@ class FunctionServer:
     TensorFlow runs a server's functions with the resources of the call that registered them, and
     frees those when its kernel cache is cleared (`keras.backend.clear_session`), unless the call is
     still running. That call therefore runs as long as the server, in a thread.
-
-    Args:
-        address: "host:port" to listen on.
-
-    Raises:
-        ServerStartError: if the address is already in use.
     """
 
     def __init__(self, address: str) -> None:
@@ -60,24 +54,11 @@ class FunctionServer:
         gate: Gate,
         refused: Callable[[], tf.Tensor] | None = None,
     ) -> None:
-        """Add a function; only before `start`.
-
-        Args:
-            name: the name by which clients call it.
-            function: as for `served_function`: a request's contents reach it only if shapes and
-                token are right.
-            gate: admits callers.
-            refused: returns the status for all other callers; `Status.REFUSED` by default.
-        """
+        """Add a function; only before `start`."""
         self._methods[name] = served_function(name, function, gate, refused)
 
     def start(self) -> None:
-        """Start answering; return once the server does.
-
-        Raises:
-            ServerStartError: if it does not start, for example because it cannot listen on the
-                address.
-        """
+        """Start answering; return once the server does."""
         try:
             self._start()
         except ServerStartError:

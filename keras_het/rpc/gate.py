@@ -20,17 +20,6 @@ def token(credential: bytes, function: str, now: tf.Tensor | float) -> tf.Tensor
 
     with a key k derived from the credential. The credential itself never travels, and a recorded
     token opens no other function, nor the same one after `LONGEST_AGE_SECONDS`.
-
-    Args:
-        credential: shared with the server.
-        function: the name under which the function is called.
-        now: time on the server's clock, seconds since 1970, number or float64 scalar.
-
-    Returns:
-        String scalar.
-
-    Reference:
-        Aumasson and Bernstein, "SipHash: a fast short-input PRF", INDOCRYPT 2012.
     """
     milliseconds = tf.cast(tf.convert_to_tensor(now, tf.float64) * 1000, tf.int64)
     time = tf.strings.as_string(milliseconds, width=_TIME_DIGITS, fill="0")
@@ -42,9 +31,6 @@ class Gate:
 
     It compares hashes under a random secret key, not the characters one by one, so the time of a
     comparison reveals nothing about the right code.
-
-    Args:
-        credential: the credential of permitted callers.
     """
 
     def __init__(self, credential: bytes) -> None:
@@ -52,12 +38,7 @@ class Gate:
         self._own_key = [secrets.randbits(63), secrets.randbits(63)]
 
     def admits(self, token: tf.Tensor, function: str) -> tf.Tensor:
-        """Return whether a request may pass, bool scalar; in a graph or eagerly.
-
-        Args:
-            token: the request's token, string scalar; untrusted until this returns true.
-            function: the name under which the function was called.
-        """
+        """Return whether a request may pass, bool scalar; in a graph or eagerly."""
         time = tf.strings.substr(token, 0, _TIME_DIGITS)
         code = _code(self._key, time, function)
         is_made_here = tf.equal(self._hash(token), self._hash(time + code))

@@ -92,13 +92,6 @@ def spread_partitions(sizes: Sequence[int], num_services: int) -> tuple[int, ...
     """Assign partitions to services: largest first, each to the least loaded service.
 
     Every task computes the same assignment independently.
-
-    Args:
-        sizes: the elements of each partition.
-        num_services: the number of services that share them.
-
-    Returns:
-        The number of the service of each partition.
     """
     loads, places = [0] * num_services, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

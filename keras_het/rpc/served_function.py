@@ -25,18 +25,6 @@ def served_function(
 
     TensorFlow checks the number and types of the arguments but trusts their shapes. Here the shapes
     are unknown to the graph, because its optimizer would drop a check that holds by declaration.
-
-    Args:
-        name: the name by which clients call it.
-        function: `tf.function` with an input signature of known ranks. It returns an `int32`
-            status, or a tuple that begins with one.
-        gate: admits callers.
-        refused: returns the status for all other callers, int32 scalar; `Status.REFUSED` by
-            default.
-
-    Returns:
-        A `tf.function` that takes the caller's token before the other arguments. If it refuses, the
-        outputs after the status are zeros or empty.
     """
     specs = [_TOKEN, *function.input_signature]
 
@@ -73,12 +61,7 @@ def hello_function() -> tf.types.experimental.PolymorphicFunction:
 
 
 def refusal(outputs: Nest, status: Callable[[], tf.Tensor] | None = None) -> Nest:
-    """Return a substitute for a function's outputs: a status, and zeros or empty tensors.
-
-    Args:
-        outputs: the function's outputs, a status first.
-        status: returns the status, int32 scalar; `Status.REFUSED` by default.
-    """
+    """Return a substitute for a function's outputs: a status, and zeros or empty tensors."""
     empty = [
         tf.zeros([0] if out.shape.rank is None else [size or 0 for size in out.shape], out.dtype)
         for out in tf.nest.flatten(outputs)[1:]
@@ -90,13 +73,7 @@ def refusal(outputs: Nest, status: Callable[[], tf.Tensor] | None = None) -> Nes
 def answer_if(
     holds: tf.Tensor, run: Callable[[], Nest], otherwise: Status = Status.REFUSED
 ) -> Nest:
-    """Return a function's outputs if a condition holds, else a status and zeros; in the graph.
-
-    Args:
-        holds: the condition, bool scalar.
-        run: returns the outputs, a status first.
-        otherwise: the status if it does not hold.
-    """
+    """Return a function's outputs if a condition holds, else a status and zeros; in the graph."""
     outputs: Nest = None
 
     def note() -> Nest:

@@ -36,11 +36,7 @@ _called: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDicti
 
 
 def install_agreement(strategy: TrainingStrategy) -> None:
-    """Make calls of this strategy's models agree; other models keep Keras's own calls.
-
-    Args:
-        strategy: a `HeterogeneousStrategy`.
-    """
+    """Make calls of this strategy's models agree; other models keep Keras's own calls."""
     trains_together = strategy.num_workers > 1 or strategy.num_async_workers
     if trains_together and not getattr(strategy.cluster_config, "is_evaluator", False):
         _clusters.add(strategy)

@@ -49,14 +49,7 @@ def install_average_loss() -> None:
 
 
 def check_caller(frame: FrameType | None) -> None:
-    """Refuse TensorFlow's own function if it was imported by name before it was replaced.
-
-    Args:
-        frame: frame of the function that asks for the number of replicas.
-
-    Raises:
-        ValueError: if it is that function, in a custom loop.
-    """
+    """Refuse TensorFlow's own function if it was imported by name before it was replaced."""
     for _ in range(_FRAMES_BETWEEN):
         if frame is None:
             return

@@ -25,16 +25,7 @@ _Steps = TypeVar("_Steps", bound=DistributedSteps)
 
 
 class DataPath:
-    """Factory of the strategy's data sets, which remembers the one being iterated.
-
-    Args:
-        strategy: the `HeterogeneousStrategy`.
-        weights: share weight of each replica of all workers.
-
-    Attributes:
-        weights: the same; a change counts from the next step to be ordered.
-        on_input_wait: called at every step with the seconds it waited for its batch, if not None.
-    """
+    """Factory of the strategy's data sets, which remembers the one being iterated."""
 
     def __init__(self, strategy: TrainingStrategy, weights: tuple[float, ...]) -> None:
         self._strategy = weakref.ref(strategy)
@@ -187,15 +178,7 @@ class DataPath:
 def with_own_batches(
     dataset: tf.distribute.DistributedDataset, strategy: TrainingStrategy
 ) -> tf.distribute.DistributedDataset:
-    """Make a data set with one batch per replica refuse what cannot apply to it.
-
-    Args:
-        dataset: the result of `Strategy.distribute_datasets_from_function`.
-        strategy: the `HeterogeneousStrategy`.
-
-    Returns:
-        The same object, which raises a ValueError when it is iterated under unequal shares.
-    """
+    """Make a data set with one batch per replica refuse what cannot apply to it."""
     kind = type(dataset)
 
     class WithOwnBatches(kind):  # type: ignore[misc, valid-type]
@@ -213,11 +196,7 @@ def with_own_batches(
 
 
 def refuse_own_batches(what: str) -> None:
-    """Raise an error: the request cannot apply when each replica brings its own batches.
-
-    Args:
-        what: the request, in words.
-    """
+    """Raise an error: the request cannot apply when each replica brings its own batches."""
     raise ValueError(
         "The function that was given to distribute_datasets_from_function makes batches for each "
         f"replica, whose sizes the strategy cannot change. Received: {what}. Give "
@@ -240,11 +219,7 @@ class _Wrapper:
         return _Wrapper(self._data_path, dataset)
 
     def element_spec(self, spec: Nest) -> Nest:
-        """The type of the wrapped batches.
-
-        Args:
-            spec: types of the batch of one replica.
-        """
+        """The type of the wrapped batches."""
         layout = self._data_path.layout
         return wrapped_spec(spec, len(layout.local_replicas), layout.num_replicas)
 

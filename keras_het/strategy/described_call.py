@@ -26,15 +26,7 @@ _TOLERANCE = 0.01
 
 
 def describe_call(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return what must be equal on all workers.
-
-    Args:
-        model: the `keras.Model`.
-        arguments: the arguments of its method, defaults included.
-
-    Returns:
-        Texts, each under the name by which a user knows it.
-    """
+    """Return what must be equal on all workers."""
     plain = {
         name: value
         for name, value in arguments.items()
@@ -188,9 +180,6 @@ def weights_in_short(model: keras.Model) -> list[int]:
     """Four numbers that tell one set of weights from another, up to rounding.
 
     They are the norm of some of the elements, and three sums of them with random signs, float64.
-
-    Args:
-        model: the `keras.Model`.
     """
     if not model.built or not model.weights:
         return [0] * 4
@@ -215,11 +204,7 @@ def _some(weight: keras.Variable) -> np.ndarray:
 
 
 def workers_with_other_weights(everyone: np.ndarray) -> Sequence[int]:
-    """Return the workers whose weights differ from the chief's by more than rounding.
-
-    Args:
-        everyone: int64 of shape [workers, 4], the result of `weights_in_short` on each worker.
-    """
+    """Return the workers whose weights differ from the chief's by more than rounding."""
     numbers = np.ascontiguousarray(everyone).view(np.float64)
     norms = np.maximum(np.abs(numbers[:, 0]), np.abs(numbers[0, 0]))
     difference = np.abs(numbers - numbers[0]).max(axis=1)

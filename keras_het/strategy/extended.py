@@ -32,15 +32,6 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
     (`HierarchicalAllReduce`), replica ids are counted over workers with unequal numbers of
     devices, and variables are updated in replica context without a merge call, so that an
     optimizer may update them inside `tf.cond` (gradient accumulation, loss scaling).
-
-    Args:
-        container_strategy: the `HeterogeneousStrategy` it belongs to.
-        cluster_resolver: source of the cluster and of this task's place in it.
-        communication_options: `tf.distribute.experimental.CommunicationOptions`.
-        devices: names of the local devices without job and task, such as ("CPU:0", "CPU:1").
-        connect_seconds: how long TensorFlow may wait for the other workers, in seconds.
-        peer_timeout_seconds: how long a worker may be silent, in seconds.
-        on_join: called when the cluster is complete, before the first collective.
     """
 
     # `PeerWatch` watches the peers, and names the lost worker.
@@ -111,19 +102,12 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
 
         It has separate collectives: whatever the workers have traced and run before, those that
         meet are in the same one.
-
-        Args:
-            values: one-dimensional array, of the same type and size on all workers.
         """
         with tf.device(self._worker_device):
             return np.asarray(self._meeting.gather_between_workers(tf.constant(values)))
 
     def gather_over_workers(self, values: np.ndarray) -> np.ndarray:
-        """Concatenate an array of every worker, in worker order; all workers must call it.
-
-        Args:
-            values: array of at least one dimension, of the same type on all workers.
-        """
+        """Concatenate an array of every worker, in worker order; all workers must call it."""
         with tf.device(self._worker_device):
             gathered = self.gather_rows_over_workers(tf.constant(values))
         return np.asarray(gathered)
@@ -199,11 +183,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         return private_api.CollectiveKeys(group_key_start=first_key)
 
     def use_summation(self, group: SummationGroup) -> None:
-        """Make the reductions of graphs traced from now on go through a summation.
-
-        Args:
-            group: the machines that sum.
-        """
+        """Make the reductions of graphs traced from now on go through a summation."""
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
             operations.summation = group
 
@@ -251,11 +231,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: tf.Variable) -> Iterator[None]:
-        """Create variables beside another; of an optimizer that is built outside of the scope too.
-
-        Args:
-            colocate_with_variable: the other variable.
-        """
+        """Create variables beside another, also for an optimizer built outside of the scope."""
         strategy = self._container_strategy()
         is_inside = tf.distribute.get_strategy() is strategy
         scope = contextlib.nullcontext() if is_inside else strategy.scope()
@@ -279,10 +255,6 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
 
         TensorFlow keeps the gradient functions of a graph, and with them the graph and its model,
         until the process ends.
-
-        Args:
-            reduce_op: a `tf.distribute.ReduceOp`.
-            value: nested structure of tensors of this replica.
         """
         return self._replica_ctx_all_reduce(reduce_op, value, private_api.CommunicationOptions())
 

@@ -430,13 +430,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     def _take_claimed_batches(
         self, dataset: DistributedSteps | None, source: Callable[[], Claims | None] | None
     ) -> None:
-        """Make passes that start from now on take only some of the global batches.
-
-        Args:
-            dataset: the distributed data set.
-            source: called when a pass starts; returns its `keras_het.loader.Claims`, or None for a
-                pass over everything. None to stop.
-        """
+        """Make passes that start from now on take only some of the global batches."""
         self._data_path.claim(dataset, source)
 
     @property
@@ -554,11 +548,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return run_train_or_test_step(self, run, step, args[0])
 
     def _name_lost_workers(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Make a function that runs collectives report which worker was lost.
-
-        Args:
-            function: a function that all workers call.
-        """
+        """Make a function that runs collectives report which worker was lost."""
         watch = self._peer_watch
         return function if watch is None else name_lost_workers(watch, function)
 

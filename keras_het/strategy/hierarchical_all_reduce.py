@@ -34,13 +34,6 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
     the number of its devices, and moves its tensors over the network once, not once per device.
     Dense tensors of one type travel in one packed collective.
 
-    Args:
-        devices: names of this worker's devices; the first one takes part in the collectives.
-        num_workers: number of workers in the collective group.
-        num_replicas: number of devices of all workers together (the divisor of a mean).
-        options: TensorFlow's communication options (ring or NCCL, timeout).
-        collective_keys: TensorFlow's registry of group and instance keys, shared with the strategy.
-
     Reference: tensorflow#47203 (what stock TensorFlow does with unequal numbers of devices).
     """
 
@@ -141,13 +134,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         axis: int = 0,
         options: private_api.CommunicationOptions | None = None,
     ) -> tf.Tensor:
-        """Concatenate one tensor of every worker along `axis`, in worker order.
-
-        Args:
-            value: tensor of this worker; the other dimensions are equal on all workers.
-            axis: dimension to concatenate along.
-            options: communication options that override the strategy's.
-        """
+        """Concatenate one tensor of every worker along `axis`, in worker order."""
         if self._group_size == 1 or self.stays_within_worker:
             return value
         options = self._options if options is None else self._options.merge(options)
@@ -171,11 +158,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
             return functools.partial(gather.get_concrete_function(own), own)
 
     def sum_between_workers(self, value: tf.Tensor) -> tf.Tensor:
-        """Sum one tensor of every worker; in the graph.
-
-        Args:
-            value: tensor of this worker, of the same shape on all workers.
-        """
+        """Sum one tensor of every worker; in the graph."""
         if self._group_size == 1:
             return value
         return self._all_reduce_by_type([value], 0, self._options)[0]

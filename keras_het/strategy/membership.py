@@ -39,15 +39,7 @@ def next_collective_key_base() -> int:
 
 @dataclass(frozen=True)
 class Membership:
-    """The workers that train together, and this process's place among them.
-
-    Args:
-        resolver: the cluster resolver for TensorFlow; its cluster is empty for a single worker.
-        workers: task name to address of every worker, the chief first; empty for a single worker.
-        num_workers: number of workers that train together.
-        config: the whole cluster, None if TF_CONFIG describes none or a resolver was given.
-        own_task: this worker's task name; None for a single worker.
-    """
+    """The workers that train together, and this process's place among them."""
 
     resolver: tf.distribute.cluster_resolver.ClusterResolver
     workers: Mapping[str, str]
@@ -69,14 +61,7 @@ class Membership:
 def find_cluster(
     cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
 ) -> Membership:
-    """Find the cluster, in `TF_CONFIG` unless a resolver is given.
-
-    Args:
-        cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`, or None.
-
-    Raises:
-        ValueError: for a malformed TF_CONFIG.
-    """
+    """Find the cluster, in `TF_CONFIG` unless a resolver is given."""
     config = None
     if cluster_resolver is None:
         config = read_cluster_config()
@@ -124,17 +109,7 @@ def _single_worker_resolver() -> tf.distribute.cluster_resolver.ClusterResolver:
 
 
 def choose_devices(devices: Sequence[str] | None, num_workers: int) -> tuple[str, ...]:
-    """Return the names of the local devices to use, such as ("GPU:0", "GPU:1").
-
-    Args:
-        devices: names given by the user, or None for all GPUs or else all CPUs (CPU:0 only in a
-            cluster, as `MultiWorkerMirroredStrategy` does).
-        num_workers: number of workers of the cluster.
-
-    Raises:
-        TypeError: if `devices` is not a list of names.
-        ValueError: if a device does not exist, is named twice or is of a different type.
-    """
+    """Return the names of the local devices to use, such as ("GPU:0", "GPU:1")."""
     if devices is None:
         return _default_devices(num_workers)
     if isinstance(devices, str) or not all(isinstance(device, str) for device in devices):
@@ -180,9 +155,6 @@ def physical_devices(device_type: str) -> list[tf.config.PhysicalDevice]:
     """Return for each logical device of a type the physical device that it is a part of.
 
     Those that `tf.config.set_visible_devices` hides do not count.
-
-    Args:
-        device_type: "CPU" or "GPU".
     """
     found = []
     for device in tf.config.get_visible_devices(device_type):
@@ -199,19 +171,7 @@ def _short_name(device: str) -> str:
 
 
 def wait_for_workers(membership: Membership, connect_seconds: float) -> float:
-    """Wait until all workers have started.
-
-    Args:
-        membership: the workers.
-        connect_seconds: longest wait, in seconds.
-
-    Returns:
-        The seconds left for TensorFlow, at least a minute.
-
-    Raises:
-        RuntimeError: if this process cannot join a cluster any more.
-        TimeoutError: if a worker has not started in time.
-    """
+    """Wait until all workers have started."""
     if membership.own_task is None:
         return connect_seconds
     if private_api.is_too_late_to_join():
@@ -229,12 +189,7 @@ def wait_for_workers(membership: Membership, connect_seconds: float) -> float:
 
 
 def watch_peers(membership: Membership, patience_seconds: float) -> PeerWatch:
-    """Start watching a few of the other workers.
-
-    Args:
-        membership: the workers.
-        patience_seconds: how long a worker may be silent, in seconds.
-    """
+    """Start watching a few of the other workers."""
     tasks = list(membership.workers.items())
     place = [task for task, _ in tasks].index(membership.own_task or "")
     peers = dict(tasks[other] for other in neighbours(place, len(tasks)))
@@ -246,25 +201,14 @@ def watch_peers(membership: Membership, patience_seconds: float) -> PeerWatch:
 
 
 def watch_summation(watch: PeerWatch, summation: SummationGroup) -> None:
-    """Watch the spare machines that sum as well.
-
-    Args:
-        watch: the watch of this process.
-        summation: the machines that sum gradients.
-    """
+    """Watch the spare machines that sum as well."""
     watch.watch_too(
         summation.spare_machines, summation.is_healthy, lambda message: summation.abort()
     )
 
 
 def share_news(watch: PeerWatch | None, own_index: int, request: StopRequest) -> None:
-    """Let all workers hear at once who is lost or cannot wait; call it when all have joined.
-
-    Args:
-        watch: the watch of this process, None without other workers.
-        own_index: this worker's index.
-        request: what ends this worker when another one has to end within its step.
-    """
+    """Let all workers hear at once who is lost or cannot wait; call it when all have joined."""
 
     def tell(message: str) -> None:
         private_api.tell_cluster(_LOST_WORKER, message)

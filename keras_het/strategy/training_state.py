@@ -13,16 +13,7 @@ State = dict[str, np.ndarray]
 
 @dataclasses.dataclass
 class TrainingState:
-    """State of the training that runs under a strategy and that no model holds.
-
-    Attributes:
-        export: returns what a backup keeps of a center, None if that is lost for now; None without
-            a center.
-        restored: what a backup has restored of a center, until a center takes it.
-        num_hybrid_runs: number of hybrid trainings begun, to tell one from the next.
-        role_trials_left: how often roles may still be chosen by measurement; one choice is the
-            last, and fits that are too short for it would measure links and trace steps each time.
-    """
+    """State of the training that runs under a strategy and that no model holds."""
 
     export: Callable[[], State | None] | None = None
     restored: State | None = None

@@ -21,15 +21,6 @@ class SummationClient:
     An answer waits for the slowest worker, however long that takes: a call that times out is sent
     again until the machine, or a worker, is known to be lost. A broken connection is an immediate
     error.
-
-    Args:
-        name: the machine's name for messages, such as "summation 0".
-        address: "host:port" of its service.
-        credential: the same as the service's.
-        worker: this worker.
-        run: the number of the run.
-        is_lost: bool variable, set once another process is known to be lost.
-        timeout_seconds: timeout of each call.
     """
 
     def __init__(
@@ -61,16 +52,7 @@ class SummationClient:
         )
 
     def join(self, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> None:
-        """Begin the run on the machine.
-
-        Args:
-            timeout_seconds: how long to wait for the machine to be started.
-            check: called during the wait; raises if there is nothing left to wait for.
-
-        Raises:
-            ConnectionError: if the machine does not answer in time.
-            PermissionError: if the machine refuses.
-        """
+        """Begin the run on the machine."""
         run, spec = tf.constant(self._run, tf.int64), tf.TensorSpec([], tf.int32)
         end = time.monotonic() + timeout_seconds
         try:
@@ -98,11 +80,7 @@ class SummationClient:
             )
 
     def is_healthy(self, timeout_seconds: float) -> bool:
-        """Return whether the machine answers.
-
-        Args:
-            timeout_seconds: how long to wait for it.
-        """
+        """Return whether the machine answers."""
         spec = tf.TensorSpec([], tf.int32)
         call = self._client.call("sum_hello", [], spec, timeout_seconds)
         return bool(call.is_ok())

@@ -228,13 +228,7 @@ class SummationGroup:
 
 
 class _Place:
-    """The place of one sum of the graph.
-
-    Args:
-        placement: the partitions and their machines.
-        slots: the number of each partition on its machine.
-        counter: counts the steps.
-    """
+    """The place of one sum of the graph."""
 
     def __init__(self, placement: Placement, slots: tuple[int, ...], counter: int) -> None:
         self.placement = placement

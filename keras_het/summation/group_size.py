@@ -25,12 +25,7 @@ _PATIENCE_SECONDS = 120.0
 
 
 class GroupSize:
-    """The number of workers, received from the leader of a restarted group.
-
-    Args:
-        num_workers: the number in this machine's TF_CONFIG.
-        num_spare: the number of spare machines.
-    """
+    """The number of workers, received from the leader of a restarted group."""
 
     def __init__(self, num_workers: int, num_spare: int) -> None:
         self._gate = Gate(_credential(num_spare))
@@ -43,11 +38,7 @@ class GroupSize:
         return int(self._wanted)
 
     def register_on(self, server: FunctionServer) -> None:
-        """Listen on a server that has not started.
-
-        Args:
-            server: the server to listen on.
-        """
+        """Listen on a server that has not started."""
 
         @tf.function(input_signature=[_SPEC], autograph=False)
         def tell(num_workers: tf.Tensor) -> tf.Tensor:
@@ -61,17 +52,7 @@ class GroupSize:
 
 
 def tell_group_size(addresses: Sequence[str], num_workers: int, proof: bytes) -> None:
-    """Make spare machines sum for another number of workers, and wait until they do.
-
-    Args:
-        addresses: the addresses of the machines.
-        num_workers: the number of workers.
-        proof: the credential of the new group.
-
-    Raises:
-        ConnectionError: if a machine does not answer, or does not answer for the new group.
-        PermissionError: if a machine refuses this group.
-    """
+    """Make spare machines sum for another number of workers, and wait until they do."""
     own = _credential(len(addresses))
     for address in addresses:
         client = FunctionClient(address, own, _PATIENCE_SECONDS)

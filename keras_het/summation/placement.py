@@ -77,14 +77,6 @@ def cut(elements: int, largest: int, num_first: int) -> list[int]:
     A machine sends nothing before it has a message from every worker, and messages in flight to it
     at the same time share the links and arrive together. If they were as large as the others, its
     link would be idle for that long.
-
-    Args:
-        elements: number of elements of the part.
-        largest: the largest number of elements in a message.
-        num_first: number of messages in flight at once, the first of which are smaller.
-
-    Returns:
-        Number of elements of each message, as equal as possible except for the first ones.
     """
     first = [largest // _FIRST_PARTS] * num_first
     if not all(first) or elements < sum(first) + largest:
@@ -102,10 +94,6 @@ def share_in_flight(machine_bytes: Sequence[int], most: int) -> tuple[int, ...]:
     Messages that share a link get equal parts of it. With as many in flight to a machine that sums
     little as to one that sums much, the first would finish early, and the links of the second would
     have too much left at the end.
-
-    Args:
-        machine_bytes: the bytes that each machine sums, x.
-        most: messages in flight to the machine that sums the most, F.
     """
     largest = max(machine_bytes)
     return tuple(max(1, round(most * own / largest)) for own in machine_bytes)

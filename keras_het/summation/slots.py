@@ -26,10 +26,6 @@ class SlotTable:
     another, because it needs the other's contribution to continue. A call may be repeated (if its
     answer was lost); it counts once. Waiting calls occupy no TensorFlow thread: they wait in a
     queue with one token, which exists while the sum does and is handed from one call to the next.
-
-    Args:
-        num_workers: n.
-        num_slots: the number of partitions that can be summed.
     """
 
     def __init__(self, num_workers: int, num_slots: int = NUM_SLOTS) -> None:
@@ -50,14 +46,7 @@ class SlotTable:
             self._lock = tf.CriticalSection(shared_name="keras_het_slots")
 
     def join(self, run: tf.Tensor) -> tf.Tensor:
-        """Begin a run unless it has begun; discard all state of the previous one.
-
-        Args:
-            run: the number of the run, int64 scalar, not 0.
-
-        Returns:
-            A tensor that exists once the run has begun.
-        """
+        """Begin a run unless it has begun; discard all state of the previous one."""
 
         def begin() -> tf.Tensor:
             self._begun.assign(tf.zeros([self._num_slots], tf.int64))
@@ -74,18 +63,7 @@ class SlotTable:
     def exchange(
         self, run: tf.Tensor, slot: tf.Tensor, worker: tf.Tensor, step: tf.Tensor, values: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Contribute, wait for the others and return the sum; in a `tf.function`.
-
-        Args:
-            run: the number of the run, int64 scalar.
-            slot: int32 scalar.
-            worker: the contributing worker, int32 scalar.
-            step: int64 scalar, counted from 1 for each slot.
-            values: float32 vector, of the same length on all workers.
-
-        Returns:
-            Whether the contribution was due, and the sum, which is empty if it was not.
-        """
+        """Contribute, wait for the others and return the sum; in a `tf.function`."""
         with tf.device("CPU:0"):
             return self._exchange_in_range(run, slot, worker, step, values)
 

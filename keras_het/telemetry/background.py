@@ -13,10 +13,6 @@ class Background:
     """A thread that calls a function again and again until it is stopped.
 
     An error in it ends the calls with one warning, not the training.
-
-    Args:
-        work: the function.
-        interval_seconds: time between two calls.
     """
 
     def __init__(self, work: Callable[[], None], interval_seconds: float) -> None:

@@ -25,14 +25,6 @@ def cuda_devices(
     CUDA's driver is asked for their UUIDs. Where it cannot be, `CUDA_VISIBLE_DEVICES` and
     `CUDA_DEVICE_ORDER` decide. Without the latter CUDA puts fast GPUs first, by rules that it does
     not tell: among different products the names in `models` then decide.
-
-    Args:
-        nvml: the open library.
-        models: product name of each of CUDA's GPUs, as TensorFlow knows it; may be empty.
-        environ: environment to read; by default `os.environ`.
-
-    Returns:
-        One handle for each GPU, None where it is not certain which one it is.
     """
     found = cuda_uuids()
     if found is not None:
@@ -49,14 +41,7 @@ def cuda_devices(
 
 
 def cuda_uuids() -> list[str] | None:
-    """Return the UUIDs of the GPUs, or parts of GPUs, that this process sees, in CUDA's order.
-
-    Returns:
-        UUIDs without the prefix "GPU-" or "MIG-"; None if CUDA's driver cannot be asked.
-
-    Reference:
-        https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__DEVICE.html
-    """
+    """Return the UUIDs of the GPUs, or parts of GPUs, that this process sees, in CUDA's order."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         # version 2 tells the UUID of a MIG device instead of that of its GPU
@@ -76,11 +61,7 @@ def cuda_uuids() -> list[str] | None:
 
 
 def tensorflow_gpus() -> list[tuple[int, str]] | None:
-    """Return CUDA's index and the product name of each of TensorFlow's logical GPUs.
-
-    Returns:
-        One pair for each of "GPU:0", "GPU:1"...; None if this process has not imported TensorFlow.
-    """
+    """Return CUDA's index and the product name of each of TensorFlow's logical GPUs."""
     tf: Any = sys.modules.get("tensorflow")
     config = getattr(tf, "config", None)
     if config is None:

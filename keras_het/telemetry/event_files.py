@@ -29,11 +29,7 @@ def event_files(directory: str) -> list[str]:
 
 
 class FileNames:
-    """Names for the files of one process: each comes after all that the directory has.
-
-    Args:
-        directory: where the files are.
-    """
+    """Names for the files of one process: each comes after all that the directory has."""
 
     def __init__(self, directory: str) -> None:
         # A clock that was put back, or another machine's, must not bring them into another order.
@@ -56,11 +52,7 @@ class FileNames:
 
 
 class EventFile:
-    """An event file that is being written.
-
-    Args:
-        path: of the file; an existing one is replaced.
-    """
+    """An event file that is being written."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -97,12 +89,7 @@ def _summary_value(value: Value) -> Any:
 
 
 def content_at(path: str, most: int = 2**40) -> bytes:
-    """Return what a file holds, of a long one its first bytes.
-
-    Args:
-        path: of the file.
-        most: the greatest number of bytes.
-    """
+    """Return what a file holds, of a long one its first bytes."""
     with tf.io.gfile.GFile(path, "rb") as file:
         return file.read(min(most, file.size()))
 

@@ -32,14 +32,6 @@ class EventLog:
 
     What goes wrong with the log makes one warning and ends the log, never the training. Calls may
     come from several threads.
-
-    Args:
-        directory: folder of the files, such as "logs/telemetry"; created by the first write.
-        devices: the devices of the N replicas.
-        hardware_names: names of the H quantities that `write_hardware` receives.
-        keep_steps: number of steps that are kept one by one.
-        segment_steps: number of steps in a file.
-        every: number of steps that are thinned to one row.
     """
 
     def __init__(
@@ -68,24 +60,14 @@ class EventLog:
         self._ended = False
 
     def write_steps(self, first_step: int, block: Any) -> None:
-        """Write the times and shares of consecutive steps.
-
-        Args:
-            first_step: number of the first of the B steps.
-            block: of shape [B, 5, N]: compute, input, sync, other (seconds), share (samples).
-        """
+        """Write the times and shares of consecutive steps."""
         values = np.asarray(block, np.float32)
         self._check_shape("block", values.shape[1:], (len(log_format.ROWS), self._num_replicas))
         if len(values):
             self._guard(lambda: self._write_block(first_step, values))
 
     def write_hardware(self, step: int, values: Any) -> None:
-        """Write a sample of the hardware's state.
-
-        Args:
-            step: number of the step before which it was taken.
-            values: of shape [N, H], NaN where a value is unknown.
-        """
+        """Write a sample of the hardware's state."""
         sample = np.asarray(values, np.float32)
         self._check_shape("values", sample.shape, (self._num_replicas, self._num_quantities))
         self._guard(lambda: self._write(step, {log_format.HARDWARE_SAMPLES: sample}))
@@ -96,33 +78,17 @@ class EventLog:
         self._guard(lambda: self._write_entry(log_format.CHANGES, change.step, entry))
 
     def write_pause(self, step: int, seconds: float) -> None:
-        """Write how long it took from the end of an epoch's last step to the next epoch.
-
-        Args:
-            step: number of the step that follows.
-            seconds: the time.
-        """
+        """Write how long it took from the end of an epoch's last step to the next epoch."""
         text = log_format.entries_text([{"seconds": seconds}]).encode()
         self._guard(lambda: self._write(step, {log_format.PAUSES: text}))
 
     def write_async(self, step: int, worker: int, **values: float) -> None:
-        """Write an exchange of a worker outside the sync group.
-
-        Args:
-            step: number of the sync group's step at that time.
-            worker: index of the worker.
-            **values: what is known of it, such as `staleness` and `exchange_seconds`.
-        """
+        """Write an exchange of a worker outside the sync group."""
         entry = {"worker": worker, **values}
         self._guard(lambda: self._write_entry(log_format.ASYNC, step, entry))
 
     def write_plan(self, step: int, plan: PipelineRecord) -> None:
-        """Write the plan of a model in stages; it holds until the next one.
-
-        Args:
-            step: number of the first step with it.
-            plan: the plan; its devices are those of the log.
-        """
+        """Write the plan of a model in stages; it holds until the next one."""
         text = pipeline_format.plan_text(plan).encode()
 
         def write() -> None:
@@ -132,22 +98,12 @@ class EventLog:
         self._guard(write)
 
     def write_passes(self, step: int, passes: Timeline) -> None:
-        """Write when the passes of a step of a pipeline were.
-
-        Args:
-            step: number of the step.
-            passes: its passes on each device.
-        """
+        """Write when the passes of a step of a pipeline were."""
         text = pipeline_format.timeline_text(passes).encode()
         self._guard(lambda: self._write(step, {log_format.PASSES: text}))
 
     def write_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write points of plain curves, which TensorBoard's Scalars tab shows.
-
-        Args:
-            step: number of the step.
-            values: by name of the curve, such as those of `log_format.CURVES`.
-        """
+        """Write points of plain curves, which TensorBoard's Scalars tab shows."""
         points = {name: np.float32(value) for name, value in values.items()}
         if points:
             self._guard(lambda: self._write(step, points))

@@ -20,11 +20,6 @@ class GpuValues:
 
     Power, temperature, clocks and their limits of a MIG device are those of the whole GPU; its
     utilization is unknown, because NVML does not measure it.
-
-    Args:
-        nvml: the open library.
-        device: handle of a GPU or of a MIG device.
-        name: what messages call it, such as "GPU:0".
     """
 
     def __init__(self, nvml: Nvml, device: Any, name: str) -> None:

@@ -30,15 +30,6 @@ class HardwareSampler:
     It starts no thread and waits for nothing: whoever wants samples calls `sample`, from one thread
     at a time. Without GPUs a sample takes about 0.6 ms. What cannot be known is NaN, and a reason
     that somebody can remove is one warning.
-
-    Args:
-        devices: TensorFlow's names of the local replicas' devices, such as "GPU:0" or
-            "/job:worker/replica:0/task:1/device:CPU:0".
-        cgroups: where the cgroup file systems are mounted.
-        membership: file that names the cgroups of the process, that of this process by default.
-
-    Attributes:
-        names: the keys of `HARDWARE`, the order of a sample's columns.
     """
 
     def __init__(
@@ -60,11 +51,7 @@ class HardwareSampler:
         ]
 
     def sample(self) -> Samples:
-        """Return the values now; rates are those since the last call, and NaN in the first.
-
-        Returns:
-            float32 of shape [number of devices, number of names], in the units of `HARDWARE`.
-        """
+        """Return the values now; rates are those since the last call, and NaN in the first."""
         rows = np.full((len(self._gpus), len(self.names)), np.nan, np.float32)
         host = self._host.read()
         for row, gpu in zip(rows, self._gpus, strict=True):
@@ -80,11 +67,7 @@ class HardwareSampler:
 
 
 def describe_devices(devices: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the products, such as "NVIDIA A100-SXM4-40GB"; empty if unknown.
-
-    Args:
-        devices: as for `HardwareSampler`.
-    """
+    """Return the names of the products, such as "NVIDIA A100-SXM4-40GB"; empty if unknown."""
     nvml = _open_nvml(devices)
     handles = _handles(nvml, devices) if nvml else {}
     logical = tensorflow_gpus() or []
@@ -104,11 +87,7 @@ def describe_devices(devices: Sequence[str]) -> tuple[str, ...]:
 
 
 def processor_name(cpuinfo: Path = _CPUINFO) -> str:
-    """Return the name of this machine's processor, empty if it is hidden.
-
-    Args:
-        cpuinfo: Linux's description of the processors.
-    """
+    """Return the name of this machine's processor, empty if it is hidden."""
     try:
         found = re.search(r"^model name\s*:\s*(.*\S)", cpuinfo.read_text(), re.MULTILINE)
     except OSError:
@@ -117,11 +96,7 @@ def processor_name(cpuinfo: Path = _CPUINFO) -> str:
 
 
 def gpu_name(device: str) -> str:
-    """Return "GPU:i" for TensorFlow's name of a GPU, empty for other devices.
-
-    Args:
-        device: such as "GPU:0" or "/job:worker/replica:0/task:1/device:GPU:0".
-    """
+    """Return "GPU:i" for TensorFlow's name of a GPU, empty for other devices."""
     found = re.search(r"(?:^|[/:])(GPU:\d+)$", device, re.IGNORECASE)
     return found[1].upper() if found else ""
 

@@ -30,10 +30,6 @@ class HostValues:
     Where a cgroup has a CPU quota or a memory limit, the tightest one bounds the machine's values.
     Disks and network cards are those of the machine: what lies on top of them (partitions, mirrors,
     bridges) would count the same bytes twice, and the loopback device is left out.
-
-    Args:
-        cgroups: where the cgroup file systems are mounted.
-        membership: file that names the cgroups of the process, that of this process by default.
     """
 
     def __init__(self, cgroups: Path = CGROUPS, membership: Path | None = None) -> None:

@@ -22,14 +22,7 @@ class NvmlMissingError(RuntimeError):
 
 
 class Nvml:
-    """An open management library.
-
-    Args:
-        module: `pynvml`; by default it is imported.
-
-    Raises:
-        NvmlMissingError: if there is no driver, or no `pynvml`.
-    """
+    """An open management library."""
 
     def __init__(self, module: Any = None) -> None:
         try:
@@ -48,13 +41,7 @@ class Nvml:
         self._is_open = True
 
     def ask(self, function: str, *arguments: Any) -> Any:
-        """Call a function of the library; None if it gives no answer.
-
-        Args:
-            function: its name without "nvml", or several with "|" between them for what newer and
-                older drivers call it.
-            *arguments: its arguments.
-        """
+        """Call a function of the library; None if it gives no answer."""
         for name in function.split("|"):
             try:
                 return text_of(getattr(self.module, f"nvml{name}")(*arguments))
@@ -70,11 +57,7 @@ class Nvml:
         ]
 
     def parts_of(self, gpu: Any) -> list[Any]:
-        """Return the handles of a GPU's MIG devices, none if it is not divided.
-
-        Args:
-            gpu: handle of a GPU.
-        """
+        """Return the handles of a GPU's MIG devices, none if it is not divided."""
         modes = self.ask("DeviceGetMigMode", gpu)
         if not modes or modes[0] != 1:
             return []
@@ -83,29 +66,18 @@ class Nvml:
         return [part for part in parts if part is not None]
 
     def whole_of(self, device: Any) -> Any:
-        """Return the handle of the GPU that a MIG device is a part of, else the handle itself.
-
-        Args:
-            device: handle of a GPU or of a MIG device.
-        """
+        """Return the handle of the GPU that a MIG device is a part of, else the handle itself."""
         whole = self.ask("DeviceGetDeviceHandleFromMigDeviceHandle", device)
         return device if whole is None else whole
 
     def name_of(self, device: Any) -> str:
-        """Return the product's name, empty if it is hidden.
-
-        Args:
-            device: handle of a GPU or of a MIG device.
-        """
+        """Return the product's name, empty if it is hidden."""
         return str(self.ask("DeviceGetName", device) or "")
 
     def memory_of(self, device: Any) -> Any:
         """Return the memory of a device, with `total` and `used` in bytes; None if unknown.
 
         The older form of the question counts what the driver reserves for itself as used.
-
-        Args:
-            device: handle of a GPU or of a MIG device.
         """
         version = getattr(self.module, "nvmlMemory_v2", None)
         found = None if version is None else self.ask("DeviceGetMemoryInfo", device, version)
@@ -130,10 +102,5 @@ def text_of(answer: Any) -> Any:
 
 
 def number_of(answer: Any, factor: float = 1.0) -> float:
-    """Return an answer in another unit, NaN if there is none.
-
-    Args:
-        answer: a number or None.
-        factor: how many of the new unit are one of the old.
-    """
+    """Return an answer in another unit, NaN if there is none."""
     return math.nan if answer is None else float(answer) * factor

@@ -17,13 +17,7 @@ _INTERVAL_SECONDS = 10.0
 
 
 class PipelineLog:
-    """Writes what is new of a pipeline.
-
-    Args:
-        strategy: the strategy.
-        recorder: gets the plan.
-        log: gets the plan and the passes; None writes nothing.
-    """
+    """Writes what is new of a pipeline."""
 
     def __init__(
         self, strategy: PipelineStrategy, recorder: StepRecorder, log: EventLog | None
@@ -34,11 +28,7 @@ class PipelineLog:
         self._written_at = -_INTERVAL_SECONDS
 
     def write(self, is_last: bool = False) -> None:
-        """Write the plan if it is new, and the passes of the latest step if it is time.
-
-        Args:
-            is_last: whether the training ends.
-        """
+        """Write the plan if it is new, and the passes of the latest step if it is time."""
         plan, recorder = self._strategy.plan, self._recorder
         if plan is None:
             return

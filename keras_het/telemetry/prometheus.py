@@ -23,18 +23,6 @@ class PrometheusEndpoint:
 
     Times are means over the latest 50 steps. Names of sampled quantities are OpenTelemetry's, as
     its exporter for Prometheus writes them.
-
-    Args:
-        recording: returns the latest steps; called at each request, in the server's thread.
-        port: port to listen on; 0 takes a free one.
-        address: address to listen on.
-
-    Attributes:
-        port: the port it listens on.
-
-    Raises:
-        ImportError: without the package prometheus-client.
-        OSError: if the address cannot be used.
     """
 
     def __init__(self, recording: Callable[[], Recording], port: int, address: str) -> None:

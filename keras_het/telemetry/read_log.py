@@ -15,12 +15,7 @@ from keras_het.tensorboard.log_files import content_of
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A training that has left a log.
-
-    Args:
-        name: its folder, relative to the log directory; "." for that directory itself.
-        content: all that its files say.
-    """
+    """A training that has left a log."""
 
     name: str
     content: LogContent
@@ -43,13 +38,6 @@ def read_log(
 
     Other files are not opened, nor are event files of other writers. A damaged record costs itself
     only, and the run's `messages` say so.
-
-    Args:
-        log_dir: a log directory, as TensorBoard's `--logdir`.
-        unreadable: gets, by name, why nothing can be told of a training.
-
-    Raises:
-        FileNotFoundError: if there is no such directory.
     """
     root = os.fspath(log_dir)
     if not tf.io.gfile.isdir(root):

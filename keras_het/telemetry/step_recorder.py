@@ -23,19 +23,7 @@ _COMPLETED_STEPS = 64
 
 
 class StepRecorder:
-    """Rows of the latest steps, and the hardware's samples of that time.
-
-    Args:
-        strategy: the strategy of the training, which measures phases.
-        devices: the devices of all replicas.
-
-    Attributes:
-        devices: the devices of all replicas.
-        offset: what is added to a measured step's number, counted from 0, to get the training's.
-        changes: what was changed, oldest first.
-        pauses: seconds between epochs, each with the step that follows.
-        pipeline: the plan of a model in stages, None without one.
-    """
+    """Rows of the latest steps, and the hardware's samples of that time."""
 
     def __init__(self, strategy: TrainingStrategy, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
@@ -52,11 +40,7 @@ class StepRecorder:
         self._taken = -1
 
     def begin(self, step: int) -> None:
-        """Start with the step that comes next; earlier ones belong to another `fit`.
-
-        Args:
-            step: its number in the training.
-        """
+        """Start with the step that comes next; earlier ones belong to another `fit`."""
         self._phases.read_new()
         # Row k of the ring is the step before; the last one of an earlier `fit` comes first.
         self.offset = step - self._phases.count
@@ -74,12 +58,7 @@ class StepRecorder:
         return self._phases.count + self.offset
 
     def begin_epoch(self) -> tuple[int, float] | None:
-        """Start the step clock and the epoch's averages again.
-
-        Returns:
-            The number of the next step, and the seconds since the step before; None before the
-            first one.
-        """
+        """Start the step clock and the epoch's averages again."""
         seconds = self._phases.restart_clock()
         self._epoch_start = self.next_step
         if self._epoch_start == self._first:
@@ -102,12 +81,7 @@ class StepRecorder:
             self._rows = np.concatenate([self._rows, rows[own]])[-_KEPT_STEPS:]
 
     def take_new(self) -> list[tuple[int, np.ndarray]]:
-        """Read, and return the steps since the last call.
-
-        Returns:
-            Blocks of consecutive steps: the number of the first one, and float64 of shape [steps,
-            PARTS, num_replicas], NaN for replicas of which this worker knows nothing.
-        """
+        """Read, and return the steps since the last call."""
         self.read()
         with self._lock:
             new = self._steps > self._taken
@@ -120,12 +94,7 @@ class StepRecorder:
         return [(int(steps[block[0]]), rows[block]) for block in blocks]
 
     def sample(self) -> tuple[int, np.ndarray] | None:
-        """Keep what was sampled last on all workers.
-
-        Returns:
-            The number of the next step, and the samples: float32 of shape [num_replicas, H]; None
-            before the first step.
-        """
+        """Keep what was sampled last on all workers."""
         count = self._phases.count
         if count + self.offset <= self._first:
             return None
@@ -140,9 +109,6 @@ class StepRecorder:
         """Fill in the latest steps of workers that no collective of a step joins.
 
         Every worker must call it between the same two steps.
-
-        Args:
-            strategy: the strategy.
         """
         self.read()
         own = np.zeros([1, _COMPLETED_STEPS, *self._rows.shape[1:]])
@@ -180,28 +146,13 @@ class StepRecorder:
         )
 
     def note_change(self, kind: str, text: str) -> Change:
-        """Keep a change that was made before the next step.
-
-        Args:
-            kind: as for `Change`.
-            text: as for `Change`.
-        """
+        """Keep a change that was made before the next step."""
         change = Change(self.next_step, kind, text)
         self.changes.append(change)
         return change
 
     def logs(self, latest: int | None = None) -> dict[str, float]:
-        """Return the few numbers that matter, for Keras's logs; empty if no step is known.
-
-        Args:
-            latest: number of the latest steps that count; by default those of the epoch.
-
-        Returns:
-            "samples_per_second"; "slowest_replica", the number of the replica that is ready for
-            the collective last; "slowest_replica_wait", the seconds that the one which is ready
-            first waits for it in a step (medians), both with several replicas only; "input_wait",
-            the seconds that the replica which waits longest for its batch waits in a step.
-        """
+        """Return the few numbers that matter, for Keras's logs; empty if no step is known."""
         with self._lock:
             of_epoch = self._rows[self._steps >= self._epoch_start]
             rows = of_epoch if latest is None else self._rows[-latest:]
@@ -224,12 +175,7 @@ class StepRecorder:
 
 
 def devices_of(strategy: TrainingStrategy, models: Sequence[str]) -> list[Device]:
-    """Return the devices of all replicas; every worker must call it.
-
-    Args:
-        strategy: the strategy.
-        models: product names of this worker's devices, empty where unknown.
-    """
+    """Return the devices of all replicas; every worker must call it."""
     phases = strategy.compute_times.phases
     counts = phases.layout.replicas_per_worker
     # processes of a pipeline may have devices of different types

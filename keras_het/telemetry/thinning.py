@@ -26,10 +26,6 @@ def thinned_file(path: str, every: int) -> None:
     Steps become rows of (lowest, median, highest), of other series the last value of each window
     stays; setups, plans and changes stay as they are. The new file is complete before it takes the
     place of the old one, whose name it has: a reader finds one of them, at the same position.
-
-    Args:
-        path: of the file.
-        every: number of steps that become a row.
     """
     values = thinned(_readable(path), every)
     # Without "tfevents" in its name, so that no reader takes it for a part of the log.
@@ -50,12 +46,7 @@ def _readable(path: str) -> list[Value]:
 
 
 def thinned(values: Sequence[Value], every: int) -> list[Value]:
-    """Return the values of a file with its steps thinned, in the order of time.
-
-    Args:
-        values: in the order of time.
-        every: number of steps that become a row.
-    """
+    """Return the values of a file with its steps thinned, in the order of time."""
     kept = list(_thinned_steps([each for each in values if each.tag == log_format.STEPS], every))
     last: dict[tuple[str, int], Value] = {}
     for each in values:

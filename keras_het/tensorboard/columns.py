@@ -10,15 +10,7 @@ from keras_het.planning.diagnosis.recording import Floats, Integers
 
 
 def windows(rows: Any, every: int) -> Any:
-    """Return the lowest, the median and the highest value of windows of rows, ignoring NaN.
-
-    Args:
-        rows: of shape [B, ...].
-        every: number of rows of a window; the last one may have fewer.
-
-    Returns:
-        An array of shape [windows, 3, ...], NaN where a window has nothing else.
-    """
+    """Return the lowest, the median and the highest value of windows of rows, ignoring NaN."""
     num = -(-len(rows) // every)
     padded = np.full((num * every, *rows.shape[1:]), np.nan, rows.dtype)
     padded[: len(rows)] = rows
@@ -33,34 +25,13 @@ def windows(rows: Any, every: int) -> Any:
 
 
 def edges_between(first: int, last: int, most: int) -> Integers:
-    """Return the steps at which columns begin, and the end of the last one.
-
-    Args:
-        first: the first step.
-        last: the step after the last one.
-        most: the greatest number of columns; there are fewer if there are fewer steps.
-
-    Returns:
-        int64 of shape [columns + 1], ascending.
-    """
+    """Return the steps at which columns begin, and the end of the last one."""
     num = max(min(most, last - first), 1)
     return np.unique(np.round(np.linspace(first, max(last, first + 1), num + 1)).astype(np.int64))
 
 
 def columns(steps: Integers, every: Integers, values: Floats, edges: Integers, how: str) -> Floats:
-    """Return one value for each column and series, NaN where nothing is known.
-
-    Args:
-        steps: of shape [T], the first step of each row, ascending.
-        every: of shape [T], the number of steps that each row stands for.
-        values: of shape [T, N].
-        edges: of shape [C + 1], the steps at which columns begin and end.
-        how: "median" or "highest", of the rows that begin in a column. A column in which none
-            begins has the row that goes on in it.
-
-    Returns:
-        float64 of shape [C, N].
-    """
+    """Return one value for each column and series, NaN where nothing is known."""
     num = len(edges) - 1
     result = np.full((num, values.shape[1]), np.nan)
     if not len(steps):

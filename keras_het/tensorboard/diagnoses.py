@@ -16,9 +16,6 @@ def diagnosis(recording: Recording) -> dict[str, Any]:
     All are about the same steps: the recent ones with the present shares and the present speed.
 
     "missing" is what the verdict would need to know: the reason, where it has no lines.
-
-    Args:
-        recording: the training or a part of one.
     """
     if not len(recording.steps):
         return {"verdict": [], "missing": [], "what_if": None, "scores": None, "gain": None}

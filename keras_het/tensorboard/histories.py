@@ -31,10 +31,6 @@ class Histories:
 
     TensorBoard reads a file up to its first damage, says nothing of it, and by default does not
     compare checksums.
-
-    Args:
-        data_provider: TensorBoard's `DataProvider`.
-        logdir: the directory that TensorBoard shows; "" for several.
     """
 
     def __init__(self, data_provider: Any, logdir: str = "") -> None:
@@ -46,12 +42,7 @@ class Histories:
         )
 
     def runs(self, ctx: Any, experiment: str) -> list[dict[str, Any]]:
-        """Return the trainings that have a log: name, and when it was written last.
-
-        Args:
-            ctx: TensorBoard's context of the request.
-            experiment: its experiment's id.
-        """
+        """Return the trainings that have a log: name, and when it was written last."""
         self._find_folders()
         found = {
             run: max((time for _, _, time in self._files(run)), default=0.0)
@@ -72,16 +63,7 @@ class Histories:
         ]
 
     def read(self, ctx: Any, experiment: str, run: str) -> LogContent:
-        """Return all that is known of a training.
-
-        Args:
-            ctx: TensorBoard's context of the request.
-            experiment: its experiment's id.
-            run: name of the training.
-
-        Raises:
-            NotFoundError: if there is no such training.
-        """
+        """Return all that is known of a training."""
         state: Any = self._files(run)
         paths = [path for path, _, _ in state]
         if not paths:

@@ -34,14 +34,7 @@ _LARGEST_SHARE, _LARGEST_SAMPLE = 1e9, 1e18
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A value of the log.
-
-    Args:
-        tag: its tag.
-        step: its step.
-        time: wall time at which it was written, in seconds.
-        value: an array, or the bytes of a JSON text.
-    """
+    """A value of the log."""
 
     tag: str
     step: int
@@ -51,17 +44,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class LogContent:
-    """What a log holds.
-
-    Args:
-        recording: times, shares, hardware and changes; a row of old steps has their medians.
-        every: int64 of shape [T], the steps that each row of the recording stands for.
-        highest: float32 of shape [T, 5, N], the highest value of those steps; rows as in `ROWS`.
-        exchanges: exchanges of async workers, each with its "step".
-        messages: what could not be read, for people.
-        passes: measured passes of some steps of the recording's pipeline, oldest first: the
-            number of the step, and the JSON text.
-    """
+    """What a log holds."""
 
     recording: Recording
     every: Integers
@@ -109,13 +92,6 @@ def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogCon
     A training that went back to an earlier step and was continued from there has written these
     steps twice, perhaps on other devices. The columns are those of the latest setup. A damaged
     value is left out, and `messages` says so.
-
-    Args:
-        values: of one training, in any order.
-        messages: what could not be read before.
-
-    Raises:
-        NoSetupError: if there is no setup among them.
     """
     told = dict.fromkeys(messages)
     ordered = sorted(_undamaged(values, told), key=lambda each: each.time)

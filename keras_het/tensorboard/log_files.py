@@ -28,18 +28,7 @@ def content_of(
     parse: Parse,
     errors: tuple[type[Exception], ...] = (OSError,),
 ) -> LogContent:
-    """Return what the files of a training say; `messages` says how much of them was left out.
-
-    Args:
-        paths: of the files, in the order of writing.
-        read: called with a path and a number of bytes, returns so many of the file's first bytes,
-            or all if there are fewer.
-        parse: makes an `Event` of bytes.
-        errors: what `read` raises.
-
-    Raises:
-        NoSetupError: if they do not name the devices.
-    """
+    """Return what the files of a training say; `messages` says how much of them was left out."""
     newest_first: list[list[Value]] = []
     messages: list[str] = []
     num_bytes = num_records = 0
@@ -62,12 +51,7 @@ def content_of(
 
 
 def values_of(content: bytes, parse: Parse) -> tuple[list[Value], list[Span]]:
-    """Return the values of an event file, and begin and end of the parts that cannot be read.
-
-    Args:
-        content: all that the file holds.
-        parse: makes an `Event` of bytes.
-    """
+    """Return the values of an event file, and begin and end of the parts that cannot be read."""
     values = []
     whole, lost = records(content)
     for span, data in whole:

@@ -62,13 +62,7 @@ _DESCRIPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """Who takes part in a training.
-
-    Args:
-        devices: the devices of the N replicas, in the order of a block's columns.
-        hardware: names of the H quantities, in the order of a sample's columns.
-        version: version of the format that wrote it.
-    """
+    """Who takes part in a training."""
 
     devices: tuple[Device, ...]
     hardware: tuple[str, ...] = ()
@@ -117,11 +111,7 @@ def setup_text(devices: Sequence[Device], hardware: Sequence[str]) -> str:
 
 
 def parse_setup(text: str | bytes) -> Setup:
-    """Return the setup of a JSON text; members that a newer version has are left out.
-
-    Raises:
-        ValueError: if the text is not that of a setup.
-    """
+    """Return the setup of a JSON text; members that a newer version has are left out."""
     known = {field.name for field in dataclasses.fields(Device)} - {"worker"}
     try:
         content = parse_json(text)
@@ -149,11 +139,7 @@ def entries_text(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def parse_entries(text: str | bytes) -> list[dict[str, Any]]:
-    """Return the entries of a JSON text.
-
-    Raises:
-        ValueError: if it is neither one object nor a list of them.
-    """
+    """Return the entries of a JSON text."""
     content = parse_json(text)
     entries = content if isinstance(content, list) else [content]
     if not all(isinstance(each, dict) for each in entries):
@@ -162,11 +148,7 @@ def parse_entries(text: str | bytes) -> list[dict[str, Any]]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what a JSON text of a log says: its numbers are finite, and none is huge.
-
-    Raises:
-        ValueError: if it is no such text.
-    """
+    """Return what a JSON text of a log says: its numbers are finite, and none is huge."""
     try:
         return json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
     except (RecursionError, ValueError) as error:

@@ -27,11 +27,7 @@ def plan_text(record: PipelineRecord) -> str:
 
 
 def parse_plan(text: str | bytes) -> PipelineRecord:
-    """Return the plan of a JSON text; members that a newer version has are left out.
-
-    Raises:
-        ValueError: if the text is not that of a plan.
-    """
+    """Return the plan of a JSON text; members that a newer version has are left out."""
     try:
         content = parse_json(text)
         stages = tuple(
@@ -73,11 +69,7 @@ def timeline_values(timeline: Timeline) -> dict[str, Any]:
 
 
 def parse_timeline(text: str | bytes) -> Timeline:
-    """Return the passes of a step of a JSON text.
-
-    Raises:
-        ValueError: if the text is not that of a step.
-    """
+    """Return the passes of a step of a JSON text."""
     try:
         return _timeline(parse_json(text))
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:

@@ -26,11 +26,7 @@ _Arguments = Mapping[str, str]
 
 
 class HetPlugin(base_plugin.TBPlugin):
-    """The tab "Heterogeneous": which device is slow, why, and what that costs.
-
-    Args:
-        context: TensorBoard's context.
-    """
+    """The tab "Heterogeneous": which device is slow, why, and what that costs."""
 
     plugin_name = log_format.PLUGIN
 

@@ -43,13 +43,7 @@ _HARDWARE = {
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """A quantity that can be drawn.
-
-    Args:
-        name: what requests call it.
-        title: what people call it.
-        unit: its unit, as in OpenTelemetry's names; "s" for seconds.
-    """
+    """A quantity that can be drawn."""
 
     name: str
     title: str
@@ -58,14 +52,7 @@ class Quantity:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """Values of a quantity.
-
-    Args:
-        steps: int64 of shape [T], the first step of each row.
-        every: int64 of shape [T], the steps that it stands for.
-        middle: float64 of shape [T, N], the median of these steps.
-        highest: of shape [T, N], the highest value of these steps.
-    """
+    """Values of a quantity."""
 
     steps: Integers
     every: Integers

@@ -23,12 +23,6 @@ def records(content: bytes) -> tuple[list[tuple[Span, bytes]], list[Span]]:
     """Return the whole records of a file, and the parts of it that are none.
 
     After a damaged length, reading goes on at the next record whose length has its checksum.
-
-    Args:
-        content: all that the file holds.
-
-    Returns:
-        Begin, end and data of each record; begin and end of each other part. Both in order.
     """
     framed: list[Span] = []
     lost: list[Span] = []

@@ -28,13 +28,7 @@ _MOST_PASSES, _LONGEST_PLAN, _LONGEST_NAME = 10_000, 100_000, 200
 
 
 def between(content: LogContent, first: int | None, last: int | None) -> LogContent:
-    """Return the part of a training with some steps.
-
-    Args:
-        content: the training.
-        first: the first step, None for the first there is.
-        last: the step after the last one, None for all.
-    """
+    """Return the part of a training with some steps."""
     if first is None and last is None:
         return content
     begin = first if first is not None else 0
@@ -90,11 +84,7 @@ def overview(content: LogContent) -> dict[str, Any]:
 
 
 def pipeline(content: LogContent) -> dict[str, Any]:
-    """Return the plan of a model in stages, and the passes of one step, predicted and measured.
-
-    Args:
-        content: the training or a part of one; its latest measured step counts.
-    """
+    """Return the plan of a model in stages, and the passes of one step, predicted and measured."""
     recording, record = content.recording, content.recording.pipeline
     names = [device.name for device in recording.devices]
     if record is None:
@@ -158,14 +148,7 @@ def _devices(content: LogContent, rows: Any) -> list[dict[str, Any]]:
 def heat_map(
     content: LogContent, name: str, how: str, most_columns: int = MOST_COLUMNS
 ) -> dict[str, Any] | None:
-    """Return a quantity of all replicas over steps, None if there is no such quantity.
-
-    Args:
-        content: the training or a part of one.
-        name: of the quantity.
-        how: "median" or "highest", of the steps of a column and of the replicas of a row.
-        most_columns: the greatest number of columns, `MOST_COLUMNS` at most.
-    """
+    """Return a quantity of all replicas over steps, None if there is no such quantity."""
     chosen = series(content, name)
     if chosen is None:
         return None
@@ -189,13 +172,7 @@ def heat_map(
 
 
 def lanes(content: LogContent, devices: Sequence[int]) -> dict[str, Any]:
-    """Return times and shares of some replicas over steps, medians of each column.
-
-    Args:
-        content: the training or a part of one.
-        devices: indices of the replicas; those that do not exist, and more than `MOST_LANES`, are
-            left out.
-    """
+    """Return times and shares of some replicas over steps, medians of each column."""
     recording = content.recording
     chosen = [each for each in devices if 0 <= each < len(recording.devices)][:MOST_LANES]
     edges = edges_between(*span(content), _LANE_COLUMNS)

@@ -37,13 +37,7 @@ _DIGIT = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Grant:
-    """Global batches of an epoch handed out to a participant.
-
-    Args:
-        first: the first batch.
-        count: the number of batches, 0 for none.
-        is_last: whether the epoch has no further batch for this participant.
-    """
+    """Global batches of an epoch handed out to a participant."""
 
     first: int
     count: int
@@ -55,11 +49,7 @@ class Grant:
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float]) -> Grant:
-        """Restore the grant from the result of `to_numbers`.
-
-        Args:
-            numbers: four whole numbers.
-        """
+        """Restore the grant from the result of `to_numbers`."""
         digit, rest, count, is_last = (int(number) for number in numbers)
         return cls(digit * _DIGIT + rest, count, bool(is_last))
 
@@ -71,17 +61,6 @@ class Center:
     if the options say so, the group trains on alone, takes all batches, and resumes with the
     service at the first exchange after it answers again; until then a thread polls it, and no step
     waits. A restarted service gets the group's weights.
-
-    Args:
-        leader: the participant whose current weights become the center.
-        parts: the service.
-
-    Attributes:
-        ledger: the sample ledger.
-
-    Raises:
-        ConnectionError: if a process does not answer.
-        PermissionError: if a process refuses this group.
     """
 
     def __init__(self, leader: Participant, parts: LocalParts | RemoteParts) -> None:
@@ -112,22 +91,14 @@ class Center:
         return self._try(self._parts.exported, None)
 
     def start_epoch(self, epoch: int) -> None:
-        """Begin an epoch; the first one also admits async workers.
-
-        Args:
-            epoch: the epoch's number, from 0.
-        """
+        """Begin an epoch; the first one also admits async workers."""
         self._taken_until = 0
         self.ledger.start_epoch(epoch, self._leader.facts)
         self.ledger.set_stage(Stage.RUNNING)
         self._try(self._open, None)
 
     def set_stage(self, stage: Stage) -> None:
-        """Announce the stage to all async workers; in the last stage they change nothing.
-
-        Args:
-            stage: the stage.
-        """
+        """Announce the stage to all async workers; in the last stage they change nothing."""
         if stage == Stage.CLOSED:
             self._try(self._parts.close_training, None)
         self.ledger.set_stage(stage)
@@ -141,19 +112,7 @@ class Center:
         push: bool,
         wait: bool = False,
     ) -> list[tf.Tensor]:
-        """Exchange the group's weights and moving statistics with the center.
-
-        Args:
-            weights: the group's weights, a vector for each partition; the mean gradient for pushes
-                of rules that send gradients.
-            state: the group's moving statistics, in the same form.
-            samples: number of samples behind the change.
-            push: whether to push weights.
-            wait: whether to wait for an answer in flight.
-
-        Returns:
-            The group's weights and moving statistics from which to continue.
-        """
+        """Exchange the group's weights and moving statistics with the center."""
         if self.engine.is_away:
             return [*weights, *state]
         try:
@@ -166,12 +125,7 @@ class Center:
             return [*weights, *state]
 
     def claim(self, epoch: int, count: int) -> Grant:
-        """Claim batches of an epoch; without a service, the group gets all that follow.
-
-        Args:
-            epoch: the epoch's number.
-            count: largest number of batches, from 1.
-        """
+        """Claim batches of an epoch; without a service, the group gets all that follow."""
         left = self._leader.num_batches - self._taken_until
         alone = Grant(self._taken_until, min(count, left), count > left)
         grant = self._try(lambda: self._claim(epoch, count), alone)
@@ -180,20 +134,12 @@ class Center:
         return grant
 
     def add_used(self, samples: int) -> None:
-        """Count samples that the group has used.
-
-        Args:
-            samples: number of samples since the last call.
-        """
+        """Count samples that the group has used."""
         self.ledger.add_used(LEADER, samples)
         self._try(self.ledger.tell_used, None)
 
     def pace(self, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Report the group's pace and return paces and silence of all; None without a service.
-
-        Args:
-            pace: as in `SampleLedger.pace`.
-        """
+        """Report the group's pace and return paces and silence of all; None without a service."""
         return self._try(lambda: self.ledger.pace(LEADER, pace), None)
 
     def weights(self) -> list[tf.Tensor]:
@@ -221,14 +167,7 @@ class Center:
         return self._present(Presence.WAITING)
 
     def skip(self, worker: int) -> bool:
-        """Stop all waiting for a worker that is gone.
-
-        Args:
-            worker: the worker's number.
-
-        Returns:
-            Whether the entire service knows; if not, repeat the call.
-        """
+        """Stop all waiting for a worker that is gone."""
         stage = self._try(lambda: self._parts.weights.signal(Signal.LEAVE, worker), None)
         return stage is not None
 
@@ -271,11 +210,7 @@ class Center:
         return Grant(first, granted, granted < count)
 
     def _meet_again(self) -> None:
-        """Resume with the service after a loss.
-
-        Raises:
-            ServiceLostError: if it is still lost.
-        """
+        """Resume with the service after a loss."""
         restarted = self._parts.restarted()
         if restarted or self._parts.awaits_center:
             self._parts.begin_again(restarted)

@@ -27,14 +27,6 @@ class ExchangeEngine:
     - Away (`is_away`): lost, and not heard from since. A thread asks; nothing else does.
     - Attached again: all parts have answered, pushes in flight again, with their old numbers; only
       then the progress made alone is scaled by the rule, once.
-
-    Args:
-        weights: the exchange of the weights.
-        state: the exchange of the moving statistics, None without any.
-        ask: asks the entire service whether it is present, see `ReturnWatch`.
-        options: the options of the training.
-        name: what goes on alone after a loss, for a message.
-        note_loss: told of each loss after which training goes on alone.
     """
 
     def __init__(
@@ -66,11 +58,7 @@ class ExchangeEngine:
         return bool(pending) and all(push.has_answer for push in pending)
 
     def attach(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Fetch the center of weights and moving statistics, from which to start; forget pushes.
-
-        Raises:
-            ServiceLostError: if a part does not answer in time; nothing changes then.
-        """
+        """Fetch the center of weights and moving statistics, from which to start; forget pushes."""
         weights = self.weights.pull()
         state = [] if self.state is None else self.state.pull()
         self.weights.adopt(weights)
@@ -116,25 +104,13 @@ class ExchangeEngine:
         return self.state.finish(self.state.send(state, samples), state)
 
     def meet_again(self) -> None:
-        """Wait until all parts answer after a loss; pushes in flight are sent again.
-
-        Raises:
-            ServiceLostError: if a part does not answer in time.
-        """
+        """Wait until all parts answer after a loss; pushes in flight are sent again."""
         self.weights.meet_again(self.pending)
         if self.state is not None:
             self.state.meet_again(self.pending_state)
 
     def attached_again(self, weights: list[tf.Tensor], num_participants: int) -> list[tf.Tensor]:
-        """End the loss once all parts answer: a failed try must not scale progress again.
-
-        Args:
-            weights: the participant's weights.
-            num_participants: number of participants.
-
-        Returns:
-            The weights to continue from.
-        """
+        """End the loss once all parts answer: a failed try must not scale progress again."""
         weights = self.weights.after_absence(weights, self.pending, num_participants)
         self.is_lost = False
         self.watch.attached()
@@ -142,11 +118,7 @@ class ExchangeEngine:
         return weights
 
     def attempt(self, ask: Callable[[], ResultT], otherwise: ResultT) -> ResultT:
-        """Return an answer of the service, or something else while it is lost.
-
-        Raises:
-            ServiceLostError: if it is lost now, and training does not go on without it.
-        """
+        """Return an answer of the service, or something else while it is lost."""
         if self.is_lost:
             return otherwise
         try:
@@ -156,11 +128,7 @@ class ExchangeEngine:
             return otherwise
 
     def lose(self, error: ServiceLostError) -> None:
-        """Go on alone, and ask until the service answers.
-
-        Raises:
-            ServiceLostError: if training does not go on without the service.
-        """
+        """Go on alone, and ask until the service answers."""
         if not self._goes_on:
             self.is_given_up = True
             raise error

@@ -21,21 +21,7 @@ DIRECTORY, CLOSE = "directory", "close"
 
 
 class HostedParts:
-    """Some partitions of center and moving statistics; the first process also has the ledger.
-
-    Args:
-        address: "host:port" to listen on.
-        place: this process's index among the processes, from 0.
-        spec: the training.
-        secret: secret shared by all tasks.
-        rules: rules of weights and moving statistics; None to create them from the description.
-
-    Attributes:
-        spec: the training.
-        weights: the service of the weights.
-        state: the service of the moving statistics, None without any.
-        ledger: the sample ledger, in the first process.
-    """
+    """Some partitions of center and moving statistics; the first process also has the ledger."""
 
     def __init__(
         self,
@@ -77,11 +63,7 @@ class HostedParts:
         self.server.close()
 
     def tell_addresses(self, addresses: list[str]) -> None:
-        """Open the service to async workers, which wait for the locations of the parts.
-
-        Args:
-            addresses: addresses of all processes of the service, this one first.
-        """
+        """Open the service to async workers, which wait for the locations of the parts."""
         self._addresses.assign(",".join(addresses))
 
     @property

@@ -15,14 +15,7 @@ _NO_CHANGE = -1
 
 
 class LeaderLedger:
-    """Message-based counterpart of a local `SampleLedger`.
-
-    Args:
-        connection: the connection of the leader.
-
-    Raises:
-        ServiceLostError: by all methods that ask, if no answer arrives in time.
-    """
+    """Message-based counterpart of a local `SampleLedger`."""
 
     def __init__(self, connection: LedgerConnection) -> None:
         self._connection = connection
@@ -41,11 +34,7 @@ class LeaderLedger:
         self._stage = stage
 
     def tell(self, taken_until: int = 0) -> None:
-        """Send the latest stored facts to the ledger.
-
-        Args:
-            taken_until: the batch of this epoch before which no more batches may be handed out.
-        """
+        """Send the latest stored facts to the ledger."""
         self._ask(stage=int(self._stage), taken_until=taken_until)
 
     def claim(self, participant: int, epoch: int, count: int) -> tuple[int, int]:

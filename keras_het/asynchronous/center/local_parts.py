@@ -15,19 +15,7 @@ from keras_het.asynchronous.parameter_service.sample_ledger import LEADER, Sampl
 
 
 class LocalParts:
-    """All parts of the service, used in memory and served on one server.
-
-    Args:
-        leader: the participant whose weights become the center.
-        address: "host:port" to listen on.
-
-    Attributes:
-        weights: the way to the weights.
-        state: the way to the moving statistics, None without any.
-        ledger: the sample ledger.
-        answers_at_once: whether an exchange takes no time.
-        awaits_center: whether restarted processes still lack their center.
-    """
+    """All parts of the service, used in memory and served on one server."""
 
     answers_at_once = True
     awaits_center = False
@@ -42,14 +30,7 @@ class LocalParts:
         self.state = None if self._state is None else LocalTransport(self._state, LEADER)
 
     def bring_center(self, saved: Mapping[str, np.ndarray] | None = None) -> None:
-        """Make the leader's current weights and moving statistics the center; start answering.
-
-        Args:
-            saved: versions and rule state, as returned by `exported`.
-
-        Raises:
-            ValueError: if the saved state belongs to another service.
-        """
+        """Make the leader's current weights and moving statistics the center; start answering."""
         vectors = self._leader.vectors
         self._weights.set_partitions(vectors.weights.read())
         if not self._leader.rule.may_wait:

@@ -20,11 +20,7 @@ _POLL_SECONDS = 0.05
 
 
 class Offers:
-    """Receiver of a training's description from its leader.
-
-    Args:
-        secret: secret shared by all tasks.
-    """
+    """Receiver of a training's description from its leader."""
 
     def __init__(self, secret: bytes) -> None:
         self._gate = Gate(credential(secret, _ABOUT))
@@ -32,11 +28,7 @@ class Offers:
             self._text = tf.Variable("", trainable=False)
 
     def register_on(self, server: FunctionServer) -> None:
-        """Accept offers on a server that has not started.
-
-        Args:
-            server: the server to listen on.
-        """
+        """Accept offers on a server that has not started."""
 
         @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
         def offer(text: tf.Tensor) -> tf.Tensor:
@@ -51,11 +43,7 @@ class Offers:
         return bool(self._text.numpy())
 
     def take(self) -> tuple[ServiceSpec, int]:
-        """Return the offered training and the index of the service that this process is to be.
-
-        Raises:
-            ValueError: if the offer cannot be read.
-        """
+        """Return the offered training and the index of the service that this process is to be."""
         text = self._text.numpy().decode()
         self._text.assign("")
         try:
@@ -68,12 +56,7 @@ class Offers:
             ) from error
 
     def wait_at(self, address: str, is_stopped: Callable[[], bool]) -> bool:
-        """Listen until there is an offer; return whether there is one.
-
-        Args:
-            address: "host:port" to listen on.
-            is_stopped: whether to give up.
-        """
+        """Listen until there is an offer; return whether there is one."""
         if self.is_pending:
             return True
         server = FunctionServer(address)
@@ -88,19 +71,7 @@ class Offers:
 def make_offer(
     address: str, secret: bytes, spec: ServiceSpec, place: int, timeout_seconds: float
 ) -> None:
-    """Offer a training to a process that runs `keras-het serve`.
-
-    Args:
-        address: address on which the process listens.
-        secret: secret shared by all tasks.
-        spec: the training.
-        place: index of the service it is to be.
-        timeout_seconds: timeout of the message.
-
-    Raises:
-        ConnectionError: if there is no answer.
-        PermissionError: if its secret differs.
-    """
+    """Offer a training to a process that runs `keras-het serve`."""
     client = FunctionClient(address, credential(secret, _ABOUT), timeout_seconds)
     text = tf.constant(json.dumps([place, spec.to_json()]))
     try:

@@ -18,12 +18,7 @@ from keras_het.strategy.cluster.cluster_config import config_of
 
 @dataclasses.dataclass
 class OpenService:
-    """One participant's view of the service.
-
-    Args:
-        center: the service, only for its leader.
-        parts: partitions in this process, if the service is spread.
-    """
+    """One participant's view of the service."""
 
     center: Center | None = None
     parts: HostedParts | None = None
@@ -37,15 +32,7 @@ class OpenService:
 
 
 def join_service(participant: Participant) -> OpenService:
-    """Start the parts of the service that belong to this task; the leader then connects.
-
-    Args:
-        participant: member of the sync group, or the service task if there are only async workers.
-
-    Raises:
-        ConnectionError: if a process of the service does not answer.
-        PermissionError: if a process refuses this training.
-    """
+    """Start the parts of the service that belong to this task; the leader then connects."""
     strategy, options = participant.strategy, participant.options
     config = config_of(strategy)
     tasks = list(config.service_addresses())

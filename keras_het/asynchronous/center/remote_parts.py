@@ -26,24 +26,7 @@ from keras_het.rpc.function_client import FunctionClient, NoAnswerError
 
 
 class RemoteParts:
-    """Assignment of parts to the processes, connection to them, and transfer of the center.
-
-    Args:
-        leader: the participant whose weights become the center.
-        addresses: addresses of all processes, the one with the ledger first.
-        tasks: those of them that run `keras-het serve` and need to be told what to serve.
-
-    Attributes:
-        ledger: the sample ledger.
-        answers_at_once: whether an exchange takes no time.
-        weights: the connection of the weights.
-        state: the connection of the moving statistics, None without any.
-        awaits_center: whether restarted processes still lack their center.
-
-    Raises:
-        ConnectionError: if a process does not answer.
-        PermissionError: if a process refuses this training.
-    """
+    """Assignment of parts to the processes, connection to them, and transfer of the center."""
 
     answers_at_once = False
     awaits_center = False
@@ -64,15 +47,7 @@ class RemoteParts:
         self.ledger = LeaderLedger(asked)
 
     def bring_center(self, saved: Mapping[str, np.ndarray] | None = None) -> None:
-        """Make the leader's current weights and moving statistics the center.
-
-        Args:
-            saved: versions and rule state, as returned by `exported`.
-
-        Raises:
-            ConnectionError: if a part does not answer in time.
-            ValueError: if the saved state belongs to another service.
-        """
+        """Make the leader's current weights and moving statistics the center."""
         vectors = self._leader.vectors
         states = None
         if saved is not None:
@@ -82,22 +57,14 @@ class RemoteParts:
             self.state.restore(vectors.state.read())
 
     def exported(self) -> dict[str, np.ndarray]:
-        """Return versions and rule state, as arrays that a backup can keep.
-
-        Raises:
-            ServiceLostError: if a part does not answer in time.
-        """
+        """Return versions and rule state, as arrays that a backup can keep."""
         try:
             return to_arrays(self.weights.export())
         except ConnectionError as error:
             raise ServiceLostError(str(error)) from error
 
     def restarted(self) -> list[str]:
-        """Return the addresses of restarted processes that do not know this training.
-
-        Raises:
-            ServiceLostError: if a process does not answer.
-        """
+        """Return the addresses of restarted processes that do not know this training."""
         found = []
         for address in self.addresses:
             try:
@@ -109,14 +76,7 @@ class RemoteParts:
         return found
 
     def begin_again(self, restarted: Sequence[str]) -> None:
-        """Assign parts to restarted processes, and make the weights the center.
-
-        Args:
-            restarted: addresses of the restarted processes.
-
-        Raises:
-            ServiceLostError: if a process does not answer.
-        """
+        """Assign parts to restarted processes, and make the weights the center."""
         seconds = self._leader.options.timeout_seconds
         self.awaits_center = True  # until the leader has it back: another try must redo everything
         try:
@@ -129,11 +89,7 @@ class RemoteParts:
             raise ServiceLostError(str(error)) from error
 
     def open_directory(self) -> None:
-        """Admit async workers: tell them where the parts are.
-
-        Raises:
-            ServiceLostError: if no answer arrives in time.
-        """
+        """Admit async workers: tell them where the parts are."""
         first, text = self.addresses[0], tf.constant(",".join(self.addresses))
         specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.string))
         try:
@@ -142,11 +98,7 @@ class RemoteParts:
             raise ServiceLostError(f"The parameter service at {error}") from error
 
     def close_training(self) -> None:
-        """Make all processes reject further pushes.
-
-        Raises:
-            ServiceLostError: if a process does not answer.
-        """
+        """Make all processes reject further pushes."""
         try:
             for client in (self.weights, self.state):
                 if client is not None:
@@ -155,11 +107,7 @@ class RemoteParts:
             raise ServiceLostError(str(error)) from error
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Tell all tasks of the service at once that training is over.
-
-        Args:
-            timeout_seconds: timeout for all of their answers; by default that of other messages.
-        """
+        """Tell all tasks of the service at once that training is over."""
         leader = self._leader
         seconds = leader.options.timeout_seconds if timeout_seconds is None else timeout_seconds
         clients = [FunctionClient(task, leader.credential, seconds) for task in self._tasks]

@@ -19,12 +19,6 @@ class ReturnWatch:
     Between two training steps that would hold up the whole sync group again and again; here no step
     waits for it. If the questions are answered but the messages that follow are not (a link that
     carries only small messages), each further loss doubles the pause before the next question.
-
-    Args:
-        ask: returns when the entire service has answered, and raises `ServiceLostError` or
-            `ConnectionError` otherwise; any other error counts as an answer, which the training
-            itself then receives.
-        timeout_seconds: timeout of a message.
     """
 
     def __init__(self, ask: Callable[[], object], timeout_seconds: float) -> None:

@@ -35,16 +35,7 @@ _WAITS = "No parameter service for %.0f s; waiting up to %g s for it to start. %
 
 
 def connect(make: Callable[[], MadeT], wait_seconds: float, hint: str = "") -> MadeT:
-    """Call `make` until the service is present; report a long wait once.
-
-    Args:
-        make: opens a connection; raises `ConnectionError` if there is no answer.
-        wait_seconds: how long to try.
-        hint: another possible cause, for waiting users.
-
-    Raises:
-        ConnectionError: if there is no answer in that time.
-    """
+    """Call `make` until the service is present; report a long wait once."""
     began = time.monotonic()
     says_so_after = _SILENT_SECONDS
     while True:
@@ -62,14 +53,7 @@ def connect(make: Callable[[], MadeT], wait_seconds: float, hint: str = "") -> M
 
 @dataclasses.dataclass(frozen=True)
 class Connection:
-    """An async worker's connection to the service.
-
-    Args:
-        weights: connection of the model's weights.
-        state: connection of its moving statistics, None without any.
-        ledger: connection to the sample ledger.
-        heartbeat: a second connection to the ledger, for another thread.
-    """
+    """An async worker's connection to the service."""
 
     weights: VectorExchange
     state: VectorExchange | None
@@ -78,16 +62,7 @@ class Connection:
 
 
 def open_connection(participant: Participant, number: int) -> Connection:
-    """Connect to weights, moving statistics and ledger of a service.
-
-    Args:
-        participant: the async worker.
-        number: the worker's number among the participants.
-
-    Raises:
-        ConnectionError: if the service is absent, has not begun or is over.
-        PermissionError: if the service refuses this worker.
-    """
+    """Connect to weights, moving statistics and ledger of a service."""
     options, vectors = participant.options, participant.vectors
     first = config_of(participant.strategy).service_address()
     access = participant.credential, number, options.timeout_seconds

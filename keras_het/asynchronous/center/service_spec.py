@@ -15,20 +15,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class ServiceSpec:
-    """A training's variables, rule and participants.
-
-    Args:
-        shapes: the shape of each trainable variable.
-        state_shapes: the shape of each moving statistic; empty if there is none.
-        rule: the rule of the weights, as returned by `rules.serialize`.
-        state_rule: the rule of the moving statistics, in the same form.
-        wire: the name of the format of the weights.
-        num_participants: number of participants that may push.
-        staleness_bound: number of updates beyond which a push is rejected, None for no bound.
-        fingerprint: fingerprint of model, rule and wire, part of every credential.
-        num_services: number of processes that share the partitions.
-        partition_size: number of float32 elements of a partition.
-    """
+    """A training's variables, rule and participants."""
 
     shapes: Shapes
     state_shapes: Shapes
@@ -42,11 +29,7 @@ class ServiceSpec:
     partition_size: int
 
     def make_rules(self) -> tuple[UpdateRule, UpdateRule]:
-        """Create the rules of weights and moving statistics.
-
-        Raises:
-            ValueError: if this version does not know them.
-        """
+        """Create the rules of weights and moving statistics."""
         rules = [get(dict(described)) for described in (self.rule, self.state_rule)]
         for rule in rules:
             if not isinstance(rule, UpdateRule):
@@ -65,11 +48,7 @@ class ServiceSpec:
 
     @classmethod
     def from_json(cls, text: str) -> ServiceSpec:
-        """Restore a description from the result of `to_json`.
-
-        Raises:
-            ValueError: if the text is not a description.
-        """
+        """Restore a description from the result of `to_json`."""
         try:
             values = json.loads(text)
             for name in ("shapes", "state_shapes"):
@@ -83,12 +62,7 @@ class ServiceSpec:
 
 
 def spec_of(participant: Participant, num_services: int) -> ServiceSpec:
-    """Describe the training of a participant.
-
-    Args:
-        participant: the leader, or a task that hosts a part of the service.
-        num_services: number of processes that share the partitions.
-    """
+    """Describe the training of a participant."""
     vectors, options = participant.vectors, participant.options
     state = vectors.state.partitions.shapes if vectors.state is not None else ()
     return ServiceSpec(

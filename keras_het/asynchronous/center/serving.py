@@ -15,14 +15,7 @@ _POLL_SECONDS = 0.05
 
 
 class ServingProcess:
-    """A process that serves one training after another.
-
-    Args:
-        address: "host:port" to listen on.
-        secret: secret shared by all tasks.
-        is_stopped: whether to stop.
-        say: receives status messages.
-    """
+    """A process that serves one training after another."""
 
     def __init__(
         self,

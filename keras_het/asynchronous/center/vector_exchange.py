@@ -37,16 +37,7 @@ class NoCenterError(ServiceLostError):
 
 @dataclasses.dataclass
 class Pending:
-    """A push in flight; it can be sent again and counts once.
-
-    Args:
-        push: the messages.
-        samples: number of samples behind the change.
-        versions: version of each partition that the worker had seen.
-        sequence: the number of the push.
-        sent: weights from which the worker continued, for each partition.
-        had_to_wait: whether the worker was told to wait for its turn.
-    """
+    """A push in flight; it can be sent again and counts once."""
 
     push: PendingPush
     samples: int
@@ -57,18 +48,7 @@ class Pending:
 
 
 class VectorExchange:
-    """The exchange of one participant's vectors with the center.
-
-    Args:
-        transport: carries these vectors to the center and back.
-        rule: the update rule.
-
-    Attributes:
-        seen: the answer of the last exchange, for each partition.
-        lost_gradient: whether the latest push was a gradient of which no part was taken.
-        staleness: updates by others between the version that the latest push started from and its
-            arrival, the mean over partitions.
-    """
+    """The exchange of one participant's vectors with the center."""
 
     def __init__(self, transport: ParameterClient | LocalTransport, rule: UpdateRule) -> None:
         self._transport, self._rule = transport, rule
@@ -93,12 +73,7 @@ class VectorExchange:
         return self._latest_versions
 
     def greet(self) -> None:
-        """Check that the entire service is present.
-
-        Raises:
-            ConnectionError: if a process of the service does not answer in time.
-            PermissionError: if a process refuses this worker.
-        """
+        """Check that the entire service is present."""
         self._transport.greet()
 
     def signal(self, signal: Signal) -> int | None:
@@ -106,15 +81,7 @@ class VectorExchange:
         return self._transport.signal(signal)
 
     def pull(self, exact: bool = False) -> list[tf.Tensor]:
-        """Fetch the center.
-
-        Args:
-            exact: whether to get all of its bits, regardless of the format of other messages.
-
-        Raises:
-            NoCenterError: if a part was restarted and has no center yet.
-            ServiceLostError: if no answer arrives in time.
-        """
+        """Fetch the center."""
         fallback = (tf.zeros([size]) for size in self._transport.partitions.sizes)
         answer = self._transport.pull(fallback, exact)
         statuses = answer.statuses.numpy()
@@ -124,11 +91,7 @@ class VectorExchange:
         return list(answer.partitions)
 
     def compress(self, ratio: float) -> None:
-        """Send only the largest values from now on; earlier residuals are kept.
-
-        Args:
-            ratio: fraction of the values, if the service accepts such messages.
-        """
+        """Send only the largest values from now on; earlier residuals are kept."""
         self._transport.use_wire(TopKWire(ratio))
 
     def adopt(self, center: list[tf.Tensor]) -> None:
@@ -139,28 +102,13 @@ class VectorExchange:
     def after_absence(
         self, weights: list[tf.Tensor], pending: Pending | None, num_workers: int
     ) -> list[tf.Tensor]:
-        """Return the weights to continue from when the service is back: `UpdateRule.after_absence`.
-
-        Args:
-            weights: the worker's current weights, for each partition.
-            pending: the push sent before the service was lost, None for none.
-            num_workers: number of workers that exchange with the service.
-        """
+        """Return the weights to continue from once the service is back: `after_absence`."""
         starts = self.seen if pending is None else pending.sent
         pairs = zip(weights, starts, strict=True)
         return [self._rule.after_absence(own, start, num_workers) for own, start in pairs]
 
     def send(self, weights: list[tf.Tensor], samples: int) -> Pending:
-        """Send the rule's message.
-
-        Args:
-            weights: the worker's weights, for each partition; the mean gradient for rules that send
-                gradients.
-            samples: number of samples behind the change.
-
-        Returns:
-            The push in flight.
-        """
+        """Send the rule's message."""
         messages, sent = _outgoing(self._rule, weights, self.seen)
         if self._residuals is not None:
             messages = [m + r for m, r in zip(messages, self._residuals, strict=True)]
@@ -174,16 +122,6 @@ class VectorExchange:
 
         A part whose push was too stale restarts from the center with the worker's own progress. A
         part whose push arrived after the end of training stays unchanged: the final center follows.
-
-        Args:
-            pending: the result of `send`; after a loss it may be passed again.
-            weights: the worker's current weights, for each partition.
-
-        Returns:
-            The weights from which to continue.
-
-        Raises:
-            ServiceLostError: if a part does not answer in time; nothing changes then.
         """
         answer = self._final_answer(pending)
         statuses, versions = answer.statuses.numpy(), answer.versions.numpy()
@@ -259,14 +197,7 @@ class VectorExchange:
         self._transport.push_again(pending.push, again.tolist())
 
     def meet_again(self, pending: Pending | None) -> None:
-        """Wait until all parts answer after a loss; a push in flight is sent again.
-
-        Args:
-            pending: the unfinished result of `send`, None for none.
-
-        Raises:
-            ServiceLostError: if a part does not answer in time.
-        """
+        """Wait until all parts answer after a loss; a push in flight is sent again."""
         if pending is None:
             self.pull()
             return
@@ -319,13 +250,7 @@ class VectorExchange:
 def _outgoing(
     rule: UpdateRule, progress: Sequence[tf.Tensor], seen: Sequence[tf.Tensor]
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Return a worker's message for each partition, and the weights from which it continues.
-
-    Args:
-        rule: the update rule.
-        progress: the worker's weights, or its mean gradient if the rule sends gradients.
-        seen: the answer of its last exchange.
-    """
+    """Return a worker's message for each partition, and the weights from which it continues."""
     pairs = list(zip(progress, seen, strict=True))
     if rule.uses_gradients:  # the weights are unchanged since the last answer
         messages = [rule.message_of_gradient(gradient, s) for gradient, s in pairs]

@@ -25,11 +25,7 @@ class GradientSum(keras.optimizers.Optimizer):
         self.sums: list[keras.Variable] = []
 
     def build(self, variables: list[keras.Variable]) -> None:
-        """Create a sum for each variable.
-
-        Args:
-            variables: the trainable variables.
-        """
+        """Create a sum for each variable."""
         if self.built:
             return
         super().build(variables)
@@ -41,32 +37,14 @@ class GradientSum(keras.optimizers.Optimizer):
         variable: keras.Variable,
         learning_rate: object,
     ) -> None:
-        """Add the gradient of one step.
-
-        Args:
-            gradient: the gradient of `variable`, a dense tensor or `tf.IndexedSlices`.
-            variable: the variable; it stays unchanged.
-            learning_rate: unused.
-        """
+        """Add the gradient of one step."""
         del learning_rate
         total = self.sums[self._get_variable_index(variable)]
         self.assign_add(total, keras.ops.cast(gradient, total.dtype))
 
 
 class MeanGradient:
-    """The mean gradient of the steps since the last exchange, as vectors for the wire.
-
-    Args:
-        variables: trainable Keras variables.
-        strategy: the strategy under which they were created.
-        partition_size: number of float32 elements of a partition.
-        user_optimizer: the optimizer that the model was compiled with, whose state goes into files.
-            If it scales the loss, so does this one: float16 gradients would be rounded to zero.
-            Steps that it skips do not count.
-
-    Attributes:
-        optimizer: the model's optimizer in the meantime.
-    """
+    """The mean gradient of the steps since the last exchange, as vectors for the wire."""
 
     def __init__(
         self,
@@ -103,12 +81,6 @@ class MeanGradient:
         """Refuse a learning rate set by a callback, which would have no effect.
 
         This waits for the step in progress, so do not call it for every step.
-
-        Args:
-            rule: the name of the rule by which the service takes the steps.
-
-        Raises:
-            ValueError: if it differs from its initial value.
         """
         rate = float(keras.ops.convert_to_numpy(self._sum.learning_rate))
         if rate != _RATE:

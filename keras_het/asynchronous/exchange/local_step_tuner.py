@@ -17,12 +17,7 @@ _KEPT_TIMES = 5
 
 
 class OwnPlan(NamedTuple):
-    """One worker's plan between two exchanges.
-
-    Attributes:
-        steps: local steps, H.
-        ratio: fraction of the values that it sends, R.
-    """
+    """One worker's plan between two exchanges."""
 
     steps: int
     ratio: float
@@ -34,11 +29,6 @@ class LocalStepTuner:
     Until a step and an exchange have been measured, it uses the rule's preset steps and sends all
     values. The times of all workers are in the sample ledger; each makes its own plan from the same
     table.
-
-    Args:
-        rule: the rule.
-        participant: this worker's number among the service's participants.
-        clock: clock in seconds.
     """
 
     def __init__(
@@ -53,19 +43,11 @@ class LocalStepTuner:
         self._part = 1.0
 
     def steps(self, stage: int) -> int | None:
-        """Return the local steps of a stage, None before the first plan.
-
-        Args:
-            stage: 1 in the second stage, 0 before.
-        """
+        """Return the local steps of a stage, None before the first plan."""
         return None if self._chosen is None else self._chosen[stage].steps
 
     def next_ratio(self, stage: int) -> float:
-        """Return the fraction of the values in the following messages, by the latest plan.
-
-        Args:
-            stage: 1 in the second stage, 0 before.
-        """
+        """Return the fraction of the values in the following messages, by the latest plan."""
         if self._chosen is not None:
             self._part = self._chosen[stage].ratio
         return self._part
@@ -85,24 +67,13 @@ class LocalStepTuner:
             self._pushes.append((self._seconds, self._part))
 
     def pull(self, pull: Callable[[], object]) -> None:
-        """Measure how long the center takes to arrive.
-
-        Args:
-            pull: fetches the center.
-        """
+        """Measure how long the center takes to arrive."""
         started = self._clock()
         pull()
         self._pulls.append(self._clock() - started)
 
     def pace(self, pace: Pace) -> Pace | None:
-        """Extend a worker's pace by the time of an exchange in which all values are sent.
-
-        Args:
-            pace: the pace of its steps.
-
-        Returns:
-            The pace; None before the first measured exchange.
-        """
+        """Extend a worker's pace by the time of an exchange in which all values are sent."""
         if not self._pushes or not self._pulls:
             return None
         pull = statistics.median(self._pulls)
@@ -110,14 +81,7 @@ class LocalStepTuner:
         return pace._replace(exchange_seconds=full + pull, pull_seconds=pull)
 
     def choose(self, paces: np.ndarray, silence: np.ndarray, longest_silence: float) -> None:
-        """Make the plan of both stages.
-
-        Args:
-            paces: `Pace` of every participant, one a row; zeros if unknown.
-            silence: seconds since each participant was last heard from.
-            longest_silence: longest silence of a participant that counts, in seconds; this one
-                always counts.
-        """
+        """Make the plan of both stages."""
         paces = np.asarray(paces, np.float64)
         counts = (paces[:, 0] > 0) & (paces[:, 1] >= 1) & (np.asarray(silence) < longest_silence)
         counts[self._participant] = True

@@ -18,11 +18,6 @@ class VariableVectors:
 
     Rounding errors of 16-bit variables are kept separately, so `read` returns the written
     values: otherwise workers would send the rounding as a change, and each would repeat it.
-
-    Args:
-        variables: Keras variables of float type.
-        strategy: the strategy under which they were created.
-        partition_size: number of float32 elements of a partition.
     """
 
     def __init__(
@@ -72,14 +67,6 @@ class ModelVectors:
 
     The update rule combines trainable weights. Moving statistics (non-trainable float state) are
     averaged. Seeds and metrics stay local to each worker.
-
-    Args:
-        model: a built model.
-        strategy: the strategy under which it was built.
-        partition_size: number of float32 elements of a partition.
-
-    Raises:
-        ValueError: if the model has no trainable weights.
     """
 
     def __init__(self, model: keras.Model, strategy: TrainingStrategy, partition_size: int) -> None:

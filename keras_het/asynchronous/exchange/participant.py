@@ -29,9 +29,6 @@ class StatisticsAveraging(ElasticAveraging):
     sending, so that everything it has learned in the meantime is kept. That difference may exceed
     the rest of a variance that has fallen since: hence the bound. To the service, which keeps the
     center, this is elastic averaging under the same name.
-
-    Args:
-        alpha: moving rate, at most 1.
     """
 
     def receive(self, weights: tf.Tensor, sent_weights: tf.Tensor, answer: tf.Tensor) -> tf.Tensor:
@@ -47,26 +44,7 @@ WEIGHTS_PREFIX, STATE_PREFIX = "weights_", "state_"
 
 @dataclasses.dataclass(frozen=True)
 class HybridOptions:
-    """Options for training a sync group and async workers together.
-
-    Args:
-        rule: combines a worker's message with the center.
-        period: steps between two exchanges.
-        adapts_period: whether that is only the first period, and the pace of all tasks determines
-            the next.
-        async_batch_size: samples in each of an async worker's steps; None for the global batch over
-            the number of workers of the sync group, or the whole batch without a sync group.
-        staleness_bound: number of center updates since a worker last saw it, beyond which its push
-            is rejected; None for no bound.
-        timeout_seconds: timeout of each message.
-        connect_seconds: how long an async worker waits for the service to start.
-        end_seconds: how long the sync group waits at the end for async workers that are present.
-        goes_on_without_service: whether an async worker continues to train if the service is lost.
-        wire: format of the values; None for float32.
-        spreads_service: whether every member of the sync group holds a part of the center.
-        partition_bytes: size of the largest message of weights.
-        num_epochs: number of epochs of the training.
-    """
+    """Options for training a sync group and async workers together."""
 
     rule: UpdateRule
     period: int = 8
@@ -88,11 +66,7 @@ class HybridOptions:
         return self.rule.uses_gradients or self.rule.may_wait
 
     def wire_of(self, worker: int) -> Wire:
-        """Return the format of an async worker's weights: the rule may send only some of them.
-
-        Args:
-            worker: the worker's number among the async workers.
-        """
+        """Return the format of an async worker's weights: the rule may send only some of them."""
         ratio = None if self.wire else self.rule.compression_ratio(worker)
         return self.weights_wire if ratio is None else TopKWire(ratio)
 
@@ -103,12 +77,7 @@ class HybridOptions:
         return self.rule.is_measured and ratio is not None
 
     def period_of(self, worker: int, stage: int) -> int:
-        """Return the steps of an async worker between two exchanges.
-
-        Args:
-            worker: the worker's number among the async workers.
-            stage: the rule's stage.
-        """
+        """Return the steps of an async worker between two exchanges."""
         return self.rule.local_steps(worker, stage) or self.period
 
     @property
@@ -130,17 +99,7 @@ class HybridOptions:
 
 
 class Participant(abc.ABC):
-    """One side of a hybrid training, driven by `keras_het.callbacks.HybridAggregation`.
-
-    Args:
-        model: the model being trained.
-        strategy: its `HeterogeneousStrategy`.
-        options: the options, the same on all tasks.
-
-    Attributes:
-        shows_paces: whether tasks tell the leader their `Pace` for people to see.
-        paces: on the leader, the latest `Pace` of each participant, one a row; zeros if unknown.
-    """
+    """One side of a hybrid training, driven by `keras_het.callbacks.HybridAggregation`."""
 
     shows_paces = False
     paces: np.ndarray | None = None
@@ -259,14 +218,7 @@ def first_async_participant(strategy: TrainingStrategy) -> int:
 
 
 def check_can_be_shared(data: Any) -> None:
-    """Refuse data whose epochs the tasks could not share.
-
-    Args:
-        data: the distributed training data set.
-
-    Raises:
-        ValueError: if Keras draws its order, or the number of batches is unknown.
-    """
+    """Refuse data whose epochs the tasks could not share."""
     num_batches = int(data.cardinality)
     if data.takes_keras_arrays:
         raise ValueError(

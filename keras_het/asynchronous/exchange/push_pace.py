@@ -22,18 +22,7 @@ _EXCHANGES_TO_PLAN = 8
 
 
 class Pace(NamedTuple):
-    """The speed of a pusher.
-
-    Attributes:
-        samples_per_second: samples per second while it computes.
-        batch_samples: number of samples of one step.
-        exchange_seconds: least time between two pushes; for rules that plan by times, the time of
-            an exchange in which all values are sent.
-        pull_seconds: the part of it in which the center arrives, for those rules.
-        answer_seconds: time from sending a change to continuing from its answer, for people.
-        staleness: updates of the center between the version that a change started from and its
-            arrival, for people.
-    """
+    """The speed of a pusher."""
 
     samples_per_second: float
     batch_samples: float
@@ -49,10 +38,6 @@ class PushPace:
     An exchange that takes e seconds, during c of which the task itself is busy, should hide behind
     computation and cost a tenth of it at most: pushes are at least :math:`\max(e, 10 c)` seconds
     apart. A task that needs the answer to continue is busy all the time, c = e.
-
-    Args:
-        clock: clock in seconds.
-        waits: whether the task computes nothing while its message travels.
     """
 
     def __init__(
@@ -69,12 +54,7 @@ class PushPace:
         self._sent_at: float | None = None
 
     def computed(self, steps: int, samples: int) -> None:
-        """Record steps that have just ended.
-
-        Args:
-            steps: number of steps since the last call.
-            samples: number of samples of all of them.
-        """
+        """Record steps that have just ended."""
         now = self._clock()
         seconds, self._since = now - self._since, now
         self._num_steps += steps
@@ -108,11 +88,7 @@ class PushPace:
 
     @contextlib.contextmanager
     def waiting(self, measures: bool = False) -> Iterator[None]:
-        """Time the wait for the answer; a wait reveals the time of the exchange.
-
-        Args:
-            measures: whether waiting began with the message, which reveals that time in any case.
-        """
+        """Time the wait for the answer; a wait reveals the time of the exchange."""
         started = self._clock()
         yield
         now = self._clock()
@@ -145,17 +121,7 @@ class PushPace:
 def choose_period(
     paces: np.ndarray, silence: np.ndarray, participant: int, limits: tuple[float, int]
 ) -> int:
-    """Return the steps of one pusher between two exchanges, for about equal push rates.
-
-    Args:
-        paces: `Pace` of every participant, one a row; zeros if unknown.
-        silence: seconds since each participant was last heard from.
-        participant: the one whose period to choose.
-        limits: silence in seconds after which others no longer count, and the longest period.
-
-    Returns:
-        The period; `FIRST_PERIOD` if this participant's pace is unknown.
-    """
+    """Return the steps of one pusher between two exchanges, for about equal push rates."""
     paces, longest_silence = np.asarray(paces), limits[0]
     counts = (paces[:, 0] > 0) & (paces[:, 1] >= 1) & (np.asarray(silence) < longest_silence)
     counts[participant] = paces[participant, 0] > 0 and paces[participant, 1] >= 1

@@ -48,11 +48,6 @@ class AsyncWorker(Participant):
     plus its own progress in the meantime. A lost service is an error or, if the options say so, the
     worker trains on alone with the batches it has, and resumes with the service after the first
     period in which the service has answered again; until then a thread polls it.
-
-    Args:
-        model: the model being trained.
-        strategy: its `HeterogeneousStrategy`.
-        options: the options, the same on all tasks.
     """
 
     _engine: ExchangeEngine

@@ -11,14 +11,7 @@ from keras_het.asynchronous.center.center import Grant
 
 
 class GroupClaims:
-    """Batches of the sync group, known to all members some steps ahead.
-
-    Args:
-        passes_before: for each pass over the data before this one, whether it was iterated.
-
-    Attributes:
-        is_complete: whether all of the group's batches of this pass are known.
-    """
+    """Batches of the sync group, known to all members some steps ahead."""
 
     num_parts = 1
 
@@ -30,11 +23,7 @@ class GroupClaims:
         self.is_complete = False
 
     def add(self, grant: Grant) -> None:
-        """Record batches that were handed out to the group.
-
-        Args:
-            grant: the batches, which follow the recorded ones.
-        """
+        """Record batches that were handed out to the group."""
         if grant.count:
             self._firsts.append(grant.first)
             self._stops.append(grant.first + grant.count)
@@ -60,18 +49,7 @@ class GroupClaims:
 
 
 class AsyncClaims:
-    """Batches of an async worker, claimed one at a time when needed.
-
-    Args:
-        passes_before: for each pass over the data before this one, whether it was iterated.
-        num_parts: number of steps that a batch is cut into.
-        claim: returns the next batch of the epoch, None at its end.
-        num_batches: number of batches of the epoch, None if unknown.
-        left_over: steps of batches that an earlier pass claimed but did not reach.
-
-    Attributes:
-        is_exhausted: whether the epoch has no more batches to claim.
-    """
+    """Batches of an async worker, claimed one at a time when needed."""
 
     def __init__(
         self,

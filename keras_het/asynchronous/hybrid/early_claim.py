@@ -12,11 +12,7 @@ from keras_het.asynchronous.parameter_service.ledger_connection import (
 
 
 class EarlyClaim:
-    """A request for one batch ahead; a late request would queue behind weights on the link.
-
-    Args:
-        ledger: hands out the batches.
-    """
+    """A request for one batch ahead; a late request would queue behind weights on the link."""
 
     def __init__(self, ledger: LedgerConnection) -> None:
         self._ledger = ledger
@@ -34,18 +30,7 @@ class EarlyClaim:
         self._is_of_lost_service = self._answer is not None
 
     def take(self, epoch: int, after: int) -> tuple[Status, int, int]:
-        """Return the requested batch, or the next one.
-
-        Args:
-            epoch: the epoch of the batch.
-            after: the latest batch that this worker has trained on, possibly without a service.
-
-        Returns:
-            The same as `LedgerConnection.claim`.
-
-        Raises:
-            ServiceLostError: if no answer arrives in time.
-        """
+        """Return the requested batch, or the next one."""
         answer, self._answer = self._answer, None
         is_doubtful, self._is_of_lost_service = self._is_of_lost_service, False
         if answer is None or self._epoch != epoch:

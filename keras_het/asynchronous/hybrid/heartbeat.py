@@ -12,12 +12,7 @@ from keras_het.asynchronous.parameter_service.sample_ledger import Presence
 
 
 class Heartbeat:
-    """A thread that reports until it is stopped.
-
-    Args:
-        ledger: an exclusive connection.
-        interval_seconds: time from one report to the next.
-    """
+    """A thread that reports until it is stopped."""
 
     def __init__(self, ledger: LedgerConnection, interval_seconds: float) -> None:
         self._ledger, self._interval_seconds = ledger, interval_seconds
@@ -26,12 +21,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self, longest_wait_seconds: float | None = None) -> None:
-        """Stop reporting; return once no report is in flight, or sooner.
-
-        Args:
-            longest_wait_seconds: for a report in flight, which a lost service leaves unanswered for
-                its whole time-out; by default until it is answered.
-        """
+        """Stop reporting; return once no report is in flight, or sooner."""
         self._stopped.set()
         self._thread.join(longest_wait_seconds)
 

@@ -26,11 +26,6 @@ class ServiceTask(Participant):
     weights, ready for evaluation and saving. An epoch begins when all batches of the previous one
     have been handed out. Training ends when every async worker that ever connected has ended, or
     has been silent for `end_seconds`.
-
-    Args:
-        model: the model, whose weights are the first center.
-        strategy: its `HeterogeneousStrategy`.
-        options: the options, the same on all tasks.
     """
 
     def __init__(

@@ -28,11 +28,6 @@ class SyncGroup(Participant):
     One collective passes the result to the other members, in which they add zeros to the leader's
     values: all members have the same bits afterwards. The batches that the group may take next
     travel with it.
-
-    Args:
-        model: the model being trained.
-        strategy: its `HeterogeneousStrategy`.
-        options: the options, the same on all tasks.
     """
 
     def __init__(

@@ -18,10 +18,6 @@ class BoundFunction:
     """A traced function that runs on its own variables although others share the trace.
 
     Not safe for concurrent calls from several threads.
-
-    Args:
-        function: a concrete function of `tf.function`.
-        captures: tensors that replace its captures.
     """
 
     def __init__(
@@ -41,9 +37,6 @@ class PartFunction:
     A function costs TensorFlow 1 to 4 MB of memory and 30 to 250 ms before its first call, as much
     as a partition itself, and a service has ten of them for each. If a function uses anything
     outside its partition (a rule may keep arbitrary state), each partition gets its own.
-
-    Args:
-        make: returns the `tf.function` of a partition, with an input signature.
     """
 
     def __init__(self, make: Callable[[Part], TfFunction]) -> None:
@@ -51,11 +44,7 @@ class PartFunction:
         self._traced: dict[Any, tuple[Any, list[Any], list[Any]]] = {}
 
     def of(self, part: Part) -> BoundFunction:
-        """Return the function of a partition.
-
-        Args:
-            part: the partition on whose variables it runs.
-        """
+        """Return the function of a partition."""
         if part.kind not in self._traced:
             function = self._make(part).get_concrete_function()
             captures = list(function.captured_inputs)
@@ -72,10 +61,6 @@ class PartFunction:
 
         It takes the number before the other arguments, and answers with `Status.REFUSED` and zeros,
         or empty tensors, for a partition that is not among them.
-
-        Args:
-            parts: parts of one kind, by the number of the partition.
-            num_partitions: number of partitions of all services together.
         """
         bound = [self.of(part) for part in parts.values()]
         places = np.full(num_partitions, -1, np.int32)

@@ -409,13 +409,6 @@ class ParameterClient:
         """Call a function of several partitions, each once an earlier call has its answer.
 
         In eager mode, this waits until the last calls are in flight.
-
-        Args:
-            method: the name of the function.
-            messages: arguments for each partition.
-            specs: types of an answer.
-            calls: list to which the calls are added.
-            indices: indices of the partitions; the first ones by default.
         """
         calls = [] if calls is None else calls
         sizes = self.partitions.sizes
@@ -444,14 +437,6 @@ class PendingPush:
 
     It keeps a reference to its client: TensorFlow crashes if one is freed while an answer is
     pending.
-
-    Args:
-        client: the client that sent the push.
-        calls: one call for each partition.
-        changes: the changes to be sent.
-        residuals: the part that the format did not carry; zero if it carries everything.
-        wire: the format.
-        messages: the messages sent for each partition.
     """
 
     client: object
@@ -464,11 +449,7 @@ class PendingPush:
     _watcher: list[threading.Thread] = dataclasses.field(default_factory=list)
 
     def send(self, work: Callable[[], Any]) -> None:
-        """Send in the background.
-
-        Args:
-            work: sends all messages and adds their calls.
-        """
+        """Send in the background."""
         self._sender.append(_start_thread(work))
 
     def watch(self) -> None:
@@ -488,11 +469,7 @@ class PendingPush:
             call.is_ok()
 
     def answer(self, fallback: Iterable[tf.Tensor]) -> Answer:
-        """Wait for the answer and return it.
-
-        Args:
-            fallback: values of each partition to use without an answer.
-        """
+        """Wait for the answer and return it."""
         for thread in self._sender:
             thread.join()
         answer = _collect(self.calls, fallback, self.wire)

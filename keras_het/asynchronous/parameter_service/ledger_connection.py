@@ -21,13 +21,7 @@ from keras_het.rpc.function_client import FunctionClient, NoAnswerError
 
 
 class ServiceLostError(RuntimeError):
-    """The parameter service did not answer in time.
-
-    Args:
-        message: what happened.
-        is_new_process: whether another process, which does not know this training, answered in its
-            place.
-    """
+    """The parameter service did not answer in time."""
 
     def __init__(self, message: str, is_new_process: bool = False) -> None:
         super().__init__(message)
@@ -36,13 +30,7 @@ class ServiceLostError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class LedgerFacts:
-    """The ledger's facts about training.
-
-    Args:
-        stage: the stage of training.
-        epoch: the sync group's epoch.
-        training: the facts about the training.
-    """
+    """The ledger's facts about training."""
 
     stage: Stage
     epoch: int
@@ -50,14 +38,7 @@ class LedgerFacts:
 
 
 class LedgerConnection:
-    """One participant's connection to a `SampleLedger`.
-
-    Args:
-        address: "host:port" of the service.
-        credential: the same as the service's.
-        participant: this worker's number; 0 is the sync group.
-        timeout_seconds: timeout of each message.
-    """
+    """One participant's connection to a `SampleLedger`."""
 
     def __init__(
         self, address: str, credential: bytes, participant: int, timeout_seconds: float
@@ -67,15 +48,7 @@ class LedgerConnection:
         self._used = UsedSamples()
 
     def claim(self, epoch: int, count: int = 1) -> tuple[Status, int, int]:
-        """Claim the next batches of an epoch.
-
-        Returns:
-            Status (`WAIT`: not now), the first batch, and the number of batches; 0 at the end of
-            the epoch.
-
-        Raises:
-            ServiceLostError: if no answer arrives in time.
-        """
+        """Claim the next batches of an epoch."""
         return self.claimed(self.start_claim(epoch, count))
 
     def start_claim(self, epoch: int, count: int = 1) -> Any:
@@ -85,30 +58,12 @@ class LedgerConnection:
         return self._start("claim", arguments, (tf.TensorSpec([], tf.int32), number, number))
 
     def claimed(self, answer: Any) -> tuple[Status, int, int]:
-        """Wait for the answer to `start_claim`.
-
-        Returns:
-            The same as `claim`.
-
-        Raises:
-            ServiceLostError: if no answer arrives in time.
-        """
+        """Wait for the answer to `start_claim`."""
         status, first, granted = self._admitted(lambda: self._service.value(answer))
         return Status(int(status)), int(first), int(granted)
 
     def report(self, presence: Presence, used: int = 0) -> LedgerFacts:
-        """Report this worker's activity and samples, and ask for the state of training.
-
-        Args:
-            presence: this worker's activity.
-            used: number of samples used since the last report. After an error they are reported
-                with the next ones: do not pass them again.
-
-        Raises:
-            ServiceLostError: if no answer arrives in time, or the answer comes from an ended
-                training with another model, update rule or message format.
-            PermissionError: if the ledger refuses this worker.
-        """
+        """Report this worker's activity and samples, and ask for the state of training."""
         self._used.add(used)
         facts = self._report(presence)
         while not self._used.is_empty:
@@ -131,28 +86,14 @@ class LedgerConnection:
         return LedgerFacts(Stage(stage), epoch, TrainingFacts(*numbers))
 
     def pace(self, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-        """Report this worker's pace and ask for all paces: `SampleLedger.pace`.
-
-        Raises:
-            ServiceLostError: if no answer arrives in time.
-        """
+        """Report this worker's pace and ask for all paces: `SampleLedger.pace`."""
         numbers = tf.TensorSpec(None, tf.float64)
         specs = (tf.TensorSpec([], tf.int32), numbers, numbers)
         _, paces, silence = self.ask("pace", [tf.constant(pace, tf.float64)], specs)
         return paces.numpy(), silence.numpy()
 
     def ask(self, method: str, arguments: list[tf.Tensor], specs: tuple[tf.TensorSpec, ...]) -> Any:
-        """Call a function of the ledger.
-
-        Args:
-            method: the function's name.
-            arguments: arguments after credential and number of the participant.
-            specs: types of the answer, a status first.
-
-        Raises:
-            ServiceLostError: if no answer arrives in time.
-            PermissionError: if the ledger refuses this worker.
-        """
+        """Call a function of the ledger."""
         name, message = f"{PREFIX}{method}", [self._participant, *arguments]
         return self._admitted(lambda: self._service.ask(name, message, specs))
 

@@ -16,12 +16,7 @@ from keras_het.rpc.admission import Status
 
 
 class AnsweredCall(NamedTuple):
-    """A call whose answer is there, in the form of TensorFlow's status-or-value.
-
-    Attributes:
-        version: version of a partition.
-        values: its values.
-    """
+    """A call whose answer is there, in the form of TensorFlow's status-or-value."""
 
     version: np.int64
     values: tf.Tensor
@@ -36,12 +31,7 @@ class AnsweredCall(NamedTuple):
 
 
 class LocalTransport:
-    """A `ParameterClient` without messages: no push is lost, told to wait or too stale.
-
-    Args:
-        service: the service, in this process.
-        client: number of the participant that pushes.
-    """
+    """A `ParameterClient` without messages: no push is lost, told to wait or too stale."""
 
     wire_is_exact = True
 

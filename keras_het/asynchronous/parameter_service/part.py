@@ -13,16 +13,7 @@ from keras_het.asynchronous.rules import UpdateRule
 
 
 class Part:
-    """Variables of a partition, in this process.
-
-    Args:
-        size: number of float32 elements.
-        rule: the update rule, which may keep separate state for each partition.
-        num_clients: number of workers that may push.
-        lock: name of its lock; parts with the same lock wait for each other. Each name costs a
-            thread until the process ends.
-        has_center: whether zeros are its center; otherwise it has none until one is set.
-    """
+    """Variables of a partition, in this process."""
 
     def __init__(
         self, size: int, rule: UpdateRule, num_clients: int, lock: str, has_center: bool = True
@@ -44,14 +35,7 @@ class Part:
         self.lock = tf.CriticalSection(shared_name=f"keras_het_{lock}")
 
     def set_center(self, values: tf.Tensor) -> tf.Tensor | tf.Variable:
-        """Set the weights from outside the rule; in the graph or eagerly.
-
-        Args:
-            values: float32 vector.
-
-        Returns:
-            A tensor or operation that exists once the weights are set.
-        """
+        """Set the weights from outside the rule; in the graph or eagerly."""
         with tf.control_dependencies([self.largest_norm.assign(float("inf"), read_value=True)]):
             brought = self.center.assign(values, read_value=True)
         with tf.control_dependencies([brought]):
@@ -77,12 +61,7 @@ class Part:
         return tuple(int(variable.shape.num_elements()) for variable in self._state())
 
     def state_piece(self, place: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
-        """Return a piece of a variable as a serialized tensor; in the graph.
-
-        Args:
-            place: number of the variable, int32 scalar.
-            start: first element, int64 scalar.
-        """
+        """Return a piece of a variable as a serialized tensor; in the graph."""
 
         def read(variable: tf.Variable) -> tf.Tensor:
             values = tf.reshape(variable.read_value(), [-1])
@@ -94,14 +73,6 @@ class Part:
         """Set a piece of a variable; in the graph, under the lock.
 
         Nothing changes if the piece cannot be read, is not finite, or has a version below 0.
-
-        Args:
-            place: number of the variable, int32 scalar.
-            start: first element, int64 scalar.
-            piece: the result of `state_piece`.
-
-        Returns:
-            Whether it was accepted, once this is done; bool scalar.
         """
 
         def write(variable: tf.Variable) -> tf.Tensor:

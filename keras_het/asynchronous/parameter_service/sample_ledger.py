@@ -41,15 +41,7 @@ class Presence(enum.IntEnum):
 
 
 class TrainingFacts(NamedTuple):
-    """The facts about the sync group's training that async workers need.
-
-    Attributes:
-        num_batches: number of global batches of an epoch.
-        fingerprint: fingerprint of the order of the samples, 0 if unknown.
-        first_pass: number of epoch 0's pass over the data.
-        run: number of the training among those of the leader's process.
-        num_epochs: number of epochs of the training; no batch of a later epoch is handed out.
-    """
+    """The facts about the sync group's training that async workers need."""
 
     num_batches: int
     fingerprint: int = 0
@@ -66,11 +58,6 @@ class SampleLedger:
     but is never more than one epoch ahead of the sync group. A batch held by a killed one is not
     handed out again: `claimed` minus `used` shows the loss. A report of samples carries a number: a
     report whose answer was lost can be sent again and counts once.
-
-    Args:
-        server: the `FunctionServer` to answer on.
-        gate: admits callers.
-        num_participants: number of participants; participant 0 is the sync group.
     """
 
     def __init__(self, server: FunctionServer, gate: Gate, num_participants: int) -> None:
@@ -101,12 +88,7 @@ class SampleLedger:
         server.register(f"{PREFIX}pace", _graph(self._served_pace, pace), gate)
 
     def start_epoch(self, epoch: int, training: TrainingFacts) -> None:
-        """Begin an epoch of the sync group.
-
-        Args:
-            epoch: number of the epoch, from 0.
-            training: the facts about the training.
-        """
+        """Begin an epoch of the sync group."""
         for place, number in zip(self._facts(), training, strict=True):
             place.assign(number)
         self._epoch.assign(epoch)
@@ -116,28 +98,14 @@ class SampleLedger:
         self._stage.assign(int(stage))
 
     def claim(self, participant: int, epoch: int, count: int) -> tuple[int, int]:
-        """Claim the next batches of an epoch, in this process.
-
-        Returns:
-            The first batch and the number of batches; 0 at the end of the epoch.
-        """
+        """Claim the next batches of an epoch, in this process."""
         first, granted = self._claim(
             tf.constant(participant), tf.constant(epoch, tf.int64), tf.constant(count, tf.int64)
         )
         return int(first), int(granted)
 
     def pace(self, participant: int, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-        """Record a participant's pace and return the pace of all participants.
-
-        Args:
-            participant: the participant's number.
-            pace: samples per second, samples of a step, least seconds between two pushes, and
-                seconds of a pull, 0 if not needed.
-
-        Returns:
-            The report of each participant, one a row, float64, zeros without a report; and seconds
-            since each was last heard from.
-        """
+        """Record a participant's pace and return the pace of all participants."""
         paces, silence = self._pace(tf.constant(participant), tf.constant(pace, tf.float64))
         return paces.numpy(), silence.numpy()
 
@@ -174,12 +142,7 @@ class SampleLedger:
         """Do nothing: counts stay readable in any case."""
 
     def present(self, presence: Presence, within_seconds: float) -> list[int]:
-        """Return participants heard from recently.
-
-        Args:
-            presence: their reported activity.
-            within_seconds: longest time since they were heard from.
-        """
+        """Return participants heard from recently."""
         recent = self._last_seen.numpy() > float(tf.timestamp()) - within_seconds
         chosen = np.flatnonzero(recent & (self._presence.numpy() == int(presence)))
         return [int(participant) for participant in chosen]
@@ -299,12 +262,7 @@ class SampleLedger:
         return (participant >= 0) & (participant < self._num_participants)
 
     def _count(self, participant: tf.Tensor, used: tf.Tensor) -> tf.Tensor:
-        """Count samples unless their report has been counted; in the graph, under the lock.
-
-        Args:
-            participant: the participant that used them.
-            used: number of the report, 0 for none; and number of samples.
-        """
+        """Count samples unless their report has been counted; in the graph, under the lock."""
         number, samples = tf.unstack(used)
 
         is_new = tf.equal(number, 0) | (number > self._counted[participant])

@@ -20,23 +20,14 @@ REMOVE_BACKUP = "Remove the backup (the training was diverging, or the file is d
 
 @dataclasses.dataclass(frozen=True)
 class PartState:
-    """State of a partition besides its center.
-
-    Args:
-        sizes: number of elements of each of its variables.
-        pieces: serialized tensors, in the order of `piece_places`.
-    """
+    """State of a partition besides its center."""
 
     sizes: tuple[int, ...]
     pieces: tuple[bytes, ...]
 
 
 def piece_places(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the pieces of variables: number of the variable and first element.
-
-    Args:
-        sizes: number of elements of each variable.
-    """
+    """Return the pieces of variables: number of the variable and first element."""
     return [
         (place, start)
         for place, size in enumerate(sizes)
@@ -45,16 +36,7 @@ def piece_places(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def check_values(state: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray]) -> None:
-    """Refuse versions and rule state with which no push could be accepted any more.
-
-    Args:
-        state: the result of `ParameterService.state`.
-        before: the state of the receiving service; a rule may begin with values that are not
-            finite.
-
-    Raises:
-        ValueError: if a value is not finite, or a version is below 0.
-    """
+    """Refuse versions and rule state with which no push could be accepted any more."""
     found = [
         name
         for name, values in state.items()
@@ -69,11 +51,7 @@ def check_values(state: Mapping[str, np.ndarray], before: Mapping[str, np.ndarra
 
 
 def to_arrays(states: Sequence[PartState]) -> dict[str, np.ndarray]:
-    """Return the states of all partitions as named arrays, which a backup can keep.
-
-    Args:
-        states: one state for each partition.
-    """
+    """Return the states of all partitions as named arrays, which a backup can keep."""
     found: dict[str, np.ndarray] = {}
     for index, state in enumerate(states):
         found[f"part_{index}/sizes"] = np.array(state.sizes, np.int64)
@@ -83,15 +61,7 @@ def to_arrays(states: Sequence[PartState]) -> dict[str, np.ndarray]:
 
 
 def from_arrays(saved: Mapping[str, np.ndarray], num_partitions: int) -> list[PartState]:
-    """Restore states from the result of `to_arrays`.
-
-    Args:
-        saved: the result of `to_arrays`.
-        num_partitions: the required number of partitions.
-
-    Raises:
-        ValueError: if it is not such a result, or has another number of partitions.
-    """
+    """Restore states from the result of `to_arrays`."""
     expected = {f"part_{index}" for index in range(num_partitions)}
     has_sizes = all(f"{part}/sizes" in saved for part in expected)
     if not has_sizes or {name.partition("/")[0] for name in saved} != expected:

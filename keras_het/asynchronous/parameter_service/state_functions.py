@@ -12,11 +12,7 @@ _PLACE = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64))
 
 
 def export_function(part: Part) -> TfFunction:
-    """Return a function that answers with variable sizes and a piece of one variable.
-
-    Args:
-        part: the partition.
-    """
+    """Return a function that answers with variable sizes and a piece of one variable."""
     sizes = part.state_sizes
 
     @tf.function(input_signature=_PLACE, autograph=False)
@@ -35,11 +31,7 @@ def export_function(part: Part) -> TfFunction:
 
 
 def set_state_function(part: Part) -> TfFunction:
-    """Return a function that accepts a piece of a variable of an equally sized partition.
-
-    Args:
-        part: the partition.
-    """
+    """Return a function that accepts a piece of a variable of an equally sized partition."""
     sizes = part.state_sizes
     signature = [
         tf.TensorSpec([None], tf.int64),

@@ -18,11 +18,7 @@ LARGEST_NORM = 1e15
 
 
 class Change:
-    """A worker's change of a partition, and its norm; in the graph.
-
-    Args:
-        values: float32 vector.
-    """
+    """A worker's change of a partition, and its norm; in the graph."""
 
     def __init__(self, values: tf.Tensor) -> None:
         self.values = values
@@ -35,17 +31,7 @@ class Change:
 
 
 def apply_rule(rule: UpdateRule, part: Part, change: Change, meta: PushMeta) -> Taken:
-    """Apply a rule, unless finite messages would add up to a non-finite result; in the graph.
-
-    Args:
-        rule: the update rule.
-        part: the partition.
-        change: the change that a worker sent.
-        meta: the data that came with it.
-
-    Returns:
-        Status, new version, the rule's answer; the center if the update is rejected.
-    """
+    """Apply a rule, unless finite messages would add up to a non-finite result; in the graph."""
     if rule.norm_after(0.0, 0.0) is None:
         return _apply_or_undo(rule, part, change.values, meta)
     # Decide by the known bound of the center's norm; inspect the result only if that says nothing.
@@ -99,11 +85,6 @@ class Undo:
     Finite messages can add up to a center that is not finite, or to a state of the rule (a
     momentum, mean squares) that makes it so later. Without a lock, as with rules that are not
     atomic, concurrent pushes of others may be undone too.
-
-    Args:
-        part: the partition about to be updated.
-        row: number of the worker that pushes, int32 scalar.
-        rows_of_workers: names of the rule's variables in which only this row is about to change.
     """
 
     def __init__(self, part: Part, row: tf.Tensor, rows_of_workers: Collection[str]) -> None:
@@ -150,9 +131,5 @@ def _norm(values: tf.Tensor) -> tf.Tensor:
 
 
 def is_finite(values: tf.Tensor) -> tf.Tensor:
-    """Whether all values are finite, in one pass; a sum beyond float32 is just as useless.
-
-    Args:
-        values: float tensor.
-    """
+    """Whether all values are finite, in one pass; a sum beyond float32 is just as useless."""
     return tf.math.is_finite(tf.reduce_sum(values))

@@ -13,13 +13,7 @@ from keras_het.rpc.admission import Status
 
 
 class Updates:
-    """Application of a rule to partitions: each push once, in its turn, and not if too stale.
-
-    Args:
-        rule: combines pushes with the center.
-        staleness_bound: number of updates of a partition since the worker last saw it, beyond which
-            a push is rejected; None for no bound.
-    """
+    """Application of a rule to partitions: each push once, in its turn, and not if too stale."""
 
     def __init__(self, rule: UpdateRule, staleness_bound: int | None) -> None:
         self._rule = rule

@@ -18,11 +18,7 @@ class UsedSamples:
         self._latest: int | None = None
 
     def add(self, samples: int) -> None:
-        """Record samples to be reported.
-
-        Args:
-            samples: number of samples used since the last call.
-        """
+        """Record samples to be reported."""
         self._waiting += samples
 
     @property
@@ -39,11 +35,7 @@ class UsedSamples:
         return self._report or (0, 0)
 
     def answered(self, latest: int) -> None:
-        """Record that the answer to the latest `report` has arrived.
-
-        Args:
-            latest: number of the worker's last report that the ledger knows.
-        """
+        """Record that the answer to the latest `report` has arrived."""
         if self._latest is None:
             self._latest = latest + _ROOM_FOR_STRAGGLERS
         self._report = None

@@ -183,14 +183,7 @@ def _in_pairs(values: tf.Tensor) -> tf.Tensor:
 
 
 def wire_named(name: str) -> Wire:
-    """Return the format with a name, as in `Wire.name`.
-
-    Args:
-        name: name such as "float32" or "top-0.01".
-
-    Raises:
-        ValueError: if there is no such format.
-    """
+    """Return the format with a name, as in `Wire.name`."""
     kind, _, ratio = name.partition("-")
     if kind == "top" and ratio:
         return TopKWire(float(ratio))
@@ -198,15 +191,7 @@ def wire_named(name: str) -> Wire:
 
 
 def check_fits(wire: Wire, partitions: Partitions) -> None:
-    """Refuse partitions whose messages TensorFlow's RPC would not accept.
-
-    Args:
-        wire: format of the values.
-        partitions: the cuts of the weights.
-
-    Raises:
-        ValueError: if a partition is too large.
-    """
+    """Refuse partitions whose messages TensorFlow's RPC would not accept."""
     largest = max(partitions.sizes)
     if largest > wire.largest_partition:
         raise ValueError(

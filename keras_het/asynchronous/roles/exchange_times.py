@@ -20,12 +20,7 @@ _PARTS = 4
 
 
 class ExchangeTimes(NamedTuple):
-    """The cost of an exchange besides the travel time of its bytes.
-
-    Attributes:
-        all_reduce_seconds: time of a step's collective once the last worker has its gradients.
-        busy_seconds: time of a task's own work, estimated from the time to read its weights.
-    """
+    """The cost of an exchange besides the travel time of its bytes."""
 
     all_reduce_seconds: float
     busy_seconds: float
@@ -40,16 +35,6 @@ def measure_exchange(
     besides forwarding its messages.
 
     Nothing is written: weights of 64 bits would lose some of them.
-
-    Args:
-        model: the model being trained.
-        strategy: the `HeterogeneousStrategy`, of several workers.
-        partition_size: number of elements of a part of the weights.
-        steps: the measured steps.
-
-    Returns:
-        The same times on all workers, because machines could measure differently. For collectives,
-        the least of all workers in each step, median over steps; for reading, the leader's.
     """
     weights = ModelVectors(model, strategy, partition_size).weights
     readings = _seconds_of(lambda: [part.numpy() for part in weights.read()])

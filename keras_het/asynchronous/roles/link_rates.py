@@ -26,12 +26,6 @@ def measure_link_rates(strategy: TrainingStrategy) -> tuple[float, ...]:
     """Measure one worker after another; all workers of the sync group must call it.
 
     The leader's own link is assumed to be as fast as the fastest of the others.
-
-    Args:
-        strategy: the `HeterogeneousStrategy`, of several workers.
-
-    Returns:
-        Bytes per second of every worker.
     """
     proof = credential(read_secret(), _ABOUT)
     address = config_of(strategy).service_address()

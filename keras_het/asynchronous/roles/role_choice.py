@@ -46,13 +46,6 @@ class RoleChoice:
     """Measurement while the whole cluster trains synchronously, then a decision for all.
 
     The leader's plan applies to all workers, because machines could round differently.
-
-    Args:
-        model: the model being trained.
-        strategy: its `HeterogeneousStrategy`.
-        options: options of the training with async workers that would follow.
-        measured_steps: number of steps to measure.
-        noise_scale: gradient noise scale in samples; None to measure it.
     """
 
     def __init__(
@@ -77,11 +70,7 @@ class RoleChoice:
         strategy.measure_compute_times(model, gradients=noise_scale is None, stops=True)
 
     def steps_done(self, steps: int) -> RolePlan | None:
-        """Count steps; return the plan once it is made.
-
-        Args:
-            steps: number of steps since the last call.
-        """
+        """Count steps; return the plan once it is made."""
         self._steps += steps
         if self._steps < self._measured_steps + WARM_UP_STEPS:
             return None
@@ -152,15 +141,7 @@ class RoleChoice:
 
 
 def noise_scale_of(steps: Sequence[StepTimes]) -> float | None:
-    """Return the gradient noise scale that some steps show.
-
-    Args:
-        steps: steps with squared norms of gradients.
-
-    Returns:
-        The noise scale in samples, at most `LARGEST_NOISE_SCALE`; None if no step had two replicas
-        with samples.
-    """
+    """Return the gradient noise scale that some steps show."""
     average = SmoothedNoiseScale()
     for step in steps:
         if (step.shares > 0).sum() > 1:
@@ -173,13 +154,6 @@ def environment_of(config: ClusterConfig, roles: Sequence[str]) -> dict[str, str
     """Return the TF_CONFIG of this process in the cluster with these roles.
 
     Tasks that do not train keep their places: evaluator and summation machines.
-
-    Args:
-        config: the cluster in which all workers are in the sync group.
-        roles: the role of every worker, the chief first.
-
-    Returns:
-        The value of the variable; None if this process is left out.
     """
     addresses = config.sync_group_addresses
     jobs: dict[str, list[str]] = {"worker": [], "async": []}
@@ -203,10 +177,6 @@ def start_again(strategy: TrainingStrategy, plan: RolePlan) -> None:
     """Restart this process's script in its new role, or end it if it is left out.
 
     The training of the measured steps is discarded.
-
-    Args:
-        strategy: the strategy of the current cluster.
-        plan: the plan with the roles of all workers.
     """
     environment = environment_of(config_of(strategy), plan.roles)
     leave_together(lambda: strategy)

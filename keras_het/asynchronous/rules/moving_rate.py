@@ -15,16 +15,7 @@ LARGEST_DEFAULT = 0.5
 def default_moving_rate(
     alpha: float | None, num_workers: int | None, largest: float = BETA
 ) -> float:
-    """Return the given moving rate, or 0.9 / number of workers.
-
-    Args:
-        alpha: the rate, None for the default.
-        num_workers: number of workers.
-        largest: largest default, used with few workers.
-
-    Raises:
-        ValueError: if neither is given, or the number is not positive.
-    """
+    """Return the given moving rate, or 0.9 / number of workers."""
     if num_workers is not None and num_workers < 1:
         raise ValueError(f"num_workers must be at least 1. Received: {num_workers}.")
     if alpha is not None:
@@ -69,16 +60,6 @@ def largest_moving_rate(learning_rate: float, at_once: int = 1) -> float:
     which for n = 1 is (4 - 2 eta) / (4 - eta), the bound that the authors give for round robin. It
     falls with eta: the largest curvature decides. A worker that exchanges after its step, instead
     of together with it, has a bound that is not lower.
-
-    Args:
-        learning_rate: :math:`\eta`.
-        at_once: n.
-
-    Raises:
-        ValueError: if the learning rate is outside that range.
-
-    Reference:
-        Zhang, Choromanska and LeCun, 2015 (n = 1); the other n are derived here.
     """
     if not 0 <= learning_rate <= 2:
         raise ValueError(
@@ -97,13 +78,6 @@ def overlapped_rate(learning_rate: float | None, overlap: float) -> float | None
 
     for :math:`\eta \le 1`. Above that, some smaller curvature has the rate 1, with which all steps
     reach the minimum.
-
-    Args:
-        learning_rate: :math:`\eta`, times the largest curvature; None if unknown.
-        overlap: o; 0 and 1 change nothing.
-
-    Returns:
-        The rate whose bound holds, not below :math:`\eta`.
     """
     if learning_rate is None or overlap < 2:
         return learning_rate
@@ -113,17 +87,7 @@ def overlapped_rate(learning_rate: float | None, overlap: float) -> float | None
 def check_moving_rate(
     alpha: float, learning_rate: float | None, at_once: int, overlap: float = 0
 ) -> None:
-    """Refuse a moving rate outside the bound.
-
-    Args:
-        alpha: the moving rate.
-        learning_rate: learning rate of the workers; None for the bound of an infinitesimal one.
-        at_once: number of workers that exchange at once.
-        overlap: number of steps while an exchange travels, see `overlapped_rate`.
-
-    Raises:
-        ValueError: if it is outside; the message states the bound.
-    """
+    """Refuse a moving rate outside the bound."""
     rate = overlapped_rate(learning_rate, overlap)
     bound = largest_moving_rate(rate or 0.0, at_once)
     if 0 < alpha <= bound:
@@ -144,17 +108,7 @@ def check_moving_rate(
 def check_with_optimizer(
     optimizer: keras.optimizers.Optimizer, alpha: float, at_once: int, overlap: float = 0
 ) -> None:
-    """Refuse a moving rate outside the bound for the rate of plain gradient descent.
-
-    Args:
-        optimizer: the Keras optimizer that the model was compiled with; others are not checked.
-        alpha: the moving rate.
-        at_once: number of workers that exchange at once.
-        overlap: number of steps while an exchange travels; infinite if unknown.
-
-    Raises:
-        ValueError: if it is outside; the message states the bound.
-    """
+    """Refuse a moving rate outside the bound for the rate of plain gradient descent."""
     rate = plain_learning_rate(optimizer)
     if rate is not None and 0 <= rate <= 2:
         check_moving_rate(alpha, rate, at_once, overlap)

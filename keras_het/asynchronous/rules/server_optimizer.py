@@ -38,30 +38,14 @@ _REFUSED = {
 
 
 class ServerOptimizer:
-    """One instance of a Keras optimizer for each part of the center.
-
-    Args:
-        identifier: anything that `keras.optimizers.get` accepts. It is only a template: its
-            settings count, its state does not.
-
-    Raises:
-        ValueError: if elements of a variable depend on each other, which rules out separate updates
-            of parts, or the learning rate is a function that cannot be copied.
-    """
+    """One instance of a Keras optimizer for each part of the center."""
 
     def __init__(self, identifier: str | dict[str, Any] | keras.optimizers.Optimizer) -> None:
         self.optimizer = keras.optimizers.get(identifier)
         self._config = check_elementwise(self.optimizer)
 
     def build(self, center: tf.Variable) -> dict[str, tf.Variable]:
-        """Create the state for a part.
-
-        Args:
-            center: `tf.Variable` of the part.
-
-        Returns:
-            Map from name to `tf.Variable` of the optimizer's entire state.
-        """
+        """Create the state for a part."""
         instance = _Instance(type(self.optimizer), self._config, center)
         # Stored on the part itself and freed with it, however many trainings the rule serves.
         setattr(center, _INSTANCE, instance)
@@ -70,21 +54,7 @@ class ServerOptimizer:
     def step(
         self, center: tf.Variable, gradient: tf.Tensor, version: tf.Tensor | None, factor: tf.Tensor
     ) -> tf.Tensor:
-        """Take a step; called in the graph.
-
-        Args:
-            center: `tf.Variable` of the part, known from `build`.
-            gradient: float32 of the same shape.
-            version: number of updates of the part so far, to which the optimizer's own count is
-                set; None to let it count.
-            factor: factor of the learning rate, float32 scalar.
-
-        Returns:
-            The center afterwards.
-
-        Raises:
-            ValueError: if the part is unknown.
-        """
+        """Take a step; called in the graph."""
         instance = getattr(center, _INSTANCE, None)
         if instance is None:
             raise ValueError(
@@ -143,15 +113,6 @@ def check_elementwise(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     """Refuse optimizers that cannot work on parts of a vector.
 
     A custom optimizer is accepted if its attribute `is_elementwise` is true.
-
-    Args:
-        optimizer: a Keras optimizer.
-
-    Returns:
-        The optimizer's settings.
-
-    Raises:
-        ValueError: if elements depend on each other, or a setting has no meaning on the center.
     """
     kind = type(optimizer)
     if kind not in ELEMENTWISE and not getattr(optimizer, "is_elementwise", False):

@@ -38,22 +38,14 @@ def open_to(public: Sequence[str]) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether only processes of the same machine reach an address.
-
-    Args:
-        address: "host:port".
-    """
+    """Tell whether only processes of the same machine reach an address."""
     places = places_of(address)
     hosts = [ipaddress.ip_address(place[0].partition("%")[0]) for _, place in places]
     return bool(hosts) and all(host.is_loopback for host in hosts)
 
 
 def bind_problem(address: str) -> int:
-    """Try to listen on an address for a moment; return the number of the error, 0 if it can be.
-
-    Args:
-        address: "host:port".
-    """
+    """Try to listen on an address for a moment; return the number of the error, 0 if it can be."""
     last = errno.EADDRNOTAVAIL
     for family, place in places_of(address):
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -72,11 +64,7 @@ def bind_problem(address: str) -> int:
 
 
 def holder_of(port: int) -> str:
-    """Return the program that listens on a port of this machine, empty if it is hidden.
-
-    Args:
-        port: the port.
-    """
+    """Return the program that listens on a port of this machine, empty if it is hidden."""
     try:
         for connection in psutil.net_connections("tcp"):
             is_it = connection.laddr and connection.laddr.port == port
@@ -89,16 +77,7 @@ def holder_of(port: int) -> str:
 
 
 def reach(address: str, timeout_seconds: float = 2.0) -> tuple[str, float]:
-    """Connect to an address; return what happened, and the seconds that it took.
-
-    Args:
-        address: "host:port".
-        timeout_seconds: when to give up.
-
-    Returns:
-        `LISTENS` if something there takes connections, `REFUSED` if the host answers and nothing
-        listens, `UNREACHABLE` if the host does not answer, `UNKNOWN` if its name is not known.
-    """
+    """Connect to an address; return what happened, and the seconds that it took."""
     places = places_of(address)
     if not places:
         return UNKNOWN, 0.0

@@ -21,11 +21,7 @@ _NO_PROXY = ("no_grpc_proxy", "no_proxy")
 
 
 def listening_tasks(config: ClusterConfig) -> dict[str, str]:
-    """Return the address of each task at which something listens, by a name such as "worker 1".
-
-    Args:
-        config: the cluster.
-    """
+    """Return the address of each task at which something listens, by a name such as "worker 1"."""
     return {
         f"{job} {index}": address
         for job, places in config.as_cluster_dict().items()

@@ -18,12 +18,7 @@ _NO_END = 100_000
 
 
 def show(report: Report, stream: TextIO) -> None:
-    """Print a report, in colour and in lines that fit on a terminal.
-
-    Args:
-        report: what the checks found.
-        stream: where to.
-    """
+    """Print a report, in colour and in lines that fit on a terminal."""
     console = Console(file=stream, highlight=False)
     if not console.is_terminal:
         console.width = _NO_END

@@ -60,14 +60,7 @@ LINKS = "Links"
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the checks found.
-
-    Args:
-        facts: what they judged.
-        sections: findings by the heading under which they are shown.
-        links: measured links.
-        plan: what keras_het would do on this machine, in a sentence.
-    """
+    """What the checks found."""
 
     facts: Facts
     sections: Mapping[str, tuple[Finding, ...]]
@@ -111,11 +104,7 @@ class Report:
 
 
 def run_checks(facts: Facts) -> dict[str, tuple[Finding, ...]]:
-    """Return what all checks of this machine find, by heading.
-
-    Args:
-        facts: what is known of it.
-    """
+    """Return what all checks of this machine find, by heading."""
     return {
         heading: tuple(
             finding for check in checks for finding in _named(check.__name__, check(facts))
@@ -127,13 +116,7 @@ def run_checks(facts: Facts) -> dict[str, tuple[Finding, ...]]:
 def report_on(
     facts: Facts, sections: Mapping[str, tuple[Finding, ...]], measurement: Measurement
 ) -> Report:
-    """Return the report.
-
-    Args:
-        facts: what is known of this machine.
-        sections: the result of `run_checks`.
-        measurement: what was measured to the other nodes.
-    """
+    """Return the report."""
     found = tuple(_named(LINKS.lower(), link_checks.links(facts, measurement)))
     return Report(
         facts, {**sections, **({LINKS: found} if found else {})}, measurement.links, plan_of(facts)
@@ -141,11 +124,7 @@ def report_on(
 
 
 def plan_of(facts: Facts) -> str:
-    """Return what keras_het would do on this machine.
-
-    Args:
-        facts: what is known of it.
-    """
+    """Return what keras_het would do on this machine."""
     node, config = describe_node(facts), facts.cluster
     number = node["replicas"]
     replicas = f"{number} replica{'s' if number > 1 else ''} on {node['device']}"

@@ -32,17 +32,7 @@ EXTRAS = {
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A GPU as NVIDIA's driver sees it, whether or not TensorFlow does.
-
-    Args:
-        index: in PCI bus order, as `nvidia-smi` counts.
-        name: product.
-        uuid: NVIDIA's name of this one.
-        capability: compute capability, major and minor; zeros if it is hidden.
-        memory_bytes: of the device; 0 if it is hidden.
-        used_bytes: in use before TensorFlow was asked.
-        parts: number of MIG devices that it is divided into.
-    """
+    """A GPU as NVIDIA's driver sees it, whether or not TensorFlow does."""
 
     index: int
     name: str
@@ -55,29 +45,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What is known of a machine and of this process's place in a cluster.
-
-    Args:
-        environ: environment of the process.
-        host: name of the machine.
-        processor: name of its processor, empty if it is hidden.
-        affinity: CPUs that the process may run on.
-        cpus: CPUs that it may use at a time, quotas included.
-        memory_limit: bytes of the machine, or of the cgroup that has a limit; 0 if unknown.
-        memory_used: bytes of them in use.
-        gpus: GPUs that the driver lists.
-        gpu_boards: NVIDIA's boards on the PCI bus, with or without a driver.
-        driver: version of NVIDIA's driver, empty if there is none.
-        driver_cuda: the newest version of CUDA that the driver has, major and minor.
-        nvml_problem: why NVML does not answer, with the fix; empty if it does.
-        tensorflow: what TensorFlow says; None if it was not asked.
-        cluster: the cluster of TF_CONFIG; None without one.
-        cluster_problem: what is wrong with TF_CONFIG, empty if nothing is.
-        extras: installed version of a package of each extra, empty if it is missing.
-        has_pkg_resources: whether setuptools still has that module, which TensorBoard imported.
-        log_dir: where the training will write; None if it was not said.
-        public_addresses: addresses of the machine that the whole Internet may reach.
-    """
+    """What is known of a machine and of this process's place in a cluster."""
 
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
     host: str = ""
@@ -101,12 +69,7 @@ class Facts:
 
 
 def gather(environ: Mapping[str, str] | None = None, log_dir: Path | None = None) -> Facts:
-    """Look at this machine; nothing is changed, and TensorFlow runs in another process.
-
-    Args:
-        environ: environment to read; by default `os.environ`.
-        log_dir: where the training will write.
-    """
+    """Look at this machine; nothing is changed, and TensorFlow runs in another process."""
     environ = dict(os.environ if environ is None else environ)
     cluster, problem = _cluster(environ)
     # before TensorFlow takes memory of the GPUs
@@ -151,11 +114,7 @@ def list_gpus() -> dict[str, Any]:
 
 
 def count_gpu_boards(pci: Path = _PCI) -> int:
-    """Return how many graphics boards of NVIDIA are in this machine, with or without a driver.
-
-    Args:
-        pci: Linux's folder of PCI devices.
-    """
+    """Return how many graphics boards of NVIDIA are in this machine, with or without a driver."""
     count = 0
     for device in pci.glob("*"):
         try:

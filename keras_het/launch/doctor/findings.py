@@ -10,15 +10,7 @@ LEVELS = (OK, NOTE, WARNING, FAULT)
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that is right or wrong.
-
-    Args:
-        level: "fault" if training would fail, "warning" if it would be slower, or use less of the
-            machine, than it could, "note" for what is good to know, "ok" for what is right.
-        text: what was found, and where it is wrong, what was expected.
-        fix: how to change it; empty only where nothing is wrong.
-        check: name of the check; `run_checks` fills it in.
-    """
+    """One thing that is right or wrong."""
 
     level: str
     text: str

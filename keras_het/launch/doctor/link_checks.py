@@ -16,12 +16,7 @@ _SYNC_JOBS = ("chief", "worker")
 
 
 def links(facts: Facts, measurement: Measurement) -> Iterator[Finding]:
-    """Whether the other nodes answer, and how fast.
-
-    Args:
-        facts: what is known of this node.
-        measurement: what was measured from it.
-    """
+    """Whether the other nodes answer, and how fast."""
     if measurement.problem:
         yield warning(
             f"The links are not measured. Received: {measurement.problem}.",

@@ -35,14 +35,7 @@ _POLL_SECONDS = 0.1
 
 
 class Desk:
-    """This node's server: it says what the node is, takes messages, and counts who is finished.
-
-    Args:
-        address: where to listen.
-        key: credential of the doctors of this cluster.
-        node: what this node is.
-        num_tasks: number of nodes, this one included.
-    """
+    """This node's server: it says what the node is, takes messages, and counts who is finished."""
 
     def __init__(self, address: str, key: bytes, node: Mapping[str, Any], num_tasks: int) -> None:
         text = json.dumps(dict(node))
@@ -68,13 +61,7 @@ class Desk:
         self._server.start()
 
     def serve_until(self, answered: Sequence[int], deadline: float, to_the_end: bool) -> None:
-        """Go on serving those that still measure.
-
-        Args:
-            answered: places of the nodes whose doctors are known to run.
-            deadline: when all give up, on the clock of `time.monotonic`.
-            to_the_end: whether to serve until then in any case.
-        """
+        """Go on serving those that still measure."""
         # one that began late has at least the time of a call
         end = max(deadline, time.monotonic() + _CALL_SECONDS)
         while time.monotonic() < end:
@@ -85,16 +72,7 @@ class Desk:
 
 
 def measure(address: str, key: bytes, own_index: int) -> dict[str, Any]:
-    """Measure the link to another node.
-
-    Args:
-        address: where it should answer.
-        key: credential of the doctors of this cluster.
-        own_index: place of this node among the tasks, -1 if it has none.
-
-    Returns:
-        Arguments of `Link` after the address.
-    """
+    """Measure the link to another node."""
     # a client of TensorFlow's that has found nobody waits ever longer before it tries again
     reached, seconds = reach(address, 1.0)
     if reached != LISTENS:
@@ -150,11 +128,7 @@ def _bytes_per_second(client: FunctionClient) -> float:
 
 
 def credential_of(cluster: Mapping[str, Any]) -> bytes:
-    """Return what doctors of one cluster share: its TF_CONFIG, and the secret where there is one.
-
-    Args:
-        cluster: addresses by job.
-    """
+    """Return what doctors of one cluster share: its TF_CONFIG, and the secret if there is one."""
     text = json.dumps(cluster, sort_keys=True)
     try:
         secret = read_secret()
@@ -191,14 +165,7 @@ def main() -> None:
 def measure_all(
     others: Mapping[str, str], key: bytes, own_index: int, deadline: float
 ) -> dict[str, dict[str, Any]]:
-    """Measure the links to all other nodes, each as soon as it answers.
-
-    Args:
-        others: addresses by name.
-        key: credential of the doctors of this cluster.
-        own_index: place of this node among the tasks.
-        deadline: when to give up, on the clock of `time.monotonic`.
-    """
+    """Measure the links to all other nodes, each as soon as it answers."""
     found: dict[str, dict[str, Any]] = {}
     waiting = list(others)
     while waiting:

@@ -24,20 +24,7 @@ _LONGEST_START_SECONDS = 120.0
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What was measured from this node to another.
-
-    Args:
-        task: name of the other, such as "worker 1".
-        address: where it should answer.
-        reached: what a plain connection found, as `addresses.reach` says.
-        answers: whether a doctor answered there.
-        refused: whether it refused this one: its TF_CONFIG or its secret is another.
-        latency_seconds: of a connection, the shortest of five; 0 if unknown.
-        call_seconds: of a call of TensorFlow's RPC and its answer, the median; 0 if unknown.
-        bytes_per_second: of messages of 4 MB; 0 if unknown.
-        clock_ahead_seconds: how far its clock is ahead of this one.
-        node: what it says of itself, as `describe_node` does.
-    """
+    """What was measured from this node to another."""
 
     task: str
     address: str
@@ -53,14 +40,7 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What was measured from this node.
-
-    Args:
-        links: one for each other node that listens.
-        waited_seconds: how long their doctors were waited for; 0 if only plain connections were
-            tried.
-        problem: why the links were not measured, empty if they were, or nobody wanted it.
-    """
+    """What was measured from this node."""
 
     links: tuple[Link, ...] = ()
     waited_seconds: float = 0.0
@@ -68,11 +48,7 @@ class Measurement:
 
 
 def describe_node(facts: Facts) -> dict[str, Any]:
-    """Return what other nodes compare with themselves.
-
-    Args:
-        facts: what is known of this one.
-    """
+    """Return what other nodes compare with themselves."""
     found = facts.tensorflow
     return {
         "host": facts.host,
@@ -85,13 +61,7 @@ def describe_node(facts: Facts) -> dict[str, Any]:
 
 
 def measure_links(facts: Facts, wait_seconds: float) -> Measurement:
-    """Serve the doctors of the other nodes, and measure the links to them.
-
-    Args:
-        facts: what is known of this node.
-        wait_seconds: how long to wait for the other doctors; with 0 only plain connections are
-            tried, and so they are without TensorFlow.
-    """
+    """Serve the doctors of the other nodes, and measure the links to them."""
     config, found = facts.cluster, facts.tensorflow
     others = other_tasks(config)
     if config is None or not others:

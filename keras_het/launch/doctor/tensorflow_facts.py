@@ -43,20 +43,7 @@ _MARK = "keras_het doctor: "
 
 @dataclasses.dataclass(frozen=True)
 class TensorFlowFacts:
-    """What TensorFlow says of itself.
-
-    Args:
-        problem: why it cannot be imported, empty if it can.
-        fix: how to change that.
-        tensorflow: its version.
-        keras: the version of Keras.
-        cuda: version of CUDA that it was built with, empty for a build without.
-        cudnn: likewise of cuDNN.
-        kernels: what it has kernels for, such as ("sm_60", "sm_80", "compute_90").
-        gpus: product names of the GPUs that it lists.
-        replicas: number of GPUs that it uses; it leaves small and old ones out.
-        log: its messages about the GPUs.
-    """
+    """What TensorFlow says of itself."""
 
     problem: str = ""
     fix: str = ""
@@ -73,12 +60,7 @@ class TensorFlowFacts:
 def ask_tensorflow(
     environ: Mapping[str, str], timeout_seconds: float = _LONGEST_SECONDS
 ) -> TensorFlowFacts:
-    """Import TensorFlow in a process of its own and ask it.
-
-    Args:
-        environ: environment of that process; the backend of Keras is set, and TF_CONFIG taken out.
-        timeout_seconds: when to give up.
-    """
+    """Import TensorFlow in a process of its own and ask it."""
     given = {name: value for name, value in environ.items() if name not in _HIDDEN}
     fixed = {
         KERAS_BACKEND: NEEDED_BACKEND,  # another one may not even be installed
@@ -108,21 +90,13 @@ def ask_tensorflow(
 
 
 def say(answer: Mapping[str, Any]) -> None:
-    """Print the answer of a program of the doctor.
-
-    Args:
-        answer: what it found.
-    """
+    """Print the answer of a program of the doctor."""
     sys.stdout.write(f"\n{_MARK}{json.dumps(answer)}\n")
     sys.stdout.flush()
 
 
 def answer_in(output: str) -> dict[str, Any] | None:
-    """Return what `say` printed, None if the program did not come to it.
-
-    Args:
-        output: standard output of the program, among which TensorFlow may have printed.
-    """
+    """Return what `say` printed, None if the program did not come to it."""
     for line in reversed(output.splitlines()):
         if line.startswith(_MARK):
             return dict(json.loads(line.removeprefix(_MARK)))

@@ -10,12 +10,7 @@ from keras_het.usable_cpus import own_cpus
 
 @dataclass(frozen=True)
 class CpuAssignment:
-    """CPUs of each worker.
-
-    Args:
-        cpu_sets: The ids of each worker's CPUs, or `None` if the workers are not pinned.
-        threads_per_worker: Number of compute threads of each worker.
-    """
+    """CPUs of each worker."""
 
     cpu_sets: tuple[tuple[int, ...], ...] | None
     threads_per_worker: tuple[int, ...]
@@ -39,21 +34,6 @@ def assign_cpus(
     than CPUs, worker `i` gets CPU `i` modulo their number. With it, each worker gets that many, and
     CPUs are shared once all are assigned. A quota below the number of CPUs is divided too, into
     threads: the system would only throttle more.
-
-    Args:
-        num_workers: Number of workers.
-        cpus: Ids of the CPUs to assign.
-        cpus_per_worker: CPUs of each worker. Defaults to an even division.
-        pin: Whether to bind workers to their CPUs. Defaults to yes if the operating system can and
-            no CPU has to be shared: sharing is better left to its scheduler.
-        usable: How many CPUs a quota lets all workers together use at a time. Defaults to all.
-
-    Returns:
-        CPUs and thread counts, one entry per worker.
-
-    Raises:
-        ValueError: If `cpus_per_worker` is not between 1 and the number of CPUs, or `pin` is
-            requested and the operating system has no such call.
     """
     if cpus_per_worker is not None and not 1 <= cpus_per_worker <= len(cpus):
         raise ValueError(

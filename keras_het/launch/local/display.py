@@ -22,13 +22,6 @@ class Display:
     on a terminal and omitted otherwise. An error that several workers have, or that only says that
     another worker is gone, is shown without its traceback. When a stream is closed (`| head`), its
     lines are dropped and the workers continue.
-
-    Args:
-        stdout: Where the workers' standard output goes.
-        stderr: Where their standard error and the launcher's own messages go.
-        only_chief: Whether to show only worker 0. Defaults to `False`.
-        tf_logs: Whether to show TensorFlow's log lines about its start and its connections too.
-            Defaults to `False`.
     """
 
     def __init__(
@@ -45,13 +38,7 @@ class Display:
         self._redrawn: tuple[int, Stream, Text] | None = None
 
     def show(self, worker_index: int, stream: Stream, line: OutputLine) -> None:
-        """Show one line of a worker.
-
-        Args:
-            worker_index: The worker.
-            stream: Which of its streams.
-            line: The line.
-        """
+        """Show one line of a worker."""
         if self._only_chief and worker_index != 0:
             return
         if stream == "stderr" and line.is_final:
@@ -72,12 +59,7 @@ class Display:
             self._show(worker_index, "stderr", OutputLine(text, True))
 
     def say(self, message: str, stream: Stream = "stderr") -> None:
-        """Show the launcher's own message, each line after `[keras-het]`.
-
-        Args:
-            message: One or more lines.
-            stream: Destination. Defaults to standard error.
-        """
+        """Show the launcher's own message, each line after `[keras-het]`."""
         with self._lock:
             for line in message.splitlines():
                 prefix = Text("[keras-het] ", style="bold")

@@ -16,15 +16,6 @@ class Emulation:
 
     A device of speed `s` takes at least `fixed_seconds + seconds_per_sample / s` for a step of one
     sample. It waits for that time without burning CPU, so several fit on one machine.
-
-    Args:
-        speeds: Relative speed of each worker's device, in samples per second; greater than 0.
-        seconds_per_sample: Time of one sample on a device of speed 1. Defaults to 0.004.
-        fixed_seconds: Time of a step without samples, the same for all. Defaults to 0.
-
-    Raises:
-        ValueError: If there is no speed, a speed is not positive and finite, or a time is negative
-            or not finite.
     """
 
     speeds: tuple[float, ...]
@@ -47,11 +38,7 @@ class Emulation:
         )
 
     def environment_of(self, worker_index: int) -> dict[str, str]:
-        """Return the variable that makes a worker emulate its device.
-
-        Args:
-            worker_index: The worker.
-        """
+        """Return the variable that makes a worker emulate its device."""
         model = self.time_models()[worker_index]
         device = {
             "speed": self.speeds[worker_index],

@@ -19,10 +19,6 @@ def describe_failures(results: Sequence[WorkerResult], show_last_lines: bool = T
     The first to exit need not be the first to fail: a worker that lost another may exit before that
     one does. The time at which each showed its error therefore decides, and an error that only says
     that another worker is gone is not a cause.
-
-    Args:
-        results: How all workers ended; at least one failed by itself.
-        show_last_lines: Whether the last lines of the first to fail are not on the screen yet.
     """
     first = first_to_fail(results)
     lines = [
@@ -36,11 +32,7 @@ def describe_failures(results: Sequence[WorkerResult], show_last_lines: bool = T
 
 
 def first_to_fail(results: Sequence[WorkerResult]) -> WorkerResult:
-    """Return the worker whose failure, or early end, made the others fail.
-
-    Args:
-        results: How all workers ended; at least one failed by itself.
-    """
+    """Return the worker whose failure, or early end, made the others fail."""
     failed = [result for result in results if result.has_failed]
     with_error = [result for result in failed if _error(result) or result.exit_code < 0]
     # A traceback that a worker only logged looks the same, so errors that ended a worker go first.
@@ -58,11 +50,7 @@ def first_to_fail(results: Sequence[WorkerResult]) -> WorkerResult:
 
 
 def last_words(result: WorkerResult) -> list[str]:
-    """Return the last lines of a worker's standard error, or else of its standard output.
-
-    Args:
-        result: How the worker ended.
-    """
+    """Return the last lines of a worker's standard error, or else of its standard output."""
     for name, text in (("standard error", result.stderr), ("standard output", result.stdout)):
         lines = text.splitlines()[-_LINES:]
         if lines:

@@ -19,13 +19,6 @@ class ReservedPorts:
     Workers do not use UDP, so the second reservation is only a lock: two clusters started at the
     same time never get the same port, however long a worker takes to bind its own. Ports that the
     system assigns to outgoing connections are avoided for the same reason.
-
-    Args:
-        count: Number of ports.
-
-    Raises:
-        ValueError: If `count` is less than 1.
-        OSError: If there are not enough free ports.
     """
 
     def __init__(self, count: int) -> None:

@@ -11,13 +11,7 @@ _LINE_END = re.compile(r"\r\n|\n|\r(?!\n)")
 
 @dataclass(frozen=True)
 class OutputLine:
-    r"""One line, or one state of a line that is still being redrawn.
-
-    Args:
-        text: The line without its end.
-        is_final: `False` for a state that a carriage return will overwrite, such as a progress
-            bar's.
-    """
+    r"""One line, or one state of a line that is still being redrawn."""
 
     text: str
     is_final: bool
@@ -37,11 +31,7 @@ class LineSplitter:
         self._redrawn = ""
 
     def feed(self, data: bytes) -> Iterator[OutputLine]:
-        """Yield the lines that `data` completes.
-
-        Args:
-            data: The next bytes of the stream, cut anywhere.
-        """
+        """Yield the lines that `data` completes."""
         self._pending += self._decoder.decode(data)
         position = 0
         for end in _LINE_END.finditer(self._pending):

@@ -33,12 +33,7 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 @dataclass(frozen=True)
 class UncaughtError:
-    """The error that ended a worker.
-
-    Args:
-        text: Its type and the first line of its message, such as `ValueError: no rows`.
-        place: File and line of the user's code that led to it, such as `train.py:53`, or `None`.
-    """
+    """The error that ended a worker."""
 
     text: str
     place: str | None
@@ -53,11 +48,7 @@ class UncaughtError:
 
 
 def uncaught_error(lines: Sequence[str]) -> UncaughtError | None:
-    """Return the error of the last traceback, or `None`.
-
-    Args:
-        lines: Lines of a worker's standard error.
-    """
+    """Return the error of the last traceback, or `None`."""
     starts = [index for index, line in enumerate(lines) if line.startswith(TRACEBACK)]
     if not starts:
         return None
@@ -77,9 +68,6 @@ class TracebackFolder:
 
     A traceback is held back until its error is known. If that only says that another worker is
     gone, or if another worker has shown the same error, only the error is shown.
-
-    Args:
-        keep_logs: Whether to show TensorFlow's log lines about its start and its connections too.
     """
 
     def __init__(self, keep_logs: bool = False) -> None:
@@ -88,12 +76,7 @@ class TracebackFolder:
         self._first_with: dict[str, int] = {}
 
     def feed(self, worker_index: int, line: str) -> list[str]:
-        """Return the lines to show now.
-
-        Args:
-            worker_index: The worker.
-            line: Its next line, without colours.
-        """
+        """Return the lines to show now."""
         held = self._held.get(worker_index)
         if held is None:
             if line.startswith(TRACEBACK):

@@ -13,14 +13,7 @@ from typing import TextIO
 
 
 def watch(commands: TextIO) -> set[int]:
-    """Read commands until the pipe ends.
-
-    Args:
-        commands: Lines `+GROUP` and `-GROUP`.
-
-    Returns:
-        The process groups that still exist.
-    """
+    """Read commands until the pipe ends."""
     groups: set[int] = set()
     for line in commands:
         change, group = line[:1], int(line[1:])

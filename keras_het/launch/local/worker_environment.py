@@ -20,10 +20,6 @@ def secret_names(environ: Iterable[str], kept: Iterable[str]) -> list[str]:
     """Return names that look like those of secrets; workers need not have them.
 
     Who reaches a worker's port reads its environment.
-
-    Args:
-        environ: Names of variables.
-        kept: Patterns of names, such as `AWS_*`, that workers need.
     """
     patterns = [_OURS, *kept]
     return sorted(
@@ -45,14 +41,6 @@ def worker_environment(
 
     TF_CONFIG and, when emulating, KERAS_HET_EMULATED_DEVICES are always ours. The numbers of
     threads, Python's buffering and Keras's backend are set only if the user has not set them.
-
-    Args:
-        worker_index: The worker.
-        addresses: `host:port` of all workers.
-        threads: Compute threads of this worker.
-        inherited: The rest of the worker's environment; overrides the defaults.
-        emulation: Emulated devices, or `None`.
-        num_async_workers: How many of the workers, the last ones, train outside of the sync group.
     """
     num_sync = len(addresses) - num_async_workers
     cluster = {"worker": list(addresses[:num_sync])}
@@ -82,14 +70,7 @@ def worker_environment(
 def service_environment(
     address: str, inherited: Mapping[str, str], secret: str | None = None
 ) -> dict[str, str]:
-    """Return the variables that all workers of a local cluster need for the parameter service.
-
-    Args:
-        address: `host:port` of the service.
-        inherited: Environment in which the user may have given a secret; an empty one counts as
-            none.
-        secret: The secret to use otherwise. Defaults to a new one.
-    """
+    """Return the variables that all workers of a local cluster need for the parameter service."""
     given = any(inherited.get(name) for name in (_SECRET, f"{_SECRET}_FILE"))
     own = {} if given else {_SECRET: secret or secrets.token_hex(32)}
     return {ADDRESS: address, **own}

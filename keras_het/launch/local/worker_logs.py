@@ -11,16 +11,7 @@ from keras_het.launch.local.worker_process import Stream
 
 
 class WorkerLogs:
-    """Log `worker-N.log` of each worker: both streams, in the order in which lines arrive.
-
-    Args:
-        directory: Destination; created if necessary. Older logs of the same name are overwritten.
-        num_workers: Number of files.
-        label: First line of each file, such as the label of an emulation. Defaults to none.
-
-    Raises:
-        ValueError: If the directory or a file in it cannot be made.
-    """
+    """Log `worker-N.log` of each worker: both streams, in the order in which lines arrive."""
 
     def __init__(self, directory: Path, num_workers: int, label: str | None = None) -> None:
         self._lock = threading.Lock()
@@ -44,11 +35,6 @@ class WorkerLogs:
 
         After an error, for example because of a full disk, nothing more is written to that file.
         The thread that reads the worker's output continues: a worker with a full pipe would stall.
-
-        Args:
-            worker_index: The worker.
-            stream: Which of its streams; both go to the same file.
-            line: The line.
         """
         del stream
         if not line.is_final:

@@ -16,12 +16,7 @@ from keras_het.launch.local.tracebacks import TRACEBACK
 
 
 class Escalation:
-    """Sequence of signals, sent one after the other until no worker is left.
-
-    Args:
-        send: Sends a signal to all workers that still run.
-        grace_seconds: Time to obey a signal before the next one is due.
-    """
+    """Sequence of signals, sent one after the other until no worker is left."""
 
     def __init__(self, send: Callable[[int], None], grace_seconds: float) -> None:
         self._send = send
@@ -31,11 +26,7 @@ class Escalation:
         self.due = float("inf")
 
     def begin(self, signals: Sequence[int]) -> None:
-        """Send the first signal; does nothing if it has begun already.
-
-        Args:
-            signals: Signal numbers, the gentlest first.
-        """
+        """Send the first signal; does nothing if it has begun already."""
         if not self.has_begun:
             self.has_begun = True
             self._signals.extend(signals)
@@ -112,21 +103,7 @@ def signal_name(number: int) -> str:
 
 
 class WorkerProcess:
-    """A worker in its own session, so that a signal reaches everything it started.
-
-    Args:
-        index: The worker.
-        command: Program and arguments.
-        environment: Its whole environment.
-        on_line: Called in a reader thread for each line of output; must not raise.
-        on_exit: Called once in another thread when it has exited and its output is complete.
-        cpus: CPUs to bind it to, or `None`.
-        cwd: Its working directory, or `None` for this one's.
-        keep_lines: Number of last lines of each stream to keep, or `None` for all.
-
-    Raises:
-        ValueError: If the command cannot be started.
-    """
+    """A worker in its own session, so that a signal reaches everything it started."""
 
     def __init__(
         self,
@@ -185,15 +162,7 @@ class WorkerProcess:
             return "\n".join(self._lines[stream])
 
     def wait_for_output(self, text: str, timeout: float) -> bool:
-        """Wait until a captured line of either stream contains `text`.
-
-        Args:
-            text: Plain text to look for.
-            timeout: Longest wait in seconds.
-
-        Returns:
-            Whether it appeared; also `False` if the worker ended without it.
-        """
+        """Wait until a captured line of either stream contains `text`."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_complete or self._contains(text), timeout)
             return self._contains(text)

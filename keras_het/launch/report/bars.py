@@ -14,11 +14,7 @@ _TOP = 8
 
 
 def what_if_bars(facts: Facts) -> str:
-    """Return the plot; empty without steps.
-
-    Args:
-        facts: the numbers of a report.
-    """
+    """Return the plot; empty without steps."""
     repairs = facts.repairs
     if not repairs.step_seconds > 0:
         return ""

@@ -13,38 +13,21 @@ from keras_het.planning.diagnosis.recording import Floats, Integers
 
 @dataclasses.dataclass(frozen=True)
 class Bins:
-    """Neighbouring rows of a recording, B bins with about as many rows each.
-
-    Args:
-        rows: int64 of shape [B + 1], the row with which each bin begins, and the number of rows.
-        steps: int64 of shape [B + 1], the step with which each bin begins, and the one after all.
-    """
+    """Neighbouring rows of a recording, B bins with about as many rows each."""
 
     rows: Integers
     steps: Integers
 
     def medians(self, values: Floats) -> Floats:
-        """Return the lower median of each bin; NaN where nothing is known.
-
-        Args:
-            values: float64 of shape [T, ...].
-        """
+        """Return the lower median of each bin; NaN where nothing is known."""
         return self._of(values, medians)
 
     def lowest(self, values: Floats) -> Floats:
-        """Return the lowest value of each bin; NaN where nothing is known.
-
-        Args:
-            values: float64 of shape [T, ...].
-        """
+        """Return the lowest value of each bin; NaN where nothing is known."""
         return self._of(values, lambda each: np.fmin.reduce(each, axis=0))
 
     def highest(self, values: Floats) -> Floats:
-        """Return the highest value of each bin; NaN where nothing is known.
-
-        Args:
-            values: float64 of shape [T, ...].
-        """
+        """Return the highest value of each bin; NaN where nothing is known."""
         return self._of(values, lambda each: np.fmax.reduce(each, axis=0))
 
     def _of(self, values: Floats, function: Callable[[Floats], Floats]) -> Floats:
@@ -56,13 +39,7 @@ class Bins:
 
 
 def bins_of(steps: Integers, every: Integers, most: int) -> Bins:
-    """Cut rows into bins.
-
-    Args:
-        steps: int64 of shape [T], first step of each row, ascending.
-        every: int64 of shape [T], steps that a row stands for.
-        most: largest number of bins.
-    """
+    """Cut rows into bins."""
     if not len(steps):
         return Bins(np.zeros(1, np.int64), np.zeros(1, np.int64))
     number = min(most, len(steps))

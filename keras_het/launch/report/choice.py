@@ -19,13 +19,7 @@ _EVENT_FILE = "tfevents"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A training.
-
-    Args:
-        run: its log.
-        others: names of the other ones.
-        unreadable: by name, why a report on it is not possible.
-    """
+    """A training."""
 
     run: Run
     others: tuple[str, ...]
@@ -33,18 +27,7 @@ class Choice:
 
 
 def choose_run(log_dir: str, name: str | None = None) -> Choice:
-    """Read the logs below a directory and choose one.
-
-    Args:
-        log_dir: the directory.
-        name: name of the training, with or without the folder "telemetry" at its end; by default
-            the one that was written last.
-
-    Raises:
-        FileNotFoundError: if there is no such directory.
-        OSError: if the file system refuses to read it.
-        ValueError: if there is no log, or none of that name.
-    """
+    """Read the logs below a directory and choose one."""
     try:
         return _choose_run(log_dir, name)
     except tf.errors.OpError as error:
@@ -65,11 +48,7 @@ def _choose_run(log_dir: str, name: str | None) -> Choice:
 
 
 def listed(names: list[str] | tuple[str, ...]) -> str:
-    """Return names with commas, the first ones if there are many.
-
-    Args:
-        names: the names.
-    """
+    """Return names with commas, the first ones if there are many."""
     shown = ", ".join(plain(each) for each in names[:_MOST_NAMES])
     more = len(names) - _MOST_NAMES
     return f"{shown} and {more} more" if more > 0 else shown

@@ -27,11 +27,7 @@ _OUTLIERS = 99.5
 
 
 def shares_over_time(facts: Facts) -> str:
-    """Return the plot of shares; empty if there are none.
-
-    Args:
-        facts: the numbers of a report.
-    """
+    """Return the plot of shares; empty if there are none."""
     recording = facts.recording
     shares = checked(recording.shares, np.inf)
     if not np.isfinite(shares).any():
@@ -67,11 +63,7 @@ def shares_over_time(facts: Facts) -> str:
 
 
 def step_time(facts: Facts) -> str:
-    """Return the plot of the time of a step; empty if it is not known.
-
-    Args:
-        facts: the numbers of a report.
-    """
+    """Return the plot of the time of a step; empty if it is not known."""
     recording = facts.recording
     wall = np.fmax.reduce(checked(recording.wall), axis=1, initial=-np.inf)
     wall = np.where(np.isfinite(wall), wall, np.nan)

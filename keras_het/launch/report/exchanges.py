@@ -15,17 +15,7 @@ _LARGEST = 1e18
 
 @dataclasses.dataclass(frozen=True)
 class WorkerExchanges:
-    """The exchanges of an async worker, as it was heard of; NaN where a number was not logged.
-
-    Args:
-        worker: its index, or what the log has in its place.
-        number: how often it was heard of.
-        samples_per_second: median of its speed.
-        staleness: median of the updates of others that a change of its came too late for.
-        most_staleness: the most of them.
-        seconds: median time of an exchange.
-        last_step: step of the sync group when it was heard of last.
-    """
+    """The exchanges of an async worker, as it was heard of; NaN where a number was not logged."""
 
     worker: str
     number: int
@@ -37,12 +27,7 @@ class WorkerExchanges:
 
 
 def worker_exchanges(entries: Iterable[Mapping[str, Any]]) -> tuple[WorkerExchanges, ...]:
-    """Put the exchanges of each worker together, sorted by worker.
-
-    Args:
-        entries: what was logged, each with its "step" and "worker", and what is known of
-            "staleness", "exchange_seconds" and "samples_per_second".
-    """
+    """Put the exchanges of each worker together, sorted by worker."""
     by_worker: dict[str, list[Mapping[str, Any]]] = {}
     for each in entries:
         by_worker.setdefault(plain(str(each.get("worker", "?"))), []).append(each)

@@ -27,18 +27,7 @@ _MOST_LINES = 200
 
 @dataclasses.dataclass(frozen=True)
 class DeviceFacts:
-    """A replica in recent steps; NaN where a number is unknown.
-
-    Args:
-        index: number of the replica.
-        device: its device.
-        share: samples of a step.
-        samples_per_second: samples over compute time: what it would do if it never waited.
-        phases: mean seconds of a step in each of `PHASES`.
-        best: score against the fastest device, from 0 to 1.
-        own_best: score against its own best steps, from 0 to 1.
-        hardware: the last samples of its hardware in words; empty if there are none.
-    """
+    """A replica in recent steps; NaN where a number is unknown."""
 
     index: int
     device: Device
@@ -58,24 +47,7 @@ class DeviceFacts:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Everything that a report shows.
-
-    Args:
-        run: name of the training's log.
-        recording: all its steps; names and texts may be shown.
-        every: int64 of shape [T], steps that each row stands for.
-        verdict: who is slow, why, and what to do.
-        devices: the replicas in recent steps.
-        recent: first and last recent step; None without steps.
-        step_seconds: mean step time of all steps of the log; NaN if unknown.
-        median_seconds: median of it.
-        samples_per_second: samples of all replicas over the wall time of these steps.
-        repairs: what a step would take if something was not slow.
-        exchanges: exchanges of async workers.
-        messages: what could not be read.
-        plan: lines of the plan of a model in stages, none without one.
-        passes: measured passes of some steps of it, by the number of the step.
-    """
+    """Everything that a report shows."""
 
     run: str
     recording: Recording
@@ -116,10 +88,6 @@ def facts_of(run: str, content: LogContent) -> Facts:
 
     Recent steps are those that the verdict is about: the latest ones with the present shares and
     the present speed.
-
-    Args:
-        run: name of the training's log.
-        content: what its files say.
     """
     recording = plain_recording(content.recording)
     with np.errstate(all="ignore"):

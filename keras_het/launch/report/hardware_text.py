@@ -15,11 +15,7 @@ _THROTTLED = 0.01
 
 
 def hardware_texts(recording: Recording) -> list[str]:
-    """Return what is known of each device's hardware; empty texts where nothing is.
-
-    Args:
-        recording: the recording.
-    """
+    """Return what is known of each device's hardware; empty texts where nothing is."""
     last = {name: _last_known(np.asarray(v)) for name, v in recording.hardware.items()}
     return [
         _text({name: values[index] for name, values in last.items() if np.isfinite(values[index])})

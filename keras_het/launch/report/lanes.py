@@ -22,11 +22,7 @@ _OUTLIERS = 98.0
 
 
 def lanes(facts: Facts) -> str:
-    """Return the plot; empty without steps.
-
-    Args:
-        facts: the numbers of a report.
-    """
+    """Return the plot; empty without steps."""
     recording = facts.recording
     if not len(recording.steps) or not facts.devices:
         return ""

@@ -26,11 +26,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def page(facts: Facts) -> str:
-    """Return the page.
-
-    Args:
-        facts: the numbers of a report.
-    """
+    """Return the page."""
     title = html.escape(f"keras_het: {facts.run}")
     body = [
         f"<h1>{html.escape(facts.run)}</h1>",

@@ -19,16 +19,7 @@ _LARGEST_WORKER = 2**31 - 1
 def check_log_dir(
     log_dir: str, is_dir: Callable[[str], bool], exists: Callable[[str], bool]
 ) -> None:
-    """Refuse a log directory that is none.
-
-    Args:
-        log_dir: the directory.
-        is_dir: tells whether there is a directory.
-        exists: tells whether there is anything.
-
-    Raises:
-        FileNotFoundError: if there is no such directory.
-    """
+    """Refuse a log directory that is none."""
     if not is_dir(log_dir):
         what = "a file" if exists(log_dir) else "nothing"
         raise FileNotFoundError(
@@ -42,10 +33,6 @@ def plain(text: str, most: int = _MOST_CHARACTERS) -> str:
 
     Control characters could drive the terminal, and others cannot be written to a file or would
     turn the direction of the text.
-
-    Args:
-        text: any text.
-        most: characters that are kept.
     """
     cut = text[: most + 1]
     line = "".join(
@@ -56,11 +43,7 @@ def plain(text: str, most: int = _MOST_CHARACTERS) -> str:
 
 
 def plain_recording(recording: Recording) -> Recording:
-    """Return a recording whose names and texts may be shown.
-
-    Args:
-        recording: as it was read from a log.
-    """
+    """Return a recording whose names and texts may be shown."""
     devices = tuple(
         Device(
             plain(device.name) or f"replica {index}",
@@ -78,11 +61,7 @@ def plain_recording(recording: Recording) -> Recording:
 
 
 def number(value: float) -> str:
-    """Return a number with three digits, or whole; a dash for an unknown one.
-
-    Args:
-        value: the number; NaN or infinite if unknown.
-    """
+    """Return a number with three digits, or whole; a dash for an unknown one."""
     if not math.isfinite(value):
         return UNKNOWN
     if _WITHOUT_DECIMALS <= abs(value) < _LARGE:
@@ -91,49 +70,27 @@ def number(value: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time in milliseconds, without the unit.
-
-    Args:
-        seconds: the time; NaN or infinite if unknown.
-    """
+    """Return a time in milliseconds, without the unit."""
     return number(seconds * _SECONDS_TO_MS)
 
 
 def percent(fraction: float) -> str:
-    """Return a fraction in percent.
-
-    Args:
-        fraction: 1 for 100 %; NaN or infinite if unknown.
-    """
+    """Return a fraction in percent."""
     return f"{number(round(fraction * 100, 0) + 0.0)} %" if math.isfinite(fraction) else UNKNOWN
 
 
 def difference(fraction: float) -> str:
-    """Return how much more or less something is in percent, with a sign.
-
-    Args:
-        fraction: above 0 for more; NaN or infinite if unknown.
-    """
+    """Return how much more or less something is in percent, with a sign."""
     whole = round(fraction * 100) if math.isfinite(fraction) else 0
     sign = "+" if whole > 0 else ""
     return f"{sign}{whole} %" if math.isfinite(fraction) else UNKNOWN
 
 
 def score(value: float) -> str:
-    """Return a score from 0 to 1 with two digits.
-
-    Args:
-        value: the score; NaN if unknown.
-    """
+    """Return a score from 0 to 1 with two digits."""
     return f"{value:.2f}" if math.isfinite(value) else UNKNOWN
 
 
 def count(amount: int, one: str, several: str = "") -> str:
-    """Return a number of things, such as "1 step" and "2 steps".
-
-    Args:
-        amount: how many.
-        one: the word for one of them.
-        several: the word for several; by default with an "s" at the end.
-    """
+    """Return a number of things, such as "1 step" and "2 steps"."""
     return f"{amount} {one if amount == 1 else several or f'{one}s'}"

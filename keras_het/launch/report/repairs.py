@@ -22,13 +22,7 @@ _LEAST_SAVED = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Repair:
-    """A step with something repaired.
-
-    Args:
-        name: what would be different.
-        seconds: mean time of the step then.
-        saved: the part of the present time that it saves; below 0 if the step would be longer.
-    """
+    """A step with something repaired."""
 
     name: str
     seconds: float
@@ -37,17 +31,7 @@ class Repair:
 
 @dataclasses.dataclass(frozen=True)
 class Repairs:
-    """Predicted times of a step.
-
-    Args:
-        step_seconds: mean time now; NaN if it is unknown, and all else is empty.
-        worst: without the slowness of the devices, and of the workers with several devices, that
-            cost most; at most three of each.
-        phases: with each phase as short as it could be.
-        even: with even shares; None for a single replica, or if shares are not known.
-        is_even: whether shares are even.
-        saved_by_device: seconds that each device's repair would save, float64 of shape [N].
-    """
+    """Predicted times of a step."""
 
     step_seconds: float
     worst: tuple[Repair, ...] = ()
@@ -63,12 +47,7 @@ class Repairs:
 
 
 def repairs_of(recording: Recording, steps: Steps) -> Repairs:
-    """Predict the time of some steps with each trouble repaired.
-
-    Args:
-        recording: the recording, whose earlier shares tell how long devices take for how much.
-        steps: the steps.
-    """
+    """Predict the time of some steps with each trouble repaired."""
     if not len(steps.numbers) or not steps.mean(steps.seconds) > 0:
         return Repairs(np.nan)
     if recording.pipeline is not None:  # steps do not wait for the slowest replica

@@ -21,14 +21,7 @@ _CHARACTER = 6.3  # width of a small letter
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """A straight scale from values to coordinates.
-
-    Args:
-        low: value at `begin`.
-        high: value at `end`; other than `low`.
-        begin: coordinate.
-        end: coordinate.
-    """
+    """A straight scale from values to coordinates."""
 
     low: float
     high: float
@@ -41,12 +34,7 @@ class Scale:
         return self.begin + min(max(part, 0.0), 1.0) * (self.end - self.begin)
 
     def ticks(self, most: int, whole: bool = False) -> list[float]:
-        """Return round values within the scale.
-
-        Args:
-            most: about how many.
-            whole: whether only whole numbers may be among them.
-        """
+        """Return round values within the scale."""
         span = self.high - self.low
         raw = span / max(most, 1)
         power = 10.0 ** math.floor(math.log10(raw))
@@ -58,23 +46,12 @@ class Scale:
 
 
 def time_scale(steps: Sequence[int]) -> Scale:
-    """Return the horizontal scale of steps.
-
-    Args:
-        steps: the first and the one after the last, or more in between.
-    """
+    """Return the horizontal scale of steps."""
     return Scale(float(steps[0]), float(max(steps[-1], steps[0] + 1)), LEFT, WIDTH - RIGHT)
 
 
 def figure(title: str, note: str, height: float, parts: Iterable[str]) -> str:
-    """Return a plot with a caption.
-
-    Args:
-        title: what it shows, which is read aloud in its place, too.
-        note: how to read it.
-        height: its height.
-        parts: SVG elements.
-    """
+    """Return a plot with a caption."""
     label = html.escape(title, quote=True)
     return (
         f"<figure><figcaption><h2>{label}</h2><p>{html.escape(note)}</p></figcaption>"
@@ -84,15 +61,7 @@ def figure(title: str, note: str, height: float, parts: Iterable[str]) -> str:
 
 
 def text(x: float, y: float, content: str, classes: str = "", room: float = 0.0) -> str:
-    """Return a text; one that is too long for its room is cut, and in full when pointed at.
-
-    Args:
-        x: where it begins, or ends with the class "end".
-        y: its base line.
-        content: the text, unescaped.
-        classes: names of classes.
-        room: width that there is; 0 for any.
-    """
+    """Return a text; one that is too long for its room is cut, and in full when pointed at."""
     most = int(room / _CHARACTER) if room else len(content)
     shown, full = content, ""
     if len(content) > most:
@@ -102,12 +71,7 @@ def text(x: float, y: float, content: str, classes: str = "", room: float = 0.0)
 
 
 def x_axis(scale: Scale, y: float) -> str:
-    """Return ticks of steps.
-
-    Args:
-        scale: the scale.
-        y: where the axis is.
-    """
+    """Return ticks of steps."""
     marks = [
         f'<path class="axis" d="M{scale(tick):.1f} {y:.1f}v4"/>'
         + text(scale(tick), y + 17, f"{tick:.0f}", "middle")
@@ -118,13 +82,7 @@ def x_axis(scale: Scale, y: float) -> str:
 
 
 def y_axis(scale: Scale, unit: str, factor: float = 1.0) -> str:
-    """Return ticks of values with lines across the plot.
-
-    Args:
-        scale: the scale.
-        unit: of the values that are shown.
-        factor: what values are multiplied with.
-    """
+    """Return ticks of values with lines across the plot."""
     shown = Scale(scale.low * factor, scale.high * factor, scale.begin, scale.end)
     marks = []
     for tick in shown.ticks(5):
@@ -136,13 +94,7 @@ def y_axis(scale: Scale, unit: str, factor: float = 1.0) -> str:
 
 
 def stairs(x: Sequence[int], y: Sequence[int], base: int | None = None) -> str:
-    """Return the path of a value that holds from each x to the next.
-
-    Args:
-        x: whole coordinates of B + 1 places.
-        y: whole coordinates of B values.
-        base: where an area ends; None for a line.
-    """
+    """Return the path of a value that holds from each x to the next."""
     parts = [f"M{x[0]} {y[0] if base is None else base}"]
     at, place = (y[0] if base is None else base), x[0]
     for index, value in enumerate(y):
@@ -159,12 +111,7 @@ def stairs(x: Sequence[int], y: Sequence[int], base: int | None = None) -> str:
 
 
 def fine(scale: Scale, values: Floats | Integers | Sequence[int]) -> list[int]:
-    """Return coordinates in tenths, for a group with `fine_group` around it.
-
-    Args:
-        scale: the scale.
-        values: values; NaN, where one is unknown, counts as 0.
-    """
+    """Return coordinates in tenths, for a group with `fine_group` around it."""
     known = np.asarray(values, np.float64)
     known = np.where(np.isfinite(known), known, 0.0)
     part = np.clip((known - scale.low) / (scale.high - scale.low), 0.0, 1.0)
@@ -173,21 +120,12 @@ def fine(scale: Scale, values: Floats | Integers | Sequence[int]) -> list[int]:
 
 
 def fine_group(content: str) -> str:
-    """Return elements whose coordinates are in tenths.
-
-    Args:
-        content: the elements.
-    """
+    """Return elements whose coordinates are in tenths."""
     return f'<g transform="scale({1 / _FINE})">{content}</g>'
 
 
 def top_of(values: Floats, most: float = 100.0) -> float:
-    """Return the end of a scale from 0 that a few outliers do not stretch.
-
-    Args:
-        values: values, NaN where one is unknown.
-        most: percentile that the scale must reach.
-    """
+    """Return the end of a scale from 0 that a few outliers do not stretch."""
     known = np.asarray(values, np.float64)
     known = known[np.isfinite(known) & (known > 0)]
     return float(np.percentile(known, most)) * 1.05 if len(known) else 1.0

@@ -32,23 +32,13 @@ _WIDE = 120
 
 
 def show(facts: Facts, console: Console) -> None:
-    """Print a report.
-
-    Args:
-        facts: its numbers.
-        console: where it is printed.
-    """
+    """Print a report."""
     for each in _parts(facts, console.width):
         console.print(each)
 
 
 def console_for(stream: object, width: int | None = None) -> Console:
-    """Return a console that interprets nothing, and is wide enough for tables in files.
-
-    Args:
-        stream: a text stream.
-        width: characters of a line; by default those of the terminal.
-    """
+    """Return a console that interprets nothing, and is wide enough for tables in files."""
     console = Console(file=stream, highlight=False, markup=False, emoji=False, width=width)  # type: ignore[arg-type]
     if width is None and not console.is_terminal:
         console.width = max(console.width, _NOT_A_TERMINAL)

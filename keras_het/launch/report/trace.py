@@ -29,14 +29,6 @@ def write_trace(path: Path, facts: Facts) -> int | None:
     The phases of a step are slices, shares and samples/s counters, and changes instants. The log
     has the length of each phase, not when it began: all replicas begin a step together. A row that
     stands for several old steps is one slice of their length.
-
-    Args:
-        path: the file.
-        facts: the numbers of a report.
-
-    Returns:
-        The first step, if the latest steps only are in the trace, because there are too many; else
-        None.
     """
     replicas = max(len(facts.devices), 1)
     rows = max(MOST_SLICES // (len(_ORDER) * replicas), 1)

@@ -13,11 +13,7 @@ _SAME = 0.005
 
 
 def summary_line(facts: Facts) -> str:
-    """Return what was trained how fast, in one line.
-
-    Args:
-        facts: the numbers of a report.
-    """
+    """Return what was trained how fast, in one line."""
     text = f"{count(len(facts.devices), 'replica')}, {count(facts.num_steps, 'step')}"
     pauses = facts.recording.pauses
     if not facts.step_seconds > 0:
@@ -38,21 +34,13 @@ def summary_line(facts: Facts) -> str:
 
 
 def missing_lines(facts: Facts) -> list[str]:
-    """Return what the verdict would need to know; without one, that there is none.
-
-    Args:
-        facts: the numbers of a report.
-    """
+    """Return what the verdict would need to know; without one, that there is none."""
     start = "The verdict does not know all" if facts.verdict.lines else "No verdict"
     return [f"{start}: {reason}." for reason in facts.verdict.missing]
 
 
 def gain_line(facts: Facts) -> str:
-    """Return what balancing has gained against even shares; empty if that is unknown.
-
-    Args:
-        facts: the numbers of a report.
-    """
+    """Return what balancing has gained against even shares; empty if that is unknown."""
     repairs = facts.repairs
     if repairs.even is None:
         return ""
@@ -72,12 +60,7 @@ def gain_line(facts: Facts) -> str:
 
 
 def device_numbers(device: DeviceFacts, with_parts: bool = True) -> list[str]:
-    """Return share, speed, each phase in milliseconds, and both scores.
-
-    Args:
-        device: a replica.
-        with_parts: whether each phase has its part of the step behind it.
-    """
+    """Return share, speed, each phase in milliseconds, and both scores."""
     phases = [milliseconds(seconds) for seconds in device.phases]
     if with_parts:
         parts = (f" ({percent(part)})" if part == part else "" for part in device.fractions)
@@ -92,11 +75,7 @@ def device_numbers(device: DeviceFacts, with_parts: bool = True) -> list[str]:
 
 
 def exchange_lines(facts: Facts) -> Sequence[str]:
-    """Return a line about each async worker.
-
-    Args:
-        facts: the numbers of a report.
-    """
+    """Return a line about each async worker."""
     lines = []
     for each in facts.exchanges:
         known = []
@@ -113,10 +92,6 @@ def exchange_lines(facts: Facts) -> Sequence[str]:
 
 
 def change_text(change: Change) -> str:
-    """Return what was changed and why.
-
-    Args:
-        change: the change.
-    """
+    """Return what was changed and why."""
     text = change.text
     return text if text.startswith(change.kind) else f"{change.kind}: {text}"

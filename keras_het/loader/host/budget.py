@@ -31,25 +31,6 @@ class HostBudget:
     jobs whose loaders wait for I/O, for the reading threads that a user gave them. The entry of a
     process that is gone, or silent for ten minutes, no longer counts, nor does one that another
     version wrote in an unreadable way.
-
-    Args:
-        cpus: CPUs that this process may use, quotas included; by default what it may use now.
-        path: the file; by default one per user in the folder for temporary files.
-        cpu_set: ids of the CPUs that this process may run on; by default those it may use now.
-        io_budget: reading threads of all jobs of the host together, None for no bound. If several
-            jobs have one, the smallest counts.
-        quotas: CPUs that the cgroups of this process may use at once, by group. By default what
-            they may use now; unknown if `cpus` is given.
-
-    Attributes:
-        jobs: jobs that competed for the same CPUs at the last `update`, this one included.
-        reading_loaders: maximum number of loaders that this job may have if they wait for I/O, as
-            of the last `update`; None if there is no such bound.
-        processes: ids of the other processes that competed for the same CPUs then.
-
-    Raises:
-        PermissionError: if others may write to the default folder, or something else is in its
-            place.
     """
 
     def __init__(
@@ -77,19 +58,7 @@ class HostBudget:
         return self._cpus
 
     def update(self, job: JobModel, reading: ReadingNeed | None = None) -> float:
-        """Write the model of this job and return its part of the CPUs.
-
-        Args:
-            job: the model as of now.
-            reading: its need if the loaders mostly wait for I/O, None if they do not.
-
-        Returns:
-            CPUs that the loaders of this job may use; all of its own if no other process may run on
-            them, and as many as the last time if another process keeps the file locked.
-
-        Raises:
-            OSError: if the file cannot be written.
-        """
+        """Write the model of this job and return its part of the CPUs."""
         own = Entry(job, self._cpus, self._cpu_set, reading, self._io_budget, self._quotas)
         try:
             jobs, processes = self._exchange(own)

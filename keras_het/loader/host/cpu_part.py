@@ -19,12 +19,7 @@ _SECONDS_OF_SILENCE = 60.0
 
 
 class CpuPart:
-    """The part of the host that one training holds.
-
-    Args:
-        budget: divides the host among its jobs; None if this job is alone.
-        clock: monotonic seconds.
-    """
+    """The part of the host that one training holds."""
 
     def __init__(
         self, budget: HostBudget | None, clock: Callable[[], float] = time.monotonic
@@ -53,24 +48,12 @@ class CpuPart:
                 self._budget.update(_NOTHING_YET)
 
     def update(self, job: JobModel, reading: ReadingNeed | None = None) -> float | None:
-        """Accept a new model of the job, and write it at most once a second.
-
-        Args:
-            job: the model as of now.
-            reading: its need if the loaders mostly wait for I/O, None if they do not.
-
-        Returns:
-            CPUs that the loaders of this job may use, None if nothing was asked.
-        """
+        """Accept a new model of the job, and write it at most once a second."""
         self._job, self._reading = job, reading
         return self._write(_SECONDS_BETWEEN_UPDATES)
 
     def heartbeat(self) -> float | None:
-        """Show that the job is alive; called in every step, as windows may outlast its silence.
-
-        Returns:
-            Same as `update`.
-        """
+        """Show that the job is alive; called in every step, as windows may outlast its silence."""
         return self._write(_SECONDS_OF_SILENCE)
 
     def leave(self) -> None:

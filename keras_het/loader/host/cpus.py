@@ -18,10 +18,6 @@ class IdleCpus:
     """Number of CPUs usable by this process that were idle since the last query.
 
     In a container with a CPU quota, no more than what the quota leaves is idle.
-
-    Args:
-        cgroups: where the cgroup file systems are mounted.
-        membership: file that names the cgroups of the process, that of this process by default.
     """
 
     def __init__(self, cgroups: Path = CGROUPS, membership: Path | None = None) -> None:
@@ -50,11 +46,7 @@ class IdleCpus:
 
 
 def busy_and_idle_seconds(cpus: frozenset[int]) -> tuple[float, float]:
-    """Return the time that CPUs were busy, with any process, and idle; zeros if it is hidden.
-
-    Args:
-        cpus: their ids.
-    """
+    """Return the time that CPUs were busy, with any process, and idle; zeros if it is hidden."""
     try:
         times = psutil.cpu_times(percpu=True)
     except (psutil.Error, OSError, RuntimeError, ValueError, IndexError):

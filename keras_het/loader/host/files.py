@@ -28,12 +28,7 @@ _warned: set[Path] = set()
 
 
 def own_folder() -> Path:
-    """Return the user's folder among the temporary files, creating it if it is missing.
-
-    Raises:
-        PermissionError: if something that another user may have created or may write to is in its
-            place: a link, a file, or a folder with another owner or other permissions.
-    """
+    """Return the user's folder among the temporary files, creating it if it is missing."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
     folder = Path(tempfile.gettempdir()) / f"keras_het-{user}"
     with contextlib.suppress(FileExistsError):
@@ -56,13 +51,6 @@ def locked(path: Path) -> Iterator[None]:
     """Hold a lock, which the end of the process releases.
 
     The training step waits for it, so a process that was stopped with the lock must not stop it.
-
-    Args:
-        path: the lock's file.
-
-    Raises:
-        BlockingIOError: if another process still holds the lock after a while.
-        OSError: if there can be no such file, for example if a link is in its place.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_symlink():  # versions of filelock before 3.20 follow it
@@ -81,11 +69,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> Any:
-    """Read a file; None, with one warning, unless it is a small JSON file of this user.
-
-    Args:
-        path: the file, which may be missing: then None without a warning.
-    """
+    """Read a file; None, with one warning, unless it is a small JSON file of this user."""
     try:
         return json.loads(_read(path))
     except FileNotFoundError:
@@ -96,13 +80,7 @@ def read_json(path: Path) -> Any:
 
 
 def ignore(path: Path, error: BaseException, what: str = "what it holds") -> None:
-    """Report, once per file, that something in it is ignored.
-
-    Args:
-        path: the file.
-        error: the reason.
-        what: the ignored part of it.
-    """
+    """Report, once per file, that something in it is ignored."""
     level = logging.DEBUG if path in _warned else logging.WARNING
     _warned.add(path)
     logger.log(level, "%s: %s cannot be read and does not count (%r).", path, what, error)
@@ -112,13 +90,6 @@ def write_json(path: Path, values: object) -> None:
     """Replace a file, and whatever else is in its place, with one that holds `values`.
 
     A process that is killed meanwhile leaves the old file or the new one.
-
-    Args:
-        path: the file.
-        values: plain Python values.
-
-    Raises:
-        OSError: if it cannot be written.
     """
     new = path.with_suffix(f"{path.suffix}.new")
     new.unlink(missing_ok=True)

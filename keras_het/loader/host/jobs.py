@@ -16,12 +16,7 @@ _FEWEST_CPUS = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """CPUs that some jobs may use together.
-
-    Args:
-        names: the jobs, at least one.
-        cpus: CPUs that all of them may use, above 0.
-    """
+    """CPUs that some jobs may use together."""
 
     names: frozenset[str]
     cpus: float
@@ -46,16 +41,7 @@ class Bound:
 def divided(
     jobs: Mapping[str, JobModel], total: float, bounds: Sequence[Bound]
 ) -> dict[str, float]:
-    """Divide CPUs by marginal gain; what bounded jobs may not use goes to the others.
-
-    Args:
-        jobs: model of each job, by name.
-        total: CPUs to divide.
-        bounds: CPUs that some of them may use together.
-
-    Returns:
-        The part of each job, at least a tenth of a CPU if no bound forbids it.
-    """
+    """Divide CPUs by marginal gain; what bounded jobs may not use goes to the others."""
     parts = _without_bounds(jobs, total)
     over = [bound for bound in bounds if bound.is_exceeded_by(parts)]
     if not over:
@@ -95,19 +81,7 @@ _MOST_READERS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Information that a job shares with the others.
-
-    Args:
-        job: its model.
-        cpus: CPUs that it may use, quotas included; above 0.
-        cpu_set: ids of the CPUs that it may run on, at least one.
-        reading: its need if its loaders mostly wait for I/O, None if they do not.
-        io_budget: reading threads of all jobs of the host, None if its user gave none.
-        quotas: CPUs that its cgroups may use at once, by group; None if unknown.
-
-    Raises:
-        ValueError: if it may use no CPU.
-    """
+    """Information that a job shares with the others."""
 
     job: JobModel
     cpus: float
@@ -143,12 +117,7 @@ class Entry:
 
 
 def entry_of(values: Any, path: Path) -> Entry | None:
-    """Parse a job's entry; None if another version of this package wrote it differently.
-
-    Args:
-        values: the result of `Entry.to_dict`.
-        path: the file that contains it.
-    """
+    """Parse a job's entry; None if another version of this package wrote it differently."""
     try:
         cpu_set = frozenset(int(_number(cpu)) for cpu in values["cpu_set"])
         reading, io_budget = values["reading"], values["io_budget"]
@@ -192,14 +161,6 @@ def part_of(name: str, entries: Mapping[str, Entry]) -> tuple[float, list[str]]:
     Jobs compete if their sets of CPUs overlap, or each overlaps that of a third. All of them divide
     the CPUs of all their sets by marginal gain, those of a cgroup at most its quota; CPUs from
     which no job gains are divided evenly. All compute the same result.
-
-    Args:
-        name: the job.
-        entries: all jobs of the host, by name.
-
-    Returns:
-        CPUs for its loaders, at most those that it may use; names of the competing jobs, including
-        its own.
     """
     names = sorted(_competitors(name, entries))
     own = entries[name]
@@ -212,16 +173,7 @@ def part_of(name: str, entries: Mapping[str, Entry]) -> tuple[float, list[str]]:
 
 
 def readers_of(name: str, entries: Mapping[str, Entry], now: float) -> int | None:
-    """Return a job's part of the host's reading threads; all compute the same result.
-
-    Args:
-        name: the job.
-        entries: all jobs of the host, by name.
-        now: time, in seconds since 1970.
-
-    Returns:
-        Threads that it may have; None if no user gave a number, or the job does not read.
-    """
+    """Return a job's part of the host's reading threads; all compute the same result."""
     given = [entry.io_budget for entry in entries.values() if entry.io_budget is not None]
     needs = {
         each: entry.reading.threads

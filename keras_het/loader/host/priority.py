@@ -14,9 +14,6 @@ class ForeignLoad:
     """CPUs usable by this process that other processes used, and idle ones.
 
     Other processes are all except this one and those that share the host with it by `HostBudget`.
-
-    Attributes:
-        cpus: ids of the CPUs that this process may run on.
     """
 
     def __init__(self) -> None:
@@ -29,14 +26,7 @@ class ForeignLoad:
         return time.monotonic() - self._last[0]
 
     def read(self, friends: Collection[int] = ()) -> tuple[float, float] | None:
-        """Return the CPUs used by others and the idle ones, on average since the last reading.
-
-        Args:
-            friends: ids of the processes that share the host with this one.
-
-        Returns:
-            None if unknown: the system does not tell, or a friend is new.
-        """
+        """Return the CPUs used by others and the idle ones, on average since the last reading."""
         last, self._last = self._last, self._sample(friends)
         seconds = self._last[0] - last[0]
         busy, idle = (now - before for now, before in zip(self._last[1], last[1], strict=True))
@@ -79,10 +69,6 @@ class LoaderPriority:
     A step takes a few milliseconds and then leaves the CPU: yielding to it costs a loader little.
     Another program that computes without end would have priority forever: while others keep the
     host busy, and until that is known, the threads have the priority of their process.
-
-    Args:
-        nice: nice value of threads that yield; 0 leaves them alone.
-        load: load of others, measured here by default.
     """
 
     def __init__(self, nice: int, load: ForeignLoad | None = None) -> None:
@@ -98,15 +84,7 @@ class LoaderPriority:
         return self._nice if self._gives_way else 0
 
     def observe(self, friends: Collection[int] = ()) -> bool:
-        """Look at the host, if the last look was a while ago.
-
-        Args:
-            friends: ids of the processes that share the host with this one, to whose steps the
-                threads yield too.
-
-        Returns:
-            Whether `value` has changed.
-        """
+        """Look at the host, if the last look was a while ago."""
         load = self._load
         if load is None or load.seconds < _SECONDS:
             return False

@@ -17,29 +17,17 @@ class HostSums:
         self._clear()
 
     def begin(self, threads: LoaderThreads | None) -> None:
-        """Start a new window.
-
-        Args:
-            threads: the pipeline's own threads, None if unknown.
-        """
+        """Start a new window."""
         self._clear()
         self.mark(threads)
 
     def mark(self, threads: LoaderThreads | None) -> None:
-        """Start a part.
-
-        Args:
-            threads: the pipeline's own threads, None if unknown.
-        """
+        """Start a part."""
         self._idle.read()
         self._mark = time.monotonic(), threads.times() if threads is not None else None
 
     def add(self, threads: LoaderThreads | None) -> None:
-        """End a part.
-
-        Args:
-            threads: the pipeline's own threads, None if unknown.
-        """
+        """End a part."""
         if self._mark is None:
             return
         start, before = self._mark

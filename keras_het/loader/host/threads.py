@@ -17,11 +17,7 @@ _creating = threading.Lock()
 
 
 class LoaderThreads:
-    """Threads that were started while a pipeline's iterator was made.
-
-    Attributes:
-        ids: ids of the threads in the operating system; empty if it does not tell.
-    """
+    """Threads that were started while a pipeline's iterator was made."""
 
     def __init__(self) -> None:
         self.ids: frozenset[int] = frozenset()
@@ -41,9 +37,6 @@ class LoaderThreads:
         """CPU time that they used so far, and time that they waited for a CPU.
 
         None if the operating system does not tell.
-
-        Reference:
-            https://docs.kernel.org/scheduler/sched-stats.html (/proc/PID/schedstat)
         """
         if not self.ids:
             return None
@@ -57,15 +50,7 @@ class LoaderThreads:
         return runs / 1e9, queues / 1e9
 
     def lower_priority(self, nice: int) -> bool:
-        """Let everything else run first when CPUs are scarce: above all the training step.
-
-        Args:
-            nice: their nice value, relative to that of this process; 0 leaves them alone, or
-                restores their earlier value.
-
-        Returns:
-            Whether it was permitted: without root, a nice value can be raised but not lowered.
-        """
+        """Let everything else run first when CPUs are scarce: above all the training step."""
         before, self._nice = self._nice, nice
         if nice == before or not self.ids:
             return True
@@ -82,11 +67,7 @@ class LoaderThreads:
 
 
 def start(dataset: tf.data.Dataset) -> tf.data.Iterator:
-    """Return a new iterator; `threads_of` gives its threads if it has a private pool.
-
-    Args:
-        dataset: a `tf.data.Dataset`.
-    """
+    """Return a new iterator; `threads_of` gives its threads if it has a private pool."""
     if not dataset.options().threading.private_threadpool_size:
         return iter(dataset)
     threads = LoaderThreads()

@@ -17,15 +17,7 @@ from keras_het.planning.shares import apportion
 
 
 class PipelineSource:
-    """A pipeline that takes an order for each batch; unwanted batches get orders for no rows.
-
-    Args:
-        pipeline: data set of ((batch of each local replica), sizes, fingerprint).
-        orders: the orders that `pipeline` takes, none of them given yet.
-        weights: current share weights, one for each replica of the orders.
-        batch_rows: rows of a full global batch, 0 if unknown.
-        keep_alive: an object that holds the functions that `pipeline` calls.
-    """
+    """A pipeline that takes an order for each batch; unwanted batches get orders for no rows."""
 
     def __init__(
         self,
@@ -57,14 +49,7 @@ class PipelineSource:
 
 
 class SlicedSource:
-    """A pipeline of whole batches that its consumer cuts.
-
-    Args:
-        pipeline: data set of global batches.
-        weights: current share weights, one for each replica.
-        local: replicas whose part is wanted.
-        keep_alive: an object that holds the functions that `pipeline` calls.
-    """
+    """A pipeline of whole batches that its consumer cuts."""
 
     def __init__(
         self, pipeline: tf.data.Dataset, weights: Weights, local: range, keep_alive: object

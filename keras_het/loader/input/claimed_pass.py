@@ -33,25 +33,13 @@ class Claims(Protocol):
         """
 
     def is_known(self, batch: int) -> bool:
-        """Tell whether the owner of this batch is known already.
-
-        Args:
-            batch: number of a global batch in the pass, from 0.
-        """
+        """Tell whether the owner of this batch is known already."""
 
     def owns(self, batch: int) -> bool:
-        """Tell whether a batch belongs to this process; may wait for the answer.
-
-        Args:
-            batch: number of a global batch in the pass, from 0; numbers only grow.
-        """
+        """Tell whether a batch belongs to this process; may wait for the answer."""
 
     def is_over(self, batch: int) -> bool:
-        """Tell whether this batch and all later ones belong to others.
-
-        Args:
-            batch: number of a global batch in the pass.
-        """
+        """Tell whether this batch and all later ones belong to others."""
 
 
 class BatchSource(Protocol):
@@ -61,11 +49,7 @@ class BatchSource(Protocol):
         """Announce whether the next unannounced batch will be wanted."""
 
     def read(self) -> Element | None:
-        """Return the next batch, cut for the local replicas, None if it was not wanted.
-
-        Raises:
-            StopIteration: at the end of the data.
-        """
+        """Return the next batch, cut for the local replicas, None if it was not wanted."""
 
     def close(self) -> None:
         """End the pass."""
@@ -76,12 +60,6 @@ class ClaimedPass(DataPass):
 
     A batch may be delivered in several parts, each a separate step, for a worker with less memory
     or patience than the sync group.
-
-    Args:
-        source: the global batches in order.
-        claims: which batches belong to this process.
-        lookahead: batches that may be announced ahead.
-        number: number of passes over the data before this one.
     """
 
     def __init__(self, source: BatchSource, claims: Claims, lookahead: int, number: int) -> None:

@@ -15,20 +15,7 @@ Element: TypeAlias = tuple[list[Batch], IntArray]
 
 
 class DataPass(abc.ABC):
-    """A pass over the data.
-
-    Args:
-        number: number of passes over the data before this one.
-        first_step: steps of this pass to skip.
-        num_steps: steps of a whole pass, negative if unknown.
-
-    Attributes:
-        delivered: elements delivered so far.
-        ended: whether the end of the data was reached.
-        fingerprint: hash of the first global batch, None if unknown.
-        on_end: called when the end of the data is reached.
-        was_executed: whether a training step has used an element.
-    """
+    """A pass over the data."""
 
     def __init__(self, number: int, first_step: int, num_steps: int) -> None:
         self.number = number
@@ -44,15 +31,7 @@ class DataPass(abc.ABC):
         self._closed = False
 
     def next_element(self) -> Element:
-        """Return the next batches of the local replicas and all sizes.
-
-        Returns:
-            A list with one element structure per local replica, and int64 sizes of shape
-            [num_replicas].
-
-        Raises:
-            StopIteration: at the end of the data.
-        """
+        """Return the next batches of the local replicas and all sizes."""
         first, self._first = self._first, None
         if first is not None and self._rewound:
             return first
@@ -78,22 +57,14 @@ class DataPass(abc.ABC):
         self.close()
 
     def rewind(self) -> bool:
-        """Return to the first element, once, if no other was delivered.
-
-        Returns:
-            Whether the run starts again at its first element.
-        """
+        """Return to the first element, once, if no other was delivered."""
         if self._rewound or self._first is None:
             return False
         self._rewound = True
         return True
 
     def leave_out(self, steps: int) -> None:
-        """Continue as a pass that begins after some of its steps; before any is used.
-
-        Args:
-            steps: steps to skip.
-        """
+        """Continue as a pass that begins after some of its steps; before any is used."""
         with contextlib.suppress(StopIteration):
             for _ in range(steps):
                 self.next_element()

@@ -24,19 +24,7 @@ from keras_het.planning.replica_layout import ReplicaLayout
 
 
 class FilePass(DataPass):
-    """A pass that takes as many of the worker's own samples as its share requires at each step.
-
-    Args:
-        chunks: batches of a few of the worker's own samples, in order.
-        empty: a batch of 0 rows.
-        layout: all replicas, and which of them are local.
-        weights: current share weights, one for each replica; read once per step.
-        global_batch_size: samples in a full step over all workers.
-        remaining: samples that each worker has left in this pass.
-        number: number of passes before this one.
-        first_step: steps of this pass to skip.
-        num_steps: steps of a whole pass.
-    """
+    """A pass that takes as many of the worker's own samples as its share requires at each step."""
 
     def __init__(
         self,

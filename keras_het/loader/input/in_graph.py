@@ -26,11 +26,7 @@ _inputs: weakref.WeakValueDictionary[int, DistributedSteps | StepIterator] = (
 
 
 def number_of(source: DistributedSteps | StepIterator) -> int:
-    """Return the number by which a graph finds a data set or an iterator while that exists.
-
-    Args:
-        source: the data set or iterator; it gets an attribute `graph_number`.
-    """
+    """Return the number by which a graph finds a data set or an iterator while that exists."""
     number: int | None = getattr(source, "graph_number", None)
     if number is None:
         number = source.graph_number = next(_numbers)
@@ -39,12 +35,7 @@ def number_of(source: DistributedSteps | StepIterator) -> int:
 
 
 class InputSpec(tf.TypeSpec):
-    """The type of a distributed data set or iterator: a function is traced once per type.
-
-    Args:
-        element_spec: the type of its elements.
-        is_iterator: whether it is an iterator.
-    """
+    """The type of a distributed data set or iterator: a function is traced once per type."""
 
     __slots__ = ["_element_spec", "_is_iterator"]
 
@@ -73,12 +64,7 @@ class InputSpec(tf.TypeSpec):
 
 
 class _InGraph:
-    """Stand-in for a distributed data set or its iterator in a graph.
-
-    Args:
-        number: its number, int64 scalar.
-        element_spec: the type of its elements.
-    """
+    """Stand-in for a distributed data set or its iterator in a graph."""
 
     _is_iterator: bool
 
@@ -100,12 +86,7 @@ class _InGraph:
 
 
 class GraphIterator(_InGraph, tf.distribute.DistributedIterator, private_api.CompositeTensor):
-    """An iterator in a graph.
-
-    Args:
-        number: its number, int64 scalar.
-        element_spec: the type of its elements.
-    """
+    """An iterator in a graph."""
 
     _is_iterator = True
 
@@ -156,12 +137,7 @@ class GraphIterator(_InGraph, tf.distribute.DistributedIterator, private_api.Com
 
 
 class GraphDataset(_InGraph, tf.distribute.DistributedDataset, private_api.CompositeTensor):
-    """A distributed data set in a graph.
-
-    Args:
-        number: its number, int64 scalar.
-        element_spec: the type of its elements.
-    """
+    """A distributed data set in a graph."""
 
     _is_iterator = False
 
@@ -182,12 +158,7 @@ class GraphDataset(_InGraph, tf.distribute.DistributedDataset, private_api.Compo
     def reduce(
         self, initial_state: State, reduce_func: Callable[[State, StepInput], State]
     ) -> State:
-        """Fold a function over all elements; AutoGraph turns `for batch in data_set` into this.
-
-        Args:
-            initial_state: any structure of tensors.
-            reduce_func: makes the next state from a state and an element.
-        """
+        """Fold a function over all elements; AutoGraph turns `for batch in data_set` into this."""
         iterator = iter(self)
 
         def body(

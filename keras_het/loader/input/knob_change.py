@@ -29,11 +29,6 @@ class KnobChange(abc.ABC):
     """A change that works in the background and switches between two steps of training.
 
     If the pass ends first, another attempt follows in the next one.
-
-    Args:
-        tuning: tuning of the data set.
-        knobs: the settings.
-        executor: one thread that works in the background.
     """
 
     def __init__(
@@ -48,15 +43,7 @@ class KnobChange(abc.ABC):
         self._in_effect = False
 
     def poll(self) -> bool:
-        """Advance; the training thread calls it between two steps until the knobs are in effect.
-
-        Returns:
-            Whether they are.
-
-        Raises:
-            HandoverError: if it cannot be done exactly. An error of the user's functions is raised
-                unchanged. The running pipeline continues.
-        """
+        """Advance; the training thread calls it between two steps until the knobs are in effect."""
         if self._in_effect:
             return True
         run = self._tuning.data.running

@@ -26,18 +26,7 @@ def global_batches(form: PipelineForm) -> Dataset:
 
 
 def whole_batches(form: PipelineForm, lookahead: int, skip: int = 0, prefetch: int = 1) -> Dataset:
-    """The global batches of a form in slice mode, for their consumer to cut.
-
-    Args:
-        form: the recognised pipeline of the user.
-        lookahead: batches to prepare ahead.
-        skip: global batches to skip at the start.
-        prefetch: batches to prepare ahead if that is more than `lookahead`; 0 if the form does not
-            read ahead.
-
-    Returns:
-        A data set with the elements of the user's.
-    """
+    """The global batches of a form in slice mode, for their consumer to cut."""
     batches = form.stream.skip(skip) if skip else form.stream
     ahead = max(lookahead, prefetch, 1) if form.reads_ahead else 0
     return (batches.prefetch(ahead) if ahead else batches).with_options(_in_order(form.options))
@@ -51,20 +40,7 @@ def build_local_pipeline(
     skip: int = 0,
     row_functions: tuple[Callable[..., Any], ...] = (),
 ) -> Dataset:
-    """Build the pipeline that one worker runs.
-
-    Args:
-        form: the recognised pipeline of the user.
-        layout: which replicas belong to this worker.
-        orders: the shares of every step to come, put by the consumer.
-        lookahead: steps that the pipeline may prepare ahead.
-        skip: global batches to skip at the start, before any order is taken.
-        row_functions: more row-wise functions of a batch, after those of the form.
-
-    Returns:
-        A data set of ((one batch per local replica), sizes int64 of shape [num_replicas],
-        fingerprint int64 scalar).
-    """
+    """Build the pipeline that one worker runs."""
     batches = global_batches(form)
     if skip:
         batches = batches.skip(skip)

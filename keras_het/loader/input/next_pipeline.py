@@ -15,20 +15,7 @@ if TYPE_CHECKING:
 
 
 class NextPipeline:
-    """A pipeline that catches up with a running pass, without work for own rows only.
-
-    Args:
-        pipeline: data set of ((batch of each local replica), sizes, fingerprint), which skips the
-            first global batches of the pass.
-        orders: the orders that `pipeline` takes, none of them given yet.
-        num_replicas: replicas over all workers.
-        position: number of global batches that `pipeline` skips.
-        keep_alive: an object that holds the functions that `pipeline` calls.
-        adopt: called by the run when this pipeline begins to provide its steps.
-
-    Attributes:
-        position: step of the pass that comes next.
-    """
+    """A pipeline that catches up with a running pass, without work for own rows only."""
 
     def __init__(
         self,
@@ -47,14 +34,7 @@ class NextPipeline:
         _alive.add(self)
 
     def skip(self, expected_rows: int) -> None:
-        """Skip one global batch without using any of its rows.
-
-        Args:
-            expected_rows: rows the batch probably has.
-
-        Raises:
-            StopIteration: at the end of the data.
-        """
+        """Skip one global batch without using any of its rows."""
         self.orders.put(self._nobody, expected_rows, False)
         self.iterator.read()
         self.position += 1

@@ -44,15 +44,6 @@ class OrderTuning:
     pass, without the maps of samples, and takes over at a step whose shares are not settled yet. If
     whole batches are only cut, the running iterator is handed over with its buffers. Neither needs
     the other workers.
-
-    Args:
-        data: the data set.
-        source: the user's data set, from which it was made.
-
-    Attributes:
-        knobs: the settings in effect.
-        is_plain: whether `source` is an ordinary data set, without a builder.
-        has_own_threads: whether the pipeline runs in a private thread pool.
     """
 
     def __init__(self, data: GlobalOrderDataset, source: tf.data.Dataset) -> None:
@@ -122,24 +113,12 @@ class OrderTuning:
         return with_own_rows_named(report) if isinstance(run, PipelinePass) else report
 
     def lower_priority(self, nice: int) -> bool:
-        """Set the priority of the pipeline's own threads.
-
-        Args:
-            nice: their nice value.
-
-        Returns:
-            Whether it was permitted.
-        """
+        """Set the priority of the pipeline's own threads."""
         threads = self.threads
         return threads is None or threads.lower_priority(nice)
 
     def prepare(self, knobs: Knobs, executor: concurrent.futures.ThreadPoolExecutor) -> KnobChange:
-        """Begin to put other knobs into effect.
-
-        Args:
-            knobs: the settings.
-            executor: one thread that works in the background.
-        """
+        """Begin to put other knobs into effect."""
         kind = SlicedPreparation if self.data.only_slices else JoiningPreparation
         return kind(self, knobs, executor)
 
@@ -150,12 +129,6 @@ class OrderTuning:
 
         In element mode its shuffles are at their first pass, or are those of the present form if it
         has none that reshuffles.
-
-        Args:
-            knobs: the settings.
-
-        Raises:
-            HandoverError: if the order or the samples would change.
         """
         built = self._built_form(knobs)
         form = self.data.form
@@ -184,9 +157,6 @@ class OrderTuning:
         """Tell whether an iterator of this stream would take an order from the data set's shuffles.
 
         It would if the builder reads from a shuffle that was made outside of it.
-
-        Args:
-            stream: stream of a form with other knobs.
         """
         return self.is_plain or shares_a_shuffle(self._source, stream)
 
@@ -224,22 +194,13 @@ class OrderTuning:
     # --- whole batches
 
     def moved_batches(self, form: PipelineForm, knobs: Knobs, skip: int) -> tf.data.Dataset:
-        """The global batches of a form, in a shape that allows a handover between pipelines.
-
-        Args:
-            form: the result of `moved_form`.
-            knobs: its settings.
-            skip: global batches that the running pipeline skipped at the start.
-        """
+        """The global batches of a form, in a shape that allows a handover between pipelines."""
         return whole_batches(form, self.data.lookahead, skip, knobs.prefetch)
 
     def start_moved(self, run: SlicedPass) -> None:
         """Hand a new pass over to the knobs in effect, before its first element.
 
         Its shuffle takes the order from the sequence of the user's data set, as on every worker.
-
-        Args:
-            run: the pass.
         """
         if self._moved is None:
             return
@@ -252,12 +213,7 @@ class OrderTuning:
             logger.warning("This pass runs with the first settings of its loader: %s", error)
 
     def adopt(self, form: PipelineForm, knobs: Knobs) -> None:
-        """Make the next passes those of other knobs.
-
-        Args:
-            form: the result of `moved_form` for them.
-            knobs: the settings.
-        """
+        """Make the next passes those of other knobs."""
         self.knobs, self.has_own_threads = knobs, True
         if self.data.only_slices:
             self._moved = form

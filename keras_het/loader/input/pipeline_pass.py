@@ -20,26 +20,7 @@ Weights = Callable[[], Sequence[float]]
 
 
 class PipelinePass(DataPass):
-    """A running pipeline that cuts each batch by the weights of its step.
-
-    Args:
-        pipeline: data set of ((batch of each local replica), sizes, fingerprint).
-        orders: the orders that `pipeline` takes, none of them given yet.
-        weights: current share weights, one for each replica; read once per step.
-        lookahead: steps that the pipeline may work ahead, and by which a new weight is late.
-        batch_rows: rows of a full global batch, 0 if unknown.
-        number: number of passes over the data before this one.
-        first_step: steps of this pass to skip.
-        num_steps: steps of a whole pass, negative if unknown.
-        wants_fingerprint: whether to hash the first batch.
-        keep_alive: an object that holds the functions that `pipeline` calls.
-        give_back: called when the iterator is gone and the pipeline can run again.
-        epoch_steps: returns the steps of an epoch, beyond which nothing is ordered before the next
-            one begins; it, or its result, is None for no such bound.
-
-    Attributes:
-        latest_weights: share weights of the step that was ordered last.
-    """
+    """A running pipeline that cuts each batch by the weights of its step."""
 
     def __init__(
         self,
@@ -97,12 +78,6 @@ class PipelinePass(DataPass):
 
         The steps before, which are ordered already, come from the running pipeline while the other
         one starts working: no step is made twice, and each has the shares it would have without it.
-
-        Args:
-            next_pipeline: the same global batches from a step on that was not ordered yet.
-
-        Raises:
-            ValueError: if its first step was ordered already, or another pipeline waits.
         """
         if next_pipeline.position < self.ordered or self._next_pipeline is not None or self.is_over:
             raise ValueError(

@@ -24,20 +24,6 @@ class SlicedPass(DataPass):
     """A pass that runs the user's pipeline unchanged and cuts each batch on request.
 
     A cut shares the batch's memory, so it costs the same whatever the size of the rows.
-
-    Args:
-        pipeline: data set of global batches.
-        layout: all replicas, and which of them are local.
-        weights: current share weights, one for each replica; read once per step.
-        lookahead: steps by which a new weight is late, as in a pipeline that works ahead.
-        number: number of passes over the data before this one.
-        first_step: steps of this pass to skip.
-        num_steps: steps of a whole pass, negative if unknown.
-        wants_fingerprint: whether to hash the first batch.
-        keep_alive: an object that holds the functions that `pipeline` calls.
-
-    Attributes:
-        batch_bytes: size of the first global batch, 0 before it.
     """
 
     def __init__(
@@ -79,16 +65,7 @@ class SlicedPass(DataPass):
         keep_alive: object,
         prepared: tf.data.Iterator | None = None,
     ) -> None:
-        """Continue in another pipeline, keeping the buffered elements.
-
-        Args:
-            pipeline: the same data set of global batches with other knobs.
-            keep_alive: another object that holds functions that `pipeline` calls.
-            prepared: an unused iterator of it, if there is one.
-
-        Raises:
-            HandoverError: if it cannot be done exactly; nothing has changed then.
-        """
+        """Continue in another pipeline, keeping the buffered elements."""
         old = self._iterator.iterator
         new = hand_over(old, pipeline, prepared)
         self._iterator = HeldIterator(pipeline, keep_alive, new)

@@ -125,16 +125,7 @@ class PipelineReport:
 
 
 def read_report(iterator: tf.data.Iterator) -> PipelineReport:
-    """Report on a running iterator, from the model by which AUTOTUNE tunes it.
-
-    Args:
-        iterator: a `tf.data.Iterator`. One query takes about 0.1 ms.
-
-    Returns:
-        A report; without stages, and with a reason, if TensorFlow exposes nothing: before version
-        2.17, for pipelines with `options.autotune.enabled = False`, and for those that were handed
-        over.
-    """
+    """Report on a running iterator, from the model by which AUTOTUNE tunes it."""
     # TensorFlow would log a warning every time it is asked for something it does not have
     model = None if _is_without_model(iterator) else iterator_adapter.iterator_model(iterator)
     if model is None:
@@ -158,11 +149,7 @@ def _pool_threads(iterator: tf.data.Iterator) -> int:
 
 
 def is_unread(iterator: tf.data.Iterator) -> bool:
-    """Tell whether an iterator is known to have yielded no element.
-
-    Args:
-        iterator: a `tf.data.Iterator`.
-    """
+    """Tell whether an iterator is known to have yielded no element."""
     model = None if _is_without_model(iterator) else iterator_adapter.iterator_model(iterator)
     return model is not None and not model.nodes[model.output].num_elements
 
@@ -228,12 +215,7 @@ def inspect(
 
 
 def show(report: PipelineReport, file: IO[str] | None = None) -> None:
-    """Print a report.
-
-    Args:
-        report: the report.
-        file: where to print, the terminal by default.
-    """
+    """Print a report."""
     console = Console(file=file)
     if report.stages:
         console.print(_table(report))
@@ -268,12 +250,7 @@ def _report_of_data_set(dataset: tf.data.Dataset, seconds: float) -> PipelineRep
 
 
 def better(before: PipelineReport | None, now: PipelineReport) -> PipelineReport:
-    """Return the later report, unless it lacks iterators that have just ended, as all do.
-
-    Args:
-        before: the earlier report, None if there is none.
-        now: the later report.
-    """
+    """Return the later report, unless it lacks iterators that have just ended, as all do."""
     if before is None or now.is_complete or not before.is_complete:
         return now
     return before

@@ -18,9 +18,6 @@ class KeptReports:
     """Occasional looks at a running pipeline, for a report once it is gone.
 
     TensorFlow forgets its records when an iterator is handed over, or ends.
-
-    Args:
-        read: looks at the running pipeline; returns None if there is none to show.
     """
 
     def __init__(self, read: Callable[[], PipelineReport | None]) -> None:
@@ -29,11 +26,7 @@ class KeptReports:
         self._next_look = 0.0
 
     def after_step(self, step: int) -> None:
-        """Look if it is time.
-
-        Args:
-            step: steps trained so far.
-        """
+        """Look if it is time."""
         now = time.monotonic()
         # after the first few steps too: a training may be short
         if now >= self._next_look or not step & (step - 1):
@@ -42,11 +35,7 @@ class KeptReports:
             self._next_look = end + max(_SECONDS_BETWEEN_LOOKS, _PAUSE * (end - now))
 
     def look(self, step: int) -> PipelineReport | None:
-        """Look now; return the present state.
-
-        Args:
-            step: steps trained so far.
-        """
+        """Look now; return the present state."""
         report = self._read()
         if report is not None and report.stages and report.batches:
             before = self._kept[0] if self._kept is not None else None
@@ -55,11 +44,7 @@ class KeptReports:
         return report
 
     def latest(self, step: int) -> PipelineReport | None:
-        """Return the present state, else the last one seen; None if there is none.
-
-        Args:
-            step: steps trained so far.
-        """
+        """Return the present state, else the last one seen; None if there is none."""
         report = self.look(step)
         has_stages = report is not None and report.stages
         return report if has_stages else self.last_seen or report
@@ -78,9 +63,6 @@ def with_own_rows_named(report: PipelineReport) -> PipelineReport:
 
     The stage that cuts batches waits until the shares of the step are settled, which the consumer
     does: that time is not its own.
-
-    Args:
-        report: report on a pipeline that was built for own rows.
     """
     stages = list(report.stages)
     for place, stage in enumerate(stages):

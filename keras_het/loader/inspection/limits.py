@@ -13,12 +13,7 @@ _NOTICEABLE = 0.05  # part of the consumer's time; less in its own thread is not
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Stages that cannot run at the same time: a pipeline is no faster than they are together.
-
-    Args:
-        stages: stages that run one after the other in a thread, or in the same thread pool.
-        at_once: threads that do this at the same time.
-    """
+    """Stages that cannot run at the same time: a pipeline is no faster than they are together."""
 
     stages: tuple[PipelineStage, ...]
     at_once: int
@@ -62,11 +57,7 @@ class Limit:
 
 
 def limits_of(stages: Iterable[PipelineStage]) -> tuple[Limit, ...]:
-    """Return all limits of a pipeline.
-
-    Args:
-        stages: its operations.
-    """
+    """Return all limits of a pipeline."""
     threads: dict[int, list[PipelineStage]] = {}
     pool: list[PipelineStage] = []
     for stage in stages:
@@ -93,21 +84,12 @@ def limits_of(stages: Iterable[PipelineStage]) -> tuple[Limit, ...]:
 
 
 def slowest_of(limits: Iterable[Limit]) -> Limit | None:
-    """Return the limit that takes longest; None if there is none.
-
-    Args:
-        limits: limits of a pipeline.
-    """
+    """Return the limit that takes longest; None if there is none."""
     return max(limits, key=lambda limit: limit.seconds_per_batch, default=None)
 
 
 def awaited_of(limits: Iterable[Limit], consumer_seconds: float) -> Limit | None:
-    """Return the limit that the consumer waits for; None if the pipeline keeps up.
-
-    Args:
-        limits: limits of a pipeline.
-        consumer_seconds: time from one batch to the request for the next.
-    """
+    """Return the limit that the consumer waits for; None if the pipeline keeps up."""
     limits = tuple(limits)
     own = slowest_of(limit for limit in limits if limit.is_of_consumer)
     other = slowest_of(limit for limit in limits if not limit.is_of_consumer)

@@ -16,27 +16,7 @@ CONSUMER = 0
 
 @dataclasses.dataclass(frozen=True)
 class PipelineStage:
-    """One operation of a pipeline.
-
-    Args:
-        name: kind of operation, as TensorFlow runs it: neighbours may have been fused.
-        depth: operations between it and the consumer.
-        parallelism: chosen number of parallel calls; 1 for an operation that is not parallel.
-        most_parallelism: threads for them, the largest number that AUTOTUNE may choose.
-        is_tuned: whether AUTOTUNE may change it.
-        buffer_size: elements that its buffer holds, None without a buffer.
-        buffered: elements in its buffer.
-        buffered_bytes: their size.
-        elements: elements it has yielded so far; within an `interleave` and before a `repeat`,
-            those of the iterators that exist now.
-        seconds_per_batch: its own time per batch of the pipeline, including waits in its function,
-            in seconds.
-        thread: stages with the same number run one after the other; 0 is the consumer's own thread,
-            None are calls in the pipeline's thread pool.
-        at_once: calls that really run at the same time: no more than there are threads.
-        is_recorded: whether its time, and what it reads, is known: iterators that have just ended
-            take their records with them.
-    """
+    """One operation of a pipeline."""
 
     name: str
     depth: int
@@ -81,10 +61,6 @@ def read_stages(model: ModelProto, pool_threads: int) -> tuple[PipelineStage, ..
 
     Times are those of one element, times the elements that a batch needs: iterators before a
     `repeat`, and in an `interleave`, restart with each round, so their sums say nothing.
-
-    Args:
-        model: a `ModelProto` of a pipeline that has yielded at least one batch.
-        pool_threads: threads for the functions of maps, if no parallel map in the model tells.
     """
     told = [_threads_for_calls(node) for node in model.nodes.values() if _is_in_pool(node)]
     reader = _StageReader(model.nodes, max(told, default=pool_threads))

@@ -35,13 +35,7 @@ class SpareIterators:
     def begin(
         self, make: Callable[[], _Spare], count: int, executor: concurrent.futures.Executor
     ) -> None:
-        """Start making iterators until there are `count`.
-
-        Args:
-            make: makes one iterator.
-            count: maximum number of waiting iterators.
-            executor: one thread that works in the background.
-        """
+        """Start making iterators until there are `count`."""
         while len(self._waiting) < count:
             self._waiting.append(executor.submit(make))
 
@@ -222,9 +216,6 @@ def plain_pipeline(dataset: tf.data.Dataset) -> AdjustablePipeline:
 
     These are its private thread pool, in which calls with AUTOTUNE may outnumber the cores, and the
     size of a `prefetch` at its end, if the user gave a number.
-
-    Args:
-        dataset: any `tf.data.Dataset`.
     """
     options = dataset.options()
     node = dataset
@@ -245,14 +236,7 @@ def plain_pipeline(dataset: tf.data.Dataset) -> AdjustablePipeline:
 
 
 def prefetch_size(dataset: tf.data.Dataset) -> int | None:
-    """Number of batches in the `prefetch` at the end of a data set.
-
-    Args:
-        dataset: any `tf.data.Dataset`.
-
-    Returns:
-        None if there is none, or it is left to AUTOTUNE.
-    """
+    """Number of batches in the `prefetch` at the end of a data set."""
     node = dataset
     while adapter.is_options(node):
         (node,) = adapter.inputs_of(node)

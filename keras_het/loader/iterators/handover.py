@@ -28,11 +28,7 @@ class HandoverError(RuntimeError):
 
 
 def why_not(dataset: tf.data.Dataset) -> str | None:
-    """Return why a data set can never be handed over, None if there is no known reason.
-
-    Args:
-        dataset: a `tf.data.Dataset`.
-    """
+    """Return why a data set can never be handed over, None if there is no known reason."""
     for node in adapter.upstream_of(dataset):
         if adapter.draws_from_generator(node):
             return "Dataset.from_generator cannot save where its generator is"
@@ -59,12 +55,7 @@ def has_memory_cache(dataset: tf.data.Dataset) -> bool:
 
 
 def difference(running: tf.data.Dataset, other: tf.data.Dataset) -> str | None:
-    """Return why one data set cannot continue another, None if there is no known reason.
-
-    Args:
-        running: data set of the running iterator.
-        other: data set that should continue.
-    """
+    """Return why one data set cannot continue another, None if there is no known reason."""
     reason = why_not(running) or why_not(other)
     if reason:
         return reason
@@ -87,17 +78,6 @@ def hand_over(
     """Move a running iterator to another pipeline.
 
     Waits for pending calls. The caller releases the old iterator.
-
-    Args:
-        iterator: the running `tf.data.Iterator`; nothing may read from it during or after the call.
-        dataset: the pipeline that continues; the same operations, other knobs.
-        prepared: an unused iterator of `dataset`, if there is one.
-
-    Returns:
-        An iterator of `dataset` whose next element is the one that `iterator` would have yielded.
-
-    Raises:
-        HandoverError: if it cannot be done exactly; `iterator` then continues.
     """
     running = iterator_adapter.iterated_data_set(iterator)
     if running is None:

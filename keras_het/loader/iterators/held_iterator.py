@@ -51,13 +51,6 @@ def start_thread(work: Callable[..., None], *arguments: object) -> None:
     ("FATAL: exception not rethrown", SIGABRT): Python ends it with an exception that must not pass
     the destructors on its way. The end of the process therefore waits for it. Non-daemon threads
     would do, but a thread that never ends could not be abandoned.
-
-    Args:
-        work: the function.
-        *arguments: its arguments.
-
-    Raises:
-        RuntimeError: if there are no new threads because the interpreter is shutting down.
     """
     threading.Thread(target=work, args=arguments, daemon=True, name=_NAME).start()
 
@@ -78,12 +71,6 @@ def release(iterator: tf.data.Iterator) -> threading.Event:
     ran for long; each has its own thread, so none waits for another. An operation empties it, which
     lets other Python threads run meanwhile, unlike dropping the object; which thread drops the
     object last no longer matters then.
-
-    Args:
-        iterator: the iterator; nothing may read from it any more.
-
-    Returns:
-        An event that is set when the iterator is empty.
     """
     done = threading.Event()
     with contextlib.suppress(RuntimeError):  # no new threads at interpreter shutdown
@@ -100,17 +87,7 @@ def _work(iterator: tf.data.Iterator, done: threading.Event) -> None:
 
 
 class HeldIterator:
-    """A pass of a pipeline in Python.
-
-    Args:
-        pipeline: the data set to iterate.
-        keep_alive: another object that holds functions that `pipeline` calls.
-        iterator: an iterator of `pipeline` to continue with, by default a new one.
-
-    Attributes:
-        read: returns the next element, or raises StopIteration.
-        threads: threads of the pipeline's own pool, None if it has none.
-    """
+    """A pass of a pipeline in Python."""
 
     def __init__(
         self,

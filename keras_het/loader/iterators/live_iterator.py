@@ -17,18 +17,7 @@ from keras_het.loader.nested import StepInput
 
 
 class LiveIterator:
-    """Timed reader of batches, whose pipeline may change between two of them.
-
-    Args:
-        given: the iterator that the loop holds.
-        nice: nice value of the pipeline's own threads.
-
-    Attributes:
-        given: the iterator that the loop holds.
-        iterator: the iterator that is read.
-        input_wait_seconds: time that the last `take` waited.
-        end: last error or StopIteration that `take` met.
-    """
+    """Timed reader of batches, whose pipeline may change between two of them."""
 
     def __init__(self, given: Iterator[StepInput], nice: int = 0) -> None:
         self.given: Iterator[StepInput] | None = given
@@ -49,14 +38,7 @@ class LiveIterator:
         return pipeline_of(self.given)
 
     def take(self, count: int) -> list[StepInput]:
-        """Return the next batches, fewer at the end.
-
-        Args:
-            count: number of batches.
-
-        Raises:
-            StopIteration: if there is none.
-        """
+        """Return the next batches, fewer at the end."""
         batches: list[StepInput] = []
         start = time.perf_counter()
         try:
@@ -70,24 +52,11 @@ class LiveIterator:
         return batches
 
     def move_to(self, dataset: tf.data.Dataset, prepared: tf.data.Iterator | None = None) -> None:
-        """Continue in another pipeline.
-
-        Args:
-            dataset: the same pipeline with other knobs.
-            prepared: an unused iterator of it, if there is one.
-
-        Raises:
-            HandoverError: if it cannot be done exactly; nothing has changed then.
-        """
+        """Continue in another pipeline."""
         self._go_on_in(hand_over(self.iterator, dataset, prepared), dataset)
 
     def begin_in(self, dataset: tf.data.Dataset) -> None:
-        """Switch to another pipeline, whose model TensorFlow then shows.
-
-        Args:
-            dataset: the same pipeline with other knobs; nothing was read yet, and an additional
-                iterator takes no order from a sequence.
-        """
+        """Switch to another pipeline, whose model TensorFlow then shows."""
         self._go_on_in(start(dataset), dataset)
 
     def _go_on_in(self, new: tf.data.Iterator, dataset: tf.data.Dataset) -> None:
@@ -105,14 +74,7 @@ class LiveIterator:
             release(iterator)
 
     def lower_priority(self, nice: int) -> bool:
-        """Set the priority of the pipeline's own threads, and of those of its successors.
-
-        Args:
-            nice: their nice value.
-
-        Returns:
-            Whether it was permitted.
-        """
+        """Set the priority of the pipeline's own threads, and of those of its successors."""
         self._nice = nice
         threads = threads_of(self.iterator)
         return threads is None or threads.lower_priority(nice)

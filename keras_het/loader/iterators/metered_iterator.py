@@ -15,13 +15,6 @@ class MeteredIterator:
 
     An execution that got nothing ends with `OutOfRangeError`: after StopIteration Keras would
     continue with a result that it does not have.
-
-    Args:
-        iterator: the iterator.
-
-    Attributes:
-        steps: number of elements yielded.
-        input_wait_seconds: time spent waiting for them.
     """
 
     def __init__(self, iterator: Iterable[StepInput]) -> None:

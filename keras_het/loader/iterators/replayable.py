@@ -16,12 +16,7 @@ _DRAWING_OPERATIONS = adapter.RANDOM_VALUE_OPERATIONS | _SHUFFLE_OPERATIONS
 
 
 def why_not_replayed(stream: adapter.Dataset, can_be_built: bool = False) -> str | None:
-    """Return why a pipeline cannot be reread while an iterator runs; None if it can.
-
-    Args:
-        stream: the part that every worker reads, before the maps that run for own rows only.
-        can_be_built: whether there is a function that rebuilds it.
-    """
+    """Return why a pipeline cannot be reread while an iterator runs; None if it can."""
     reason = why_not(stream)
     if reason:
         return reason
@@ -61,11 +56,7 @@ def shares_a_shuffle(one: adapter.Dataset, other: adapter.Dataset) -> bool:
 
 
 def draws_an_order(dataset: adapter.Dataset) -> bool:
-    """Tell whether a new iterator starts in a state that another build may not have.
-
-    Args:
-        dataset: a pipeline.
-    """
+    """Tell whether a new iterator starts in a state that another build may not have."""
     return any(
         adapter.is_shuffle(node)
         or "Random" in type(node).__name__
@@ -79,9 +70,6 @@ def takes_a_place(dataset: adapter.Dataset) -> bool:
 
     An additional iterator would then change the orders of later ones. Without a seed there is no
     sequence to reproduce.
-
-    Args:
-        dataset: a pipeline.
     """
     return any(_takes_a_place(node) for node in adapter.upstream_of(dataset))
 
@@ -94,11 +82,7 @@ def _takes_a_place(node: adapter.Dataset) -> bool:
 
 
 def _interleaves_in_any_order(node: adapter.Dataset) -> bool:
-    """Tell whether `node` is a parallel interleave with deterministic=False, from its graph.
-
-    Reference:
-        https://www.tensorflow.org/api_docs/python/tf/raw_ops/DatasetToGraphV2
-    """
+    """Tell whether `node` is a parallel interleave with deterministic=False, from its graph."""
     if "ParallelInterleave" not in type(node).__name__:
         return False
     text = tf.raw_ops.DatasetToGraphV2(input_dataset=iterator_adapter.data_set_variant(node))
@@ -114,9 +98,6 @@ def has_one_order_a_pass(stream: adapter.Dataset) -> bool:
     """Tell whether each pass takes exactly one order from the sequence of at most one shuffle.
 
     Then a pass that is left half-way and continues elsewhere does not affect later passes' orders.
-
-    Args:
-        stream: a pipeline.
     """
     nodes = list(adapter.upstream_of(stream))
     shuffles = [node for node in nodes if adapter.is_reshuffled(node)]

@@ -40,16 +40,7 @@ _passes: weakref.WeakKeyDictionary[adapter.Dataset, PassCounter] = weakref.WeakK
 def recall(
     dataset: adapter.Dataset, global_batch_size: int | None, reader: Follower
 ) -> tuple[PipelineForm, PassCounter]:
-    """Return the form and the passes of a data set, remembered from earlier inputs.
-
-    Args:
-        dataset: pipeline of global batches, or of samples with `global_batch_size`.
-        global_batch_size: samples in a global batch, None if elements are global batches.
-        reader: the input that is made from it.
-
-    Returns:
-        The form, and the counter of its passes.
-    """
+    """Return the form and the passes of a data set, remembered from earlier inputs."""
     known = _known.setdefault(dataset, {}).get(global_batch_size)
     form = known.form if known else None
     if form is None:

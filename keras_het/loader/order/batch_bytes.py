@@ -11,11 +11,7 @@ _BYTES_OF_A_STRING = 24
 
 
 def count_bytes(batch: StepInput) -> int:
-    """Size of a batch's tensors: dense, ragged and sparse ones, strings, and those in Optionals.
-
-    Args:
-        batch: structure of eager tensors; anything else in it counts as nothing.
-    """
+    """Size of a batch's tensors: dense, ragged and sparse ones, strings, and those in Optionals."""
     return sum(_bytes_of(leaf) for leaf in tf.nest.flatten(batch))
 
 

@@ -22,14 +22,6 @@ def describe_content(dataset: tf.data.Dataset, form: PipelineForm) -> dict[str, 
 
     Nothing of the passes that a training sees is read: neither their orders nor sources that can be
     read only once advance.
-
-    Args:
-        dataset: the user's `tf.data.Dataset`.
-        form: how it is run.
-
-    Returns:
-        A hash of some rows of every array in it, the settings that decide which rows come, and a
-        hash of the first sample after its maps if that can be computed separately.
     """
     found: dict[str, str] = {}
     upstream = list(adapter.upstream_of(dataset))
@@ -138,14 +130,7 @@ _NOTICED = (
 
 
 def sample_of(array: Any) -> str:
-    """Return a hash of up to 16 rows, from the first to the last, of an array of any kind.
-
-    Args:
-        array: of NumPy, TensorFlow, pandas or another library; dense, ragged or sparse.
-
-    Returns:
-        Eight digits after "hash ", or "not compared" if rows cannot be read one by one.
-    """
+    """Return a hash of up to 16 rows, from the first to the last, of an array of any kind."""
     try:
         return f"hash {hashlib.sha256(_sampled_bytes(array)).hexdigest()[:8]}"
     except Exception:  # from an unknown library

@@ -13,15 +13,6 @@ def with_repeatable_order(dataset: tf.data.Dataset, seed: int | None = None) -> 
 
     Keras draws the order of an epoch from TensorFlow's generator of random numbers, which cannot be
     set to a later epoch; and nothing tells how many batches there are.
-
-    Args:
-        dataset: the data set that Keras's `fit` makes from its arguments.
-        seed: determines the orders, in addition to the number of the epoch and a global seed of the
-            user; 0 if None.
-
-    Returns:
-        A data set of dense arrays in equal batches, with a known number of them; for anything else
-        `dataset` itself.
     """
     found = adapter.keras_arrays(_without_prefetch(dataset))
     if found is None or found.arrays is None:
@@ -36,13 +27,6 @@ def with_order_of_epoch(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
     """Reorder arrays that Keras shuffles in each epoch, even under a global seed.
 
     With a global seed, Keras's shuffling gives all epochs the same order.
-
-    Args:
-        dataset: the data set that Keras's `fit` makes from its arguments.
-        seed: as for `with_repeatable_order`.
-
-    Returns:
-        A data set of equal batches; `dataset` itself if it has no arrays, or does not shuffle them.
     """
     node = _without_prefetch(dataset)
     found = adapter.keras_arrays(node)

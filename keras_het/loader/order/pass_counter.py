@@ -23,11 +23,6 @@ class PassCounter:
 
     Data sets that read from one `shuffle` take its orders in turn on one device. Here each may have
     a copy of it, which has to skip the passes of the others.
-
-    Attributes:
-        gone_by: for each pass that has started or was skipped, whether it was iterated.
-        inputs: the inputs that take passes.
-        unfinished: numbers of the passes that have started but not finished.
     """
 
     def __init__(self) -> None:
@@ -48,27 +43,14 @@ class PassCounter:
             self._reserved = number
 
     def start(self, number: int) -> int:
-        """Start the pass `number`.
-
-        Returns:
-            Its number, or the next one if a pass with a later number started before it and its own
-            order is gone.
-        """
+        """Start the pass `number`."""
         self.gone_by += [False] * max(0, number - len(self.gone_by)) + [True]
         self._reserved = max(self._reserved, len(self.gone_by))
         self.unfinished.add(len(self.gone_by) - 1)
         return len(self.gone_by) - 1
 
     def catch_up(self, shuffle: tf.data.Dataset, number: int) -> list[Pass]:
-        """Bring a copy of the shuffle to the pass `number`, which starts now.
-
-        Args:
-            shuffle: the node that draws the orders.
-            number: number of the pass.
-
-        Returns:
-            The passes to skip on it first: those never iterated, and those of other copies.
-        """
+        """Bring a copy of the shuffle to the pass `number`, which starts now."""
         place = self._places.get(shuffle, 0)
         self._places[shuffle] = max(place, number + 1)
         return self.gone_by[place:number]
@@ -110,20 +92,11 @@ class PassEnd:
         self._left: int | None = None
 
     def begin(self, steps: int | None) -> None:
-        """Start a pass.
-
-        Args:
-            steps: its steps; None if unknown, or if no other pass follows.
-        """
+        """Start a pass."""
         self._left = steps
 
     def is_near(self, seconds: float, steps: int) -> bool:
-        """Count one execution; return whether the pass ends within half a second.
-
-        Args:
-            seconds: its time.
-            steps: its steps.
-        """
+        """Count one execution; return whether the pass ends within half a second."""
         if self._left is None:
             return False
         self._left -= steps

@@ -18,30 +18,7 @@ Dataset = adapter.Dataset
 
 @dataclasses.dataclass(frozen=True)
 class PipelineForm:
-    """A pipeline split into the part that every worker runs and the part for own rows only.
-
-    Args:
-        mode: "element" if `stream` yields single samples before their maps, else "slice" and
-            `stream` yields global batches.
-        reason: why this mode, in words for the log.
-        stream: the part that every worker runs.
-        element_maps: `map` nodes for single samples, first to last; for own rows only.
-        batch_size: samples of a full global batch, or None if unknown.
-        drop_remainder: whether a last partial batch is dropped (element mode).
-        row_functions: row-wise functions of a batch, first to last; for own rows only.
-        arrays: flattened arrays whose rows a sample of `stream` numbers, if the samples are rows of
-            arrays; own rows are gathered from them before their maps.
-        sample_spec: element structure of those rows.
-        gathers_indices: whether an element of `stream` is a pair (indices, arrays) of which only
-            the indices are cut, as in Keras's input from arrays.
-        options: the user's options.
-        autotuned_calls: parallel calls of `element_maps` that are left to AUTOTUNE; the number of
-            cores if None.
-        reads_ahead: whether batches may be made before they are requested. Not if that is visible:
-            a generator may share its source with other readers, and is told that its epoch ends; a
-            `repeat` takes the next order of a shuffle, which a later pass then lacks. In slice mode
-            a `prefetch` in the user's pipeline allows it.
-    """
+    """A pipeline split into the part that every worker runs and the part for own rows only."""
 
     mode: str
     reason: str
@@ -75,12 +52,6 @@ def recognise(dataset: Dataset) -> PipelineForm:
     (shuffle, repeat, take, skip, shard, prefetch, options) down to the first that does not. All
     maps on that path whose input elements have fixed dense shapes are left out of the stream; if it
     ends at `from_tensor_slices`, the stream has row numbers in place of rows.
-
-    Args:
-        dataset: pipeline whose elements are global batches.
-
-    Returns:
-        The form; "slice" mode, which is always right, if the pipeline is not recognised.
     """
     options = tf.data.Options().merge(dataset.options())
     node, row_functions = _before_row_functions(dataset)
@@ -119,15 +90,7 @@ def recognise(dataset: Dataset) -> PipelineForm:
 
 
 def with_batch_size(form: PipelineForm, samples: int) -> PipelineForm:
-    """Return the same pipeline with global batches of another size.
-
-    Args:
-        form: form of a pipeline that ends in `batch()`.
-        samples: samples of a full global batch.
-
-    Raises:
-        ValueError: if it does not end in `batch()`.
-    """
+    """Return the same pipeline with global batches of another size."""
     if form.mode == "element":
         return dataclasses.replace(form, batch_size=samples)
     if not adapter.is_batch(form.stream) or form.gathers_indices:

@@ -14,17 +14,7 @@ Dataset = adapter.Dataset
 
 
 def fresh_copy(dataset: Dataset) -> Dataset:
-    """Return the same pipeline with every reshuffling `shuffle` back at its first iteration.
-
-    Args:
-        dataset: any pipeline.
-
-    Returns:
-        `dataset` itself if nothing in it reshuffles, else a copy of everything after a shuffle.
-
-    Raises:
-        ValueError: if a reshuffling `shuffle` is read by an operation that cannot be rebuilt.
-    """
+    """Return the same pipeline with every reshuffling `shuffle` back at its first iteration."""
     if not any(adapter.is_reshuffled(node) for node in adapter.upstream_of(dataset)):
         return dataset
     if not (
@@ -45,10 +35,6 @@ def advance(dataset: Dataset, passes: Iterable[Pass]) -> None:
     once, starting is enough; a shuffle that reads from another starts that with its first element;
     under anything else (`repeat` starts its source several times) the passes are run as far as they
     went. A pass that was not iterated is only started.
-
-    Args:
-        dataset: pipeline of global batches whose shuffles should advance.
-        passes: for each pass, whether it was iterated; the number of its steps if it was abandoned.
     """
     if adapter.first_reshuffled(dataset) is None:
         return
@@ -70,11 +56,7 @@ def advance(dataset: Dataset, passes: Iterable[Pass]) -> None:
 
 
 def starts_once(node: Dataset) -> bool:
-    """Tell whether one pass over a pipeline starts every reshuffling shuffle exactly once.
-
-    Args:
-        node: the end of the pipeline.
-    """
+    """Tell whether one pass over a pipeline starts every reshuffling shuffle exactly once."""
     while not _is_source(node) and adapter.first_reshuffled(node) is not None:
         if adapter.is_repeat(node) or not (
             adapter.is_map(node) or adapter.is_batch(node) or adapter.commutes_with_map(node)
@@ -89,9 +71,5 @@ def _is_source(node: Dataset) -> bool:
 
 
 def nests_shuffles(node: Dataset) -> bool:
-    """Tell whether a shuffle reads from another.
-
-    Args:
-        node: the end of the pipeline.
-    """
+    """Tell whether a shuffle reads from another."""
     return sum(map(adapter.is_shuffle, adapter.upstream_of(node))) > 1

@@ -17,14 +17,7 @@ def is_sliceable(leaf: Leaf) -> bool:
 
 
 def count_rows(batch: Batch) -> tf.Tensor:
-    """Count the rows of a batch, int64 scalar; fail if the leaves disagree.
-
-    Args:
-        batch: structure of dense, ragged or sparse tensors, None and `Optional`.
-
-    Returns:
-        The rows as an int64 scalar.
-    """
+    """Count the rows of a batch, int64 scalar; fail if the leaves disagree."""
     counts = [_rows_of(leaf) for leaf in tf.nest.flatten(batch) if is_sliceable(leaf)]
     checks = [
         tf.debugging.assert_equal(
@@ -37,32 +30,14 @@ def count_rows(batch: Batch) -> tf.Tensor:
 
 
 def slice_rows(batch: _Same, start: tf.Tensor | int, count: tf.Tensor | int) -> _Same:
-    """Return rows `start` to `start + count` of every leaf.
-
-    Args:
-        batch: structure of dense, ragged or sparse tensors, None and `Optional`.
-        start: first row, int64 scalar.
-        count: number of rows, int64 scalar, zero or more.
-
-    Returns:
-        The same structure; leaves without rows are passed through.
-    """
+    """Return rows `start` to `start + count` of every leaf."""
     return tf.nest.map_structure(
         lambda leaf: _slice_leaf(leaf, start, count) if is_sliceable(leaf) else leaf, batch
     )
 
 
 def split_rows(batch: _Same, sizes: tf.Tensor, parts: int) -> tuple[_Same, ...]:
-    """Cut a batch into consecutive parts.
-
-    Args:
-        batch: structure of dense, ragged or sparse tensors, None and `Optional`.
-        sizes: rows of each part, int64 tensor of shape [parts].
-        parts: number of parts.
-
-    Returns:
-        One structure per part.
-    """
+    """Cut a batch into consecutive parts."""
     if parts == 1:
         return (batch,)
     starts = tf.cumsum(sizes, exclusive=True)
@@ -70,17 +45,7 @@ def split_rows(batch: _Same, sizes: tf.Tensor, parts: int) -> tuple[_Same, ...]:
 
 
 def count_rows_eagerly(batch: Batch) -> int:
-    """Count the rows of a batch outside of any graph; dense tensors need no operation.
-
-    Args:
-        batch: structure of dense, ragged or sparse tensors, None and `Optional`.
-
-    Returns:
-        The rows.
-
-    Raises:
-        ValueError: if the leaves disagree.
-    """
+    """Count the rows of a batch outside of any graph; dense tensors need no operation."""
     leaves = [leaf for leaf in tf.nest.flatten(batch) if is_sliceable(leaf)]
     counts = [
         leaf.shape[0] if isinstance(leaf, tf.Tensor) else int(_rows_of(leaf)) for leaf in leaves
@@ -95,15 +60,7 @@ def count_rows_eagerly(batch: Batch) -> int:
 
 
 def cut_eagerly(batch: _Same, sizes: tf.Tensor) -> list[_Same]:
-    """Cut a batch outside of any graph; a dense part shares the batch's memory where TF can.
-
-    Args:
-        batch: structure of dense, ragged or sparse tensors, None and `Optional`.
-        sizes: rows of each part, int64 tensor of shape [parts].
-
-    Returns:
-        One structure per part.
-    """
+    """Cut a batch outside of any graph; a dense part shares the batch's memory where TF can."""
     parts = int(sizes.shape[0])
     leaves = tf.nest.flatten(batch)
     if any(is_sliceable(leaf) and not isinstance(leaf, tf.Tensor) for leaf in leaves):
@@ -132,14 +89,7 @@ def hash_rows(batch: Batch) -> tf.Tensor:
 
 
 def check_batched(element_spec: Spec) -> None:
-    """Refuse elements that have no rows to share out.
-
-    Args:
-        element_spec: structure of type specs of a global batch.
-
-    Raises:
-        ValueError: if a tensor is a scalar, there is no tensor at all, or rows differ.
-    """
+    """Refuse elements that have no rows to share out."""
     specs = [
         spec
         for spec in tf.nest.flatten(element_spec)
@@ -160,14 +110,7 @@ def _differ(specs: list[Any]) -> bool:
 
 
 def relax_rows(element_spec: Spec) -> Spec:
-    """Return the same specs with an unknown number of rows.
-
-    Args:
-        element_spec: structure of type specs of a batch.
-
-    Returns:
-        The structure with a leading dimension of None everywhere.
-    """
+    """Return the same specs with an unknown number of rows."""
     return tf.nest.map_structure(_relax, element_spec)
 
 
@@ -203,14 +146,7 @@ def _slice_leaf(leaf: Rows, start: tf.Tensor | int, count: tf.Tensor | int) -> R
 
 
 def concat_rows(batches: list[_Same]) -> _Same:
-    """Join batches one after the other.
-
-    Args:
-        batches: one or more batches of one structure; those without rows are dropped.
-
-    Returns:
-        One batch of the same structure.
-    """
+    """Join batches one after the other."""
     filled = [batch for batch in batches if int(count_rows(batch))] or batches[:1]
     if len(filled) == 1:
         return filled[0]

@@ -19,11 +19,6 @@ class ShareQueue:
     one order before it cuts a batch, waiting if there is none: it is never more than `lookahead`
     steps ahead, whatever buffers tf.data adds. As every worker reads the same weights at the same
     step, all cut step t with the same shares.
-
-    Args:
-        num_replicas: replicas over all workers.
-        lookahead: largest number of steps that the pipeline may work ahead.
-        admits: whether a batch may be read only after it was ordered, see `admit`.
     """
 
     def __init__(self, num_replicas: int, lookahead: int, admits: bool = False) -> None:
@@ -39,16 +34,7 @@ class ShareQueue:
             self._admissions = tf.queue.FIFOQueue(lookahead + 2, tf.int64, [[]]) if admits else None
 
     def put(self, weights: Sequence[float], expected_rows: int, fingerprint: bool) -> None:
-        """Order the next global batch.
-
-        Args:
-            weights: one share weight for each replica; all zero for an unwanted batch.
-            expected_rows: rows the batch probably has; its shares are computed here.
-            fingerprint: whether to hash the batch.
-
-        Raises:
-            ValueError: if the number of weights is wrong or a weight is not valid.
-        """
+        """Order the next global batch."""
         key = (tuple(weights), expected_rows, fingerprint)
         if self._latest is None or self._latest[0] != key:
             # Most steps repeat the previous order; making one costs more than a small step.
@@ -83,9 +69,6 @@ class ShareQueue:
 
         A zip of orders and batches would not do: when waiting for an order is cancelled, tf.data
         still reads from the other input.
-
-        Args:
-            batches: data set of global batches.
         """
         if self._admissions is None:
             return batches
@@ -93,16 +76,7 @@ class ShareQueue:
         return tf.data.Dataset.choose_from_datasets([batches], admissions)
 
     def sizes(self, order: list[tf.Tensor], rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Apply an order to a batch, inside a pipeline.
-
-        Args:
-            order: the result of `take`.
-            rows: rows of the global batch, int64 scalar.
-
-        Returns:
-            Sizes, int64 of shape [num_replicas], equal to `apportion(rows, weights)`; and whether
-            to hash the batch, a boolean scalar.
-        """
+        """Apply an order to a batch, inside a pipeline."""
         weights, shares, header = order
         sizes = tf.cond(
             tf.equal(rows, header[0]),

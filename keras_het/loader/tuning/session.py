@@ -63,15 +63,7 @@ _ITERATORS_OF_AN_EPOCH = 2
 
 @dataclasses.dataclass
 class Move:
-    """A plan that was put into effect, or refused.
-
-    Args:
-        step: number of steps trained before.
-        plan: the plan.
-        window: the measurement that led to it.
-        handover_seconds: how long training paused for it.
-        refused: why it was not put into effect, None if it was.
-    """
+    """A plan that was put into effect, or refused."""
 
     step: int
     plan: LoaderPlan
@@ -85,22 +77,7 @@ class Move:
 
 
 class TuningSession:
-    """Tuner of the pipeline of one `fit`.
-
-    Args:
-        make_controller: makes the controller once the pipeline is known.
-        nice: nice value of the pipeline's own threads while no other program keeps the host busy.
-        budget: divides the host among its jobs; None if this job is alone.
-        observes_only: why nothing may be changed, None if something may.
-
-    Attributes:
-        moves: the moves made.
-        observes_only: why nothing is changed, None if something may be.
-        pipeline: the pipeline that is tuned, None before the first step and under a strategy.
-        order: the tuned object under the strategy, None without one.
-        has_changed: whether anything was put into effect.
-        share: this job's part of the host.
-    """
+    """Tuner of the pipeline of one `fit`."""
 
     def __init__(
         self,
@@ -138,11 +115,7 @@ class TuningSession:
         self._epochs_begun = 0
 
     def begin_epoch(self, steps: int | None) -> None:
-        """Record the start of an epoch, before its first step.
-
-        Args:
-            steps: its steps; None if unknown, or if it is the last epoch.
-        """
+        """Record the start of an epoch, before its first step."""
         self._end.begin(steps)
         self._steps_before = self._steps
         self._epochs_begun += 1
@@ -151,14 +124,7 @@ class TuningSession:
             self._freeze_if_cached()
 
     def open(self, iterator: Iterator[StepInput]) -> LiveIterator:
-        """Begin to read an iterator that the training loop was given.
-
-        Args:
-            iterator: iterator of a new epoch.
-
-        Returns:
-            The iterator to read instead.
-        """
+        """Begin to read an iterator that the training loop was given."""
         if self.live is not None:
             self._pause(_STEPS_TO_START)
             self.live.release()
@@ -183,25 +149,14 @@ class TuningSession:
         return live
 
     def note_batch(self, batch: StepInput) -> None:
-        """Record the size of a batch, once per epoch.
-
-        Args:
-            batch: any batch of the epoch.
-        """
+        """Record the size of a batch, once per epoch."""
         if self._batch_bytes is None:
             self._batch_bytes = count_bytes(batch)
 
     def after_step(
         self, seconds: float, input_wait: float, steps: int, is_last: bool = False
     ) -> None:
-        """Record one execution; now and then decide, or put a plan into effect.
-
-        Args:
-            seconds: its time.
-            input_wait: part of that time spent waiting for its batches.
-            steps: number of its steps.
-            is_last: whether the epoch ends here: what can be done within the next one can wait.
-        """
+        """Record one execution; now and then decide, or put a plan into effect."""
         self._steps += steps
         self._reports.after_step(self._steps)
         self._use(self.share.heartbeat())

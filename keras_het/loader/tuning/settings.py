@@ -10,16 +10,7 @@ from keras_het.loader.tuning.stall_meter import StallMeter
 
 @dataclasses.dataclass(frozen=True)
 class LoaderSettings:
-    """Final settings of a tuner; `str()` of them is code to paste.
-
-    Args:
-        knobs: the settings, None if nothing was ever changed.
-        is_plain: whether the data set is an ordinary one, without a builder.
-        nice: nice value of the pipeline's own threads, which no data set option can set.
-        observes_only: why nothing was changed, None if it could be.
-        meter: the measurements.
-        has_prefetch: whether the last `prefetch` is among the settings.
-    """
+    """Final settings of a tuner; `str()` of them is code to paste."""
 
     knobs: Knobs | None
     is_plain: bool

@@ -14,16 +14,7 @@ _MOST_CHANNELS = 4
 
 
 def image_features(images: np.ndarray) -> dict[str, np.ndarray]:
-    """Derive features of images of one size.
-
-    Args:
-        images: numbers of shape [rows, height, width, channels]. With more than 4 channels all
-            count as one.
-
-    Returns:
-        "height" and "width" (int64), "minimum", "maximum" and for each channel
-        "channel_0/mean" and "channel_0/standard_deviation" (float32), each of shape [rows].
-    """
+    """Derive features of images of one size."""
     rows, height, width, channels = images.shape
     if channels > _MOST_CHANNELS:
         images, channels = images.reshape(rows, height, width * channels, 1), 1
@@ -46,14 +37,7 @@ def image_features(images: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def ragged_image_features(images: tf.RaggedTensor) -> dict[str, np.ndarray]:
-    """Derive the features of images of different sizes.
-
-    Args:
-        images: `tf.RaggedTensor` of shape [rows, (height), (width), channels]; widths may be equal.
-
-    Returns:
-        The same as `image_features`.
-    """
+    """Derive the features of images of different sizes."""
     each = [image_features(_dense(image).numpy()[None]) for image in images]
     names = list(dict.fromkeys(name for features in each for name in features))
     missing = np.array([np.nan], np.float32)

@@ -15,20 +15,7 @@ _GREATEST = 2**63 - 1
 
 
 def record_batch(features: Mapping[str, Rows]) -> pyarrow.RecordBatch:
-    """Make a record batch in which each row of a feature is a list of values.
-
-    Args:
-        features: names to arrays or dense tensors of shape [rows] or [rows, values], or ragged or
-            sparse tensors of rank 2; numbers, booleans or strings.
-
-    Returns:
-        A `pyarrow.RecordBatch` with one list column per feature: int64, float32, float64 or
-        bytes.
-
-    Raises:
-        ValueError: if there is no feature, or the numbers of rows differ.
-        TypeError: if a feature has an unsupported type or rank.
-    """
+    """Make a record batch in which each row of a feature is a list of values."""
     if not features:
         raise ValueError("There is no feature. Expected a mapping of names to tensors.")
     columns = {name: _column(name, value) for name, value in features.items()}

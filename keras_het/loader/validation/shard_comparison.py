@@ -26,15 +26,6 @@ def one_sided_features(
 
     A missing feature is at the greatest possible distance. TFDV then has no distance for numbers,
     and for categories the frequency of the most frequent one, which is small if there are many.
-
-    Args:
-        statistics: statistics of one shard.
-        other: statistics of the other one.
-        schema: a schema with comparators.
-        kind: "skew" or "drift": the comparators that count.
-
-    Returns:
-        Names to the type of the measure, as TFDV calls it, and the threshold.
     """
     one_sided = features_with_values(statistics) ^ features_with_values(other)
     return {
@@ -69,14 +60,6 @@ def with_comparable_constants(statistics: Statistics, other: Statistics) -> Stat
     The histogram of a constant is one bucket without width, which for TFDV overlaps no bucket of
     another histogram: even if only a handful of values differ, it finds a Jensen-Shannon divergence
     of 1.
-
-    Args:
-        statistics: statistics of the data with constants; not changed.
-        other: statistics of the data to compare it with.
-
-    Returns:
-        Statistics with other histograms if a feature is constant only in `statistics`, and the
-        constant is within the range of the other data.
     """
     changed = statistics_pb2.DatasetFeatureStatisticsList()
     changed.CopyFrom(statistics)
@@ -237,14 +220,7 @@ def measure_drift(
 def validate_against(
     statistics: Statistics, schema: Schema, other: Statistics | None = None, kind: str = "skew"
 ) -> anomalies_pb2.Anomalies:
-    """Return TFDV's verdict on data: its anomalies, and its distances from other data.
-
-    Args:
-        statistics: statistics of the data.
-        schema: a schema with comparators.
-        other: statistics of the other data.
-        kind: "skew" or "drift": the comparators to use.
-    """
+    """Return TFDV's verdict on data: its anomalies, and its distances from other data."""
     if other is None:
         return tfdv.validate_statistics(statistics, schema)
     before = with_comparable_constants(other, statistics)

@@ -32,13 +32,7 @@ class RetrySchedule:
         self._failures: dict[int, int] = {}
 
     def dropped(self, replica: int, step: int, extra_fraction: float) -> None:
-        """Schedule the next try of a replica that gets no more samples.
-
-        Args:
-            replica: index of the replica.
-            step: current step.
-            extra_fraction: how much longer a step is with it, as a fraction of the step.
-        """
+        """Schedule the next try of a replica that gets no more samples."""
         failures = self._failures.get(replica, 0)
         self._failures[replica] = failures + 1
         by_cost = math.ceil(STEPS_OF_A_TRY * max(extra_fraction, 0.0) / COST)
@@ -70,13 +64,7 @@ _MOST_DISTRUST = 16.0
 
 
 class PlanTrial:
-    """Comparison of the steps after a plan with those before it.
-
-    Attributes:
-        distrust: factor for the gain that a plan must promise; doubles with each reverted plan and
-            returns to 1 after one that is kept.
-        comparison: the latest comparison in words.
-    """
+    """Comparison of the steps after a plan with those before it."""
 
     def __init__(self) -> None:
         self.distrust = 1.0
@@ -93,12 +81,7 @@ class PlanTrial:
         return tuple(shares.tolist()) in self._refused
 
     def observe(self, shares: IntArray, seconds: float) -> None:
-        """Record a step with the shares of the last plan.
-
-        Args:
-            shares: samples of each replica.
-            seconds: time of the step; 0 if unknown.
-        """
+        """Record a step with the shares of the last plan."""
         if self._shares is not None and not np.array_equal(shares, self._shares):
             self._shares = None  # another plan came in between
         if seconds > 0:
@@ -119,13 +102,7 @@ class PlanTrial:
         self._refused.clear()
 
     def begin(self, previous: IntArray, shares: IntArray, gain: float) -> None:
-        """Prepare for a plan that is about to come into effect.
-
-        Args:
-            previous: the current shares.
-            shares: shares of the plan.
-            gain: predicted gain, as a fraction of a step's compute time.
-        """
+        """Prepare for a plan that is about to come into effect."""
         self._before = float(np.median(self._latest)) if self._latest else None
         self._previous, self._shares, self._gain = previous.copy(), shares.copy(), gain
         self._latest.clear()

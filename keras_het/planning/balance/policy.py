@@ -76,19 +76,7 @@ class BalancePolicy(Protocol):
 def check_number(
     name: str, value: float, least: float, most: float = math.inf, *, is_whole: bool = False
 ) -> float:
-    """Return a setting of a policy if it is a number within its range.
-
-    Args:
-        name: name of the setting.
-        value: its value.
-        least: smallest value.
-        most: largest value.
-        is_whole: whether it must be a whole number.
-
-    Raises:
-        TypeError: if it is not a number, or not whole.
-        ValueError: if it is not in the range.
-    """
+    """Return a setting of a policy if it is a number within its range."""
     if isinstance(value, bool) or not isinstance(value, Integral if is_whole else Real):
         kind = "a whole number" if is_whole else "a number"
         raise TypeError(f"{name} must be {kind}. Received: {name}={value!r}.")

@@ -89,15 +89,6 @@ class ProportionalPolicy(SharePolicy):
 
 
 def at_least_one(lower: IntArray, upper: IntArray, total: int) -> IntArray:
-    """Raise lower bounds of 0 to 1 if the upper bounds and the number of samples allow it.
-
-    Args:
-        lower: lower bounds, int64 [n].
-        upper: upper bounds, int64 [n].
-        total: samples that shares sum to.
-
-    Returns:
-        The new lower bounds.
-    """
+    """Raise lower bounds of 0 to 1 if the upper bounds and the number of samples allow it."""
     raised = np.where(upper > 0, np.maximum(lower, 1), lower)
     return raised if raised.sum() <= total else lower

@@ -23,22 +23,7 @@ _SAME = 0.005
 
 @dataclasses.dataclass(frozen=True)
 class BalanceSummary:
-    """What a balancer has done; `str()` says it in a few lines.
-
-    Args:
-        policy: name of the policy.
-        num_plans: number of plans, the first one included.
-        num_steps: number of measured steps.
-        first: shares at first, samples of each of N replicas.
-        now: shares of the latest whole step.
-        step_seconds: median compute time of the slowest replica in latest steps, which is no step
-            time; NaN if unknown.
-        even_seconds: the same with even shares, predicted; NaN if unknown.
-        seconds_per_sample: float64 of shape [N], compute time over samples in latest steps; of a
-            replica without samples, in the latest steps in which it had some. NaN if unknown.
-        never_measured: replicas whose speed is unknown; they count as free.
-        taken_back: plans that returned to earlier shares, because steps had not become shorter.
-    """
+    """What a balancer has done; `str()` says it in a few lines."""
 
     policy: str
     num_plans: int
@@ -118,16 +103,6 @@ def summarize(
 
     Each replica's compute time is a line over its share, fitted to its measurements. With even
     shares, each step keeps its deviations from the lines, so that both times have the same noise.
-
-    Args:
-        policy: name of the policy.
-        plans: all plans, oldest first.
-        rows: measured steps, oldest first, as `BatchBalancer.measurements`: "step", "shares"
-            (samples) and "seconds" (compute time; NaN or None if unknown), each with one number
-            for each of N replicas.
-
-    Raises:
-        ValueError: if steps differ in their number of replicas.
     """
     kept = list(rows)
     taken_back = tuple(plan for plan in plans if plan.reason.startswith(TAKEN_BACK))

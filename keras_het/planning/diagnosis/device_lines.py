@@ -23,38 +23,21 @@ _NOISE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class DeviceLines:
-    r"""Compute times :math:`t_d(n) = fixed_d + slope_d \cdot n`; NaN where unknown.
-
-    Args:
-        fixed: float64 of shape [N], seconds of a step without samples.
-        slope: float64 of shape [N], seconds for each sample.
-    """
+    r"""Compute times :math:`t_d(n) = fixed_d + slope_d \cdot n`; NaN where unknown."""
 
     fixed: Floats
     slope: Floats
 
     def seconds(self, shares: Floats | IntArray | float) -> Floats:
-        """Return times of shares.
-
-        Args:
-            shares: samples, of shape [..., N] or one number.
-        """
+        """Return times of shares."""
         return np.asarray(self.fixed + self.slope * shares)
 
     def scaled(self, factors: Floats) -> DeviceLines:
-        """Return lines of devices that are slower by a factor.
-
-        Args:
-            factors: float64 of shape [N].
-        """
+        """Return lines of devices that are slower by a factor."""
         return DeviceLines(self.fixed * factors, self.slope * factors)
 
     def balanced(self, shares: Floats) -> IntArray:
-        """Return the shares with the shortest step; unknown devices keep theirs.
-
-        Args:
-            shares: the present shares, or means of them, float64 of shape [N].
-        """
+        """Return the shares with the shortest step; unknown devices keep theirs."""
         present = np.round(shares).astype(np.int64)
         known = np.isfinite(self.fixed) & np.isfinite(self.slope)
         if not known.any():
@@ -75,10 +58,6 @@ def device_lines(recording: Recording, steps: Steps) -> DeviceLines:
     Where shares have changed, times just before and after tell the fixed cost of a step; else it
     is taken to be 0. The line is then scaled to the present speed. A device that has no samples
     now keeps the speed that it had when it last had some.
-
-    Args:
-        recording: the recording, with earlier shares.
-        steps: the steps whose speed counts.
     """
     shape = _shapes(recording)
     ratio = levels(_relative(shape, steps.compute, steps.shares))
@@ -89,15 +68,7 @@ def device_lines(recording: Recording, steps: Steps) -> DeviceLines:
 
 
 def relative_times(lines: DeviceLines, steps: Steps) -> Floats:
-    """Return compute times as multiples of the lines; NaN without samples.
-
-    Args:
-        lines: the line of each device.
-        steps: T steps.
-
-    Returns:
-        float64 of shape [T, N].
-    """
+    """Return compute times as multiples of the lines; NaN without samples."""
     return _relative(lines, steps.compute, steps.shares)
 
 

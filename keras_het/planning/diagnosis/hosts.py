@@ -24,15 +24,7 @@ _ALIKE = 0.8
 
 @dataclasses.dataclass(frozen=True)
 class HostState:
-    """What is wrong with the host of a worker.
-
-    Args:
-        kind: "host" (CPUs are missing) or "other_program".
-        why: the reading, for people.
-        alike: bool of shape [N], devices for which the same is wrong, the worker's own included.
-        quota: whether a quota or a smaller budget is the reason, not a lack of CPUs.
-        stopped: fraction of the time in which a quota stops the worker.
-    """
+    """What is wrong with the host of a worker."""
 
     kind: str
     why: str
@@ -42,12 +34,7 @@ class HostState:
 
 
 class Hosts:
-    """The hosts of all workers in recent steps.
-
-    Args:
-        recording: the recording.
-        readings: its hardware's samples.
-    """
+    """The hosts of all workers in recent steps."""
 
     def __init__(self, recording: Recording, readings: Readings) -> None:
         self._readings = readings
@@ -58,12 +45,7 @@ class Hosts:
             self._hosts[device.worker].add(device.host)
 
     def state(self, worker: int, wants_cpus: bool) -> HostState | None:
-        """Return what keeps CPUs from a worker; None if nothing is known to do so.
-
-        Args:
-            worker: index of the worker.
-            wants_cpus: whether a full budget is a fault: not where the CPUs are the device.
-        """
+        """Return what keeps CPUs from a worker; None if nothing is known to do so."""
         of, place = self._readings.of_worker, self._all.index(worker)
         budget = of("keras_het.cpu.budget", worker)
         before = of("keras_het.cpu.budget", worker, recent=False)

@@ -18,10 +18,6 @@ def medians(values: Floats, axis: int = 0) -> Floats:
     """Return lower medians along an axis; NaN where nothing is known.
 
     The lower median of two values is the smaller: noise raises times more than it lowers them.
-
-    Args:
-        values: float64, NaN where a value is unknown.
-        axis: the axis that disappears.
     """
     if not values.shape[axis]:
         return np.full(np.delete(values.shape, axis), np.nan)
@@ -33,12 +29,7 @@ def medians(values: Floats, axis: int = 0) -> Floats:
 
 
 def means(values: Floats, most: float = np.inf) -> Floats:
-    """Return the mean of each column; NaN where nothing is known.
-
-    Args:
-        values: float64 of shape [T, N], NaN where a value is unknown.
-        most: values above this many medians of their column count as this many.
-    """
+    """Return the mean of each column; NaN where nothing is known."""
     if most < np.inf:
         values = np.minimum(values, most * medians(values))
     known = ~np.isnan(values)
@@ -52,9 +43,6 @@ def levels(values: Floats) -> Floats:
     """Return the typical value of each column: the median, or the mean if much is above it.
 
     A few outliers leave the median as it is, but a device that is slow in every third step is slow.
-
-    Args:
-        values: float64 of shape [T, N], NaN where a value is unknown.
     """
     middle, mean = medians(values), means(values, MOST_MEDIANS)
     # Few rows may have two outliers among them by accident.
@@ -64,23 +52,14 @@ def levels(values: Floats) -> Floats:
 
 
 def checked(values: Floats, most: float = LONGEST_SECONDS) -> Floats:
-    """Return values with NaN in place of what cannot be, and 0 in place of what is below it.
-
-    Args:
-        values: float64 of any shape.
-        most: the largest possible value.
-    """
+    """Return values with NaN in place of what cannot be, and 0 in place of what is below it."""
     values = np.asarray(values, np.float64)
     result: Floats = np.where(np.abs(values) <= most, np.maximum(values, 0.0), np.nan)
     return result
 
 
 def filled(values: Floats) -> Floats:
-    """Return values with each column's median in place of NaN; 0 in columns without a value.
-
-    Args:
-        values: float64 of shape [T, N].
-    """
+    """Return values with each column's median in place of NaN; 0 in columns without a value."""
     unknown = np.isnan(values)
     if not unknown.any():
         return values

@@ -23,13 +23,7 @@ def input_parts(windows: Windows) -> Floats:
 def pipeline_lines(
     recording: Recording, record: PipelineRecord, windows: Windows
 ) -> tuple[str, ...]:
-    """Return the lines of a verdict: shares follow from the plan, which is the place to look.
-
-    Args:
-        recording: the recording.
-        record: its plan.
-        windows: its recent steps.
-    """
+    """Return the lines of a verdict: shares follow from the plan, which is the place to look."""
     rows = np.isin(recording.steps, windows.recent.numbers)
     compute, sync = means(recording.compute[rows]), means(recording.sync[rows])
     measured = sync / np.maximum(compute + sync, 1e-12)

@@ -9,15 +9,7 @@ from keras_het.planning.pipeline import Timeline
 
 @dataclasses.dataclass(frozen=True)
 class StageRecord:
-    """A stage.
-
-    Args:
-        layers: names of its layer calls.
-        devices: indices of its devices among those of the recording.
-        micro_batches: how many micro-batches each of them takes.
-        memory_bytes: what each of them is predicted to use.
-        recomputed: names of the layer calls that are computed again in the backward pass.
-    """
+    """A stage."""
 
     layers: tuple[str, ...]
     devices: tuple[int, ...]
@@ -28,13 +20,7 @@ class StageRecord:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineRecord:
-    """A plan.
-
-    Args:
-        text: the plan as a table, for people.
-        stages: its stages.
-        predicted: the passes of one step, of each device of the recording; None if unknown.
-    """
+    """A plan."""
 
     text: str
     stages: tuple[StageRecord, ...]

@@ -33,14 +33,7 @@ _MOST_SAMPLES = 200
 
 @dataclasses.dataclass(frozen=True)
 class Throttle:
-    """Why a device is clocked down.
-
-    Args:
-        why: the reading, for people.
-        fraction: its clock as a fraction of the highest one; NaN if unknown.
-        reason: what the driver names; empty if it names nothing.
-        certain: whether the driver says so, and it is heat, a brake or a hardware slow-down.
-    """
+    """Why a device is clocked down."""
 
     why: str
     fraction: float
@@ -49,12 +42,7 @@ class Throttle:
 
 
 class Readings:
-    """Means of the hardware's samples in recent steps, and before.
-
-    Args:
-        recording: the recording.
-        first: the first recent step.
-    """
+    """Means of the hardware's samples in recent steps, and before."""
 
     def __init__(self, recording: Recording, first: int) -> None:
         self._recording = recording
@@ -74,13 +62,7 @@ class Readings:
         return self._mean(name, recent=False)
 
     def of_worker(self, name: str, worker: int, recent: bool = True) -> float:
-        """Return the mean of a quantity over a worker's devices; NaN where unknown.
-
-        Args:
-            name: name of the quantity.
-            worker: index of the worker.
-            recent: whether in recent steps, or before them.
-        """
+        """Return the mean of a quantity over a worker's devices; NaN where unknown."""
         values = self._mean(name, recent)[self._workers == worker]
         return float(means(values[:, None])[0])
 
@@ -98,13 +80,7 @@ class Readings:
         )
 
     def throttled(self, device: int, degraded: bool) -> Throttle | None:
-        """Return why a device is clocked down; None if it is not.
-
-        Args:
-            device: index of the device.
-            degraded: whether it has been faster. A power limit that a device always meets is part
-                of it.
-        """
+        """Return why a device is clocked down; None if it is not."""
         clock = float(self.now("keras_het.gpu.clock")[device])
         limit = float(self.now("keras_het.gpu.clock_limit")[device])
         before = float(self.before("keras_het.gpu.clock")[device])
@@ -126,11 +102,7 @@ class Readings:
         return Throttle(shown, fraction, reason, certain)
 
     def other_program_on(self, device: int) -> str | None:
-        """Return what shows another program on a device; None if nothing does.
-
-        Args:
-            device: index of a device that has been faster.
-        """
+        """Return what shows another program on a device; None if nothing does."""
         used, before = (
             float(values[device])
             for values in (self.now("hw.gpu.utilization"), self.before("hw.gpu.utilization"))

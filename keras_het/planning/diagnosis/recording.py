@@ -49,15 +49,7 @@ machine's, or the cgroup's where it has a limit. All replicas of a worker have i
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """The device of a replica.
-
-    Args:
-        name: what messages call it, such as "worker 1 GPU 0".
-        worker: index of its worker.
-        kind: "GPU" or "CPU".
-        host: name of its machine.
-        model: name of the product, such as "NVIDIA A100-SXM4-40GB"; empty if unknown.
-    """
+    """The device of a replica."""
 
     name: str
     worker: int
@@ -68,13 +60,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A change that was made to a running training.
-
-    Args:
-        step: first step after the decision.
-        kind: "shares", "loader" or another word for what changed.
-        text: the change and its reason, for people.
-    """
+    """A change that was made to a running training."""
 
     step: int
     kind: str
@@ -87,26 +73,6 @@ class Recording:
 
     The four times of a replica add up to the wall time of its step. A row may stand for several
     steps (the median of each value) where old ones were thinned.
-
-    Args:
-        devices: the devices of the replicas.
-        steps: int64 of shape [T], number of the step (the first one) of each row, ascending.
-        compute: float64 of shape [T, N], seconds of forward and backward pass.
-        input: float64 of shape [T, N], seconds of waiting for the batch.
-        sync: float64 of shape [T, N], seconds in the step's collective: waiting for other replicas
-            and transfer.
-        other: float64 of shape [T, N], the rest in seconds: update, callbacks, Python.
-        shares: float64 of shape [T, N], samples.
-        hardware: by name of a quantity (OpenTelemetry's where one exists), float64 of shape [S, N].
-        hardware_steps: int64 of shape [S], the step before which each row of `hardware` was taken.
-        changes: what was changed meanwhile, in the order of steps.
-        pauses: seconds between epochs, each with the step that follows: validation, callbacks. They
-            are no part of a step.
-        pipeline: the plan of a model in stages, whose devices are the "replicas"; None if each
-            replica has the whole model.
-
-    Raises:
-        ValueError: if shapes do not match.
     """
 
     devices: tuple[Device, ...]
@@ -143,12 +109,7 @@ class Recording:
         return total
 
     def between(self, first: int, last: int) -> Recording:
-        """Return the rows of some steps, with the hardware and the changes of that time.
-
-        Args:
-            first: the first step.
-            last: the step after the last one.
-        """
+        """Return the rows of some steps, with the hardware and the changes of that time."""
         rows = (self.steps >= first) & (self.steps < last)
         sampled = (self.hardware_steps >= first) & (self.hardware_steps < last)
         return dataclasses.replace(

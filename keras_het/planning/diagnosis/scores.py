@@ -34,13 +34,6 @@ def scores(recording: Recording, window: int = WINDOW) -> tuple[Floats, Floats]:
     NaN where nothing is known: a device without samples has no speed, and a recording without 16
     steps before the recent ones has no best. In a pipeline devices have different layers: nothing
     is known of one against another.
-
-    Args:
-        recording: the recording.
-        window: largest number of recent rows.
-
-    Returns:
-        Scores against the best device and against the own best, float64 of shape [N], from 0 to 1.
     """
     with np.errstate(all="ignore"):
         windows = choose_windows(recording, window)
@@ -52,12 +45,7 @@ def scores(recording: Recording, window: int = WINDOW) -> tuple[Floats, Floats]:
 
 
 def against_best(lines: DeviceLines, recent: Steps) -> Floats:
-    """Return the fastest device's time of a mean share over each device's, of shape [N].
-
-    Args:
-        lines: the present line of each device.
-        recent: steps, whose mean share counts.
-    """
+    """Return the fastest device's time of a mean share over each device's, of shape [N]."""
     if not recent.shares.size:
         return np.full(len(lines.fixed), np.nan)
     seconds = lines.seconds(float(recent.shares.mean()))
@@ -68,12 +56,7 @@ def against_best(lines: DeviceLines, recent: Steps) -> Floats:
 
 
 def against_own_best(lines: DeviceLines, windows: Windows) -> Floats:
-    """Return each device's best time relative to its line over the present one, of shape [N].
-
-    Args:
-        lines: the present line of each device.
-        windows: recent and earlier steps.
-    """
+    """Return each device's best time relative to its line over the present one, of shape [N]."""
     now = medians(relative_times(lines, windows.recent))
     best = best_block(relative_times(lines, windows.earlier))
     result: Floats = np.where(now > 0, np.minimum(best / now, 1.0), np.nan)
@@ -85,9 +68,6 @@ def best_block(values: Floats) -> Floats:
 
     Medians over a longer time would hide what was good only in the beginning, over a shorter one
     the smallest would be an accident.
-
-    Args:
-        values: float64 of shape [T, N].
     """
     consecutive = blocks(values)
     unknown = np.isnan(consecutive).sum(axis=1) > consecutive.shape[1] // 2
@@ -98,14 +78,7 @@ def best_block(values: Floats) -> Floats:
 
 
 def blocks(values: Floats) -> Floats:
-    """Cut rows into blocks of 2 % of them and at least 16, the latest rows first of all.
-
-    Args:
-        values: float64 of shape [T, ...].
-
-    Returns:
-        float64 of shape [blocks, rows of a block, ...]; no blocks if there are too few rows.
-    """
+    """Cut rows into blocks of 2 % of them and at least 16, the latest rows first of all."""
     size = max(_LEAST_BLOCK, len(values) // _BLOCKS)
     number = len(values) // size
     # The first steps, which compile, are in no block if there is a choice.

@@ -24,12 +24,7 @@ _OF_MEDIAN_DEVIATION = 1.4826
 
 
 class Situation:
-    """Everything that a diagnosis asks about, computed once.
-
-    Args:
-        recording: the recording.
-        windows: its recent and earlier steps; recent ones are not empty.
-    """
+    """Everything that a diagnosis asks about, computed once."""
 
     def __init__(self, recording: Recording, windows: Windows) -> None:
         self.recording = recording
@@ -60,11 +55,7 @@ class Situation:
         return self._host_states[worker]
 
     def changed(self, kind: str) -> bool:
-        """Tell whether a training has changed something already.
-
-        Args:
-            kind: as in `Change`.
-        """
+        """Tell whether a training has changed something already."""
         return any(change.kind == kind for change in self.recording.changes)
 
     @functools.cached_property
@@ -142,11 +133,7 @@ class Situation:
         return self.is_balanced and bool(differs.any())
 
     def balanced_seconds_with(self, factors: Floats) -> float:
-        """Return the compute time of a step with balanced shares, if devices changed their speed.
-
-        Args:
-            factors: float64 of shape [N], multiples of the present time of each device.
-        """
+        """Return a step's compute time with balanced shares, if devices changed their speed."""
         lines = self.lines.scaled(factors)
         shares = lines.balanced(self.shares)
         seconds = np.where(shares > 0, np.nan_to_num(lines.seconds(shares)), 0.0)
@@ -154,11 +141,6 @@ class Situation:
 
 
 def usual_seconds(own: Floats, transfer: Floats) -> float:
-    """Return the shortest usual step of blocks: of medians over their rows.
-
-    Args:
-        own: float64 of shape [blocks, rows, N], seconds before the collective.
-        transfer: float64 of shape [blocks, rows], seconds.
-    """
+    """Return the shortest usual step of blocks: of medians over their rows."""
     seconds = medians(own, axis=1).max(axis=1, initial=0.0) + medians(transfer, axis=1)
     return float(seconds.min(initial=np.inf))

@@ -33,11 +33,7 @@ class _Fault:
 
 
 def slow_devices(situation: Situation) -> Iterator[Suspect]:
-    """Return the devices that compute more slowly than the fastest, or than they did before.
-
-    Args:
-        situation: what is known of recent steps.
-    """
+    """Return the devices that compute more slowly than the fastest, or than they did before."""
     recent = situation.recent
     best = fastest(situation.lines, recent.shares)
     has_samples = (recent.shares > 0).any(axis=0) & recent.known

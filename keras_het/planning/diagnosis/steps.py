@@ -37,16 +37,6 @@ class Steps:
 
     The last replica waits for nobody: all it spends in the collective is transfer. Other time
     counts as if it came before the collective: what is after it delays the next step alike.
-
-    Args:
-        numbers: int64 of shape [T], number of the step of each row.
-        weights: float64 of shape [T], steps that a row stands for.
-        compute: float64 of shape [T, N], seconds.
-        input: float64 of shape [T, N], seconds.
-        other: float64 of shape [T, N], seconds.
-        transfer: float64 of shape [T], seconds.
-        shares: float64 of shape [T, N], samples; all 1 if unknown.
-        known: bool of shape [N], whether any compute time of a device is known.
     """
 
     numbers: Integers
@@ -70,19 +60,11 @@ class Steps:
         return result
 
     def mean(self, values: Floats) -> float:
-        """Return the mean over steps.
-
-        Args:
-            values: float64 of shape [T].
-        """
+        """Return the mean over steps."""
         return float(values @ self.weights / self.weights.sum()) if len(values) else np.nan
 
     def rows(self, chosen: slice | Integers) -> Steps:
-        """Return some rows.
-
-        Args:
-            chosen: their slice or indices.
-        """
+        """Return some rows."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         known = fields.pop("known")
         return Steps(**{name: values[chosen] for name, values in fields.items()}, known=known)
@@ -90,13 +72,7 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Throughput:
-    """How fast steps are by the wall clock, stalls included; NaN if unknown.
-
-    Args:
-        step_seconds: mean step time: from the end of one step to the end of the next.
-        median_seconds: median step time.
-        samples_per_second: samples over the wall time of all these steps.
-    """
+    """How fast steps are by the wall clock, stalls included; NaN if unknown."""
 
     step_seconds: float
     median_seconds: float
@@ -104,14 +80,7 @@ class Throughput:
 
 
 def throughput(wall: Floats, samples: Floats, every: Integers | None = None) -> Throughput:
-    """Return how fast steps are: of all views the only place that computes this.
-
-    Args:
-        wall: float64 of shape [T, N], wall time of each replica's steps in seconds; rows in which
-            a replica has none do not count, nor do replicas without any.
-        samples: float64 of shape [T], samples of each step.
-        every: int64 of shape [T], steps that each row stands for with medians; by default 1.
-    """
+    """Return how fast steps are: of all views the only place that computes this."""
     wall = checked(wall)
     wall = wall[:, ~np.isnan(wall).all(axis=0)]
     rows = np.flatnonzero(~np.isnan(wall).any(axis=1) & bool(wall.size))
@@ -127,12 +96,7 @@ def throughput(wall: Floats, samples: Floats, every: Integers | None = None) -> 
 
 
 def steps_of(recording: Recording, rows: Integers) -> Steps:
-    """Return rows of a recording, with medians in place of single unknown values.
-
-    Args:
-        recording: the recording.
-        rows: indices of the rows, ascending.
-    """
+    """Return rows of a recording, with medians in place of single unknown values."""
     compute, waited, sync, other = (
         checked(values[rows])
         for values in (recording.compute, recording.input, recording.sync, recording.other)
@@ -156,11 +120,7 @@ def steps_of(recording: Recording, rows: Integers) -> Steps:
 
 
 def comparable_rows(recording: Recording) -> Integers:
-    """Return the rows with times, samples and a whole global batch.
-
-    Args:
-        recording: the recording.
-    """
+    """Return the rows with times, samples and a whole global batch."""
     compute = np.asarray(recording.compute, np.float64)
     timed = np.isfinite(compute).any(axis=1)
     shares = np.asarray(recording.shares, np.float64)
@@ -174,12 +134,7 @@ def comparable_rows(recording: Recording) -> Integers:
 
 
 def without_long_rows(steps: Steps, begins: bool) -> Steps:
-    """Leave out first steps that compile, a few that are far longer, and one that stands alone.
-
-    Args:
-        steps: the steps.
-        begins: whether these are the first ones of the recording.
-    """
+    """Leave out first steps that compile, a few that are far longer, and one that stands alone."""
     if len(steps.numbers) < 3:
         return steps
     middle = float(medians(steps.seconds))

@@ -15,18 +15,6 @@ class Suspect:
     """A possible cause, and the time that would be saved without it.
 
     Savings of several suspects add up; a time never falls below 0.
-
-    Args:
-        kind: as in `Cause`.
-        devices: indices of the devices concerned, the worst one first; none for a link of all.
-        own: float64 of shape [T, N], seconds that each replica would be ready earlier.
-        transfer: float64 of shape [T], seconds of transfer that would be saved.
-        why: what the numbers say, with the device or worker as the subject.
-        worker: the worker that `why` is about, if it is not about a device.
-        since: whether the device has been faster.
-        advice: what `Throttle` and `HostState` know about the repair.
-        phase: the part of a step that `why` is about.
-        parts: what it was joined from, one for each device or worker.
     """
 
     kind: str
@@ -42,11 +30,7 @@ class Suspect:
 
     @staticmethod
     def joined(suspects: Sequence[Suspect]) -> Suspect:
-        """Return suspects of a kind as one, described by the one that saves most.
-
-        Args:
-            suspects: one or more of the same kind.
-        """
+        """Return suspects of a kind as one, described by the one that saves most."""
         first, *others = sorted(suspects, key=Suspect.size, reverse=True)
         if not others:
             return first

@@ -31,9 +31,6 @@ def find_suspects(situation: Situation) -> list[Suspect]:
     """Return everything that may be a cause, one for each kind, with all devices concerned.
 
     What has become slow is one, and what was always slow another.
-
-    Args:
-        situation: what is known of recent steps.
     """
     found: dict[tuple[str, bool], list[Suspect]] = {}
     for suspect in _all_suspects(situation):
@@ -129,11 +126,6 @@ def seconds_saved(
     The mean over steps, which has what devices wait for each other because of noise; that between
     mean times, which has not; and the mean in a usual part of these steps, which has no part of
     what happens in a few of them, however long it takes.
-
-    Args:
-        situation: what is known of recent steps.
-        suspects: what is repaired.
-        already: what is repaired of it in the steps that are compared.
     """
     (own, transfer), (own_then, transfer_then) = (
         repaired(situation, each) for each in (already, suspects)
@@ -147,12 +139,7 @@ def seconds_saved(
 
 
 def repaired(situation: Situation, suspects: Iterable[Suspect]) -> tuple[Floats, Floats]:
-    """Return times before the collective [T, N], and of transfer [T], without some suspects.
-
-    Args:
-        situation: what is known of recent steps.
-        suspects: what is repaired.
-    """
+    """Return times before the collective [T, N], and of transfer [T], without some suspects."""
     own, transfer = situation.recent.own, situation.recent.transfer
     for suspect in suspects:
         own, transfer = own - suspect.own, transfer - suspect.transfer

@@ -66,18 +66,7 @@ _ALL_SLOWER = 0.85
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Something that makes steps longer.
-
-    Args:
-        kind: one of `CAUSES`.
-        devices: indices of the devices concerned, the worst one first; empty for a link.
-        workers: indices of their workers, in the same order, each once.
-        severity: "note", or "critical" above a fifth of the step, once others are mended at last.
-        share_of_step: fraction of each step that would be saved without it, from 0 to 1, if all
-            else stays as it is: of what hides behind another cause, nothing.
-        text: who and why, with numbers.
-        advice: what to do.
-    """
+    """Something that makes steps longer."""
 
     kind: str
     devices: tuple[int, ...]
@@ -100,14 +89,7 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Verdict:
-    """The result of a diagnosis.
-
-    Args:
-        lines: at most three lines that a person can act on; one that says so if there is nothing
-            to do; none if too little is known.
-        causes: what makes steps longer, the most expensive first; empty if nothing does.
-        missing: what the diagnosis would need to know, or cannot explain.
-    """
+    """The result of a diagnosis."""
 
     lines: tuple[str, ...]
     causes: tuple[Cause, ...]
@@ -137,19 +119,8 @@ def diagnose(recording: Recording, window: int = WINDOW) -> Verdict:
     than 80 % of the excess: of the step's time over T(S), and over the best earlier steps. If all
     explain less, the verdict says how much is left, and if it is more than half, names no cause.
 
-    Args:
-        recording: the recording.
-        window: largest number of recent rows that count; earlier ones tell what is usual. It ends
-            early at a change of shares, and at a lasting change of the step time.
-
     In a pipeline, devices have different layers: a step waits for its plan, and the verdict says
     how long each device is idle, as predicted and as measured.
-
-    Returns:
-        The verdict. It abstains, and says so in `missing`, where steps or readings are missing.
-
-    Raises:
-        ValueError: if `window` is too small.
     """
     if window < MIN_STEPS:
         raise ValueError(

@@ -20,14 +20,7 @@ from keras_het.planning.diagnosis.steps import (
 
 @dataclasses.dataclass(frozen=True)
 class WhatIf:
-    """Mean time of a step in seconds, as it is and as it would be; NaN if there are no steps.
-
-    Args:
-        step_seconds: as it is.
-        by_device: float64 of shape [N], if this device were ideal.
-        by_worker: by index of a worker, if all its devices were.
-        by_phase: by name of a phase, if it were ideal on all devices; "sync" is the transfer.
-    """
+    """Mean time of a step in seconds, as it is and as it would be; NaN if there are no steps."""
 
     step_seconds: float
     by_device: Floats
@@ -55,14 +48,6 @@ def what_if(recording: Recording, steps: Steps | None = None) -> WhatIf:
 
     for each step; the mean is over all steps but those that compile, partial batches and a few very
     long ones. An ideal transfer takes no time.
-
-    Args:
-        recording: the recording; use `between` for a part of it.
-        steps: the steps to compute again; by default these.
-
-    Reference:
-        Lin et al., "Understanding Stragglers in Large Model Training Using What-if Analysis", OSDI
-        2025, arXiv:2505.05713. There, devices are equal and the ideal is their mean.
     """
     steps = all_steps(recording) if steps is None else steps
     with np.errstate(all="ignore"):
@@ -74,13 +59,6 @@ def gain_over_even(recording: Recording, steps: Steps | None = None) -> float:
 
     Above 1 where balancing has paid. NaN without times; devices whose speed is unknown count as
     free.
-
-    Args:
-        recording: the recording; use `between` for a part of it.
-        steps: the steps to compute again; by default those of `what_if`.
-
-    Returns:
-        Predicted time of a step with even shares over the present one.
     """
     steps = all_steps(recording) if steps is None else steps
     if not len(steps.numbers):
@@ -94,11 +72,7 @@ def gain_over_even(recording: Recording, steps: Steps | None = None) -> float:
 
 
 def all_steps(recording: Recording) -> Steps:
-    """Return all steps of a recording that can be compared.
-
-    Args:
-        recording: the recording.
-    """
+    """Return all steps of a recording that can be compared."""
     return without_long_rows(steps_of(recording, comparable_rows(recording)), begins=True)
 
 
@@ -106,11 +80,6 @@ def seconds_with_shares(steps: Steps, lines: DeviceLines, shares: Floats) -> flo
     """Predict the mean time of the same steps with other shares.
 
     A device's deviations from its line stay, so that both means have the same noise.
-
-    Args:
-        steps: T steps.
-        lines: the line of each device.
-        shares: float64 of shape [T, N] or [N].
     """
     line = lines.seconds(steps.shares)
     had_samples = (steps.shares > 0) & (line > 0)
@@ -121,13 +90,7 @@ def seconds_with_shares(steps: Steps, lines: DeviceLines, shares: Floats) -> flo
 
 
 def what_if_of_steps(steps: Steps, lines: DeviceLines, devices: tuple[Device, ...]) -> WhatIf:
-    """Compute steps again, with the devices' lines at hand.
-
-    Args:
-        steps: the steps.
-        lines: the line of each device.
-        devices: the devices.
-    """
+    """Compute steps again, with the devices' lines at hand."""
     fast = ideal_compute(steps, lines)
     other = ideal_other(steps)
     ideal = fast + other
@@ -155,12 +118,7 @@ def what_if_of_steps(steps: Steps, lines: DeviceLines, devices: tuple[Device, ..
 
 
 def ideal_compute(steps: Steps, lines: DeviceLines) -> Floats:
-    """Return compute times of devices as fast as the fastest, float64 of shape [T, N].
-
-    Args:
-        steps: T steps.
-        lines: the line of each device.
-    """
+    """Return compute times of devices as fast as the fastest, float64 of shape [T, N]."""
     best = fastest(lines, steps.shares)
     if best is None:
         return steps.compute
@@ -169,12 +127,7 @@ def ideal_compute(steps: Steps, lines: DeviceLines) -> Floats:
 
 
 def fastest(lines: DeviceLines, shares: Floats) -> int | None:
-    """Return the device with the shortest time for a mean share; None if no line is known.
-
-    Args:
-        lines: the line of each device.
-        shares: float64 of shape [T, N].
-    """
+    """Return the device with the shortest time for a mean share; None if no line is known."""
     if not shares.size:
         return None
     seconds = lines.seconds(float(shares.mean()))
@@ -182,11 +135,7 @@ def fastest(lines: DeviceLines, shares: Floats) -> int | None:
 
 
 def ideal_other(steps: Steps) -> Floats:
-    """Return other times as short as the best device's mean, float64 of shape [T, N].
-
-    Args:
-        steps: T steps.
-    """
+    """Return other times as short as the best device's mean, float64 of shape [T, N]."""
     if not steps.other.size:
         return steps.other
     return np.minimum(steps.other, means(steps.other).min())

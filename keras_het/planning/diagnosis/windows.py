@@ -35,15 +35,7 @@ _NORMAL_QUARTILE = 0.6745
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Recent and earlier steps.
-
-    Args:
-        recent: the latest steps with the present shares and the present speed.
-        earlier: all steps before them, thinned if there are many.
-        wanted: steps that `recent` was chosen from; less than `MIN_STEPS` are too few.
-        since_shares: step of the last change of shares, if `recent` begins there.
-        since_speed: step at which the step time changed, if `recent` begins there.
-    """
+    """Recent and earlier steps."""
 
     recent: Steps
     earlier: Steps
@@ -57,10 +49,6 @@ def choose_windows(recording: Recording, window: int) -> Windows:
 
     Recent steps begin with the last change of shares, and with the last lasting change of the step
     time: what has ended is not reported, and what has begun is not averaged with what was before.
-
-    Args:
-        recording: the recording.
-        window: largest number of recent rows.
     """
     rows = comparable_rows(recording)
     tail = rows[-window:]
@@ -88,9 +76,6 @@ def last_change(seconds: Floats) -> int:
 
     Of all places, the one with the largest difference of means before and after, in standard
     deviations, is a change if this exceeds what noise does. What comes after it is searched again.
-
-    Args:
-        seconds: float64 of shape [T], above 0.
     """
     first = 0
     while len(seconds) - first >= 2 * _LASTING_STEPS:

@@ -28,14 +28,7 @@ _SAME = 0.03
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """Fractions of a step that a repair would save.
-
-    Args:
-        alone: the repair of what a line tells of the devices that it names, and of nothing else.
-        of_all: that of all devices and parts of a step that the cause concerns.
-        at_last: that of all of them, when all other causes are repaired.
-        follows: whether shares would follow the repair.
-    """
+    """Fractions of a step that a repair would save."""
 
     alone: float
     of_all: float
@@ -49,13 +42,7 @@ class Saving:
 
 
 def text_of(situation: Situation, suspect: Suspect, saving: Saving) -> str:
-    """Return who and why, in one sentence.
-
-    Args:
-        situation: what is known of recent steps.
-        suspect: the cause.
-        saving: what its repair would save.
-    """
+    """Return who and why, in one sentence."""
     who = f"{_who(situation, suspect)}{_others(situation, suspect)}"
     others = "such devices" if _is_of_device(suspect) else "else of this cause"
     told = [(saving.alone, " with shares that follow" if saving.follows else "")]
@@ -82,12 +69,7 @@ def text_of(situation: Situation, suspect: Suspect, saving: Saving) -> str:
 
 
 def advice_for(situation: Situation, suspect: Suspect) -> str:
-    """Return what to do about a cause.
-
-    Args:
-        situation: what is known of recent steps.
-        suspect: the cause.
-    """
+    """Return what to do about a cause."""
     worker = _worker(situation, suspect)
     if suspect.kind in ("slow_device", "shares"):
         return _balance(situation, suspect)
@@ -113,12 +95,7 @@ def advice_for(situation: Situation, suspect: Suspect) -> str:
 
 
 def device_names(situation: Situation, devices: tuple[int, ...]) -> str:
-    """Return names of devices, the first ones in full.
-
-    Args:
-        situation: what is known of recent steps.
-        devices: their indices.
-    """
+    """Return names of devices, the first ones in full."""
     names = [situation.recording.devices[index].name for index in devices]
     return _list(names, "devices")
 
@@ -132,12 +109,7 @@ def _who(situation: Situation, suspect: Suspect) -> str:
 
 
 def named_devices(situation: Situation, suspect: Suspect) -> list[int]:
-    """Return the devices that a line is about: the worst, and those that it costs about as much.
-
-    Args:
-        situation: what is known of recent steps.
-        suspect: the cause.
-    """
+    """Return the devices that a line is about: the worst, and those that it costs about as much."""
     if not suspect.devices:
         return []
     first = suspect.devices[0]

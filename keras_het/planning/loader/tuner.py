@@ -17,14 +17,7 @@ LONGEST_PAUSE_SECONDS = 120.0
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A plan in effect that has yet to prove itself.
-
-    Args:
-        kind: the change: "more loaders", "fewer loaders", "more prefetch", "less prefetch".
-        before: the plan to revert to.
-        window: the measurements under that plan.
-        predicted_gain: relative throughput gain that the model promised, 0 for moves down.
-    """
+    """A plan in effect that has yet to prove itself."""
 
     kind: str
     before: LoaderPlan
@@ -53,12 +46,7 @@ class Pauses:
         self._length: dict[str, float] = {}
 
     def start(self, kind: str, now: float) -> None:
-        """Block a kind of move from now on.
-
-        Args:
-            kind: the kind.
-            now: time, in seconds.
-        """
+        """Block a kind of move from now on."""
         length = self._length.get(kind, FIRST_PAUSE_SECONDS)
         self._until[kind] = now + length
         self._length[kind] = min(2 * length, LONGEST_PAUSE_SECONDS)

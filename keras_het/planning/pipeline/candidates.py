@@ -22,11 +22,7 @@ _STARTS = 3
 
 
 class Candidates:
-    """Plans of a problem, each simulated once.
-
-    Args:
-        problem: what is planned.
-    """
+    """Plans of a problem, each simulated once."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -39,13 +35,7 @@ class Candidates:
         return min(plans, key=lambda plan: plan.step_seconds, default=None)
 
     def add(self, chain: Chain, ahead: Sequence[int] = AHEAD_PER_CUT) -> PipelinePlan | None:
-        """Return the fastest plan with these stages, or None if it does not fit.
-
-        Args:
-            chain: the stages.
-            ahead: how many micro-batches more than in DAPPLE's order may be on their way for each
-                later cut; all are tried. 2 is DAPPLE's order for slow links.
-        """
+        """Return the fastest plan with these stages, or None if it does not fit."""
         key = _key(chain)
         if key not in self._known:
             if self._problem.schedule != "1f1b" or len(chain) == 1:
@@ -70,12 +60,7 @@ class Candidates:
         return self.add((ChainStage(0, len(self._problem.cuts) - 1, chosen, len(chosen)),))
 
     def improve(self, chains: Iterable[Chain], most_plans: int) -> None:
-        """Change the fastest of some chains a little, as long as the simulated step gets shorter.
-
-        Args:
-            chains: those that have been added are looked at.
-            most_plans: end after so many new plans.
-        """
+        """Change the fastest of some chains a little while the simulated step gets shorter."""
         known = [(plan, chain) for chain in chains if (plan := self._known.get(_key(chain)))]
         known.sort(key=lambda pair: pair[0].step_seconds)
         for plan, chain in known[:_STARTS]:

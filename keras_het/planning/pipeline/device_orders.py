@@ -21,11 +21,6 @@ def device_orders(
     The devices of a host are neighbours, the fastest first. Up to 6 hosts come in every order, more
     hosts each by the nearest neighbour from every start. Orders that differ only in the names of
     devices are given once.
-
-    Args:
-        profile: costs of the model.
-        devices: devices and links.
-        most: return at most so many; by default all.
     """
     seconds = (profile.forward_seconds + profile.backward_seconds).sum(axis=0)
     hosts = sorted(set(devices.hosts))

@@ -35,17 +35,6 @@ class GroupCosts:
 
     How much a stage recomputes depends on how many micro-batches are in flight, and so on its
     window: the number of devices from the stage on. Windows with the same costs share a variant.
-
-    Args:
-        problem: what is planned.
-        group: the devices.
-
-    Attributes:
-        steady: float64 [variants, Q, Q], in seconds: stage from cut i to cut j; infinite where it
-            is not possible; a lower bound until `exact`.
-        latency: the same for the latency.
-        all_reduce: float64 [Q, Q], in seconds.
-        variants: variant of each window from the size of the group on, int64 [windows].
     """
 
     def __init__(self, problem: Problem, group: tuple[int, ...]) -> None:
@@ -185,11 +174,7 @@ def _times(seconds: FloatArray, factor: FloatArray) -> FloatArray:
 
 
 class KnownCosts:
-    """Costs of groups, computed once for each set of devices.
-
-    Args:
-        problem: what is planned.
-    """
+    """Costs of groups, computed once for each set of devices."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem

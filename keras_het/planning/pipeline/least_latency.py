@@ -42,13 +42,7 @@ Chain = tuple[ChainStage, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ChainCost:
-    """The estimate of a chain, in seconds.
-
-    Args:
-        steady: that of the busiest stage or transfer.
-        latency: sum over stages and transfers.
-        all_reduce: the longest one.
-    """
+    """The estimate of a chain, in seconds."""
 
     steady: float
     latency: float
@@ -61,13 +55,7 @@ class ChainCost:
 
 
 class LeastLatency:
-    """The dynamic program for one order of the devices.
-
-    Args:
-        problem: what is planned.
-        order: devices in the order of the pipeline.
-        costs: returns the costs of a group; the same object for the same group.
-    """
+    """The dynamic program for one order of the devices."""
 
     def __init__(
         self, problem: Problem, order: tuple[int, ...], costs: Callable[[Group], GroupCosts]

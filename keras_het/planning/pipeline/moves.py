@@ -9,12 +9,7 @@ from keras_het.planning.pipeline.least_latency import Chain, ChainStage, Group
 
 
 def neighbours(chain: Chain, num_devices: int) -> Iterator[Chain]:
-    """Yield chains that differ by one cut, one device, or two stages that become one.
-
-    Args:
-        chain: the stages.
-        num_devices: number of devices, D; those in no stage may join one.
-    """
+    """Yield chains that differ by one cut, one device, or two stages that become one."""
     for number in range(1, len(chain)):
         yield from _moved_cuts(chain, number)
     groups = [stage.group for stage in chain]

@@ -17,17 +17,7 @@ TINY = 1e-15
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is planned.
-
-    Args:
-        profile: costs of the model.
-        devices: devices and links.
-        micro_batches: micro-batches of a step, M.
-        schedule: "1f1b" or "gpipe".
-        recompute: "auto", "never" or "always".
-        cuts: where stages may begin and end, unit numbers with 0 and L, [Q].
-        all_cuts: whether the model has to be cut at each of them.
-    """
+    """What is planned."""
 
     profile: ModelProfile
     devices: Devices

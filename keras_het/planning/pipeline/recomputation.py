@@ -48,15 +48,7 @@ def check_recompute(recompute: str) -> None:
 def stage_memory(
     profile: ModelProfile, first: int, end: int, in_flight: int, recomputed: Sequence[int] = ()
 ) -> float:
-    """Return the bytes that a replica of a stage holds.
-
-    Args:
-        profile: costs of the model.
-        first: first unit of the stage.
-        end: the unit after its last one.
-        in_flight: most micro-batches between forward and backward, d.
-        recomputed: units whose activations are computed again, X.
-    """
+    """Return the bytes that a replica of a stage holds."""
     chosen = np.zeros(profile.num_units + 1, bool)
     chosen[list(recomputed)] = True
     units = slice(first, end)
@@ -82,14 +74,6 @@ def needed_savings(
 
     The condition of replica k is (d_k - 1) a(X) - d_k c(X) >= excess_k; divided by d_k - 1 and with
     the strictest of both sides, a(X) - ratio c(X) >= need.
-
-    Args:
-        without: bytes of each replica without recomputation, float64 [replicas, ...].
-        limits: memory of each replica, float64 [replicas, ...].
-        in_flight: micro-batches of each replica, d, [replicas, ...].
-
-    Returns:
-        need, float64 [...]: 0 where everything fits, infinite where nothing helps; and ratio.
     """
     excess = np.asarray(without - limits * (1 + _ROUNDING))
     over = excess > 0
@@ -113,17 +97,6 @@ def cheapest_recomputation(
     Exact for replicas with equal numbers of micro-batches in flight; otherwise for the strictest
     condition of all replicas. Of more than 1,024 sets that no other set dominates, those are kept
     that free evenly spaced numbers of bytes.
-
-    Args:
-        profile: costs of the model.
-        first: first unit of the stage.
-        end: the unit after its last one.
-        in_flight: micro-batches between forward and backward, [replicas].
-        limits: memory of each replica in bytes, [replicas].
-        unit_seconds: what recomputing costs, float64 [L].
-
-    Returns:
-        The units, or None if no set makes the stage fit.
     """
     flights, most = np.asarray(in_flight, np.float64), np.asarray(limits, np.float64)
     without = np.array([stage_memory(profile, first, end, d) for d in in_flight])
@@ -211,15 +184,7 @@ def _undominated(freed: FloatArray, seconds: FloatArray, least: float) -> IntArr
 
 
 class LeastRecomputation:
-    """Lower bounds of the time to recompute: the cheapest fractions of units.
-
-    Args:
-        activations: bytes that recomputing each unit frees, float64 [L].
-        unit_seconds: what recomputing it costs, float64 [L].
-        first: first unit of each stage, int64 [stages].
-        end: the unit after the last one of each stage, int64 [stages].
-        starts: the fewest bytes that are kept for a run of recomputed units, float64 [stages].
-    """
+    """Lower bounds of the time to recompute: the cheapest fractions of units."""
 
     def __init__(
         self,

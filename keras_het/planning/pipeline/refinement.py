@@ -36,13 +36,7 @@ Order = tuple[int, ...]
 
 
 def find_chains(problem: Problem, tolerance: float) -> list[Chain]:
-    """Return chains of stages with little estimated time, the best first.
-
-    Args:
-        problem: what is planned.
-        tolerance: how much slower the best may be than the optimum, as a fraction; where the model
-            has more than 31 places to cut, than the optimum near the cuts of the coarse search.
-    """
+    """Return chains of stages with little estimated time, the best first."""
     orders = device_orders(problem.profile, problem.devices)
     if problem.all_cuts or len(problem.cuts) <= _MOST_CUTS:
         return [chain for _, _, chain in _search(problem, orders, tolerance)[0].chains]

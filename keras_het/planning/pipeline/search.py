@@ -25,13 +25,7 @@ from keras_het.planning.pipeline.least_latency import Chain, LeastLatency
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Result of a search.
-
-    Args:
-        chains: estimates in seconds, numbers of the programs, and chains, the fastest first.
-        bound: no plan has a lower estimate, in seconds.
-        evaluations: how often the dynamic program ran.
-    """
+    """Result of a search."""
 
     chains: tuple[tuple[float, int, Chain], ...]
     bound: float
@@ -86,14 +80,7 @@ def search(
     most_evaluations: int | None = None,
     known: float = np.inf,
 ) -> Found:
-    """Return the chains of least estimated time.
-
-    Args:
-        programs: the dynamic program of each order of the devices.
-        tolerance: how much slower the result may be than the optimum, as a fraction.
-        most_evaluations: end after so many runs of the dynamic program, with what is known.
-        known: estimate of a plan that is known; nothing slower is looked for.
-    """
+    """Return the chains of least estimated time."""
     found: dict[Chain, tuple[float, int]] = {}
     best = known
     whole = (0.0, np.inf)

@@ -25,9 +25,6 @@ def least_short(problem: Problem) -> tuple[Problem, Chain]:
 
     The least addition is found by halving, up to 1/1000 of what the model takes on one device, for
     the first order of the devices and, of a model with many units, few cuts.
-
-    Returns:
-        The problem with these cuts, and the chain.
     """
     level = dataclasses.replace(problem, cuts=coarse_cuts(problem))
     profile = problem.profile

@@ -21,12 +21,7 @@ from keras_het.planning.pipeline.problem import Problem
 
 
 class Transfers:
-    """Costs of the transfers from each group to each other.
-
-    Args:
-        problem: what is planned.
-        groups: groups of devices, [G].
-    """
+    """Costs of the transfers from each group to each other."""
 
     def __init__(self, problem: Problem, groups: Sequence[tuple[int, ...]]) -> None:
         self._more_batches = problem.micro_batches - 1

@@ -23,16 +23,7 @@ EXCHANGES_AN_EPOCH = 8
 
 
 class Pusher(NamedTuple):
-    """A task that exchanges: an async worker, or the sync group.
-
-    Attributes:
-        batch_samples: mean number of samples of one of its steps.
-        batch_seconds: time of such a step.
-        travel_seconds: round-trip time of its weights.
-        busy_seconds: time of an exchange in which it computes nothing, regardless of messages in
-            flight.
-        parts: number of its steps for one global batch.
-    """
+    """A task that exchanges: an async worker, or the sync group."""
 
     batch_samples: float
     batch_seconds: float
@@ -147,9 +138,5 @@ class ExchangeSettings:
 
 
 def longest_period(num_steps: int) -> int:
-    """Return the longest period of a task whose period is planned.
-
-    Args:
-        num_steps: number of its steps in an epoch if it trains all of it.
-    """
+    """Return the longest period of a task whose period is planned."""
     return max(1, num_steps // EXCHANGES_AN_EPOCH)

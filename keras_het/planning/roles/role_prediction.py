@@ -136,15 +136,7 @@ class _PushedStream:
 
 
 def predict_sync(cluster: ClusterSpeeds, members: Collection[int]) -> ModePrediction:
-    """Predict a sync group with balanced shares; all other workers are left out.
-
-    Args:
-        cluster: measured speeds.
-        members: workers of the sync group, at least one.
-
-    Returns:
-        The prediction.
-    """
+    """Predict a sync group with balanced shares; all other workers are left out."""
     group = sorted(members)
     fixed = [cluster.fixed_seconds[i] for i in group]
     per_sample = [1 / cluster.samples_per_second[i] for i in group]
@@ -170,14 +162,6 @@ def predict_hybrid(
 
     The parameter service runs on the member of the sync group with the fastest link. Its async
     workers equally share the part of this link that the all-reduce leaves.
-
-    Args:
-        cluster: measured speeds.
-        sync: prediction of the sync group alone.
-        asynchronous: the async workers, disjoint from the sync group, at least one.
-
-    Returns:
-        The prediction; workers that are in neither group are left out.
     """
     group, *beside = _streams(cluster, sync, asynchronous)
     everyone = sum(stream.samples_per_second for stream in (group, *beside))
@@ -202,18 +186,6 @@ def statistical_efficiency(cluster: ClusterSpeeds, samples_in_flight: float) -> 
 
     With a large noise scale staleness is free; as it goes to 0, E approaches B / Q, one over the
     number of global batches in flight, like the damping 1 / tau of staleness-aware learning rates.
-
-    Args:
-        cluster: provides phi and B.
-        samples_in_flight: Q.
-
-    Returns:
-        The efficiency, above 0, at most 1.
-
-    Reference:
-        Efficiency of a batch size: McCandlish et al., "An Empirical Model of Large-Batch Training",
-        2018, as Qiao et al., "Pollux", OSDI 2021, use it. Applying it to samples in flight is
-        reconstructed.
     """
     batch = float(cluster.global_batch)
     noise = cluster.noise_scale
@@ -222,16 +194,7 @@ def statistical_efficiency(cluster: ClusterSpeeds, samples_in_flight: float) -> 
 
 
 def async_age_seconds(cluster: ClusterSpeeds, sync: ModePrediction, worker: int) -> float:
-    """Predict the time from pull to arrival of a push, with a single asynchronous worker.
-
-    Args:
-        cluster: measured speeds.
-        sync: prediction of the sync group.
-        worker: index of the worker.
-
-    Returns:
-        Seconds.
-    """
+    """Predict the time from pull to arrival of a push, with a single asynchronous worker."""
     return _streams(cluster, sync, [worker])[1].age_seconds
 
 

@@ -135,15 +135,7 @@ def _chosen(
 
 
 def search_all(cluster: ClusterSpeeds) -> tuple[ModePrediction, ...]:
-    """Find the best sync groups among all, excluding the group of all workers.
-
-    Args:
-        cluster: measured speeds of at least two workers.
-
-    Returns:
-        The best predictions of leave_out and, if it is possible, hybrid. They are exact, except for
-        the async workers of hybrid, which `best_hybrid` chooses.
-    """
+    """Find the best sync groups among all, excluding the group of all workers."""
     workers = range(len(cluster.samples_per_second))
     sizes = (itertools.combinations(workers, size) for size in workers[1:])
     groups = [predict_sync(cluster, group) for group in itertools.chain(*sizes)]
@@ -155,13 +147,6 @@ def search_likely(cluster: ClusterSpeeds) -> tuple[ModePrediction, ...]:
 
     The best likely group of hybrid is improved by adding, removing or replacing one worker, while
     that helps.
-
-    Args:
-        cluster: measured speeds of at least two workers.
-
-    Returns:
-        The best predictions found of leave_out and, if it is possible, hybrid. Leave_out is exact
-        if all workers have the same fixed time: a faster member never hurts.
     """
     groups = [predict_sync(cluster, group) for group in likely_groups(cluster)]
     hybrids = _best_hybrids(cluster, groups)
@@ -179,12 +164,6 @@ def likely_groups(cluster: ClusterSpeeds) -> list[tuple[int, ...]]:
 
     Of the workers with at least a certain link rate, the first 1, 2, ... by the time of an even
     share, by speed, and by link rate: at most 3 n^2 groups.
-
-    Args:
-        cluster: measured speeds.
-
-    Returns:
-        Groups of ascending worker indices, each once.
     """
     speed, link = cluster.samples_per_second, cluster.link_bytes_per_second
     workers = range(len(speed))
@@ -218,14 +197,6 @@ def best_hybrid(cluster: ClusterSpeeds, sync: ModePrediction) -> ModePrediction 
 
     Only workers that are clearly slower than every member, in computation or in their link, may be
     asynchronous: they would hold the group up. Among equals, stale gradients have no benefit.
-
-    Args:
-        cluster: measured speeds.
-        sync: prediction of the sync group.
-
-    Returns:
-        The best prediction with the first or the last of the slower workers asynchronous, at least
-        one, by the age of their pushes, and the rest left out; None if no worker is slower.
     """
     order = sorted(_slower(cluster, sync), key=lambda i: async_age_seconds(cluster, sync, i))
     first = [order[: size + 1] for size in range(len(order))]

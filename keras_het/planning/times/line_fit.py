@@ -16,13 +16,7 @@ _MIN_NOISE = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """The measurement of one replica with one share.
-
-    Args:
-        share: samples of the share.
-        seconds: lower median of the compute times.
-        count: number of measured steps.
-    """
+    """The measurement of one replica with one share."""
 
     share: int
     seconds: float
@@ -34,13 +28,6 @@ def measurements(shares: Sequence[int], seconds: Sequence[float]) -> list[Measur
 
     The median is the lower one, so that one slow outlier out of two does not count: noise raises
     compute times more than it lowers them.
-
-    Args:
-        shares: share of each observation.
-        seconds: compute time of each observation.
-
-    Returns:
-        One measurement for each distinct share, in the order of first appearance.
     """
     grouped: dict[int, list[float]] = {}
     for share, value in zip(shares, seconds, strict=True):
@@ -64,15 +51,6 @@ def fit_line(
 
     With one share, the fixed part keeps its value and the slope goes through the point. A share
     measured once counts only if no other was measured more often.
-
-    Args:
-        points: at least one measurement.
-        fixed_before: previously known fixed part, in seconds; 0 if nothing is known.
-        noise: relative standard deviation of one measurement.
-
-    Returns:
-        Fixed seconds, seconds per sample, and whether the shares are far enough apart to
-        distinguish the two.
     """
     chosen = list(points)
     often = [point for point in chosen if point.count > 1]

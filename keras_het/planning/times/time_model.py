@@ -65,16 +65,7 @@ class LinearTimeModel:
 
 
 def check_not_negative(name: str, value: object) -> None:
-    """Check that a value is a finite real number, at least 0.
-
-    Args:
-        name: The value's name in the error.
-        value: The value.
-
-    Raises:
-        TypeError: If it is not a real number.
-        ValueError: If it is negative or not finite.
-    """
+    """Check that a value is a finite real number, at least 0."""
     # numpy's scalars share no base class with Python's numbers, so convert instead of testing
     # types.
     if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):

@@ -36,12 +36,7 @@ class NoiseLevel:
         return self._noise
 
     def add(self, seconds: FloatArray, seconds_before: FloatArray) -> None:
-        """Add the times of two successive steps with the same shares.
-
-        Args:
-            seconds: later times, float64 [k].
-            seconds_before: earlier times, float64 [k].
-        """
+        """Add the times of two successive steps with the same shares."""
         count = len(seconds)
         if not count:
             return

@@ -30,17 +30,7 @@ _checked_eagerly: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def check_predictions(function: Callable[[Nest], Nest], data: Nest, outputs: Nest) -> None:
-    """Refuse outputs that cannot be joined, as far as shapes tell.
-
-    Args:
-        function: Keras's predict step, in its replica; it is traced for batches of two sizes if the
-            shapes of `outputs` leave open how they depend on them.
-        data: the batch.
-        outputs: what it has returned.
-
-    Raises:
-        ValueError: names the output.
-    """
+    """Refuse outputs that cannot be joined, as far as shapes tell."""
     if tf.executing_eagerly():
         is_open = function not in _checked_eagerly
         _checked_eagerly.add(function)
@@ -54,16 +44,7 @@ def check_predictions(function: Callable[[Nest], Nest], data: Nest, outputs: Nes
 def refuse_other_rows(
     outputs_of: Callable[[int], Nest], joins: str = _JOINS, remedy: str = _REMEDY
 ) -> None:
-    """Refuse outputs that are anything but one row for each sample, of a fixed size.
-
-    Args:
-        outputs_of: returns tensors, perhaps symbolic, for a batch of so many rows.
-        joins: what needs such outputs, for the error's text.
-        remedy: what to do, for the error's text.
-
-    Raises:
-        ValueError: names the output.
-    """
+    """Refuse outputs that are anything but one row for each sample, of a fixed size."""
     few, more = (keras.tree.flatten_with_path(outputs_of(rows)) for rows in (2, 3))
     for (path, at_two), (_, at_three) in zip(few, more, strict=False):
         first, second = _shape(at_two), _shape(at_three)
@@ -118,14 +99,7 @@ def gather_rows(
     total: tf.Tensor,
     name: str,
 ) -> Rows | None:
-    """Concatenate the rows of all replicas, replica by replica; dense, ragged or sparse tensors.
-
-    Args:
-        strategy: the `HeterogeneousStrategy`.
-        value: an output of each replica.
-        total: int64 scalar, number of samples of all replicas.
-        name: what an error calls the output.
-    """
+    """Concatenate the rows of all replicas, replica by replica; dense, ragged or sparse tensors."""
     local = strategy.experimental_local_results(value)
     if strategy.layout.num_replicas == 1 or local[0] is None:
         return local[0]

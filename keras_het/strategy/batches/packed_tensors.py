@@ -10,11 +10,7 @@ from keras_het.value_types import Summand
 
 
 class PackedTensors:
-    """Packed dense tensors: one buffer moves faster than many tensors, and is one collective.
-
-    Args:
-        tensors: tensors of any element types and shapes; `tf.IndexedSlices` are left out.
-    """
+    """Packed dense tensors: one buffer moves faster than many tensors, and is one collective."""
 
     def __init__(self, tensors: Sequence[Summand]) -> None:
         self._tensors = [tf.convert_to_tensor(t) for t in tensors if _is_dense(t)]
@@ -27,14 +23,7 @@ class PackedTensors:
         ]
 
     def unpack(self, buffers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Cut buffers of the same layout back into tensors.
-
-        Args:
-            buffers: one for each of `buffers`, of the same type and length.
-
-        Returns:
-            The tensors in the order in which they were packed.
-        """
+        """Cut buffers of the same layout back into tensors."""
         result: list[tf.Tensor] = [None] * len(self._tensors)
         for buffer, positions in zip(buffers, self._positions.values(), strict=True):
             parts = [self._tensors[p] for p in positions]

@@ -17,16 +17,7 @@ from keras_het.value_types import Leaf, Nest
 
 
 def share_out(strategy: TrainingStrategy, data: Nest) -> Nest:
-    """Cut a plain batch by the share weights in effect when the step runs.
-
-    Args:
-        strategy: the `HeterogeneousStrategy`.
-        data: structure of tensors, arrays and None.
-
-    Returns:
-        The structure with `UnevenPerReplica` leaves; `data` itself if it is cut already, or has no
-        rows to cut.
-    """
+    """Cut a plain batch by the share weights in effect when the step runs."""
     leaves = tf.nest.flatten(data)
     if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
         return data
@@ -46,15 +37,7 @@ def share_out(strategy: TrainingStrategy, data: Nest) -> Nest:
 
 
 def refuse_compiled_batch(model: keras.Model, data: Nest) -> None:
-    """Refuse plain batches in a step compiled by XLA, which cannot ask for the shares.
-
-    Args:
-        model: the model whose train or test step is traced.
-        data: the batch.
-
-    Raises:
-        ValueError: if the step is compiled and the batch is not cut yet.
-    """
+    """Refuse plain batches in a step compiled by XLA, which cannot ask for the shares."""
     leaves = tf.nest.flatten(data)
     is_cut = any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves)
     if model.jit_compile and not model.run_eagerly and not is_cut:

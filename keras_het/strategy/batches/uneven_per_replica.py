@@ -19,11 +19,6 @@ class UnevenPerReplica(private_api.PerReplica):
     A `tf.distribute.DistributedValues` that also holds the shares of all replicas, so the train
     step knows the size of the global batch without asking the other workers. Its type has an
     unknown number of rows: a `tf.function` is not retraced when the shares change.
-
-    Args:
-        values: one tensor (dense, ragged or sparse) per local replica; the rows are samples.
-        sizes: int64 tensor of shape [num_replicas], every replica's share of this global batch.
-        devices: names of the local replicas' devices; if empty, the values stay where they are.
     """
 
     def __init__(
@@ -82,12 +77,7 @@ class UnevenPerReplica(private_api.PerReplica):
 
 
 class UnevenPerReplicaSpec(tf.TypeSpec):
-    """The type of an `UnevenPerReplica`.
-
-    Args:
-        value_specs: one type per local replica.
-        num_replicas: number of replicas of all workers.
-    """
+    """The type of an `UnevenPerReplica`."""
 
     __slots__ = ["_hash", "_num_replicas", "_value_specs"]
 
@@ -132,16 +122,7 @@ class UnevenPerReplicaSpec(tf.TypeSpec):
 def wrap_shares(
     local_batches: Sequence[Nest], sizes: tf.Tensor | np.ndarray, devices: Sequence[str] = ()
 ) -> Nest:
-    """Build the structure of `UnevenPerReplica` that a train step receives.
-
-    Args:
-        local_batches: one batch (any nested structure) per local replica.
-        sizes: int64 of shape [num_replicas], the shares of all replicas.
-        devices: names of the local replicas' devices; if empty, the batches stay where they are.
-
-    Returns:
-        The structure of one batch, its leaves `UnevenPerReplica`.
-    """
+    """Build the structure of `UnevenPerReplica` that a train step receives."""
     return _wrap(local_batches, tf.convert_to_tensor(sizes, tf.int64), devices)
 
 
@@ -173,13 +154,7 @@ def _on_device(value: Rows, device: str) -> Rows:
 
 
 def wrapped_spec(spec: Nest, num_local: int, num_replicas: int) -> Nest:
-    """Return the type of the result of `wrap_shares`.
-
-    Args:
-        spec: types of the batch of one replica, in any nested structure.
-        num_local: number of local replicas.
-        num_replicas: number of all replicas.
-    """
+    """Return the type of the result of `wrap_shares`."""
 
     def of_leaf(leaf: tf.TypeSpec | None) -> UnevenPerReplicaSpec | None:
         is_absent = leaf is None or isinstance(leaf, tf.OptionalSpec) or adapter.is_none(leaf)

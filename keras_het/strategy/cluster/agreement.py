@@ -63,23 +63,6 @@ def agree(
     """Compare what all workers are about to do; all of them must call it.
 
     Costs one gather of six numbers; only a difference triggers a second one, for the texts.
-
-    Args:
-        extended: the strategy's `HeterogeneousExtended`.
-        place: what this worker does, such as "model.fit".
-        described: values that must be equal, each under the name that the error gives it.
-        opening: first sentence of the error.
-        opening_if_only: alternative opening, by the only name in `described` that differs.
-        advice: last sentences of the error.
-        hints: additional advice, each for a name in `described` that differs.
-        about: more on `place` for the error, which may differ between workers.
-        notes: at most four integers that every worker learns from every other one.
-
-    Returns:
-        The notes of all workers, int64 of shape [workers, 4].
-
-    Raises:
-        ValueError: on every worker, with the same text, if any value differs.
     """
     compared = json.dumps([place, dict(described)], sort_keys=True)
     told = json.dumps(
@@ -158,16 +141,7 @@ def _names(workers: Sequence[int]) -> str:
 def check_agreement(
     extended: HeterogeneousExtended, weights: Sequence[float], aggregation: object = None
 ) -> None:
-    """Compare the setup of all workers.
-
-    Args:
-        extended: the strategy's `HeterogeneousExtended`.
-        weights: this worker's share weights.
-        aggregation: settings of the summation, or None without one.
-
-    Raises:
-        ValueError: on every worker, if one of them was started differently.
-    """
+    """Compare the setup of all workers."""
     described = {
         "share weights": str([float(weight) for weight in weights]),
         "type of device": extended._local_device_type,
@@ -199,9 +173,6 @@ def share_random_seed(extended: HeterogeneousExtended) -> None:
     An unseeded shuffle would order the samples differently on every worker. The chief draws the
     seed, so two runs still differ. What the user has seeded is kept: an operation with its own
     seed, and the generators of Python and NumPy that have the same state on all workers.
-
-    Args:
-        extended: the strategy's `HeterogeneousExtended`.
     """
     is_users = iterator_adapter.global_seed() is not None and drawn_seed() is None
     python = random.getstate()
@@ -223,16 +194,7 @@ def share_random_seed(extended: HeterogeneousExtended) -> None:
 
 
 def check_same_pass(strategy: TrainingStrategy, dataset: DistributedSteps, shares: str) -> None:
-    """Compare the data that the workers are about to read, and its order.
-
-    Args:
-        strategy: the `HeterogeneousStrategy`.
-        dataset: the distributed data set.
-        shares: shares of all replicas in the first batch, "none" if there is no batch at all.
-
-    Raises:
-        ValueError: on every worker, if one of them has other data or another order.
-    """
+    """Compare the data that the workers are about to read, and its order."""
     fingerprint = (dataset.fingerprint or 0) & (2**32 - 1)
     strategy.agree(
         "a pass over data",
@@ -256,15 +218,7 @@ def check_same_pass(strategy: TrainingStrategy, dataset: DistributedSteps, share
 
 
 def check_same_end(strategy: TrainingStrategy, steps: int) -> None:
-    """Compare the number of steps when it could not be known in advance.
-
-    Args:
-        strategy: the `HeterogeneousStrategy`.
-        steps: number of steps of this pass.
-
-    Raises:
-        ValueError: on every worker, if one of them has more.
-    """
+    """Compare the number of steps when it could not be known in advance."""
     opening = "The workers' data sets have different numbers of batches"
     advice = "Give every worker the same data, all of it; the strategy gives each its share."
     ended = f"that of worker {strategy.worker_index} ended after {steps}, and others go on"
@@ -278,19 +232,7 @@ def check_same_end(strategy: TrainingStrategy, steps: int) -> None:
 
 
 def has_equal_value(extended: HeterogeneousExtended, value: tf.Tensor, name: str) -> bool:
-    """Compare a variable that the workers create.
-
-    Args:
-        extended: the strategy's `HeterogeneousExtended`.
-        value: its initial value on this worker.
-        name: its name, which may differ between workers.
-
-    Returns:
-        Whether all workers have the same value; the same answer on all of them.
-
-    Raises:
-        ValueError: on every worker, if one of them creates something else.
-    """
+    """Compare a variable that the workers create."""
     described = {"type": f"{value.dtype.name} {value.shape.as_list()}"}
     array = np.ascontiguousarray(value).reshape(-1)
     # strings expose no memory to hash
@@ -312,10 +254,6 @@ class Patience:
     """Limit on the wait for workers that continue a loop which this one has left.
 
     Their step needs this worker, which waits for them elsewhere: neither would ever end.
-
-    Args:
-        message: the message for all workers.
-        abort: makes the collectives of all workers fail with a message.
     """
 
     def __init__(self, message: str, abort: Callable[[str], None]) -> None:
@@ -350,10 +288,6 @@ def flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
     """The plain values in a configuration as text, without what may differ between workers.
 
     Names that Keras numbers, seeds and folders may differ.
-
-    Args:
-        name: name of the whole.
-        value: dicts, lists, and anything else in them.
     """
     if isinstance(value, Mapping):
         if "class_name" in value and isinstance(value.get("config"), Mapping):

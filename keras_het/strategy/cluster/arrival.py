@@ -34,21 +34,7 @@ _QUEUE = 1024
 def wait_for_peers(
     own_address: str, peers: Mapping[str, str], connect_seconds: float, listens: bool = True
 ) -> float:
-    """Wait until every other worker has reached the same point.
-
-    Args:
-        own_address: where this worker listens, `host:port`.
-        peers: name of each other worker to its address.
-        connect_seconds: longest wait, in seconds.
-        listens: whether to listen meanwhile; False where this process does already.
-
-    Returns:
-        The seconds left of `connect_seconds`.
-
-    Raises:
-        TimeoutError: if a worker has not arrived by then; the message names it.
-        RuntimeError: if another program uses this worker's port.
-    """
+    """Wait until every other worker has reached the same point."""
     missing, began, next_message = dict(peers), time.monotonic(), _FIRST_MESSAGE_SECONDS
     earlier = (
         _accepting(missing.values(), _FIRST_ANSWER_SECONDS, speaking=True) if listens else set()

@@ -6,19 +6,7 @@ _MAXIMUM_PORT = 65535
 
 
 def check_address(address: object, where: str) -> str:
-    """Check that an address is `host:port`.
-
-    Args:
-        address: The value to check; an IPv6 host stands in brackets, `[::1]:12345`.
-        where: Where it was found, for the message.
-
-    Returns:
-        The same address.
-
-    Raises:
-        ValueError: If it is not a string, has a scheme, lacks host or port, or the port is not a
-            number from 1 to 65535.
-    """
+    """Check that an address is `host:port`."""
     if not isinstance(address, str):
         raise _address_error(address, where, "it is not a string")
     if "://" in address:
@@ -76,14 +64,7 @@ def refuses_connections(address: str, timeout_seconds: float = 1.0) -> bool:
 
 
 def free_port(host: str) -> int:
-    """Return a port of this machine that is currently free.
-
-    Args:
-        host: this machine's address, as others reach it.
-
-    Raises:
-        OSError: if this machine has no such address.
-    """
+    """Return a port of this machine that is currently free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:

@@ -45,20 +45,6 @@ class ClusterConfig:
     An evaluator is outside the training cluster. As in TensorFlow it forms a separate cluster: one
     worker, index 0, and its own chief. Async workers and parameter services form separate clusters
     too, but are not chiefs.
-
-    Args:
-        chief: Address `host:port` of the chief, or `None` if the cluster has no job `chief`.
-        workers: Addresses of the job `worker`, in task order.
-        evaluator: Address of the evaluator, or `None` if it is not listed.
-        task_type: This process's job: `"chief"`, `"worker"`, `"evaluator"`, `"async"`, `"ps"` or
-            `"summation"`.
-        task_index: This process's index within its job.
-        rpc_layer: Protocol between the workers. Defaults to `"grpc"`.
-        async_workers: Addresses of the job `async`, in task order; they only tell workers apart,
-            nothing listens there.
-        parameter_services: Addresses of the job `ps`, in task order; empty if the sync group's
-            leader holds the parameter service.
-        summation_machines: Addresses of the job `summation`, spare machines that sum gradients.
     """
 
     chief: str | None
@@ -87,15 +73,7 @@ class ClusterConfig:
         return self.task_type == "summation"
 
     def service_address(self, environ: Mapping[str, str] | None = None) -> str:
-        """Return the address at which the parameter service answers.
-
-        Args:
-            environ: environment to read; by default `os.environ`.
-
-        Returns:
-            `KERAS_HET_SERVICE_ADDRESS` if it is set, else the address of the job `ps`, else that of
-            the sync group's first task with the next port.
-        """
+        """Return the address at which the parameter service answers."""
         given = (os.environ if environ is None else environ).get(SERVICE_ADDRESS, "")
         if given:
             return check_address(given, SERVICE_ADDRESS)
@@ -105,12 +83,7 @@ class ClusterConfig:
         return f"{host}:{int(port) + 1}"
 
     def service_addresses(self, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-        """Return the address of each task of the job `ps`; empty without that job.
-
-        Args:
-            environ: environment to read; by default `os.environ`. It provides the address of
-                task 0.
-        """
+        """Return the address of each task of the job `ps`; empty without that job."""
         if not self.parameter_services:
             return ()
         return (self.service_address(environ), *self.parameter_services[1:])
@@ -163,15 +136,7 @@ class ClusterConfig:
         return _task_name(self.task_type, self.task_index)
 
     def address_of(self, worker_index: int) -> str:
-        """Return the address `host:port` of one worker.
-
-        Args:
-            worker_index: Index among the workers that train together, the chief first.
-
-        Raises:
-            ValueError: If there is no such worker, or its address is not listed (an evaluator
-                need not be).
-        """
+        """Return the address `host:port` of one worker."""
         job, index = self._member(worker_index)
         address = {"chief": self.chief, "evaluator": self.evaluator}.get(job)
         if job in ("worker", "async", "summation"):
@@ -212,18 +177,7 @@ class ClusterConfig:
 
 
 def read_cluster_config(environ: Mapping[str, str] | None = None) -> ClusterConfig | None:
-    """Read and validate TF_CONFIG.
-
-    Args:
-        environ: Environment to read. Defaults to `os.environ`.
-
-    Returns:
-        The cluster, or `None` if this process trains alone: TF_CONFIG is unset or empty, or its
-        cluster is.
-
-    Raises:
-        ValueError: If TF_CONFIG is malformed or contradicts itself.
-    """
+    """Read and validate TF_CONFIG."""
     text = (os.environ if environ is None else environ).get(TF_CONFIG, "")
     if not text.strip():
         return None
@@ -248,14 +202,7 @@ def read_cluster_config(environ: Mapping[str, str] | None = None) -> ClusterConf
 
 
 def config_of(strategy: TrainingStrategy) -> ClusterConfig:
-    """The configuration of a strategy with several tasks.
-
-    Args:
-        strategy: the `HeterogeneousStrategy`.
-
-    Raises:
-        ValueError: if it belongs to no cluster.
-    """
+    """The configuration of a strategy with several tasks."""
     config = strategy.cluster_config
     if config is None:
         raise ValueError(

@@ -52,10 +52,6 @@ def leave_together(strategy: Callable[[], Any]) -> None:
     that exited then would break the last step of the others. After an error there is nothing to
     wait for. (`sys.exit` leaves no trace that tells an error from a normal end, so its caller
     waits.)
-
-    Args:
-        strategy: returns the strategy whose cluster is left, or None if it is gone (a weak
-            reference).
     """
     stop_signals.leave()
     live = strategy()

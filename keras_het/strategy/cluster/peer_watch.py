@@ -29,14 +29,7 @@ _SECONDS_FOR_NEWS = 5.0
 
 
 def read_peer_timeout(given: float | None) -> float:
-    """Return how long a worker may be silent, in seconds.
-
-    Args:
-        given: the user's value; None for the environment's, or the default.
-
-    Raises:
-        ValueError: if it is not a positive number.
-    """
+    """Return how long a worker may be silent, in seconds."""
     if given is not None:
         return check_seconds("peer_timeout_seconds", given)
     text = os.environ.get(PEER_TIMEOUT, "").strip()
@@ -52,15 +45,7 @@ def read_peer_timeout(given: float | None) -> float:
 
 
 def check_seconds(name: str, seconds: float) -> float:
-    """Return a time that must be positive and finite.
-
-    Args:
-        name: the user's name for it.
-        seconds: the user's value.
-
-    Raises:
-        ValueError: if it is not.
-    """
+    """Return a time that must be positive and finite."""
     if (
         isinstance(seconds, bool)
         or not isinstance(seconds, (int, float))
@@ -85,16 +70,6 @@ class PeerWatch:
     lost, from its own peers or from the news of others. A process that has ended refuses
     connections and is noticed at once; a silent one, for example during a migration of its machine,
     has time to come back.
-
-    Args:
-        peers: task name ("/job:worker/replica:0/task:1") to address, for the workers that this one
-            watches.
-        is_healthy: asks one peer, given its task name and a timeout in seconds; raises
-            `ProcessLookupError` if another process has taken its place.
-        abort: makes pending collectives fail with a message.
-        patience_seconds: how long a peer may be silent, in seconds.
-        refuses: tells whether nothing listens at an address any more.
-        interval_seconds: pause between two rounds, in seconds.
     """
 
     def __init__(
@@ -146,14 +121,7 @@ class PeerWatch:
         wait_for_news: Callable[[], str | None],
         is_asked_to_end: Callable[[str], bool] = lambda message: False,
     ) -> None:
-        """Tell all other workers what this one finds, and hear what they have found.
-
-        Args:
-            tell: sends a message to all; it may block, for example on a silent worker 0.
-            wait_for_news: returns the first message that a worker sends, or None if none can
-                arrive any more.
-            is_asked_to_end: takes a message; returns True if it tells of a signal, not of a loss.
-        """
+        """Tell all other workers what this one finds, and hear what they have found."""
 
         def hear() -> None:
             message = wait_for_news()
@@ -168,26 +136,14 @@ class PeerWatch:
         self._stop.set()
 
     def wait_for_loss(self, timeout_seconds: float | None = None) -> str | None:
-        """Wait until a worker is known to be lost.
-
-        Args:
-            timeout_seconds: longest wait, in seconds; by default the time it takes to find and
-                report a loss.
-
-        Returns:
-            The message that names the lost worker, or None if all workers answer.
-        """
+        """Wait until a worker is known to be lost."""
         if timeout_seconds is None:
             timeout_seconds = self._patience + _SECONDS_FOR_NEWS
         self._found.wait(timeout_seconds)
         return self._message
 
     def raise_if_lost(self) -> None:
-        """Raise the error that a step would raise.
-
-        Raises:
-            WorkerLostError: if a worker is known to be lost.
-        """
+        """Raise the error that a step would raise."""
         if self._message is not None:
             raise WorkerLostError(self._message)
 
@@ -252,16 +208,7 @@ def short_name(task: str) -> str:
 
 
 def name_lost_workers(watch: PeerWatch, function: Callable[..., object]) -> Callable[..., object]:
-    """Wrap a function so that a lost worker causes one error that names it.
-
-    Args:
-        watch: the watch of this process.
-        function: function that runs collectives.
-
-    Returns:
-        The function; it raises `WorkerLostError` instead of TensorFlow's error about a broken
-        connection, and passes on every other error.
-    """
+    """Wrap a function so that a lost worker causes one error that names it."""
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
@@ -308,9 +255,6 @@ def install_report(watch: PeerWatch) -> None:
 
     `fit`, `evaluate` and `predict` raise `WorkerLostError` themselves; a custom loop and the calls
     before it get TensorFlow's error, which names sockets.
-
-    Args:
-        watch: the watch of this process.
     """
     show = sys.excepthook
 

@@ -31,16 +31,6 @@ class StopRequest:
 
     A worker that stopped by itself would leave the others in a collective. Its request therefore
     travels in the collective of the next step, and all workers stop after that step.
-
-    Args:
-        strategy: the `HeterogeneousStrategy`.
-        is_alone: whether there is no other worker: only a `fit` with backups then ends between
-            two steps, anything else at once.
-
-    Attributes:
-        unfinished: what the running step has changed already.
-        guard: saves the last finished step of the running `fit`, if that has backups.
-        tell: lets the other workers know that this one cannot wait for a common step.
     """
 
     def __init__(self, strategy: TrainingStrategy, is_alone: bool) -> None:
@@ -70,23 +60,13 @@ class StopRequest:
         return is_in_steps and not self._was_saved.is_set()
 
     def ask(self, number: int) -> None:
-        """Request a stop at the next step boundary; called in a signal handler.
-
-        Args:
-            number: number of the signal.
-        """
+        """Request a stop at the next step boundary; called in a signal handler."""
         self._received = number
 
     def guard_steps(
         self, session: FitSession, mark: Callable[[], Any], save: Callable[[Any, Any], bool]
     ) -> StepGuard:
-        """Have the last finished step of a `fit` saved if the process has to end in the next one.
-
-        Args:
-            session: the session of the `fit`.
-            mark: see `StepGuard`.
-            save: see `StepGuard`.
-        """
+        """Have the last finished step of a `fit` saved if the process must end in the next one."""
         self.guard = guard = StepGuard(session.model, mark, save, self.unfinished)
 
         def run_alone(function: StepFunction, batches: Batches) -> Any:
@@ -97,12 +77,7 @@ class StopRequest:
         return guard
 
     def end_now(self, number: int, deadline: float) -> None:
-        """Save the last finished step, and let the process end in the running one.
-
-        Args:
-            number: number of the signal that this worker or another one has received.
-            deadline: time of `time.monotonic` until which a step may finish that cannot be saved.
-        """
+        """Save the last finished step, and let the process end in the running one."""
         with self._hurry:
             if self._is_hurried:
                 return
@@ -126,22 +101,12 @@ class StopRequest:
         return self._agreed is not None
 
     def end_if_agreed(self) -> None:
-        """End the script if the latest step was the last one.
-
-        Raises:
-            SystemExit: with exit code 143, after SIGTERM.
-            KeyboardInterrupt: after Ctrl-C.
-        """
+        """End the script if the latest step was the last one."""
         if self.is_agreed:
             self._end()
 
     def contribution(self, is_first: bool, dtype: tf.DType) -> tf.Tensor:
-        """Return what a replica adds to the sum over all replicas, in the graph.
-
-        Args:
-            is_first: whether it is the first replica of its worker.
-            dtype: type of the other values that are summed.
-        """
+        """Return what a replica adds to the sum over all replicas, in the graph."""
         return tf.cast(self._own.read_value() if is_first else tf.zeros_like(self._own), dtype)
 
     def record(self, summed: tf.Tensor) -> None:
@@ -152,12 +117,6 @@ class StopRequest:
         """Make a Keras loop stop between two steps; called while its first step is traced.
 
         Keras looks up the function in every step: the second step comes through here first.
-
-        Args:
-            model: the `keras.Model`.
-            attribute: "train_function", "test_function" or "predict_function".
-            is_carried: whether its steps carry requests to the other workers; otherwise each worker
-                stops independently.
         """
         function = getattr(model, attribute, None)
         self._has_begun_steps, self._is_carried = True, is_carried

@@ -72,12 +72,7 @@ class StopSignals:
     def install(
         self, abort: Callable[[str], None] | None = None, numbers: Sequence[int] = SIGNALS
     ) -> None:
-        """Handle the signals without another handler; in the main thread, after joining a cluster.
-
-        Args:
-            abort: makes pending collectives fail with a message; None if there are none.
-            numbers: the signals to handle.
-        """
+        """Handle signals without another handler; in the main thread, after joining a cluster."""
         self._abort = abort or self._abort
         if threading.current_thread() is not threading.main_thread():
             _logger.debug("no signals: only the main thread may handle them")
@@ -210,11 +205,7 @@ class StopSignals:
         self.end_now(since)
 
     def end_now(self, since: float) -> None:
-        """Save what is finished, and end; the script by an exception if Python can still raise it.
-
-        Args:
-            since: time of the signal, of `time.monotonic`.
-        """
+        """Save what is finished, and end: by an exception if Python can still raise it."""
         for each in list(self._stoppables):
             each.end_now(signal.SIGTERM, since + _SECONDS_TO_DEADLINE)
         self._send_again(signal.SIGTERM)

@@ -29,9 +29,6 @@ class UnfinishedStep:
     While a step waits in its collective, weights and optimizer are those of the step before, but
     seeds and moving statistics have advanced. The step therefore stores their values first, in its
     graph, and waits for no device. Another thread may read the whole until the update begins.
-
-    Args:
-        device: name of the device of this worker's first replica.
     """
 
     def __init__(self, device: str) -> None:
@@ -100,18 +97,7 @@ class UnfinishedStep:
 
 
 class StepGuard:
-    """The steps of a `fit`, whose last finished one another thread can save at any time.
-
-    Args:
-        model: the model that trains.
-        mark: returns the position in the data, between two steps.
-        save: saves the state at a position, both given; returns whether a function, given too,
-            still returned True when all was read.
-        unfinished: what the running step has changed already.
-
-    Attributes:
-        num_trained: batches whose step has finished.
-    """
+    """The steps of a `fit`, whose last finished one another thread can save at any time."""
 
     def __init__(
         self,
@@ -161,14 +147,7 @@ class StepGuard:
             self._num_drawn += 1
 
     def save_last_step(self, deadline: float) -> bool:
-        """Save the last finished step in another thread; no later one begins.
-
-        Args:
-            deadline: time of `time.monotonic` until which a step that cannot be saved may finish.
-
-        Returns:
-            Whether it was saved.
-        """
+        """Save the last finished step in another thread; no later one begins."""
         while True:
             has_state = self._changing.acquire(timeout=_SECONDS_BETWEEN_LOOKS)
             if has_state and not self._has_failed:

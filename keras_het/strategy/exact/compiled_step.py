@@ -8,15 +8,7 @@ from keras_het.training_strategy import TrainingStrategy
 
 
 def check_can_compile(strategy: TrainingStrategy, model: keras.Model | None) -> None:
-    """Refuse a model whose step XLA is asked to compile but cannot.
-
-    Args:
-        strategy: the `HeterogeneousStrategy`.
-        model: the model whose step is about to run, or None.
-
-    Raises:
-        ValueError: if values would travel within it between CPUs, or several local replicas.
-    """
+    """Refuse a model whose step XLA is asked to compile but cannot."""
     if model is None or not model.jit_compile:
         return
     extended = strategy.extended

@@ -25,10 +25,6 @@ def check_created_in_scope(strategy: TrainingStrategy, variables: Sequence[Eithe
 
     A single local replica is the only one that changes them, and may do so if no worker has several
     replicas: all workers must reach the same verdict.
-
-    Args:
-        strategy: the `HeterogeneousStrategy`.
-        variables: Keras or TensorFlow variables.
     """
     most = max(strategy.layout.replicas_per_worker)
     shared = [_name(variable) for variable in variables if is_shared(strategy, variable)]
@@ -101,12 +97,7 @@ def _is_ours(strategy: tf.distribute.Strategy) -> bool:
 
 
 def move_optimizer(strategy: TrainingStrategy, model: keras.Model) -> None:
-    """Let an optimizer made outside of the scope update variables created in it.
-
-    Args:
-        strategy: the `HeterogeneousStrategy`.
-        model: a `keras.Model` that was created in its scope; before the optimizer is built.
-    """
+    """Let an optimizer made outside of the scope update variables created in it."""
     for optimizer in _optimizers(getattr(model, "optimizer", None)):
         private_api.move_optimizer(optimizer, strategy)
 
@@ -117,10 +108,6 @@ def adopt_compiled(strategy: TrainingStrategy, model: keras.Model) -> None:
     They are not the strategy's own if `compile` was called outside of the scope, or was given an
     optimizer or metric from outside: every replica would count its steps and samples in the same
     variable. Call it before a step is traced.
-
-    Args:
-        strategy: the `HeterogeneousStrategy`.
-        model: a `keras.Model` that was created in its scope.
     """
     holders = [*_optimizers(getattr(model, "optimizer", None)), *model.metrics]
     variables = {id(each): each for holder in holders for each in holder.variables}

@@ -19,28 +19,14 @@ _slowdowns: dict[int, float] = {}
 
 
 def slow_down(replica: int, factor: float) -> None:
-    """Slow down an emulated device of this process from its next step on.
-
-    Args:
-        replica: id of the replica among those of all workers.
-        factor: slowdown factor; 1 is the speed that it was started with.
-
-    Raises:
-        ValueError: if the factor is not positive.
-    """
+    """Slow down an emulated device of this process from its next step on."""
     if not factor > 0:
         raise ValueError(f"factor must be positive; 1 is the usual speed. Received: {factor}.")
     _slowdowns[replica] = float(factor)
 
 
 def wait_until_computed(step: ExactStep, values: Sequence[Leaf]) -> list[Leaf]:
-    """Delay tensors until the emulated device's compute time has passed.
-
-    Args:
-        step: the running step; nothing happens if its device is not emulated. Its clock tells when
-            the computation started.
-        values: tensors or `tf.IndexedSlices` that the collective waits for.
-    """
+    """Delay tensors until the emulated device's compute time has passed."""
     if step.emulated_device is None or step.clock is None:
         return list(values)
     flat = tf.nest.flatten(list(values), expand_composites=True)

@@ -54,10 +54,6 @@ class UpdateHooks:
     The outermost call of an update reduces the gradients: whatever a custom optimizer does before
     and after its parent's `apply`, or that of a nested one, sees the gradient of the whole batch
     and the updated weights.
-
-    Args:
-        before_reduction: called with the step and its local gradients just before they enter the
-            collective; its result is reduced (the emulated device waits here).
     """
 
     def __init__(
@@ -259,13 +255,7 @@ def _give_static_shapes(
 
 @dataclasses.dataclass
 class PendingUpdate:
-    """An optimizer update whose gradients are not reduced yet.
-
-    Args:
-        apply: applies the reduced gradients.
-        gradients: this replica's gradients, None for a variable without one.
-        is_weighted: whether they carry the replica's weight.
-    """
+    """An optimizer update whose gradients are not reduced yet."""
 
     apply: Callable[[list[Summand | None]], Any]
     gradients: list[Summand | None]
@@ -330,16 +320,7 @@ def _squared_norm(gradients: Sequence[Summand]) -> tf.Tensor:
 def sum_with_gradients(
     step: ExactStep, update: PendingUpdate | None, others: Nest
 ) -> tuple[list[Summand], Nest]:
-    """Sum gradients and other values over all replicas, in one collective per element type.
-
-    Args:
-        step: the running step.
-        update: the update whose gradients are reduced, or None.
-        others: nested structure of dense tensors that are summed as they are.
-
-    Returns:
-        The reduced gradients and the summed `others`.
-    """
+    """Sum gradients and other values over all replicas, in one collective per element type."""
     if update is None or not update.present:
         return [], step.all_reduce_sum(others)
     prepare = _zero_without_samples if update.is_weighted else _weigh

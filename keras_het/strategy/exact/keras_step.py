@@ -42,17 +42,7 @@ Run = Callable[..., Any]
 def run_train_or_test_step(
     strategy: TrainingStrategy, run: Run, function: MethodType, data: Nest
 ) -> Nest:
-    """Run `model.train_step` or `model.test_step` on every replica.
-
-    Args:
-        strategy: the `HeterogeneousStrategy`.
-        run: `tf.distribute.Strategy.run` of that strategy.
-        function: the bound step of a `keras.Model`.
-        data: the batch; structure of `UnevenPerReplica`, or anything `Strategy.run` accepts.
-
-    Returns:
-        The logs of the cluster as plain tensors.
-    """
+    """Run `model.train_step` or `model.test_step` on every replica."""
     model: keras.Model = function.__self__
     if model._distribute_strategy is strategy:
         adopt_compiled(strategy, model)
@@ -106,17 +96,7 @@ def run_train_or_test_step(
 def run_predict_step(
     strategy: TrainingStrategy, run: Run, function: Callable[[Nest], Nest], data: Nest
 ) -> Nest:
-    """Run Keras's predict step and return the outputs of all replicas in global order.
-
-    Args:
-        strategy: the `HeterogeneousStrategy`.
-        run: `tf.distribute.Strategy.run` of that strategy.
-        function: the closure of `Model.make_predict_function`.
-        data: the batch; structure of `UnevenPerReplica`, or anything `Strategy.run` accepts.
-
-    Returns:
-        The outputs for the rows of the global batch, as plain tensors, equal on all workers.
-    """
+    """Run Keras's predict step and return the outputs of all replicas in global order."""
     data = share_out(strategy, data)
     caller = private_api.keras_state_of_thread()
     model = private_api.model_of_prediction(function)
@@ -213,11 +193,7 @@ def _num_rows(data: Nest) -> tf.Tensor:
 def _start_clock(
     strategy: TrainingStrategy, step: ExactStep, data: Nest, is_measuring: bool = False
 ) -> Nest:
-    """Start timing the replica if its time is measured or its device is emulated.
-
-    Returns:
-        The batch to compute on.
-    """
+    """Start timing the replica if its time is measured or its device is emulated."""
     first = strategy.layout.local_replicas.start
     if strategy.emulated_devices is not None:
         step.emulated_device = strategy.emulated_devices[step.replica_id - first]

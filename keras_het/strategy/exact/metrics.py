@@ -85,12 +85,7 @@ def _recording(metric: keras.metrics.Metric, result: Callable[[], Nest]) -> Call
 
 
 def recorded_variable(step: ExactStep, variable: keras.Variable) -> tf.Tensor:
-    """Return this replica's part of a metric's variable, to be combined like the metric's state.
-
-    Args:
-        step: the running step.
-        variable: the variable that a custom step has put in its logs.
-    """
+    """Return this replica's part of a metric's variable, to be combined like the metric's state."""
     value = tf.identity(tf.convert_to_tensor(variable.value))
     record = _Recorded(_OneVariable((variable,)), (value,), 0)
     step.metric_results[id(value)] = (value, record)
@@ -122,17 +117,7 @@ def unchanged_without_samples(
 def cluster_logs(
     step: ExactStep, logs: Nest, sums: Sequence[tf.Tensor]
 ) -> tuple[Nest, list[tf.Tensor], list[Summand]]:
-    """Combine the logs of all replicas, and the gradients of a pending update.
-
-    Args:
-        step: the running step.
-        logs: the result of this replica's train or test step.
-        sums: additional float tensors to be summed, in the same collective.
-
-    Returns:
-        The logs of the cluster, equal on all replicas; the summed `sums`; the reduced gradients of
-        `step.pending_update`.
-    """
+    """Combine the logs of all replicas, and the gradients of a pending update."""
     records = step.metric_results
     leaves = tf.nest.flatten(logs)
     recorded = [records[id(leaf)][1] if id(leaf) in records else None for leaf in leaves]

@@ -34,13 +34,7 @@ _told: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDiction
 
 @dataclasses.dataclass(frozen=True)
 class StateChange:
-    """A variable that the step has assigned, and how replicas agree on one value for it.
-
-    Args:
-        variable: a Keras variable.
-        summands: this replica's contributions to the sums over all replicas.
-        finish: makes the variable's new value from the sums.
-    """
+    """A variable that the step has assigned, and how replicas agree on one value for it."""
 
     variable: keras.Variable
     summands: list[tf.Tensor]
@@ -57,12 +51,7 @@ def state_before(step: ExactStep, model: keras.Model) -> dict[int, tf.Tensor]:
 
 
 def finish_prediction(step: ExactStep, model: keras.Model) -> None:
-    """Combine the state that a prediction has changed, in a collective if there is any.
-
-    Args:
-        step: the running step, after the model's own step.
-        model: the model.
-    """
+    """Combine the state that a prediction has changed, in a collective if there is any."""
     changes = changed_state(step, model, [])
     summands = [change.summands for change in changes]
     sums = step.all_reduce_sum(summands) if tf.nest.flatten(summands) else summands
@@ -76,11 +65,6 @@ def changed_state(
     """Return the state that this step has changed and replicas must agree on.
 
     In a prediction only custom layers have such state.
-
-    Args:
-        step: the running step, after the model's own step.
-        model: the model.
-        metrics: its metrics, nested ones included.
     """
     if step.num_replicas == 1 and not step.may_have_no_samples:
         return []
@@ -115,12 +99,7 @@ def changed_state(
 
 
 def tell(model: keras.Model, remarks: Sequence[str]) -> None:
-    """Tell the user what steps have found, each remark once per model.
-
-    Args:
-        model: the model whose step is traced.
-        remarks: remarks of all replicas.
-    """
+    """Tell the user what steps have found, each remark once per model."""
     told = _told.setdefault(model, set())
     for remark in dict.fromkeys(remarks):
         if remark not in told:
@@ -241,11 +220,7 @@ def _in_own_row(step: ExactStep, value: tf.Tensor) -> tf.Tensor:
 
 
 class _Reader:
-    """Reader of the step's assignments to variables from the graph; starts on first use.
-
-    Args:
-        step: the running step, after the model's own step.
-    """
+    """Reader of the step's assignments to variables from the graph; starts on first use."""
 
     def __init__(self, step: ExactStep) -> None:
         self._step = step
@@ -387,11 +362,7 @@ def _remark_on_metric(metric: keras.metrics.Metric, variable: keras.Variable) ->
 
 
 def remark_on_unknown(unknown: dict[str, list[str]]) -> str:
-    """Return what to tell the user of state about which nothing is known.
-
-    Args:
-        unknown: what becomes of state, to the paths of the variables.
-    """
+    """Return what to tell the user of state about which nothing is known."""
     done = "; ".join(f"{', '.join(map(repr, paths))}: {what}" for what, paths in unknown.items())
     return (
         "How state that a layer assigns depends on the samples cannot be read off this step "

@@ -72,12 +72,7 @@ def _none() -> None:
 def _with_own(
     original: Callable[..., Any], attributes: dict[str, Callable[[], Any]]
 ) -> Callable[..., Any]:
-    """Give a method the attributes of its replica; no such method contains a collective.
-
-    Args:
-        original: the method.
-        attributes: name to a function that makes the replica's initial value.
-    """
+    """Give a method the attributes of its replica; no such method contains a collective."""
 
     @functools.wraps(original)
     def with_own(self: object, *args: object, **kwargs: object) -> Any:
@@ -102,11 +97,7 @@ def _with_own(
 
 
 class _Replica:
-    """A replica's private state while its step is traced.
-
-    Args:
-        caller: Keras's state of the thread that called `Strategy.run`.
-    """
+    """A replica's private state while its step is traced."""
 
     def __init__(self, caller: dict[str, Any]) -> None:
         self.caller = caller
@@ -116,12 +107,7 @@ class _Replica:
 
 @contextlib.contextmanager
 def as_replica(caller: dict[str, Any]) -> Iterator[None]:
-    """Keep what the running thread writes into Keras's objects apart from other replicas.
-
-    Args:
-        caller: Keras's state of the thread that called `Strategy.run`, from
-            `private_api.keras_state_of_thread`.
-    """
+    """Keep what the running thread writes into Keras's objects apart from other replicas."""
     previous = getattr(_local, "replica", None)
     _local.replica = _Replica(caller)
     try:
@@ -132,11 +118,7 @@ def as_replica(caller: dict[str, Any]) -> Iterator[None]:
 
 
 def own_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a user-defined function given to `Strategy.run` run as a replica.
-
-    Args:
-        function: the function; AutoGraph converts it if `Strategy.run` would.
-    """
+    """Make a user-defined function given to `Strategy.run` run as a replica."""
     caller = private_api.keras_state_of_thread()
     converted = private_api.convert_as_called(function)
 

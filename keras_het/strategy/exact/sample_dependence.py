@@ -63,30 +63,14 @@ _COUPLES_ROWS = ("Cumsum", "Cumprod", "Unique", "UniqueV2", "UniqueWithCounts")
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
-    """A value as a function of aggregates over samples.
-
-    Args:
-        aggregates: each with its kind.
-        compute: makes the value from as many tensors, in the same order.
-    """
+    """A value as a function of aggregates over samples."""
 
     aggregates: tuple[tuple[Kind, tf.Tensor], ...]
     compute: Callable[[Sequence[tf.Tensor]], tf.Tensor]
 
 
 class SampleDependence:
-    """Reader of the graph that one replica's step has traced.
-
-    Args:
-        rows: tensors with the samples of the replica.
-        equal: tensors that hold the same on every replica, such as results of collectives.
-        unequal: tensors that differ for a reason other than samples, such as seeds.
-        assigned: name of a variable's resource handle in this graph to the tensors that the step
-            has assigned to it, in order; None if it has done so in another graph, such as a branch
-            of a `tf.cond`.
-        keeps_equal: whether a `Combination` is to be computed in another graph, and so has what is
-            equal on all replicas among its aggregates.
-    """
+    """Reader of the graph that one replica's step has traced."""
 
     def __init__(
         self,
@@ -133,13 +117,7 @@ class SampleDependence:
         return Combination(tuple(aggregates.values()), compute)
 
     def adds_samples(self, tensor: tf.Tensor, handle: str, partial: Iterable[str]) -> bool:
-        """Tell whether a tensor is a variable's value plus what samples alone say.
-
-        Args:
-            tensor: the tensor that is assigned to the variable.
-            handle: name of its resource handle in this graph.
-            partial: names of those of variables that hold the replica's part of a sum.
-        """
+        """Tell whether a tensor is a variable's value plus what samples alone say."""
         held, waiting, terms = 0, [tensor], list[tf.Tensor]()
         while waiting:
             latest = waiting.pop()

@@ -34,13 +34,7 @@ _local = threading.local()
 
 
 class ExactStep:
-    """The shares of one replica's step, and what the step has done so far.
-
-    Args:
-        replica_id: this replica's id among the replicas of all workers.
-        samples: int64 scalar, number of samples of this replica.
-        total: int64 scalar, number of samples of the global batch.
-    """
+    """The shares of one replica's step, and what the step has done so far."""
 
     def __init__(self, replica_id: int, samples: tf.Tensor, total: tf.Tensor) -> None:
         self.replica_id = replica_id
@@ -134,10 +128,6 @@ class ExactStep:
         """Sum a structure of tensors over all replicas, in one collective per element type.
 
         No gradient flows through it.
-
-        Args:
-            values: nested structure of dense tensors and `tf.IndexedSlices`.
-            prepare: applied to each packed buffer of dense values before the sum.
         """
         flat = tf.nest.flatten(values)
         if not flat:

@@ -20,24 +20,7 @@ _ROWS = 8
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Measurements of one step.
-
-    Args:
-        shares: samples of each replica, int64 of shape [num_replicas], as this worker cut them.
-        mean_shares: the same, averaged over all workers' beliefs; differs if they disagree.
-        seconds: compute time of each replica, float64 of shape [num_replicas].
-        wanted_shares: shares the chief wanted when the step began, int64 of shape [num_replicas];
-            all zero if none.
-        gradient_squares: squared norm of each replica's own mean gradient, float64 of shape
-            [num_replicas]; zero if not measured.
-        global_gradient_square: squared norm of the mean gradient over all samples.
-        wanted_batch: global batch size that the chief wanted when the step began, 0 if none.
-        rate_factor: factor by which the chief wanted to multiply the learning rate with that
-            change.
-        collective_seconds: from the gradients of this worker's first replica to the end of the
-            step's collective. Other workers' values differ: a worker that computes longer waits
-            less.
-    """
+    """Measurements of one step."""
 
     shares: np.ndarray[Any, np.dtype[np.int64]]
     mean_shares: np.ndarray[Any, np.dtype[np.float64]]
@@ -54,9 +37,6 @@ class ControlChannel:
     """The path of the chief's decisions to all workers: with the sums of the step after them.
 
     Workers that decided for themselves could round differently, and cut a batch differently.
-
-    Args:
-        num_replicas: replicas over all workers.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -66,40 +46,20 @@ class ControlChannel:
             self._batch = tf.Variable(tf.zeros([2]), trainable=False)
 
     def send_shares(self, shares: Sequence[int]) -> None:
-        """Tell all workers which shares they should use; for the chief.
-
-        Args:
-            shares: samples of each replica, each below 2**24; zeros for no decision.
-        """
+        """Tell all workers which shares they should use; for the chief."""
         self._shares.assign(np.asarray(shares, np.float32))
 
     def send_batch(self, global_batch_size: int, rate_factor: float) -> None:
-        """Tell all workers which global batch they should use; for the chief.
-
-        Args:
-            global_batch_size: samples, below 2**24; 0 for no decision.
-            rate_factor: factor of the learning rate that comes with it.
-        """
+        """Tell all workers which global batch they should use; for the chief."""
         self._batch.assign([float(global_batch_size), rate_factor])
 
     def shares(self, is_chief: bool) -> tf.Tensor:
-        """What a replica adds to the sum over all replicas, in the graph.
-
-        Args:
-            is_chief: whether it is the chief's first replica.
-
-        Returns:
-            Float32 of shape [num_replicas].
-        """
+        """What a replica adds to the sum over all replicas, in the graph."""
         with tf.device("CPU:0"):
             return self._shares.read_value() if is_chief else tf.zeros_like(self._shares)
 
     def batch(self, is_chief: bool) -> tf.Tensor:
-        """As `shares`, for the global batch: its size and the factor, padded with zeros.
-
-        Args:
-            is_chief: whether it is the chief's first replica.
-        """
+        """As `shares`, for the global batch: its size and the factor, padded with zeros."""
         with tf.device("CPU:0"):
             batch = self._batch.read_value()
         padded = tf.pad(batch, [[0, self._num_replicas - 2]])
@@ -107,15 +67,7 @@ class ControlChannel:
 
 
 class ComputeTimes:
-    """Ring of the latest steps in host memory, written by the train step.
-
-    Args:
-        layout: the replicas.
-
-    Attributes:
-        control: the chief's decisions, which travel with the measurements.
-        phases: where the whole time of the steps goes, measured separately.
-    """
+    """Ring of the latest steps in host memory, written by the train step."""
 
     def __init__(self, layout: ReplicaLayout) -> None:
         self._num_replicas = num_replicas = layout.num_replicas
@@ -173,17 +125,7 @@ class ComputeTimes:
         seconds: tf.Tensor,
         gradient_square: tf.Tensor | None = None,
     ) -> tf.Tensor:
-        """Return what a replica adds to the sum over all replicas, in the graph.
-
-        Args:
-            replica_id: id of the replica.
-            sizes: shares of all replicas as this one believes, int64 of shape [num_replicas].
-            seconds: its compute time.
-            gradient_square: squared norm of its own mean gradient, or None.
-
-        Returns:
-            Float32 of shape [3, num_replicas]; of shape [5, num_replicas] with `gradient_square`.
-        """
+        """Return what a replica adds to the sum over all replicas, in the graph."""
         believed = tf.cast(sizes, tf.float32) / self._num_replicas
         place = tf.one_hot(replica_id, self._num_replicas)
         is_chief = replica_id == 0
@@ -199,14 +141,7 @@ class ComputeTimes:
         collective_seconds: tf.Tensor,
         global_gradient_square: tf.Tensor | None = None,
     ) -> None:
-        """Write one step; called in the graph, by one local replica.
-
-        Args:
-            sizes: shares of all replicas, int64 of shape [num_replicas].
-            summed: the sum of all contributions.
-            collective_seconds: time from this replica's gradients to that sum.
-            global_gradient_square: squared norm of the reduced gradient, if contributions have it.
-        """
+        """Write one step; called in the graph, by one local replica."""
         with tf.device("CPU:0"):
             rows = [tf.cast(sizes[None], tf.float64), tf.cast(summed, tf.float64)]
             if global_gradient_square is not None:
@@ -229,11 +164,7 @@ class ComputeTimes:
         return self._steps(first, count)
 
     def latest(self, number: int) -> list[StepTimes]:
-        """The latest steps, oldest first; `read_new` still returns them.
-
-        Args:
-            number: maximum number of steps.
-        """
+        """The latest steps, oldest first; `read_new` still returns them."""
         count = int(tf.raw_ops.ReadVariableOp(resource=self._count.handle, dtype=tf.int64))
         return self._steps(max(0, count - min(number, CAPACITY)), count)
 

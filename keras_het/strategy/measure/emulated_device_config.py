@@ -21,16 +21,7 @@ _EXAMPLE = '[{"speed": 4.0, "fixed_seconds": 0.0, "seconds_per_sample": 0.001}]'
 
 @dataclass(frozen=True)
 class EmulatedDevice:
-    """A device that takes at least the time its time model says for each step.
-
-    Args:
-        speed: Speed relative to the other emulated devices, in samples per second of a device of
-            speed 1; greater than 0. A label: the time model alone decides the delay.
-        time_model: Least time of a step as a function of the replica's samples.
-
-    Raises:
-        ValueError: If `speed` is not a positive finite number.
-    """
+    """A device that takes at least the time its time model says for each step."""
 
     speed: float
     time_model: LinearTimeModel
@@ -53,11 +44,7 @@ class EmulatedDevice:
 
 
 def describe_emulated_devices(devices: tuple[EmulatedDevice, ...]) -> str:
-    """Return one line per device, each of which says EMULATED.
-
-    Args:
-        devices: One device per local replica.
-    """
+    """Return one line per device, each of which says EMULATED."""
     return "\n".join(
         f"local replica {index}: {device.describe()}" for index, device in enumerate(devices)
     )
@@ -66,18 +53,7 @@ def describe_emulated_devices(devices: tuple[EmulatedDevice, ...]) -> str:
 def read_emulated_devices(
     environ: Mapping[str, str] | None = None,
 ) -> tuple[EmulatedDevice, ...] | None:
-    """Read the environment variable KERAS_HET_EMULATED_DEVICES.
-
-    Args:
-        environ: Environment to read. Defaults to `os.environ`.
-
-    Returns:
-        One device per local replica, or `None` if the variable is unset or empty (the devices are
-        then used as they are).
-
-    Raises:
-        ValueError: If the variable is malformed.
-    """
+    """Read the environment variable KERAS_HET_EMULATED_DEVICES."""
     text = (os.environ if environ is None else environ).get(KERAS_HET_EMULATED_DEVICES, "")
     if not text.strip():
         return None
@@ -116,15 +92,7 @@ def _error(problem: str, text: str) -> ValueError:
 def warn_of_emulated_devices(
     devices: tuple[EmulatedDevice, ...] | None, num_local_replicas: int
 ) -> None:
-    """Warn that times are not real if devices are emulated.
-
-    Args:
-        devices: the result of `read_emulated_devices`.
-        num_local_replicas: replicas of this worker.
-
-    Raises:
-        ValueError: unless there is one device per local replica.
-    """
+    """Warn that times are not real if devices are emulated."""
     if devices is None:
         return
     if len(devices) != num_local_replicas:

@@ -32,15 +32,6 @@ class PhaseTimes:
 
     The graph only notes what it alone knows, in few operations: a step's wall time becomes the rest
     when it is read.
-
-    Args:
-        layout: the replicas.
-
-    Attributes:
-        layout: the replicas.
-        devices: those of this worker's replicas; empty before `begin`.
-        stages: how many shares count each sample: the stages of a pipeline, else 1.
-        is_measuring: whether the train steps that are traced now measure.
     """
 
     def __init__(self, layout: ReplicaLayout) -> None:
@@ -59,14 +50,7 @@ class PhaseTimes:
         sampled: int = 0,
         host: str | None = None,
     ) -> None:
-        """Make a model's training steps measure from now on; every worker must call it.
-
-        Args:
-            model: the model; its step is retraced if it exists already.
-            devices: those of this worker's replicas.
-            sampled: quantities for `send_samples`, the same number in each call.
-            host: device on which times are kept; by default, that of each replica, if it is a CPU.
-        """
+        """Make a model's training steps measure from now on; every worker must call it."""
         if not self.is_measuring:
             self._sampled, self.is_measuring = sampled, True
             self.devices = tuple(devices)
@@ -95,11 +79,7 @@ class PhaseTimes:
             self._count = variable(first, dtype=tf.int64)
 
     def restart_clock(self) -> float:
-        """Exclude the time since the latest step: a validation is not a part of the next one.
-
-        Returns:
-            This time in seconds, on this worker.
-        """
+        """Exclude the time since the latest step: a validation is not a part of the next one."""
         now = time.time()
         seconds = now - float(self._ends[0].numpy()) if self.is_measuring else 0.0
         for end in self._ends if self.is_measuring else ():
@@ -107,34 +87,17 @@ class PhaseTimes:
         return max(seconds, 0.0)
 
     def note_input_wait(self, seconds: float) -> None:
-        """Note how long this worker waited for the batch of the step that begins.
-
-        Args:
-            seconds: the time.
-        """
+        """Note how long this worker waited for the batch of the step that begins."""
         if self.is_measuring:
             # an operation, because the variable's method takes longer
             tf.raw_ops.AssignVariableOp(resource=self._input_wait.handle, value=np.float64(seconds))
 
     def send_samples(self, samples: np.ndarray) -> None:
-        """Let the next steps tell all workers what was sampled on this one.
-
-        Args:
-            samples: float32 of shape [num_local_replicas, sampled], zero or more; NaN if unknown.
-        """
+        """Let the next steps tell all workers what was sampled on this one."""
         self._samples.assign(np.where(np.isnan(samples), _UNKNOWN, samples).ravel())
 
     def contribution(self, replica_id: int, position: int) -> tf.Tensor:
-        """Return what a replica adds to the sum over all replicas, in the graph.
-
-        Args:
-            replica_id: id of the replica.
-            position: its index among this worker's replicas. The first one adds the samples of all.
-
-        Returns:
-            Float32 of shape [num_replicas * (PARTS + sampled)]: the parts of each replica's step
-            before, then the samples of each.
-        """
+        """Return what a replica adds to the sum over all replicas, in the graph."""
         behind = PARTS * (self._num_replicas - replica_id - 1)
         with tf.device(self._hosts[position]):
             pieces = [tf.zeros(PARTS * replica_id), self._own[position].value()]
@@ -157,15 +120,7 @@ class PhaseTimes:
         sync: tf.Tensor,
         end: tf.Tensor,
     ) -> None:
-        """Note the parts of a replica's step when its collective has ended; in the graph.
-
-        Args:
-            position: index of the replica among this worker's.
-            samples: its share, int64 scalar.
-            compute: its compute time, in seconds.
-            sync: how long it waited for others, in seconds.
-            end: when the collective has ended, in seconds since the epoch.
-        """
+        """Note the parts of a replica's step when its collective has ended; in the graph."""
         with tf.device(self._hosts[position]):
             wall = end - self._ends[position].value()
             # one variable for a worker, which is on the device of its first replica
@@ -176,11 +131,7 @@ class PhaseTimes:
             self._ends[position].assign(end, read_value=False)
 
     def record(self, summed: tf.Tensor) -> None:
-        """Write the step before; called in the graph, by the first local replica.
-
-        Args:
-            summed: the sum of all contributions.
-        """
+        """Write the step before; called in the graph, by the first local replica."""
         with tf.device(self._hosts[0]):
             place = self._count.value() % CAPACITY
             written = self._rows.scatter_update(tf.IndexedSlices(summed, place))
@@ -197,12 +148,7 @@ class PhaseTimes:
         return int(tf.raw_ops.ReadVariableOp(resource=self._count.handle, dtype=tf.int64))
 
     def read_new(self) -> tuple[int, np.ndarray]:
-        """The steps since the last call, oldest first; at most the latest `CAPACITY`.
-
-        Returns:
-            The number of the first of them, counted from 0; float32 of shape [steps, PARTS,
-            num_replicas].
-        """
+        """The steps since the last call, oldest first; at most the latest `CAPACITY`."""
         # row k has the step before the one that wrote it: row 0 has none
         count = self.count
         first, self._read = max(self._read, count - CAPACITY, 1), max(count, 1)

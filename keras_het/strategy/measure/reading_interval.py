@@ -34,9 +34,6 @@ class ReadingInterval:
         """Group steps that count as one: short ones read together that had the same shares.
 
         Their median is less noisy than each, and costs the policy a single observation.
-
-        Args:
-            steps: the steps since the previous reading.
         """
         grouped: list[list[StepTimes]] = []
         for step in steps:
@@ -48,11 +45,7 @@ class ReadingInterval:
         return grouped
 
     def was_read(self, steps: Sequence[StepTimes]) -> None:
-        """Take note of the steps read, and start the next interval.
-
-        Args:
-            steps: the steps since the previous reading.
-        """
+        """Take note of the steps read, and start the next interval."""
         calls, self._calls = max(self._calls, 1), 0
         slowest = max((float(step.seconds.max()) for step in steps[-MOST_CALLS:]), default=0.0)
         if slowest > 0:

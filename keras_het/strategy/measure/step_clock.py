@@ -16,15 +16,7 @@ from keras_het.value_types import Leaf, Nest, Summand
 
 
 class StepClock:
-    """Timer of one replica's part of one step, in the graph.
-
-    Args:
-        inputs: the replica's batch; time starts when it is available. The step must compute on
-            `self.inputs` instead: nothing else keeps it from starting before the clock.
-        on_accelerator: whether the replica computes on a device that works asynchronously to the
-            host. There, a tensor is "ready" for the host when its computation is queued; only a
-            value that was copied back tells when it was done.
-    """
+    """Timer of one replica's part of one step, in the graph."""
 
     def __init__(self, inputs: Nest, on_accelerator: bool) -> None:
         self._on_accelerator = on_accelerator
@@ -41,11 +33,7 @@ class StepClock:
         """When the latest collective ended, in seconds since the epoch, float64 scalar."""
 
     def stop(self, values: Sequence[Leaf]) -> None:
-        """Record the time at which values are computed; if called again, the later time counts.
-
-        Args:
-            values: the values that the replica is about to hand to a collective.
-        """
+        """Record the time at which values are computed; if called again, the later time counts."""
         end = self._end_time = self._time_when_ready(_tensors(values))
         with tf.device(self._host):
             seconds = end - self.start_time
@@ -54,11 +42,7 @@ class StepClock:
             self.seconds = tf.maximum(seconds, 0)
 
     def seconds_since_stop(self, results: Sequence[Leaf]) -> tf.Tensor:
-        """Time from `stop` until other values are available, float64 scalar.
-
-        Args:
-            results: of the collective that the values entered.
-        """
+        """Time from `stop` until other values are available, float64 scalar."""
         return self._time_when_ready(_tensors(results)) - self._end_time
 
     def seconds_in_collectives(self) -> tf.Tensor:
@@ -67,11 +51,7 @@ class StepClock:
             return tf.add_n(self._waits) if self._waits else tf.constant(0, tf.float64)
 
     def collective_starts(self, values: Sequence[Summand]) -> tuple[tf.Tensor, list[Summand]]:
-        """Record when a collective inside the step has the values that it sums.
-
-        Returns:
-            The time, and the values to give to the collective.
-        """
+        """Record when a collective inside the step has the values that it sums."""
         started = self._time_when_ready(_tensors(values))
         return started, _after(started, list(values))
 
@@ -94,15 +74,7 @@ class StepClock:
 
 
 def time_when_ready(values: Sequence[tf.Tensor], on_accelerator: bool) -> tf.Tensor:
-    """Return the time at which values are available, float64 scalar; in the graph.
-
-    Args:
-        values: the values.
-        on_accelerator: whether they are on a device that works asynchronously to the host.
-
-    Raises:
-        RuntimeError: if op determinism is enabled.
-    """
+    """Return the time at which values are available, float64 scalar; in the graph."""
     _check_clock()
     if on_accelerator:
         values = _on_host(values)
@@ -127,11 +99,7 @@ def _check_clock() -> None:
 
 
 def host_of(device: str) -> str:
-    """Return the device on which a replica's times are measured and kept.
-
-    Args:
-        device: the replica's.
-    """
+    """Return the device on which a replica's times are measured and kept."""
     return device if "CPU" in device else "CPU:0"
 
 

@@ -19,11 +19,7 @@ class PipelineExtended(HeterogeneousExtended):
 
     @contextlib.contextmanager
     def variables_on(self, device: str) -> Iterator[None]:
-        """Create the variables of this block on a device.
-
-        Args:
-            device: name of a device of this process.
-        """
+        """Create the variables of this block on a device."""
         before, self._target = self._target, device
         try:
             with tf.device(device):

@@ -16,12 +16,7 @@ from keras_het.strategy.pipeline.step.process_group import ProcessGroup
 
 
 def gather_state(pipeline: Pipeline, group: ProcessGroup) -> None:
-    """Copy the weights of each stage, and what the optimizer keeps for them, to all processes.
-
-    Args:
-        pipeline: the model in its stages.
-        group: the processes; all of them must call it after the same step.
-    """
+    """Copy the weights of each stage, and what the optimizer keeps for them, to all processes."""
     if pipeline.gather is None:
         pipeline.gather = tf.function(lambda: _gather(pipeline, group), autograph=False)
     pipeline.gather()

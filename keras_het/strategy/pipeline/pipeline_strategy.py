@@ -173,11 +173,7 @@ class PipelineStrategy(HeterogeneousStrategy):
         ]
 
     def _gather(self, values: np.ndarray) -> np.ndarray:
-        """Concatenate an array of every process; of few sizes, since each is traced.
-
-        Args:
-            values: float64 [1, ...], the same shape on all processes.
-        """
+        """Concatenate an array of every process; of few sizes, since each is traced."""
         padded = np.zeros([1, -(-values.size // _BLOCK) * _BLOCK])
         padded[0, : values.size] = values.ravel()
         everyone = self.extended.gather_over_workers(padded)
@@ -342,15 +338,7 @@ class PipelineStrategy(HeterogeneousStrategy):
             self._name_lost_workers(gather_state)(pipeline, pipeline.group)
 
     def _complete(self, model: keras.Model, purpose: str) -> None:
-        """Give every process the whole model, where a single one might ask for it.
-
-        Args:
-            model: the model.
-            purpose: what needs it, for the error's text.
-
-        Raises:
-            ValueError: on every process, if not all have come here.
-        """
+        """Give every process the whole model, where a single one might ask for it."""
         pipeline = _known_pipeline(model)
         if pipeline is None or not pipeline.is_scattered:
             return

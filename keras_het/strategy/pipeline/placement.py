@@ -22,13 +22,6 @@ def place(
     """Move the variables of each stage, and what the optimizer keeps for them, to its device.
 
     Of a stage with several replicas it is the first one's; the others read it in every step.
-
-    Args:
-        extended: the strategy's part that creates variables.
-        stages: the stages.
-        homes: name of the device of each stage.
-        optimizer: the model's optimizer, built, or None.
-        taken: ids of variables that stay where they are: another model's traced steps use them.
     """
     pairs = keras_graphs_adapter.variables_of_optimizer(optimizer) if _is_built(optimizer) else []
     kept = {id(variable): slots for variable, slots in pairs}

@@ -23,14 +23,6 @@ def measure_links(
     """Measure every pair of processes, one after the other; all of them must call it.
 
     A message goes there and comes back. Of the times, the least count: other traffic can only add.
-
-    Args:
-        transport: the way between the processes; its messages from 0 on are used.
-        gather: concatenates an array of every process.
-
-    Returns:
-        Bytes per second, and latency in seconds, float64 [processes, processes] each; infinite and
-        0 within a process.
     """
     own, number = transport.process, transport.processes
     mine = np.zeros([1, number, 2])

@@ -36,15 +36,7 @@ _plans = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Wishes:
-    """What the user asked of a plan.
-
-    Args:
-        plan: a whole plan, names of the layers after which to cut, or None.
-        micro_batches: number of micro-batches.
-        schedule: "1f1b" or "gpipe".
-        recompute: "auto", "never" or "always".
-        memory_bytes: limit of each device of this process; infinite for none.
-    """
+    """What the user asked of a plan."""
 
     plan: PipelinePlan | Sequence[str] | None
     micro_batches: int
@@ -54,14 +46,7 @@ class Wishes:
 
 
 class Processes:
-    """What planning needs of the other processes.
-
-    Args:
-        places: place of each device of the plan.
-        process: number of this process.
-        transport: the way to the others, None if there are none.
-        gather: concatenates an array of every process.
-    """
+    """What planning needs of the other processes."""
 
     def __init__(
         self,
@@ -74,11 +59,7 @@ class Processes:
         self._gather = gather
 
     def columns(self, own: np.ndarray) -> np.ndarray:
-        """Concatenate columns, one for each own device, of all processes.
-
-        Args:
-            own: float64 [rows, own devices].
-        """
+        """Concatenate columns, one for each own device, of all processes."""
         if self.transport is None:
             return own
         counts = [sum(p.process == i for p in self.places) for i in range(self.transport.processes)]
@@ -88,11 +69,7 @@ class Processes:
         return np.concatenate([everyone[i, :count] for i, count in enumerate(counts)]).T
 
     def devices(self, memory: FloatArray) -> Devices:
-        """Return all devices and their links, measured.
-
-        Args:
-            memory: limit of each device in bytes, float64 [D].
-        """
+        """Return all devices and their links, measured."""
         owners = [place.process for place in self.places]
         rate, latency = np.full([1, 1], np.inf), np.zeros([1, 1])
         if self.transport is not None:
@@ -109,20 +86,7 @@ class Processes:
 def make_plan(
     units: ModelUnits, measured: Measured, wishes: Wishes, processes: Processes
 ) -> tuple[PipelinePlan, Timeline]:
-    """Measure the links, and plan; all processes must call it, and get the same plan.
-
-    Args:
-        units: the model.
-        measured: what this process measured of its devices.
-        wishes: what the user asked.
-        processes: all of them.
-
-    Returns:
-        The plan, and the passes of one step as predicted.
-
-    Raises:
-        ValueError: on every process, if no plan is possible.
-    """
+    """Measure the links, and plan; all processes must call it, and get the same plan."""
     weights, state = unit_bytes(units, units.model.optimizer)
     forward, backward = cut_bytes(units, measured.made_bytes)
     memory = np.array([wishes.memory_bytes])
@@ -203,16 +167,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def check_plan(plan: PipelinePlan, units: ModelUnits, num_devices: int) -> None:
-    """Refuse a user's plan that does not fit the model or the devices.
-
-    Args:
-        plan: the plan.
-        units: the model.
-        num_devices: number of devices of all processes.
-
-    Raises:
-        ValueError: says which part does not fit.
-    """
+    """Refuse a user's plan that does not fit the model or the devices."""
     bounds = [0, *(stage.end for stage in plan.stages)]
     begins = [stage.first for stage in plan.stages]
     if begins != bounds[:-1] or bounds[-1] != len(units.units) or sorted(set(bounds)) != bounds:

@@ -24,14 +24,7 @@ _RUN_SECONDS = 0.04  # of one function, if it takes more than the fewest runs
 
 @dataclasses.dataclass
 class Measured:
-    """What this process measured, of L units on its own D devices, for one micro-batch.
-
-    Args:
-        forward_seconds: float64 [L, D].
-        backward_seconds: float64 [L, D].
-        activation_bytes: kept from forward to backward, float64 [L].
-        made_bytes: size of each tensor that a unit makes, by its number, with its mask.
-    """
+    """What this process measured, of L units on its own D devices, for one micro-batch."""
 
     forward_seconds: FloatArray
     backward_seconds: FloatArray
@@ -45,11 +38,6 @@ def measure(units: ModelUnits, inputs: Sequence[tf.TensorSpec], devices: Sequenc
     Times are lower quartiles, less what a call takes that does nothing: whatever else the
     processor does adds to short times, and to some layers more than to others. Values of no meaning
     are used: random numbers, and ones for integers.
-
-    Args:
-        units: the model.
-        inputs: types of a micro-batch's flat inputs, all sizes known.
-        devices: names of the devices; of those of the same kind one is measured.
     """
     kinds = [_kind(device) for device in devices]
     forward, backward, kept = ({} for _ in range(3))
@@ -79,14 +67,7 @@ def measure(units: ModelUnits, inputs: Sequence[tf.TensorSpec], devices: Sequenc
 
 
 def slowed(measured: Measured, emulation: Emulation, devices: Sequence[str], rows: int) -> Measured:
-    """Return what emulated devices take.
-
-    Args:
-        measured: what the device that runs them takes.
-        emulation: the emulated devices.
-        devices: names of this process's devices.
-        rows: samples of a micro-batch.
-    """
+    """Return what emulated devices take."""
     each = [emulation.seconds_per_sample(device) for device in devices]
     forward, backward = (rows * np.array([times[i] for times in each]).T for i in range(2))
     return dataclasses.replace(
@@ -156,13 +137,6 @@ def unit_bytes(
     """Return the bytes of the weights of each unit, and of all it needs to train them.
 
     A layer that is called several times counts at its first call.
-
-    Args:
-        units: the model.
-        optimizer: its optimizer; its slots count if it is built.
-
-    Returns:
-        Trainable weights; these with their gradients and slots, and other state; float64 [L] each.
     """
     is_built = optimizer is not None and bool(optimizer.built)
     pairs = keras_graphs_adapter.variables_of_optimizer(optimizer) if is_built else []
@@ -237,11 +211,7 @@ def _wait_for(result: object) -> None:
 
 
 def _needed_by_gradients(graph: tf.Graph) -> list[tf.Tensor]:
-    """Return what operations of gradients take from those of the forward pass.
-
-    Args:
-        graph: a traced function, forward and backward.
-    """
+    """Return what operations of gradients take from those of the forward pass."""
     found = {}
     for operation in graph.get_operations():
         for tensor in operation.inputs if _is_of_gradient(operation) else ():

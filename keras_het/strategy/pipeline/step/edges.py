@@ -18,25 +18,14 @@ HEAD = -1
 
 
 class Place(NamedTuple):
-    """A device of a process.
-
-    Args:
-        process: number of the process.
-        device: name of the device there.
-    """
+    """A device of a process."""
 
     process: int
     device: str
 
 
 class Spec(NamedTuple):
-    """What is known of a tensor before the step runs.
-
-    Args:
-        dtype: type of its elements.
-        shape: its shape, as far as it is known.
-        mask_rank: that of its mask, None without one.
-    """
+    """What is known of a tensor before the step runs."""
 
     dtype: tf.DType
     shape: tf.TensorShape
@@ -44,14 +33,7 @@ class Spec(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A tensor that goes from one process to another.
-
-    Args:
-        kind: "tensor", "mask" or "gradient".
-        token: number of the tensor.
-        micro_batch: number of the micro-batch.
-        reader: process that receives a tensor or mask; stage (or `HEAD`) that sends a gradient.
-    """
+    """A tensor that goes from one process to another."""
 
     kind: str
     token: Token
@@ -60,14 +42,7 @@ class Message(NamedTuple):
 
 
 class Edges:
-    """The ways of tensors between stages.
-
-    Args:
-        units: the model.
-        stages: its stages.
-        plan: the plan.
-        places: place of each device of the plan.
-    """
+    """The ways of tensors between stages."""
 
     def __init__(
         self,
@@ -114,11 +89,6 @@ class Edges:
         """Yield each message of a step with its source, its target and its number between them.
 
         Every process yields the same.
-
-        Args:
-            specs: types of the tensors.
-            training: whether gradients come back.
-            is_additive: whether each micro-batch has its own gradient of the loss.
         """
         numbers: dict[tuple[int, int], Iterator[int]] = collections.defaultdict(itertools.count)
         for token in sorted(self.maker):

@@ -19,11 +19,6 @@ class Emulation:
 
     The time that a device takes for a sample, forward and backward through the whole model, is
     divided over the layer calls in proportion to measured times.
-
-    Args:
-        devices: the emulated devices, by the names of this process's devices.
-        forward_seconds: measured time of each layer call, float64 [L].
-        backward_seconds: the same of the backward pass, float64 [L].
     """
 
     def __init__(
@@ -50,16 +45,7 @@ class Emulation:
         inputs: Sequence[tf.Tensor],
         after: Sequence[tf.Operation],
     ) -> EmulatedPass:
-        """Begin a pass when what it takes is there; in the graph.
-
-        Args:
-            device: name of the device.
-            stage: the stage.
-            kind: "forward" or "backward".
-            rows: number of samples of the micro-batch.
-            inputs: what the pass takes.
-            after: operations that come before it.
-        """
+        """Begin a pass when what it takes is there; in the graph."""
         forward, backward = self.seconds_per_sample(device)
         own = slice(stage.first, stage.end)
         seconds = forward[own].sum() if kind == "forward" else backward[own].sum()
@@ -69,13 +55,7 @@ class Emulation:
 
 
 class EmulatedPass:
-    """One pass on an emulated device; it ends when the time of that device is over.
-
-    Args:
-        inputs: what the pass takes; its time starts when they are there.
-        seconds: how long the device takes, float64 scalar.
-        after: operations that come before the pass.
-    """
+    """One pass on an emulated device; it ends when the time of that device is over."""
 
     def __init__(
         self, inputs: Sequence[tf.Tensor], seconds: tf.Tensor, after: Sequence[tf.Operation]
@@ -85,11 +65,7 @@ class EmulatedPass:
             self._start = private_api.run_independently(tf.timestamp())
 
     def end(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the values, later.
-
-        Args:
-            values: what the pass has made.
-        """
+        """Return the values, later."""
         with tf.control_dependencies(list(values)), tf.device("CPU:0"):
             times = [self._start, self._seconds]
             waited = private_api.run_independently(tf.numpy_function(_wait, times, tf.float64))

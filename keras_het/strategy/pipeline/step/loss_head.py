@@ -22,16 +22,6 @@ class LossHead:
     If the loss is a mean over samples, each micro-batch goes back as soon as it is through;
     otherwise (masks, sample weights in the divisor, a user's own function) the gradient is taken of
     the whole batch's loss, when all micro-batches are through.
-
-    Args:
-        units: the model.
-        batches: the batch in parts.
-        targets: the user's y.
-        sample_weight: the user's weights, or None.
-
-    Attributes:
-        is_additive: whether the loss is a mean over samples.
-        done: micro-batches whose gradients exist.
     """
 
     def __init__(
@@ -53,12 +43,7 @@ class LossHead:
         return self._model.optimizer.scale_loss(value)
 
     def of_micro_batch(self, number: int, outputs: list[tf.Tensor]) -> list[tf.Tensor | None]:
-        """Return the gradients of a micro-batch's part of the loss.
-
-        Args:
-            number: number of the micro-batch.
-            outputs: the model's flat outputs for it.
-        """
+        """Return the gradients of a micro-batch's part of the loss."""
         self.done.add(number)
         targets = self._batches.part(number, self._targets)
         weight = self._sample_weight
@@ -73,12 +58,7 @@ class LossHead:
     def of_whole_batch(
         self, outputs: dict[int, list[tf.Tensor]], masks: dict[int, list[tf.Tensor | None]]
     ) -> dict[int, list[tf.Tensor | None]]:
-        """Return the gradients of the batch's loss, by micro-batch.
-
-        Args:
-            outputs: the model's flat outputs of each micro-batch, by number.
-            masks: their masks.
-        """
+        """Return the gradients of the batch's loss, by micro-batch."""
         self.done.update(outputs)
         whole = join(self._batches, outputs, masks)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -108,13 +88,7 @@ def join(
     outputs: dict[int, list[tf.Tensor]],
     masks: dict[int, list[tf.Tensor | None]],
 ) -> list[tf.Tensor]:
-    """Put the outputs of all micro-batches together, with their masks.
-
-    Args:
-        batches: the batch in parts.
-        outputs: the model's flat outputs of each micro-batch, by number.
-        masks: their masks.
-    """
+    """Put the outputs of all micro-batches together, with their masks."""
     numbers = sorted(outputs)
     whole = []
     for i in range(len(outputs[numbers[0]])):

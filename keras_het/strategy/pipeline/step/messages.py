@@ -12,17 +12,7 @@ from keras_het.strategy.pipeline.step.transport import CollectiveTransport
 
 
 class Messages:
-    """The messages of one step, in the graph.
-
-    Args:
-        edges: the ways of tensors between stages.
-        transport: the way to the other processes; None in a single process, without messages.
-        specs: types of the tensors that travel.
-        first_number: the messages are numbered from here.
-
-    Attributes:
-        sends: operations that must run before the step ends.
-    """
+    """The messages of one step, in the graph."""
 
     def __init__(
         self,
@@ -44,15 +34,7 @@ class Messages:
     def receive(
         self, training: bool, is_additive: bool
     ) -> Iterator[tuple[Message, tf.Tensor, tf.Tensor | None]]:
-        """Receive all messages of the step; each waits for its sender by itself.
-
-        Args:
-            training: whether gradients come back.
-            is_additive: whether each micro-batch has its own gradient of the loss.
-
-        Yields:
-            The tensors and gradients, with the masks of tensors.
-        """
+        """Receive all messages of the step; each waits for its sender by itself."""
         if self._transport is None:
             return
         masks, others = dict[Message, tf.Tensor](), dict[Message, tf.Tensor]()
@@ -74,12 +56,7 @@ class Messages:
             yield message, value, masks.get(message._replace(kind="mask"))
 
     def send(self, message: Message, value: tf.Tensor) -> None:
-        """Send a tensor, if a process other than this one takes it.
-
-        Args:
-            message: the message.
-            value: its content.
-        """
+        """Send a tensor, if a process other than this one takes it."""
         if self._transport is not None and message in self._numbers:
             target, number = self._numbers[message]
             with tf.control_dependencies(None):
@@ -88,14 +65,7 @@ class Messages:
     def send_everywhere(
         self, token: Token, number: int, value: tf.Tensor, mask: tf.Tensor | None
     ) -> None:
-        """Send a tensor and its mask to the other processes that take it.
-
-        Args:
-            token: number of the tensor.
-            number: number of the micro-batch.
-            value: the tensor.
-            mask: its mask.
-        """
+        """Send a tensor and its mask to the other processes that take it."""
         for process in range(0 if self._transport is None else self._transport.processes):
             self.send(Message("tensor", token, number, process), value)
             if mask is not None:

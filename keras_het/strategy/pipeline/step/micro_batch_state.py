@@ -30,12 +30,7 @@ _BECOMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How the values of one variable after each micro-batch become one.
-
-    Args:
-        name: "sum" of changes, "mean", "first", "changes" (a sum unless all are equal), "computed".
-        combination: what it is computed from.
-    """
+    """How the values of one variable after each micro-batch become one."""
 
     name: str
     combination: Combination | None = None
@@ -59,14 +54,7 @@ def rules_of(
     rows: Sequence[tf.Tensor],
     equal: Sequence[tf.Tensor],
 ) -> tuple[list[Rule], list[str]]:
-    """Return the rule of each variable that layers assign, and what the user should know.
-
-    Args:
-        assigned: variables, and the tensors that a micro-batch assigns.
-        layers: the layers.
-        rows: tensors with the samples.
-        equal: tensors that are the same in each micro-batch.
-    """
+    """Return the rule of each variable that layers assign, and what the user should know."""
     own = {
         id(variable)
         for layer in layers
@@ -96,11 +84,7 @@ def known_change(variable: keras.Variable, value: tf.Tensor) -> StateChange:
 
 
 class MicroBatchResults:
-    """Combines what the micro-batches of this process have left.
-
-    Args:
-        weights: the part of the batch's samples in each.
-    """
+    """Combines what the micro-batches of this process have left."""
 
     def __init__(self, weights: Sequence[tf.Tensor]) -> None:
         self._weights = weights
@@ -113,15 +97,7 @@ class MicroBatchResults:
         ends: Sequence[tf.Tensor],
         parts: Sequence[Sequence[tf.Tensor]],
     ) -> StateChange:
-        """Return a variable's change; its summands are to be added up over processes.
-
-        Args:
-            variable: the variable.
-            rule: its rule.
-            before: its value before the step.
-            ends: its value after each micro-batch.
-            parts: for each micro-batch, `rule.tensors`.
-        """
+        """Return a variable's change; its summands are to be added up over processes."""
         if rule.combination is not None:
             return self._computed(variable, rule.combination, list(zip(*parts, strict=True)))
         if rule.name == "mean":

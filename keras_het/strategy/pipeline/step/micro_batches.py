@@ -14,12 +14,7 @@ from keras_het.value_types import Nest
 
 
 class MicroBatches:
-    """The parts of one batch, in the graph.
-
-    Args:
-        batch: structure of tensors with B rows.
-        count: number of micro-batches, M.
-    """
+    """The parts of one batch, in the graph."""
 
     def __init__(self, batch: Nest, count: int) -> None:
         self._batch, self.count = batch, count
@@ -27,33 +22,18 @@ class MicroBatches:
         self._bounds = [self.rows * m // count for m in range(count + 1)]
 
     def part(self, number: int, of: Nest) -> Nest:
-        """Return the rows of a micro-batch, at least one.
-
-        Args:
-            number: its number.
-            of: structure of tensors with B rows.
-        """
+        """Return the rows of a micro-batch, at least one."""
         begin = self._bounds[number]
         end = tf.maximum(self._bounds[number + 1], begin + 1)
         return slice_rows(of, begin, end - begin)
 
     def counted(self, number: int, of: Nest) -> Nest:
-        """Return those rows of a micro-batch's results that belong to the batch.
-
-        Args:
-            number: its number.
-            of: structure of tensors with the rows of `part`.
-        """
+        """Return those rows of a micro-batch's results that belong to the batch."""
         size = self._bounds[number + 1] - self._bounds[number]
         return tf.nest.map_structure(lambda value: value[:size], of)
 
     def filled_up(self, number: int, of: tf.Tensor) -> tf.Tensor:
-        """Undo `counted` for a gradient: rows that count nothing get zeros.
-
-        Args:
-            number: its number.
-            of: tensor with the rows of `counted`.
-        """
+        """Undo `counted` for a gradient: rows that count nothing get zeros."""
         size = self._bounds[number + 1] - self._bounds[number]
         missing = tf.maximum(1 - size, 0)
         return tf.concat([of, tf.zeros(tf.concat([[missing], tf.shape(of)[1:]], 0), of.dtype)], 0)

@@ -18,14 +18,7 @@ Token = int
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unit:
-    """One call of a layer, or of an operation of `keras.ops`.
-
-    Args:
-        operation: the layer or operation.
-        node: its call in the model's graph.
-        inputs: number of each tensor it takes, by the id of the symbolic one.
-        outputs: numbers of its results.
-    """
+    """One call of a layer, or of an operation of `keras.ops`."""
 
     operation: Any
     node: keras_graphs_adapter.Node
@@ -53,19 +46,6 @@ class ModelUnits:
 
     A nested Functional or Sequential model is replaced by its layer calls. Any prefix of the list
     may be a stage.
-
-    Args:
-        model: a Functional or Sequential `keras.Model`, built.
-
-    Attributes:
-        model: the same.
-        graph: its graph of layers.
-        units: the layer calls, L of them.
-        inputs: numbers of the model's inputs.
-        outputs: numbers of its outputs.
-
-    Raises:
-        ValueError: if the model's `call` is Python code, which cannot be cut.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -128,11 +108,7 @@ class ModelUnits:
         return uses | dict.fromkeys(self.outputs, len(self.units))
 
     def crossing(self, cut: int) -> list[Token]:
-        """Return the tensors that cross a cut; the model's inputs never do.
-
-        Args:
-            cut: number of the first unit behind it.
-        """
+        """Return the tensors that cross a cut; the model's inputs never do."""
         return [
             token
             for token, unit in self.maker.items()
@@ -151,14 +127,7 @@ class ModelUnits:
         return tuple(sorted(pairs))
 
     def cut_behind(self, name: str) -> int:
-        """Return the cut behind the last call of a layer.
-
-        Args:
-            name: name of the layer; of a nested model, the cut is behind all of it.
-
-        Raises:
-            ValueError: if the model has no such layer, or none behind it.
-        """
+        """Return the cut behind the last call of a layer."""
         found = [i for i, unit in enumerate(self.units) if unit.name == name]
         if not found:
             names = ", ".join(dict.fromkeys(unit.name for unit in self.units))

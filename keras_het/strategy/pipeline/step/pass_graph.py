@@ -46,21 +46,6 @@ class PassGraph:
 
     A device runs its passes in the order of the schedule; transfers start as soon as their value
     exists.
-
-    Args:
-        units: the model.
-        stages: its stages.
-        plan: the plan.
-        edges: the ways of tensors between stages.
-        messages: what this process exchanges with others.
-        emulation: times of emulated devices, None for real ones.
-        clock: measures the passes, None if nobody wants to know.
-
-    Attributes:
-        gradients: for each stage that this process holds, those of its weights.
-        losses: of the layers, weighted, for this process's micro-batches.
-        outputs: the model's flat outputs of each micro-batch, by number, at the collector.
-        output_masks: their masks.
     """
 
     def __init__(
@@ -87,13 +72,7 @@ class PassGraph:
         inputs: Callable[[int], list[tf.Tensor]],
         head: LossHead | None,
     ) -> None:
-        """Build all passes; the attributes hold the results.
-
-        Args:
-            batches: the batch in parts.
-            inputs: returns the model's flat inputs of a micro-batch.
-            head: gradients of the loss; None for forward passes only.
-        """
+        """Build all passes; the attributes hold the results."""
         self._batches, self._head = batches, head
         self._inputs = [
             dict(zip(self._units.inputs, inputs(m), strict=True))
@@ -353,15 +332,7 @@ class PassGraph:
         gradient: tf.Tensor | None,
         like: tf.Tensor,
     ) -> None:
-        """Give the gradient of a tensor to the stage that made it.
-
-        Args:
-            token: number of the tensor.
-            number: number of the micro-batch.
-            reader: the stage (or `HEAD`) that the gradient comes from.
-            gradient: None if nothing there depends on the tensor.
-            like: the tensor.
-        """
+        """Give the gradient of a tensor to the stage that made it."""
         if reader != HEAD and reader not in self._edges.readers[token]:
             return
         maker = self._edges.maker[token]
@@ -417,9 +388,6 @@ def add_gradients(parts: Sequence[Summand | None]) -> Summand | None:
 
     Sparse ones are put one after the other: Keras takes the norm of their rows for clipping
     without adding rows of the same number first.
-
-    Args:
-        parts: gradients.
     """
     found = [part for part in parts if part is not None]
     if not found:

@@ -19,13 +19,7 @@ _HOST = "CPU:0"
 
 
 class Pass(NamedTuple):
-    """A pass of a plan.
-
-    Args:
-        stage: number of the stage.
-        kind: "forward" or "backward".
-        micro_batch: number of the micro-batch.
-    """
+    """A pass of a plan."""
 
     stage: int
     kind: str
@@ -33,14 +27,7 @@ class Pass(NamedTuple):
 
 
 class PassClock:
-    """Reads the clock in one step's graph, for the passes of this process.
-
-    Args:
-        inputs: tensors of the batch; the step begins when they are there.
-
-    Attributes:
-        inputs: the same tensors, but not before the step has begun.
-    """
+    """Reads the clock in one step's graph, for the passes of this process."""
 
     def __init__(self, inputs: Sequence[tf.Tensor]) -> None:
         with tf.device(_HOST):
@@ -53,27 +40,14 @@ class PassClock:
     def begin(
         self, which: Pass, device: str, taken: Sequence[tf.Tensor], after: Sequence[tf.Operation]
     ) -> list[tf.Operation]:
-        """Note when a pass can begin; the pass must come after the operations that it returns.
-
-        Args:
-            which: the pass.
-            device: name of its device.
-            taken: what it takes.
-            after: operations that come before it.
-        """
+        """Note when a pass can begin; the pass must come after the operations that it returns."""
         with tf.control_dependencies(list(after)):
             begin = time_when_ready([self.step_begin, *taken], "CPU" not in device)
         self._begins[which] = begin
         return [begin.op]
 
     def end(self, which: Pass, device: str, made: Sequence[tf.Tensor]) -> tf.Operation:
-        """Note when a pass has ended; the next one on its device must come after what it returns.
-
-        Args:
-            which: the pass.
-            device: name of its device.
-            made: all that it makes.
-        """
+        """Note when a pass has ended; its device's next one must come after what it returns."""
         end = time_when_ready(made, "CPU" not in device)
         self.times[which] = self._begins.pop(which), end
         return end.op
@@ -84,12 +58,6 @@ class PassTimes:
 
     A process knows its passes only when the step's sum is done, so they travel with that of the
     step after, as `PhaseTimes` does. Times count from the step's begin on the process's own clock.
-
-    Args:
-        plan: the plan.
-        places: place of each device of the plan.
-        process: number of this process.
-        phases: where the time of each device goes; its replicas are the devices of the plan.
     """
 
     def __init__(
@@ -133,11 +101,7 @@ class PassTimes:
             return tf.concat([tf.cast(tf.add_n(parts), tf.float64), own], 0)
 
     def record(self, summed: tf.Tensor) -> None:
-        """Write the step before; in the graph.
-
-        Args:
-            summed: sum of the contributions of all processes.
-        """
+        """Write the step before; in the graph."""
         with tf.device(_HOST):
             step = tf.cast(self._phases.latest_step(), tf.float64)
             rows, passes = summed[: -self._size], summed[-self._size :]
@@ -147,13 +111,7 @@ class PassTimes:
     def finish_step(
         self, clock: PassClock, results: Sequence[tf.Tensor], batches: MicroBatches
     ) -> None:
-        """Note this process's passes when the step's sum is there; in the graph.
-
-        Args:
-            clock: the clock of the step.
-            results: the sum; in a single process, all that the passes have made.
-            batches: the batch in parts.
-        """
+        """Note this process's passes when the step's sum is there; in the graph."""
         # few operations for all passes together: each would cost as much as reading the clock
         done, owners = list(clock.times), [self._device_of[each] for each in clock.times]
         ends = [end for _, end in clock.times.values()]

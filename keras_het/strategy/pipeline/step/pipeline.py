@@ -32,24 +32,7 @@ _MESSAGES_PER_KIND = 500_000
 
 
 class Pipeline:
-    """A model cut into stages.
-
-    Args:
-        units: the model.
-        plan: its stages.
-        places: place of each device of the plan.
-        group: the processes, None for one.
-        emulation: times of emulated devices, None for real ones.
-        phases: where the time of each device goes; None measures nothing.
-
-    Attributes:
-        stages: the stages.
-        edges: the ways of tensors between them.
-        group: the processes, None for one.
-        gather: the traced function of `gather_state`, None before its first call.
-        optimizer: the model's optimizer, None without one.
-        times: the passes of the latest step, None without `phases`.
-    """
+    """A model cut into stages."""
 
     def __init__(
         self,
@@ -113,11 +96,7 @@ class Pipeline:
         return self.edges.collector.process == self._process
 
     def train_step(self, data: Nest) -> dict[str, tf.Tensor]:
-        """Run Keras's train step; returns the logs.
-
-        Args:
-            data: the whole batch, as Keras's own step takes it.
-        """
+        """Run Keras's train step; returns the logs."""
         inputs, targets, weight = keras.utils.unpack_x_y_sample_weight(data)
         passes = self._run("train", inputs, targets, weight)
         self._sum_over_replicas(passes)
@@ -135,22 +114,14 @@ class Pipeline:
         return self._logs(inputs, targets, weight)
 
     def test_step(self, data: Nest) -> dict[str, tf.Tensor]:
-        """Run Keras's test step; returns the logs.
-
-        Args:
-            data: the whole batch, as Keras's own step takes it.
-        """
+        """Run Keras's test step; returns the logs."""
         inputs, targets, weight = keras.utils.unpack_x_y_sample_weight(data)
         passes = self._run("test", inputs, targets, weight)
         self._count_loss(passes, targets, weight, None)
         return self._logs(inputs, targets, weight)
 
     def predict_step(self, data: Nest) -> Nest:
-        """Return the model's outputs, on every process.
-
-        Args:
-            data: the whole batch, as Keras's own step takes it.
-        """
+        """Return the model's outputs, on every process."""
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         self._run("predict", inputs)
         whole = self._whole if self._is_collector else None
@@ -246,11 +217,7 @@ class Pipeline:
     def _count_loss(
         self, passes: PassGraph, targets: Nest, weight: Nest, square: tf.Tensor | None
     ) -> tf.Tensor | None:
-        """Report the loss of the whole batch as one device does.
-
-        Returns:
-            The sum of `square` over all processes.
-        """
+        """Report the loss of the whole batch as one device does."""
         model = self.units.model
         losses = list(passes.losses)
         if self._is_collector:

@@ -17,13 +17,7 @@ _MOST_WEIGHTS = 2_000
 
 
 class ProcessGroup:
-    """The processes of a pipeline.
-
-    Args:
-        transport: the way to the others.
-        sum_over_all: adds up a tensor over all processes, in the graph.
-        stop_request: the wish to stop, which travels with the sum of each step.
-    """
+    """The processes of a pipeline."""
 
     def __init__(
         self,
@@ -40,22 +34,14 @@ class ProcessGroup:
         return self.transport.process
 
     def sum_of_step(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Add up what a step has to, and tell all processes who wants to stop; in the graph.
-
-        Args:
-            values: float64 tensors of the same static shapes on all processes.
-        """
+        """Add up what a step has to, and tell all processes who wants to stop; in the graph."""
         wish = self._stop_request.contribution(True, tf.float64)
         *sums, wishes = self.sum_over_all([*values, wish])
         self._stop_request.record(wishes)
         return sums
 
     def sum_over_all(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Add up tensors of static shapes over all processes; in the graph.
-
-        Args:
-            values: tensors, of the same types and shapes on all processes.
-        """
+        """Add up tensors of static shapes over all processes; in the graph."""
         result = list(values)
         for dtype in sorted({value.dtype for value in values}, key=lambda dtype: dtype.name):
             places = [i for i, value in enumerate(values) if value.dtype == dtype]
@@ -70,13 +56,7 @@ class ProcessGroup:
     def sum_gradients(
         self, gradients: list[Summand | None], group: Sequence[int], stage: int
     ) -> list[Summand | None]:
-        """Add up the gradients of a stage over the processes that hold it; in the graph.
-
-        Args:
-            gradients: gradients of its weights, of the same kinds on all of the group.
-            group: numbers of the processes, in the same order on all.
-            stage: number of the stage.
-        """
+        """Add up the gradients of a stage over the processes that hold it; in the graph."""
         dense = [i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.Tensor)]
         result = list(gradients)
         if dense:
@@ -113,13 +93,7 @@ class ProcessGroup:
     def share_outputs(
         self, outputs: list[tf.Tensor] | None, like: Sequence[tf.TensorSpec], source: int
     ) -> list[tf.Tensor]:
-        """Give all processes the model's outputs; in the graph.
-
-        Args:
-            outputs: the flat outputs, None on processes other than the source.
-            like: types of the outputs.
-            source: number of the process that has them.
-        """
+        """Give all processes the model's outputs; in the graph."""
         if outputs is None:
             return [
                 self.transport.receive(spec.shape.rank, spec.dtype, source, _OUTPUTS + i)
@@ -135,12 +109,7 @@ class ProcessGroup:
             return [tf.identity(value) for value in outputs]
 
     def share_state(self, variables: Sequence[keras.Variable], source: int) -> None:
-        """Give all processes the values that variables have on one; in the graph.
-
-        Args:
-            variables: the same variables on all processes.
-            source: number of the process whose values count.
-        """
+        """Give all processes the values that variables have on one; in the graph."""
         if not variables:
             return
         values = [tf.convert_to_tensor(variable.value) for variable in variables]

@@ -14,15 +14,7 @@ from keras_het.strategy.pipeline.step.model_units import Token, Unit
 
 @dataclasses.dataclass
 class Values:
-    """What layer calls read and make.
-
-    Args:
-        tensors: by their numbers.
-        masks: masks of some of them, likewise.
-        state: state of layers by variable id, as the calls so far have left it.
-        means: scalars given to `add_loss`, and activity regularizers: means over the samples.
-        sums: sums of the vectors given to `add_loss`, which have one value per sample.
-    """
+    """What layer calls read and make."""
 
     tensors: dict[Token, tf.Tensor] = dataclasses.field(default_factory=dict)
     masks: dict[Token, tf.Tensor] = dataclasses.field(default_factory=dict)
@@ -36,15 +28,6 @@ class Segment(keras.layers.Layer):
 
     It is a layer because Keras forgets what a layer gave to `add_loss` when the layer is called
     again, unless both calls lie within that of an outer layer.
-
-    Args:
-        units: the layer calls.
-
-    Attributes:
-        parts: the layers.
-        made: numbers of the tensors they make.
-        taken: numbers of those they take from outside.
-        assigned: ids of the state that they have assigned in any trace.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -71,16 +54,7 @@ class Segment(keras.layers.Layer):
         masks: list[tf.Tensor | None],
         training: bool | None = None,
     ) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
-        """Run the layer calls.
-
-        Args:
-            tensors: values of `taken`.
-            masks: their masks, None for those without.
-            training: argument of the layers.
-
-        Returns:
-            The values of `made`, and their masks.
-        """
+        """Run the layer calls."""
         values = {}
         for token, tensor, mask in zip(self.taken, tensors, masks, strict=True):
             values[token] = _with_mask(tensor, mask)
@@ -92,13 +66,7 @@ class Segment(keras.layers.Layer):
         return [tf.identity(value) for value in made], [_mask_of(value) for value in made]
 
     def run(self, weights: dict[int, tf.Tensor], values: Values, training: bool) -> None:
-        """Run the layer calls on given weights and state, and add the results to `values`.
-
-        Args:
-            weights: tensors of the trainable variables, by variable id.
-            values: has what the calls take.
-            training: argument of the layers.
-        """
+        """Run the layer calls on given weights and state, and add the results to `values`."""
         given = [
             *((v, weights[id(v)]) for v in self.trainable_variables),
             *((v, values.state[id(v)]) for v in self.state),
@@ -132,11 +100,6 @@ class Segment(keras.layers.Layer):
         """Do what `run` does, but keep only what the calls take: the gradient repeats them.
 
         The calls are pure functions, so dropout and batch normalization see the same again.
-
-        Args:
-            weights: as in `run`.
-            values: as in `run`.
-            training: as in `run`.
         """
         variables = self.trainable_variables
         floats = [token for token in self.taken if values.tensors[token].dtype.is_floating]

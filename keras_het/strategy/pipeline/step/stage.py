@@ -24,16 +24,7 @@ from keras_het.value_types import Nest
 
 
 class PassResult:
-    """What a stage's forward pass on one micro-batch has made.
-
-    Args:
-        tensors: results that later stages or the loss need, by number.
-        masks: their masks.
-        state: the state of the layers afterwards, in the order of `Stage.state`.
-        means: sum of the losses that are means over the samples, scalar.
-        sums: sum of the losses that are sums over the samples, scalar.
-        aggregates: what some of `state` is computed from, by place.
-    """
+    """What a stage's forward pass on one micro-batch has made."""
 
     def __init__(
         self,
@@ -49,20 +40,7 @@ class PassResult:
 
 
 class Stage:
-    """Layers of a model that run on the same devices.
-
-    Args:
-        units: the model.
-        planned: units, devices and routes of the stage.
-
-    Attributes:
-        planned: the same.
-        taken: numbers of the tensors that it takes: model inputs, and results of earlier stages.
-        sent: numbers of those it makes that later stages take or that the model returns.
-        weights: trainable variables.
-        state: the other variables; those of random generators are among them.
-        remarks: what the user should know about the state that the layers assign.
-    """
+    """Layers of a model that run on the same devices."""
 
     def __init__(self, units: ModelUnits, planned: PlannedStage) -> None:
         self.planned = planned
@@ -105,14 +83,7 @@ class Stage:
         return [i for i, variable in enumerate(self.state) if id(variable) in found]
 
     def check_may_be_shared(self, training: bool) -> None:
-        """Refuse state that processes with different micro-batches would not have in common.
-
-        Args:
-            training: argument of the layers in a pass that has been traced.
-
-        Raises:
-            ValueError: if layers assign such state.
-        """
+        """Refuse state that processes with different micro-batches would not have in common."""
         rules = self._rules[training].items()
         apart = [self.state[i].path for i, rule in rules if not rule.adds_up]
         if apart:
@@ -124,11 +95,7 @@ class Stage:
             )
 
     def regularization(self, weights: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the losses of the weights' regularizers.
-
-        Args:
-            weights: values of `weights`.
-        """
+        """Return the losses of the weights' regularizers."""
         return [
             variable.regularizer(value)
             for variable, value in zip(self.weights, weights, strict=True)
@@ -143,15 +110,7 @@ class Stage:
         masks: dict[Token, tf.Tensor],
         training: bool,
     ) -> PassResult:
-        """Run the layers on one micro-batch; in the graph, one call of a function traced once.
-
-        Args:
-            weights: values of `weights`.
-            state: values of `state` before the pass.
-            tensors: values of `taken`.
-            masks: masks of some of them.
-            training: argument of the layers.
-        """
+        """Run the layers on one micro-batch; in the graph, one call of a function traced once."""
         given = [tensors[token] for token in self.taken]
         given_masks = {str(token): masks[token] for token in self.taken if token in masks}
         found: Nest = self._functions[training](weights, state, given, given_masks)
@@ -201,12 +160,7 @@ class Stage:
         )
 
     def state_of_micro_batch(self, state: list[tf.Tensor], number: int) -> list[tf.Tensor]:
-        """Return the state with which a micro-batch begins: its random numbers are its own.
-
-        Args:
-            state: values of `state` before the step.
-            number: number of the micro-batch, from 0.
-        """
+        """Return the state with which a micro-batch begins: its random numbers are its own."""
         return [
             value + tf.constant([number, 0], value.dtype) if is_seed and number else value
             for value, is_seed in zip(state, self._is_seed, strict=True)
@@ -219,14 +173,7 @@ class Stage:
         weight: Callable[[int], tf.Tensor],
         training: bool,
     ) -> list[StateChange]:
-        """Combine the state that the micro-batches left, each of which began with the same.
-
-        Args:
-            before: values of `state` before the step.
-            after: results of each micro-batch, by number.
-            weight: returns the part of the batch's samples in a micro-batch.
-            training: argument of the layers.
-        """
+        """Combine the state that the micro-batches left, each of which began with the same."""
         results = list(after.values())
         micro_batches = MicroBatchResults([weight(m) for m in after])
         changes = []

@@ -20,14 +20,7 @@ _EXACT, _STEPS = 64, 32
 
 
 class CollectiveTransport:
-    """Transport by broadcasts in groups of two, which need not start in any order.
-
-    Args:
-        process: number of this process.
-        processes: number of processes.
-        first_group: groups are numbered from here.
-        timeout_seconds: how long a transfer may take; 0 for any time.
-    """
+    """Transport by broadcasts in groups of two, which need not start in any order."""
 
     def __init__(
         self, process: int, processes: int, first_group: int, timeout_seconds: float = 0.0
@@ -44,13 +37,7 @@ class CollectiveTransport:
         return tf.constant(self._first_group + _MOST_PROCESSES * source + target)
 
     def send(self, value: tf.Tensor, target: int, number: int) -> tf.Operation:
-        """Send a tensor to a process that calls `receive`; in the graph.
-
-        Args:
-            value: dense tensor.
-            target: number of the process.
-            number: number of the message between the two, the same on both sides.
-        """
+        """Send a tensor to a process that calls `receive`; in the graph."""
         with tf.device(_HOST):
             value = tf.identity(tf.cast(value, _on_wire(value.dtype)))
             shape, pair = tf.shape(value), self._pair(self.process, target)
@@ -68,14 +55,7 @@ class CollectiveTransport:
         return private_api.run_independently(sent).op
 
     def receive(self, rank: int, dtype: tf.DType, source: int, number: int) -> tf.Tensor:
-        """Receive a tensor; in the graph, on the host.
-
-        Args:
-            rank: number of its dimensions.
-            dtype: its type.
-            source: number of the process that calls `send`.
-            number: number of the message between the two.
-        """
+        """Receive a tensor; in the graph, on the host."""
         with tf.device(_HOST):
             first, pair = _MOST_BUCKETS * number, self._pair(source, self.process)
             shape = self._receive([rank], tf.int32, pair, tf.constant(first))
@@ -97,14 +77,7 @@ class CollectiveTransport:
     def sum(
         self, values: list[tf.Tensor], group: Sequence[int], stage: int, number: int
     ) -> list[tf.Tensor]:
-        """Add up tensors over some processes; in the graph, on the host.
-
-        Args:
-            values: dense tensors of static shapes, the same on all of the group.
-            group: numbers of the processes, this one among them.
-            stage: number of the stage whose processes they are.
-            number: number of the sum among those of the stage.
-        """
+        """Add up tensors over some processes; in the graph, on the host."""
         result: list[tf.Tensor] = list(values)
         dtypes = sorted({value.dtype for value in values}, key=lambda dtype: dtype.name)
         for place, dtype in enumerate(dtypes):
@@ -136,12 +109,6 @@ def _bucket(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
     TensorFlow allows one shape for each instance of a collective, and remembers all instances:
     there must not be one for each length of a sequence.
-
-    Args:
-        size: number of elements, int32 scalar.
-
-    Returns:
-        The rounded number, at least 1, and the number of the bucket, from 1 to 1023.
     """
     size = tf.maximum(size, 1)
     exponent = tf.reduce_sum(tf.cast(size >= tf.constant([2**i for i in range(1, 31)]), tf.int32))

@@ -22,10 +22,6 @@ def square_norm(
     The gradients are those that the optimizer would clip: without its scale, and with those that
     wait for their update. Rows of the same number in a sparse gradient count each by itself, as in
     Keras's clipping.
-
-    Args:
-        optimizer: the model's optimizer, built.
-        gradients: scaled gradients of variables; None counts nothing.
     """
     found = [(gradient, variable) for gradient, variable in gradients if gradient is not None]
     if optimizer is None or not found:
@@ -54,11 +50,6 @@ def apply_own_gradients(
 
     Clipping by the norm of all gradients, and the check of `LossScaleOptimizer` that all are
     finite, need those of all processes.
-
-    Args:
-        optimizer: the model's optimizer.
-        gradients: gradients of this process's variables, scaled as the loss was.
-        square: `square_norm` of the gradients of all processes, each variable once.
     """
     norm = tf.sqrt(square)
     if not gradients:
