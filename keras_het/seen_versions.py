@@ -39,7 +39,7 @@ def import_part(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as error:
-        if not (error.name or "").startswith(("keras.src", "tensorflow.python")):
+        if (error.name or "").split(".")[0] not in ("keras", "tensorflow"):
             raise
         import keras
         import tensorflow as tf

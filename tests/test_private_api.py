@@ -456,31 +456,6 @@ def test_a_function_runs_on_what_it_is_bound_to(logical_devices):
     assert int(function()) == 2 and int(variables[1]) == 11
 
 
-def test_the_function_around_a_graph_is_found():
-    found = []
-
-    @tf.function
-    def traced(condition):
-        own = tf.compat.v1.get_default_graph()
-        tf.cond(condition, lambda: found.append(function_around() is own), lambda: None)
-        found.append(function_around() is own)
-
-    def function_around():
-        return private_api.function_being_traced(tf.compat.v1.get_default_graph())
-
-    traced(tf.constant(True))
-    assert found == [True, True]
-
-    class InfersItsShape(keras.layers.Layer):
-        def call(self, values):
-            found.append(function_around())
-            return values
-
-    InfersItsShape()(keras.Input(batch_shape=(1,)))
-    assert found == [True, True, None]
-    assert function_around() is None
-
-
 def test_an_iterator_goes_on_in_another(logical_devices):
     def build(calls):
         numbers = tf.data.Dataset.range(20)
@@ -539,35 +514,6 @@ def private_imports(path: Path) -> list[str]:
             if module.startswith(("tensorflow.python", "keras.src"))
         ]
     return found
-
-
-def test_a_function_is_converted_as_its_caller():
-    def sign(x):
-        return 1 if x > 0 else -1
-
-    converted = tf.function(lambda x: private_api.convert_as_called(sign)(x))
-    assert converted(tf.constant(2.0)) == 1
-    plain = tf.function(lambda x: private_api.convert_as_called(sign)(x), autograph=False)
-    with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
-        plain(tf.constant(2.0))
-
-
-def test_an_operation_is_made_again_on_other_inputs():
-    @tf.function
-    def difference(x):
-        first = tf.math.subtract(x, 1.0)
-        second = private_api.repeat_operation(first.op, [x + 10.0, first.op.inputs[1]])
-        orders = [private_api.order_of_operation(each.op) for each in (first, second)]
-        assert orders[0] < orders[1]
-        assert not private_api.is_stateful(first.op)
-        assert not private_api.calls_functions(first.op)
-        branch = tf.cond(x > 0, lambda: x, lambda: -x)
-        while branch.op.type == "Identity":
-            branch = branch.op.inputs[0]
-        assert private_api.calls_functions(branch.op)
-        return second
-
-    assert difference(tf.constant(1.0)) == 10.0
 
 
 def test_state_belongs_to_the_layer_that_made_it():

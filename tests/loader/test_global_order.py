@@ -234,6 +234,13 @@ def test_bad_arguments_are_refused():
 
 
 def test_parts_with_different_numbers_of_rows_are_refused():
-    build = lambda: tf.data.Dataset.from_tensors((np.zeros([4, 2]), np.zeros([3])))  # noqa: E731
+    element = (np.zeros([4, 2]), np.zeros([3]))
+    known = lambda: tf.data.Dataset.from_tensors(element)  # noqa: E731
+    with pytest.raises(ValueError, match="leading batch dimension, the same for all"):
+        next(iter(make_workers(known, (1,), [[1]])[0]))
+    specs = (tf.TensorSpec([None, 2], tf.float64), tf.TensorSpec([None], tf.float64))
+    unknown = lambda: tf.data.Dataset.from_generator(  # noqa: E731
+        lambda: iter([element]), output_signature=specs
+    )
     with pytest.raises(ValueError, match="different numbers of rows"):
-        next(iter(make_workers(build, (1,), [[1]])[0]))
+        next(iter(make_workers(unknown, (1,), [[1]])[0]))

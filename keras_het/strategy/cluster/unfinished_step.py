@@ -67,7 +67,7 @@ class UnfinishedStep:
             if id(variable) in own or "float" not in variable.dtype  # others are frozen weights
         ]
         with tf.control_dependencies(stored):
-            begun = self._phase.assign(_COMPUTES)
+            begun = self._set_phase(_COMPUTES)
         with tf.control_dependencies([begun]):
             yield
 
@@ -79,9 +79,13 @@ class UnfinishedStep:
     def updating(self, reduced: Iterable[tf.Tensor]) -> Iterator[None]:
         """Let the update wait until all gradients are reduced; in the graph."""
         with tf.control_dependencies(tf.nest.flatten(list(reduced), expand_composites=True)):
-            begun = self._phase.assign(_UPDATES)
+            begun = self._set_phase(_UPDATES)
         with tf.control_dependencies([begun]):
             yield
+
+    def _set_phase(self, phase: float) -> tf.Operation:
+        # not `assign`, which counts as the step's own
+        return tf.raw_ops.AssignVariableOp(resource=self._phase.handle, value=phase)
 
     def _store(self, variable: keras.Variable, stored: _Stored) -> tf.Operation:
         value = tf.convert_to_tensor(variable.value)

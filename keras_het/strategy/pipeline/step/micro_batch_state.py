@@ -62,7 +62,8 @@ def rules_of(
         if not private_api.is_of_keras(part)
         for variable in private_api.own_state(part)
     }
-    rows = [value for value in rows if value.shape.rank != 0]
+    parts = tf.nest.flatten(list(rows), expand_composites=True)
+    rows = [value for value in parts if value.shape.rank != 0]
     dependence = SampleDependence(rows, equal, [], {}, keeps_equal=True)
     rules, unknown = [], dict[str, list[str]]()
     for variable, value in assigned:
