@@ -83,6 +83,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._loop = private_api.EpochLoop(self.model)
         if self._folder.newest is not None:
             self._restore(strategy)
+            strategy.barrier()  # at its end, the chief deletes what others may still read
         if (session := FitSession.of(self.model)) is not None:
             request = strategy._stop_request
             self._guard = request.guard_steps(session, self._position, self._save_last_step)
