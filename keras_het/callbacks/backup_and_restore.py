@@ -201,7 +201,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _check_has_trained(self, epoch: int) -> None:
         """Raise an error if there was nothing to train on in an epoch after a resume."""
-        is_only_the_end = self._first_step > 0 and self._num_steps is None  # perhaps nothing
+        # The rest of an epoch of unknown length may be empty.
+        is_only_the_end = self._first_step > 0 and self._num_steps is None
         if not self._has_resumed or self._step > self._first_step or is_only_the_end:
             return
         if self._strategy().num_async_workers:

@@ -3,7 +3,8 @@
 Arguments: folder of the backup, with {} for the worker's index (empty: no backup); file for the
 weights; step to be interrupted at (0: never); number of the save's file operation, counted from the
 first save on, before which the chief is killed (0: never). Then, if wanted: a kind of input;
-`save_freq`, with which every worker is killed after the step instead of an error in it.
+`save_freq`, with which every worker is killed after the step instead of an error in it. With the
+kind "late" only the chief reads its backup at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from recorded import arrays
 from recording import small_model
 
 import keras_het
+from keras_het.fit.backup_folder import BackupFolder
 
 sys.path.append(str(Path(__file__).parents[1]))
 from file_operations import Watch
@@ -51,6 +54,19 @@ def killed_at(operation: int, backup: str) -> Any:
     return watch
 
 
+def read_late() -> None:
+    """Let this worker read its backup after the chief has deleted it, or has had the time to."""
+    restore = BackupFolder.restore
+
+    def late(folder: BackupFolder, model: keras.Model) -> Any:
+        end = time.monotonic() + 3.0
+        while folder.newest is not None and folder.newest.exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        return restore(folder, model)
+
+    BackupFolder.restore = late  # type: ignore[method-assign]
+
+
 class Batches(keras.utils.PyDataset):
     def __len__(self) -> int:
         return 6
@@ -77,6 +93,8 @@ def main() -> None:
     strategy = keras_het.HeterogeneousStrategy()
     strategy.set_shares([2, 1, 1][: strategy.num_workers])
     backup = backup.format(strategy.worker_index)
+    if kind == "late" and not strategy.is_chief:
+        read_late()
     keras.utils.set_random_seed(7)
     with strategy.scope():
         model = small_model(keras.optimizers.SGD(0.1, momentum=0.9))

@@ -55,6 +55,19 @@ def test_an_interrupted_cluster_goes_on_at_the_right_sample(
 
 
 @pytest.mark.full
+def test_a_backup_of_the_end_is_read_by_all_before_the_chief_deletes_it(
+    start_workers: Any, tmp_path: Path, expected: Path
+) -> None:
+    backup, result = tmp_path / "backup", tmp_path / "result.npz"
+    for worker in start_workers(PROGRAM, {"worker": 2}, [backup, result, 18, 0, "late", 6]).wait():
+        assert worker.exit_code == -signal.SIGKILL
+    for worker in start_workers(PROGRAM, {"worker": 2}, [backup, result, 0, 0, "late", 6]).wait():
+        assert worker.exit_code == 0, worker.output
+    assert_equal(result, expected)
+    assert not backup.exists()
+
+
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_kill_at_every_file_operation_of_two_saves(
     start_workers: Any, tmp_path: Path, expected: Path

@@ -35,7 +35,7 @@ _POLL_SECONDS = 0.1
 
 
 class Desk:
-    """This node's server: it says what the node is, takes messages, and counts who is finished."""
+    """This node's server: describes the node, takes messages, and counts finished nodes."""
 
     def __init__(self, address: str, key: bytes, node: Mapping[str, Any], num_tasks: int) -> None:
         text = json.dumps(dict(node))

@@ -22,7 +22,7 @@ _AGAINST_A_SLOW_LINK = (
     'Sum gradients on spare machines (aggregation="summation"), exchange less often '
     "(LocalTraining), or use a faster link."
 )
-# Percentages that differ by less are told as one.
+# Percentages that differ by less are shown as one.
 _SAME = 0.03
 
 
