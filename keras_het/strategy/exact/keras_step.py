@@ -79,7 +79,8 @@ def run_train_or_test_step(
         step.wants_gradient_squares = strategy.compute_times.is_measuring_gradients
         replica_data = _start_clock(strategy, step, replica_data, is_measuring)
         if is_training and step.replica_id == strategy.layout.local_replicas.start:
-            step.unfinished = request.unfinished if request is not None else None
+            # Only where backups are written: the state that it stores is copied in every step.
+            step.unfinished = request.unfinished if request and request.guard else None
         storing = step.unfinished.computing(model) if step.unfinished else contextlib.nullcontext()
         with as_replica(caller), step.active(), unchanged_without_samples(step, metrics), storing:
             step.rows = at_least_one_row(step, replica_data)
