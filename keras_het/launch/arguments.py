@@ -181,7 +181,7 @@ def _add_output(run: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="pass a variable that looks like a secret (TOKEN, SECRET, PASSWORD, CREDENTIAL, "
+        help="pass a variable that looks like a secret (TOKEN, SECRET, PASSWORD, "
         "API_KEY and the like in its name) to the workers all the same; may be a pattern such as "
         "'AWS_*', and may come several times",
     )

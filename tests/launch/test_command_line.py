@@ -14,6 +14,7 @@ from keras_het import __version__
 from keras_het.launch import command_line
 from keras_het.launch.command_line import main
 from keras_het.launch.doctor.addresses import public_addresses
+from keras_het.launch.local.worker_environment import secret_names
 
 Launch = Callable[..., Any]
 Script = Callable[[str], str]
@@ -131,6 +132,12 @@ def test_secrets_are_not_passed_to_workers_unless_they_are_to_be(
     told = result.stderr.splitlines()[-1]
     assert told.startswith("[keras-het] not passed to the workers: ") and "HF_TOKEN" in told
     assert "AWS" not in told and "PASSWORD" not in told and told.endswith("(see --keep-env).")
+
+
+def test_what_looks_like_a_secret() -> None:
+    secrets = ["GH_TOKEN", "PGPASSWORD", "S3_SECRET_KEY", "apikey"]
+    others = ["GOOGLE_APPLICATION_CREDENTIALS", "MAX_TOKENS", "TOKENIZERS_PARALLELISM"]
+    assert secret_names([*others, *secrets], ()) == secrets
 
 
 def test_a_public_address_is_warned_of_in_the_first_line(

@@ -12,14 +12,15 @@ from keras_het.launch.local.emulation import Emulation
 _LEAST_INTEROP_THREADS = 2
 ADDRESS = "KERAS_HET_SERVICE_ADDRESS"
 _SECRET = "KERAS_HET_SERVICE_SECRET"
-_SECRETS = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY")
+# Not TOKENIZERS_PARALLELISM or MAX_TOKENS, nor GOOGLE_APPLICATION_CREDENTIALS, which is a path.
+_SECRETS = re.compile(r"(TOKEN|SECRET)(_|$)|PASSWORD|PASSWD|(API|ACCESS|PRIVATE)_?KEY")
 _OURS = "KERAS_HET_*"
 
 
 def secret_names(environ: Iterable[str], kept: Iterable[str]) -> list[str]:
     """Return names that look like those of secrets; workers need not have them.
 
-    Who reaches a worker's port reads its environment.
+    Whoever reaches a worker's port can read its environment.
     """
     patterns = [_OURS, *kept]
     return sorted(
