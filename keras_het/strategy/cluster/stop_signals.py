@@ -182,8 +182,10 @@ class StopSignals:
         is_stronger = number == signal.SIGTERM not in self._numbers_received
         self._numbers_received.append(number)
         name = signal.Signals(number).name
-        if (len(self._numbers_received) > 1 and not is_stronger) or self._is_leaving:
+        is_again = len(self._numbers_received) > 1 and not is_stronger
+        if is_again:
             os.write(2, f"[keras_het] {name} again: ends at once\n".encode())
+        if is_again or self._is_leaving:
             os._exit(128 + number)
         time.sleep(_SAME_SIGNAL_SECONDS)  # a second signal sent after the message is deliberate
         if any(each.is_in_steps for each in list(self._stoppables)):
