@@ -74,8 +74,8 @@ test-oldest: .venv-oldest/installed ## Several processes and the loader controll
 	.venv-oldest/bin/python -m pytest $(DEPTH) $(SIDE_BY_SIDE) -k "not change_no_bit" $(OLDEST_LOADER)
 
 # Training on parts of the first GPU. CI has none.
-ON_GPU := exactness pipeline fit callbacks/test_batch_balancer.py callbacks/test_any_order.py \
-  callbacks/test_global_batch_growth.py strategy summation gpu
+ON_GPU := exactness pipeline fit callbacks/test_batch_balancer.py callbacks/test_any_order.py strategy \
+  summation gpu
 test-gpu: .venv-gpu/installed ## Training on parts of a GPU, where there is one.
 	KERAS_HET_TEST_DEVICES=GPU .venv-gpu/bin/python -m pytest --quick $(SIDE_BY_SIDE) $(ON_GPU:%=tests/%)
 

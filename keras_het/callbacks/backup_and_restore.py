@@ -44,7 +44,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     Raises:
         ValueError: if the model does not train under a `HeterogeneousStrategy`, the workers find
-            different backups, a backup has another format, or another training writes there.
+            different backups, a backup has another format or, within an epoch, batches of another
+            size, or another training writes there.
         OSError: if the only backup is damaged, or a backup cannot be written.
 
     Reference: `keras.callbacks.BackupAndRestore`.
@@ -95,9 +96,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             strategy._training_state.restored = {
                 name.removeprefix(_SERVICE): values for name, values in state.items()
             }
-        size = position.get("global_batch_size")
-        if size and size != getattr(self._data, "global_batch_size", size):
-            self._data.set_global_batch_size(size)
+        self._check_batch_size(position)
         self._epoch, self._first_step = position["epoch"], position["step"]
         num_steps = self._steps_of_epoch()
         if num_steps and self._first_step >= num_steps:
@@ -216,7 +215,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         )
 
     def _steps_of_epoch(self) -> int | None:
-        """Steps of an epoch, None if unknown; fewer than initially once the batch has grown."""
+        """Steps of an epoch, None if unknown."""
         known = [self.params.get("steps"), int(getattr(self._data, "cardinality", -1))]
         return min((steps for steps in known if steps and steps > 0), default=None)
 
@@ -248,6 +247,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if arrays is None:
             return {n: v for n, v in self._folder.state().items() if n.startswith(_SERVICE)}
         return {_SERVICE + name: values for name, values in arrays.items()}
+
+    def _check_batch_size(self, position: Mapping[str, Any]) -> None:
+        """Refuse batches of another size within an epoch, whose samples are counted by batches."""
+        before = position.get("global_batch_size")
+        now = getattr(self._data, "global_batch_size", None)
+        if position["pass_step"] and before and now and before != now:
+            raise ValueError(
+                "The backup was written within an epoch, after a number of global batches. "
+                f"Received: data in batches of {now} samples; expected: {before}, as before the "
+                f"backup. Give fit batches of {before} samples, at least until the epoch ends."
+            )
 
     def _warn_of_another_order(self, seeds: list[list[int]] | None) -> None:
         now = getattr(self._data, "seeds_of_orders", None)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from keras_het.callbacks.global_batch_growth import GlobalBatchGrowth
 from keras_het.fit.memory_bounds import (
     MemoryBounds,
     largest_share_that_fits,
@@ -52,9 +51,6 @@ class BatchBalancer(SessionCallback):
     barrier, which makes step times equal on all replicas. They travel in the step's existing
     collective, as does the chief's decision: all workers change shares after the same step.
 
-    With `global_batch="adaptive"` the global batch grows between epochs as far as the gradient
-    noise allows, see `GlobalBatchGrowth`; the learning rate grows with it.
-
     Args:
         policy: "boa" (the exact min-max program over fitted times), "even", "static",
             "proportional", "lb_bsp", "lbb", or an object with the methods of
@@ -67,9 +63,6 @@ class BatchBalancer(SessionCallback):
             them to give a replica nothing.
         memory_directory: directory, shared by all workers, that records across restarts which share
             was too large for a replica's memory; such a bound acts like `max_share`.
-        global_batch: "constant", or "adaptive": the batch that makes the most progress per second,
-            never below that of the data; needs the policy "boa" and at least two replicas.
-        max_global_batch: largest global batch of "adaptive"; by default eight times the first.
         verbose: 1 prints every plan on the chief; plans are always logged at level INFO.
         keep_measurements: number of steps whose measurements are kept.
         **options: further arguments of the policy, such as `dead_band` of "boa" or `weights` of
@@ -78,8 +71,6 @@ class BatchBalancer(SessionCallback):
     Attributes:
         plans: all `keras_het.planning.BalancePlan`s so far, oldest first; on workers other than the
             chief, with the shares only.
-        global_batch_sizes: sizes of the global batch so far; only one, unless it is adaptive or a
-            later `fit` uses another.
         measurements: the latest steps as dicts of "step", "shares" (samples) and "seconds" (compute
             time), each with one number for each replica.
 
@@ -102,8 +93,6 @@ class BatchBalancer(SessionCallback):
         max_share: Bound = None,
         min_share: Bound = None,
         memory_directory: str | Path | None = None,
-        global_batch: str = "constant",
-        max_global_batch: int | None = None,
         verbose: int = 0,
         keep_measurements: int = 1000,
         **options: Any,
@@ -117,9 +106,6 @@ class BatchBalancer(SessionCallback):
                 "min_share goes with a policy's name. Received: min_share="
                 f"{min_share!r} and the policy {policy!r}. Give the bounds to the policy itself."
             )
-        _check_global_batch(global_batch, max_global_batch, policy)
-        self._is_growing, self._max_global_batch = global_batch == "adaptive", max_global_batch
-        self._growth: GlobalBatchGrowth | None = None
         self._interval = ReadingInterval()
         self._first_steps: list[StepTimes] = []
         self._warms_up = False
@@ -134,7 +120,6 @@ class BatchBalancer(SessionCallback):
         self._used_shares: tuple[int, ...] = ()
         self._step = 0
         self.plans: list[BalancePlan] = []
-        self.global_batch_sizes: list[int] = []
         self.measurements: collections.deque[dict[str, Any]] = collections.deque(
             maxlen=keep_measurements
         )
@@ -150,12 +135,12 @@ class BatchBalancer(SessionCallback):
                 f"{type(self).__name__}({self._policy_name!r}) and another one. Leave one of them "
                 "out."
             )
-        strategy.measure_compute_times(self.model, gradients=self._is_growing)
+        strategy.measure_compute_times(self.model)
         self._interval = ReadingInterval()
         # Steps and wishes of fits in between do not belong to this balancer.
         strategy.compute_times.read_new()
         wanted = self.plans[-1].shares if self.plans else [0] * len(strategy.shares)
-        strategy.compute_times.control.send_shares(wanted)
+        strategy.compute_times.send_shares(wanted)
         if fit is not None:
             fit.add_layer(
                 Rank.NOTE_MEMORY, functools.partial(note_out_of_memory, self._out_of_memory)
@@ -172,10 +157,6 @@ class BatchBalancer(SessionCallback):
             begin(strategy, total)
             if self._used_shares and apportion(total, self._used_shares) != before:
                 data.cut_again()
-        if self._is_growing:
-            self._growth = GlobalBatchGrowth(
-                strategy, self.model, self._max_global_batch, self._predicted_step_seconds
-            )
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Decide after every step, or after several if steps are short."""
@@ -185,22 +166,16 @@ class BatchBalancer(SessionCallback):
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Restart the step clock, because validation does not count as a step."""
         self._latest_reading = None
-        self._follow_batch(self._growth.epoch_begins() if self._growth is not None else None)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Change the global batch if it is adaptive."""
+        """Decide after the last step of the epoch."""
         # Validation and other callbacks came before this point; they are not steps.
         self._latest_reading = None
-        if self._growth is not None:
-            self._growth.steps_end()
         self._read()
-        self._follow_batch(self._growth.epoch_ends() if self._growth is not None else None)
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
-        """Read the remaining measurements and restore Keras's state."""
+        """Read the remaining measurements."""
         self._read(is_last=True)
-        if self._growth is not None:
-            self._growth.training_ends()
 
     @property
     def _policy_name(self) -> str:
@@ -223,8 +198,6 @@ class BatchBalancer(SessionCallback):
         self._interval.was_read(steps)
         if self._policy is not None and strategy.is_chief:
             self._decided(strategy, self._policy.propose(self._step - 1))
-        if self._growth is not None:
-            self._growth.observe(steps)
         self._follow(strategy, tuple(steps[-1].wanted_shares.tolist()))
 
     def _note_whole_steps(self, count: int) -> None:
@@ -234,10 +207,6 @@ class BatchBalancer(SessionCallback):
         note = getattr(self._policy, "observe_step_seconds", None)
         if note is not None:
             note(0.0 if before is None else (now - before) / count)
-
-    def _predicted_step_seconds(self, samples: int) -> float | None:
-        predict = getattr(self._policy, "predicted_step_seconds", None)
-        return None if predict is None else predict(samples)
 
     def _observe(self, strategy: TrainingStrategy, steps: list[StepTimes]) -> None:
         """Record steps with the same shares, which count as one."""
@@ -264,7 +233,6 @@ class BatchBalancer(SessionCallback):
     def _start(self, strategy: TrainingStrategy, total: int) -> None:
         """Make the first plan, which depends on no measurement and is equal on all workers."""
         self._global_batch_size = total
-        self.global_batch_sizes = [total]
         self._policy = self._make_policy(strategy, total)
         is_adaptive = self._policy.name not in _FIXED_POLICIES
         if is_adaptive and len(set(strategy.shares)) > 1 and hasattr(self._policy, "start_from"):
@@ -274,7 +242,7 @@ class BatchBalancer(SessionCallback):
             self._note(strategy, plan)
             self._used_shares = plan.shares
             strategy.set_shares(plan.shares)
-            strategy.compute_times.control.send_shares(plan.shares)
+            strategy.compute_times.send_shares(plan.shares)
 
     def _go_on(self, strategy: TrainingStrategy, total: int) -> None:
         """Start another fit with this balancer: its shares apply again, to batches of that size."""
@@ -286,21 +254,16 @@ class BatchBalancer(SessionCallback):
         # A single smaller batch may be the remainder of some data, not another size.
         is_rest = size < (self._global_batch_size or 0) and data.cardinality == 1
         if size != self._global_batch_size and size >= len(strategy.shares) and not is_rest:
-            self._follow_batch(size)
-
-    def _follow_batch(self, batch: int | None) -> None:
-        """Make the next plans sum to another global batch, on every worker."""
-        if batch is not None and self._policy is not None:
-            self._global_batch_size = batch
-            self.global_batch_sizes.append(batch)
-            self._policy.set_global_batch_size(batch)
+            self._global_batch_size = size
+            if self._policy is not None:
+                self._policy.set_global_batch_size(size)
 
     def _decided(self, strategy: TrainingStrategy, plan: BalancePlan | None) -> None:
         """Send the chief's decision to all workers with the next step."""
         if plan is None:
             return
         self._note(strategy, plan)
-        strategy.compute_times.control.send_shares(plan.shares)
+        strategy.compute_times.send_shares(plan.shares)
         if strategy.num_workers == 1:
             self._used_shares = plan.shares
             strategy.set_shares(plan.shares)
@@ -442,25 +405,6 @@ def _check_options(
             f"BatchBalancer does not know these arguments. Received: {unknown}. The policy "
             f"{policy!r} has {known}; bounds are min_share and max_share."
         ) from None
-
-
-def _check_global_batch(
-    global_batch: str, largest: int | None, policy: str | BalancePolicy
-) -> None:
-    if global_batch not in ("constant", "adaptive"):
-        raise ValueError(
-            f'global_batch must be "constant" or "adaptive". Received: {global_batch!r}.'
-        )
-    if largest is not None and global_batch == "constant":
-        raise ValueError(
-            f'max_global_batch={largest} goes with global_batch="adaptive" only. Add that, or '
-            "leave max_global_batch out."
-        )
-    if global_batch == "adaptive" and policy != "boa":
-        raise ValueError(
-            'global_batch="adaptive" needs the time models of the policy "boa". Received: '
-            f"policy={policy!r}."
-        )
 
 
 def _is_warm_up(steps: list[StepTimes]) -> bool:

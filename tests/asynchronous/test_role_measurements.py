@@ -39,8 +39,6 @@ def step(shares, squares, global_square):
         wanted_shares=np.zeros(len(shares), int),
         gradient_squares=np.array(squares, float),
         global_gradient_square=float(global_square),
-        wanted_batch=0,
-        rate_factor=1.0,
     )
 
 

@@ -117,8 +117,10 @@ def test_gradients_are_not_measured_after_the_plan_for_a_balancer_without_use_fo
     assert has_gradient_squares(strategy)[-NUM_BATCHES:] == [False] * NUM_BATCHES
 
 
-def test_a_balancer_that_uses_gradients_goes_on_measuring_them(strategy):
-    fit(make_model(strategy), 2, BatchBalancer(global_batch="adaptive", max_global_batch=8))
+def test_gradients_that_somebody_else_measures_go_on_being_measured(strategy):
+    model = make_model(strategy)
+    strategy.measure_compute_times(model, gradients=True)
+    fit(model, 2)
     assert has_gradient_squares(strategy) == [True] * 2 * NUM_BATCHES
 
 

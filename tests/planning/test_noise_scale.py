@@ -1,20 +1,10 @@
-"""Gradient noise scale of unequal replicas, and the batch size that follows from it."""
+"""Gradient noise scale of unequal replicas."""
 
 import math
 
 import numpy as np
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
-from keras_het.planning.balance.min_max import min_max_shares_linear
-from keras_het.planning.global_batch import (
-    candidate_batch_sizes,
-    choose_global_batch,
-    gain,
-    goodput,
-    rate_factor_of_batch,
-)
 from keras_het.planning.noise_scale import (
     NoiseScaleEstimate,
     SmoothedNoiseScale,
@@ -121,66 +111,3 @@ def test_smoothing_has_no_bias_at_the_start():
 def test_noise_scale_of_nothing():
     assert NoiseScaleEstimate(0.0, 1.0).noise_scale == math.inf
     assert NoiseScaleEstimate(1.0, -1.0).noise_scale == 0.0
-
-
-@example(scale=2.0, norm=0.0, variance=5e-324)
-@given(scale=st.floats(1, 1e4), norm=st.floats(0, 1e3), variance=st.floats(0, 1e3))
-def test_gain_is_between_one_and_the_scale(scale, norm, variance):
-    assert 1 - 1e-9 <= gain(scale, NoiseScaleEstimate(norm, variance)) <= scale * (1 + 1e-9)
-
-
-def test_gain_at_its_ends():
-    assert gain(8, NoiseScaleEstimate(1.0, 0.0)) == 1
-    assert gain(8, NoiseScaleEstimate(0.0, 1.0)) == 8
-    assert gain(2, NoiseScaleEstimate(1.0, 1.0)) == pytest.approx(4 / 3)
-    assert gain(2, NoiseScaleEstimate(0.0, 0.0)) == 1
-    with pytest.raises(ValueError, match="scale must be positive"):
-        gain(0, NoiseScaleEstimate(1.0, 1.0))
-
-
-def test_learning_rate_factor_uses_the_noise_at_the_base_batch():
-    estimate = NoiseScaleEstimate(1.0, 32.0)  # noise scale 32 samples
-    assert rate_factor_of_batch(64, 32, estimate) == pytest.approx(4 / 3)
-    assert rate_factor_of_batch(64, 32, estimate, True) == pytest.approx(math.sqrt(4 / 3))
-    with pytest.raises(ValueError, match="at least 1"):
-        rate_factor_of_batch(0, 32, estimate)
-
-
-def test_candidates_are_a_geometric_grid():
-    sizes = candidate_batch_sizes(32, 1024, 6)
-    assert sizes == (32, 64, 128, 256, 512, 1024)
-    assert candidate_batch_sizes(7, 7) == (7,)
-    with pytest.raises(ValueError, match="1 <= smallest <= largest"):
-        candidate_batch_sizes(8, 4)
-
-
-def seconds_of(batch):
-    """A 2:1 cluster with a fixed cost of 50 ms, shared out optimally."""
-    fixed, slope = np.array([0.05, 0.05]), np.array([1e-3, 2e-3])
-    shares = min_max_shares_linear(fixed, slope, batch)
-    return float(np.where(shares > 0, fixed + slope * shares, 0).max())
-
-
-def test_the_chosen_batch_has_the_best_goodput_and_grows_with_the_noise():
-    chosen = []
-    for noise in (1.0, 100.0, 1e6):
-        estimate = NoiseScaleEstimate(1.0, noise)
-        best = choose_global_batch(seconds_of, 32, 2048, estimate)
-        rates = {
-            size: goodput(size, 32, seconds_of(size), estimate)
-            for size in candidate_batch_sizes(32, 2048)
-        }
-        assert rates[best] == max(rates.values())
-        chosen.append(best)
-    assert chosen == sorted(chosen)
-    assert chosen[0] == 32 and chosen[-1] == 2048
-    assert 32 < chosen[1] < 2048
-
-
-def test_the_present_batch_stays_unless_another_is_clearly_better():
-    estimate = NoiseScaleEstimate(1.0, 100.0)
-    best = choose_global_batch(seconds_of, 32, 2048, estimate)
-    assert choose_global_batch(seconds_of, 32, 2048, estimate, present=best + 5) == best + 5
-    assert choose_global_batch(seconds_of, 32, 2048, estimate, present=2048) == best
-    with pytest.raises(ValueError, match="step_seconds must be positive"):
-        choose_global_batch(lambda _: 0.0, 32, 64, estimate)

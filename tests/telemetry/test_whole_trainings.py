@@ -103,12 +103,3 @@ def test_a_second_fit(train, policy):
     assert change.text.startswith("shares ") and change.text.endswith(f"({policy}: as before)")
     for cause in check(telemetry, even=policy == "even"):
         assert cause.advice.startswith("Shares do not follow its speed.")
-
-
-@pytest.mark.full
-def test_a_batch_that_grows(train):
-    telemetry = train(BatchBalancer(global_batch="adaptive", max_global_batch=4 * BATCH), epochs=4)
-    shares = telemetry.recording().shares[-1]
-    assert shares[0] > 2 * shares[1]
-    kinds = {cause.kind for cause in telemetry.verdict.causes}
-    assert not kinds & {"slow_device", "shares"}, telemetry.verdict

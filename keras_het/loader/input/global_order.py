@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
@@ -31,7 +30,7 @@ from keras_het.loader.order import rows
 from keras_het.loader.order.content import describe_content
 from keras_het.loader.order.keras_arrays import seeds_of_orders
 from keras_het.loader.order.pass_counter import Pass
-from keras_het.loader.order.pipeline_form import PipelineForm, in_batches_of, with_batch_size
+from keras_het.loader.order.pipeline_form import PipelineForm
 from keras_het.loader.order.replay import advance, fresh_copy, nests_shuffles, starts_once
 from keras_het.loader.order.share_queue import ShareQueue
 from keras_het.planning.replica_layout import ReplicaLayout
@@ -103,7 +102,6 @@ class GlobalOrderDataset(DistributedSteps):
             rows.check_batched(dataset.element_spec)
         self.form, passes = recall(dataset, global_batch_size, self)
         self._source = (dataset, global_batch_size)
-        self._first_batch_size: int | None = None
         self.layout = layout
         self._weights = weights
         self.lookahead = lookahead
@@ -157,33 +155,9 @@ class GlobalOrderDataset(DistributedSteps):
         return self.form.batch_size
 
     @property
-    def first_global_batch_size(self) -> int | None:
-        """Samples of a full global batch as originally given, None if unknown."""
-        return self._first_batch_size or self.form.batch_size
-
-    @property
     def seeds_of_orders(self) -> list[list[int | None]]:
         """The seeds of all shuffles; 0 and 0 for one whose order cannot be restored."""
         return seeds_of_orders(self._source[0])
-
-    def set_global_batch_size(self, samples: int) -> None:
-        """Change the size of global batches from the next pass on; orders of samples stay.
-
-        Call it on every worker between the same two passes.
-
-        Args:
-            samples: samples of a full global batch, at least 1.
-
-        Raises:
-            ValueError: if the pipeline does not end in `batch()`, which would tell how to make
-                other batches, or the size is below 1.
-        """
-        if samples < 1:
-            raise ValueError(f"A global batch needs at least 1 sample. Received: {samples}.")
-        self._first_batch_size = self.first_global_batch_size
-        self.form = with_batch_size(self.form, samples)
-        self._idle.clear()
-        self._steps = np.int64(global_batches(self.form).cardinality())
 
     @property
     def own_weight(self) -> float:
@@ -229,13 +203,13 @@ class GlobalOrderDataset(DistributedSteps):
         self.follow(form)
 
     def follow(self, form: PipelineForm) -> None:
-        """Make later passes those of another form, in batches of the present size.
+        """Make later passes those of another form.
 
         Args:
-            form: the same samples.
+            form: the same batches.
         """
         if form is not self.form:
-            self.form = in_batches_of(form, self.form.batch_size)
+            self.form = form
             self._idle.clear()
 
     def map(self, function: Callable[..., Any], **_: object) -> GlobalOrderDataset:

@@ -27,7 +27,7 @@ from keras_het.loader.iterators.replayable import (
     shares_a_shuffle,
     why_not_replayed,
 )
-from keras_het.loader.order.pipeline_form import PipelineForm, in_batches_of, recognise
+from keras_het.loader.order.pipeline_form import PipelineForm, recognise
 from keras_het.loader.order.replay import fresh_copy
 from keras_het.planning.loader import LoaderPlan
 
@@ -51,7 +51,6 @@ class OrderTuning:
         self.is_plain = not isinstance(source, AdjustablePipeline)
         self._build = None if self.is_plain else source.build_again
         self._source = source if self.is_plain else source.current
-        self._batch_size = data.form.batch_size
         self.knobs = _knobs_of(source, data.form)
         self.has_own_threads = bool(data.form.options.threading.private_threadpool_size)
         self._moved: PipelineForm | None = None
@@ -175,9 +174,9 @@ class OrderTuning:
         if self._build is None:
             return None
         form, built = self.data.form, recognise(self._build(knobs))
-        if built.batch_size != self._batch_size:
+        if built.batch_size != form.batch_size:
             raise HandoverError(
-                f"The builder changes the batch size: it was {self._batch_size} and would be "
+                f"The builder changes the batch size: it was {form.batch_size} and would be "
                 f"{built.batch_size}."
             )
         same = ("mode", "drop_remainder", "gathers_indices")
@@ -189,7 +188,7 @@ class OrderTuning:
             )
         if not _maps_alike(form, built):
             raise HandoverError("The builder gives samples or maps of another kind.")
-        return in_batches_of(built, form.batch_size)
+        return built
 
     # --- whole batches
 
@@ -206,7 +205,6 @@ class OrderTuning:
             return
         try:
             form = self._with_pool(self.data.form, self.knobs) if self.is_plain else self._moved
-            form = in_batches_of(form, self.data.form.batch_size)
             batches = self.moved_batches(form, self.knobs, run.first_step)
             run.move_to(batches, form)
         except (HandoverError, ValueError) as error:

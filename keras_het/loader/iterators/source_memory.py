@@ -9,7 +9,7 @@ from typing import Protocol
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline
 from keras_het.loader.order.pass_counter import PassCounter
-from keras_het.loader.order.pipeline_form import PipelineForm, in_batches_of, recognise
+from keras_het.loader.order.pipeline_form import PipelineForm, recognise
 
 
 class Follower(Protocol):
@@ -68,8 +68,6 @@ def remember(dataset: adapter.Dataset, global_batch_size: int | None, form: Pipe
     """
     known = _known.get(dataset, {}).get(global_batch_size)
     if known is not None:
-        # the size that the user gave, even if that of this training has grown
-        size = known.form.batch_size if known.form is not None else None
-        known.form = in_batches_of(form, size)
+        known.form = form
         for each in list(known.inputs):
             each.follow(form)

@@ -89,29 +89,6 @@ def recognise(dataset: Dataset) -> PipelineForm:
     )
 
 
-def with_batch_size(form: PipelineForm, samples: int) -> PipelineForm:
-    """Return the same pipeline with global batches of another size."""
-    if form.mode == "element":
-        return dataclasses.replace(form, batch_size=samples)
-    if not adapter.is_batch(form.stream) or form.gathers_indices:
-        raise ValueError(
-            "The size of global batches can be changed only where the pipeline ends in batch(), "
-            f"prefetch() and row-wise maps. Received: a pipeline in {form.mode} mode ({form.reason}"
-            "). Give fit a tf.data.Dataset, such as "
-            "tf.data.Dataset.from_tensor_slices((x, y)).shuffle(n, seed=1).batch(64)."
-        )
-    drop_remainder = adapter.batch_arguments(form.stream)[1]
-    stream = adapter.inputs_of(form.stream)[0].batch(samples, drop_remainder=drop_remainder)
-    return dataclasses.replace(form, stream=stream, batch_size=samples)
-
-
-def in_batches_of(form: PipelineForm, samples: int | None) -> PipelineForm:
-    """Return the same pipeline in global batches of this size, or as it is if that is None."""
-    if samples is None or samples == form.batch_size:
-        return form
-    return with_batch_size(form, samples)
-
-
 def _slices(
     stream: Dataset,
     reason: str,

@@ -120,25 +120,6 @@ class BoaPolicy(SharePolicy):
         if self._total != before:
             self._trial.batch_changed()
 
-    def predicted_step_seconds(self, global_batch_size: int) -> float | None:
-        """Predict the compute time of a step with another global batch, split optimally.
-
-        Args:
-            global_batch_size: samples that the shares would sum to.
-
-        Returns:
-            The time in seconds, None while a replica's model is unknown, infinity if the bounds
-            do not admit that many samples.
-        """
-        if not self._fit.known.all():
-            return None
-        upper = np.minimum(self._given_upper, global_batch_size)
-        if not self._lower.sum() <= global_batch_size <= upper.sum():
-            return math.inf
-        fixed, slope = self._fit.fixed_seconds, self._fit.seconds_per_sample
-        shares = min_max_shares_linear(fixed, slope, global_batch_size, self._lower, upper)
-        return float(self._times(shares).max())
-
     def _record(self, shares: IntArray, seconds: FloatArray, matches: bool) -> None:
         changed = self._fit.observe(shares, seconds)
         if changed.any():

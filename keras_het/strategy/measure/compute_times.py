@@ -15,7 +15,7 @@ from keras_het.planning.replica_layout import ReplicaLayout
 from keras_het.strategy.measure.phase_times import PhaseTimes
 
 CAPACITY = 256
-_ROWS = 8
+_ROWS = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,51 +28,19 @@ class StepTimes:
     wanted_shares: np.ndarray[Any, np.dtype[np.int64]]
     gradient_squares: np.ndarray[Any, np.dtype[np.float64]]
     global_gradient_square: float
-    wanted_batch: int
-    rate_factor: float
     collective_seconds: float = 0.0
 
 
-class ControlChannel:
-    """The path of the chief's decisions to all workers: with the sums of the step after them.
-
-    Workers that decided for themselves could round differently, and cut a batch differently.
-    """
-
-    def __init__(self, num_replicas: int) -> None:
-        self._num_replicas = num_replicas
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._shares = tf.Variable(tf.zeros([num_replicas]), trainable=False)
-            self._batch = tf.Variable(tf.zeros([2]), trainable=False)
-
-    def send_shares(self, shares: Sequence[int]) -> None:
-        """Tell all workers which shares they should use; for the chief."""
-        self._shares.assign(np.asarray(shares, np.float32))
-
-    def send_batch(self, global_batch_size: int, rate_factor: float) -> None:
-        """Tell all workers which global batch they should use; for the chief."""
-        self._batch.assign([float(global_batch_size), rate_factor])
-
-    def shares(self, is_chief: bool) -> tf.Tensor:
-        """What a replica adds to the sum over all replicas, in the graph."""
-        with tf.device("CPU:0"):
-            return self._shares.read_value() if is_chief else tf.zeros_like(self._shares)
-
-    def batch(self, is_chief: bool) -> tf.Tensor:
-        """As `shares`, for the global batch: its size and the factor, padded with zeros."""
-        with tf.device("CPU:0"):
-            batch = self._batch.read_value()
-        padded = tf.pad(batch, [[0, self._num_replicas - 2]])
-        return padded if is_chief else tf.zeros_like(padded)
-
-
 class ComputeTimes:
-    """Ring of the latest steps in host memory, written by the train step."""
+    """Ring of the latest steps in host memory, written by the train step.
+
+    With the sums of a step travel the shares that the chief wants. Workers that decided for
+    themselves could round differently, and cut a batch differently.
+    """
 
     def __init__(self, layout: ReplicaLayout) -> None:
         self._num_replicas = num_replicas = layout.num_replicas
         self.phases = PhaseTimes(layout)
-        self.control = ControlChannel(num_replicas)
         self._read = 0
         self.is_measuring = False
         self.is_measuring_gradients = False
@@ -86,6 +54,7 @@ class ComputeTimes:
                 tf.zeros([CAPACITY, _ROWS, num_replicas], tf.float64), trainable=False
             )
             self._count = tf.Variable(0, trainable=False, dtype=tf.int64)
+            self._wanted_shares = tf.Variable(tf.zeros([num_replicas]), trainable=False)
 
     @property
     def needs_clock(self) -> bool:
@@ -118,6 +87,10 @@ class ComputeTimes:
         if model.train_function is not None:
             model.make_train_function(force=True)
 
+    def send_shares(self, shares: Sequence[int]) -> None:
+        """Tell all workers which shares they should use, zeros for no wish; for the chief."""
+        self._wanted_shares.assign(np.asarray(shares, np.float32))
+
     def contribution(
         self,
         replica_id: int,
@@ -128,10 +101,12 @@ class ComputeTimes:
         """Return what a replica adds to the sum over all replicas, in the graph."""
         believed = tf.cast(sizes, tf.float32) / self._num_replicas
         place = tf.one_hot(replica_id, self._num_replicas)
-        is_chief = replica_id == 0
-        rows = [believed, place * tf.cast(seconds, tf.float32), self.control.shares(is_chief)]
+        with tf.device("CPU:0"):
+            wanted = self._wanted_shares
+            wanted = wanted.read_value() if replica_id == 0 else tf.zeros_like(wanted)
+        rows = [believed, place * tf.cast(seconds, tf.float32), wanted]
         if gradient_square is not None:
-            rows += [place * gradient_square, self.control.batch(is_chief)]
+            rows.append(place * gradient_square)
         return tf.stack(rows)
 
     def record(
@@ -179,8 +154,7 @@ class ComputeTimes:
 
 
 def _step_times(row: np.ndarray) -> StepTimes:
-    shares, mean_shares, seconds, wanted, squares, batch, square, collective = row
-    wanted_batch, factor = (batch[0], batch[1]) if len(batch) > 1 else (0.0, 0.0)
+    shares, mean_shares, seconds, wanted, squares, square, collective = row
     return StepTimes(
         shares.astype(np.int64),
         mean_shares,
@@ -188,7 +162,5 @@ def _step_times(row: np.ndarray) -> StepTimes:
         wanted.astype(np.int64),
         squares,
         float(square[0]),
-        int(wanted_batch),
-        float(factor),
         float(collective[0]),
     )

@@ -143,27 +143,6 @@ def test_a_move_writes_no_warning(executor, caplog):
     assert "private_threadpool_size" not in caplog.text
 
 
-@pytest.mark.parametrize("is_built", [True, False])
-def test_a_move_of_larger_batches_leaves_those_of_other_inputs(is_built, executor):
-    """The global batch of one `fit` may have grown; the data set has the user's still."""
-    dataset = pipeline(shuffled, FIRST) if is_built else shuffled(FIRST)
-
-    def reader():
-        layout = ReplicaLayout((1,), 0)
-        return GlobalOrderDataset(dataset, layout, Schedule([[1]]), lambda *pair: pair)
-
-    changed = reader()
-    changed.set_global_batch_size(2)
-    iterator = iter(changed)
-    next(iterator)
-    preparation = changed.tuning.prepare(Knobs(3, 2, 3), executor)
-    while not in_effect(preparation):
-        next(iterator)
-    iterator.close()
-    assert changed.global_batch_size == 2
-    assert reader().global_batch_size == 5
-
-
 def shuffled_twice(knobs):
     rows = tf.data.Dataset.range(ROWS).shuffle(11, seed=4).shuffle(7, seed=5)
     return rows.map(row, knobs.num_parallel_calls).batch(5).prefetch(knobs.prefetch)
