@@ -35,6 +35,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from _cpu_quota import measure_with_quotas
+from _peer_policies import PEERS
 from _report import environment, print_table, write_report
 from digits import global_batches, load_digits, make_model
 
@@ -45,7 +46,7 @@ from keras_het.strategy.exact import emulated_device
 from keras_het.strategy.measure.emulated_device_config import KERAS_HET_EMULATED_DEVICES
 
 MOST_REPLICAS = 4
-POLICIES = ("even", "proportional", "lb_bsp", "lbb", "boa")
+POLICIES = ("even", *PEERS, "boa")
 WITHIN = 1.05  # a step this close to the best one is balanced
 
 
@@ -69,6 +70,13 @@ class Cluster:
     upper: tuple[int | None, ...] | None = None
     slow_steps: tuple[int, int] | None = None
 
+    @property
+    def upper_bounds(self) -> list[int] | None:
+        """The largest share of each device, None if none is bound."""
+        if self.upper is None:
+            return None
+        return [self.batch if most is None else most for most in self.upper]
+
     def models(self, step: int = 0) -> list[LinearTimeModel]:
         """Return the true time models in a step."""
         factors = [1.0] * len(self.speeds)
@@ -83,10 +91,7 @@ class Cluster:
 
     def best_shares(self, step: int = 0) -> tuple[int, ...]:
         """Return the solver's shares for the true speeds."""
-        upper = None
-        if self.upper is not None:
-            upper = [self.batch if most is None else most for most in self.upper]
-        shares = min_max_shares_of_models(self.models(step), self.batch, upper=upper)
+        shares = min_max_shares_of_models(self.models(step), self.batch, upper=self.upper_bounds)
         return tuple(int(share) for share in shares)
 
     def seconds(self, shares: Sequence[int], step: int = 0) -> float:
@@ -178,15 +183,23 @@ class Bench:
             tf.data.Dataset.from_tensors(rows).repeat(num_steps), lookahead=self.lookahead
         )
 
+    def balancer(self, policy: str) -> BatchBalancer:
+        """Return the callback with a policy of ours or of a peer."""
+        if policy == "limit":
+            return BatchBalancer(Limit(self.cluster, self.lookahead))
+        if policy in PEERS:
+            speeds, batch = self.cluster.speeds, self.cluster.batch
+            upper = self.cluster.upper_bounds
+            return BatchBalancer(PEERS[policy](len(speeds), batch, upper=upper))
+        return BatchBalancer(policy, max_share=self.cluster.upper)
+
     def run(self, policy: str) -> dict[str, Any]:
         """Train under a policy; return the results of one run."""
         emulated_device.slow_down(0, 1.0)
         self.strategy.set_shares([1] * len(self.cluster.speeds))
-        given: Any = Limit(self.cluster, self.lookahead) if policy == "limit" else policy
         if policy == "limit":
             self.strategy.set_shares(self.cluster.best_shares())
-        bounds = {} if policy == "limit" else {"max_share": self.cluster.upper}
-        balancer = BatchBalancer(given, **bounds)
+        balancer = self.balancer(policy)
         clock = Clock(self.cluster)
         self.model.fit(self.data, epochs=1, verbose=0, callbacks=[balancer, clock])
         seconds = clock.step_seconds()

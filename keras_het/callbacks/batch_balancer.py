@@ -52,9 +52,8 @@ class BatchBalancer(SessionCallback):
     collective, as does the chief's decision: all workers change shares after the same step.
 
     Args:
-        policy: "boa" (the exact min-max program over fitted times), "even", "static",
-            "proportional", "lb_bsp", "lbb", or an object with the methods of
-            `keras_het.planning.BalancePolicy`.
+        policy: "boa" (the exact min-max program over fitted times), "even", "static", or an object
+            with the methods of `keras_het.planning.BalancePolicy`.
         max_share: largest share of each replica in samples, for instance the limit of its memory:
             one number for all, a list with one for each replica (None for no bound), or a dict from
             replica to number.

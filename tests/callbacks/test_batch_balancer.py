@@ -186,7 +186,7 @@ def test_static_policy(strategy, weights, shares):
 
 @pytest.mark.parametrize(
     ("policy", "least", "expected"),
-    [("boa", None, 1), ("boa", 0, 0), ("lbb", None, 1), ("static", None, 0)],
+    [("boa", None, 1), ("boa", 0, 0), ("static", None, 0)],
 )
 def test_real_devices_get_a_sample_at_least(strategy, policy, least, expected):
     balancer = BatchBalancer(policy, min_share=least)
@@ -270,9 +270,6 @@ def test_mistakes(strategy, arguments, error, match):
         ({"policy": Zigzag(), "dead_band": 0.1}, TypeError, "brings its own settings"),
         ({"dead_band": -0.1}, ValueError, "dead_band=-0.1"),
         ({"window": 0}, ValueError, "window=0"),
-        ({"policy": "proportional", "smoothing": 2}, ValueError, "smoothing=2"),
-        ({"policy": "lb_bsp", "step_size": 0}, ValueError, "step_size=0"),
-        ({"policy": "lbb", "rapid_threshold": 0.01}, ValueError, "rapid_threshold=0.01"),
         ({"max_share": -1}, ValueError, "max_share=-1"),
         ({"max_share": 0}, ValueError, "max_share=0"),
         ({"max_share": 2.5}, TypeError, "max_share=2.5"),

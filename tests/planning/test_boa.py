@@ -1,12 +1,18 @@
 """How fast and how well the default policy balances."""
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from _peer_policies import PEERS
 from plants import CURVED, STATIC, Plant, by_speeds, simulate, slow_down
 
-from keras_het.planning.balance import make_policy
+from keras_het.planning.balance import EvenPolicy, make_policy
 from keras_het.planning.balance.plan_trial import COST, FIRST_WAIT, STEPS_OF_A_TRY, RetrySchedule
 
 
@@ -71,17 +77,17 @@ def test_devices_that_are_no_lines_are_balanced_and_plans_settle(plant):
     run = run_boa(plant, 600)
     assert run.ratio_to_limit(20) >= 0.97
     assert len(run.changes(100)) <= 6
-    for name in ("proportional", "lb_bsp", "lbb"):
-        other = simulate(make_policy(name, plant.num_replicas, plant.batch), plant, 600)
+    for peer in PEERS.values():
+        other = simulate(peer(plant.num_replicas, plant.batch), plant, 600)
         assert run.ratio_to_limit(20) >= other.ratio_to_limit(20) - 0.01
 
 
 @pytest.mark.parametrize("plant", STATIC, ids=lambda plant: plant.name)
 def test_no_other_policy_is_better_by_more_than_a_percent(plant):
     best = run_boa(plant, 600).ratio_to_limit()
-    for name in ("even", "proportional", "lb_bsp", "lbb"):
-        policy = make_policy(name, plant.num_replicas, plant.batch, upper=plant.upper)
-        assert best >= simulate(policy, plant, 600).ratio_to_limit() - 0.01
+    for policy in (EvenPolicy, *PEERS.values()):
+        other = policy(plant.num_replicas, plant.batch, upper=plant.upper)
+        assert best >= simulate(other, plant, 600).ratio_to_limit() - 0.01
 
 
 @pytest.mark.parametrize("seed", range(8))

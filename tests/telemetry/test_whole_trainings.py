@@ -72,11 +72,8 @@ def check(telemetry, even):
         ("static", {"weights": (1, 1)}),
         ("static", {"weights": (3, 1)}),
         ("boa", {}),
-        ("proportional", {}),
-        ("lb_bsp", {}),
-        ("lbb", {}),
     ],
-    ids=["even", "static even", "static", "boa", "proportional", "lb_bsp", "lbb"],
+    ids=["even", "static even", "static", "boa"],
 )
 def test_each_policy(train, policy, settings):
     telemetry = train(BatchBalancer(policy, **settings), steps=100)

@@ -1,13 +1,14 @@
-"""Policies that split the global batch, one per file."""
+"""Policies that split the global batch."""
 
 from keras_het.planning.balance.boa import BoaPolicy
-from keras_het.planning.balance.lb_bsp import LbBspPolicy
-from keras_het.planning.balance.lbb import LbbPolicy
 from keras_het.planning.balance.plan import BalancePlan
-from keras_het.planning.balance.policy import BalancePolicy, SharePolicy
-from keras_het.planning.balance.proportional import ProportionalPolicy
+from keras_het.planning.balance.policy import (
+    BalancePolicy,
+    EvenPolicy,
+    SharePolicy,
+    StaticPolicy,
+)
 from keras_het.planning.balance.registry import POLICIES, make_policy
-from keras_het.planning.balance.static import EvenPolicy, StaticPolicy
 
 __all__ = [
     "POLICIES",
@@ -15,9 +16,6 @@ __all__ = [
     "BalancePolicy",
     "BoaPolicy",
     "EvenPolicy",
-    "LbBspPolicy",
-    "LbbPolicy",
-    "ProportionalPolicy",
     "SharePolicy",
     "StaticPolicy",
     "make_policy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -10,7 +11,7 @@ from numpy.typing import ArrayLike
 from keras_het.planning.balance.min_max import min_max_shares_linear
 from keras_het.planning.balance.plan import BalancePlan
 from keras_het.planning.balance.plan_trial import TAKEN_BACK, PlanTrial, RetrySchedule
-from keras_het.planning.balance.policy import SharePolicy, check_number
+from keras_het.planning.balance.policy import SharePolicy
 from keras_het.planning.bounded_shares import FloatArray, IntArray
 from keras_het.planning.times.time_model_fit import TimeModelFit
 
@@ -82,9 +83,9 @@ class BoaPolicy(SharePolicy):
         upper: ArrayLike | None = None,
     ) -> None:
         super().__init__(num_replicas, global_batch_size, lower=lower, upper=upper)
-        self._dead_band = check_number("dead_band", dead_band, 0)
-        self._least_gain_seconds = check_number("least_gain_seconds", least_gain_seconds, 0)
-        check_number("window", window, 1, is_whole=True)
+        self._dead_band = _check_number("dead_band", dead_band, 0)
+        self._least_gain_seconds = _check_number("least_gain_seconds", least_gain_seconds, 0)
+        _check_number("window", window, 1, is_whole=True)
         self._fit = TimeModelFit(num_replicas, window)
         self._retries = RetrySchedule()
         self._trying: int | None = None
@@ -289,3 +290,16 @@ class BoaPolicy(SharePolicy):
         if not could.any() or lower.sum() > self._total:
             return None
         return float(self._times(self._solve(lower)).max())
+
+
+def _check_number(
+    name: str, value: float, least: float, most: float = math.inf, *, is_whole: bool = False
+) -> float:
+    """Return a setting if it is a number within its range."""
+    if isinstance(value, bool) or not isinstance(value, Integral if is_whole else Real):
+        kind = "a whole number" if is_whole else "a number"
+        raise TypeError(f"{name} must be {kind}. Received: {name}={value!r}.")
+    if not least <= value <= most:
+        span = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise ValueError(f"{name} must be {span}. Received: {name}={value!r}.")
+    return value

@@ -1,9 +1,8 @@
-"""Interface of a policy, and the base that all policies share."""
+"""Interface of a policy, the base that policies share, and the splits that never change."""
 
 from __future__ import annotations
 
-import math
-from numbers import Integral, Real
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -71,19 +70,6 @@ class BalancePolicy(Protocol):
         Args:
             samples: the new global batch size.
         """
-
-
-def check_number(
-    name: str, value: float, least: float, most: float = math.inf, *, is_whole: bool = False
-) -> float:
-    """Return a setting of a policy if it is a number within its range."""
-    if isinstance(value, bool) or not isinstance(value, Integral if is_whole else Real):
-        kind = "a whole number" if is_whole else "a number"
-        raise TypeError(f"{name} must be {kind}. Received: {name}={value!r}.")
-    if not least <= value <= most:
-        span = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-        raise ValueError(f"{name} must be {span}. Received: {name}={value!r}.")
-    return value
 
 
 class SharePolicy:
@@ -246,3 +232,75 @@ class SharePolicy:
     def _decide(self, step: int) -> BalancePlan | None:
         """Decide while the last plan is in effect; by default it stays."""
         return None
+
+
+class EvenPolicy(SharePolicy):
+    """Every replica gets the same number of samples, as in plain data parallelism.
+
+    The split of `tf.distribute.MirroredStrategy` and of PyTorch's DistributedDataParallel: a step
+    takes as long as the slowest replica. The baseline for all other policies.
+
+    Args:
+        num_replicas: number of replicas, n.
+        global_batch_size: samples that shares sum to.
+        lower: smallest share of each replica, int [n]; by default 0.
+        upper: largest share of each replica, int [n]; by default no bound.
+
+    Reference:
+        Chen et al., "Revisiting Distributed Synchronous SGD", 2016, arXiv:1604.00981.
+    """
+
+    name = "even"
+
+
+class StaticPolicy(SharePolicy):
+    """Shares in proportion to weights that never change.
+
+    The open-loop split of Tyagi and Sharma: weights are known speeds, such as the number of cores
+    or samples per second of a benchmark.
+
+    Args:
+        num_replicas: number of replicas, n.
+        global_batch_size: samples that shares sum to.
+        weights: one weight for each replica, zero or more, at least one positive; by default even.
+        lower: smallest share of each replica, int [n]; by default 0.
+        upper: largest share of each replica, int [n]; by default no bound.
+
+    Raises:
+        TypeError: if a bound is not whole.
+        ValueError: if a weight is not valid, or no shares satisfy the bounds.
+
+    Reference:
+        Tyagi and Sharma, "Taming Resource Heterogeneity In Distributed ML Training With Dynamic
+        Batching", ACSOS 2020, section on static batching. The formula printed there lacks the
+        factor "number of workers times base batch", which the sum requires.
+    """
+
+    name = "static"
+
+    def __init__(
+        self,
+        num_replicas: int,
+        global_batch_size: int,
+        *,
+        weights: Sequence[float] | None = None,
+        lower: ArrayLike | None = None,
+        upper: ArrayLike | None = None,
+    ) -> None:
+        given = np.ones(num_replicas) if weights is None else np.asarray(weights, np.float64)
+        if given.shape != (num_replicas,):
+            raise ValueError(
+                f"There must be one weight for each of {num_replicas} replicas. "
+                f"Received: {weights}."
+            )
+        self._weights: FloatArray = given
+        super().__init__(num_replicas, global_batch_size, lower=lower, upper=upper)
+
+    def _first_weights(self) -> FloatArray:
+        return self._weights
+
+    def _first_reason(self) -> str:
+        return "weights " + " ".join(f"{weight:g}" for weight in self._weights[:16])
+
+    def _within_bounds(self) -> IntArray:
+        return self._proportional(self._weights)

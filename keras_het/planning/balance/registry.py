@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from keras_het.planning.balance.boa import BoaPolicy
-from keras_het.planning.balance.lb_bsp import LbBspPolicy
-from keras_het.planning.balance.lbb import LbbPolicy
-from keras_het.planning.balance.policy import BalancePolicy, SharePolicy
-from keras_het.planning.balance.proportional import ProportionalPolicy
-from keras_het.planning.balance.static import EvenPolicy, StaticPolicy
+from keras_het.planning.balance.policy import (
+    BalancePolicy,
+    EvenPolicy,
+    SharePolicy,
+    StaticPolicy,
+)
 
 POLICIES: dict[str, type[SharePolicy]] = {
-    policy.name: policy
-    for policy in (
-        BoaPolicy,
-        EvenPolicy,
-        StaticPolicy,
-        ProportionalPolicy,
-        LbBspPolicy,
-        LbbPolicy,
-    )
+    policy.name: policy for policy in (BoaPolicy, EvenPolicy, StaticPolicy)
 }
 
 
@@ -49,6 +43,13 @@ def make_policy(
                 f"There is no balance policy of this name. Received: policy={policy!r}. "
                 f"Expected one of {sorted(POLICIES)}, or an object with the methods of "
                 "BalancePolicy."
+            )
+        parameters = inspect.signature(POLICIES[policy]).parameters.values()
+        settings = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+        if unknown := sorted(set(options) - set(settings)):
+            raise TypeError(
+                f"These are no settings of the policy. Received: {unknown}. The policy {policy!r} "
+                f"has {settings}."
             )
         return POLICIES[policy](num_replicas, global_batch_size, **options)
     if isinstance(policy, type) or not isinstance(policy, BalancePolicy):
