@@ -1,87 +1,184 @@
-"""Bounds of shares, in the forms that users may give."""
+"""Bounds of shares: those that users give, and those that a device's memory has."""
 
 from __future__ import annotations
 
+import functools
+import json
+import re
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_het.fit.session import Batches, Layer, StepFunction
+from keras_het.planning import BalancePolicy, make_policy
+from keras_het.planning.bounded_shares import MAX_TOTAL
+from keras_het.value_types import Nest
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
+
+FIXED_POLICIES = ("even", "static")
 
 Bound = int | Sequence[int | None] | Mapping[int, int] | None
 """Samples: for all replicas, for each, for some, or none."""
 
 
-def each_bound(given: Bound, num_replicas: int, missing: int, most: int) -> list[int]:
-    """Return one bound per replica."""
+def bound_of_each(
+    name: str, given: Bound, num_replicas: int, missing: int, most: int = MAX_TOTAL
+) -> list[int]:
+    """Return one bound for each replica, none above `most`."""
     if isinstance(given, Mapping):
-        wrong = [replica for replica in given if replica not in range(num_replicas)]
-        if wrong:
+        if wrong := [replica for replica in given if replica not in range(num_replicas)]:
             raise ValueError(
-                f"Bounds name replicas that do not exist. Received: {dict(given)}. Expected "
-                f"replicas from 0 to {num_replicas - 1}."
+                f"{name} names replicas that do not exist. Received: {wrong} in {name}={given!r}. "
+                f"Expected replicas from 0 to {num_replicas - 1}."
             )
         bounds = [given.get(replica) for replica in range(num_replicas)]
-    elif given is None or isinstance(given, int):
-        bounds = [given] * num_replicas
-    else:
+    elif isinstance(given, Sequence):
         bounds = list(given)
+    else:
+        bounds = [given] * num_replicas
     if len(bounds) != num_replicas:
         raise ValueError(
-            f"There must be one bound for each of the {num_replicas} replicas. Received: {bounds}."
+            f"There must be one bound for each of the {num_replicas} replicas. Received: "
+            f"{name}={given!r}."
+        )
+    if not all(bound is None or isinstance(bound, Integral) for bound in bounds):
+        raise TypeError(
+            f"{name} must be a whole number of samples, a list with one for each replica, or a "
+            f"dict from replica to number. Received: {name}={given!r}."
         )
     return [missing if bound is None else min(int(bound), most) for bound in bounds]
 
 
-def check_share_bounds(min_share: Bound, max_share: Bound) -> None:
-    """Refuse bounds that no replicas can satisfy, before it is known how many there are."""
-    low, high = _by_replica("min_share", min_share), _by_replica("max_share", max_share)
-    sizes = {len(given) for given in (min_share, max_share) if isinstance(given, Sequence)}
-    if len(sizes) > 1:
-        raise ValueError(
-            "min_share and max_share must name the same number of replicas. Received: min_share="
-            f"{min_share!r} and max_share={max_share!r}."
-        )
+def start_policy(
+    policy: str | BalancePolicy,
+    strategy: HeterogeneousStrategy,
+    total: int,
+    options: Mapping[str, Any],
+    min_share: Bound,
+    max_share: Bound,
+    memory: Mapping[int, int],
+) -> BalancePolicy:
+    """Return a policy within the bounds, which begins with the strategy's shares if it measures.
 
-    for replica in [*low, *high]:
-        least, most = _of(low, replica), _of(high, replica)
-        if least is not None and most is not None and least > most:
-            whose = "" if replica is None else f" of replica {replica}"
-            raise ValueError(
-                f"The smallest share{whose} is larger than the largest. Received: min_share="
-                f"{min_share!r} and max_share={max_share!r}. Lower the one or raise the other."
+    Args:
+        policy: its name, or a user's own.
+        strategy: the strategy of the model that trains.
+        total: samples of a global batch; a later one may be larger.
+        options: settings of the policy.
+        min_share: smallest shares; only for a policy's name.
+        max_share: largest shares.
+        memory: replicas with less memory than that: their largest shares.
+    """
+    num_replicas = len(strategy.shares)
+    upper = bound_of_each("max_share", max_share, num_replicas, MAX_TOTAL)
+    upper = [min(most, memory.get(replica, most)) for replica, most in enumerate(upper)]
+    if isinstance(policy, str):
+        # A real device without a share computes a row of zeros, which takes as long as one sample:
+        # giving it no samples gains nothing. An emulated device then takes no time.
+        is_real = strategy.emulated_devices is None and total >= num_replicas
+        least = 1 if policy not in FIXED_POLICIES and is_real else 0
+        lower = bound_of_each("min_share", min_share, num_replicas, least, total)
+        if min_share is None:
+            lower = [min(pair) for pair in zip(lower, upper, strict=True)]
+        weights = {"weights": strategy.shares} if policy == "static" else {}
+        options = {**weights, **options, "lower": lower, "upper": upper}
+    started = make_policy(policy, num_replicas, total, **options)
+    if not isinstance(policy, str):
+        for replica, most in enumerate(upper):
+            if most < MAX_TOTAL:
+                started.set_upper(replica, most)
+    measures = started.name not in FIXED_POLICIES
+    if measures and len(set(strategy.shares)) > 1 and hasattr(started, "start_from"):
+        started.start_from(strategy.shares)
+    return started
+
+
+class MemoryBounds:
+    """Largest shares that fit a replica's memory, in one small file for each that ran out of it.
+
+    TensorFlow cannot continue after one replica of a collective has failed, so training must be
+    restarted; it then finds the bound. Without a directory, the error says which one to give.
+    """
+
+    def __init__(self, directory: str | Path | None) -> None:
+        self._directory = None if directory is None else Path(directory)
+
+    def read(self) -> dict[int, int]:
+        """Return the known bounds: replica to its largest share."""
+        paths = sorted(self._directory.glob("replica-*.json")) if self._directory else []
+        known = [json.loads(path.read_text()) for path in paths]
+        return {int(each["replica"]): int(each["max_share"]) for each in known}
+
+    def write(self, replica: int, samples: int) -> None:
+        """Remember the largest share of a replica, if there is a directory."""
+        if self._directory is None:
+            return
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"replica-{replica}.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"replica": replica, "max_share": samples}) + "\n")
+        temporary.replace(path)
+
+    def layer(
+        self, strategy: HeterogeneousStrategy, measured: Sequence[Mapping[str, Any]]
+    ) -> Layer:
+        """Return a layer around the steps of `fit` that notes where memory runs out.
+
+        Args:
+            strategy: the strategy of the model that trains.
+            measured: the latest measured steps, with the shares that fitted.
+        """
+        return functools.partial(self._step, strategy, measured)
+
+    def _step(
+        self,
+        strategy: HeterogeneousStrategy,
+        measured: Sequence[Mapping[str, Any]],
+        step: StepFunction,
+        batches: Batches,
+    ) -> Nest:
+        try:
+            return step(batches)
+        except tf.errors.ResourceExhaustedError as error:
+            first, devices = strategy.layout.local_replicas.start, strategy.extended.worker_devices
+            bounds = {
+                replica: largest_share_that_fits(replica, strategy.latest_shares[replica], measured)
+                for replica in replicas_without_memory(str(error), devices, first)
+            }
+            for replica, samples in bounds.items():
+                self.write(replica, samples)
+            remembered = f"BatchBalancer remembers max_share={bounds}."
+            given = (
+                f"Start again with BatchBalancer(max_share={bounds}), or with "
+                "memory_directory=... to have it remembered."
             )
-    if not isinstance(max_share, Mapping) and high and set(high.values()) == {0}:
-        raise ValueError(
-            f"Some replica must be allowed a sample. Received: max_share={max_share!r}."
-        )
+            raise tf.errors.ResourceExhaustedError(
+                error.node_def,
+                error.op,
+                f"{error.message}\nOut of memory on replica(s) {sorted(bounds)}. "
+                + (f"Start all workers again: {remembered}" if self._directory else given),
+            ) from error
 
 
-def num_replicas_named(*settings: object) -> int:
-    """Count the replicas for which settings have one number each; 1 if one number fits all."""
-    lengths = [len(given) for given in settings if hasattr(given, "__len__")]
-    return max([*lengths, 1])
+def largest_share_that_fits(
+    replica: int, failed: int, measured: Sequence[Mapping[str, Any]]
+) -> int:
+    """Return the largest share below `failed` that a replica has computed, else half of it."""
+    fitted = [row["shares"][replica] for row in measured]
+    return max((share for share in fitted if share < failed), default=0) or failed // 2
 
 
-def _by_replica(name: str, given: Bound) -> dict[int | None, int]:
-    """Return the given bounds by replica; None stands for every replica."""
-    if given is None:
-        return {}
-    if isinstance(given, Mapping):
-        pairs: list[tuple[Any, Any]] = list(given.items())
-    elif isinstance(given, Sequence) and not isinstance(given, str):
-        pairs = [pair for pair in enumerate(given) if pair[1] is not None]
-    else:
-        pairs = [(None, given)]
-    for key, bound in pairs:
-        for number in (bound,) if key is None else (key, bound):
-            if isinstance(number, bool) or not isinstance(number, Integral):
-                raise TypeError(
-                    f"{name} must be a whole number, a list with one for each replica, or a dict "
-                    f"from replica to number. Received: {name}={given!r}."
-                )
-            if number < 0:
-                raise ValueError(f"{name} must be at least 0 samples. Received: {name}={given!r}.")
-    return {key: int(bound) for key, bound in pairs}
-
-
-def _of(bounds: dict[int | None, int], replica: int | None) -> int | None:
-    return bounds.get(replica, bounds.get(None))
+def replicas_without_memory(message: str, devices: Sequence[str], first: int) -> list[int]:
+    """Return the local replicas that an error concerns."""
+    named = {match.lower() for match in re.findall(r"device:([A-Za-z]+:\d+)", message)}
+    hit = [
+        first + index
+        for index, device in enumerate(devices)
+        if device.rsplit("device:", 1)[-1].lower() in named
+    ]
+    return hit or [first + index for index in range(len(devices))]

@@ -380,7 +380,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._compute_times.begin(model, gradients, stops)
 
     def stop_measuring(self, model: keras.Model) -> None:
-        """End a measurement started with `stops`; other callers' measurements continue.
+        """End a measurement started with `stops`, and that of gradients; others' times continue.
 
         Every worker must call it between the same two steps: a step that measures sums more values.
 

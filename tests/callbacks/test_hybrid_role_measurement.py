@@ -117,13 +117,6 @@ def test_gradients_are_not_measured_after_the_plan_for_a_balancer_without_use_fo
     assert has_gradient_squares(strategy)[-NUM_BATCHES:] == [False] * NUM_BATCHES
 
 
-def test_gradients_that_somebody_else_measures_go_on_being_measured(strategy):
-    model = make_model(strategy)
-    strategy.measure_compute_times(model, gradients=True)
-    fit(model, 2)
-    assert has_gradient_squares(strategy) == [True] * 2 * NUM_BATCHES
-
-
 def test_data_that_could_not_be_shared_is_refused_before_anything_is_measured(strategy):
     unknown = data().filter(lambda x, y: True)
     model = make_model(strategy)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from keras_het.planning.balance.plan import BalancePlan
 from keras_het.planning.bounded_shares import (
@@ -15,8 +15,6 @@ from keras_het.planning.bounded_shares import (
     check_bounds,
     proportional_shares,
 )
-
-BoolArray = NDArray[np.bool_]
 
 
 @runtime_checkable

@@ -48,7 +48,7 @@ class ComputeTimes:
         self._measured_models: weakref.WeakKeyDictionary[keras.Model, bool] = (
             weakref.WeakKeyDictionary()
         )
-        self._keeps_measuring = self._keeps_measuring_gradients = False
+        self._keeps_measuring = False
         with tf.init_scope(), tf.device("CPU:0"):
             self._rows = tf.Variable(
                 tf.zeros([CAPACITY, _ROWS, num_replicas], tf.float64), trainable=False
@@ -66,9 +66,7 @@ class ComputeTimes:
         gradients = gradients and self._num_replicas > 1
         self.is_measuring = True
         self.is_measuring_gradients |= gradients
-        if not stops:
-            self._keeps_measuring = True
-            self._keeps_measuring_gradients |= gradients
+        self._keeps_measuring |= not stops
         if model is None or self._measured_models.get(model, -1) >= gradients:
             return
         self._measured_models[model] = self.is_measuring_gradients
@@ -77,13 +75,12 @@ class ComputeTimes:
 
     def end(self, model: keras.Model) -> None:
         """End a measurement that stops, see `HeterogeneousStrategy.stop_measuring`."""
-        keeps = self._keeps_measuring_gradients
-        if self._keeps_measuring and self.is_measuring_gradients == keeps:
+        if self._keeps_measuring and not self.is_measuring_gradients:
             return
-        self.is_measuring, self.is_measuring_gradients = self._keeps_measuring, keeps
+        self.is_measuring, self.is_measuring_gradients = self._keeps_measuring, False
         self._measured_models.pop(model, None)
         if self._keeps_measuring:
-            self._measured_models[model] = keeps
+            self._measured_models[model] = False
         if model.train_function is not None:
             model.make_train_function(force=True)
 

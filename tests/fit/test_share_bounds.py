@@ -1,12 +1,13 @@
 """What is remembered of shares that did not fit, and whose they were."""
 
+from types import SimpleNamespace
+
 import pytest
 import tensorflow as tf
 
-from keras_het.fit.memory_bounds import (
+from keras_het.fit.share_bounds import (
     MemoryBounds,
     largest_share_that_fits,
-    note_out_of_memory,
     replicas_without_memory,
 )
 
@@ -38,12 +39,24 @@ def test_the_message_names_the_device():
     assert replicas_without_memory("no device here", GPUS, first=4) == [4, 5, 6]
 
 
-def test_what_to_do_stands_behind_the_error():
+@pytest.mark.parametrize("is_remembered", [False, True])
+def test_what_to_do_stands_behind_the_error(tmp_path, is_remembered):
     """Which has hundreds of lines: what to do must be the last one on the screen."""
+    strategy = SimpleNamespace(
+        layout=SimpleNamespace(local_replicas=range(2, 5)),
+        extended=SimpleNamespace(worker_devices=GPUS),
+        latest_shares=(1, 1, 8, 8, 8),
+    )
+    memory = MemoryBounds(tmp_path if is_remembered else None)
 
     def lacks(batches):
         raise tf.errors.ResourceExhaustedError(None, None, "on device:GPU:1")
 
     with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
-        note_out_of_memory(lambda message: f"do: {message}", lacks, None)
-    assert caught.value.message == "on device:GPU:1\ndo: on device:GPU:1"
+        memory.layer(strategy, [{"shares": [1, 1, 6, 6, 6]}])(lacks, None)
+    first, advice = caught.value.message.splitlines()
+    assert first == "on device:GPU:1"
+    assert advice.startswith("Out of memory on replica(s) [3].")
+    assert "max_share={3: 6}" in advice
+    assert ("BatchBalancer remembers" in advice) == is_remembered
+    assert memory.read() == ({3: 6} if is_remembered else {})
