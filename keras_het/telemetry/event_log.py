@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_het.planning.diagnosis.pipeline_record import PipelineRecord
-from keras_het.planning.diagnosis.recording import Change, Device
+from keras_het.planning.diagnosis.recording import Change, Device, PipelineRecord
 from keras_het.planning.pipeline import Timeline
 from keras_het.telemetry.event_files import EventFile, FileNames, event_files
 from keras_het.telemetry.thinning import raw_steps_in, thinned_file

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from keras_het.planning.diagnosis.pipeline_record import PipelineRecord, StageRecord
+from keras_het.planning.diagnosis.recording import PipelineRecord, StageRecord
 from keras_het.planning.pipeline import PipelinePlan
 from keras_het.telemetry.event_log import EventLog
 from keras_het.telemetry.step_recorder import StepRecorder

@@ -10,8 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from keras_het.planning.diagnosis.pipeline_record import PipelineRecord
-from keras_het.planning.diagnosis.recording import HARDWARE, Change, Device, Recording
+from keras_het.planning.diagnosis.recording import (
+    HARDWARE,
+    Change,
+    Device,
+    PipelineRecord,
+    Recording,
+)
 from keras_het.planning.diagnosis.steps import throughput
 from keras_het.strategy.measure.phase_times import PARTS
 from keras_het.training_strategy import TrainingStrategy

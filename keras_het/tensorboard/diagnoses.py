@@ -20,9 +20,9 @@ def diagnosis(recording: Recording) -> dict[str, Any]:
     if not len(recording.steps):
         return {"verdict": [], "missing": [], "what_if": None, "scores": None, "gain": None}
     from keras_het.planning.diagnosis.scores import WINDOW, scores
+    from keras_het.planning.diagnosis.steps import choose_windows
     from keras_het.planning.diagnosis.verdict import diagnose
     from keras_het.planning.diagnosis.what_if import gain_over_even, what_if
-    from keras_het.planning.diagnosis.windows import choose_windows
 
     with np.errstate(all="ignore"):
         recent = choose_windows(recording, WINDOW).recent

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from keras_het.planning.diagnosis.middles import LONGEST_SECONDS
-from keras_het.planning.diagnosis.pipeline_record import PipelineRecord
 from keras_het.planning.diagnosis.recording import (
     PHASES,
     Change,
     Device,
     Floats,
     Integers,
+    PipelineRecord,
     Recording,
 )
 from keras_het.tensorboard import log_format

@@ -7,7 +7,7 @@ import json
 import math
 from typing import Any
 
-from keras_het.planning.diagnosis.pipeline_record import PipelineRecord, StageRecord
+from keras_het.planning.diagnosis.recording import PipelineRecord, StageRecord
 from keras_het.planning.pipeline import Event, Timeline
 from keras_het.tensorboard.log_format import parse_json
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from keras_het.planning.diagnosis.pipeline_record import PipelineRecord, StageRecord
-from keras_het.planning.diagnosis.recording import Device
+from keras_het.planning.diagnosis.recording import Device, PipelineRecord, StageRecord
 from keras_het.planning.pipeline import Event, Timeline
 from keras_het.telemetry.event_log import EventLog
 from keras_het.telemetry.read_log import Run, read_log

@@ -15,7 +15,7 @@ from keras_het.launch.report.facts import Facts, facts_of
 from keras_het.launch.report.page import page
 from keras_het.launch.report.terminal import console_for, show
 from keras_het.launch.report.trace import write_trace
-from keras_het.planning.diagnosis.pipeline_record import PipelineRecord
+from keras_het.planning.diagnosis.recording import PipelineRecord
 from keras_het.telemetry.event_log import EventLog
 from keras_het.telemetry.read_log import read_log
 

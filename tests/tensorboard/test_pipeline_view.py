@@ -16,8 +16,7 @@ from test_browser import CHROMIUM, DRIVER, served, started, until  # noqa: F401 
 from test_plugin import START, application_of
 from werkzeug.test import Client
 
-from keras_het.planning.diagnosis.pipeline_record import PipelineRecord, StageRecord
-from keras_het.planning.diagnosis.recording import Device
+from keras_het.planning.diagnosis.recording import Device, PipelineRecord, StageRecord
 from keras_het.planning.pipeline import Event, Timeline
 from keras_het.telemetry.event_log import EventLog
 from keras_het.telemetry.read_log import read_log

@@ -15,9 +15,8 @@ from keras_het.launch.report.repairs import Repairs, repairs_of
 from keras_het.planning.diagnosis.middles import checked, means
 from keras_het.planning.diagnosis.recording import PHASES, Device, Floats, Integers, Recording
 from keras_het.planning.diagnosis.scores import WINDOW, scores
-from keras_het.planning.diagnosis.steps import throughput
+from keras_het.planning.diagnosis.steps import choose_windows, throughput
 from keras_het.planning.diagnosis.verdict import Verdict, diagnose
-from keras_het.planning.diagnosis.windows import choose_windows
 from keras_het.planning.pipeline import Timeline
 from keras_het.tensorboard.log_content import LogContent
 from keras_het.tensorboard.pipeline_format import parse_timeline

@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from keras_het.planning.diagnosis.device_lines import device_lines
 from keras_het.planning.diagnosis.recording import Floats, Recording
+from keras_het.planning.diagnosis.scores import device_lines
 from keras_het.planning.diagnosis.steps import Steps
 from keras_het.planning.diagnosis.what_if import (
     PHASE_REPAIRS,

@@ -1,4 +1,4 @@
-"""What samples of the hardware say about a slow device."""
+"""What samples of the hardware say: why a device is slow, and what keeps CPUs from a worker."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import numpy as np
 
 from keras_het.planning.diagnosis.middles import means
 from keras_het.planning.diagnosis.recording import Floats, Recording
+from keras_het.planning.diagnosis.steps import BoolArray
 
 # Bits of NVML's clock event reasons that mean a fault; power cap alone is common under load.
-POWER_CAP = 0x4
-HEAT_OR_POWER = 0x8 | 0x20 | 0x40 | 0x80
-REASONS = {
+_POWER_CAP = 0x4
+_HEAT_OR_POWER = 0x8 | 0x20 | 0x40 | 0x80
+_REASONS = {
     0x4: "its power limit",
     0x8: "a hardware slow-down",
     0x20: "heat",
@@ -26,6 +27,15 @@ _FULL_CLOCK = 0.9
 _BUSY_DEVICE = 0.5
 _MORE_USED = 0.15
 _MORE_MEMORY = 0.05
+# Fraction of the time in which a quota stops a worker.
+_STOPPED = 0.1
+_SATURATED = 0.95
+_LOST_BUDGET = 0.2
+# CPUs in use by others, as a fraction of those that the worker may use, and the host's load.
+_OTHERS = 0.3
+_BUSY_HOST = 0.8
+# Another host is in the same state from this fraction of the reading on: readings are noisy.
+_ALIKE = 0.8
 # Beyond this a reading is a mistake.
 _LARGEST = 1e18
 _MOST_SAMPLES = 200
@@ -41,6 +51,17 @@ class Throttle:
     certain: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class HostState:
+    """What is wrong with the host of a worker, and which devices are on one as bad."""
+
+    kind: str
+    why: str
+    alike: BoolArray
+    quota: bool = False
+    stopped: float = 0.0
+
+
 class Readings:
     """Means of the hardware's samples in recent steps, and before."""
 
@@ -53,23 +74,27 @@ class Readings:
         self._recent = recent
         self._means: dict[tuple[str, bool], Floats] = {}
 
-    def now(self, name: str) -> Floats:
-        """Return the mean of a quantity in recent steps, of shape [N]; NaN where unknown."""
-        return self._mean(name, recent=True)
-
-    def before(self, name: str) -> Floats:
-        """Return the mean of a quantity before them, of shape [N]; NaN where unknown."""
-        return self._mean(name, recent=False)
+    def mean(self, name: str, recent: bool = True) -> Floats:
+        """Return the mean of a quantity in recent steps or before, [N]; NaN where unknown."""
+        if (name, recent) not in self._means:
+            values = self._recording.hardware.get(name)
+            result = np.full(len(self._workers), np.nan)
+            if values is not None:
+                rows = np.flatnonzero(self._recent == recent)
+                chosen = np.asarray(values, np.float64)[rows[:: max(len(rows) // _MOST_SAMPLES, 1)]]
+                result = means(np.where(np.abs(chosen) < _LARGEST, chosen, np.nan))
+            self._means[name, recent] = result
+        return self._means[name, recent]
 
     def of_worker(self, name: str, worker: int, recent: bool = True) -> float:
         """Return the mean of a quantity over a worker's devices; NaN where unknown."""
-        values = self._mean(name, recent)[self._workers == worker]
+        values = self.mean(name, recent)[self._workers == worker]
         return float(means(values[:, None])[0])
 
     def knows_clock(self, device: int) -> bool:
         """Tell whether clocks or reasons for low ones are known of a device."""
-        clock = self.now("keras_het.gpu.clock") + self.now("keras_het.gpu.clock_limit")
-        reasons = self.now("keras_het.gpu.throttle_reasons")
+        clock = self.mean("keras_het.gpu.clock") + self.mean("keras_het.gpu.clock_limit")
+        reasons = self.mean("keras_het.gpu.throttle_reasons")
         return bool(np.isfinite(clock[device]) or np.isfinite(reasons[device]))
 
     def knows_host(self, worker: int) -> bool:
@@ -81,39 +106,24 @@ class Readings:
 
     def throttled(self, device: int, degraded: bool) -> Throttle | None:
         """Return why a device is clocked down; None if it is not."""
-        clock = float(self.now("keras_het.gpu.clock")[device])
-        limit = float(self.now("keras_het.gpu.clock_limit")[device])
-        before = float(self.before("keras_het.gpu.clock")[device])
+        clock = float(self.mean("keras_het.gpu.clock")[device])
+        limit = float(self.mean("keras_het.gpu.clock_limit")[device])
+        before = float(self.mean("keras_het.gpu.clock", recent=False)[device])
         fraction = clock / limit if 0 < clock <= limit else np.nan
-        reason = self._reason(device, HEAT_OR_POWER)
+        reason = self._reason(device, _HEAT_OR_POWER)
         certain = bool(reason)
         if not reason and degraded and not fraction > _FULL_CLOCK:
-            reason = self._reason(device, POWER_CAP)
+            reason = self._reason(device, _POWER_CAP)
         # A device without work lowers its clock itself.
-        works = not self.now("hw.gpu.utilization")[device] < _BUSY_DEVICE
+        works = not self.mean("hw.gpu.utilization")[device] < _BUSY_DEVICE
         fell = degraded and clock < _FULL_CLOCK * before
         if not reason and not (works and (fraction < _LOW_CLOCK or fell)):
             return None
-        because = f" because of {reason}" if reason else ""
+        shown = "is clocked down"
         if fraction > 0:
-            shown = f"runs at {clock / 1e6:.0f} of {limit / 1e6:.0f} MHz{because}"
-        else:
-            shown = f"is clocked down{because}"
-        return Throttle(shown, fraction, reason, certain)
-
-    def other_program_on(self, device: int) -> str | None:
-        """Return what shows another program on a device; None if nothing does."""
-        used, before = (
-            float(values[device])
-            for values in (self.now("hw.gpu.utilization"), self.before("hw.gpu.utilization"))
-        )
-        memory = self.now("hw.gpu.memory.usage") - self.before("hw.gpu.memory.usage")
-        more = float((memory / self.now("hw.gpu.memory.limit"))[device])
-        if more > _MORE_MEMORY:
-            return f"{more * 100:.0f} % more of its memory are in use than before"
-        if used - before > _MORE_USED:
-            return f"its utilization rose from {before * 100:.0f} to {used * 100:.0f} %"
-        return None
+            shown = f"runs at {clock / 1e6:.0f} of {limit / 1e6:.0f} MHz"
+        because = f" because of {reason}" if reason else ""
+        return Throttle(shown + because, fraction, reason, certain)
 
     def _reason(self, device: int, bits: int) -> str:
         values = self._recording.hardware.get("keras_het.gpu.throttle_reasons")
@@ -121,19 +131,77 @@ class Readings:
             return ""
         column = np.asarray(values, np.float64)[self._recent, device]
         column = column[np.isfinite(column) & (column >= 0) & (column < 2**53)].astype(np.int64)
-        for bit, text in REASONS.items():
+        for bit, text in _REASONS.items():
             if bit & bits and len(column) and ((column & bit) > 0).mean() >= _OFTEN:
                 return text
         return ""
 
-    def _mean(self, name: str, recent: bool) -> Floats:
-        if (name, recent) not in self._means:
-            values = self._recording.hardware.get(name)
-            if values is None:
-                result = np.full(len(self._recording.devices), np.nan)
-            else:
-                rows = np.flatnonzero(self._recent == recent)
-                chosen = np.asarray(values, np.float64)[rows[:: max(len(rows) // _MOST_SAMPLES, 1)]]
-                result = means(np.where(np.abs(chosen) < _LARGEST, chosen, np.nan))
-            self._means[name, recent] = result
-        return self._means[name, recent]
+    def other_program_on(self, device: int) -> str | None:
+        """Return what shows another program on a device; None if nothing does."""
+        (used, before), (memory, memory_before) = (
+            (float(self.mean(name)[device]), float(self.mean(name, recent=False)[device]))
+            for name in ("hw.gpu.utilization", "hw.gpu.memory.usage")
+        )
+        more = (memory - memory_before) / self.mean("hw.gpu.memory.limit")[device]
+        if more > _MORE_MEMORY:
+            return f"{more * 100:.0f} % more of its memory are in use than before"
+        if used - before > _MORE_USED:
+            return f"its utilization rose from {before * 100:.0f} to {used * 100:.0f} %"
+        return None
+
+
+def host_states(recording: Recording, readings: Readings) -> dict[int, HostState | None]:
+    """Return what keeps CPUs from each worker; None if nothing is known to do so."""
+    workers = np.array([device.worker for device in recording.devices], np.int64)
+    everyone = np.unique(workers)
+    hosts: list[set[str]] = [set() for _ in everyone]
+    kinds: list[set[str]] = [set() for _ in everyone]
+    for device in recording.devices:
+        place = int(np.searchsorted(everyone, device.worker))
+        hosts[place].add(device.host)
+        kinds[place].add(device.kind)
+    beside = [
+        [other for other, names in enumerate(hosts) if other != place and names & hosts[place]]
+        for place in range(len(everyone))
+    ]
+
+    def of(name: str, recent: bool = True) -> Floats:
+        values = [readings.of_worker(name, worker, recent) for worker in everyone.tolist()]
+        return np.array(values, np.float64)
+
+    budget, before = of("keras_het.cpu.budget"), of("keras_het.cpu.budget", recent=False)
+    usage, load = of("process.cpu.usage"), of("system.cpu.utilization")
+    of_others = [sum(np.nan_to_num(usage[others]).tolist()) for others in beside]
+    stopped = of("keras_het.cpu.throttled")
+    lost, used = 1.0 - budget / before, usage / budget
+    # The host has as many CPUs as the budget at least.
+    foreign = load - (usage + np.array(of_others)) / budget
+
+    def state(i: int) -> HostState | None:
+        def alike(values: Floats) -> BoolArray:
+            return np.isin(workers, everyone[values >= _ALIKE * values[i]])
+
+        if stopped[i] >= _STOPPED:
+            why = f"a CPU quota stops it for {stopped[i] * 100:.0f} % of the time"
+            return HostState("host", why, alike(stopped), True, min(float(stopped[i]), 0.99))
+        if lost[i] > _LOST_BUDGET:
+            why = f"it has {_cpus(budget[i])} instead of {before[i]:.3g}"
+            return HostState("host", why, alike(lost), quota=True)
+        if load[i] >= _BUSY_HOST and foreign[i] >= _OTHERS:
+            why = (
+                f"its host is {load[i] * 100:.0f} % busy, and other programs use at least "
+                f"{foreign[i] * budget[i]:.2g} of its {_cpus(budget[i])}"
+            )
+            same_host = np.isin(workers, everyone[[i, *beside[i]]])
+            return HostState("other_program", why, alike(foreign) | same_host)
+        if "CPU" not in kinds[i] and used[i] >= _SATURATED:
+            why = f"it keeps {usage[i]:.3g} of its {_cpus(budget[i])} busy"
+            return HostState("host", why, alike(used))
+        return None
+
+    return {worker: state(i) for i, worker in enumerate(everyone.tolist())}
+
+
+def _cpus(number: float) -> str:
+    text = f"{number:.3g}"
+    return f"{text} CPU" if text == "1" else f"{text} CPUs"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_het.planning.diagnosis.pipeline_record import PipelineRecord
+from keras_het.planning.pipeline import Timeline
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -65,6 +65,26 @@ class Change:
     step: int
     kind: str
     text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StageRecord:
+    """A stage of a model in stages: who has it."""
+
+    layers: tuple[str, ...]
+    devices: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    memory_bytes: tuple[float, ...] = ()
+    recomputed: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineRecord:
+    """The plan of a model in stages: who does what, and when, as predicted."""
+
+    text: str
+    stages: tuple[StageRecord, ...]
+    predicted: Timeline | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,13 +6,17 @@ import functools
 
 import numpy as np
 
-from keras_het.planning.diagnosis.device_lines import device_lines, relative_times
-from keras_het.planning.diagnosis.hosts import Hosts, HostState
 from keras_het.planning.diagnosis.middles import means, medians
-from keras_het.planning.diagnosis.readings import Readings
+from keras_het.planning.diagnosis.readings import Readings, host_states
 from keras_het.planning.diagnosis.recording import Floats, Recording
-from keras_het.planning.diagnosis.scores import against_best, against_own_best, best_block, blocks
-from keras_het.planning.diagnosis.windows import Windows
+from keras_het.planning.diagnosis.scores import (
+    against_best,
+    against_own_best,
+    best_block,
+    blocks,
+    device_lines,
+)
+from keras_het.planning.diagnosis.steps import Windows
 
 # A device is slow from this ratio on, and further by so many standard errors.
 _SLOW = 1.15
@@ -36,23 +40,10 @@ class Situation:
         self.best = against_best(self.lines, self.recent)
         self.own_best = against_own_best(self.lines, windows)
         self.readings = Readings(recording, int(self.recent.numbers[0]))
-        self.workers = sorted({device.worker for device in recording.devices})
-        self._hosts = Hosts(recording, self.readings)
-        self._host_states: dict[int, HostState | None] = {}
-        self._devices: dict[int, list[int]] = {worker: [] for worker in self.workers}
+        self.hosts = host_states(recording, self.readings)
+        self.devices_of: dict[int, list[int]] = {worker: [] for worker in self.hosts}
         for index, device in enumerate(recording.devices):
-            self._devices[device.worker].append(index)
-
-    def devices_of(self, worker: int) -> list[int]:
-        """Return the indices of a worker's devices."""
-        return self._devices[worker]
-
-    def host(self, worker: int) -> HostState | None:
-        """Return what is wrong with the host of a worker; None if nothing is known."""
-        if worker not in self._host_states:
-            kinds = {self.recording.devices[index].kind for index in self.devices_of(worker)}
-            self._host_states[worker] = self._hosts.state(worker, wants_cpus="CPU" not in kinds)
-        return self._host_states[worker]
+            self.devices_of[device.worker].append(index)
 
     def changed(self, kind: str) -> bool:
         """Tell whether a training has changed something already."""
@@ -61,7 +52,7 @@ class Situation:
     @functools.cached_property
     def limits(self) -> Floats:
         """Ratio from which on a device is slow, float64 of shape [N]."""
-        times = relative_times(self.lines, self.recent)
+        times = self.lines.relative(self.recent.compute, self.recent.shares)
         deviation = _OF_MEDIAN_DEVIATION * medians(np.abs(times - medians(times)))
         error = np.nan_to_num(deviation) / np.sqrt(max(len(times), 1))
         result: Floats = _SLOW + _DEVIATIONS * error

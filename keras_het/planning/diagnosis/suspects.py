@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from keras_het.planning.diagnosis.middles import means, medians
+from keras_het.planning.diagnosis.readings import HostState
 from keras_het.planning.diagnosis.recording import Floats
 from keras_het.planning.diagnosis.situation import Situation
-from keras_het.planning.diagnosis.slow_devices import slow_devices
-from keras_het.planning.diagnosis.suspect import Suspect
 
 # Fraction of the step below which a phase is not looked at.
 _LITTLE = 0.03
-USUAL_TRANSFER = 0.25
-"""Transfer up to this fraction of the other time of a step is taken for granted."""
+# Transfer up to this fraction of the other time of a step is taken for granted.
+_USUAL_TRANSFER = 0.25
 # Transfer of this many times the best one is a fault of the link.
 _SLOWER_LINK = 1.5
 _UNBALANCED = 1.1
@@ -25,6 +25,64 @@ _ALIKE = 0.5
 _MOST_MEDIANS_OF_OWN = 8.0
 # What is no stall happens in most parts of so many steps.
 _STEPS_OF_A_PART = 10
+# Balancing again is computed for so many devices that fail at once.
+_MOST_BALANCED = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Suspect:
+    """A possible cause, and the time that would be saved without it.
+
+    Savings of several suspects add up; a time never falls below 0. What has become slow is `since`.
+    """
+
+    kind: str
+    devices: tuple[int, ...]
+    own: Floats
+    transfer: Floats
+    why: str
+    worker: int | None = None
+    since: bool = False
+    reason: str = ""
+    phase: str = "compute"
+    parts: tuple[Suspect, ...] = ()
+
+    @staticmethod
+    def joined(suspects: Sequence[Suspect]) -> Suspect:
+        """Return suspects of a kind as one, described by the one that saves most."""
+        first, *others = sorted(suspects, key=Suspect.size, reverse=True)
+        if not others:
+            return first
+        devices = dict.fromkeys(device for each in (first, *others) for device in each.devices)
+        return dataclasses.replace(
+            first,
+            devices=tuple(devices) if all(each.devices for each in suspects) else (),
+            own=np.sum([each.own for each in suspects], axis=0),
+            transfer=np.sum([each.transfer for each in suspects], axis=0),
+            parts=(first, *others),
+        )
+
+    @property
+    def told(self) -> tuple[Suspect, ...]:
+        """Its parts that are of the kind that `why` tells of, such as the input of each worker."""
+        return tuple(each for each in self.parts or (self,) if each.phase == self.phase)
+
+    @property
+    def is_of_device(self) -> bool:
+        """Whether it is a device's, not a worker's."""
+        return self.worker is None or self.kind == "shares"
+
+    @property
+    def follows(self) -> bool:
+        """Whether devices would save time because shares follow the repair of another one."""
+        others = np.ones(self.own.shape[1], np.bool_)
+        others[list(self.devices)] = False
+        return bool(self.own[:, others].any())
+
+    def size(self) -> float:
+        """Return the mean time that would be saved on the device with the largest saving."""
+        own = float(self.own.mean(axis=0).max(initial=0.0)) if len(self.own) else 0.0
+        return own + (float(self.transfer.mean()) if len(self.transfer) else 0.0)
 
 
 def find_suspects(situation: Situation) -> list[Suspect]:
@@ -33,65 +91,163 @@ def find_suspects(situation: Situation) -> list[Suspect]:
     What has become slow is one, and what was always slow another.
     """
     found: dict[tuple[str, bool], list[Suspect]] = {}
-    for suspect in _all_suspects(situation):
-        found.setdefault((suspect.kind, suspect.since), []).append(suspect)
+    for look in (_slow_devices, _long_phases, _slow_link, _wrong_shares):
+        for suspect in look(situation):
+            found.setdefault((suspect.kind, suspect.since), []).append(suspect)
     return [Suspect.joined(each) for each in found.values()]
 
 
-def _all_suspects(situation: Situation) -> Iterator[Suspect]:
-    yield from slow_devices(situation)
-    for worker in situation.workers:
-        yield from _phases(situation, worker)
-    yield from _link(situation)
-    yield from _shares(situation)
+def _slow_devices(situation: Situation) -> Iterator[Suspect]:
+    """Devices that compute more slowly than the fastest, or than they did before."""
+    recent, lines = situation.recent, situation.lines
+    best = lines.fastest(recent.shares)
+    nothing = np.zeros(len(recent.own))
+    left = _MOST_BALANCED
+    for device in np.flatnonzero((recent.shares > 0).any(axis=0) & recent.known).tolist():
+        usual, fraction = recent.compute[:, device], 1.0
+        fault = _fault(situation, device)
+        if fault:
+            fraction = fault.fraction
+            usual = np.minimum(usual, lines.seconds(recent.shares)[:, device] * fraction)
+            own = _of_device(recent.own, device, recent.compute[:, device] - usual)
+            if situation.follows and left:
+                left -= 1
+                own = np.maximum(own, _saved_by_balance(situation, device, fraction))
+            what = (fault.why, fault.worker, fault.since, fault.reason)
+            yield Suspect(fault.kind, (device,), own, nothing, *what)
+        score = float(situation.best[device]) / max(fraction, 1e-9)
+        if best is not None and score < 1.0 / situation.limits[device]:
+            target = lines.fixed[best] + lines.slope[best] * recent.shares
+            own = _of_device(recent.own, device, usual - target[:, device])
+            others = _fast_ones(situation, device, best)
+            why = f"computes {1 / score:.1f} times as long as {others} for the same samples"
+            yield Suspect("slow_device", (device,), own, nothing, why)
 
 
-def _phases(situation: Situation, worker: int) -> Iterable[Suspect]:
-    """Input and other time of a worker, beyond what they have to be."""
-    recent, devices = situation.recent, situation.devices_of(worker)
-    chosen = np.zeros(recent.own.shape[1], np.bool_)
-    chosen[devices] = True
-    least = _LITTLE * situation.step_seconds
-    waited = np.where(chosen, recent.input, 0.0)
-    extra = np.where(chosen, np.maximum(recent.other - situation.least_other, 0.0), 0.0)
-    for phase, saved, why in (
-        ("input", waited, "waits {:.3g} ms for input in each step"),
-        ("other", extra, "spends {:.3g} ms more than it must outside compute, input and exchange"),
-    ):
-        seconds = float(means(saved)[devices].max(initial=0.0))
-        if seconds > least:
-            host = situation.host(worker)
-            text = why.format(seconds * 1e3)
-            everywhere = recent.input if phase == "input" else recent.other - situation.least_other
+@dataclasses.dataclass(frozen=True)
+class _Fault:
+    """Why a device is slower than it should be, and the fraction of its time that it should take.
+
+    Compared with what it was, not with other devices, if `since`.
+    """
+
+    kind: str
+    why: str
+    fraction: float
+    since: bool
+    worker: int | None = None
+    reason: str = ""
+
+
+def _fault(situation: Situation, device: int) -> _Fault | None:
+    """Return what is wrong with a device, beyond its model; None if nothing is."""
+    limit = float(situation.limits[device])
+    best, own = float(situation.best[device]), float(situation.own_best[device])
+    own = 1.0 if np.isnan(own) else own
+    worker = situation.recording.devices[device].worker
+    on_gpu = situation.recording.devices[device].kind != "CPU"
+    is_slow, was_faster = best < 1.0 / limit, own < 1.0 / limit
+    longer = f"computes {1 / max(own, 1e-9):.1f} times as long as in its own best steps"
+    throttle = situation.readings.throttled(device, was_faster) if on_gpu else None
+    if throttle and (was_faster or is_slow or throttle.certain):
+        fraction = own if was_faster else throttle.fraction
+        fraction = best if np.isnan(fraction) else fraction
+        why = f"{throttle.why} and {longer}" if was_faster else throttle.why
+        return _Fault("throttled_device", why, fraction, was_faster, reason=throttle.reason)
+    host = situation.hosts[worker]
+    if host and not on_gpu and host.stopped and not (was_faster or is_slow):
+        return _Fault(host.kind, f"computes slowly: {host.why}", 1 - host.stopped, False, worker)
+    scores = situation.own_best if was_faster else situation.best
+    # A host that is only busy does not explain why another model of device is slow.
+    may_be_host = host and (was_faster or (is_slow and (host.quota or not on_gpu)))
+    if host and may_be_host and _explains(host, scores, device):
+        fraction = float(scores[device])
+        times = f"computes {1 / max(fraction, 1e-9):.1f} times as long as it should"
+        return _Fault(host.kind, f"{times}: {host.why}", fraction, was_faster, worker)
+    alone = own / situation.common
+    if not alone < 1.0 / limit:
+        return None
+    other = situation.readings.other_program_on(device) if on_gpu else None
+    if other:
+        return _Fault("other_program", f"{longer}, and {other}", alone, True)
+    return _Fault("slow_device", longer, alone, True)
+
+
+def _explains(host: HostState, scores: Floats, device: int) -> bool:
+    """Tell whether what is wrong with a device's host may be why its score is low.
+
+    Not if the score of a device with the same trouble is much higher: what devices have in common
+    makes no difference between them. Half of the loss, as a power, leaves room for luck.
+    """
+    others = host.alike.copy()
+    others[device] = False
+    return not (scores[others] > np.sqrt(scores[device])).any()
+
+
+def _of_device(like: Floats, device: int, seconds: Floats) -> Floats:
+    own = np.zeros_like(like)
+    own[:, device] = np.maximum(seconds, 0.0)
+    return own
+
+
+def _saved_by_balance(situation: Situation, device: int, fraction: float) -> Floats:
+    """Return what all devices would save if shares followed the repair, as they have the fault."""
+    factors = np.ones(len(situation.lines.fixed))
+    factors[device] = fraction
+    now = situation.balanced_seconds
+    part = max(1.0 - situation.balanced_seconds_with(factors) / now, 0.0) if now > 0 else 0.0
+    return situation.recent.compute * part
+
+
+def _fast_ones(situation: Situation, device: int, best: int) -> str:
+    fast = np.nan_to_num(np.delete(situation.best, device), nan=1.0) > 0.9
+    if fast.all():
+        return "the others"
+    return "most others" if fast.mean() > 0.5 else situation.recording.devices[best].name
+
+
+def _long_phases(situation: Situation) -> Iterator[Suspect]:
+    """Input and other time of each worker, beyond what they have to be."""
+    recent = situation.recent
+    extra = recent.other - situation.least_other
+    spends = "spends {:.3g} ms more than it must outside compute, input and exchange"
+    for worker, devices in situation.devices_of.items():
+        chosen = np.zeros(recent.own.shape[1], np.bool_)
+        chosen[devices] = True
+        for phase, everywhere, saved, why in (
+            ("input", recent.input, recent.input, "waits {:.3g} ms for input in each step"),
+            ("other", extra, np.maximum(extra, 0.0), spends),
+        ):
+            saved = np.where(chosen, saved, 0.0)
+            seconds = float(means(saved)[devices].max(initial=0.0))
+            if not seconds > _LITTLE * situation.step_seconds:
+                continue
+            kind, text, host = phase, why.format(seconds * 1e3), situation.hosts[worker]
             # What hosts have in common does not explain why one worker loses more than the others.
-            alike = means(everywhere)[host.alike & ~chosen] if host else np.zeros(0)
-            kind = phase
-            if host and np.all(alike > _ALIKE * seconds):
+            if host and np.all(means(everywhere)[host.alike & ~chosen] > _ALIKE * seconds):
                 kind, text = host.kind, f"{text}: {host.why}"
             nothing = np.zeros(len(saved))
             yield Suspect(kind, tuple(devices), saved, nothing, text, worker, phase=phase)
 
 
-def _link(situation: Situation) -> Iterable[Suspect]:
+def _slow_link(situation: Situation) -> Iterator[Suspect]:
     """Transfer that is longer than before, or long beside everything else."""
     recent = situation.recent
     if recent.own.shape[1] < 2:
         return
     seconds = float(recent.transfer.mean())
-    rest = float(recent.own.max(axis=1).mean())
-    usual, why = USUAL_TRANSFER * rest, f"takes {seconds * 1e3:.3g} ms of each step"
+    usual = _USUAL_TRANSFER * float(recent.own.max(axis=1).mean())
+    why = f"takes {seconds * 1e3:.3g} ms of each step"
     if seconds > _SLOWER_LINK * situation.least_transfer:
         usual = min(usual, situation.least_transfer)
         factor = seconds / max(situation.least_transfer, 1e-9)
         why = f"{why}, {min(factor, 999):.1f} times as long as at its best"
     if seconds - usual <= _LITTLE * situation.step_seconds:
         return
-    saved = np.maximum(recent.transfer - usual, 0.0)
-    nothing = np.zeros_like(recent.own)
-    for worker in situation.workers:
-        host = situation.host(worker)
+    saved, nothing = np.maximum(recent.transfer - usual, 0.0), np.zeros_like(recent.own)
+    for worker, host in situation.hosts.items():
         if host and host.quota:
-            devices = tuple(situation.devices_of(worker))
+            devices = tuple(situation.devices_of[worker])
             text = f"exchange {why}: {host.why}"
             yield Suspect(host.kind, devices, nothing, saved, text, worker, phase="sync")
             return
@@ -100,7 +256,7 @@ def _link(situation: Situation) -> Iterable[Suspect]:
     yield Suspect("link", (), nothing, saved, why, phase="sync")
 
 
-def _shares(situation: Situation) -> Iterable[Suspect]:
+def _wrong_shares(situation: Situation) -> Iterator[Suspect]:
     """Devices that are last because they have more samples than their speed allows."""
     recent, shares = situation.recent, situation.shares
     best, now = situation.balanced_seconds, situation.share_seconds
@@ -108,9 +264,8 @@ def _shares(situation: Situation) -> Iterable[Suspect]:
         return
     last = now > _UNBALANCED * best
     many = shares > shares.mean() / np.nan_to_num(situation.best, nan=1.0) * _UNBALANCED
-    chosen = np.flatnonzero(last & many)
-    for device in chosen.tolist():
-        saved: Floats = np.zeros_like(recent.own)
+    for device in np.flatnonzero(last & many).tolist():
+        saved = np.zeros_like(recent.own)
         saved[:, device] = recent.compute[:, device] * (1.0 - best / now[device])
         factor = shares[device] / shares.mean()
         why = f"has {factor:.1f} times the samples of a mean share, more than its speed allows"

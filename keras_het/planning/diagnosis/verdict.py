@@ -7,38 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keras_het.planning.diagnosis.pipeline_lines import input_parts, pipeline_lines
-from keras_het.planning.diagnosis.pipeline_record import PipelineRecord
-from keras_het.planning.diagnosis.recording import Recording
+from keras_het.planning.diagnosis.causes import KINDS, listed, named_devices, text_of
+from keras_het.planning.diagnosis.middles import means
+from keras_het.planning.diagnosis.recording import Floats, PipelineRecord, Recording
 from keras_het.planning.diagnosis.scores import WINDOW
 from keras_het.planning.diagnosis.situation import Situation, usual_seconds
-from keras_het.planning.diagnosis.suspect import Suspect
-from keras_het.planning.diagnosis.suspects import (
-    find_suspects,
-    repaired,
-    seconds_saved,
-)
+from keras_het.planning.diagnosis.steps import MIN_STEPS, Windows, choose_windows
+from keras_het.planning.diagnosis.suspects import Suspect, find_suspects, repaired, seconds_saved
 from keras_het.planning.diagnosis.what_if import PHASE_REPAIRS, what_if
-from keras_het.planning.diagnosis.windows import MIN_STEPS, Windows, choose_windows
-from keras_het.planning.diagnosis.wording import (
-    Saving,
-    advice_for,
-    device_names,
-    named_devices,
-    text_of,
-)
 
-CAUSES = (
-    "slow_device",
-    "throttled_device",
-    "input",
-    "host",
-    "other_program",
-    "link",
-    "shares",
-    "other",
-)
-"""Kinds of causes: "host" is a lack of CPUs, "other" the time of callbacks and Python."""
 SILENT = 0.1
 """Fraction of a step below which a cause is not named."""
 LEAST = 0.03
@@ -51,17 +28,16 @@ EXPLAINED = 0.8
 MOSTLY = 0.5
 """Fraction of the excess that the causes must explain together, or none is named."""
 MOST_LINES = 3
-_LOOKS_LIKE_LACK_OF_CPUS = {
-    "slow_device": "a slow device",
-    "input": "a slow pipeline",
-    "other": "slow callbacks",
-}
 # A step this many times as long as in the best earlier steps is too long even without a suspect.
 _LONGER_THAN_BEST = 1.25
 # The best of many is better than any is expected to be.
 _NOT_LUCK = 1.05
 # Score of the best device against itself below which all are slower.
 _ALL_SLOWER = 0.85
+# Of a model in stages: devices that are listed, times as long as predicted, an idle part.
+_MOST_DEVICES = 6
+_SLOWER = 1.25
+_MUCH_IDLE = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,31 +108,8 @@ def diagnose(recording: Recording, window: int = WINDOW) -> Verdict:
         if abstention:
             return Verdict((), (), (abstention,))
         if recording.pipeline is not None:
-            return _pipeline_verdict(recording, recording.pipeline, windows)
+            return _of_stages(recording, recording.pipeline, windows)
         return _verdict(Situation(recording, windows))
-
-
-def _pipeline_verdict(recording: Recording, record: PipelineRecord, windows: Windows) -> Verdict:
-    """Say what makes the steps of a pipeline long: devices do not do the same, nor get shares."""
-    parts = np.nan_to_num(input_parts(windows))
-    worst = int(parts.argmax())
-    causes: tuple[Cause, ...] = ()
-    if parts[worst] >= SILENT:
-        worker = recording.devices[worst].worker
-        cost = min(float(parts[worst]), 1.0)
-        causes = (
-            Cause(
-                "input",
-                (worst,),
-                (worker,),
-                "critical" if cost > CRITICAL else "note",
-                cost,
-                f"worker {worker} waits for its batch in {100 * cost:.0f} % of each step.",
-                "Add LoaderTuner, or see the guide on input pipelines.",
-            ),
-        )
-    lines = [f"{cause.text} {cause.advice}" for cause in causes]
-    return Verdict((*lines, *pipeline_lines(recording, record, windows)), causes, ())
 
 
 def _abstention(recording: Recording, windows: Windows) -> str:
@@ -176,20 +129,23 @@ def _verdict(situation: Situation) -> Verdict:
     suspects = find_suspects(situation)
     costs, is_lasting = _costs(situation, suspects)
     order = sorted(range(len(suspects)), key=lambda index: -costs[index])
+    ranked = [suspects[index] for index in order]
     number = sum(cost >= SILENT for cost in costs) if is_lasting else 0
-    named = [suspects[index] for index in order]
-    gap = _gap(situation, suspects, named[:number])
+    gap = _gap(situation, suspects, ranked[:number])
     # What is left may be several causes that cost less than that each.
     while gap and number < len(order) and costs[order[number]] >= LEAST:
         number += 1
-        gap = _gap(situation, suspects, named[:number])
-    missing = _missing(situation, named[:number])
+        gap = _gap(situation, suspects, ranked[:number])
+    missing = _missing(situation, ranked[:number])
     if gap:
-        missing.append(_unexplained(situation, gap))
-        if gap.explained < MOSTLY * gap.excess or not is_lasting:
+        explained, excess = gap
+        missing.append(_unexplained(situation, explained, excess))
+        if explained < MOSTLY * excess or not is_lasting:
             return Verdict((), (), tuple(missing))
-    elif not is_lasting and _usual_cost(situation, named[:number]) < SILENT:
-        number = 0
+    elif not is_lasting:
+        without = usual_seconds(*(each[None] for each in repaired(situation, ranked[:number])))
+        if (situation.usual_seconds - without) / situation.step_seconds < SILENT:
+            number = 0
     causes = tuple(_cause(situation, suspects[index], costs[index]) for index in order[:number])
     lines = [f"{cause.text} {cause.advice}" for cause in causes[:MOST_LINES]]
     if gap:
@@ -205,9 +161,41 @@ def _costs(situation: Situation, suspects: Sequence[Suspect]) -> tuple[list[floa
     for index in range(len(suspects)):
         others = [*suspects[:index], *suspects[index + 1 :]]
         saved = seconds_saved(situation, suspects, others) / situation.step_seconds
-        costs.append(float(min(max(saved[:2].min(), 0.0), 1.0)))
+        costs.append(_fraction(saved[:2].min()))
         is_lasting |= bool(saved.min() >= SILENT)
     return costs, is_lasting
+
+
+def _gap(
+    situation: Situation, suspects: Sequence[Suspect], named: Sequence[Suspect]
+) -> tuple[float, float] | None:
+    """Return how many seconds too many of a step causes explain, of how many; None if enough."""
+    of_all, of_named = (seconds_saved(situation, each) for each in (suspects, named))
+    least = int(of_all.argmin())
+    gaps = [(float(of_named[least]), float(of_all[least]))]
+    best, now = situation.least_seconds, situation.usual_seconds
+    if now > _LONGER_THAN_BEST * best:
+        # Suspects may explain this and yet cost little, where noise makes steps as long.
+        gaps.append((float(of_all[1]), now - _NOT_LUCK * best))
+    large = [
+        (explained, excess)
+        for explained, excess in gaps
+        if excess >= SILENT * situation.step_seconds and explained < EXPLAINED * excess
+    ]
+    return min(large, key=lambda gap: gap[0] / gap[1], default=None)
+
+
+def _unexplained(situation: Situation, explained: float, excess: float) -> str:
+    found = (
+        f"{excess * 1e3:.3g} ms of each step are more than necessary, and what is known "
+        f"explains {max(explained, 0.0) * 1e3:.3g} ms"
+    )
+    if situation.common < _ALL_SLOWER:
+        return (
+            f"{found}: all devices compute {1 / situation.common:.1f} times as long as in their "
+            "own best steps; samples may have become larger"
+        )
+    return found
 
 
 def _nothing_to_do(situation: Situation) -> str:
@@ -227,77 +215,27 @@ def _nothing_to_do(situation: Situation) -> str:
     return f"No cause stands out: {best} would save {most * 100:.0f} % of a step, which {why}."
 
 
-def _usual_cost(situation: Situation, named: Sequence[Suspect]) -> float:
-    """Return what some suspects cost together in a usual step, as a fraction of the mean step."""
-    own, transfer = repaired(situation, named)
-    saved = situation.usual_seconds - usual_seconds(own[None], transfer[None])
-    return saved / situation.step_seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class _Gap:
-    """Seconds of each step that are more than necessary, and how many of them causes explain."""
-
-    explained: float
-    excess: float
-
-
-def _gap(
-    situation: Situation, suspects: Sequence[Suspect], named: Sequence[Suspect]
-) -> _Gap | None:
-    """Return what causes leave unexplained, None if they explain enough."""
-    of_all, of_named = (seconds_saved(situation, each) for each in (suspects, named))
-    least = int(of_all.argmin())
-    gaps = [_Gap(float(of_named[least]), float(of_all[least]))]
-    best, now = situation.least_seconds, situation.usual_seconds
-    if now > _LONGER_THAN_BEST * best:
-        # Suspects may explain this and yet cost little, where noise makes steps as long.
-        gaps.append(_Gap(float(of_all[1]), now - _NOT_LUCK * best))
-    least_excess = SILENT * situation.step_seconds
-    large = [
-        gap for gap in gaps if gap.excess >= least_excess and gap.explained < EXPLAINED * gap.excess
-    ]
-    return min(large, key=lambda gap: gap.explained / gap.excess, default=None)
-
-
-def _unexplained(situation: Situation, gap: _Gap) -> str:
-    """Return what causes leave unexplained, for people."""
-    found = (
-        f"{gap.excess * 1e3:.3g} ms of each step are more than necessary, and what is known "
-        f"explains {max(gap.explained, 0.0) * 1e3:.3g} ms"
-    )
-    if situation.common < _ALL_SLOWER:
-        return (
-            f"{found}: all devices compute {1 / situation.common:.1f} times as long as in their "
-            "own best steps; samples may have become larger"
-        )
-    return found
-
-
 def _cause(situation: Situation, suspect: Suspect, cost: float) -> Cause:
+    named = set(named_devices(situation, suspect))
+    of_named = [part for part in suspect.told if named.issuperset(part.devices)]
+    alone, of_all = (
+        _fraction(seconds_saved(situation, each)[0] / situation.step_seconds)
+        for each in (of_named, [suspect])
+    )
     workers = (situation.recording.devices[index].worker for index in suspect.devices)
-    saving = _saving(situation, suspect, cost)
     return Cause(
         suspect.kind,
         suspect.devices,
         tuple(dict.fromkeys(workers)),
-        "critical" if saving.most > CRITICAL else "note",
-        saving.alone,
-        text_of(situation, suspect, saving),
-        advice_for(situation, suspect),
+        "critical" if max(alone, of_all, cost) > CRITICAL else "note",
+        alone,
+        text_of(situation, suspect, alone, of_all, cost),
+        KINDS[suspect.kind].advice(situation, suspect),
     )
 
 
-def _saving(situation: Situation, suspect: Suspect, cost: float) -> Saving:
-    """Return what its repair saves: of the devices that its line names, and of all."""
-
-    def saved(of: Sequence[Suspect]) -> float:
-        seconds = float(seconds_saved(situation, of)[0])
-        return min(max(seconds / situation.step_seconds, 0.0), 1.0)
-
-    named = set(named_devices(situation, suspect))
-    alone = saved([part for part in suspect.told if named.issuperset(part.devices)])
-    return Saving(alone, saved([suspect]), cost, suspect.follows)
+def _fraction(value: float) -> float:
+    return min(max(float(value), 0.0), 1.0)
 
 
 def _missing(situation: Situation, named: Sequence[Suspect]) -> list[str]:
@@ -305,12 +243,14 @@ def _missing(situation: Situation, named: Sequence[Suspect]) -> list[str]:
     devices, readings = situation.recording.devices, situation.readings
     missing = []
     if len(unknown := np.flatnonzero(~situation.recent.known)):
-        missing.append(f"no compute times of {device_names(situation, tuple(unknown.tolist()))}")
+        missing.append(f"no compute times of {listed([devices[index].name for index in unknown])}")
     for suspect in named:
-        if not suspect.devices or suspect.kind not in _LOOKS_LIKE_LACK_OF_CPUS:
+        looks_like = KINDS[suspect.kind].looks_like
+        if not looks_like or not suspect.devices:
             continue
-        first = devices[suspect.devices[0]]
-        if suspect.kind == "slow_device" and first.kind != "CPU":
+        first, is_slow = devices[suspect.devices[0]], suspect.kind == "slow_device"
+        host = situation.hosts[first.worker]
+        if is_slow and first.kind != "CPU":
             if not readings.knows_clock(suspect.devices[0]):
                 missing.append(
                     f"no clock readings of {first.name}: cannot tell a throttled device from a "
@@ -319,9 +259,9 @@ def _missing(situation: Situation, named: Sequence[Suspect]) -> list[str]:
         elif not readings.knows_host(first.worker):
             missing.append(
                 f"no CPU readings of worker {first.worker}: cannot tell a lack of CPUs from "
-                f"{_LOOKS_LIKE_LACK_OF_CPUS[suspect.kind]}"
+                f"{looks_like}"
             )
-        elif suspect.kind == "slow_device" and _has_other_programs(situation, first.worker):
+        elif is_slow and host and host.kind == "other_program":
             missing.append(
                 "no readings of single CPUs: cannot tell whether other programs take more from "
                 f"worker {first.worker} than from those that have as little left"
@@ -329,6 +269,58 @@ def _missing(situation: Situation, named: Sequence[Suspect]) -> list[str]:
     return missing
 
 
-def _has_other_programs(situation: Situation, worker: int) -> bool:
-    host = situation.host(worker)
-    return host is not None and host.kind == "other_program"
+def _of_stages(recording: Recording, record: PipelineRecord, windows: Windows) -> Verdict:
+    """Say what makes the steps of a pipeline long: devices do not do the same, nor get shares."""
+    recent = windows.recent
+    parts = np.nan_to_num(means(recent.input) / recent.mean(recent.seconds))
+    worst = int(parts.argmax())
+    causes: tuple[Cause, ...] = ()
+    if parts[worst] >= SILENT:
+        worker, cost = recording.devices[worst].worker, min(float(parts[worst]), 1.0)
+        severity = "critical" if cost > CRITICAL else "note"
+        text = f"worker {worker} waits for its batch in {100 * cost:.0f} % of each step."
+        advice = "Add LoaderTuner, or see the guide on input pipelines."
+        causes = (Cause("input", (worst,), (worker,), severity, cost, text, advice),)
+    lines = [f"{cause.text} {cause.advice}" for cause in causes]
+    return Verdict((*lines, *_lines_of_stages(recording, record, windows)), causes, ())
+
+
+def _lines_of_stages(recording: Recording, record: PipelineRecord, windows: Windows) -> list[str]:
+    rows = np.isin(recording.steps, windows.recent.numbers)
+    compute, sync = means(recording.compute[rows]), means(recording.sync[rows])
+    measured = sync / np.maximum(compute + sync, 1e-12)
+    used = [device for stage in record.stages for device in stage.devices]
+    names = [device.name for device in recording.devices]
+    predicted = record.predicted
+    if predicted is None or not predicted.step_seconds > 0:
+        return [_idle_line({d: f"{names[d]} {100 * measured[d]:.0f} %" for d in used}, measured)]
+    idle = np.array([predicted.idle_seconds(d) for d in range(len(names))])
+    idle = idle / predicted.step_seconds
+    told = {
+        d: f"{names[d]} {100 * idle[d]:.0f} % predicted, {100 * measured[d]:.0f} % measured"
+        for d in used
+    }
+    lines = [_idle_line(told, idle)]
+    busy = np.array([predicted.busy_seconds(d) for d in range(len(names))])
+    slower = {d: compute[d] / busy[d] for d in used if busy[d] > 0}
+    worst = max(slower, key=lambda d: slower[d] if np.isfinite(slower[d]) else 0.0, default=None)
+    if worst is not None and slower[worst] > _SLOWER:
+        lines.append(
+            f"{names[worst]} computes {compute[worst] * 1e3:.3g} ms of each step, "
+            f"{busy[worst] * 1e3:.3g} ms were predicted: it is slower than when the plan was made. "
+            "A new PipelineStrategy measures again."
+        )
+    return lines
+
+
+def _idle_line(told: dict[int, str], idle: Floats) -> str:
+    """Return where devices are idle; shares follow from the plan, which is the place to look."""
+    shown = sorted(told, key=lambda d: -np.nan_to_num(idle[d]))[:_MOST_DEVICES]
+    more = f" and {len(told) - len(shown)} more" if len(told) > len(shown) else ""
+    is_idle = np.nanmax(idle[list(told)], initial=0.0) > _MUCH_IDLE
+    advice = "; more micro_batches idle less." if is_idle else "."
+    return (
+        "The model is in stages. Parts of a step in which devices are idle: "
+        f"{'; '.join(told[d] for d in sorted(shown))}{more}. "
+        f"Look at the plan (strategy.plan){advice}"
+    )

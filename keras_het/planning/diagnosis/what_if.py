@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from keras_het.planning.diagnosis.device_lines import DeviceLines, device_lines
 from keras_het.planning.diagnosis.middles import means
 from keras_het.planning.diagnosis.recording import Device, Floats, Recording
+from keras_het.planning.diagnosis.scores import DeviceLines, device_lines
 from keras_het.planning.diagnosis.steps import (
     Steps,
     comparable_rows,
@@ -91,8 +91,12 @@ def seconds_with_shares(steps: Steps, lines: DeviceLines, shares: Floats) -> flo
 
 def what_if_of_steps(steps: Steps, lines: DeviceLines, devices: tuple[Device, ...]) -> WhatIf:
     """Compute steps again, with the devices' lines at hand."""
-    fast = ideal_compute(steps, lines)
-    other = ideal_other(steps)
+    fast, other = steps.compute, steps.other
+    best = lines.fastest(steps.shares)
+    if best is not None:
+        fast = np.minimum(fast, lines.fixed[best] + lines.slope[best] * steps.shares)
+    if other.size:
+        other = np.minimum(other, means(other).min())
     ideal = fast + other
     workers = [device.worker for device in devices]
 
@@ -115,30 +119,6 @@ def what_if_of_steps(steps: Steps, lines: DeviceLines, devices: tuple[Device, ..
         dict(zip(groups, by_worker, strict=True)),
         phases,
     )
-
-
-def ideal_compute(steps: Steps, lines: DeviceLines) -> Floats:
-    """Return compute times of devices as fast as the fastest, float64 of shape [T, N]."""
-    best = fastest(lines, steps.shares)
-    if best is None:
-        return steps.compute
-    line = lines.fixed[best] + lines.slope[best] * steps.shares
-    return np.minimum(steps.compute, line)
-
-
-def fastest(lines: DeviceLines, shares: Floats) -> int | None:
-    """Return the device with the shortest time for a mean share; None if no line is known."""
-    if not shares.size:
-        return None
-    seconds = lines.seconds(float(shares.mean()))
-    return None if np.isnan(seconds).all() else int(np.nanargmin(seconds))
-
-
-def ideal_other(steps: Steps) -> Floats:
-    """Return other times as short as the best device's mean, float64 of shape [T, N]."""
-    if not steps.other.size:
-        return steps.other
-    return np.minimum(steps.other, means(steps.other).min())
 
 
 def _largest_of(own: Floats, workers: list[int]) -> Floats:

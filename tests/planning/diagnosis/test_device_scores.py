@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from step_recordings import Fault, Training
 
-from keras_het.planning.diagnosis.device_lines import device_lines
-from keras_het.planning.diagnosis.scores import scores
-from keras_het.planning.diagnosis.windows import choose_windows
+from keras_het.planning.diagnosis.scores import device_lines, scores
+from keras_het.planning.diagnosis.steps import choose_windows
 
 
 def test_an_old_device_is_slow_and_as_good_as_ever():

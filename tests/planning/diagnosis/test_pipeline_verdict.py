@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from keras_het.planning.diagnosis.pipeline_record import PipelineRecord, StageRecord
-from keras_het.planning.diagnosis.recording import Device, Recording
+from keras_het.planning.diagnosis.recording import Device, PipelineRecord, Recording, StageRecord
 from keras_het.planning.diagnosis.scores import scores
 from keras_het.planning.diagnosis.verdict import diagnose
 from keras_het.planning.pipeline import Event, Timeline

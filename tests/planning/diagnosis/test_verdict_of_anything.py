@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from step_recordings import Fault, Training, devices_of
 
+from keras_het.planning.diagnosis.causes import KINDS
 from keras_het.planning.diagnosis.recording import HARDWARE, Change, Recording
 from keras_het.planning.diagnosis.scores import scores
-from keras_het.planning.diagnosis.verdict import CAUSES, CRITICAL, diagnose
+from keras_het.planning.diagnosis.verdict import CRITICAL, diagnose
 from keras_het.planning.diagnosis.what_if import gain_over_even, what_if
 
 NUMBERS = st.one_of(
@@ -46,7 +47,7 @@ def check(recording):
     verdict = diagnose(recording)
     assert len(verdict.lines) <= 3
     for cause in verdict.causes:
-        assert cause.kind in CAUSES and 0 <= cause.share_of_step <= 1
+        assert cause.kind in KINDS and 0 <= cause.share_of_step <= 1
         assert cause.severity == "critical" or cause.share_of_step <= CRITICAL
         assert "nan" not in f"{cause.text} {cause.advice}"
         assert all(0 <= device < len(recording.devices) for device in cause.devices)
