@@ -8,29 +8,15 @@ from keras_het.planning.balance.min_max import (
 )
 from keras_het.planning.bounded_shares import proportional_shares
 from keras_het.planning.replica_layout import ReplicaLayout
-from keras_het.planning.roles.exchange_settings import ExchangeSettings
-from keras_het.planning.roles.local_steps import (
-    LocalStepsPlan,
-    choose_local_steps,
-    compression_ratios,
-    plan_local_steps,
-)
-from keras_het.planning.roles.push_rates import (
-    PushPlan,
-    accumulated_samples,
-    learning_rate_factor,
-    plan_pushes,
-    warm_up,
-)
-from keras_het.planning.roles.role_prediction import ClusterSpeeds, ModePrediction
-from keras_het.planning.roles.roles import RolePlan, advise_roles
+from keras_het.planning.roles.exchange_settings import ExchangeSettings, PushPlan, plan_pushes
+from keras_het.planning.roles.local_steps import LocalStepsPlan, plan_local_steps
+from keras_het.planning.roles.roles import ClusterSpeeds, ModePrediction, RolePlan, advise_roles
 from keras_het.planning.roles.summation_placement import (
     SummationPlan,
     plan_summation,
 )
 from keras_het.planning.shares import apportion
-from keras_het.planning.times.overlapped_time_model import OverlappedTimeModel
-from keras_het.planning.times.time_model import LinearTimeModel, TimeModel
+from keras_het.planning.times.time_model import LinearTimeModel, OverlappedTimeModel, TimeModel
 from keras_het.planning.times.time_model_fit import TimeModelFit
 
 __all__ = [
@@ -48,12 +34,8 @@ __all__ = [
     "SummationPlan",
     "TimeModel",
     "TimeModelFit",
-    "accumulated_samples",
     "advise_roles",
     "apportion",
-    "choose_local_steps",
-    "compression_ratios",
-    "learning_rate_factor",
     "make_policy",
     "min_max_shares",
     "min_max_shares_linear",
@@ -62,5 +44,4 @@ __all__ = [
     "plan_pushes",
     "plan_summation",
     "proportional_shares",
-    "warm_up",
 ]

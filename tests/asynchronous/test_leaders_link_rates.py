@@ -9,7 +9,7 @@ import pytest
 from addresses import free_address
 
 from keras_het.asynchronous.parameter_service import credential
-from keras_het.asynchronous.roles import link_rates
+from keras_het.asynchronous.roles import role_measurements
 
 SECRET = "a secret that only tests know"
 NUM_WORKERS = 3
@@ -48,7 +48,7 @@ def test_each_worker_measures_alone_and_the_leader_counts_as_the_fastest(monkeyp
     monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", SECRET)
     events, gatherer = [], Gatherer()
     server = SimpleNamespace(close=lambda: events.append("close"))
-    monkeypatch.setattr(link_rates, "_start_server", lambda address, proof: server)
+    monkeypatch.setattr(role_measurements, "_start_server", lambda address, proof: server)
     workers = threading.local()
 
     def measure(address, proof):
@@ -58,9 +58,9 @@ def test_each_worker_measures_alone_and_the_leader_counts_as_the_fastest(monkeyp
 
     def work(worker):
         workers.index = worker
-        return link_rates.measure_link_rates(strategy_of(worker, gatherer))
+        return role_measurements.measure_link_rates(strategy_of(worker, gatherer))
 
-    monkeypatch.setattr(link_rates, "_measure", measure)
+    monkeypatch.setattr(role_measurements, "_measure", measure)
     with ThreadPoolExecutor(NUM_WORKERS) as pool:
         found = list(pool.map(work, range(NUM_WORKERS)))
     megabyte = 1 << 20
@@ -71,7 +71,7 @@ def test_each_worker_measures_alone_and_the_leader_counts_as_the_fastest(monkeyp
 @pytest.fixture
 def leader(logical_devices):
     address = free_address()
-    server = link_rates._start_server(address, credential(SECRET.encode(), "links"))
+    server = role_measurements._start_server(address, credential(SECRET.encode(), "links"))
     yield address
     server.close()
 
@@ -79,10 +79,10 @@ def leader(logical_devices):
 def test_the_first_message_does_not_count(leader, monkeypatch):
     times = iter([0.0, 100.0, 200.0, 201.0, 300.0, 305.0, 400.0, 402.0])
     clock = SimpleNamespace(perf_counter=lambda: next(times))
-    monkeypatch.setattr(link_rates, "time", clock)
-    assert link_rates._measure(leader, credential(SECRET.encode(), "links")) == 2.0
+    monkeypatch.setattr(role_measurements, "time", clock)
+    assert role_measurements._measure(leader, credential(SECRET.encode(), "links")) == 2.0
 
 
 def test_another_secret_is_refused(leader):
     with pytest.raises(PermissionError, match="its shared secret differs"):
-        link_rates._measure(leader, credential(b"another secret, as long", "links"))
+        role_measurements._measure(leader, credential(b"another secret, as long", "links"))

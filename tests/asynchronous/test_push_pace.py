@@ -17,6 +17,7 @@ from keras_het.planning.roles.exchange_settings import (
     ExchangeSettings,
     Pusher,
     longest_period,
+    periods_of,
 )
 
 HEARD, LIMITS = 1.0, (20.0, 1000)
@@ -169,7 +170,7 @@ def test_roles_are_predicted_for_the_periods_that_tasks_plan():
         Pace(48 / 0.06, 48.0, 0.015 / LARGEST_OVERHEAD),
         Pace(24 / 0.1, 24.0, 0.35),
     ]
-    predicted = ExchangeSettings(period=None, num_batches=300).periods([group, worker])
+    predicted = periods_of(ExchangeSettings(period=None, num_batches=300), [group, worker])
     for client, parts in enumerate((1, 2)):
         limits = (20.0, longest_period(300 * parts))
         assert choose_period(paces, [HEARD] * 2, client, limits) == predicted[client]

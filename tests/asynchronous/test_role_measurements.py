@@ -13,10 +13,10 @@ import pytest
 import keras_het
 from keras_het.asynchronous import rules
 from keras_het.asynchronous.exchange.participant import HybridOptions
-from keras_het.asynchronous.roles import exchange_times, role_choice
-from keras_het.asynchronous.roles.exchange_times import ExchangeTimes, measure_exchange
+from keras_het.asynchronous.roles import role_choice, role_measurements
 from keras_het.asynchronous.roles.role_choice import LARGEST_NOISE_SCALE, RoleChoice, noise_scale_of
-from keras_het.planning.roles.exchange_settings import Pusher
+from keras_het.asynchronous.roles.role_measurements import ExchangeTimes, measure_exchange
+from keras_het.planning.roles.exchange_settings import Pusher, periods_of
 from keras_het.strategy.measure.compute_times import StepTimes
 
 DIMENSIONS = 50
@@ -123,7 +123,7 @@ def test_a_rule_with_its_own_period_has_it_for_async_workers_only(monkeypatch):
     ).exchange
     assert (exchange.period, exchange.async_period) == (3, 40)
     pushers = [Pusher(8.0, 0.1, 0.0, 0.0, 1), *[Pusher(4.0, 0.1, 0.0, 0.0, 2)] * 2]
-    assert exchange.periods(pushers) == (3, 40, 40)
+    assert periods_of(exchange, pushers) == (3, 40, 40)
 
 
 def test_times_of_an_exchange(monkeypatch):
@@ -140,7 +140,7 @@ def test_times_of_an_exchange(monkeypatch):
     )
     ticks = itertools.count()  # each run takes one second
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
-    monkeypatch.setattr(exchange_times, "time", clock)
+    monkeypatch.setattr(role_measurements, "time", clock)
     # of two replicas that are here the second one takes longer: 2 and 1 seconds are waited
     steps = [
         dataclasses.replace(

@@ -27,7 +27,7 @@ from keras_het.asynchronous.parameter_service.sample_ledger import (
     Stage,
     TrainingFacts,
 )
-from keras_het.asynchronous.roles import link_rates
+from keras_het.asynchronous.roles import role_measurements
 from keras_het.asynchronous.rules import AsyncSGD, Signal
 from keras_het.rpc.admission import SECRET_VARIABLE
 from keras_het.rpc.function_client import (
@@ -215,7 +215,7 @@ def summation_machine(address):
 
 
 def link_rates_of_a_leader(address):
-    return link_rates._start_server(address, GOOD), []
+    return role_measurements._start_server(address, GOOD), []
 
 
 def variables_of(owner):

@@ -14,8 +14,7 @@ from keras_het.planning.balance.min_max import (
     min_max_shares_of_models,
 )
 from keras_het.planning.bounded_shares import check_bounds, proportional_shares
-from keras_het.planning.times.overlapped_time_model import OverlappedTimeModel
-from keras_het.planning.times.time_model import LinearTimeModel
+from keras_het.planning.times.time_model import LinearTimeModel, OverlappedTimeModel
 
 
 def step_seconds(table, shares):

@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_het.planning.roles.exchange_settings import ExchangeSettings, Pusher
-from keras_het.planning.roles.role_prediction import (
+from keras_het.planning.roles.exchange_settings import (
+    ExchangeSettings,
+    Pusher,
+    mean_age_in_periods,
+    periods_of,
+)
+from keras_het.planning.roles.roles import (
     ClusterSpeeds,
     predict_hybrid,
     predict_sync,
@@ -85,8 +90,9 @@ def test_a_worker_that_sends_gradients_waits_for_its_answer():
 def test_an_answer_is_taken_after_the_step_in_which_it_comes(travel, period, age):
     """Steps until then start from a center that is a period older; the others do not."""
     worker = Pusher(10.0, 1.0, travel, 0.0, 1)
-    assert ExchangeSettings().mean_age_in_periods(worker, period) == pytest.approx(age)
-    assert ExchangeSettings(sends_gradients=True).mean_age_in_periods(worker, period) == 1
+    assert mean_age_in_periods(ExchangeSettings(), worker, period) == pytest.approx(age)
+    waits = ExchangeSettings(sends_gradients=True)
+    assert mean_age_in_periods(waits, worker, period) == 1
 
 
 def test_longer_periods_cost_less_and_are_staler():
@@ -126,12 +132,12 @@ def test_fixed_time_is_paid_every_step():
 
 def test_planned_periods_are_those_of_equal_rates():
     group, worker = Pusher(100, 1.0, 0.0, 0.01, 1), Pusher(100, 4.0, 0.5, 0.01, 1)
-    assert ExchangeSettings(period=None).periods([group, worker]) == (4, 1)
-    assert ExchangeSettings(period=None, num_batches=16).periods([group, worker]) == (2, 1)
+    assert periods_of(ExchangeSettings(period=None), [group, worker]) == (4, 1)
+    assert periods_of(ExchangeSettings(period=None, num_batches=16), [group, worker]) == (2, 1)
     # 2 s of work of its own are to be a tenth of a period
     busy = worker._replace(busy_seconds=2.0)
-    assert ExchangeSettings(period=None).periods([group, busy]) == (20, 5)
-    assert ExchangeSettings(period=3).periods([group, busy]) == (3, 3)
+    assert periods_of(ExchangeSettings(period=None), [group, busy]) == (20, 5)
+    assert periods_of(ExchangeSettings(period=3), [group, busy]) == (3, 3)
 
 
 def test_settings_that_cannot_be_are_refused():

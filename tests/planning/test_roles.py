@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 
 from keras_het.planning.roles.exchange_settings import ExchangeSettings
-from keras_het.planning.roles.role_prediction import ClusterSpeeds, predict_hybrid, predict_sync
-from keras_het.planning.roles.roles import advise_roles, best_hybrid, likely_groups, search_likely
+from keras_het.planning.roles.roles import (
+    ClusterSpeeds,
+    advise_roles,
+    best_hybrid,
+    likely_groups,
+    predict_hybrid,
+    predict_sync,
+    search_likely,
+)
 
 GIGABIT, FAST, SLOW = 125e6, 1.25e9, 6.25e6
 MODEL = 4_000_000

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import keras_het
-from keras_het.asynchronous.roles.exchange_times import _waited
+from keras_het.asynchronous.roles.role_measurements import _waited
 
 SLOWER = 0.2  # seconds
 

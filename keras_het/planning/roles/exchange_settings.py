@@ -1,9 +1,13 @@
-r"""Frequency of a worker's exchanges with a center, and the cost of one exchange.
+r"""How often a worker exchanges with a center, and what one exchange costs.
 
 A task is busy with an exchange for c seconds, in which it computes nothing, and the weights need e
 seconds for the round trip. If e is hidden behind the computation of the next period, p batches of t
 seconds make a period of :math:`\max(p t, e) + c`; a worker that needs the answer to continue takes
 :math:`p t + e + c`.
+
+If all tasks push at about the same rate, a push of a slow worker is no staler than one of a fast
+worker (asynchronous large mini-batches: Kim et al., Cluster Computing 23, 2020, whose formulas are
+not published; `plan_pushes` is reconstructed).
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from keras_het.planning.roles.push_rates import plan_pushes
 from keras_het.planning.times.time_model import check_not_negative
 
 LARGEST_OVERHEAD = 0.1
@@ -72,71 +75,134 @@ class ExchangeSettings:
                     "give what `HybridAggregation` gets."
                 )
 
-    def parts(self, global_batch: int, members: int) -> int:
-        """Return the number of steps that an async worker makes of a global batch.
 
-        Args:
-            global_batch: its number of samples.
-            members: number of workers in the sync group.
-        """
-        if self.async_batch_size is None:
-            return members
-        return math.ceil(global_batch / self.async_batch_size)
+def periods_of(exchange: ExchangeSettings, pushers: Sequence[Pusher]) -> tuple[int, ...]:
+    """Return the steps between two exchanges of all tasks that exchange, the sync group first."""
+    if exchange.period is not None:
+        own = exchange.async_period or exchange.period
+        return (exchange.period, *[own] * (len(pushers) - 1))
+    batches = [max(1, round(pusher.batch_samples)) for pusher in pushers]
+    waits = [pusher.travel_seconds if exchange.sends_gradients else 0.0 for pusher in pushers]
+    plan = plan_pushes(
+        [pusher.batch_samples / pusher.batch_seconds for pusher in pushers],
+        batches,
+        [
+            max(pusher.travel_seconds, (pusher.busy_seconds + waited) / LARGEST_OVERHEAD)
+            for pusher, waited in zip(pushers, waits, strict=True)
+        ],
+    )
+    periods = []
+    for samples, batch, pusher in zip(plan.samples, batches, pushers, strict=True):
+        longest: float = math.inf
+        if exchange.num_batches is not None:
+            longest = longest_period(exchange.num_batches * pusher.parts)
+        periods.append(int(max(1, min(samples // batch, longest))))
+    return tuple(periods)
 
-    def periods(self, pushers: Sequence[Pusher]) -> tuple[int, ...]:
-        """Return the steps of every task between two exchanges.
 
-        Args:
-            pushers: all tasks that exchange, the sync group first.
-        """
-        if self.period is not None:
-            return (self.period, *[self.async_period or self.period] * (len(pushers) - 1))
-        batches = [max(1, round(own.batch_samples)) for own in pushers]
-        plan = plan_pushes(
-            [own.batch_samples / own.batch_seconds for own in pushers],
-            batches,
-            [self._least_seconds(own) for own in pushers],
-        )
-        return tuple(
-            max(1, self._limited(samples // batch, own.parts))
-            for samples, batch, own in zip(plan.samples, batches, pushers, strict=True)
-        )
+def period_seconds(exchange: ExchangeSettings, pusher: Pusher, period: int) -> float:
+    """Return the time from one exchange of a task to its next, that many steps later."""
+    compute, travel = period * pusher.batch_seconds, pusher.travel_seconds
+    hidden = compute + travel if exchange.sends_gradients else max(compute, travel)
+    return hidden + pusher.busy_seconds
 
-    def period_seconds(self, pusher: Pusher, period: int) -> float:
-        """Return the time from one exchange of a task to its next.
 
-        Args:
-            pusher: the task.
-            period: its number of steps between them.
-        """
-        compute, travel = period * pusher.batch_seconds, pusher.travel_seconds
-        hidden = compute + travel if self.sends_gradients else max(compute, travel)
-        return hidden + pusher.busy_seconds
+def mean_age_in_periods(exchange: ExchangeSettings, pusher: Pusher, period: int) -> float:
+    """Return the mean time over a push's steps from their starting point to its arrival.
 
-    def mean_age_in_periods(self, pusher: Pusher, period: int) -> float:
-        """Return the mean time over a push's steps from their starting point to its arrival.
-
-        Steps before the answer to the previous push arrives start from an older center.
-
-        Args:
-            pusher: an async worker.
-            period: its number of steps between two exchanges.
-        """
-        if self.sends_gradients:
-            return 1.0
-        steps = max(1, math.ceil(pusher.travel_seconds / pusher.batch_seconds))
-        return 1.0 + min(steps, period) / period
-
-    def _least_seconds(self, pusher: Pusher) -> float:
-        waits = pusher.travel_seconds if self.sends_gradients else 0.0
-        return max(pusher.travel_seconds, (pusher.busy_seconds + waits) / LARGEST_OVERHEAD)
-
-    def _limited(self, period: int, parts: int) -> int:
-        if self.num_batches is None:
-            return period
-        return min(period, longest_period(self.num_batches * parts))
+    Steps before the answer to the previous push arrives start from an older center.
+    """
+    if exchange.sends_gradients:
+        return 1.0
+    steps = max(1, math.ceil(pusher.travel_seconds / pusher.batch_seconds))
+    return 1.0 + min(steps, period) / period
 
 
 def longest_period(num_steps: int) -> int:
     """Return the longest period of a task whose period is planned."""
     return max(1, num_steps // EXCHANGES_AN_EPOCH)
+
+
+@dataclasses.dataclass(frozen=True)
+class PushPlan:
+    """Number of samples every pusher accumulates for one push.
+
+    A pusher is an async worker, or the sync group as a whole.
+
+    Args:
+        target_seconds: target time between pushes.
+        samples: samples of one push of every pusher, A_i; a multiple of its batch.
+        push_seconds: predicted time between two pushes of every pusher.
+    """
+
+    target_seconds: float
+    samples: tuple[int, ...]
+    push_seconds: tuple[float, ...]
+
+
+def plan_pushes(
+    samples_per_second: Sequence[float],
+    batch_samples: Sequence[int],
+    exchange_seconds: Sequence[float],
+) -> PushPlan:
+    r"""Choose the samples of one push for all pushers, for about equal push rates.
+
+    Pushers compute while they exchange: with speed s and an exchange of e seconds, the time between
+    two pushes of A samples is :math:`\max(A / s, e)`. The target is the shortest that all can
+    sustain, one batch and one exchange of the slowest pusher. Of the two neighboring numbers of
+    batches, the one whose time is closer to the target in ratio is chosen; it is at least large
+    enough that the exchange ends before the batches are computed, so that nobody waits for its
+    link.
+
+    Args:
+        samples_per_second: speed of every pusher; the sync group is one pusher.
+        batch_samples: samples of one step of every pusher; for the sync group, its global batch.
+        exchange_seconds: time of one push and pull; 0 if the parameter service is embedded.
+
+    Returns:
+        The plan. The time between pushes of a pusher misses the target by at most a factor
+        sqrt(1 + 1 / k) for k batches, unless its exchange alone takes longer.
+
+    Raises:
+        TypeError: if an argument is not a number.
+        ValueError: if the lists differ in length or are empty, a speed or batch is not positive, or
+            an exchange time is negative.
+
+    Reference:
+        The idea of pushing at a common rate: Kim et al., Cluster Computing 23, 2020; reconstructed.
+    """
+    if not len(samples_per_second) == len(batch_samples) == len(exchange_seconds) > 0:
+        raise ValueError(
+            "Every pusher needs a speed, a batch and a time of exchange. Received: "
+            f"{len(samples_per_second)} speeds, {len(batch_samples)} batches and "
+            f"{len(exchange_seconds)} times of exchange. Give 0.0 where nothing is exchanged."
+        )
+    pushers = list(zip(samples_per_second, batch_samples, exchange_seconds, strict=True))
+    for speed, batch, exchange in pushers:
+        check_not_negative("samples_per_second", speed)
+        check_not_negative("exchange_seconds", exchange)
+        if not speed or batch != int(batch) or batch < 1:
+            raise ValueError(
+                "Every pusher needs a speed above 0 and a batch of a whole number of samples, at "
+                f"least 1. Received: samples_per_second={speed!r}, batch_samples={batch!r}. "
+                "Measure the worker, or leave it out."
+            )
+    target = max(max(batch / speed, exchange) for speed, batch, exchange in pushers)
+    samples = tuple(_pushed_samples(*pusher, target) for pusher in pushers)
+    return PushPlan(
+        target_seconds=target,
+        samples=samples,
+        push_seconds=tuple(
+            max(pushed / speed, exchange)
+            for pushed, (speed, _, exchange) in zip(samples, pushers, strict=True)
+        ),
+    )
+
+
+def _pushed_samples(speed: float, batch: int, exchange: float, target: float) -> int:
+    seconds = batch / speed
+    fewer = max(1, math.floor(target / seconds))
+    below, above = fewer * seconds, (fewer + 1) * seconds
+    batches = fewer if below * above >= target**2 else fewer + 1
+    # 1e-9: a quotient that is whole except for rounding.
+    return max(batches, math.ceil(exchange / seconds - 1e-9)) * int(batch)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from keras_het.planning.bounded_shares import FloatArray
-from keras_het.planning.shares import apportion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,115 +34,6 @@ class LocalStepsPlan:
         """Fraction of the data of every worker, D_i = H_i / sum H."""
         return tuple(own / sum(self.steps) for own in self.steps)
 
-    def samples(self, total: int) -> tuple[int, ...]:
-        """Split a data set by the data shares.
-
-        Args:
-            total: number of samples of the data set.
-
-        Returns:
-            The number of samples of every worker; they sum to `total`.
-        """
-        return apportion(total, self.steps)
-
-
-def choose_local_steps(
-    iteration_seconds: Sequence[float],
-    push_seconds: Sequence[float],
-    pull_seconds: Sequence[float],
-    preset_steps: int,
-) -> tuple[int, ...]:
-    r"""Choose how many local steps every worker does between two exchanges.
-
-    .. math::
-        T_{update,i} &= T_{iter,i} H_{preset} + T_{push,i} + T_{pull,i} \\
-        H_i &= round\left(\frac{\max_j T_{update,j} - T_{push,i} - T_{pull,i}}{T_{iter,i}}\right)
-
-    The slowest worker keeps the preset, and no worker gets fewer.
-
-    Args:
-        iteration_seconds: time of one local step of every worker, above 0.
-        push_seconds: time in which every worker sends a full update, at least 0.
-        pull_seconds: time in which every worker receives the center, at least 0.
-        preset_steps: local steps of the slowest worker, at least 1.
-
-    Returns:
-        H_i of every worker. Halves are rounded up, which the paper does not state.
-
-    Raises:
-        ValueError: if a time is negative or not finite, a step takes no time, or the lists differ
-            in length.
-
-    Reference:
-        Shen et al., "ASHL: An Adaptive Multi-Stage Distributed Deep Learning Training Scheme for
-        Heterogeneous Environments", IEEE Transactions on Computers, 2023, algorithm 1
-        (doi 10.1109/TC.2023.3315847).
-    """
-    iteration, push, pull = _times(iteration_seconds, push_seconds, pull_seconds)
-    if preset_steps != int(preset_steps) or preset_steps < 1:
-        raise ValueError(
-            "The slowest worker needs a whole number of local steps, at least 1. "
-            f"Received: preset_steps={preset_steps!r}."
-        )
-    communication = push + pull
-    longest = float((iteration * preset_steps + communication).max())
-    return tuple(math.floor(h + 0.5) for h in (longest - communication) / iteration)
-
-
-def compression_ratios(
-    iteration_seconds: Sequence[float],
-    push_seconds: Sequence[float],
-    pull_seconds: Sequence[float],
-    steps: Sequence[int],
-    preset_ratio: float,
-    compress_seconds: float = 0.0,
-) -> tuple[float, ...]:
-    r"""Choose the fraction of its update that every worker sends, by the time that is left.
-
-    .. math::
-        T_{base,i} &= T_{iter,i} H_i + T_{compress} + T_{pull,i} \\
-        T_{max} &= \max_i (T_{base,i} + T_{push,i} \, r_{preset}) \\
-        R_i &= \min\left(1, \frac{T_{max} - T_{base,i}}{T_{push,i}}\right)
-
-    The slowest worker keeps the preset, and no worker sends less; a worker that pushes in no time
-    sends everything.
-
-    Args:
-        iteration_seconds: time of one local step of every worker, above 0.
-        push_seconds: time in which every worker sends a full update, at least 0.
-        pull_seconds: time in which every worker receives the center, at least 0.
-        steps: local steps of every worker between two exchanges, H.
-        preset_ratio: fraction that the slowest worker sends, above 0, at most 1.
-        compress_seconds: time to compress an update, the same for all.
-
-    Returns:
-        R_i of every worker.
-
-    Raises:
-        ValueError: if a time is negative or not finite, a step takes no time, the lists differ in
-            length, or the ratio is outside its range.
-
-    Reference:
-        Shen et al., "ASHL", 2023, algorithm 2.
-    """
-    iteration, push, pull = _times(iteration_seconds, push_seconds, pull_seconds)
-    if not 0 < preset_ratio <= 1 or not 0 <= compress_seconds < math.inf:
-        raise ValueError(
-            "The slowest worker sends a part above 0 and at most 1, compressed in a finite time. "
-            f"Received: preset_ratio={preset_ratio!r}, compress_seconds={compress_seconds!r}."
-        )
-    if len(steps) != len(iteration) or min(steps) < 1:
-        raise ValueError(
-            f"Every one of {len(iteration)} workers needs at least one local step. "
-            f"Received: steps={list(steps)}. Use choose_local_steps to choose them."
-        )
-    base = iteration * np.asarray(steps) + compress_seconds + pull
-    left = (base + push * preset_ratio).max() - base
-    with np.errstate(over="ignore"):  # push times close to zero
-        ratios = np.divide(left, push, out=np.ones_like(push), where=push > 0)
-    # The difference loses the preset to rounding if pushes take little of the time.
-    return tuple(np.clip(ratios, preset_ratio, 1.0).tolist())
-
 
 def plan_local_steps(
     iteration_seconds: Sequence[float],
@@ -153,7 +43,17 @@ def plan_local_steps(
     preset_ratio: float = 1.0,
     compress_seconds: float = 0.0,
 ) -> LocalStepsPlan:
-    """Choose local steps first, then compression for the time that rounding and links leave.
+    r"""Choose local steps first, then compression for the time that rounding and links leave.
+
+    .. math::
+        T_{update,i} &= T_{iter,i} H_{preset} + T_{push,i} + T_{pull,i} \\
+        H_i &= round\left(\frac{\max_j T_{update,j} - T_{push,i} - T_{pull,i}}{T_{iter,i}}\right) \\
+        T_{base,i} &= T_{iter,i} H_i + T_{compress} + T_{pull,i} \\
+        T_{max} &= \max_i (T_{base,i} + T_{push,i} \, r_{preset}) \\
+        R_i &= \min\left(1, \frac{T_{max} - T_{base,i}}{T_{push,i}}\right)
+
+    The slowest worker keeps both presets, and no worker gets fewer steps or sends less; a worker
+    that pushes in no time sends everything.
 
     Args:
         iteration_seconds: time of one local step of every worker, above 0.
@@ -164,17 +64,39 @@ def plan_local_steps(
         compress_seconds: time to compress an update, the same for all.
 
     Returns:
-        The plan.
+        The plan. Halves of steps are rounded up, which the paper does not state.
 
     Raises:
-        ValueError: under the conditions of `choose_local_steps` and `compression_ratios`.
+        ValueError: if a time is negative or not finite, a step takes no time, the lists differ in
+            length, or a preset is outside its range.
+
+    Reference:
+        Shen et al., "ASHL: An Adaptive Multi-Stage Distributed Deep Learning Training Scheme for
+        Heterogeneous Environments", IEEE Transactions on Computers, 2023, algorithms 1 and 2
+        (doi 10.1109/TC.2023.3315847).
     """
-    times = (iteration_seconds, push_seconds, pull_seconds)
-    steps = choose_local_steps(*times, preset_steps)
-    ratios = compression_ratios(*times, steps, preset_ratio, compress_seconds)
-    iteration, push, pull = _times(*times)
-    seconds = iteration * np.asarray(steps) + compress_seconds + push * np.asarray(ratios) + pull
-    return LocalStepsPlan(steps, ratios, tuple(seconds.tolist()))
+    iteration, push, pull = _times(iteration_seconds, push_seconds, pull_seconds)
+    if preset_steps != int(preset_steps) or preset_steps < 1:
+        raise ValueError(
+            "The slowest worker needs a whole number of local steps, at least 1. "
+            f"Received: preset_steps={preset_steps!r}."
+        )
+    if not 0 < preset_ratio <= 1 or not 0 <= compress_seconds < math.inf:
+        raise ValueError(
+            "The slowest worker sends a part above 0 and at most 1, compressed in a finite time. "
+            f"Received: preset_ratio={preset_ratio!r}, compress_seconds={compress_seconds!r}."
+        )
+    communication = push + pull
+    longest = float((iteration * preset_steps + communication).max())
+    steps = tuple(math.floor(h + 0.5) for h in (longest - communication) / iteration)
+    base = iteration * np.asarray(steps) + compress_seconds + pull
+    left = (base + push * preset_ratio).max() - base
+    with np.errstate(over="ignore"):  # push times close to zero
+        full = np.divide(left, push, out=np.ones_like(push), where=push > 0)
+    # The difference loses the preset to rounding if pushes take little of the time.
+    ratios = np.clip(full, preset_ratio, 1.0)
+    seconds = iteration * np.asarray(steps) + compress_seconds + push * ratios + pull
+    return LocalStepsPlan(steps, tuple(ratios.tolist()), tuple(seconds.tolist()))
 
 
 def _times(

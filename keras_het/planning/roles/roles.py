@@ -1,22 +1,39 @@
-"""Select the sync group, the async workers, and the workers to leave out."""
+r"""Who is in the sync group, who is asynchronous, and who is left out, by predicted samples/s.
+
+A sync group of m workers with balanced shares of the global batch B and a model of M bytes takes
+
+.. math:: step = \min_b \max_i (f_i + b_i / s_i)
+          + 2 (m - 1) \left(h + \frac{M}{m \min_i L_i}\right)
+
+with speeds s, fixed times f, link rates L and the time h of an empty message. With async workers,
+the group exchanges every p steps, which costs it such an all-reduce and its own work. Async workers
+cut global batches into smaller steps and exchange every p of these; the group does not wait for
+them. The model is specific to this package (reconstructed; it appears in no publication).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import Literal
 
-from keras_het.planning.roles.role_prediction import (
-    ClusterSpeeds,
-    Mode,
-    ModePrediction,
-    Role,
-    async_age_seconds,
-    predict_hybrid,
-    predict_sync,
+from keras_het.planning.balance.min_max import min_max_shares_linear
+from keras_het.planning.roles.exchange_settings import (
+    ExchangeSettings,
+    Pusher,
+    mean_age_in_periods,
+    period_seconds,
+    periods_of,
 )
 from keras_het.planning.times.time_model import check_not_negative
 
+Role = Literal["sync", "async", "out"]
+Mode = Literal["balanced", "leave_out", "hybrid"]
+
+NOISE_SCALE_IN_GLOBAL_BATCHES = 16.0
+"""Gradient noise scale assumed without a measurement."""
 EXHAUSTIVE_WORKERS = 8
 """Largest number of workers for which all sync groups are tried."""
 CLEARLY_SLOWER = 0.1
@@ -31,6 +48,111 @@ too low, with hops measured by steps, and 3 % too high, with hops fitted to othe
 of the runs of a cluster; 22 % too low for the worker at an eighth, where it does not pay). It is
 small because the simpler mode trains equal workers better.
 """
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterSpeeds:
+    """Measured speeds of a cluster, in the order of its workers.
+
+    Args:
+        samples_per_second: speed of every worker's computation.
+        link_bytes_per_second: rate of every worker's link to the others, in each direction.
+        model_bytes: bytes of the gradients, and of the weights, that travel.
+        global_batch: samples of a step of the sync group.
+        fixed_seconds: the part of every worker's step time that does not depend on its samples; by
+            default 0.
+        noise_scale: gradient noise scale in samples; by default 16 global batches, which is an
+            assumption, not a measurement.
+        hop_seconds: time of a message between two workers in addition to that of its bytes; an
+            all-reduce of m workers has 2 (m - 1) of them in sequence; 0 if unknown.
+        exchange: exchange settings of a training with async workers; by default every 8 steps, at
+            no cost to the task itself.
+
+    Raises:
+        TypeError: if an argument is not a number.
+        ValueError: if there is no worker, the lists differ in length, or a number is out of range.
+    """
+
+    samples_per_second: tuple[float, ...]
+    link_bytes_per_second: tuple[float, ...]
+    model_bytes: int
+    global_batch: int
+    fixed_seconds: tuple[float, ...] = ()
+    noise_scale: float | None = None
+    hop_seconds: float = 0.0
+    exchange: ExchangeSettings = dataclasses.field(default_factory=ExchangeSettings)
+
+    def __post_init__(self) -> None:
+        n = len(self.samples_per_second)
+        if not self.fixed_seconds:
+            object.__setattr__(self, "fixed_seconds", (0.0,) * n)
+        if not 0 < n == len(self.link_bytes_per_second) == len(self.fixed_seconds):
+            raise ValueError(
+                "Every worker needs a speed, a link rate and, if any has one, a fixed time. "
+                f"Received: {n} speeds, {len(self.link_bytes_per_second)} link rates and "
+                f"{len(self.fixed_seconds)} fixed times. Measure all workers."
+            )
+        for name in ("samples_per_second", "link_bytes_per_second", "fixed_seconds"):
+            for value in getattr(self, name):
+                check_not_negative(name, value)
+        check_not_negative("noise_scale", self.noise_scale or 0.0)
+        check_not_negative("model_bytes", self.model_bytes)
+        check_not_negative("hop_seconds", self.hop_seconds)
+        rates = (*self.samples_per_second, *self.link_bytes_per_second)
+        if min(rates) <= 0 or self.global_batch < 1:
+            raise ValueError(
+                "Speeds and link rates must be above 0, and the global batch at least 1. "
+                f"Received: {self}. Leave out workers that do nothing."
+            )
+
+    def with_all_reduce_of(self, seconds: float) -> ClusterSpeeds:
+        """Return the same cluster with hop times that match an all-reduce of all its workers.
+
+        Args:
+            seconds: duration of the all-reduce; `hop_seconds` is not below 0.
+        """
+        everyone = range(len(self.samples_per_second))
+        num_hops = 2 * (len(everyone) - 1)
+        travel = _all_reduce_seconds(dataclasses.replace(self, hop_seconds=0.0), everyone)
+        hop = max(0.0, seconds - travel) / num_hops if num_hops else 0.0
+        return dataclasses.replace(self, hop_seconds=hop)
+
+    @property
+    def even_share_seconds(self) -> tuple[float, ...]:
+        """Computation time of an even share of the global batch on every worker."""
+        even = self.global_batch / len(self.samples_per_second)
+        return tuple(
+            fixed + even / speed
+            for fixed, speed in zip(self.fixed_seconds, self.samples_per_second, strict=True)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModePrediction:
+    """The prediction for one mode with its best roles.
+
+    Args:
+        mode: "balanced" (all in the sync group), "leave_out" (some not used) or "hybrid" (some
+            asynchronous).
+        roles: the role of every worker.
+        samples_per_second: samples that all workers compute.
+        effective_samples_per_second: the same, discounted for staleness.
+        step_seconds: time of one step of the sync group, including its part of an exchange.
+    """
+
+    mode: Mode
+    roles: tuple[Role, ...]
+    samples_per_second: float
+    effective_samples_per_second: float
+    step_seconds: float
+
+    def workers(self, role: Role) -> list[int]:
+        """Return the workers that have a role.
+
+        Args:
+            role: the role.
+        """
+        return [i for i, own in enumerate(self.roles) if own == role]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +196,7 @@ class RolePlan:
     def __str__(self) -> str:
         names = {"sync": "sync group", "async": "asynchronous", "out": "left out"}
         groups = (
-            f"{name} {_ids(i for i, own in enumerate(self.roles) if own == role)}"
+            f"{name} {', '.join(map(str, self.chosen.workers(role)))}"
             for role, name in names.items()
             if role in self.roles
         )
@@ -183,7 +305,7 @@ def likely_groups(cluster: ClusterSpeeds) -> list[tuple[int, ...]]:
 
 def _neighbours(prediction: ModePrediction) -> Iterable[set[int]]:
     """Return sync groups with one worker more, one less, or one exchanged."""
-    group = {i for i, role in enumerate(prediction.roles) if role == "sync"}
+    group = set(prediction.workers("sync"))
     others = set(range(len(prediction.roles))) - group
     if len(others) > 1:
         yield from (group | {new} for new in others)
@@ -198,7 +320,9 @@ def best_hybrid(cluster: ClusterSpeeds, sync: ModePrediction) -> ModePrediction 
     Only workers that are clearly slower than every member, in computation or in their link, may be
     asynchronous: they would hold the group up. Among equals, stale gradients have no benefit.
     """
-    order = sorted(_slower(cluster, sync), key=lambda i: async_age_seconds(cluster, sync, i))
+    order = sorted(
+        _slower(cluster, sync), key=lambda i: _streams(cluster, sync, [i])[1].age_seconds
+    )
     first = [order[: size + 1] for size in range(len(order))]
     # If staleness does harm, the slowest workers do the least.
     last = [order[size:] for size in range(1, len(order))]
@@ -208,16 +332,13 @@ def best_hybrid(cluster: ClusterSpeeds, sync: ModePrediction) -> ModePrediction 
 
 def _slower(cluster: ClusterSpeeds, sync: ModePrediction) -> list[int]:
     link, time = cluster.link_bytes_per_second, cluster.even_share_seconds
-    group = [i for i, role in enumerate(sync.roles) if role == "sync"]
+    group = sync.workers("sync")
     # A message there and back; rates of fast links differ by chance and cost nothing.
     allowed = CLEARLY_SLOWER * sync.step_seconds / (2 * max(cluster.model_bytes, 1))
     longest_message = 1 / min(link[i] for i in group) + allowed
     longest = max(time[i] for i in group) / (1 - CLEARLY_SLOWER)
-    return [
-        i
-        for i, role in enumerate(sync.roles)
-        if role == "out" and (1 / link[i] > longest_message or time[i] > longest)
-    ]
+    left_out = sync.workers("out")
+    return [i for i in left_out if 1 / link[i] > longest_message or time[i] > longest]
 
 
 def _best_hybrids(cluster: ClusterSpeeds, groups: Iterable[ModePrediction]) -> list[ModePrediction]:
@@ -231,5 +352,131 @@ def _best(predictions: Iterable[ModePrediction]) -> ModePrediction:
     return max(predictions, key=lambda p: p.effective_samples_per_second)
 
 
-def _ids(workers: Iterable[int]) -> str:
-    return ", ".join(map(str, workers))
+@dataclasses.dataclass(frozen=True)
+class _PushedStream:
+    """Work of one exchanging task, and its staleness on arrival."""
+
+    samples_per_second: float
+    step_seconds: float
+    unseen_samples: float
+    age_seconds: float
+
+
+def predict_sync(cluster: ClusterSpeeds, members: Collection[int]) -> ModePrediction:
+    """Predict a sync group with balanced shares; all other workers are left out."""
+    group = sorted(members)
+    fixed = [cluster.fixed_seconds[i] for i in group]
+    per_sample = [1 / cluster.samples_per_second[i] for i in group]
+    split = min_max_shares_linear(fixed, per_sample, cluster.global_batch).tolist()
+    compute = max(
+        f + a * b for f, a, b in zip(fixed, per_sample, split, strict=True) if b
+    )  # a share of 0 takes no time
+    step = compute + _all_reduce_seconds(cluster, group)
+    workers = range(len(cluster.samples_per_second))
+    return ModePrediction(
+        mode="balanced" if len(group) == len(workers) else "leave_out",
+        roles=tuple("sync" if i in group else "out" for i in workers),
+        samples_per_second=cluster.global_batch / step,
+        effective_samples_per_second=cluster.global_batch / step,
+        step_seconds=step,
+    )
+
+
+def predict_hybrid(
+    cluster: ClusterSpeeds, sync: ModePrediction, asynchronous: Sequence[int]
+) -> ModePrediction:
+    """Predict a sync group with async workers alongside it.
+
+    The parameter service runs on the member of the sync group with the fastest link. Its async
+    workers equally share the part of this link that the all-reduce leaves.
+    """
+    group, *beside = _streams(cluster, sync, asynchronous)
+    everyone = sum(stream.samples_per_second for stream in (group, *beside))
+    effective = sum(_effective(cluster, stream, everyone) for stream in (group, *beside))
+    return ModePrediction(
+        mode="hybrid",
+        roles=tuple("async" if i in asynchronous else role for i, role in enumerate(sync.roles)),
+        samples_per_second=everyone,
+        effective_samples_per_second=effective,
+        step_seconds=group.step_seconds,
+    )
+
+
+def statistical_efficiency(cluster: ClusterSpeeds, samples_in_flight: float) -> float:
+    r"""Return the worth of a sample whose gradient arrives while others are in flight.
+
+    The samples Q that a gradient does not reflect, those that it shares with others in flight,
+    count as one batch of Q samples. A sample of a batch Q is worth, relative to one of the global
+    batch B, with the gradient noise scale phi,
+
+    .. math:: E = \frac{\phi + B}{\phi + \max(B, Q)}
+
+    With a large noise scale staleness is free; as it goes to 0, E approaches B / Q, one over the
+    number of global batches in flight, like the damping 1 / tau of staleness-aware learning rates.
+    """
+    batch = float(cluster.global_batch)
+    noise = cluster.noise_scale
+    phi = NOISE_SCALE_IN_GLOBAL_BATCHES * batch if noise is None else noise
+    return (phi + batch) / (phi + max(batch, samples_in_flight))
+
+
+def _effective(cluster: ClusterSpeeds, stream: _PushedStream, everyone: float) -> float:
+    """Discount a stream for the others' samples that it has not seen; it knows its own steps."""
+    others = everyone - stream.samples_per_second
+    unseen = stream.unseen_samples + others * stream.age_seconds
+    return stream.samples_per_second * statistical_efficiency(cluster, unseen)
+
+
+def _streams(
+    cluster: ClusterSpeeds, sync: ModePrediction, asynchronous: Sequence[int]
+) -> list[_PushedStream]:
+    """Return the stream of the sync group, then those of the async workers."""
+    group = sync.workers("sync")
+    exchange, busy = cluster.exchange, cluster.exchange.busy_seconds
+    batch = float(cluster.global_batch)
+    # An all-reduce passes the leader's update to the others, and all of them wait for it.
+    told = busy + _all_reduce_seconds(cluster, group)
+    parts = len(group)
+    if exchange.async_batch_size is not None:
+        parts = math.ceil(cluster.global_batch / exchange.async_batch_size)
+    pushers = [Pusher(batch, sync.step_seconds, 0.0, told, 1)]
+    for i in asynchronous:
+        seconds = cluster.fixed_seconds[i] + batch / parts / cluster.samples_per_second[i]
+        travel = _travel_seconds(cluster, sync, i, len(asynchronous))
+        pushers.append(Pusher(batch / parts, seconds, travel, busy, parts))
+    streams = []
+    for pusher, period in zip(pushers, periods_of(exchange, pushers), strict=True):
+        seconds, pushed = period_seconds(exchange, pusher, period), period * pusher.batch_samples
+        # The center is in the group's own memory.
+        in_memory = pusher is pushers[0]
+        age = 1.0 if in_memory else mean_age_in_periods(exchange, pusher, period)
+        stream = _PushedStream(
+            samples_per_second=pushed / seconds,
+            step_seconds=seconds / period,
+            # With a local optimizer, every step starts from the previous one.
+            unseen_samples=pushed if exchange.sends_gradients else pusher.batch_samples,
+            age_seconds=age * seconds,
+        )
+        streams.append(stream)
+    return streams
+
+
+def _travel_seconds(
+    cluster: ClusterSpeeds, sync: ModePrediction, worker: int, num_async: int
+) -> float:
+    """Return the time of a simultaneous push and pull over the slower of both links."""
+    group = sync.workers("sync")
+    leader = max(cluster.link_bytes_per_second[i] for i in group)
+    # Above 0, because no all-reduce fills the time of the computation.
+    left = leader - _ring_bytes(cluster, len(group)) / sync.step_seconds
+    return cluster.model_bytes / min(cluster.link_bytes_per_second[worker], left / num_async)
+
+
+def _all_reduce_seconds(cluster: ClusterSpeeds, group: Sequence[int]) -> float:
+    slowest = min(cluster.link_bytes_per_second[i] for i in group)
+    hops = 2 * (len(group) - 1) * cluster.hop_seconds
+    return hops + _ring_bytes(cluster, len(group)) / slowest
+
+
+def _ring_bytes(cluster: ClusterSpeeds, members: int) -> float:
+    return 2 * (members - 1) / members * cluster.model_bytes

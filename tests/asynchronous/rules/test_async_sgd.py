@@ -22,7 +22,6 @@ from rule_checks import (
 
 from keras_het.asynchronous.rules import AsyncSGD, PushMeta
 from keras_het.asynchronous.rules.server_optimizer import ELEMENTWISE
-from keras_het.planning.roles.push_rates import learning_rate_factor
 
 
 class SGDEquations(Equations):
@@ -32,9 +31,11 @@ class SGDEquations(Equations):
         self.samples, self.damps, self.warm_up = samples, damps, warm_up
 
     def factor(self, samples, staleness):
-        reference = self.samples or samples
-        late = staleness if self.damps else 0
-        return learning_rate_factor(samples, reference, late, self.version, self.warm_up)
+        """Linear scaling and warm-up (Goyal et al. 2017), damping (Zhang et al. 2016)."""
+        scale = samples / (self.samples or samples)
+        if scale > 1 and self.version < self.warm_up:
+            scale = 1.0 + (scale - 1.0) * self.version / self.warm_up
+        return scale / max(1.0, staleness if self.damps else 0)
 
     def update(self, i, g, samples, staleness):
         self.u = self.momentum * self.u + g
