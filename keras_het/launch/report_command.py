@@ -28,7 +28,12 @@ def add_report_command(commands: Commands) -> None:
     summary = "tell the story of a training from its log"
     parser = add_command(commands, "report", summary, _DESCRIPTION, _EPILOG)
     parser.add_argument("log_dir", metavar="LOGDIR", help="directory of the log")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write the page of TensorBoard's tab with the log in it",
+    )
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a trace that Perfetto opens"
     )
@@ -59,9 +64,9 @@ def run_report(options: argparse.Namespace) -> int:
     # TensorFlow, which reads remote logs too, takes seconds to import
     from keras_het.launch.report.choice import choose_run, listed
     from keras_het.launch.report.facts import facts_of
-    from keras_het.launch.report.page import page
     from keras_het.launch.report.terminal import console_for, show
     from keras_het.launch.report.trace import write_trace
+    from keras_het.tensorboard.report_page import report_page
 
     choice = choose_run(options.log_dir, options.run)
     facts = facts_of(choice.run.name, choice.run.content)
@@ -70,7 +75,8 @@ def run_report(options: argparse.Namespace) -> int:
         notes.append(f"Other trainings here: {listed(choice.others)}. Choose with --run NAME.")
     notes += [f"Not in this report: {name}. {why}" for name, why in choice.unreadable.items()]
     if options.html:
-        options.html.write_text(page(facts), encoding="utf-8")
+        page = report_page(choice.run.name, choice.run.content)
+        options.html.write_text(page, encoding="utf-8")
         notes.append(f"Page: {options.html}")
     if options.trace:
         first = write_trace(options.trace, facts)

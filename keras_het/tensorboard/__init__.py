@@ -1,1 +1,1 @@
-"""The TensorBoard plugin: reads logs, and imports neither TensorFlow nor Keras."""
+"""The tab, in TensorBoard or as one file: reads logs, and imports neither TensorFlow nor Keras."""

@@ -15,13 +15,12 @@ from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
 from keras_het.tensorboard import log_format, views
-from keras_het.tensorboard.diagnoses import diagnosis
 from keras_het.tensorboard.histories import Histories
 from keras_het.tensorboard.log_content import LogContent
 
 _logger = logging.getLogger("keras_het")
 _TYPES = {"js": "text/javascript", "css": "text/css", "txt": "text/plain"}
-_LONGEST_ARGUMENT, _LONGEST_MESSAGE = 2_000, 1_000
+_LONGEST_ARGUMENT = 2_000
 _Arguments = Mapping[str, str]
 
 
@@ -86,14 +85,11 @@ class HetPlugin(base_plugin.TBPlugin):
 
     def _overview(self, request: Any) -> Any:
         whole, part = self._content(request)
-        # Choices must not change with the zoom.
-        first, last = views.span(whole)
-        answer = {**views.overview(part), "first_of_all": first, "last_of_all": last}
-        return _json(request, answer, part)
+        return _json(request, views.overview(whole, part), part)
 
     def _diagnosis(self, request: Any) -> Any:
         _, part = self._content(request)
-        return _json(request, diagnosis(part.recording), part)
+        return _json(request, views.diagnosis(part), part)
 
     def _pipeline(self, request: Any) -> Any:
         _, part = self._content(request)
@@ -103,7 +99,7 @@ class HetPlugin(base_plugin.TBPlugin):
         _, part = self._content(request)
         name = _argument(request.args, "quantity", "wall")
         how = _argument(request.args, "how", "median")
-        if how not in ("median", "highest"):
+        if how not in views.HOW:
             raise errors.InvalidArgumentError(f'"how" is "median" or "highest". Received: {how!r}.')
         most = _integer(request.args, "columns")
         answer = views.heat_map(part, name, how, max(most or views.MOST_COLUMNS, 1))
@@ -120,7 +116,7 @@ class HetPlugin(base_plugin.TBPlugin):
             raise errors.InvalidArgumentError(
                 f'"devices" are indices with commas between them. Received: {text!r}.'
             ) from error
-        return _json(request, views.lanes(part, chosen), part)
+        return _json(request, views.lanes(part, chosen[: views.MOST_LANES]), part)
 
     def _static(self, request: Any) -> Any:
         name = request.path.partition(f"/plugin/{log_format.PLUGIN}/static/")[2]
@@ -165,7 +161,7 @@ def _integer(arguments: _Arguments, name: str) -> int | None:
 
 
 def _json(request: Any, answer: dict[str, Any], content: LogContent | None = None) -> Any:
-    if content is not None:  # whoever sees numbers sees what they are without
-        answer["messages"] = [each[:_LONGEST_MESSAGE] for each in content.messages]
+    if content is not None:
+        answer["messages"] = views.messages(content)
     # A text is not searched for NaN, which takes TensorBoard long; there is none in it.
     return http_util.Respond(request, json.dumps(answer, allow_nan=False), "application/json")

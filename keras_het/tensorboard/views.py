@@ -1,30 +1,63 @@
-"""What each route answers, as plain values for JSON; all limits on their size are here."""
+"""What the tab shows of a training, as plain values for JSON; all limits on their size are here."""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from keras_het.planning.diagnosis.recording import PHASES, Floats
+from keras_het.planning.diagnosis.recording import HARDWARE, PHASES, Floats, Integers, Recording
 from keras_het.planning.diagnosis.steps import throughput
 from keras_het.planning.pipeline import Timeline
 from keras_het.tensorboard.columns import columns, edges_between, windows
+from keras_het.tensorboard.diagnosis import diagnosis_of
 from keras_het.tensorboard.log_content import LogContent
+from keras_het.tensorboard.log_format import ROWS
 from keras_het.tensorboard.pipeline_format import parse_timeline, timeline_values
-from keras_het.tensorboard.quantities import quantities, series
 
 MOST_COLUMNS, MOST_ROWS = 600, 200
-MOST_LANES = 24
-_LANE_COLUMNS = 300
+MOST_LANES, LANE_COLUMNS = 24, 300
 _MOST_ROWS_FOR_MEDIANS = 1_000
 _MOST_CHANGES, _MOST_EXCHANGES = 500, 500
 _LONGEST_TEXT = 1_000
 _MOST_PASSES, _LONGEST_PLAN, _LONGEST_NAME = 10_000, 100_000, 200
+_LONGEST_MESSAGE = 1_000
+HOW = ("median", "highest")
+"""What a heat map can show of the steps of a column, and of the replicas of a row."""
+
+_TIMES = {
+    "wall": "Wall time of a step",
+    "compute": "Compute time",
+    "input": "Input wait",
+    "sync": "Sync wait",
+    "other": "Other time",
+    "seconds_per_sample": "Compute time a sample",
+}
+_HARDWARE = {
+    "hw.gpu.utilization": "GPU: utilization",
+    "hw.gpu.memory.usage": "GPU: memory in use",
+    "hw.gpu.memory.limit": "GPU: memory",
+    "hw.power": "GPU: power",
+    "keras_het.gpu.power_limit": "GPU: power limit",
+    "hw.temperature": "GPU: temperature",
+    "keras_het.gpu.clock": "GPU: clock",
+    "keras_het.gpu.clock_limit": "GPU: highest clock",
+    "keras_het.gpu.throttle_reasons": "GPU: throttle reasons (bit mask)",
+    "keras_het.cpu.budget": "Worker: CPUs it may use",
+    "keras_het.cpu.throttled": "Worker: time stopped by a CPU quota",
+    "process.cpu.usage": "Worker: CPUs in use",
+    "process.memory.usage": "Worker: memory in use",
+    "process.disk.io": "Worker: disk traffic",
+    "system.cpu.utilization": "Host: CPU utilization",
+    "system.memory.usage": "Host: memory in use",
+    "system.memory.limit": "Host: memory",
+    "system.disk.io": "Host: disk traffic",
+    "system.network.io": "Host: network traffic",
+}
 
 
 def between(content: LogContent, first: int | None, last: int | None) -> LogContent:
@@ -56,10 +89,12 @@ def span(content: LogContent) -> tuple[int, int]:
     return (int(steps[0]), int(steps[-1] + content.every[-1])) if len(steps) else (0, 0)
 
 
-def overview(content: LogContent) -> dict[str, Any]:
-    """Return devices with their medians, changes and exchanges of a training or a part of it."""
+def overview(whole: LogContent, content: LogContent) -> dict[str, Any]:
+    """Return devices with their medians, changes and exchanges of a part of a training."""
     recording = content.recording
     first, last = span(content)
+    # what can be chosen must not change with the zoom
+    first_of_all, last_of_all = span(whole)
     rows = np.arange(len(recording.steps))[
         :: max(len(recording.steps) // _MOST_ROWS_FOR_MEDIANS, 1)
     ]
@@ -67,19 +102,56 @@ def overview(content: LogContent) -> dict[str, Any]:
     return {
         "first": first,
         "last": last,
-        "rows": len(rows),
+        "first_of_all": first_of_all,
+        "last_of_all": last_of_all,
         "thinned": bool(np.any(content.every > 1)),
         **{name: _number(value) for name, value in dataclasses.asdict(speed).items()},
         "pauses": len(recording.pauses),
         "pause_seconds": _number(sum(seconds for _, seconds in recording.pauses)),
         "devices": _devices(content, rows),
-        "quantities": [dataclasses.asdict(each) for each in quantities(content)],
+        "quantities": [
+            {"name": name, "title": title, "unit": unit}
+            for name, title, unit in _quantities(recording)
+        ],
         "pipeline": recording.pipeline is not None,
         "changes": [
             {"step": each.step, "kind": each.kind[:60], "text": each.text[:_LONGEST_TEXT]}
             for each in recording.changes[-_MOST_CHANGES:]
         ],
         "exchanges": [_plain(each) for each in content.exchanges[-_MOST_EXCHANGES:]],
+    }
+
+
+def messages(content: LogContent) -> list[str]:
+    """Return what could not be read: whoever sees numbers sees what they are without."""
+    return [each[:_LONGEST_MESSAGE] for each in content.messages]
+
+
+def diagnosis(content: LogContent) -> dict[str, Any]:
+    """Return who is slow and why, what that costs, two scores and what balancing has gained.
+
+    "missing" is what the verdict would need to know: the reason, where it has no lines.
+    """
+    if not len(content.recording.steps):
+        return {"verdict": [], "missing": [], "what_if": None, "scores": None, "gain": None}
+    found = diagnosis_of(content.recording)
+    costs = found.costs
+    return {
+        "verdict": [str(line) for line in found.verdict.lines],
+        "missing": [str(reason) for reason in found.verdict.missing],
+        "what_if": costs
+        and {
+            "steps": [int(each) for each in found.recent.numbers[[0, -1]]],
+            "step_seconds": _number(costs.step_seconds),
+            "by_device": _numbers(costs.by_device),
+            "by_worker": {str(name): _number(value) for name, value in costs.by_worker.items()},
+            "by_phase": {str(name): _number(value) for name, value in costs.by_phase.items()},
+        },
+        "scores": {
+            "against_best": _numbers(found.against_best),
+            "against_own_best": _numbers(found.against_own_best),
+        },
+        "gain": _number(found.gain),
     }
 
 
@@ -149,13 +221,12 @@ def heat_map(
     content: LogContent, name: str, how: str, most_columns: int = MOST_COLUMNS
 ) -> dict[str, Any] | None:
     """Return a quantity of all replicas over steps, None if there is no such quantity."""
-    chosen = series(content, name)
+    chosen = _series(content, name)
     if chosen is None:
         return None
-    first, last = span(content)
-    edges = edges_between(first, last, min(most_columns, MOST_COLUMNS))
-    values = chosen.highest if how == "highest" else chosen.middle
-    cells = columns(chosen.steps, chosen.every, values, edges, how).T
+    edges = edges_between(*span(content), min(most_columns, MOST_COLUMNS))
+    steps, every, middle, highest = chosen
+    cells = columns(steps, every, highest if how == "highest" else middle, edges, how).T
     group = max(math.ceil(len(cells) / MOST_ROWS), 1)
     if group > 1:
         cells = windows(cells, group)[:, 2 if how == "highest" else 1]
@@ -171,11 +242,13 @@ def heat_map(
     }
 
 
-def lanes(content: LogContent, devices: Sequence[int]) -> dict[str, Any]:
+def lanes(
+    content: LogContent, devices: Sequence[int], most_columns: int = LANE_COLUMNS
+) -> dict[str, Any]:
     """Return times and shares of some replicas over steps, medians of each column."""
     recording = content.recording
-    chosen = [each for each in devices if 0 <= each < len(recording.devices)][:MOST_LANES]
-    edges = edges_between(*span(content), _LANE_COLUMNS)
+    chosen = [each for each in devices if 0 <= each < len(recording.devices)]
+    edges = edges_between(*span(content), min(most_columns, LANE_COLUMNS))
 
     def cut(values: Floats) -> str:
         cells = columns(recording.steps, content.every, values[:, chosen], edges, "median")
@@ -187,6 +260,42 @@ def lanes(content: LogContent, devices: Sequence[int]) -> dict[str, Any]:
         **{name: cut(getattr(recording, name)) for name in PHASES},
         "share": cut(recording.shares),
     }
+
+
+def _quantities(recording: Recording) -> Iterator[tuple[str, str, str]]:
+    """Yield name, title and unit of each quantity that there are values of."""
+    for name, title in _TIMES.items():
+        yield name, title, "s"
+    yield "share", "Share of the global batch", "samples"
+    for name, values in recording.hardware.items():
+        if np.any(np.isfinite(values)):
+            yield name, _HARDWARE.get(name, name), HARDWARE.get(name, "")
+
+
+def _series(content: LogContent, name: str) -> tuple[Integers, Integers, Floats, Floats] | None:
+    """The steps of a quantity's rows, how many each stands for, medians and highest values."""
+    recording = content.recording
+    if name in recording.hardware:
+        values = recording.hardware[name]
+        # A sample stands for the steps up to the next one.
+        steps = recording.hardware_steps
+        end = int(recording.steps[-1] + content.every[-1]) if len(recording.steps) else 0
+        every = np.diff(np.append(steps, max(end, int(steps[-1]) + 1) if len(steps) else end))
+        return (steps, every, values, values)
+    if name == "wall":
+        middle, highest = recording.wall, np.sum(content.highest[:, : len(PHASES)], axis=1)
+        # The phases' highest values are of different steps: their sum is no step's.
+        highest = np.where(content.every[:, None] == 1, highest, middle)
+    elif name == "seconds_per_sample":
+        shares = np.where(recording.shares > 0, recording.shares, np.nan)
+        middle = recording.compute / shares
+        highest = content.highest[:, ROWS.index("compute")] / shares
+    elif name in ROWS:
+        middle = recording.shares if name == "share" else getattr(recording, name)
+        highest = content.highest[:, ROWS.index(name)]
+    else:
+        return None
+    return (recording.steps, content.every, middle, highest)
 
 
 def _middle(values: Floats) -> Floats:
@@ -214,6 +323,10 @@ def _packed(values: Floats) -> str:
 
 def _number(value: Any) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _numbers(values: Floats) -> list[float | None]:
+    return [_number(value) for value in values]
 
 
 def _plain(entry: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from test_pipeline_log import DEVICES, PASSES, PLAN
 from trace_format import check_trace
 
 from keras_het.launch.report.facts import Facts, facts_of
-from keras_het.launch.report.page import page
 from keras_het.launch.report.terminal import console_for, show
 from keras_het.launch.report.trace import write_trace
 from keras_het.planning.diagnosis.recording import PipelineRecord
@@ -45,10 +44,7 @@ def test_the_plan_is_shown_as_text(facts: Facts) -> None:
     assert "0      a .. c" in text
     assert "\x1b[31m" not in text
     assert "What a step would take" not in text  # that is about whole replicas
-    content = page(facts)
-    assert "0      a .. c</pre>" in content
-    assert "<b>stage" not in content
-    assert facts.samples_per_second == pytest.approx(32 / 0.6, rel=1e-3)
+    assert facts.speed.samples_per_second == pytest.approx(32 / 0.6, rel=1e-3)
 
 
 def test_the_trace_has_the_measured_passes(facts: Facts, tmp_path: Path) -> None:

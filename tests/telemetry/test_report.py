@@ -1,15 +1,13 @@
-"""The report of a log: numbers, terminal, page and trace; and logs that are damaged."""
+"""The report of a log: numbers, terminal and trace; and logs that are damaged."""
 
 from __future__ import annotations
 
 import dataclasses
-import html.parser
 import io
 import json
 import os
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,8 @@ from written_logs import Fault, Training, balanced_recording, write_log
 from keras_het.launch.command_line import main
 from keras_het.launch.report import trace
 from keras_het.launch.report.facts import Facts, facts_of
-from keras_het.launch.report.hardware_text import hardware_texts
-from keras_het.launch.report.page import page
-from keras_het.launch.report.plain_text import plain
+from keras_het.launch.report.plain_text import change_text, plain
 from keras_het.launch.report.terminal import console_for, show
-from keras_het.launch.report.wording import change_text, gain_line
 from keras_het.planning.diagnosis.recording import PHASES, Change, Device, Recording
 from keras_het.planning.diagnosis.steps import throughput
 from keras_het.planning.diagnosis.verdict import Verdict
@@ -36,13 +31,11 @@ from keras_het.telemetry.read_log import read_log
 from keras_het.tensorboard import log_format, views
 from keras_het.tensorboard.log_content import LogContent
 
-SCRIPT = "<script>alert(1)</script>"
-VOID = {"meta", "br"}
-
 
 def content_of(recording: Recording, exchanges: tuple[dict[str, Any], ...] = ()) -> LogContent:
     every = np.ones(len(recording.steps), np.int64)
-    return LogContent(recording, every, np.zeros((0, 5, 0), np.float32), exchanges)
+    rows = np.stack([getattr(recording, name) for name in (*PHASES, "shares")], axis=1)
+    return LogContent(recording, every, rows.astype(np.float32), exchanges)
 
 
 def facts(recording: Recording, *exchanges: dict[str, Any]) -> Facts:
@@ -66,42 +59,6 @@ def shown(report: Facts, width: int | None = None) -> str:
     return stream.getvalue()
 
 
-class Reader(html.parser.HTMLParser):
-    """Reads a page: all elements must be closed, in order."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: Counter[str] = Counter()
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text = ""
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.attributes += attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def plots(text: str) -> list[ET.Element]:
-    """The plots of a page, parsed as XML."""
-    parts = text.split("<svg ")[1:]
-    return [ET.fromstring(f"<svg {part.split('</svg>')[0]}</svg>") for part in parts]
-
-
 # numbers
 
 
@@ -118,7 +75,7 @@ def test_devices_have_the_numbers_of_recent_steps(balanced: Facts) -> None:
     assert balanced.devices[0].device.model == "NVIDIA A100-SXM4-40GB"
     assert balanced.devices[3].best == pytest.approx(1 / 3, rel=0.1)
     assert "8 of 16 GB" in balanced.devices[0].hardware
-    assert balanced.samples_per_second == pytest.approx(128 / balanced.step_seconds)
+    assert balanced.speed.samples_per_second == pytest.approx(128 / balanced.speed.step_seconds)
     assert balanced.num_steps == 160
 
 
@@ -129,7 +86,7 @@ def test_cpus_in_use_have_no_digits_that_nobody_needs() -> None:
         balanced_recording(), hardware={name: np.array([used[name]] * steps) for name in used}
     )
     expected = ["0.08 of 1 CPU", "1.31 of 2 CPUs", "2 of 8 CPUs", "31.4 of 64 CPUs"]
-    assert hardware_texts(recording) == expected
+    assert [device.hardware for device in facts(recording).devices] == expected
 
 
 def test_the_verdict_and_the_repairs_name_the_same_worker(balanced: Facts) -> None:
@@ -145,11 +102,11 @@ def test_the_verdict_and_the_repairs_name_the_same_worker(balanced: Facts) -> No
 def test_balance_is_compared_with_even_shares(balanced: Facts) -> None:
     assert balanced.repairs.even is not None
     assert 1.3 < balanced.repairs.gain < 1.6
-    assert f"{balanced.repairs.gain:.2f} times the samples/s" in gain_line(balanced)
-    assert "even" in gain_line(facts(Training(steps=40).record()))
+    assert f"{balanced.repairs.gain:.2f} times the samples/s" in shown(balanced)
+    assert "Balance: shares are even." in shown(facts(Training(steps=40).record()))
     worse = Training(steps=40, shares=(60, 20, 24, 24), noise=0.01).record()
-    assert "even shares would be faster" in gain_line(facts(worse))
-    assert gain_line(facts(Training(n=1, steps=40).record())) == ""
+    assert "even shares would be faster" in shown(facts(worse))
+    assert "Balance: " not in shown(facts(Training(n=1, steps=40).record()))
 
 
 def test_one_log_has_one_step_time(tmp_path: Path) -> None:
@@ -168,12 +125,12 @@ def test_one_log_has_one_step_time(tmp_path: Path) -> None:
     log.close()
     (run,) = read_log(tmp_path)
     assert run.recording.pauses == recording.pauses
-    report, tab = facts_of(run.name, run.content), views.overview(run.content)
-    for found in (report.step_seconds, tab["step_seconds"]):
+    report, tab = facts_of(run.name, run.content), views.overview(run.content, run.content)
+    for found in (report.speed.step_seconds, tab["step_seconds"]):
         assert found == pytest.approx(seconds / 90, rel=1e-5)
-    for found in (report.median_seconds, tab["median_seconds"]):
+    for found in (report.speed.median_seconds, tab["median_seconds"]):
         assert found == pytest.approx(np.median(recording.wall.mean(axis=1)), rel=1e-2)
-    for found in (report.samples_per_second, tab["samples_per_second"]):
+    for found in (report.speed.samples_per_second, tab["samples_per_second"]):
         assert found == pytest.approx(samples / seconds, rel=1e-5)
     latest = run.recording.between(40, 90)
     found = throughput(latest.wall, latest.samples).samples_per_second
@@ -249,57 +206,6 @@ def test_names_cannot_drive_the_terminal_or_the_encoding() -> None:
     text.encode()
     assert "\x1b" not in text
     assert "[bold]" in text  # no markup
-
-
-# the page
-
-
-def test_the_page_needs_no_script_and_no_network(balanced: Facts) -> None:
-    text = page(balanced)
-    reader = Reader(text)
-    assert not {"script", "link", "img", "iframe", "a"} & set(reader.tags)
-    assert not [name for name, _ in reader.attributes if name.startswith("on") or name == "src"]
-    assert "url(" not in text
-    assert "http:" not in text and "https:" not in text
-    assert "prefers-color-scheme:dark" in text
-    titles = ["What a step would take", "Time of a step", "Shares", "Where the time of each"]
-    labels = [plot.get("aria-label") or "" for plot in plots(text)]
-    assert [label[: len(title)] for label, title in zip(labels, titles, strict=True)] == titles
-    assert balanced.verdict.lines[0] in reader.text
-
-
-def test_lanes_have_all_phases_of_each_replica(balanced: Facts) -> None:
-    *_, lanes = plots(page(balanced))
-    classes = Counter(path.get("class") for path in lanes.iter("path"))
-    assert {name: classes[name] for name in PHASES} == dict.fromkeys(PHASES, 4)
-
-
-def test_what_a_log_says_stays_text() -> None:
-    recording = balanced_recording()
-    devices = tuple(
-        Device(SCRIPT, device.worker, SCRIPT, SCRIPT, f'"{SCRIPT}&amp;')
-        for device in recording.devices
-    )
-    changes = (Change(50, SCRIPT, f"</title>{SCRIPT}"),)
-    evil = dataclasses.replace(recording, devices=devices, changes=changes)
-    report = facts_of(SCRIPT, content_of(evil, ({"worker": SCRIPT, "step": 1},)))
-    text = page(report)
-    assert "<script" not in text.lower()
-    reader = Reader(text)
-    assert reader.text.count(SCRIPT) > 8
-    assert f'"{SCRIPT}&amp;' in reader.text
-    assert plots(text)
-    assert SCRIPT in shown(report)
-
-
-@pytest.mark.full
-def test_a_page_about_200_replicas_has_a_bounded_size() -> None:
-    random = np.random.default_rng(0)
-    shares = np.repeat(random.integers(20, 44, (500, 200)), 10, axis=0)
-    recording = Training(n=200, steps=5000, per_worker=8, noise=0.2, shares=shares).record()
-    text = page(facts(recording))
-    assert len(text.encode()) < 2e6
-    assert len(plots(text)) == 4
 
 
 # the trace
@@ -390,11 +296,6 @@ def odd_recording(seed: int) -> Recording:
 def test_whatever_is_in_a_recording_is_shown(seed: int, tmp_path: Path) -> None:
     report = facts(odd_recording(seed))
     assert "nan" not in shown(report).lower().split()
-    text = page(report)
-    Reader(text)
-    for plot in plots(text):
-        coordinates = " ".join(path.get("d", "") for path in plot.iter("path"))
-        assert "nan" not in coordinates and "inf" not in coordinates
     written_trace(tmp_path, report)
 
 
@@ -436,7 +337,7 @@ def test_the_command_writes_all(
     assert "async worker 2: staleness 4 in the middle" in out
     assert "Other trainings here: second/telemetry. Choose with --run NAME." in out
     assert f"Page: {files[0]}" in out
-    Reader(files[0].read_text())
+    assert files[0].read_text("utf-8").startswith("<!DOCTYPE html>")
     check_trace(json.loads(files[1].read_text()))
 
 
@@ -459,11 +360,9 @@ def test_a_log_of_one_step_says_so(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_verdict_that_does_not_know_all_says_so(balanced: Facts) -> None:
     verdict = dataclasses.replace(balanced.verdict, missing=("no clock of a GPU",))
     report = dataclasses.replace(balanced, verdict=verdict)
-    for text in (shown(report), page(report)):
-        assert "The verdict does not know all: no clock of a GPU." in text
+    assert "The verdict does not know all: no clock of a GPU." in shown(report)
     report = dataclasses.replace(report, verdict=Verdict((), (), verdict.missing))
-    for text in (shown(report), page(report)):
-        assert "No verdict: no clock of a GPU." in text
+    assert "No verdict: no clock of a GPU." in shown(report)
 
 
 def event_file(folder: Path) -> Path:

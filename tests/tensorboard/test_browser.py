@@ -1,4 +1,4 @@
-"""The tab in Chromium: what it shows, how it is used, what goes wrong in it."""
+"""The tab in Chromium, and the page of `keras-het report`: what they show, how they are used."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ import made_training
 import pytest
 from test_plugin import application_of
 from werkzeug.serving import make_server
+
+from keras_het.launch.command_line import main
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
@@ -78,7 +80,10 @@ class Browser:
         )
 
     def ready(self) -> None:
-        until(lambda: self.text("[role=status]").startswith("Updated"), "the page is complete")
+        until(
+            lambda: self.text("[role=status]").startswith(("Updated", "Written")),
+            "the page is complete",
+        )
 
     def choose(self, label: str, value: str) -> None:
         self.script(
@@ -106,7 +111,7 @@ class Browser:
         return [
             entry["message"]
             for entry in self.driver.get_log("browser")
-            if "plugin" in entry["message"] or "Content Security Policy" in entry["message"]
+            if re.search("plugin|file://|Content Security Policy", entry["message"])
         ]
 
     def requests(self) -> list[str]:
@@ -161,8 +166,25 @@ def served(application: Any) -> Iterator[str]:
         server.server_close()
 
 
-def test_the_page_shows_a_training(browser: Browser, address: str) -> None:
-    browser.open(address)
+def page_of(folder: Path, run: str = ".") -> str:
+    """The address of the page that `keras-het report` writes of a training."""
+    path = folder / "report.html"
+    assert main(["report", str(folder), "--run", run, "--html", str(path)]) == 0
+    return path.as_uri()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("logs")
+    made_training.write(folder / "a", 6, 1000)
+    return page_of(folder, "a")
+
+
+@pytest.mark.parametrize("shell", ["address", "page"])
+def test_the_page_shows_a_training(
+    browser: Browser, shell: str, request: pytest.FixtureRequest
+) -> None:
+    browser.open(request.getfixturevalue(shell))
     assert browser.text(".range") == "steps 0 to 999"
     assert browser.text(".verdict .first")
     assert "faster" in browser.text(".facts") or "as fast" in browser.text(".facts")
@@ -209,6 +231,56 @@ def test_zoom_hover_and_keyboard(browser: Browser, address: str) -> None:
 
 
 @pytest.mark.full
+def test_the_page_on_disk_is_used_as_the_tab(browser: Browser, page: str) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    browser.requests()
+    browser.open(page)
+    assert [each for each in browser.requests() if not each.startswith((page, "data:"))] == []
+    assert browser.driver.title == "keras_het: a"
+    assert not browser.is_shown(".top button")
+    canvas = browser.element(".plot canvas")
+    drag = ActionChains(browser.driver).move_to_element(canvas).click_and_hold()
+    drag.move_by_offset(200, 0).pause(0.1).release().perform()
+    until(lambda: browser.text(".range").startswith("plots: steps "), "a part of the steps")
+    assert browser.text(".range").endswith("; all else: steps 0 to 999")
+    browser.ready()
+    first, last = map(int, re.findall(r"\d+", browser.text(".range"))[:2])
+    assert 400 < first < last < 800
+    assert "became slower" not in browser.text(".changes")
+    canvas.send_keys(*[Keys.ARROW_LEFT] * 700)
+    until(lambda: re.search(f"steps? {first}", browser.text(".spoken")), "the first column")
+    canvas.send_keys(*[Keys.ARROW_RIGHT] * 700)
+    until(lambda: re.search(f"steps? .*{last}$", browser.text(".tip").split("\n")[1]), "the last")
+    colors = browser.colors(0)
+    assert colors > 5
+    canvas.send_keys(Keys.ESCAPE)
+    until(lambda: browser.text(".range") == "steps 0 to 999", "all steps again")
+    canvas.send_keys(Keys.ARROW_UP, Keys.ENTER)
+    until(lambda: "5 of 6 chosen" in browser.text("main"), "one device less in the lanes")
+    browser.choose("Quantity", "hw.temperature")
+    until(lambda: "°C" in browser.text(".legend"), "the unit of a temperature")
+    browser.choose("Value of a column", "highest")
+    assert browser.complaints() == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("theme", ["dark", "light"])
+def test_the_page_on_disk_has_the_theme_of_the_system(
+    browser: Browser, page: str, theme: str
+) -> None:
+    feature = {"name": "prefers-color-scheme", "value": theme}
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+    try:
+        browser.open(page)
+        background = browser.script("return getComputedStyle(document.body).backgroundColor")
+        assert (background == "rgb(27, 30, 35)") == (theme == "dark")
+    finally:
+        browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@pytest.mark.full
 def test_choices(browser: Browser, address: str) -> None:
     browser.open(address)
     browser.choose("Quantity", "hw.temperature")
@@ -242,18 +314,19 @@ def test_what_a_log_says_is_shown_as_text(browser: Browser, tmp_path: Path) -> N
     from keras_het.planning.diagnosis.recording import Change, Device
     from keras_het.telemetry.event_log import EventLog
 
-    evil = "<img src=x onerror=document.title='evil'>"
+    evil = "</script><img src=x onerror=document.title='evil'>"
     log = EventLog(tmp_path / "telemetry", (Device(evil, 0, evil, evil, evil),) * 1)
     log.write_steps(0, made_training.times(made_training.devices_of(1), 100))
     log.write_change(Change(5, evil, f"as {evil}"))
     log.write_change(Change(7, "shares", "shares 3 5 (boa: even split)"))
     log.close()
     with served(application_of(tmp_path)) as start:
-        browser.open(start)
-        assert evil in browser.text("tbody") or evil in browser.text("main")
-        assert browser.script("return document.querySelectorAll('img').length") == 0
-        assert browser.driver.title != "evil"
-        assert browser.text(".changes li").count("shares") == 1, "its kind once"
+        for address in (start, page_of(tmp_path, "telemetry")):
+            browser.open(address)
+            assert evil in browser.text("main")
+            assert browser.script("return document.querySelectorAll('img').length") == 0
+            assert browser.driver.title != "evil"
+            assert browser.text(".changes li").count("shares") == 1, "its kind once"
     assert browser.complaints() == []
 
 
@@ -278,6 +351,9 @@ def test_a_large_training_without_a_network(browser: Browser, tmp_path: Path) ->
         origin = start.partition("/data/")[0]
         assert any(address.endswith(".js") for address in asked)
         assert [each for each in asked if not each.startswith((origin, "data:", "blob:"))] == []
+    browser.open(page_of(tmp_path, "telemetry"))
+    assert browser.text(".range") == "steps 0 to 4,999"
+    assert browser.colors(0) > 5
     assert browser.complaints() == []
 
 
@@ -304,10 +380,6 @@ def test_a_narrow_window_loses_nothing(
     browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that is wider than a telephone can be scrolled to, in the tab and on the page."""
-    from keras_het.launch.report.facts import facts_of
-    from keras_het.launch.report.page import page
-    from keras_het.telemetry.read_log import read_log
-
     model = "NVIDIA-GeForce-RTX-2080-Ti-of-a-name-that-is-longer-than-the-window-is-wide"
     monkeypatch.setattr(made_training, "MODELS", {model: 1.0, "other": 3.0, "third": 6.0})
     made_training.write(tmp_path / "a", 6, 1000)
@@ -315,17 +387,12 @@ def test_a_narrow_window_loses_nothing(
     browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", window)
     try:
         with served(application_of(tmp_path)) as start:
-            browser.open(start)
-            until(lambda: browser.is_shown(".uplot canvas"), "the last plot")
-            assert model in browser.text(".scroll tbody")
-            assert browser.script(_LOST) == []
-            assert browser.script("return document.documentElement.scrollWidth") <= 390
-        (run,) = read_log(tmp_path)
-        (tmp_path / "report.html").write_text(page(facts_of(run.name, run.content)))
-        browser.driver.get((tmp_path / "report.html").as_uri())
-        assert model in browser.text("tbody")
-        assert browser.script(_LOST) == []
-        assert browser.script("return document.documentElement.scrollWidth") <= 390
+            for address in (start, page_of(tmp_path, "a")):
+                browser.open(address)
+                until(lambda: browser.is_shown(".uplot canvas"), "the last plot")
+                assert model in browser.text(".scroll tbody")
+                assert browser.script(_LOST) == []
+                assert browser.script("return document.documentElement.scrollWidth") <= 390
     finally:
         browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 

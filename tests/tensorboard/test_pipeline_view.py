@@ -21,7 +21,6 @@ from keras_het.planning.pipeline import Event, Timeline
 from keras_het.telemetry.event_log import EventLog
 from keras_het.telemetry.read_log import read_log
 from keras_het.tensorboard import views
-from keras_het.tensorboard.diagnoses import diagnosis
 
 DEVICES = tuple(Device(f"worker {n} GPU 0", n, "GPU") for n in range(3))
 STAGES = (
@@ -98,7 +97,7 @@ def test_a_log_of_whole_replicas_has_no_pipeline(logs: Path) -> None:
 
 def test_the_diagnosis_says_nothing_of_whole_replicas(logs: Path) -> None:
     content = next(run.content for run in read_log(logs) if run.name.startswith("stages"))
-    answer = diagnosis(content.recording)
+    answer = views.diagnosis(content)
     assert answer["what_if"] is None and answer["gain"] is None
     assert "strategy.plan" in " ".join(answer["verdict"])
     json.dumps(answer, allow_nan=False)

@@ -79,6 +79,15 @@ def test_routes(client: Client, route: str, caplog: pytest.LogCaptureFixture) ->
     assert "In 3.0, this warning" not in caplog.text
 
 
+def test_lanes_are_of_few_devices(tmp_path: Path) -> None:
+    made_training.write(tmp_path, 30, 20)
+    every = ",".join(map(str, range(30)))
+    answer: Any = Client(application_of(tmp_path)).get(
+        f"{START}/lanes?run=telemetry&devices={every}"
+    )
+    assert answer.json["devices"] == list(range(24))
+
+
 @pytest.mark.parametrize(
     ("route", "status"),
     [

@@ -14,7 +14,6 @@ from tensorboard import errors
 
 from keras_het.planning.diagnosis.recording import Device
 from keras_het.tensorboard import histories, log_format, views
-from keras_het.tensorboard.diagnoses import diagnosis
 from keras_het.tensorboard.histories import Histories
 from keras_het.tensorboard.log_content import LogContent, Value, log_content
 
@@ -79,8 +78,8 @@ def test_what_is_read_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_every_answer_is_plain_json(training: LogContent) -> None:
     part = views.between(training, 100, 400)
     answers = [
-        views.overview(part),
-        diagnosis(part.recording),
+        views.overview(training, part),
+        views.diagnosis(part),
         views.heat_map(part, "hw.temperature", "highest"),
         views.lanes(part, [0, 5]),
     ]
@@ -89,7 +88,7 @@ def test_every_answer_is_plain_json(training: LogContent) -> None:
 
 
 def test_overview(training: LogContent) -> None:
-    answer = views.overview(training)
+    answer = views.overview(training, training)
     assert (answer["first"], answer["last"], answer["thinned"]) == (0, 1000, False)
     assert answer["devices"][2]["model"] == "NVIDIA GeForce RTX 2080 Ti"
     assert [each["step"] for each in answer["changes"]] == [200, 500, 800]
@@ -131,7 +130,6 @@ def test_many_replicas_and_steps_become_few_rows_and_columns() -> None:
     assert (answer["group"], answer["rows"], len(answer["edges"])) == (3, 150, 601)
     values = unpacked(answer, "values", 150)
     np.testing.assert_array_equal(values[:3, 0], [2, 5, 8])
-    assert len(views.lanes(content, range(replicas))["devices"]) == views.MOST_LANES
 
 
 def test_lanes_of_chosen_devices(training: LogContent) -> None:
@@ -155,9 +153,9 @@ def test_a_zoom_into_one_row_of_old_steps_shows_it() -> None:
 
 def test_a_training_without_steps_says_so() -> None:
     content = log_content(made_training.values(2, 0))
-    answer = views.overview(content)
+    answer = views.overview(content, content)
     assert (answer["first"], answer["last"], answer["step_seconds"]) == (0, 0, None)
-    assert diagnosis(content.recording)["verdict"] == []
+    assert views.diagnosis(content)["verdict"] == []
     for name in ("compute", "wall"):
         answer_of_map = views.heat_map(content, name, "median")
         assert answer_of_map is not None
@@ -167,7 +165,7 @@ def test_a_training_without_steps_says_so() -> None:
 
 def test_one_step() -> None:
     content = log_content(made_training.values(3, 1))
-    json.dumps([views.overview(content), diagnosis(content.recording)], allow_nan=False)
+    json.dumps([views.overview(content, content), views.diagnosis(content)], allow_nan=False)
     answer = views.heat_map(content, "wall", "highest")
     assert answer is not None
     assert answer["edges"] == [0, 1]
@@ -180,7 +178,7 @@ def test_a_damaged_setup_is_named() -> None:
 
 
 def test_diagnosis_names_a_device_and_what_it_costs(training: LogContent) -> None:
-    answer = diagnosis(views.between(training, 700, 799).recording)
+    answer = views.diagnosis(views.between(training, 700, 799))
     assert answer["verdict"]
     costs = answer["what_if"]
     assert costs["by_device"][1] == min(costs["by_device"])
@@ -190,14 +188,14 @@ def test_diagnosis_names_a_device_and_what_it_costs(training: LogContent) -> Non
 
 
 def test_a_diagnosis_without_lines_says_what_is_missing(training: LogContent) -> None:
-    answer = diagnosis(views.between(training, 700, 709).recording)
+    answer = views.diagnosis(views.between(training, 700, 709))
     assert answer["verdict"] == []
     (reason,) = answer["missing"]
     assert reason.startswith("not enough steps yet")
 
 
 def test_a_device_whose_speed_changes_stands_out(training: LogContent) -> None:
-    devices = views.overview(training)["devices"]
+    devices = views.overview(training, training)["devices"]
     spreads = [device["spread"] for device in devices]
     assert np.argmax(spreads) == 1
     assert spreads[1] > 1.5 > max(spreads[0], *spreads[2:])

@@ -94,3 +94,9 @@ def score(value: float) -> str:
 def count(amount: int, one: str, several: str = "") -> str:
     """Return a number of things, such as "1 step" and "2 steps"."""
     return f"{amount} {one if amount == 1 else several or f'{one}s'}"
+
+
+def change_text(change: Change) -> str:
+    """Return what was changed and why."""
+    text = change.text
+    return text if text.startswith(change.kind) else f"{change.kind}: {text}"

@@ -10,16 +10,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from keras_het.launch.report.facts import Facts
-from keras_het.launch.report.plain_text import difference, milliseconds
-from keras_het.launch.report.repairs import Repair
-from keras_het.launch.report.wording import (
+from keras_het.launch.report.facts import DeviceFacts, Facts, Repair
+from keras_het.launch.report.plain_text import (
     change_text,
-    device_numbers,
-    exchange_lines,
-    gain_line,
-    missing_lines,
-    summary_line,
+    count,
+    difference,
+    milliseconds,
+    number,
+    percent,
+    score,
 )
 from keras_het.planning.diagnosis.recording import PHASES
 
@@ -29,6 +28,8 @@ _MOST_HARDWARE = 8
 _BAR = 24
 _NOT_A_TERMINAL = 140
 _WIDE = 120
+# Times that differ by less are equal.
+_SAME = 0.005
 
 
 def show(facts: Facts, console: Console) -> None:
@@ -47,13 +48,13 @@ def console_for(stream: object, width: int | None = None) -> Console:
 
 def _parts(facts: Facts, width: int) -> Iterator[RenderableType]:
     yield Text(facts.run, style="bold")
-    yield Text(summary_line(facts))
+    yield Text(_summary_line(facts))
     yield Text()
     for index, line in enumerate(facts.verdict.lines):
         cause = facts.verdict.causes[index] if index < len(facts.verdict.causes) else None
         style = "green" if cause is None else "red" if cause.severity == "critical" else "yellow"
         yield Text(line, style=f"bold {style}")
-    for line in missing_lines(facts):
+    for line in _missing_lines(facts):
         yield Text(line, style="yellow")
     if facts.plan:
         yield Text("\nPlan of the pipeline", style="bold")
@@ -63,7 +64,7 @@ def _parts(facts: Facts, width: int) -> Iterator[RenderableType]:
         yield Text()
         yield from _devices(facts, width)
     yield from _repairs(facts)
-    if line := gain_line(facts):
+    if line := _gain_line(facts):
         yield Text(f"\n{line}")
     yield from _changes(facts)
     yield from _exchanges(facts)
@@ -89,7 +90,7 @@ def _devices(facts: Facts, width: int) -> Iterator[RenderableType]:
         table.add_column(name, justify="right")
     for each in shown:
         product = [Text(each.device.model)] if has_products else []
-        numbers = (Text(text) for text in device_numbers(each, with_parts=is_wide))
+        numbers = (Text(text) for text in _device_numbers(each, with_parts=is_wide))
         table.add_row(str(each.index), Text(each.device.name), *product, *numbers)
     yield table
     if len(facts.devices) > len(shown):
@@ -138,5 +139,82 @@ def _changes(facts: Facts) -> Iterator[RenderableType]:
 def _exchanges(facts: Facts) -> Iterator[RenderableType]:
     if facts.exchanges:
         yield Text("\nAsync workers", style="bold")
-    for line in exchange_lines(facts):
+    for line in _exchange_lines(facts):
         yield Text(f"  {line}")
+
+
+def _summary_line(facts: Facts) -> str:
+    """Return what was trained how fast, in one line."""
+    text = f"{count(len(facts.devices), 'replica')}, {count(facts.num_steps, 'step')}"
+    speed, pauses = facts.speed, facts.recording.pauses
+    if not speed.step_seconds > 0:
+        return text
+    old = ", old ones by their medians" if (facts.every > 1).any() else ""
+    text = (
+        f"{text}{old}: {milliseconds(speed.step_seconds)} ms a step, stalls included (median "
+        f"{milliseconds(speed.median_seconds)} ms), {number(speed.samples_per_second)} samples/s"
+    )
+    if not pauses:
+        return text
+    longest = max(seconds for _, seconds in pauses)
+    total = sum(seconds for _, seconds in pauses)
+    return (
+        f"{text}\nBetween epochs: {number(total)} s in {count(len(pauses), 'pause')}, the longest "
+        f"{number(longest)} s; no part of a step"
+    )
+
+
+def _missing_lines(facts: Facts) -> list[str]:
+    """Return what the verdict would need to know; without one, that there is none."""
+    start = "The verdict does not know all" if facts.verdict.lines else "No verdict"
+    return [f"{start}: {reason}." for reason in facts.verdict.missing]
+
+
+def _gain_line(facts: Facts) -> str:
+    """Return what balancing has gained against even shares; empty if that is unknown."""
+    repairs = facts.repairs
+    if repairs.even is None:
+        return ""
+    if repairs.is_even:
+        return "Balance: shares are even."
+    times = (
+        f"even shares would take {milliseconds(repairs.even.seconds)} ms a step, now "
+        f"{milliseconds(repairs.step_seconds)} ms"
+    )
+    if abs(repairs.gain - 1) <= _SAME:
+        gain = "no difference"
+    elif repairs.gain >= 1:
+        gain = f"{repairs.gain:.2f} times the samples/s"
+    else:
+        gain = "even shares would be faster"
+    return f"Balance: {times}: {gain} ({facts.of_recent})."
+
+
+def _device_numbers(device: DeviceFacts, with_parts: bool) -> list[str]:
+    """Return share, speed, each phase in milliseconds, and both scores."""
+    phases = [milliseconds(seconds) for seconds in device.phases]
+    if with_parts:
+        parts = (f" ({percent(part)})" if part == part else "" for part in device.fractions)
+        phases = [f"{time}{part}" for time, part in zip(phases, parts, strict=True)]
+    return [
+        number(device.share),
+        number(device.samples_per_second),
+        *phases,
+        score(device.best),
+        score(device.own_best),
+    ]
+
+
+def _exchange_lines(facts: Facts) -> Iterator[str]:
+    """Yield a line about each async worker."""
+    for each in facts.exchanges:
+        known = []
+        if each.samples_per_second == each.samples_per_second:
+            known.append(f"{number(each.samples_per_second)} samples/s")
+        if each.staleness == each.staleness:
+            most = number(each.most_staleness)
+            known.append(f"staleness {number(each.staleness)} in the middle, {most} at most")
+        if each.seconds == each.seconds:
+            known.append(f"{milliseconds(each.seconds)} ms an exchange")
+        known.append(f"heard of {count(each.number, 'time')}, last at step {each.last_step}")
+        yield f"async worker {each.worker}: {', '.join(known)}"

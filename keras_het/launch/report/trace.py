@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from keras_het.launch.report.facts import Facts
-from keras_het.launch.report.plain_text import plain
-from keras_het.launch.report.wording import change_text
+from keras_het.launch.report.plain_text import change_text, plain
 from keras_het.planning.diagnosis.middles import checked
 from keras_het.planning.diagnosis.recording import Device, Floats, Integers
 

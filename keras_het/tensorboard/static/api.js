@@ -1,6 +1,22 @@
-// Requests to the plugin's own routes.
+// What the page shows: TensorBoard's routes are asked for it, or it is inside the page, where
+// `keras-het report` has put it.
 
-async function get(route, parameters = {}) {
+export const PHASES = ["compute", "input", "sync", "other"];
+const SERIES = ["values", "share", ...PHASES]; // of all rows: little-endian float32 in base64
+
+export const inside = document.querySelector("#log");
+const ask = inside ? find : request;
+
+export const api = {
+  runs: async () => (await ask("runs")).runs,
+  overview: (run, range) => ask("overview", { run, ...range }),
+  diagnosis: (run, range) => ask("diagnosis", { run, ...range }),
+  pipeline: (run, range) => ask("pipeline", { run, ...range }),
+  heatMap: (run, range, quantity, how) => ask("heat_map", { run, ...range, quantity, how }),
+  lanes: (run, range, devices) => ask("lanes", { run, ...range, devices }),
+};
+
+async function request(route, parameters = {}) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) {
     if (value !== null && value !== undefined) query.set(name, value);
@@ -11,47 +27,71 @@ async function get(route, parameters = {}) {
     const reason = (await answer.text()).slice(0, 300);
     throw new Error(`${answer.status}: ${reason || answer.statusText}`);
   }
-  return answer.json();
+  return unpacked(await answer.json());
 }
 
-// Little-endian float32 in base64.
-function floats(text) {
-  const raw = atob(text);
-  const bytes = new Uint8Array(raw.length);
-  for (let place = 0; place < raw.length; place += 1) bytes[place] = raw.charCodeAt(place);
-  const view = new DataView(bytes.buffer);
-  const values = new Float32Array(bytes.length / 4);
-  for (let place = 0; place < values.length; place += 1) {
-    values[place] = view.getFloat32(4 * place, true);
+let log = null;
+
+// The page has the answers about all steps, of each quantity and of all devices.
+async function find(route, { first = null, last = null, quantity, how, devices } = {}) {
+  log ??= read();
+  const answer = (await log)[route];
+  return part(unpacked(quantity ? answer[quantity][how] : answer), first, last, devices);
+}
+
+function read() {
+  const packed = new Blob([bytes(inside.textContent)]);
+  return new Response(packed.stream().pipeThrough(new DecompressionStream("gzip"))).json();
+}
+
+// What an answer about all steps says of some of them; of its rows, those that were asked for.
+function part(answer, first, last, devices) {
+  const found = { ...answer };
+  if (answer.changes && first !== null) {
+    found.changes = answer.changes.filter(({ step }) => step >= first && step < last);
   }
-  return values;
+  if (!answer.edges) return found;
+  const columns = answer.edges.length - 1;
+  let [begin, end] = [0, columns];
+  if (first !== null) {
+    while (begin < columns - 1 && answer.edges[begin + 1] <= first) begin += 1;
+    while (end > begin + 1 && answer.edges[end - 1] >= last) end -= 1;
+  }
+  found.edges = answer.edges.slice(begin, end + 1);
+  found.devices = devices;
+  const rows = devices ?? Array.from({ length: answer.rows }, (_, row) => row);
+  for (const name of SERIES.filter((each) => answer[each])) {
+    const width = end - begin;
+    found[name] = new Float32Array(rows.length * width);
+    rows.forEach((row, place) => {
+      const start = row * columns;
+      found[name].set(answer[name].subarray(start + begin, start + end), place * width);
+    });
+  }
+  if (first !== null && found.values) {
+    const known = found.values.filter(Number.isFinite).sort();
+    [found.low, found.high] = [0.01, 0.99].map(
+      (fraction) => known[Math.round(fraction * (known.length - 1))] ?? null,
+    );
+  }
+  return found;
 }
 
-export async function runs() {
-  return (await get("runs")).runs;
+function unpacked(answer) {
+  const found = { ...answer };
+  for (const name of SERIES) {
+    if (typeof answer[name] === "string") found[name] = floats(answer[name]);
+  }
+  return found;
 }
 
-export function overview(run, range) {
-  return get("overview", { run, ...range });
+function bytes(text) {
+  return Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
 }
 
-export function diagnosis(run, range) {
-  return get("diagnosis", { run, ...range });
-}
-
-export async function heatMap(run, range, quantity, how) {
-  const answer = await get("heat_map", { run, ...range, quantity, how });
-  return { ...answer, values: floats(answer.values) };
-}
-
-export function pipeline(run, range) {
-  return get("pipeline", { run, ...range });
-}
-
-export const PHASES = ["compute", "input", "sync", "other"];
-
-export async function lanes(run, range, devices) {
-  const answer = await get("lanes", { run, ...range, devices: devices.join(",") });
-  for (const name of [...PHASES, "share"]) answer[name] = floats(answer[name]);
-  return answer;
+function floats(text) {
+  const view = new DataView(bytes(text).buffer);
+  return Float32Array.from({ length: view.byteLength / 4 }, (_, place) =>
+    view.getFloat32(4 * place, true),
+  );
 }

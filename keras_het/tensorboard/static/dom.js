@@ -15,6 +15,17 @@ export function element(tag, properties = {}, ...children) {
   return made;
 }
 
+// A file beside this one, and an element in the head that loads it: done also if it fails.
+export function file(name) {
+  return new URL(name, import.meta.url).href;
+}
+
+export function loaded(tag, properties) {
+  return new Promise((resolve) => {
+    document.head.append(element(tag, { ...properties, onload: resolve, onerror: resolve }));
+  });
+}
+
 export function options(select, entries, chosen) {
   select.replaceChildren(
     ...entries.map(([value, text]) =>

@@ -1,8 +1,8 @@
-// The tab "Heterogeneous": wires the views to the routes.
+// The tab "Heterogeneous", and the page of `keras-het report`: wires the views to their data.
 
-import * as api from "./api.js";
+import { api, inside } from "./api.js";
 import { Changes, Devices, Exchanges } from "./devices.js";
-import { element, options } from "./dom.js";
+import { element, file, loaded, options } from "./dom.js";
 import { steps } from "./format.js";
 import { HeatMap } from "./heat_map.js";
 import { followTheme, onReload } from "./host.js";
@@ -72,7 +72,12 @@ class Page {
       this.reset,
       element("span", { class: "grow" }),
       this.state,
-      element("button", { type: "button", text: "Refresh", onclick: () => this.refresh(true) }),
+      element("button", {
+        type: "button",
+        text: "Refresh",
+        hidden: Boolean(inside),
+        onclick: () => this.refresh(true),
+      }),
     );
     this.views = element(
       "main",
@@ -138,6 +143,7 @@ class Page {
 
   open(run) {
     this.run = run;
+    if (inside) document.title = `keras_het: ${title(run)}`;
     return this.load(true);
   }
 
@@ -218,7 +224,10 @@ class Page {
         );
       }
       await Promise.all(parts);
-      if (!isLate()) this.state.textContent = `Updated ${new Date().toLocaleTimeString()}`;
+      if (isLate()) return;
+      this.state.textContent = inside
+        ? `Written ${new Date(1000 * this.written).toLocaleString()}`
+        : `Updated ${new Date().toLocaleTimeString()}`;
     });
   }
 
@@ -248,10 +257,16 @@ class Page {
     this.reset.hidden = this.range.first === null;
     const thinned = overview.thinned ? ", old ones thinned" : "";
     this.shown.textContent =
-      overview.last > overview.first ? `${steps(overview.first, overview.last)}${thinned}` : "";
+      overview.last > overview.first ? `${this.part()}${steps(overview.first, overview.last)}${thinned}` : "";
     this.changes.show(overview.changes);
     this.exchanges.show(overview.exchanges);
     this.showDiagnosis();
+  }
+
+  // Numbers inside the page are of all steps; only plots and changes can be of some.
+  part() {
+    const { first, last } = this.range;
+    return inside && first !== null ? `plots: ${steps(first, last)}; all else: ` : "";
   }
 
   showDiagnosis() {
@@ -287,15 +302,11 @@ function title(run) {
 }
 
 export async function render() {
-  await new Promise((resolve) => {
-    const href = new URL("style.css", import.meta.url).href;
-    document.head.append(
-      element("link", { rel: "stylesheet", href, onload: resolve, onerror: resolve }),
-    );
-  });
+  if (!inside) await loaded("link", { rel: "stylesheet", href: file("style.css") });
   document.documentElement.lang = "en";
   const page = new Page();
   followTheme(() => page.redraw());
+  if (inside) return page.refresh(true);
   onReload(() => page.refresh());
   setInterval(() => {
     if (!document.hidden && document.body.clientHeight) page.refresh();

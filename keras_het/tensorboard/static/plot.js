@@ -12,7 +12,7 @@ const LABEL_HEIGHT = 13;
 const MOVES = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
 function tickStep(span, room) {
-  const least = span / Math.max(room / 90, 1);
+  const least = span / Math.max(room / 60, 1);
   const power = 10 ** Math.floor(Math.log10(Math.max(least, 1)));
   return [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= least) ?? power;
 }
@@ -117,7 +117,7 @@ export class Plot {
       if (x < LEFT + area.width - 14) context.fillText(count(tick), x, bottom + 7);
     }
     context.textAlign = "right";
-    context.fillText("step", LEFT - 8, bottom + 7);
+    context.fillText("step", LEFT - 24, bottom + 7);
   }
 
   drawChanges(context, area) {

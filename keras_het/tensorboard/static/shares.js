@@ -1,7 +1,8 @@
 // Shares of the chosen replicas over steps, drawn by uPlot.
 
+import { inside } from "./api.js";
 import { lineLook, lineStyle, theme } from "./colors.js";
-import { card, element, empty } from "./dom.js";
+import { card, element, empty, file, loaded } from "./dom.js";
 import { count, number } from "./format.js";
 import { LEFT, RIGHT } from "./plot.js";
 
@@ -12,18 +13,16 @@ const WHOLE_STEPS = Array.from({ length: 12 }, (_, power) => power).flatMap((pow
 let library = null;
 
 // A plain script, as its authors publish it.
-function load() {
-  library ??= new Promise((resolve, reject) => {
-    document.head.append(
-      element("link", { rel: "stylesheet", href: new URL("uPlot.min.css", import.meta.url).href }),
-      element("script", {
-        src: new URL("uPlot.iife.min.js", import.meta.url).href,
-        onload: () => resolve(window.uPlot),
-        onerror: () => reject(new Error("uPlot could not be loaded.")),
-      }),
-    );
-  });
-  return library;
+async function load() {
+  if (!inside) {
+    library ??= Promise.all([
+      loaded("link", { rel: "stylesheet", href: file("uPlot.min.css") }),
+      loaded("script", { src: file("uPlot.iife.min.js") }),
+    ]);
+    await library;
+  }
+  if (!window.uPlot) throw new Error("uPlot could not be loaded.");
+  return window.uPlot;
 }
 
 export class Shares {

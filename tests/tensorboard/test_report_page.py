@@ -1,0 +1,168 @@
+"""The page of `keras-het report`: the tab's files, and what its routes answer, in one file."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import gzip
+import hashlib
+import html.parser
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import made_training
+import pytest
+from test_plugin import START, application_of
+from werkzeug.test import Client
+
+from keras_het.planning.diagnosis.recording import Change, Device
+from keras_het.telemetry.read_log import read_log
+from keras_het.tensorboard.log_content import LogContent, log_content
+from keras_het.tensorboard.report_page import report_page
+
+STATIC = Path(__file__).parents[2] / "keras_het" / "tensorboard" / "static"
+EVIL = "</script><!--<script>alert(1)</script><img src=x onerror=alert(1)>\u2028\ud800"
+
+
+def embedded(page: str) -> Any:
+    """What the log in a page says."""
+    found = re.search(r'<script id="log" type="application/gzip">([A-Za-z0-9+/=]*)</script>', page)
+    assert found is not None
+    text = gzip.decompress(base64.b64decode(found[1])).decode()
+    return json.loads(text, parse_constant=pytest.fail)
+
+
+class Elements(html.parser.HTMLParser):
+    """The elements of a page with their attributes and texts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None], str]] = []
+        self.is_inside = False
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs), ""))
+        self.is_inside = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self.is_inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self.is_inside:
+            tag, attributes, text = self.found.pop()
+            self.found.append((tag, attributes, text + data))
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logs")
+    made_training.write(folder / "run", 3, 700)
+    return folder
+
+
+def test_the_page_has_what_the_tab_is_answered(logs: Path) -> None:
+    (run,) = read_log(logs)
+    content = embedded(report_page(run.name, run.content))
+    client = Client(application_of(logs))
+
+    def answer(route: str, query: str = "") -> Any:
+        return client.get(f"{START}/{route}?run=run/telemetry{query}").json
+
+    def without_messages(found: Any) -> Any:
+        return {name: value for name, value in found.items() if name != "messages"}
+
+    (listed,) = content["runs"]["runs"]
+    assert listed["name"] == "run/telemetry" and listed["written"] > 0
+    assert content["overview"] == answer("overview")
+    for route, query in (("diagnosis", ""), ("pipeline", ""), ("lanes", "&devices=0,1,2")):
+        assert content[route] == without_messages(answer(route, query))
+    quantities = [each["name"] for each in content["overview"]["quantities"]]
+    assert list(content["heat_map"]) == quantities
+    for name, maps in content["heat_map"].items():
+        for how in ("median", "highest"):
+            expected = answer("heat_map", f"&quantity={name}&how={how}")
+            assert maps[how] == without_messages(expected)
+
+
+def test_the_page_runs_its_own_scripts_only_and_loads_nothing(logs: Path) -> None:
+    (run,) = read_log(logs)
+    page = report_page(run.name, run.content)
+    elements = Elements(page).found
+    assert [tag for tag, _, _ in elements if tag in ("script", "style", "link", "img")] == [
+        *("style", "script", "script", "script")
+    ]
+    assert not [name for _, each, _ in elements for name in each if name in ("src", "href")]
+    policy = next(each["content"] for _, each, _ in elements if "http-equiv" in each)
+    assert policy is not None and "default-src 'none'" in policy and "unsafe" not in policy
+    texts = [
+        text for tag, each, text in elements if tag in ("script", "style") and "id" not in each
+    ]
+    for text in texts:
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+    assert not re.search(r"@import|url\(", texts[0])
+
+
+def test_the_modules_can_be_one() -> None:
+    """The page has them in one scope, without imports."""
+    page = report_page("run", log_content(made_training.values(2, 40)))
+    script = page.rpartition('<script type="module">')[2].partition("</script>")[0]
+    assert not re.search(r"^(import|export) ", script, re.MULTILINE)
+    names = re.findall(r"^(?:async )?(?:const|let|function|class) (\w+)", script, re.MULTILINE)
+    assert len(names) == len(set(names))
+    modules = [path for path in STATIC.glob("*.js") if not path.name.startswith("uPlot")]
+    exported = re.findall(r"^export ", "".join(map(Path.read_text, modules)), re.MULTILINE)
+    assert exported and script.endswith("render();\n")
+    for path in modules:
+        assert path.read_text("utf-8").splitlines()[0] in script, path.name
+
+
+def test_what_a_log_says_cannot_end_an_element() -> None:
+    content = log_content(made_training.values(2, 200))
+    recording = dataclasses.replace(
+        content.recording,
+        devices=tuple(Device(EVIL, n, EVIL, EVIL, EVIL) for n in range(2)),
+        changes=(Change(5, EVIL, EVIL),),
+    )
+    evil = dataclasses.replace(
+        content,
+        recording=recording,
+        messages=(EVIL,),
+        exchanges=({"worker": EVIL, "step": 3},),
+    )
+    page, plain = report_page(EVIL, evil), report_page("run", content)
+    page.encode()
+    found = embedded(page)
+    assert found["runs"]["runs"][0]["name"] == found["overview"]["devices"][0]["name"] == EVIL
+    assert found["overview"]["messages"] == [EVIL]
+
+    def shape(text: str) -> str:
+        return re.sub(r"(application/gzip.>)[^<]*", r"\1", text)
+
+    assert shape(page) == shape(plain)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_log_with_hardly_a_step_has_a_page(steps: int) -> None:
+    content = embedded(report_page("run", log_content(made_training.values(3, steps))))
+    assert (content["overview"]["first"], content["overview"]["last"]) == (0, steps)
+    assert content["diagnosis"]["verdict"] == []
+
+
+def large(replicas: int, steps: int) -> LogContent:
+    return log_content(made_training.values(replicas, steps))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("replicas", "steps"), [(200, 5000), (1000, 300), (8, 20_000)])
+def test_the_page_of_a_large_training_is_bounded(replicas: int, steps: int) -> None:
+    page = report_page("run", large(replicas, steps))
+    assert len(page) < 8e6
+    content = embedded(page)
+    assert len(content["lanes"]["devices"]) == replicas
+    columns = len(content["heat_map"]["compute"]["median"]["edges"]) - 1
+    assert columns == 600 if replicas == 8 else 60 <= columns <= 300
