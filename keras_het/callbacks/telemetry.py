@@ -20,12 +20,10 @@ from keras_het.fit.session import FitSession, Rank, SessionCallback
 from keras_het.planning.diagnosis.recording import HARDWARE, Recording
 from keras_het.planning.diagnosis.steps import throughput
 from keras_het.planning.diagnosis.verdict import Verdict, diagnose
-from keras_het.telemetry.background import Background
-from keras_het.telemetry.event_log import EventLog
+from keras_het.telemetry.event_log import EventLog, PipelineLog
 from keras_het.telemetry.hardware import HardwareSampler, describe_devices
-from keras_het.telemetry.pipeline_log import PipelineLog
 from keras_het.telemetry.prometheus import PrometheusEndpoint
-from keras_het.telemetry.step_recorder import StepRecorder, devices_of
+from keras_het.telemetry.step_recorder import Background, StepRecorder, devices_of
 from keras_het.training_strategy import TrainingStrategy
 
 _INTERVAL_SECONDS = 0.5

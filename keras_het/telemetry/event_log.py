@@ -6,19 +6,25 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_het.planning.diagnosis.recording import Change, Device, PipelineRecord
-from keras_het.planning.pipeline import Timeline
-from keras_het.telemetry.event_files import EventFile, FileNames, event_files
-from keras_het.telemetry.thinning import raw_steps_in, thinned_file
-from keras_het.tensorboard import log_format, pipeline_format
-from keras_het.tensorboard.log_content import Value
+from keras_het.planning.diagnosis.recording import Change, Device, PipelineRecord, StageRecord
+from keras_het.planning.pipeline import PipelinePlan, Timeline
+from keras_het.telemetry.event_files import EventFile, FileNames, event_files, read_events
+from keras_het.tensorboard import log_format
+from keras_het.tensorboard.columns import windows
+from keras_het.tensorboard.log_content import Value, is_readable
 
+if TYPE_CHECKING:
+    from keras_het.strategy.pipeline import PipelineStrategy
+    from keras_het.telemetry.step_recorder import StepRecorder
+
+_THINNED_AS_THEY_ARE = (log_format.SETUP, log_format.PLAN, log_format.CHANGES, log_format.PAUSES)
+_PASSES_INTERVAL_SECONDS = 10.0
 _logger = logging.getLogger("keras_het")
 
 
@@ -88,7 +94,7 @@ class EventLog:
 
     def write_plan(self, step: int, plan: PipelineRecord) -> None:
         """Write the plan of a model in stages; it holds until the next one."""
-        text = pipeline_format.plan_text(plan).encode()
+        text = log_format.plan_text(plan).encode()
 
         def write() -> None:
             self._write(step, {log_format.PLAN: text})
@@ -98,7 +104,7 @@ class EventLog:
 
     def write_passes(self, step: int, passes: Timeline) -> None:
         """Write when the passes of a step of a pipeline were."""
-        text = pipeline_format.timeline_text(passes).encode()
+        text = log_format.timeline_text(passes).encode()
         self._guard(lambda: self._write(step, {log_format.PASSES: text}))
 
     def write_scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -186,7 +192,7 @@ class EventLog:
             tf.io.gfile.makedirs(self._directory)
             self._names = FileNames(self._directory)
             for path in event_files(self._directory):
-                if steps := raw_steps_in(path):
+                if steps := _raw_steps_in(path):
                     self._raw[path] = steps
             self._thin_old()
         self._file = EventFile(self._names.next())
@@ -210,5 +216,116 @@ class EventLog:
         for path in sorted(self._raw):
             if sum(self._raw.values()) <= room:
                 return
-            thinned_file(path, self._every)
+            _thinned_file(path, self._every)
             del self._raw[path]
+
+
+def _raw_steps_in(path: str) -> int:
+    """How many steps an event file holds one by one."""
+    return sum(len(each.value) for each in _readable(path) if each.tag == log_format.STEPS)
+
+
+def _thinned_file(path: str, every: int) -> None:
+    """Replace an event file by a thinned one.
+
+    Steps become rows of (lowest, median, highest), of other series the last value of each window
+    stays; setups, plans and changes stay as they are. The new file is complete before it takes the
+    place of the old one, whose name it has: a reader finds one of them, at the same position.
+    """
+    values = _thinned(_readable(path), every)
+    # Without "tfevents" in its name, so that no reader takes it for a part of the log.
+    directory, slash, name = path.rpartition("/")
+    unfinished = f"{directory}{slash}thinning.{name.removeprefix(log_format.FILE_PREFIX)}"
+    file = EventFile(unfinished)
+    try:
+        for each in values:
+            file.write([each])
+        file.flush()
+    finally:
+        file.close()
+    tf.io.gfile.rename(unfinished, path, overwrite=True)
+
+
+def _readable(path: str) -> list[Value]:
+    return [each for each in read_events(path) if is_readable(each)]
+
+
+def _thinned(values: Sequence[Value], every: int) -> list[Value]:
+    """The values of a file with its steps thinned, in the order of time."""
+    kept = list(_thinned_steps([each for each in values if each.tag == log_format.STEPS], every))
+    last: dict[tuple[str, int], Value] = {}
+    for each in values:
+        if each.tag in _THINNED_AS_THEY_ARE or _is_thinned(each.tag):
+            kept.append(each)
+        elif each.tag != log_format.STEPS:
+            last[each.tag, each.step // every] = each
+    return sorted([*kept, *last.values()], key=lambda each: each.time)
+
+
+def _is_thinned(tag: str) -> bool:
+    return log_format.steps_per_row(tag) > 1
+
+
+def _thinned_steps(blocks: Sequence[Value], every: int) -> Iterator[Value]:
+    """Values of thinned steps, one for each run of blocks without a gap."""
+    start = 0
+    for place, block in enumerate(blocks):
+        following = blocks[place + 1] if place + 1 < len(blocks) else None
+        if (
+            following is None
+            or following.step != block.step + len(block.value)
+            or following.value.shape[1:] != block.value.shape[1:]
+        ):
+            first, rows = blocks[start], [each.value for each in blocks[start : place + 1]]
+            yield Value(
+                log_format.thinned_tag(every),
+                first.step,
+                first.time,
+                windows(np.concatenate(rows), every),
+            )
+            start = place + 1
+
+
+class PipelineLog:
+    """Writes what is new of a pipeline."""
+
+    def __init__(
+        self, strategy: PipelineStrategy, recorder: StepRecorder, log: EventLog | None
+    ) -> None:
+        self._strategy, self._recorder, self._log = strategy, recorder, log
+        self._plan: PipelinePlan | None = None
+        self._step = -1
+        self._written_at = -_PASSES_INTERVAL_SECONDS
+
+    def write(self, is_last: bool = False) -> None:
+        """Write the plan if it is new, and the passes of the latest step if it is time."""
+        plan, recorder = self._strategy.plan, self._recorder
+        if plan is None:
+            return
+        if plan is not self._plan:
+            self._plan, recorder.pipeline = plan, _record(self._strategy, plan)
+            if self._log is not None:
+                self._log.write_plan(recorder.next_step, recorder.pipeline)
+        latest = self._strategy._latest_passes()
+        if latest is None or self._log is None:
+            return
+        step, now = latest[0] + recorder.offset, time.monotonic()
+        is_due = is_last or now - self._written_at >= _PASSES_INTERVAL_SECONDS
+        if is_due and step > max(self._step, recorder.first_step - 1):
+            self._step, self._written_at = step, now
+            self._log.write_passes(step, latest[1])
+
+
+def _record(strategy: PipelineStrategy, plan: PipelinePlan) -> PipelineRecord:
+    names = strategy._layer_names
+    stages = tuple(
+        StageRecord(
+            tuple(names[stage.first : stage.end]),
+            stage.devices,
+            tuple(stage.routes.count(replica) for replica in range(len(stage.devices))),
+            tuple(plan.memory_bytes[device] for device in stage.devices),
+            tuple(names[unit] for unit in stage.recomputed),
+        )
+        for stage in plan.stages
+    )
+    return PipelineRecord(str(plan), stages, strategy.timeline)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -25,6 +26,7 @@ _KEPT_STEPS = 5000
 _KEPT_SAMPLES = 1000
 _LONGEST_NAMES = 4096
 _COMPLETED_STEPS = 64
+_logger = logging.getLogger("keras_het")
 
 
 class StepRecorder:
@@ -206,3 +208,29 @@ def devices_of(strategy: TrainingStrategy, models: Sequence[str]) -> list[Device
             host = hosts[worker] if worker < len(hosts) else ""
             found.append(Device(f"worker {worker} {kind} {local}", worker, kind, host, model))
     return found
+
+
+class Background:
+    """A thread that calls a function again and again until it is stopped.
+
+    An error in it ends the calls with one warning, not the training.
+    """
+
+    def __init__(self, work: Callable[[], None], interval_seconds: float) -> None:
+        self._work, self._interval_seconds = work, interval_seconds
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="keras_het-telemetry", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Return once the function does not run any more."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval_seconds):
+            try:
+                self._work()
+            except Exception as error:  # whatever it is, training goes on
+                _logger.warning("Telemetry stops after an error: %r. Training goes on.", error)
+                return

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 
 from keras_het.planning.diagnosis.recording import Floats, Recording
-from keras_het.planning.diagnosis.scores import WINDOW, device_lines, scores
+from keras_het.planning.diagnosis.scores import WINDOW, scores
 from keras_het.planning.diagnosis.steps import Steps, choose_windows
 from keras_het.planning.diagnosis.verdict import Verdict, diagnose
-from keras_het.planning.diagnosis.what_if import WhatIf, seconds_with_shares, what_if_of_steps
+from keras_het.planning.diagnosis.what_if import WhatIf, gain_over_even, what_if
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +22,8 @@ class Diagnosis:
     against_best: Floats
     against_own_best: Floats
     costs: WhatIf | None = None
-    even_seconds: float = np.nan
-
-    @property
-    def gain(self) -> float:
-        """How many times the samples/s of even shares the present ones bring; NaN if unknown."""
-        return np.nan if self.costs is None else self.even_seconds / self.costs.step_seconds
+    gain: float = np.nan
+    """How many times the samples/s of even shares the present ones bring; NaN if unknown."""
 
 
 def diagnosis_of(recording: Recording) -> Diagnosis:
@@ -40,12 +36,5 @@ def diagnosis_of(recording: Recording) -> Diagnosis:
         known = Diagnosis(diagnose(recording), recent, *scores(recording))
         if recording.pipeline is not None or not recent.mean(recent.seconds) > 0:
             return known
-        lines = device_lines(recording, recent)
-        even = recent.shares.sum(axis=1, keepdims=True) / len(recording.devices)
-        return dataclasses.replace(
-            known,
-            costs=what_if_of_steps(recent, lines, recording.devices),
-            even_seconds=seconds_with_shares(
-                recent, lines, np.broadcast_to(even, recent.shares.shape)
-            ),
-        )
+        costs, gain = what_if(recording, recent), gain_over_even(recording, recent)
+        return dataclasses.replace(known, costs=costs, gain=gain)

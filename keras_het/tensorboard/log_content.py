@@ -20,8 +20,7 @@ from keras_het.planning.diagnosis.recording import (
     Recording,
 )
 from keras_het.tensorboard import log_format
-from keras_het.tensorboard.log_format import ROWS, Setup
-from keras_het.tensorboard.pipeline_format import parse_plan
+from keras_het.tensorboard.log_format import ROWS, Setup, parse_plan
 
 _MEDIAN, _HIGHEST = log_format.ORDER.index("median"), log_format.ORDER.index("highest")
 _MOST_PASSES, _MOST_TEXTS, _MOST_MESSAGES = 500, 100_000, 20

@@ -16,8 +16,7 @@ from keras_het.planning.pipeline import Timeline
 from keras_het.tensorboard.columns import columns, edges_between, windows
 from keras_het.tensorboard.diagnosis import diagnosis_of
 from keras_het.tensorboard.log_content import LogContent
-from keras_het.tensorboard.log_format import ROWS
-from keras_het.tensorboard.pipeline_format import parse_timeline, timeline_values
+from keras_het.tensorboard.log_format import ROWS, parse_timeline, timeline_values
 
 MOST_COLUMNS, MOST_ROWS = 600, 200
 MOST_LANES, LANE_COLUMNS = 24, 300

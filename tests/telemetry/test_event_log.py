@@ -14,10 +14,10 @@ import pytest
 
 from keras_het.planning.diagnosis.recording import Change, Device
 from keras_het.telemetry import event_files
+from keras_het.telemetry.event_files import Run, read_log
 from keras_het.telemetry.event_log import EventLog
-from keras_het.telemetry.read_log import Run, read_log
 from keras_het.tensorboard import log_format
-from keras_het.tensorboard.records import records
+from keras_het.tensorboard.log_files import records
 
 DEVICES = tuple(Device(f"worker {n} GPU 0", n, "GPU", f"host{n}", "Model") for n in range(3))
 HARDWARE = ("hw.power", "hw.temperature")
@@ -341,7 +341,7 @@ def test_a_failed_thinning_leaves_the_file_as_it_was(
     def fail(*arguments: Any, **more: Any) -> None:
         raise OSError("disk quota exceeded")
 
-    monkeypatch.setattr("keras_het.telemetry.thinning.tf.io.gfile.rename", fail)
+    monkeypatch.setattr("keras_het.telemetry.event_log.tf.io.gfile.rename", fail)
     write(tmp_path, 100, 10, keep_steps=50, segment_steps=50)
     assert "disk quota exceeded" in caplog.text
     assert all(path.read_bytes() == content for path, content in before.items())

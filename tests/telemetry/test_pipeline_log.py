@@ -9,11 +9,11 @@ import pytest
 
 from keras_het.planning.diagnosis.recording import Device, PipelineRecord, StageRecord
 from keras_het.planning.pipeline import Event, Timeline
+from keras_het.telemetry.event_files import Run, read_log
 from keras_het.telemetry.event_log import EventLog
-from keras_het.telemetry.read_log import Run, read_log
 from keras_het.tensorboard import log_format
 from keras_het.tensorboard.log_content import Value, log_content
-from keras_het.tensorboard.pipeline_format import parse_plan, parse_timeline, plan_text
+from keras_het.tensorboard.log_format import parse_plan, parse_timeline, plan_text
 
 DEVICES = tuple(Device(f"worker 0 CPU {n}", 0) for n in range(2))
 PASSES = Timeline(

@@ -15,8 +15,8 @@ from keras_het.launch.report.facts import Facts, facts_of
 from keras_het.launch.report.terminal import console_for, show
 from keras_het.launch.report.trace import write_trace
 from keras_het.planning.diagnosis.recording import PipelineRecord
+from keras_het.telemetry.event_files import read_log
 from keras_het.telemetry.event_log import EventLog
-from keras_het.telemetry.read_log import read_log
 
 STEPS = 60
 EVIL = "<b>stage\x1b[31m  layers</b>"

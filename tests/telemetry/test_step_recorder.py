@@ -19,7 +19,7 @@ import keras_het
 from keras_het.callbacks import BatchBalancer, LoaderTuner, Telemetry
 from keras_het.callbacks import telemetry as telemetry_callback
 from keras_het.strategy.measure.phase_times import PARTS
-from keras_het.telemetry.read_log import read_log
+from keras_het.telemetry.event_files import read_log
 from keras_het.telemetry.step_recorder import StepRecorder
 
 NUMBERS = {"samples_per_second", "slowest_replica", "slowest_replica_wait", "input_wait"}

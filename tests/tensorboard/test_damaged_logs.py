@@ -29,11 +29,11 @@ from test_report_page import embedded
 from werkzeug.test import Client
 
 from keras_het.launch.command_line import main
-from keras_het.telemetry.read_log import read_log
+from keras_het.telemetry.event_files import read_log
 from keras_het.tensorboard import log_format, views
-from keras_het.tensorboard.histories import Histories
 from keras_het.tensorboard.log_content import Value
-from keras_het.tensorboard.records import checksums, records
+from keras_het.tensorboard.log_files import checksums, records
+from keras_het.tensorboard.plugin import Histories
 
 Capture = pytest.CaptureFixture[str]
 RUNS = ("replicas/telemetry", "stages/telemetry")

@@ -18,8 +18,8 @@ from werkzeug.test import Client
 
 from keras_het.planning.diagnosis.recording import Device, PipelineRecord, StageRecord
 from keras_het.planning.pipeline import Event, Timeline
+from keras_het.telemetry.event_files import read_log
 from keras_het.telemetry.event_log import EventLog
-from keras_het.telemetry.read_log import read_log
 from keras_het.tensorboard import views
 
 DEVICES = tuple(Device(f"worker {n} GPU 0", n, "GPU") for n in range(3))

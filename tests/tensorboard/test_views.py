@@ -13,9 +13,9 @@ from fake_provider import FakeProvider
 from tensorboard import errors
 
 from keras_het.planning.diagnosis.recording import Device
-from keras_het.tensorboard import histories, log_format, views
-from keras_het.tensorboard.histories import Histories
+from keras_het.tensorboard import log_format, plugin, views
 from keras_het.tensorboard.log_content import LogContent, Value, log_content
+from keras_het.tensorboard.plugin import Histories
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +66,11 @@ def test_a_few_trainings_are_kept() -> None:
     read = Histories(FakeProvider(runs))
     for run in runs:
         read.read(None, "", run)
-    assert len(read._kept) == histories._MOST_KEPT
+    assert len(read._kept) == plugin._MOST_KEPT
 
 
 def test_what_is_read_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(histories, "_MOST_BYTES", 10 * made_training.BLOCK * 5 * 2 * 4)
+    monkeypatch.setattr(plugin, "_MOST_BYTES", 10 * made_training.BLOCK * 5 * 2 * 4)
     content = Histories(FakeProvider({"run": made_training.values(2, 1000)})).read(None, "", "run")
     assert len(content.recording.steps) == 10 * made_training.BLOCK
 

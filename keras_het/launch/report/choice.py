@@ -9,8 +9,7 @@ from collections.abc import Mapping
 import tensorflow as tf
 
 from keras_het.launch.report.plain_text import check_log_dir, count, plain
-from keras_het.telemetry.event_files import READ_ERRORS, event_files
-from keras_het.telemetry.read_log import Run, read_log
+from keras_het.telemetry.event_files import READ_ERRORS, Run, event_files, read_log
 from keras_het.tensorboard.log_format import DIRECTORY
 
 _MOST_NAMES = 8

@@ -9,19 +9,25 @@ from typing import Any
 
 import numpy as np
 
-from keras_het.launch.report.plain_text import number, percent, plain, plain_recording
+from keras_het.launch.report.plain_text import (
+    count,
+    milliseconds,
+    number,
+    percent,
+    plain,
+    plain_recording,
+)
 from keras_het.planning.diagnosis.middles import checked, means
 from keras_het.planning.diagnosis.recording import PHASES, Device, Floats, Integers, Recording
 from keras_het.planning.diagnosis.scores import WINDOW
 from keras_het.planning.diagnosis.steps import Throughput, throughput
-from keras_het.planning.diagnosis.verdict import Verdict
 from keras_het.planning.diagnosis.what_if import PHASE_REPAIRS
 from keras_het.planning.pipeline import Timeline
 from keras_het.tensorboard.diagnosis import Diagnosis, diagnosis_of
 from keras_het.tensorboard.log_content import LogContent
-from keras_het.tensorboard.pipeline_format import parse_timeline
+from keras_het.tensorboard.log_format import parse_timeline
 
-MOST_NAMED = 3
+_MOST_NAMED = 3
 # What saves less than this part of a step is noise.
 _LEAST_SAVED = 0.01
 _MOST_LINES = 200
@@ -37,36 +43,6 @@ class Repair:
     name: str
     seconds: float
     saved: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Repairs:
-    """Predicted times of a step."""
-
-    step_seconds: float
-    worst: tuple[Repair, ...] = ()
-    phases: tuple[Repair, ...] = ()
-    even: Repair | None = None
-    is_even: bool = False
-    saved_by_device: Floats = dataclasses.field(default_factory=lambda: np.zeros(0))
-
-    @property
-    def gain(self) -> float:
-        """How many times the samples/s of even shares the present ones bring; NaN if unknown."""
-        return self.even.seconds / self.step_seconds if self.even else np.nan
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkerExchanges:
-    """The exchanges of an async worker, as it was heard of; NaN where a number was not logged."""
-
-    worker: str
-    number: int
-    samples_per_second: float
-    staleness: float
-    most_staleness: float
-    seconds: float
-    last_step: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +72,14 @@ class Facts:
     run: str
     recording: Recording
     every: Integers
-    verdict: Verdict
+    diagnosis: Diagnosis
     devices: tuple[DeviceFacts, ...]
     recent: tuple[int, int] | None
     speed: Throughput
-    repairs: Repairs
-    exchanges: tuple[WorkerExchanges, ...]
+    worst: tuple[Repair, ...]
+    phases: tuple[Repair, ...]
+    is_even: bool | None
+    exchanges: tuple[str, ...]
     messages: tuple[str, ...]
     plan: tuple[str, ...] = ()
     passes: tuple[tuple[int, Timeline], ...] = ()
@@ -120,9 +98,11 @@ class Facts:
 
     def slowest_first(self) -> list[DeviceFacts]:
         """Return the replicas whose repair would save most, first of all."""
-        saved = np.nan_to_num(self.repairs.saved_by_device)
-        order = np.argsort(-saved, kind="stable") if len(saved) else range(len(self.devices))
-        return [self.devices[index] for index in order]
+        costs = self.diagnosis.costs
+        if costs is None:
+            return list(self.devices)
+        saved = np.nan_to_num(costs.step_seconds - costs.by_device)
+        return [self.devices[index] for index in np.argsort(-saved, kind="stable")]
 
 
 def facts_of(run: str, content: LogContent) -> Facts:
@@ -137,21 +117,26 @@ def facts_of(run: str, content: LogContent) -> Facts:
         rows = np.flatnonzero(np.isin(recording.steps, diagnosis.recent.numbers))
         if not len(rows):
             rows = np.arange(len(recording.steps))[-WINDOW:]
-        numbers = recording.steps[rows]
-        return Facts(
-            plain(run),
-            recording,
-            content.every,
-            diagnosis.verdict,
-            _devices(recording, rows, diagnosis),
-            (int(numbers[0]), int(numbers[-1])) if len(numbers) else None,
-            throughput(recording.wall, recording.samples, content.every),
-            _repairs(recording, diagnosis),
-            _exchanges(content.exchanges),
-            tuple(plain(message) for message in content.messages),
-            _plan_lines(recording),
-            tuple(_passes(content)),
-        )
+        devices = _devices(recording, rows, diagnosis)
+        speed = throughput(recording.wall, recording.samples, content.every)
+    numbers = recording.steps[rows]
+    worst, phases = _repairs(recording, diagnosis)
+    return Facts(
+        plain(run),
+        recording,
+        content.every,
+        diagnosis,
+        devices,
+        recent=(int(numbers[0]), int(numbers[-1])) if len(numbers) else None,
+        speed=speed,
+        worst=worst,
+        phases=phases,
+        is_even=_is_even(recording, diagnosis),
+        exchanges=tuple(_exchange_lines(content.exchanges)),
+        messages=tuple(plain(message) for message in content.messages),
+        plan=_plan_lines(recording),
+        passes=tuple(_passes(content)),
+    )
 
 
 def _passes(content: LogContent) -> Iterator[tuple[int, Timeline]]:
@@ -172,7 +157,7 @@ def _devices(recording: Recording, rows: Integers, diagnosis: Diagnosis) -> tupl
     shares = means(checked(recording.shares[rows], np.inf))
     speed: Floats = np.where(phases[0] > 0, shares / phases[0], np.nan)
     speed = np.where(shares > 0, speed, np.nan)
-    hardware = hardware_texts(recording)
+    hardware = _hardware_texts(recording)
     return tuple(
         DeviceFacts(
             index,
@@ -188,70 +173,64 @@ def _devices(recording: Recording, rows: Integers, diagnosis: Diagnosis) -> tupl
     )
 
 
-def _repairs(recording: Recording, diagnosis: Diagnosis) -> Repairs:
-    """Name what a step would take with each trouble repaired."""
-    costs, recent = diagnosis.costs, diagnosis.recent
+def _repairs(recording: Recording, diagnosis: Diagnosis) -> tuple[tuple[Repair, ...], ...]:
+    """Name what a step would take with the worst devices and workers repaired, and each phase."""
+    costs = diagnosis.costs
     if costs is None:
-        return Repairs(np.nan)
+        return (), ()
     now = costs.step_seconds
 
     def repair(name: str, seconds: float) -> Repair:
         return Repair(name, seconds, 1.0 - seconds / now)
 
-    names = [device.name for device in recording.devices]
-    of_devices = [
-        repair(f"{name} not slow", float(seconds))
-        for name, seconds in zip(names, costs.by_device, strict=True)
-    ]
     workers = [device.worker for device in recording.devices]
+    of_devices = [
+        repair(f"{device.name} not slow", float(seconds))
+        for device, seconds in zip(recording.devices, costs.by_device, strict=True)
+    ]
     of_workers = [
         repair(f"worker {worker} not slow", seconds)
         for worker, seconds in costs.by_worker.items()
         if workers.count(worker) > 1 and len(costs.by_worker) > 1
     ]
-    even_shares = recent.shares.sum(axis=1, keepdims=True) / len(names)
+    phases = tuple(repair(text, costs.by_phase[name]) for name, text in PHASE_REPAIRS.items())
+    return (*_worst(of_devices), *_worst(of_workers)), phases
+
+
+def _is_even(recording: Recording, diagnosis: Diagnosis) -> bool | None:
+    """Tell whether shares are even; None where that says nothing."""
+    shares = diagnosis.recent.shares
+    if diagnosis.costs is None or shares.shape[1] < 2 or not np.isfinite(recording.shares).any():
+        return None
     # The last samples of a batch that cannot be divided evenly go somewhere.
-    is_even = bool((np.abs(recent.shares - even_shares) <= 1.0).all())
-    known = len(names) > 1 and bool(np.isfinite(recording.shares).any())
-    return Repairs(
-        now,
-        (*_worst(of_devices), *_worst(of_workers)),
-        tuple(repair(text, costs.by_phase[name]) for name, text in PHASE_REPAIRS.items()),
-        repair("even shares", diagnosis.even_seconds) if known else None,
-        is_even and known,
-        now - costs.by_device,
-    )
+    return bool((np.abs(shares - shares.mean(axis=1, keepdims=True)) <= 1.0).all())
 
 
 def _worst(repairs: list[Repair]) -> list[Repair]:
     saving = [each for each in repairs if each.saved > _LEAST_SAVED]
-    return sorted(saving, key=lambda each: each.seconds)[:MOST_NAMED]
+    return sorted(saving, key=lambda each: each.seconds)[:_MOST_NAMED]
 
 
-def _exchanges(entries: Iterable[Mapping[str, Any]]) -> tuple[WorkerExchanges, ...]:
-    """Put the exchanges of each worker together, sorted by worker."""
+def _exchange_lines(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Say how each async worker exchanges, as it was heard of."""
     by_worker: dict[str, list[Mapping[str, Any]]] = {}
     for each in entries:
         by_worker.setdefault(plain(str(each.get("worker", "?"))), []).append(each)
-    found = []
-    for worker in sorted(by_worker, key=lambda name: (len(name), name)):
-        of_worker = by_worker[worker]
-        staleness = _numbers(of_worker, "staleness")
-        found.append(
-            WorkerExchanges(
-                worker,
-                len(of_worker),
-                _median(_numbers(of_worker, "samples_per_second")),
-                _median(staleness),
-                max(staleness, default=np.nan),
-                _median(_numbers(of_worker, "exchange_seconds")),
-                max(int(each.get("step", 0)) for each in of_worker),
-            )
-        )
-    return tuple(found)
+    for worker, of_worker in sorted(by_worker.items(), key=lambda item: (len(item[0]), item[0])):
+        known = []
+        if speeds := _numbers(of_worker, "samples_per_second"):
+            known.append(f"{number(np.median(speeds))} samples/s")
+        if ages := _numbers(of_worker, "staleness"):
+            middle, most = number(np.median(ages)), number(max(ages))
+            known.append(f"staleness {middle} in the middle, {most} at most")
+        if seconds := _numbers(of_worker, "exchange_seconds"):
+            known.append(f"{milliseconds(np.median(seconds))} ms an exchange")
+        last = max(int(each.get("step", 0)) for each in of_worker)
+        known.append(f"heard of {count(len(of_worker), 'time')}, last at step {last}")
+        yield f"async worker {worker}: {', '.join(known)}"
 
 
-def _numbers(entries: list[Mapping[str, Any]], name: str) -> list[float]:
+def _numbers(entries: Iterable[Mapping[str, Any]], name: str) -> list[float]:
     values = (each.get(name) for each in entries)
     return [
         float(value)
@@ -262,12 +241,8 @@ def _numbers(entries: list[Mapping[str, Any]], name: str) -> list[float]:
     ]
 
 
-def _median(values: list[float]) -> float:
-    return float(np.median(values)) if values else np.nan
-
-
-def hardware_texts(recording: Recording) -> list[str]:
-    """Return what is known of each device's hardware; empty texts where nothing is."""
+def _hardware_texts(recording: Recording) -> list[str]:
+    """Say what was last known of each device's hardware; empty texts where nothing is."""
     last = {name: _last_known(np.asarray(v)) for name, v in recording.hardware.items()}
     return [
         _text({name: values[index] for name, values in last.items() if np.isfinite(values[index])})

@@ -50,8 +50,9 @@ def _parts(facts: Facts, width: int) -> Iterator[RenderableType]:
     yield Text(facts.run, style="bold")
     yield Text(_summary_line(facts))
     yield Text()
-    for index, line in enumerate(facts.verdict.lines):
-        cause = facts.verdict.causes[index] if index < len(facts.verdict.causes) else None
+    causes = facts.diagnosis.verdict.causes
+    for index, line in enumerate(facts.diagnosis.verdict.lines):
+        cause = causes[index] if index < len(causes) else None
         style = "green" if cause is None else "red" if cause.severity == "critical" else "yellow"
         yield Text(line, style=f"bold {style}")
     for line in _missing_lines(facts):
@@ -105,15 +106,15 @@ def _devices(facts: Facts, width: int) -> Iterator[RenderableType]:
 
 
 def _repairs(facts: Facts) -> Iterator[RenderableType]:
-    repairs = facts.repairs
-    if not repairs.step_seconds > 0:
+    costs = facts.diagnosis.costs
+    if costs is None:
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(max_width=60)
     table.add_column(justify="right")
     table.add_column(justify="right")
     table.add_column()
-    rows = [Repair("now", repairs.step_seconds, 0.0), *repairs.worst, *repairs.phases]
+    rows = [Repair("now", costs.step_seconds, 0.0), *facts.worst, *facts.phases]
     longest = max(each.seconds for each in rows)
     for each in rows:
         bar = round(_BAR * each.seconds / longest) if each.seconds > 0 else 0
@@ -139,7 +140,7 @@ def _changes(facts: Facts) -> Iterator[RenderableType]:
 def _exchanges(facts: Facts) -> Iterator[RenderableType]:
     if facts.exchanges:
         yield Text("\nAsync workers", style="bold")
-    for line in _exchange_lines(facts):
+    for line in facts.exchanges:
         yield Text(f"  {line}")
 
 
@@ -166,28 +167,28 @@ def _summary_line(facts: Facts) -> str:
 
 def _missing_lines(facts: Facts) -> list[str]:
     """Return what the verdict would need to know; without one, that there is none."""
-    start = "The verdict does not know all" if facts.verdict.lines else "No verdict"
-    return [f"{start}: {reason}." for reason in facts.verdict.missing]
+    start = "The verdict does not know all" if facts.diagnosis.verdict.lines else "No verdict"
+    return [f"{start}: {reason}." for reason in facts.diagnosis.verdict.missing]
 
 
 def _gain_line(facts: Facts) -> str:
-    """Return what balancing has gained against even shares; empty if that is unknown."""
-    repairs = facts.repairs
-    if repairs.even is None:
+    """Say what balancing has gained against even shares; empty if that is unknown."""
+    costs, gain = facts.diagnosis.costs, facts.diagnosis.gain
+    if costs is None or facts.is_even is None:
         return ""
-    if repairs.is_even:
+    if facts.is_even:
         return "Balance: shares are even."
     times = (
-        f"even shares would take {milliseconds(repairs.even.seconds)} ms a step, now "
-        f"{milliseconds(repairs.step_seconds)} ms"
+        f"even shares would take {milliseconds(gain * costs.step_seconds)} ms a step, now "
+        f"{milliseconds(costs.step_seconds)} ms"
     )
-    if abs(repairs.gain - 1) <= _SAME:
-        gain = "no difference"
-    elif repairs.gain >= 1:
-        gain = f"{repairs.gain:.2f} times the samples/s"
+    if abs(gain - 1) <= _SAME:
+        text = "no difference"
+    elif gain >= 1:
+        text = f"{gain:.2f} times the samples/s"
     else:
-        gain = "even shares would be faster"
-    return f"Balance: {times}: {gain} ({facts.of_recent})."
+        text = "even shares would be faster"
+    return f"Balance: {times}: {text} ({facts.of_recent})."
 
 
 def _device_numbers(device: DeviceFacts, with_parts: bool) -> list[str]:
@@ -203,18 +204,3 @@ def _device_numbers(device: DeviceFacts, with_parts: bool) -> list[str]:
         score(device.best),
         score(device.own_best),
     ]
-
-
-def _exchange_lines(facts: Facts) -> Iterator[str]:
-    """Yield a line about each async worker."""
-    for each in facts.exchanges:
-        known = []
-        if each.samples_per_second == each.samples_per_second:
-            known.append(f"{number(each.samples_per_second)} samples/s")
-        if each.staleness == each.staleness:
-            most = number(each.most_staleness)
-            known.append(f"staleness {number(each.staleness)} in the middle, {most} at most")
-        if each.seconds == each.seconds:
-            known.append(f"{milliseconds(each.seconds)} ms an exchange")
-        known.append(f"heard of {count(each.number, 'time')}, last at step {each.last_step}")
-        yield f"async worker {each.worker}: {', '.join(known)}"
