@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import math
 import platform
 import re
+import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,6 @@ import numpy as np
 
 from keras_het.cgroups import CGROUPS
 from keras_het.planning.diagnosis.recording import HARDWARE
-from keras_het.telemetry.cuda_devices import FIXED_ORDER, ORDER, cuda_devices, tensorflow_gpus
 from keras_het.telemetry.host_values import HostValues
 from keras_het.telemetry.nvml import Nvml, NvmlMissingError, code_of, number_of
 
@@ -117,24 +120,61 @@ def _open_nvml(devices: Sequence[str]) -> Nvml | None:
 def _handles(nvml: Nvml, devices: Sequence[str]) -> dict[str, Any]:
     """NVML's handles of the devices that are GPUs, and known."""
     logical = tensorflow_gpus()
-    models: dict[int, str] = dict(logical or [])
-    found = cuda_devices(nvml, [models[index] for index in sorted(models)])
+    # the first fits a GPU, the second a part of one
+    asked = ([f"{kind}-{name}" for kind in ("GPU", "MIG")] for name in cuda_uuids())
+    found = [[nvml.ask("DeviceGetHandleByUUID", each) for each in names] for names in asked]
     handles: dict[str, Any] = {}
     for name in filter(gpu_name, devices):
         place = int(gpu_name(name).partition(":")[2])
         if logical:
             place = logical[place][0] if place < len(logical) else len(found)
-        if place < len(found) and found[place] is not None:
-            handles[name] = found[place]
+        known = [each for each in found[place] if each is not None] if place < len(found) else []
+        if known:
+            handles[name] = known[0]
         else:
             _logger.warning(
-                "It is not certain which of this machine's GPUs %s is: its load, memory and clocks "
-                "are unknown. Set %s=%s in the environment of all workers.",
+                "CUDA's driver does not tell which of this machine's GPUs %s is: its load, memory "
+                "and clocks are unknown. See what `keras-het doctor` says.",
                 gpu_name(name),
-                ORDER,
-                FIXED_ORDER,
             )
     return handles
+
+
+def cuda_uuids() -> list[str]:
+    """Return the UUIDs of the GPUs, or parts of GPUs, that this process sees, in CUDA's order."""
+    found = []
+    # an OSError without a driver, an AttributeError with one older than TensorFlow wants
+    with contextlib.suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        # version 2 tells the UUID of a MIG device instead of that of its GPU
+        uuid_of = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
+        count = ctypes.c_int()
+        if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+            return []
+        for index in range(count.value):
+            device, name = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+            if driver.cuDeviceGet(ctypes.byref(device), index) or uuid_of(name, device):
+                return []
+            found.append(str(uuid.UUID(bytes=bytes(name))))
+    return found
+
+
+def tensorflow_gpus() -> list[tuple[int, str]] | None:
+    """Return CUDA's index and the product name of each of TensorFlow's logical GPUs."""
+    tf: Any = sys.modules.get("tensorflow")
+    config = getattr(tf, "config", None)
+    if config is None:
+        return None
+    found = []
+    # a RuntimeError: another thread, or the script, is just setting the devices up
+    with contextlib.suppress(RuntimeError, ValueError):
+        for device in config.get_visible_devices("GPU"):
+            details = config.experimental.get_device_details(device)
+            index = int(device.name.rpartition(":")[2])
+            # several logical devices may share a GPU's memory
+            parts = config.get_logical_device_configuration(device) or [None]
+            found += [(index, str(details.get("device_name", "")))] * len(parts)
+    return found
 
 
 class GpuValues:

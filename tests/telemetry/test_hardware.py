@@ -18,7 +18,7 @@ import pytest
 from fake_nvml import FakeNvml, Gpu
 
 from keras_het.planning.diagnosis.recording import HARDWARE
-from keras_het.telemetry import cuda_devices, hardware, host_values
+from keras_het.telemetry import hardware, host_values
 from keras_het.telemetry.hardware import HardwareSampler, describe_devices, gpu_name, processor_name
 
 GPU_NAMES = [name for name in HARDWARE if name.startswith(("hw.", "keras_het.gpu"))]
@@ -28,20 +28,22 @@ A100, TITAN = "NVIDIA A100-SXM4-40GB", "NVIDIA TITAN V"
 @pytest.fixture(autouse=True)
 def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its driver, nor the TensorFlow that another test has imported."""
-    monkeypatch.setattr(cuda_devices, "cuda_uuids", lambda: None)
+    cuda_has(monkeypatch)
     tensorflow_has(monkeypatch, None)
-    for name in (cuda_devices.VISIBLE, cuda_devices.ORDER):
-        monkeypatch.delenv(name, raising=False)
+
+
+def cuda_has(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
+    monkeypatch.setattr(hardware, "cuda_uuids", lambda: list(uuids))
 
 
 def tensorflow_has(monkeypatch: pytest.MonkeyPatch, gpus: list[tuple[int, str]] | None) -> None:
-    for module in (hardware, cuda_devices):
-        monkeypatch.setattr(module, "tensorflow_gpus", lambda: gpus)
+    monkeypatch.setattr(hardware, "tensorflow_gpus", lambda: gpus)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu, **options: Any) -> FakeNvml:
     module = FakeNvml(*gpus, **options)
     monkeypatch.setitem(sys.modules, "pynvml", module)
+    cuda_has(monkeypatch, *(gpu.uuid.partition("-")[2] for gpu in gpus))
     return module
 
 
@@ -167,75 +169,27 @@ def test_a_part_of_a_gpu_has_its_memory_and_the_clocks_of_the_whole(monkeypatch)
         Gpu("A100 MIG 1g.5gb", "MIG-2", errors={"DeviceGetPowerUsage": 2}),
     )
     install(monkeypatch, Gpu(parts=parts))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2")
+    cuda_has(monkeypatch, "2")
     found = values(HardwareSampler(["GPU:0"]))
     assert math.isnan(found["hw.gpu.utilization"])
     assert found["hw.gpu.memory.limit"] == 5 * 2**30
     assert found["hw.power"] == 123.0 and found["keras_het.gpu.clock"] == pytest.approx(1.095e9)
     assert describe_devices(["GPU:0"]) == ("A100 MIG 1g.5gb",)
-    # as CUDA does, the first part stands for the GPU
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert HardwareSampler(["GPU:0"])._gpus[0]._device is parts[0]
 
 
 # Which GPU
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, count: int, *gpus: Gpu) -> list[str]:
-    install(monkeypatch, *gpus)
-    sampler = HardwareSampler([f"GPU:{index}" for index in range(count)])
-    return [gpu._device.uuid if gpu else "?" for gpu in sampler._gpus]
-
-
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [
-        ("2,0", ["GPU-ccc", "GPU-aaa"]),
-        (" 1 , 2 ", ["GPU-bbb", "GPU-ccc"]),
-        ("GPU-ccc,0", ["GPU-ccc", "GPU-aaa"]),
-        ("GPU-b,GPU-a", ["GPU-bbb", "GPU-aaa"]),
-        ("1,7,2", ["GPU-bbb", "?"]),
-        ("1,-1,2", ["GPU-bbb", "?"]),
-        ("0,GPU-x,2", ["GPU-aaa", "?"]),
-        ("GPU-,0", ["?", "?"]),
-        ("", ["?", "?"]),
-    ],
-)
-def test_visible_devices(monkeypatch, visible, expected):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    gpus = [Gpu(uuid=f"GPU-{letter * 3}") for letter in "abc"]
-    assert chosen(monkeypatch, 2, *gpus) == expected
-
-
-MIXED = (Gpu(TITAN, "GPU-old"), Gpu(A100, "GPU-new"), Gpu(TITAN, "GPU-older"))
-
-
-def test_among_products_the_bus_order_has_to_be_asked_for(monkeypatch, caplog):
-    assert chosen(monkeypatch, 1, *MIXED) == ["?"]
-    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in caplog.text
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    assert chosen(monkeypatch, 3, *MIXED) == ["GPU-old", "GPU-new", "GPU-older"]
-
-
-def test_among_products_the_names_that_tensorflow_has_decide(monkeypatch):
-    tensorflow_has(monkeypatch, [(0, A100), (1, TITAN), (2, TITAN)])
-    assert chosen(monkeypatch, 3, *MIXED) == ["GPU-new", "GPU-old", "GPU-older"]
-
-
-def test_devices_that_the_script_hides_or_divides(monkeypatch):
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    tensorflow_has(monkeypatch, [(1, A100), (1, A100), (2, TITAN)])
-    assert chosen(monkeypatch, 3, *MIXED) == ["GPU-new", "GPU-new", "GPU-older"]
-
-
-def test_cuda_knows_best(monkeypatch):
+def test_cuda_tells_which_gpu_each_is(monkeypatch, caplog):
     parts = (Gpu("part", "MIG-77"),)
-    monkeypatch.setattr(cuda_devices, "cuda_uuids", lambda: ["new", "77", "gone"])
-    assert chosen(monkeypatch, 3, *MIXED, Gpu(uuid="GPU-w", parts=parts)) == [
-        "GPU-new",
-        "MIG-77",
-        "?",
-    ]
+    install(monkeypatch, Gpu("old", "GPU-1"), Gpu("new", "GPU-2"), Gpu(uuid="GPU-3", parts=parts))
+    cuda_has(monkeypatch, "2", "77", "gone")
+    devices = ["GPU:0", "GPU:1", "GPU:2"]
+    assert describe_devices(devices) == ("new", "part", "")
+    assert "which of this machine's GPUs GPU:2 is" in caplog.text
+    # a script hides and divides them
+    tensorflow_has(monkeypatch, [(1, "part"), (1, "part"), (0, "new")])
+    assert describe_devices(devices) == ("part", "part", "new")
 
 
 def test_the_driver_of_cuda_tells_uuids(monkeypatch):
@@ -257,13 +211,13 @@ def test_the_driver_of_cuda_tells_uuids(monkeypatch):
             name[:] = bytes([device.value] * 16)
             return 0
 
-    monkeypatch.setattr(cuda_devices.ctypes, "CDLL", lambda name: Driver())
-    assert cuda_devices.cuda_uuids() == [
+    monkeypatch.setattr(hardware.ctypes, "CDLL", lambda name: Driver())
+    assert hardware.cuda_uuids() == [
         "00000000-0000-0000-0000-000000000000",
         "01010101-0101-0101-0101-010101010101",
     ]
     monkeypatch.setattr(Driver, "cuInit", lambda self, flags: 100)  # no device
-    assert cuda_devices.cuda_uuids() is None
+    assert hardware.cuda_uuids() == []
 
 
 def test_tensorflow_tells_which_gpus_it_uses(monkeypatch):
@@ -274,7 +228,7 @@ def test_tensorflow_tells_which_gpus_it_uses(monkeypatch):
         experimental=SimpleNamespace(get_device_details=lambda device: {"device_name": TITAN}),
     )
     monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(config=config))
-    assert cuda_devices.tensorflow_gpus() == [(3, TITAN), (3, TITAN)]
+    assert hardware.tensorflow_gpus() == [(3, TITAN), (3, TITAN)]
 
 
 @pytest.mark.parametrize(

@@ -372,27 +372,6 @@ def event_file(folder: Path) -> Path:
     return path
 
 
-def test_a_torn_file_is_read_up_to_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_log(tmp_path, Training(n=2, steps=60, with_hardware=False).record()).close()
-    path = event_file(tmp_path)
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert main(["report", str(tmp_path)]) == 0
-    steps = int(capsys.readouterr().out.split("2 replicas, ")[1].split(" step")[0])
-    assert 20 <= steps <= 40
-
-
-def test_a_newer_format_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(log_format, "VERSION", 99)
-    write_log(tmp_path, Training(n=2, steps=30).record()).close()
-    monkeypatch.undo()
-    assert main(["report", str(tmp_path)]) == 0
-    assert "Log: This log has version 99 of the format" in capsys.readouterr().out
-
-
 def error(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert main(["report", *map(str, arguments)]) == 2
     captured = capsys.readouterr()

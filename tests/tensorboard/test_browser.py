@@ -143,14 +143,24 @@ def browser(started: Browser) -> Browser:
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The page alone, served in this process."""
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("logs")
     made_training.write(folder / "a", 6, 1000)
     made_training.write(folder / "b", 40, 400)
     made_training.write(folder / "one step", 3, 1)
-    with served(application_of(folder)) as start:
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(logs: Path) -> Iterator[str]:
+    """The tab alone, served in this process."""
+    with served(application_of(logs)) as start:
         yield start
+
+
+@pytest.fixture(scope="module")
+def page(logs: Path) -> str:
+    return page_of(logs, "a")
 
 
 @contextlib.contextmanager
@@ -166,21 +176,17 @@ def served(application: Any) -> Iterator[str]:
         server.server_close()
 
 
-def page_of(folder: Path, run: str = ".") -> str:
+def page_of(folder: Path, run: str) -> str:
     """The address of the page that `keras-het report` writes of a training."""
     path = folder / "report.html"
     assert main(["report", str(folder), "--run", run, "--html", str(path)]) == 0
     return path.as_uri()
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("logs")
-    made_training.write(folder / "a", 6, 1000)
-    return page_of(folder, "a")
+SHELLS = pytest.mark.parametrize("shell", ["address", "page"])
 
 
-@pytest.mark.parametrize("shell", ["address", "page"])
+@SHELLS
 def test_the_page_shows_a_training(
     browser: Browser, shell: str, request: pytest.FixtureRequest
 ) -> None:
@@ -200,11 +206,14 @@ def test_the_page_shows_a_training(
 
 
 @pytest.mark.full
-def test_zoom_hover_and_keyboard(browser: Browser, address: str) -> None:
+@SHELLS
+def test_zoom_hover_and_keyboard(
+    browser: Browser, shell: str, request: pytest.FixtureRequest
+) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 
-    browser.open(address)
+    browser.open(request.getfixturevalue(shell))
     canvas = browser.element(".plot canvas")
     ActionChains(browser.driver).move_to_element(canvas).perform()
     until(lambda: "ms" in browser.text(".tip"), "a value beside the pointer")
@@ -213,67 +222,43 @@ def test_zoom_hover_and_keyboard(browser: Browser, address: str) -> None:
     drag.move_by_offset(200, 0).pause(0.1).release().perform()
     until(lambda: browser.is_shown(".top button"), "a way back to all steps")
     browser.ready()
-    first, last = map(int, re.findall(r"\d+", browser.text(".range")))
+    part = browser.text(".range")
+    first, last = map(int, re.findall(r"\d+", part)[:2])
     assert 400 < first < last < 800
+    assert part.endswith("; all else: steps 0 to 999") == (shell == "page")
     until(
         lambda: "became slower" not in browser.text(".changes"), "only the changes of these steps"
     )
 
     canvas.send_keys(Keys.ARROW_DOWN, Keys.ARROW_RIGHT)
     until(lambda: "worker 0 GPU 1" in browser.text(".spoken"), "what the arrow keys point at")
-    canvas.send_keys("+")
-    until(lambda: browser.text(".range") != f"steps {first} to {last}", "a closer look")
-    canvas.send_keys(Keys.ESCAPE)
-    until(lambda: browser.text(".range") == "steps 0 to 999", "all steps again")
-    canvas.send_keys(Keys.ARROW_UP, Keys.ENTER)
-    until(lambda: "5 of 6 chosen" in browser.text("main"), "one device less in the lanes")
-    assert browser.complaints() == []
-
-
-@pytest.mark.full
-def test_the_page_on_disk_is_used_as_the_tab(browser: Browser, page: str) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.keys import Keys
-
-    browser.requests()
-    browser.open(page)
-    assert [each for each in browser.requests() if not each.startswith((page, "data:"))] == []
-    assert browser.driver.title == "keras_het: a"
-    assert not browser.is_shown(".top button")
-    canvas = browser.element(".plot canvas")
-    drag = ActionChains(browser.driver).move_to_element(canvas).click_and_hold()
-    drag.move_by_offset(200, 0).pause(0.1).release().perform()
-    until(lambda: browser.text(".range").startswith("plots: steps "), "a part of the steps")
-    assert browser.text(".range").endswith("; all else: steps 0 to 999")
-    browser.ready()
-    first, last = map(int, re.findall(r"\d+", browser.text(".range"))[:2])
-    assert 400 < first < last < 800
-    assert "became slower" not in browser.text(".changes")
     canvas.send_keys(*[Keys.ARROW_LEFT] * 700)
     until(lambda: re.search(f"steps? {first}", browser.text(".spoken")), "the first column")
     canvas.send_keys(*[Keys.ARROW_RIGHT] * 700)
-    until(lambda: re.search(f"steps? .*{last}$", browser.text(".tip").split("\n")[1]), "the last")
-    colors = browser.colors(0)
-    assert colors > 5
+    until(lambda: re.search(rf"steps? .*\b{last},", browser.text(".spoken")), "the last one")
+    assert browser.colors(0) > 5
+    canvas.send_keys("+")
+    until(lambda: browser.text(".range") != part, "a closer look")
     canvas.send_keys(Keys.ESCAPE)
     until(lambda: browser.text(".range") == "steps 0 to 999", "all steps again")
     canvas.send_keys(Keys.ARROW_UP, Keys.ENTER)
     until(lambda: "5 of 6 chosen" in browser.text("main"), "one device less in the lanes")
-    browser.choose("Quantity", "hw.temperature")
-    until(lambda: "°C" in browser.text(".legend"), "the unit of a temperature")
-    browser.choose("Value of a column", "highest")
     assert browser.complaints() == []
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("theme", ["dark", "light"])
-def test_the_page_on_disk_has_the_theme_of_the_system(
+def test_the_page_needs_nothing_and_has_the_theme_of_the_system(
     browser: Browser, page: str, theme: str
 ) -> None:
     feature = {"name": "prefers-color-scheme", "value": theme}
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
     try:
+        browser.requests()
         browser.open(page)
+        assert [each for each in browser.requests() if not each.startswith((page, "data:"))] == []
+        assert browser.driver.title == "keras_het: a"
+        assert not browser.is_shown(".top button")
         background = browser.script("return getComputedStyle(document.body).backgroundColor")
         assert (background == "rgb(27, 30, 35)") == (theme == "dark")
     finally:
@@ -281,13 +266,17 @@ def test_the_page_on_disk_has_the_theme_of_the_system(
 
 
 @pytest.mark.full
-def test_choices(browser: Browser, address: str) -> None:
-    browser.open(address)
+@SHELLS
+def test_choices(browser: Browser, shell: str, request: pytest.FixtureRequest) -> None:
+    browser.open(request.getfixturevalue(shell))
     browser.choose("Quantity", "hw.temperature")
     until(lambda: "°C" in browser.text(".legend"), "the unit of a temperature")
     browser.choose("Value of a column", "highest")
     browser.script("[...document.querySelectorAll('th button')].at(-1).click()")
     assert browser.script("return document.querySelector('th[aria-sort=descending]').innerText")
+    assert browser.complaints() == []
+    if shell == "page":
+        return
     browser.choose("Run", "b/telemetry")
     until(lambda: browser.text(".range") == "steps 0 to 399", "the other run")
     until(lambda: re.search("1[0-2] of 40 chosen", browser.text("main")), "a choice of many")

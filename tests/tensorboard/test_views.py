@@ -61,14 +61,6 @@ def test_a_training_is_read_again_only_when_it_has_grown() -> None:
     assert len(later.recording.steps) > len(first.recording.steps)
 
 
-def test_a_few_trainings_are_kept() -> None:
-    runs = {f"run {number}": made_training.values(1, 20) for number in range(9)}
-    read = Histories(FakeProvider(runs))
-    for run in runs:
-        read.read(None, "", run)
-    assert len(read._kept) == plugin._MOST_KEPT
-
-
 def test_what_is_read_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "_MOST_BYTES", 10 * made_training.BLOCK * 5 * 2 * 4)
     content = Histories(FakeProvider({"run": made_training.values(2, 1000)})).read(None, "", "run")

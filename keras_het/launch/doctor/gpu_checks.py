@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from keras_het.launch.doctor.facts import Facts, Gpu
 from keras_het.launch.doctor.findings import Finding, note, ok, warning
-from keras_het.telemetry.cuda_devices import FIXED_ORDER, ORDER, VISIBLE
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ORDER, FIXED_ORDER = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 _USED_PART = 0.1
 _CUDA_BUILD = "pip install 'keras-het[cuda]' (tensorflow-cpu has to be uninstalled first)"
 _TOO_NEW = 12
