@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     import tensorflow as tf
 
-    from keras_het.loader.input.claimed_pass import Claims
+    from keras_het.loader.input.data_pass import Claims
     from keras_het.loader.input.distributed_steps import DistributedSteps
     from keras_het.loader.input.global_order import GlobalOrderDataset
     from keras_het.planning import ReplicaLayout

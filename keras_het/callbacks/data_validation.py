@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from keras_het.fit.model_strategy import distribute_strategy, tell
 from keras_het.fit.session import FitSession, Rank, SessionCallback, StepFunction
-from keras_het.loader.iterators.metered_iterator import MeteredIterator
+from keras_het.loader.iterators.live_iterator import MeteredIterator
 
 if TYPE_CHECKING:
     from keras_het.loader.nested import Batch, Rows, StepInput

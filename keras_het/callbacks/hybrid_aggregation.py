@@ -27,6 +27,7 @@ from keras_het.fit.model_strategy import check_keeps_weights, heterogeneous_stra
 from keras_het.fit.session import FitSession, Rank, SessionCallback, StepFunction
 from keras_het.fit.shorter_epochs import ShorterEpochs
 from keras_het.planning import RolePlan
+from keras_het.planning.argument_checks import check_number, check_one_of
 from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.batches.uneven_per_replica import find_sizes
 from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig
@@ -35,7 +36,7 @@ from keras_het.training_strategy import TrainingStrategy
 
 if TYPE_CHECKING:
     from keras_het.loader import GlobalOrderDataset
-    from keras_het.loader.input.claimed_pass import Claims
+    from keras_het.loader.input.data_pass import Claims
     from keras_het.loader.nested import StepInput
 
 _logger = logging.getLogger("keras_het")
@@ -133,12 +134,18 @@ class HybridAggregation(SessionCallback):
         super().__init__()
         self._verbose = verbose
         self._steps_of_epoch = self._samples_of_epoch = 0
-        _check_arguments(period, async_batch_size, staleness_bound)
-        _check_seconds(timeout_seconds, connect_seconds, end_seconds)
-        _check_measured(measured_steps, noise_scale)
-        _check_choice("on_service_loss", on_service_loss, ("raise", "continue"))
-        _check_choice("service", service, ("auto", "spread"))
-        _check_choice("roles", roles, ("tf_config", "auto"))
+        steps = None if period == "auto" else period
+        check_number("period", steps, least=1, whole=True, otherwise=', or "auto"')
+        check_number("async_batch_size", async_batch_size, least=1, whole=True)
+        check_number("staleness_bound", staleness_bound, least=0)
+        check_number("timeout_seconds", timeout_seconds, above=0)
+        check_number("connect_seconds", connect_seconds, least=0)
+        check_number("end_seconds", end_seconds, least=0)
+        check_number("measured_steps", measured_steps, least=1, most=CAPACITY)
+        check_number("noise_scale", noise_scale, above=0)
+        check_one_of("on_service_loss", on_service_loss, ("raise", "continue"))
+        check_one_of("service", service, ("auto", "spread"))
+        check_one_of("roles", roles, ("tf_config", "auto"))
         self._chooses_roles = roles == "auto"
         self._measured = measured_steps, noise_scale
         self._choice: RoleChoice | None = None
@@ -509,41 +516,3 @@ def _check_overlap(
     """Check the overlap: an async worker takes a period's steps while its exchange travels."""
     if isinstance(rule, ElasticAveraging) and not rule.may_wait:
         rule.check_overlap(optimizer, math.inf if options.adapts_period else options.period)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        expected = " or ".join(f'"{choice}"' for choice in choices)
-        raise ValueError(f"{name} must be {expected}. Received: {value!r}.")
-
-
-def _check_arguments(
-    period: int | str | None, async_batch_size: int | None, bound: int | None
-) -> None:
-    numbers: dict[str, int | str | None] = {"period": period, "async_batch_size": async_batch_size}
-    if period == "auto":
-        del numbers["period"]
-    for name, value in numbers.items():
-        if isinstance(value, str):
-            raise ValueError(f'{name} must be a whole number, or "auto". Received: {value!r}.')
-        if value is not None and (isinstance(value, bool) or value != int(value) or value < 1):
-            raise ValueError(f"{name} must be a whole number of 1 or more. Received: {value!r}.")
-    if bound is not None and bound < 0:
-        raise ValueError(f"staleness_bound must be 0 or more, or None. Received: {bound!r}.")
-
-
-def _check_seconds(timeout: float, connect: float, end: float) -> None:
-    if not timeout > 0:
-        raise ValueError(f"timeout_seconds must be more than 0. Received: {timeout!r}.")
-    for name, value in {"connect_seconds": connect, "end_seconds": end}.items():
-        if not value >= 0:
-            raise ValueError(f"{name} must be 0 or more. Received: {value!r}.")
-
-
-def _check_measured(steps: int, noise_scale: float | None) -> None:
-    if not 1 <= steps <= CAPACITY:
-        raise ValueError(
-            f"measured_steps must be from 1 to {CAPACITY}, which are kept. Received: {steps!r}."
-        )
-    if noise_scale is not None and not noise_scale > 0:
-        raise ValueError(f"noise_scale must be samples above 0. Received: {noise_scale!r}.")

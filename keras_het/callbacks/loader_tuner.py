@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -15,13 +16,13 @@ from keras_het.fit.batch_ends import BatchEnds
 from keras_het.fit.model_strategy import local_replicas
 from keras_het.fit.session import Batches, FitSession, Rank, SessionCallback, StepFunction
 from keras_het.loader.host.budget import HostBudget
-from keras_het.loader.host.memory import available_memory
+from keras_het.loader.host.cpus import available_memory
 from keras_het.loader.inspection.inspection import PipelineReport, show
-from keras_het.loader.iterators.live_iterator import LiveIterator
-from keras_het.loader.iterators.metered_iterator import MeteredIterator
+from keras_het.loader.iterators.knobs import Knobs
+from keras_het.loader.iterators.live_iterator import LiveIterator, MeteredIterator
 from keras_het.loader.tuning.session import Move, TuningSession
-from keras_het.loader.tuning.settings import LoaderSettings
 from keras_het.loader.tuning.stall_meter import StallMeter
+from keras_het.planning.argument_checks import check_number, check_one_of
 from keras_het.planning.loader import LoaderController, LoaderPlan, TunerController
 
 logger = logging.getLogger("keras_het")
@@ -81,8 +82,16 @@ class LoaderTuner(SessionCallback):
         verbose: int = 0,
     ) -> None:
         super().__init__()
-        _check_arguments(controller, max_memory, nice)
-        _check_io_budget(io_budget, share_host)
+        if not callable(controller):
+            check_one_of("controller", controller, ("tuner", "fixed"), ", or a function")
+        check_number("max_memory", max_memory, above=0)
+        check_number("nice", nice, least=0, most=19)
+        check_number("io_budget", io_budget, least=1)
+        if io_budget is not None and not share_host:
+            raise ValueError(
+                "io_budget is divided among the jobs of the host. Received: "
+                f"io_budget={io_budget}, share_host=False. Leave one of them out."
+            )
         self._controller = controller
         self._max_memory = max_memory
         self._nice = nice
@@ -455,25 +464,58 @@ def _why_nothing_to_inspect(session: TuningSession | None) -> str:
     )
 
 
-def _check_arguments(
-    controller: str | Callable[..., LoaderController], max_memory: int | None, nice: int
-) -> None:
-    if not callable(controller) and controller not in ("tuner", "fixed"):
-        raise ValueError(
-            'controller must be "tuner", "fixed" or a function. '
-            f"Received: controller={controller!r}."
-        )
-    if max_memory is not None and max_memory <= 0:
-        raise ValueError(f"max_memory must be a number of bytes. Received: {max_memory}.")
-    if not 0 <= nice <= 19:
-        raise ValueError(f"nice must be from 0 to 19. Received: nice={nice}.")
+@dataclasses.dataclass(frozen=True)
+class LoaderSettings:
+    """Final settings of a tuner; `str()` of them is code to paste."""
 
+    knobs: Knobs | None
+    is_plain: bool
+    nice: int
+    observes_only: str | None
+    meter: StallMeter
+    has_prefetch: bool = True
 
-def _check_io_budget(io_budget: int | None, share_host: bool) -> None:
-    if io_budget is not None and io_budget < 1:
-        raise ValueError(f"io_budget must be 1 thread or more. Received: io_budget={io_budget}.")
-    if io_budget is not None and not share_host:
-        raise ValueError(
-            "io_budget is divided among the jobs of the host. Received: "
-            f"io_budget={io_budget}, share_host=False. Leave one of them out."
+    @property
+    def code(self) -> str:
+        """Python code that sets them without a tuner."""
+        if self.knobs is None:
+            return f"# Nothing was changed: {self.observes_only or 'no step was trained'}."
+        lines = self._plain_lines() if self.is_plain else self._builder_lines()
+        return "\n".join([self._headline(), *self._priority(), *lines])
+
+    def __str__(self) -> str:
+        return self.code
+
+    def _headline(self) -> str:
+        meter = self.meter
+        text = f"# keras_het LoaderTuner, {meter.steps} steps, "
+        return f"{text}{meter.idle_fraction:.1%} of the time waiting for data."
+
+    def _priority(self) -> list[str]:
+        if not self.nice:
+            return []
+        return [
+            f"# Measured with the loader's threads at nice {self.nice}, which no option of tf.data "
+            "sets. For them, and no moves:",
+            "# keras_het.callbacks.LoaderTuner(lambda plan, cpus: "
+            f"keras_het.planning.loader.FixedController(plan), nice={self.nice})",
+        ]
+
+    def _plain_lines(self) -> list[str]:
+        knobs = self.knobs or Knobs(1, 1, 1)
+        last = f"  # last: prefetch({knobs.prefetch})" if self.has_prefetch else ""
+        return [
+            "options = tf.data.Options()",
+            f"options.threading.private_threadpool_size = {knobs.threads}",
+            "dataset = dataset.with_options(options)" + last,
+        ]
+
+    def _builder_lines(self) -> list[str]:
+        knobs = self.knobs or Knobs(1, 1, 1)
+        values = ", ".join(
+            f"{field.name}={getattr(knobs, field.name)}" for field in dataclasses.fields(knobs)
         )
+        return [
+            f"knobs = keras_het.loader.Knobs({values})",
+            "dataset = keras_het.loader.pipeline(build, knobs)",
+        ]

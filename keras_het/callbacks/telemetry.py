@@ -17,6 +17,7 @@ from keras_het.asynchronous.exchange.participant import Participant, first_async
 from keras_het.asynchronous.exchange.push_pace import Pace
 from keras_het.fit.model_strategy import heterogeneous_strategy
 from keras_het.fit.session import FitSession, Rank, SessionCallback
+from keras_het.planning.argument_checks import check_number
 from keras_het.planning.diagnosis.recording import HARDWARE, Recording
 from keras_het.planning.diagnosis.steps import throughput
 from keras_het.planning.diagnosis.verdict import Verdict, diagnose
@@ -92,8 +93,7 @@ class Telemetry(SessionCallback):
         verbose: int = 0,
     ) -> None:
         super().__init__()
-        if keep_steps < 1:
-            raise ValueError(f"keep_steps must be 1 or more. Received: {keep_steps}.")
+        check_number("keep_steps", keep_steps, least=1)
         self._log_dir = None if log_dir is None else Path(log_dir) / _FOLDER
         self._keep_steps = keep_steps
         self._prometheus = (prometheus_port, prometheus_address)

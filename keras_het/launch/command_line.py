@@ -11,13 +11,12 @@ from types import FrameType
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.arguments import parse_arguments, worker_command
 from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to, public_addresses
-from keras_het.launch.local.display import Display
+from keras_het.launch.local.display import Display, WorkerLogs
 from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.failure_report import describe_failures, first_to_fail
 from keras_het.launch.local.line_splitter import OutputLine
 from keras_het.launch.local.local_cluster import LocalCluster
 from keras_het.launch.local.worker_environment import secret_names
-from keras_het.launch.local.worker_logs import WorkerLogs
 from keras_het.launch.local.worker_process import Stream, WorkerResult, signal_name
 
 _KEEP_LINES = 2000

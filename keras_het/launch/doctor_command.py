@@ -49,10 +49,8 @@ def run_doctor(options: argparse.Namespace) -> int:
     """Examine this machine and print the report; return the exit code."""
     # late: other commands need none of it
     from keras_het.launch.doctor.cluster_checks import other_tasks
-    from keras_het.launch.doctor.display import show
-    from keras_het.launch.doctor.examination import report_on, run_checks
-    from keras_het.launch.doctor.facts import gather
-    from keras_het.launch.doctor.findings import FAULT
+    from keras_het.launch.doctor.examination import report_on, run_checks, show
+    from keras_het.launch.doctor.facts import FAULT, gather
     from keras_het.launch.doctor.links import measure_links
 
     facts = gather(log_dir=options.log_dir)

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
-from keras_het.loader.input.claimed_pass import Claims
+from keras_het.loader.input.data_pass import Claims
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.loader.order.keras_arrays import with_order_of_epoch, with_repeatable_order
 from keras_het.planning import ReplicaLayout

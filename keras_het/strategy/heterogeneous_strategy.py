@@ -19,7 +19,7 @@ from keras_het import private_api
 from keras_het.fit.session import install_sessions
 from keras_het.keras_backend import check_keras_backend
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
-from keras_het.loader.input.claimed_pass import Claims
+from keras_het.loader.input.data_pass import Claims
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout
 from keras_het.planning.replica_layout import share_weights

@@ -14,7 +14,7 @@ from keras_het.asynchronous.hybrid.claims import GroupClaims
 from keras_het.asynchronous.hybrid.sync_group import SyncGroup
 from keras_het.asynchronous.parameter_service.sample_ledger import Stage
 from keras_het.asynchronous.rules import Delta
-from keras_het.loader.input.claimed_pass import ClaimedPass
+from keras_het.loader.input.data_pass import ClaimedPass
 
 NUM_BATCHES = 200
 

@@ -1,19 +1,16 @@
-"""Links to the leader, measured by messages: one worker at a time, without the first message."""
+"""Links to the leader, measured by messages."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 from addresses import free_address
 
-from keras_het.asynchronous.parameter_service import credential
-from keras_het.asynchronous.roles import role_measurements
+from keras_het.asynchronous.roles.measurements import measure_link_rates
+from keras_het.rpc.function_server import FunctionServer
 
-SECRET = "a secret that only tests know"
 NUM_WORKERS = 3
-SECONDS = {1: 0.5, 2: 0.25}
 
 
 class Gatherer:
@@ -34,55 +31,23 @@ class Gatherer:
         return gather
 
 
-def strategy_of(worker, gatherer):
-    return SimpleNamespace(
-        num_workers=NUM_WORKERS,
-        worker_index=worker,
-        is_chief=worker == 0,
-        extended=SimpleNamespace(gather_over_workers=gatherer.of(worker)),
-        cluster_config=SimpleNamespace(service_address=lambda: "leader:1"),
-    )
-
-
-def test_each_worker_measures_alone_and_the_leader_counts_as_the_fastest(monkeypatch):
-    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", SECRET)
-    events, gatherer = [], Gatherer()
-    server = SimpleNamespace(close=lambda: events.append("close"))
-    monkeypatch.setattr(role_measurements, "_start_server", lambda address, proof: server)
-    workers = threading.local()
-
-    def measure(address, proof):
-        events.append(f"begin {workers.index}")
-        events.append(f"end {workers.index}")
-        return SECONDS[workers.index]
+def test_all_are_told_the_same_and_the_leader_counts_as_the_fastest(logical_devices, monkeypatch):
+    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "a secret that only tests know")
+    address, gatherer = free_address(), Gatherer()
 
     def work(worker):
-        workers.index = worker
-        return role_measurements.measure_link_rates(strategy_of(worker, gatherer))
+        strategy = SimpleNamespace(
+            num_workers=NUM_WORKERS,
+            worker_index=worker,
+            is_chief=worker == 0,
+            extended=SimpleNamespace(gather_over_workers=gatherer.of(worker)),
+            cluster_config=SimpleNamespace(service_address=lambda: address),
+        )
+        return measure_link_rates(strategy)
 
-    monkeypatch.setattr(role_measurements, "_measure", measure)
     with ThreadPoolExecutor(NUM_WORKERS) as pool:
-        found = list(pool.map(work, range(NUM_WORKERS)))
-    megabyte = 1 << 20
-    assert found == [(4 * megabyte, 2 * megabyte, 4 * megabyte)] * NUM_WORKERS
-    assert events == ["begin 1", "end 1", "begin 2", "end 2", "close"]
-
-
-@pytest.fixture
-def leader(logical_devices):
-    address = free_address()
-    server = role_measurements._start_server(address, credential(SECRET.encode(), "links"))
-    yield address
-    server.close()
-
-
-def test_the_first_message_does_not_count(leader, monkeypatch):
-    times = iter([0.0, 100.0, 200.0, 201.0, 300.0, 305.0, 400.0, 402.0])
-    clock = SimpleNamespace(perf_counter=lambda: next(times))
-    monkeypatch.setattr(role_measurements, "time", clock)
-    assert role_measurements._measure(leader, credential(SECRET.encode(), "links")) == 2.0
-
-
-def test_another_secret_is_refused(leader):
-    with pytest.raises(PermissionError, match="its shared secret differs"):
-        role_measurements._measure(leader, credential(b"another secret, as long", "links"))
+        first, *others = pool.map(work, range(NUM_WORKERS))
+    assert others == [first, first]
+    leader, *rates = first
+    assert leader == max(rates) and min(rates) > 0
+    FunctionServer(address).close()  # the leader's port is free again

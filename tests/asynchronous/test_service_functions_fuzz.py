@@ -27,7 +27,6 @@ from keras_het.asynchronous.parameter_service.sample_ledger import (
     Stage,
     TrainingFacts,
 )
-from keras_het.asynchronous.roles import role_measurements
 from keras_het.asynchronous.rules import AsyncSGD, Signal
 from keras_het.rpc.admission import SECRET_VARIABLE
 from keras_het.rpc.function_client import (
@@ -37,6 +36,7 @@ from keras_het.rpc.function_client import (
 )
 from keras_het.rpc.function_server import FunctionServer
 from keras_het.rpc.gate import LONGEST_AGE_SECONDS, Gate, token
+from keras_het.rpc.links import serve_messages
 from keras_het.rpc.served_function import hello_function
 from keras_het.summation.group_size import GroupSize
 from keras_het.summation.service import SummationService
@@ -215,7 +215,10 @@ def summation_machine(address):
 
 
 def link_rates_of_a_leader(address):
-    return role_measurements._start_server(address, GOOD), []
+    server = FunctionServer(address)
+    serve_messages(server, Gate(GOOD))
+    server.start()
+    return server, []
 
 
 def variables_of(owner):

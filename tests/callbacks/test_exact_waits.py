@@ -14,7 +14,7 @@ import keras_het
 from keras_het.callbacks import LoaderTuner, loader_tuner
 from keras_het.fit import batch_ends
 from keras_het.loader.input.step_iterator import StepIterator
-from keras_het.loader.iterators import live_iterator, metered_iterator
+from keras_het.loader.iterators import live_iterator
 
 ROW, STEP = 0.010, 0.050  # what a row takes to be read, and a step without its data
 BATCH, BATCHES = 2, 5
@@ -38,7 +38,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (loader_tuner, batch_ends, live_iterator, metered_iterator):
+    for module in (loader_tuner, batch_ends, live_iterator):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import keras_het
 from keras_het.asynchronous.roles import role_choice
-from keras_het.asynchronous.roles.role_measurements import ExchangeTimes
+from keras_het.asynchronous.roles.measurements import ExchangeTimes
 from keras_het.callbacks import BatchBalancer, HybridAggregation, hybrid_aggregation
 from keras_het.strategy.measure.compute_times import CAPACITY
 

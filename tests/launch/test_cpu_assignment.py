@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_het.launch.local.cpu_assignment import CpuAssignment, assign_cpus
+from keras_het.launch.local.local_cluster import CpuAssignment, assign_cpus
 
 needs_affinity = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="this system cannot bind processes to CPUs"

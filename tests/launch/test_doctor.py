@@ -36,11 +36,20 @@ from fake_nvml import FakeNvml
 from fake_nvml import Gpu as FakeGpu
 
 from keras_het.launch.command_line import main
-from keras_het.launch.doctor import addresses, cluster_checks, facts, host_checks
-from keras_het.launch.doctor.display import show
-from keras_het.launch.doctor.examination import CHECKS, plan_of, report_on, run_checks
-from keras_het.launch.doctor.facts import EXTRAS, Facts, Gpu, count_gpu_boards, list_gpus
-from keras_het.launch.doctor.findings import FAULT, NOTE, OK, WARNING, Finding
+from keras_het.launch.doctor import addresses, cluster_checks, facts, machine_checks
+from keras_het.launch.doctor.examination import CHECKS, plan_of, report_on, run_checks, show
+from keras_het.launch.doctor.facts import (
+    EXTRAS,
+    FAULT,
+    NOTE,
+    OK,
+    WARNING,
+    Facts,
+    Finding,
+    Gpu,
+    count_gpu_boards,
+    list_gpus,
+)
 from keras_het.launch.doctor.links import Measurement
 from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts, ask_tensorflow
 
@@ -242,9 +251,9 @@ def test_a_wrong_entry_hides_what_comes_behind_it():
 
 
 def test_little_shared_memory_for_nccl(monkeypatch, tmp_path):
-    monkeypatch.setattr(host_checks, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(machine_checks, "SHARED_MEMORY", tmp_path)
     room = SimpleNamespace(free=64 * 2**20)
-    monkeypatch.setattr(host_checks.shutil, "disk_usage", lambda path: room)
+    monkeypatch.setattr(machine_checks.shutil, "disk_usage", lambda path: room)
     finding = problem(having(WITH_GPU, gpus=(A100, RTX_5080)), "shared_memory")
     assert "64 MiB" in finding.text and "--shm-size" in finding.fix
     assert is_well(WITH_GPU, "shared_memory")  # one GPU exchanges with nobody
@@ -264,7 +273,7 @@ def test_a_folder_for_logs_that_is_full_or_forbidden(monkeypatch, tmp_path):
     finding = problem(having(ALONE, log_dir=file / "logs"), "room_for_logs")
     assert finding.level == FAULT and str(file) in finding.text
     room = SimpleNamespace(free=10 * 2**20)
-    monkeypatch.setattr(host_checks.shutil, "disk_usage", lambda path: room)
+    monkeypatch.setattr(machine_checks.shutil, "disk_usage", lambda path: room)
     full = [each for each in found(having(ALONE, log_dir=tmp_path), "room_for_logs") if each.fix]
     assert [each.level for each in full] == [WARNING, WARNING]  # and that for temporary files
     assert "--log-dir" in full[0].fix and "TMPDIR" in full[1].fix

@@ -16,7 +16,7 @@ from doctor_facts import ALONE, TWO, in_cluster, tf_config
 
 from keras_het.launch.doctor import addresses, links
 from keras_het.launch.doctor.examination import report_on
-from keras_het.launch.doctor.findings import FAULT, NOTE, OK, WARNING, Finding
+from keras_het.launch.doctor.facts import FAULT, NOTE, OK, WARNING, Finding
 from keras_het.launch.doctor.links import Link, Measurement, describe_node, measure_links
 
 

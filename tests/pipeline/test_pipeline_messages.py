@@ -6,8 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_het.strategy.pipeline.step.edges import Message, Spec
-from keras_het.strategy.pipeline.step.messages import Messages
+from keras_het.strategy.pipeline.step.edges import Message, Messages, Spec
 
 
 class Transport:

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import keras_het
-from keras_het.asynchronous.roles.role_measurements import _waited
+from keras_het.asynchronous.roles.measurements import waited
 
 SLOWER = 0.2  # seconds
 
@@ -35,4 +35,4 @@ def test_who_computes_longer_waits_less(logical_devices, monkeypatch, order):
     # In some step: on a busy machine the faster replica may come late, or both wait for a core.
     assert max(waits) > SLOWER / 2 or order[0] > 0
     assert min(waits) < SLOWER / 2 or order[0] == 0
-    assert min(_waited(step, range(2)) for step in steps) < SLOWER / 2
+    assert min(waited(step, range(2)) for step in steps) < SLOWER / 2

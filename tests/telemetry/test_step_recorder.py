@@ -362,7 +362,7 @@ def test_an_error_of_fit_ends_the_thread(logical_devices, capsys):
 
 
 def test_wrong_arguments_fail_at_once():
-    with pytest.raises(ValueError, match="keep_steps must be 1 or more"):
+    with pytest.raises(ValueError, match="keep_steps must be a number of at least 1"):
         Telemetry(keep_steps=0)
 
 

@@ -15,7 +15,7 @@ from keras_het.asynchronous.exchange.model_vectors import ModelVectors
 from keras_het.asynchronous.parameter_service import FloatWire, TopKWire, Wire, credential
 from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH, TrainingFacts
 from keras_het.asynchronous.rules import ElasticAveraging, UpdateRule
-from keras_het.loader.input.claimed_pass import Claims
+from keras_het.loader.input.data_pass import Claims
 from keras_het.rpc.admission import read_secret
 from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.cluster.cluster_config import config_of

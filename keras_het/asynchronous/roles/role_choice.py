@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from keras_het.asynchronous.exchange.participant import HybridOptions, check_can_be_shared
-from keras_het.asynchronous.roles.role_measurements import measure_exchange, measure_link_rates
+from keras_het.asynchronous.roles.measurements import measure_exchange, measure_link_rates
 from keras_het.planning import ClusterSpeeds, ExchangeSettings, RolePlan, advise_roles
 from keras_het.planning.noise_scale import (
     EXPECTED_GROWTH,

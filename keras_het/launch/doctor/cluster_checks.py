@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from keras_het.launch.doctor import addresses
-from keras_het.launch.doctor.facts import Facts
-from keras_het.launch.doctor.findings import Finding, fault, note, ok, warning
+from keras_het.launch.doctor.facts import Facts, Finding, fault, note, ok, warning
 from keras_het.rpc.admission import read_secret
 from keras_het.strategy.cluster.cluster_address import places_of
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG, ClusterConfig

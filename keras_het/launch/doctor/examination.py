@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from keras_het import __version__
-from keras_het.launch.doctor import (
-    cluster_checks,
-    gpu_checks,
-    host_checks,
-    link_checks,
-    software_checks,
-)
-from keras_het.launch.doctor.facts import Facts
-from keras_het.launch.doctor.findings import FAULT, WARNING, Finding
-from keras_het.launch.doctor.links import Link, Measurement, describe_node
+from keras_het.launch.doctor import cluster_checks, gpu_checks, machine_checks
+from keras_het.launch.doctor.facts import FAULT, NOTE, OK, WARNING, Facts, Finding
+from keras_het.launch.doctor.links import Link, Measurement, describe_node, links
+from keras_het.launch.local.display import printable
 
 Check = Callable[[Facts], Iterator[Finding]]
 
 CHECKS: Mapping[str, tuple[Check, ...]] = {
     "Software": (
-        software_checks.tensorflow_import,
-        software_checks.versions,
-        software_checks.keras_backend,
-        software_checks.extras,
-        software_checks.emulation,
+        machine_checks.tensorflow_import,
+        machine_checks.versions,
+        machine_checks.keras_backend,
+        machine_checks.extras,
+        machine_checks.emulation,
     ),
     "GPUs": (
         gpu_checks.driver,
@@ -39,12 +37,12 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
         gpu_checks.gpu_order,
     ),
     "Machine": (
-        host_checks.cpu_budget,
-        host_checks.cpu_quota,
-        host_checks.memory,
-        host_checks.shared_memory,
-        host_checks.room_for_logs,
-        host_checks.public_address,
+        machine_checks.cpu_budget,
+        machine_checks.cpu_quota,
+        machine_checks.memory,
+        machine_checks.shared_memory,
+        machine_checks.room_for_logs,
+        machine_checks.public_address,
     ),
     "Cluster": (
         cluster_checks.tf_config,
@@ -117,7 +115,7 @@ def report_on(
     facts: Facts, sections: Mapping[str, tuple[Finding, ...]], measurement: Measurement
 ) -> Report:
     """Return the report."""
-    found = tuple(_named(LINKS.lower(), link_checks.links(facts, measurement)))
+    found = tuple(_named(LINKS.lower(), links(facts, measurement)))
     return Report(
         facts, {**sections, **({LINKS: found} if found else {})}, measurement.links, plan_of(facts)
     )
@@ -147,3 +145,55 @@ def plan_of(facts: Facts) -> str:
 def _named(name: str, found: Iterable[Finding]) -> Iterator[Finding]:
     for finding in found:
         yield dataclasses.replace(finding, check=name)
+
+
+_STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", FAULT: "bold red"}
+_NO_END = 100_000
+"""Width of lines that something else than a terminal reads: none is broken."""
+
+
+def show(report: Report, stream: TextIO) -> None:
+    """Print a report, in colour and in lines that fit on a terminal."""
+    console = Console(file=stream, highlight=False)
+    if not console.is_terminal:
+        console.width = _NO_END
+    with console.capture() as rendered:
+        _print(report, console)
+    # cells are filled with spaces up to the width of their column
+    text = "\n".join(line.rstrip() for line in rendered.get().splitlines()) + "\n"
+    stream.write(printable(text, stream))
+    stream.flush()
+
+
+def _print(report: Report, console: Console) -> None:
+    facts = report.facts
+    machine = f" ({facts.processor})" if facts.processor else ""
+    console.print(Text.assemble(("keras-het doctor", "bold"), f" on {facts.host}{machine}"))
+    for heading, findings in report.sections.items():
+        if findings:
+            console.print()
+            console.print(Text(heading, style="bold"))
+            console.print(_table(findings))
+    console.print()
+    console.print(Text.assemble(("keras_het would: ", "bold"), report.plan))
+    console.print(_verdict(report))
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=len(WARNING), no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        table.add_row(Text(finding.level, style=_STYLES[finding.level]), Text(finding.text))
+        if finding.fix:
+            table.add_row("", Text.assemble(("fix: ", "bold"), finding.fix))
+    return table
+
+
+def _verdict(report: Report) -> Text:
+    faults, warnings = report.count(FAULT), report.count(WARNING)
+    if faults:
+        return Text(f"Training would fail: faults: {faults}, warnings: {warnings}.", "bold red")
+    if warnings:
+        return Text(f"Training would run; warnings: {warnings}.", "yellow")
+    return Text("All is well.", "green")

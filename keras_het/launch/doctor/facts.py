@@ -1,4 +1,4 @@
-"""What is on this machine: gathered once, judged by the checks."""
+"""What is on this machine, gathered once, and what a check may find in it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,46 @@ from keras_het.telemetry.hardware import processor_name
 from keras_het.telemetry.host_values import HostValues
 from keras_het.telemetry.nvml import Nvml, NvmlMissingError
 from keras_het.usable_cpus import own_cpus, usable_cpus
+
+OK, NOTE, WARNING, FAULT = "ok", "note", "warning", "fault"
+LEVELS = (OK, NOTE, WARNING, FAULT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that is right or wrong."""
+
+    level: str
+    text: str
+    fix: str = ""
+    check: str = ""
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ValueError(f"Received: level={self.level!r}; expected one of {LEVELS}.")
+        if self.level in (WARNING, FAULT) and not self.fix:
+            raise ValueError(f"A problem needs a fix. Received none for {self.text!r}.")
+
+
+def ok(text: str) -> Finding:
+    """Return that something is right."""
+    return Finding(OK, text)
+
+
+def note(text: str, fix: str = "") -> Finding:
+    """Return what is good to know."""
+    return Finding(NOTE, text, fix)
+
+
+def warning(text: str, fix: str) -> Finding:
+    """Return what makes training slower than it could be."""
+    return Finding(WARNING, text, fix)
+
+
+def fault(text: str, fix: str) -> Finding:
+    """Return what makes training fail."""
+    return Finding(FAULT, text, fix)
+
 
 _PCI = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY_CLASSES = "0x10de", ("0x0300", "0x0302")

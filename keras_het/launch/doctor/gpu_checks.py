@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from keras_het.launch.doctor.facts import Facts, Gpu
-from keras_het.launch.doctor.findings import Finding, note, ok, warning
+from keras_het.launch.doctor.facts import Facts, Finding, Gpu, note, ok, warning
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER, FIXED_ORDER = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import collections
+import functools
 import json
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,13 +23,12 @@ from keras_het.rpc.admission import (
 from keras_het.rpc.function_client import FunctionClient, NoAnswerError
 from keras_het.rpc.function_server import FunctionServer, ServerStartError
 from keras_het.rpc.gate import Gate
-from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES
+from keras_het.rpc.links import measure_link, send_message, serve_messages
 
 _STATUS = tf.TensorSpec([], tf.int32)
 _DESCRIPTION = (_STATUS, tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.float64))
 _CALL_SECONDS = 10.0
-_CONNECTIONS, _CALLS, _MESSAGES, _IN_FLIGHT = 5, 20, 64, 4
-_SENDING_SECONDS = 2.0
+_CONNECTIONS = 5
 _POLL_SECONDS = 0.1
 
 
@@ -45,10 +43,6 @@ class Desk:
         def describe() -> Any:
             return tf.constant(int(Status.OK)), tf.constant(text), tf.timestamp()
 
-        @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)], autograph=False)
-        def take(message: Any) -> Any:
-            return tf.constant(int(Status.OK)) + 0 * tf.size(message)
-
         @tf.function(input_signature=[tf.TensorSpec([], tf.int32)], autograph=False)
         def finish(index: Any) -> Any:
             is_it = tf.cast(tf.equal(tf.range(num_tasks), index), tf.int32)
@@ -56,8 +50,9 @@ class Desk:
             return tf.constant(int(Status.OK))
 
         self._server = FunctionServer(address)
-        for name, function in (("describe", describe), ("take", take), ("finish", finish)):
-            self._server.register(name, function, Gate(key))
+        self._server.register("describe", describe, Gate(key))
+        self._server.register("finish", finish, Gate(key))
+        serve_messages(self._server, Gate(key))
         self._server.start()
 
     def serve_until(self, answered: Sequence[int], deadline: float, to_the_end: bool) -> None:
@@ -87,8 +82,7 @@ def measure(address: str, key: bytes, own_index: int) -> dict[str, Any]:
         return {**connected, "refused": True}
     ahead = float(theirs) - time.time()
     try:
-        calls = [_seconds_of_call(client) for _ in range(_CALLS)]
-        speed = _bytes_per_second(client)
+        link = measure_link(functools.partial(send_message, client))
         client.ask("finish", [tf.constant(own_index)], _STATUS)
     except NoAnswerError:
         return connected
@@ -97,34 +91,11 @@ def measure(address: str, key: bytes, own_index: int) -> dict[str, Any]:
         "reached": LISTENS,
         "answers": True,
         "latency_seconds": min(filter(None, [*connections, seconds])),
-        "call_seconds": statistics.median(calls),
-        "bytes_per_second": speed,
+        "call_seconds": 2 * link.latency_seconds,
+        "bytes_per_second": link.bytes_per_second,
         "clock_ahead_seconds": ahead,
         "node": json.loads(text.numpy()),
     }
-
-
-def _seconds_of_call(client: FunctionClient) -> float:
-    started = time.perf_counter()
-    client.ask("describe", [], _DESCRIPTION)
-    return time.perf_counter() - started
-
-
-def _bytes_per_second(client: FunctionClient) -> float:
-    # what training sends; TensorFlow packs bytes one by one, at a twentieth of the speed
-    message = tf.zeros([LARGEST_MESSAGE_BYTES // 4])
-    under_way: collections.deque[Any] = collections.deque()
-    client.ask("take", [message], _STATUS)  # the first one traces
-    started, sent = time.perf_counter(), 0
-    while sent < _MESSAGES and time.perf_counter() - started < _SENDING_SECONDS:
-        if len(under_way) == _IN_FLIGHT:
-            client.value(under_way.popleft())
-        under_way.append(client.call("take", [message], _STATUS))
-        sent += 1
-    # all are waited for: TensorFlow crashes if a client goes before its answers
-    for answer in under_way:
-        client.value(answer)
-    return sent * LARGEST_MESSAGE_BYTES / (time.perf_counter() - started)
 
 
 def credential_of(cluster: Mapping[str, Any]) -> bytes:

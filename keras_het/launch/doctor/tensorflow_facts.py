@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -14,9 +15,7 @@ from typing import Any
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG
 
-_PROGRAM = "keras_het.launch.doctor.tensorflow_program"
 _LONGEST_SECONDS = 300.0
-_HIDDEN = (TF_CONFIG,)
 # The last line of a broken import says what broke; these say what to do about it.
 _FIXES = {
     r"No module named '?(tensorflow|keras)'?$": "Install TensorFlow and Keras in this environment: "
@@ -61,22 +60,13 @@ def ask_tensorflow(
     environ: Mapping[str, str], timeout_seconds: float = _LONGEST_SECONDS
 ) -> TensorFlowFacts:
     """Import TensorFlow in a process of its own and ask it."""
-    given = {name: value for name, value in environ.items() if name not in _HIDDEN}
     fixed = {
-        KERAS_BACKEND: NEEDED_BACKEND,  # another one may not even be installed
         "TF_CPP_MIN_LOG_LEVEL": "0",  # why a GPU is left out is information only
         "TF_FORCE_GPU_ALLOW_GROWTH": "true",
         "PYTHONUNBUFFERED": "1",
     }
     try:
-        ended = subprocess.run(
-            [sys.executable, "-m", _PROGRAM],
-            env={**given, **fixed},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_seconds,
-        )
+        ended = run_program(__name__, {**environ, **fixed}, timeout_seconds)
     except subprocess.TimeoutExpired:
         text = f"TensorFlow was not imported within {timeout_seconds:g} s."
         fix = "See whether the disk that Python's packages are on, often a network's, is slow."
@@ -87,6 +77,22 @@ def ask_tensorflow(
     for name in ("kernels", "gpus"):
         answer[name] = tuple(answer[name])
     return TensorFlowFacts(**answer, log=_about_gpus(ended.stderr))
+
+
+def run_program(
+    module: str, environ: Mapping[str, str], timeout_seconds: float, request: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a module of the doctor in a process that may fail, and that joins no cluster."""
+    given = {name: value for name, value in environ.items() if name != TF_CONFIG}
+    return subprocess.run(
+        [sys.executable, "-m", module],
+        input=request,
+        env={**given, KERAS_BACKEND: NEEDED_BACKEND},  # another one may not even be installed
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_seconds,
+    )
 
 
 def say(answer: Mapping[str, Any]) -> None:
@@ -119,3 +125,40 @@ def _about_gpus(stderr: str) -> str:
     lines = [re.sub(r"^.*?\b[\w./]+\.cc:\d+\] ", "", line) for line in stderr.splitlines()]
     words = re.compile(r"gpu|cuda|cudnn|dlopen", re.IGNORECASE)
     return "\n".join(dict.fromkeys(line for line in lines if words.search(line)))
+
+
+def main() -> None:
+    """Import TensorFlow and Keras, and print what they are built for and what they see."""
+    import keras
+    import tensorflow as tf
+
+    build = dict(tf.sysconfig.get_build_info())
+    listed = tf.config.list_physical_devices("GPU")
+    say(
+        {
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+            "cuda": str(build.get("cuda_version", "")) if build.get("is_cuda_build") else "",
+            "cudnn": str(build.get("cudnn_version", "")),
+            "kernels": list(build.get("cuda_compute_capabilities", [])),
+            "gpus": [_product(tf, device) for device in listed],
+            "replicas": _used(tf) if listed else 0,
+        }
+    )
+
+
+def _product(tf: Any, device: Any) -> str:
+    with contextlib.suppress(Exception):  # a name is not worth an end
+        return str(tf.config.experimental.get_device_details(device).get("device_name", ""))
+    return ""
+
+
+def _used(tf: Any) -> int:
+    """Number of GPUs of which TensorFlow makes devices; it says in its log why not of others."""
+    with contextlib.suppress(RuntimeError, tf.errors.OpError):
+        return len(tf.config.list_logical_devices("GPU"))
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,10 @@
 """Display of the workers' output: each line after `[worker N]`."""
 
+import contextlib
 import os
+import sys
 import threading
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -108,14 +111,17 @@ class Display:
             with console.capture() as rendered:
                 console.print(text, end="")
             text = rendered.get()
-        # a character that the terminal cannot show must not end the thread that reads the output
-        encoding = getattr(console.file, "encoding", None) or "utf-8"
-        output = (before + text + after).encode(encoding, "replace").decode(encoding)
         try:
-            console.file.write(output)
+            console.file.write(printable(before + text + after, console.file))
             console.file.flush()
         except OSError:
             _discard(console.file)
+
+
+def printable(text: str, stream: object) -> str:
+    """Replace characters that a stream's encoding has not: an error would end who writes it."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
 
 
 def _discard(stream: object) -> None:
@@ -126,3 +132,55 @@ def _discard(stream: object) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, fileno())
     os.close(nowhere)
+
+
+class WorkerLogs:
+    """Log `worker-N.log` of each worker: both streams, in the order in which lines arrive."""
+
+    def __init__(self, directory: Path, num_workers: int, label: str | None = None) -> None:
+        self._lock = threading.Lock()
+        self._failed: set[int] = set()
+        self._files: list[TextIO] = []
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for index in range(num_workers):
+                path = directory / f"worker-{index}.log"
+                self._files.append(path.open("w", encoding="utf-8", buffering=1))
+        except OSError as error:
+            raise ValueError(
+                f"The workers' logs cannot be written to {str(directory)!r}: {error}. Give a "
+                "--log-dir where you may create files."
+            ) from error
+        for file in self._files:
+            file.write(f"{label}\n" if label else "")
+
+    def write(self, worker_index: int, stream: Stream, line: OutputLine) -> None:
+        """Write one line, without colours; overwritten states of progress bars are omitted.
+
+        After an error, for example because of a full disk, nothing more is written to that file.
+        The thread that reads the worker's output continues: a worker with a full pipe would stall.
+        """
+        del stream
+        if not line.is_final:
+            return
+        with self._lock:
+            file = self._files[worker_index]
+            if file.closed or worker_index in self._failed:
+                return
+            try:
+                file.write(strip_ansi(line.text) + "\n")
+            except OSError as error:
+                self._failed.add(worker_index)
+                sys.stderr.write(
+                    f"[keras-het] {file.name} is not written any more: {error}. Training goes on; "
+                    "make room, or give another --log-dir the next time.\n"
+                )
+
+    def __enter__(self) -> "WorkerLogs":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            for file in self._files:
+                with contextlib.suppress(OSError):
+                    file.close()

@@ -1,4 +1,4 @@
-"""Idle CPUs among those that this process may use."""
+"""CPUs that are idle, and memory that is available, to this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from keras_het.cgroups import CGROUPS, controller_folders, cpu_seconds_of
+from keras_het.cgroups import CGROUPS, controller_folders, cpu_seconds_of, memory_of
 from keras_het.usable_cpus import own_cpus, own_quotas, quota_of, usable_cpus
 
 __all__ = ["IdleCpus", "own_cpus", "own_quotas", "usable_cpus"]
@@ -57,3 +57,16 @@ def busy_and_idle_seconds(cpus: frozenset[int]) -> tuple[float, float]:
     busy = sum(getattr(entry, name, 0.0) for entry in chosen for name in names)
     # a CPU whose threads wait for the disk is free
     return busy, sum(entry.idle + getattr(entry, "iowait", 0.0) for entry in chosen)
+
+
+def available_memory(cgroups: Path = CGROUPS, membership: Path | None = None) -> int:
+    """Return the available bytes: of the host, bounded by what the limits of the cgroups leave.
+
+    Files that the kernel caches in memory and no process uses count as available.
+    """
+    available = int(psutil.virtual_memory().available)
+    for folder in controller_folders("memory", cgroups, membership):
+        bounds = memory_of(folder)
+        if bounds is not None:
+            available = min(available, max(bounds[0] - bounds[1], 0))
+    return available

@@ -72,7 +72,6 @@ def _without_bounds(jobs: Mapping[str, JobModel], total: float) -> dict[str, flo
     return {name: max(part + spare, _FEWEST_CPUS) for name, part in zip(jobs, parts, strict=True)}
 
 
-_UNKNOWN = "unknown"
 _LARGEST = 1e15
 """More than any count, or time in seconds since 1970."""
 _MOST_READERS = 1024
@@ -88,7 +87,7 @@ class Entry:
     cpu_set: frozenset[int]
     reading: ReadingNeed | None = None
     io_budget: int | None = None
-    quotas: Mapping[str, float] | None = None
+    quotas: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not (self.cpus > 0 and self.cpu_set):
@@ -102,18 +101,8 @@ class Entry:
             "cpu_set": sorted(self.cpu_set),
             "reading": None if self.reading is None else dataclasses.asdict(self.reading),
             "io_budget": self.io_budget,
-            "quotas": None if self.quotas is None else dict(self.quotas),
+            "quotas": dict(self.quotas),
         }
-
-    @property
-    def known_quotas(self) -> Mapping[str, float]:
-        """Its quotas; all jobs with unknown quotas are assumed to share one.
-
-        `_bounds` makes them share those of every other group too.
-        """
-        if self.quotas is not None:
-            return self.quotas
-        return {_UNKNOWN: self.cpus} if self.cpus < len(self.cpu_set) else {}
 
 
 def entry_of(values: Any, path: Path) -> Entry | None:
@@ -127,7 +116,7 @@ def entry_of(values: Any, path: Path) -> Entry | None:
             cpu_set,
             None if reading is None else ReadingNeed(**_numbers(reading)),
             None if io_budget is None else int(_number(io_budget, least=1)),
-            _quotas_of(values.get("quotas")),
+            _quotas_of(values["quotas"]),
         )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         ignore(path, error, "an entry of another job")
@@ -145,10 +134,7 @@ def _numbers(values: Any) -> dict[str, float]:
     return {name: _number(value) for name, value in values.items()}
 
 
-def _quotas_of(values: Any) -> dict[str, float] | None:
-    """Parse a job's quotas; earlier versions did not write them."""
-    if values is None:
-        return None
+def _quotas_of(values: Any) -> dict[str, float]:
     quotas = {str(group): float(quota) for group, quota in values.items()}
     if not all(0.0 < quota < math.inf for quota in quotas.values()):
         raise ValueError(f"quotas above 0 were expected, received: {quotas}")
@@ -189,16 +175,10 @@ def readers_of(name: str, entries: Mapping[str, Entry], now: float) -> int | Non
 def _bounds(jobs: Mapping[str, Entry]) -> list[Bound]:
     """Return each job's bound, and the joint bounds of the cgroups with quotas."""
     bounds = [Bound(frozenset({name}), entry.cpus) for name, entry in jobs.items()]
-    for group in sorted({group for entry in jobs.values() for group in entry.known_quotas}):
-        quotas = {
-            name: entry.known_quotas[group]
-            for name, entry in jobs.items()
-            if group in entry.known_quotas
-        }
-        # An earlier version reports no groups; most jobs of a user are in one.
-        unknown = {name for name, entry in jobs.items() if _UNKNOWN in entry.known_quotas}
+    for group in sorted({group for entry in jobs.values() for group in entry.quotas}):
+        quotas = {name: e.quotas[group] for name, e in jobs.items() if group in e.quotas}
         # they differ if it was changed meanwhile
-        bounds.append(Bound(frozenset(unknown.union(quotas)), max(quotas.values())))
+        bounds.append(Bound(frozenset(quotas), max(quotas.values())))
     return bounds
 
 

@@ -1,17 +1,30 @@
-"""A pass over the data that can be rewound after a look at its first element."""
+"""Passes over the data: rewound after a look at the first element, cut, or claimed from others."""
 
 from __future__ import annotations
 
 import abc
+import collections
 import contextlib
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
+import numpy as np
+import tensorflow as tf
+
+from keras_het.loader.host.threads import LoaderThreads
+from keras_het.loader.iterators.handover import hand_over
+from keras_het.loader.iterators.held_iterator import HeldIterator, release
 from keras_het.loader.nested import Batch
+from keras_het.loader.order import rows
+from keras_het.loader.order.rows import count_bytes
 from keras_het.planning.bounded_shares import IntArray
+from keras_het.planning.replica_layout import ReplicaLayout
+from keras_het.planning.shares import apportion
 
 Element: TypeAlias = tuple[list[Batch], IntArray]
 """Batches of the local replicas, and int64 sizes of shape [num_replicas]."""
+
+Weights = Callable[[], Sequence[float]]
 
 
 class DataPass(abc.ABC):
@@ -94,3 +107,202 @@ class DataPass(abc.ABC):
     @abc.abstractmethod
     def _free(self) -> None:
         """Release the resources of the pass; called once."""
+
+
+class SlicedPass(DataPass):
+    """A pass that runs the user's pipeline unchanged and cuts each batch on request.
+
+    A cut shares the batch's memory, so it costs the same whatever the size of the rows.
+    """
+
+    def __init__(
+        self,
+        pipeline: tf.data.Dataset,
+        layout: ReplicaLayout,
+        weights: Weights,
+        lookahead: int,
+        *,
+        number: int,
+        first_step: int,
+        num_steps: int,
+        wants_fingerprint: bool,
+        keep_alive: object,
+    ) -> None:
+        super().__init__(number, first_step, num_steps)
+        self._layout = layout
+        self._weights = weights
+        self._wants_fingerprint = wants_fingerprint
+        self._read = collections.deque(tuple(weights()) for _ in range(lookahead))
+        self.batch_bytes = 0
+        self._latest: tuple[tuple[tuple[float, ...], int], IntArray, tf.Tensor] | None = None
+        self._first_batch: Batch = None
+        self._iterator = HeldIterator(pipeline, keep_alive)
+
+    @property
+    def iterator(self) -> tf.data.Iterator:
+        """The `tf.data.Iterator` that provides its steps."""
+        return self._iterator.iterator
+
+    @property
+    def threads(self) -> LoaderThreads | None:
+        """Threads of the pipeline's own pool, None if it has none."""
+        return self._iterator.threads
+
+    def move_to(
+        self,
+        pipeline: tf.data.Dataset,
+        keep_alive: object,
+        prepared: tf.data.Iterator | None = None,
+    ) -> None:
+        """Continue in another pipeline, keeping the buffered elements."""
+        old = self._iterator.iterator
+        new = hand_over(old, pipeline, prepared)
+        self._iterator = HeldIterator(pipeline, keep_alive, new)
+        release(old)
+
+    def _produce(self) -> Element:
+        self._read.append(tuple(self._weights()))
+        weights = self._read.popleft()
+        batch = self._iterator.read()
+        if not self.batch_bytes:
+            self.batch_bytes = count_bytes(batch)
+        if self.delivered == 0 and self._wants_fingerprint:
+            self.fingerprint = int(rows.hash_rows(batch))
+        self._first_batch = batch if self.delivered == 0 else None
+        return self._cut(batch, weights)
+
+    def cut_first_again(self) -> bool:
+        """Cut the first batch by the present weights, which count from there on."""
+        weights = tuple(self._weights())
+        self._read = collections.deque(weights for _ in self._read)
+        if self._first is not None:
+            self._first = self._cut(self._first_batch, weights)
+        return True
+
+    def _cut(self, batch: Batch, weights: tuple[float, ...]) -> Element:
+        total = rows.count_rows_eagerly(batch)
+        if self._latest is None or self._latest[0] != (weights, total):
+            # most steps have the shares of the step before
+            sizes = self._sizes(total, weights)
+            self._latest = ((weights, total), sizes, tf.constant(sizes))
+        _, sizes, cuts = self._latest
+        if self._layout.num_replicas == 1:
+            return [batch], sizes
+        local = self._layout.local_replicas
+        return rows.cut_eagerly(batch, cuts)[local.start : local.stop], sizes
+
+    def _sizes(self, total: int, weights: tuple[float, ...]) -> IntArray:
+        if len(weights) != self._layout.num_replicas:
+            raise ValueError(
+                f"Expected one weight for each of the {self._layout.num_replicas} replicas. "
+                f"Received: {list(weights)}."
+            )
+        return np.asarray(apportion(total, weights), np.int64)
+
+    def _free(self) -> None:
+        self._iterator.release(lambda: None)
+
+
+class Claims(Protocol):
+    """Decisions, batch by batch in order, on which ones belong to this process."""
+
+    @property
+    def passes_before(self) -> tuple[bool, ...]:
+        """Passes over the data before this one, for each whether it was iterated.
+
+        They determine the order of samples, and are the same on all workers that share the pass.
+        """
+
+    @property
+    def num_parts(self) -> int:
+        """Steps that one of the batches is cut into."""
+
+    @property
+    def left_over(self) -> collections.deque[Element]:
+        """Steps of own batches that are still to be delivered.
+
+        A pass begins with them, and leaves in it what it does not get to: Keras may end its epoch
+        in the middle of a batch.
+        """
+
+    def is_known(self, batch: int) -> bool:
+        """Tell whether the owner of this batch is known already."""
+
+    def owns(self, batch: int) -> bool:
+        """Tell whether a batch belongs to this process; may wait for the answer."""
+
+    def is_over(self, batch: int) -> bool:
+        """Tell whether this batch and all later ones belong to others."""
+
+
+class BatchSource(Protocol):
+    """Source of the global batches of a pass, one by one, cut if they are wanted."""
+
+    def order(self, wanted: bool) -> None:
+        """Announce whether the next unannounced batch will be wanted."""
+
+    def read(self) -> Element | None:
+        """Return the next batch, cut for the local replicas, None if it was not wanted."""
+
+    def close(self) -> None:
+        """End the pass."""
+
+
+class ClaimedPass(DataPass):
+    """A pass that delivers the batches of this process and skips the others.
+
+    A batch may be delivered in several parts, each a separate step, for a worker with less memory
+    or patience than the sync group.
+    """
+
+    def __init__(self, source: BatchSource, claims: Claims, lookahead: int, number: int) -> None:
+        super().__init__(number, first_step=0, num_steps=-1)
+        self._source = source
+        self._claims = claims
+        self._lookahead = lookahead
+        self._announced: collections.deque[bool] = collections.deque()
+        self._next = 0
+        self._parts = claims.left_over
+
+    def _produce(self) -> Element:
+        while not self._parts:
+            self._announce()
+            if not self._announced:
+                raise StopIteration
+            self._announced.popleft()
+            element = self._source.read()
+            if element is not None:
+                self._parts.extend(split_element(element, self._claims.num_parts))
+        return self._parts.popleft()
+
+    def _announce(self) -> None:
+        """Announce the next batch, and those after it whose owner is known."""
+        while len(self._announced) <= self._lookahead and not self._claims.is_over(self._next):
+            if self._announced and not self._claims.is_known(self._next):
+                return
+            wanted = self._claims.owns(self._next)
+            if not wanted and self._claims.is_over(self._next):
+                return
+            if not self._claims.is_known(self._next):  # skipping it would lose it
+                raise RuntimeError(
+                    f"Batch {self._next} was asked for before it was known whose it is. Expected: "
+                    "at most `steps_per_execution` steps between two calls of "
+                    "`HybridAggregation.on_train_batch_end`. Iterate the data by `fit` only."
+                )
+            self._announced.append(wanted)
+            self._source.order(wanted)
+            self._next += 1
+
+    def _free(self) -> None:
+        self._source.close()
+
+
+def split_element(element: Element, num_parts: int) -> list[Element]:
+    """Cut a batch for num_parts * n replicas into steps of n replicas; empty ones are left out."""
+    batches, sizes = element
+    each = len(sizes) // num_parts
+    parts = [
+        (batches[first : first + each], np.asarray(sizes[first : first + each]))
+        for first in range(0, len(sizes), each)
+    ]
+    return [part for part in parts if part[1].sum()] if num_parts > 1 else [element]

@@ -11,9 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.input.data_pass import DataPass, Element
+from keras_het.loader.input.data_pass import DataPass, Element, Weights
 from keras_het.loader.input.distributed_steps import DistributedSteps
-from keras_het.loader.input.pipeline_pass import Weights
 from keras_het.loader.input.step_iterator import Wrap
 from keras_het.loader.nested import Batch
 from keras_het.loader.order import rows

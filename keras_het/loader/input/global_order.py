@@ -11,9 +11,21 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.input.batch_sources import PipelineSource, SlicedSource, repeated
-from keras_het.loader.input.claimed_pass import BatchSource, ClaimedPass, Claims
-from keras_het.loader.input.data_pass import DataPass
+from keras_het.loader.input.batch_sources import (
+    PipelineSource,
+    SlicedSource,
+    recall,
+    remember,
+    repeated,
+)
+from keras_het.loader.input.data_pass import (
+    BatchSource,
+    ClaimedPass,
+    Claims,
+    DataPass,
+    SlicedPass,
+    Weights,
+)
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.loader.input.local_pipeline import (
     build_local_pipeline,
@@ -21,10 +33,8 @@ from keras_het.loader.input.local_pipeline import (
     whole_batches,
 )
 from keras_het.loader.input.order_tuning import OrderTuning
-from keras_het.loader.input.pipeline_pass import PipelinePass, Weights
-from keras_het.loader.input.sliced_pass import SlicedPass
+from keras_het.loader.input.pipeline_pass import PipelinePass
 from keras_het.loader.input.step_iterator import Wrap
-from keras_het.loader.iterators.source_memory import recall, remember
 from keras_het.loader.nested import Spec
 from keras_het.loader.order import rows
 from keras_het.loader.order.content import describe_content
@@ -33,6 +43,7 @@ from keras_het.loader.order.pass_counter import Pass
 from keras_het.loader.order.pipeline_form import PipelineForm
 from keras_het.loader.order.replay import advance, fresh_copy, nests_shuffles, starts_once
 from keras_het.loader.order.share_queue import ShareQueue
+from keras_het.planning.argument_checks import check_number
 from keras_het.planning.replica_layout import ReplicaLayout
 
 logger = logging.getLogger("keras_het")
@@ -378,10 +389,8 @@ def _check_arguments(
             f"dataset must be a tf.data.Dataset. Received: {dataset!r} of type {type(dataset)}. "
             "Arrays can be given to fit directly, or made one by Dataset.from_tensor_slices."
         )
-    if global_batch_size is not None and global_batch_size < 1:
-        raise ValueError(f"global_batch_size must be 1 or more. Received: {global_batch_size}.")
-    if lookahead < 0:
-        raise ValueError(f"lookahead must be zero or more steps. Received: {lookahead}.")
+    check_number("global_batch_size", global_batch_size, least=1)
+    check_number("lookahead", lookahead, least=0)
 
 
 def _keep_idle(

@@ -9,11 +9,9 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from keras_het.loader.input.data_pass import DataPass
+from keras_het.loader.input.data_pass import DataPass, SlicedPass
 from keras_het.loader.input.local_pipeline import global_batches
-from keras_het.loader.input.next_pipeline import NextPipeline
-from keras_het.loader.input.pipeline_pass import PipelinePass
-from keras_het.loader.input.sliced_pass import SlicedPass
+from keras_het.loader.input.pipeline_pass import NextPipeline, PipelinePass
 from keras_het.loader.iterators.handover import HandoverError
 from keras_het.loader.iterators.knobs import Knobs
 from keras_het.loader.order.pipeline_form import PipelineForm

@@ -12,13 +12,11 @@ import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host.threads import LoaderThreads
-from keras_het.loader.input.claimed_pass import ClaimedPass
+from keras_het.loader.input.data_pass import ClaimedPass, SlicedPass
 from keras_het.loader.input.knob_change import JoiningPreparation, KnobChange, SlicedPreparation
 from keras_het.loader.input.local_pipeline import whole_batches
 from keras_het.loader.input.pipeline_pass import PipelinePass
-from keras_het.loader.input.sliced_pass import SlicedPass
-from keras_het.loader.inspection.inspection import PipelineReport, read_report
-from keras_het.loader.inspection.kept_reports import with_own_rows_named
+from keras_het.loader.inspection.inspection import PipelineReport, read_report, with_own_rows_named
 from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline, prefetch_size
 from keras_het.loader.iterators.handover import HandoverError, difference, has_memory_cache, why_not
 from keras_het.loader.iterators.knobs import Knobs

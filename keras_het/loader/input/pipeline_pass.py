@@ -8,15 +8,53 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from keras_het.loader.host.threads import LoaderThreads
-from keras_het.loader.input.data_pass import DataPass, Element
-from keras_het.loader.input.next_pipeline import NextPipeline
+from keras_het.loader.input.data_pass import DataPass, Element, Weights
 from keras_het.loader.iterators.held_iterator import HeldIterator
 from keras_het.loader.order.share_queue import ShareQueue
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-Weights = Callable[[], Sequence[float]]
+
+class NextPipeline:
+    """A pipeline that catches up with a running pass, without work for own rows only."""
+
+    def __init__(
+        self,
+        pipeline: tf.data.Dataset,
+        orders: ShareQueue,
+        num_replicas: int,
+        position: int,
+        keep_alive: object,
+        adopt: Callable[[], None],
+    ) -> None:
+        self.orders = orders
+        self.position = position
+        self._nobody = (0.0,) * num_replicas
+        self._adopt = adopt
+        self.iterator = HeldIterator(pipeline, keep_alive)
+        _alive.add(self)
+
+    def skip(self, expected_rows: int) -> None:
+        """Skip one global batch without using any of its rows."""
+        self.orders.put(self._nobody, expected_rows, False)
+        self.iterator.read()
+        self.position += 1
+
+    def come_into_effect(self) -> None:
+        """Take effect; called by the run that continues in this pipeline."""
+        _alive.discard(self)
+        self._adopt()
+
+    def abandon(self) -> None:
+        """Let its threads end, at the end of the process."""
+        self.orders.close()
+
+    def drop(self) -> None:
+        """End a pipeline that is no longer needed."""
+        _alive.discard(self)
+        self.orders.close()
+        self.iterator.release(lambda: None)
 
 
 class PipelinePass(DataPass):
@@ -151,7 +189,7 @@ def _nothing() -> None:
     pass
 
 
-_alive: weakref.WeakSet[PipelinePass] = weakref.WeakSet()
+_alive: weakref.WeakSet[NextPipeline | PipelinePass] = weakref.WeakSet()
 
 
 @atexit.register

@@ -1,4 +1,4 @@
-"""Rows of a batch structure inside a pipeline: count, cut, split and hash them."""
+"""Rows of a batch structure: count, cut, split and hash them, and how many bytes they take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from keras_het.loader.nested import Batch, Leaf, Rows, Spec
+from keras_het.loader.nested import Batch, Leaf, Rows, Spec, StepInput
 
 _Same = TypeVar("_Same", bound=Batch)
 
@@ -157,3 +157,27 @@ def _concat_leaves(leaves: tuple[Leaf, ...]) -> Leaf:
     if isinstance(leaves[0], tf.SparseTensor):
         return tf.sparse.concat(0, list(leaves), expand_nonconcat_dims=True)
     return tf.concat(list(leaves), 0) if is_sliceable(leaves[0]) else leaves[0]
+
+
+_BYTES_OF_A_STRING = 24
+"""TensorFlow's overhead for each string, in addition to its characters."""
+
+
+def count_bytes(batch: StepInput) -> int:
+    """Size of a batch's tensors: dense, ragged and sparse ones, strings, and those in Optionals."""
+    return sum(_bytes_of(leaf) for leaf in tf.nest.flatten(batch))
+
+
+def _bytes_of(leaf: Leaf) -> int:
+    if isinstance(leaf, tf.experimental.Optional):
+        return count_bytes(leaf.get_value()) if leaf.has_value() else 0
+    parts = tf.nest.flatten(leaf, expand_composites=True)
+    return sum(_bytes_of_tensor(part) for part in parts if isinstance(part, tf.Tensor))
+
+
+def _bytes_of_tensor(tensor: tf.Tensor) -> int:
+    elements = int(tensor.shape.num_elements() or 0)
+    if tensor.dtype == tf.string:
+        characters = tf.reduce_sum(tf.cast(tf.strings.length(tensor), tf.int64))
+        return elements * _BYTES_OF_A_STRING + int(characters)
+    return 0 if tensor.dtype == tf.variant else elements * int(tensor.dtype.size)

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.host.budget import HostBudget
-from keras_het.loader.host.cpu_part import CpuPart
+from keras_het.loader.host.budget import CpuPart, HostBudget
 from keras_het.loader.host.cpus import usable_cpus
 from keras_het.loader.host.priority import LoaderPriority
-from keras_het.loader.host.sums import HostSums
-from keras_het.loader.host.threads import LoaderThreads, threads_of
+from keras_het.loader.host.threads import HostSums, LoaderThreads, threads_of
 from keras_het.loader.input.knob_change import KnobChange
 from keras_het.loader.input.order_tuning import OrderTuning
 from keras_het.loader.input.step_iterator import StepIterator
-from keras_het.loader.inspection.inspection import PipelineReport, is_unread, read_report
-from keras_het.loader.inspection.kept_reports import KeptReports
+from keras_het.loader.inspection.inspection import (
+    KeptReports,
+    PipelineReport,
+    is_unread,
+    read_report,
+)
 from keras_het.loader.iterators.adjustable_pipeline import (
     AdjustablePipeline,
     plain_pipeline,
@@ -32,8 +34,8 @@ from keras_het.loader.iterators.knobs import Build, Knobs
 from keras_het.loader.iterators.live_iterator import LiveIterator
 from keras_het.loader.iterators.replayable import shares_a_shuffle, takes_a_place
 from keras_het.loader.nested import StepInput
-from keras_het.loader.order.batch_bytes import count_bytes
 from keras_het.loader.order.pass_counter import PassEnd
+from keras_het.loader.order.rows import count_bytes
 from keras_het.planning.loader import (
     FixedController,
     JobModel,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from keras_het.planning.loader.plan import LoaderPlan
+from keras_het.planning.loader.controller import LoaderPlan, LoaderWindow, WindowSize
 from keras_het.planning.loader.throughput_model import JobModel, ThroughputModel
-from keras_het.planning.loader.window import LoaderWindow, WindowSize
 
 FIRST_PAUSE_SECONDS = 2.0
 UP = ("more loaders", "more prefetch")

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from keras_het.planning.pipeline.devices import Devices
-from keras_het.planning.pipeline.model_profile import ModelProfile
+from keras_het.planning.pipeline.problem import Devices, ModelProfile
 
 _MOST_HOSTS = 6
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
+from keras_het.planning.argument_checks import check_number, check_one_of
+
 SCHEDULES = ("1f1b", "gpipe")
+RECOMPUTE = ("auto", "never", "always")
+
+
+def check_wishes(micro_batches: int, schedule: str, recompute: str) -> None:
+    """Refuse what no plan can have."""
+    check_number("micro_batches", micro_batches, least=1, whole=True)
+    check_one_of("schedule", schedule, SCHEDULES)
+    check_one_of("recompute", recompute, RECOMPUTE)
 
 
 @dataclasses.dataclass(frozen=True)

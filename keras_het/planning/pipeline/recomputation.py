@@ -27,22 +27,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from keras_het.planning.bounded_shares import FloatArray, IntArray
-from keras_het.planning.pipeline.model_profile import ModelProfile
+from keras_het.planning.pipeline.problem import ModelProfile
 
-RECOMPUTE = ("auto", "never", "always")
 # Sets that are kept for each number of units.
 _MOST_SETS = 1024
 # Bytes are sums of floats here and elsewhere, in different orders.
 _ROUNDING = 1e-9
-
-
-def check_recompute(recompute: str) -> None:
-    """Refuse an unknown name."""
-    if recompute not in RECOMPUTE:
-        raise ValueError(
-            f'recompute must be "auto", "never" or "always". Received: {recompute!r}. '
-            "Choose one of them."
-        )
 
 
 def stage_memory(

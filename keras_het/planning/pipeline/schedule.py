@@ -27,6 +27,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+from keras_het.planning.argument_checks import check_number, check_one_of
 from keras_het.planning.pipeline.plan import SCHEDULES, Stage
 
 Pass = tuple[str, int]
@@ -54,7 +55,7 @@ def routes(seconds_per_micro_batch: ArrayLike, micro_batches: int) -> tuple[int,
             "Each replica needs a finite time for one micro-batch. "
             f"Received: {seconds_per_micro_batch!r}. Give a list with one number per replica."
         )
-    check_micro_batches(micro_batches)
+    check_number("micro_batches", micro_batches, least=1, whole=True)
     if (seconds < 0).any():
         raise ValueError(
             f"Times must not be negative. Received: {seconds.tolist()}. Measure the stage again."
@@ -95,7 +96,7 @@ def stage_order(
     Raises:
         ValueError: if the schedule is unknown.
     """
-    check_schedule(schedule)
+    check_one_of("schedule", schedule, SCHEDULES)
     mine = [m for m, taker in enumerate(stages[position].routes) if taker == replica]
     if schedule == "gpipe":
         return (*(("forward", m) for m in mine), *(("backward", m) for m in mine))
@@ -112,20 +113,3 @@ def in_flight(stages: Sequence[Stage], position: int, replica: int, schedule: st
         now += 1 if kind == "forward" else -1
         most = max(most, now)
     return most
-
-
-def check_schedule(schedule: str) -> None:
-    """Refuse an unknown name."""
-    if schedule not in SCHEDULES:
-        raise ValueError(
-            f'schedule must be "1f1b" or "gpipe". Received: {schedule!r}. Choose one of them.'
-        )
-
-
-def check_micro_batches(micro_batches: int) -> None:
-    """Refuse a number of micro-batches below 1."""
-    if isinstance(micro_batches, bool) or int(micro_batches) != micro_batches or micro_batches < 1:
-        raise ValueError(
-            "micro_batches must be a whole number of at least 1. "
-            f"Received: {micro_batches!r}. Usual are 1 to 4 for each device."
-        )

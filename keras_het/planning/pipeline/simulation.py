@@ -7,9 +7,8 @@ import heapq
 from collections import deque
 from typing import NamedTuple
 
-from keras_het.planning.pipeline.devices import Devices, Link
-from keras_het.planning.pipeline.model_profile import ModelProfile
 from keras_het.planning.pipeline.plan import PipelinePlan
+from keras_het.planning.pipeline.problem import Devices, Link, ModelProfile
 from keras_het.planning.pipeline.schedule import stage_order
 
 COMPUTE = ("forward", "backward", "recompute")

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_het import keras_graphs_adapter, private_api
+from keras_het.fit.model_strategy import complete
 from keras_het.planning import ReplicaLayout
 from keras_het.planning.pipeline import PipelinePlan, Timeline
-from keras_het.planning.pipeline.recomputation import check_recompute
-from keras_het.planning.pipeline.schedule import check_micro_batches, check_schedule
+from keras_het.planning.pipeline.plan import check_wishes
+from keras_het.strategy.extended import HeterogeneousExtended
 from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 from keras_het.strategy.measure.phase_times import PhaseTimes
 from keras_het.strategy.membership import choose_devices
-from keras_het.strategy.pipeline.extended import PipelineExtended
-from keras_het.strategy.pipeline.gathered_state import gather_state, install_completion
 from keras_het.strategy.pipeline.measurement.measured_plan import (
     Processes,
     Wishes,
@@ -26,7 +28,6 @@ from keras_het.strategy.pipeline.measurement.measured_plan import (
     make_plan,
 )
 from keras_het.strategy.pipeline.measurement.profiling import measure, slowed
-from keras_het.strategy.pipeline.placement import place
 from keras_het.strategy.pipeline.refusals import (
     REFUSED_CALLBACKS,
     check_can_be_cut,
@@ -37,9 +38,50 @@ from keras_het.strategy.pipeline.step.edges import Place
 from keras_het.strategy.pipeline.step.emulated_pass import Emulation
 from keras_het.strategy.pipeline.step.model_units import ModelUnits
 from keras_het.strategy.pipeline.step.pipeline import Pipeline
-from keras_het.strategy.pipeline.step.process_group import ProcessGroup
-from keras_het.strategy.pipeline.step.transport import GROUPS, CollectiveTransport
+from keras_het.strategy.pipeline.step.process_group import GROUPS, CollectiveTransport, ProcessGroup
+from keras_het.strategy.pipeline.step.stage import Stage
 from keras_het.value_types import Nest
+
+
+class PipelineExtended(HeterogeneousExtended):
+    """Variables are plain ones, on the host until a stage's device takes them."""
+
+    _target = "CPU:0"
+
+    @contextlib.contextmanager
+    def variables_on(self, device: str) -> Iterator[None]:
+        """Create the variables of this block on a device."""
+        before, self._target = self._target, device
+        try:
+            with tf.device(device):
+                yield
+        finally:
+            self._target = before
+
+    def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> Any:
+        place = kwargs.pop("colocate_with", None)
+        with tf.device(self._target if place is None else place.device):
+            return next_creator(**kwargs)
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:
+        pass
+
+    def _update(
+        self,
+        var: tf.Variable,
+        fn: Callable[..., Nest],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        group: bool,
+    ) -> Nest:
+        """Update a variable on its own device."""
+        with tf.device(var.device), tf.distribute.ReplicaContext(self._container_strategy(), 0):
+            return fn(var, *args, **kwargs)
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return 1
+
 
 _BLOCK = 4096
 # A strategy that kept the pipelines would keep their models.
@@ -115,9 +157,7 @@ class PipelineStrategy(HeterogeneousStrategy):
         peer_timeout_seconds: float | None = None,
     ) -> None:
         _check_plan_argument(plan)
-        check_micro_batches(micro_batches)
-        check_schedule(schedule)
-        check_recompute(recompute)
+        check_wishes(micro_batches, schedule, recompute)
         super().__init__(
             devices=["CPU:0"],
             cluster_resolver=cluster_resolver,
@@ -386,3 +426,85 @@ def _limits(given: float | Sequence[float] | None, devices: Sequence[str]) -> tu
             f"{len(devices)} devices {list(devices)}. Received: {given!r}."
         )
     return tuple(map(float, limits))
+
+
+def gather_state(pipeline: Pipeline, group: ProcessGroup) -> None:
+    """Copy the weights of each stage, and what the optimizer keeps for them, to all processes."""
+    if pipeline.gather is None:
+        pipeline.gather = tf.function(lambda: _gather(pipeline, group), autograph=False)
+    pipeline.gather()
+    pipeline.note_gathered()
+
+
+def _gather(pipeline: Pipeline, group: ProcessGroup) -> None:
+    optimizer = pipeline.optimizer
+    is_built = optimizer is not None and optimizer.built
+    pairs = keras_graphs_adapter.variables_of_optimizer(optimizer) if is_built else []
+    kept = {id(variable): slots for variable, slots in pairs}
+    owners = [pipeline.edges.processes_of(number)[0] for number in range(len(pipeline.stages))]
+    for owner, stage in zip(owners, pipeline.stages, strict=True):
+        own = [*stage.weights, *stage.state]
+        slots = [slot for variable in own for slot in kept.get(id(variable), [])]
+        group.share_state([*own, *slots], owner)
+
+
+def install_completion() -> None:
+    """Make what saves or returns all weights of a model put it together first; idempotent.
+
+    Within an epoch, a process has fresh weights of its own stages only.
+    """
+    for owner, name in (
+        (keras.Model, "save"),
+        (keras.Model, "save_weights"),
+        (keras.Model, "export"),
+        (keras.Model, "get_weights"),
+        (keras.callbacks.BackupAndRestore, "_save_model"),
+    ):
+        original = getattr(owner, name)
+        if not hasattr(original, "completes"):
+            setattr(owner, name, _completing(original, name))
+
+
+def _completing(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def complete_first(self: keras.Model | keras.callbacks.Callback, *args: Any, **kw: Any) -> Any:
+        complete(self if isinstance(self, keras.Model) else self.model, name)
+        return original(self, *args, **kw)
+
+    complete_first.completes = True  # type: ignore[attr-defined]
+    return complete_first
+
+
+def place(
+    extended: PipelineExtended,
+    stages: Sequence[Stage],
+    homes: Sequence[str],
+    optimizer: keras.optimizers.Optimizer | None,
+    taken: Container[int] = (),
+) -> None:
+    """Move the variables of each stage, and what the optimizer keeps for them, to its device.
+
+    Of a stage with several replicas it is the first one's; the others read it in every step.
+    """
+    pairs = keras_graphs_adapter.variables_of_optimizer(optimizer) if _is_built(optimizer) else []
+    kept = {id(variable): slots for variable, slots in pairs}
+    for stage, device in zip(stages, homes, strict=True):
+        for variable in [*stage.weights, *stage.state]:
+            if id(variable) in taken:
+                continue
+            for each in [variable, *kept.get(id(variable), [])]:
+                if not _lies_on(each, device):
+                    with extended.variables_on(device):
+                        private_api.recreate_variable(each)
+    if pairs:
+        keras_graphs_adapter.know_variables_again(optimizer)
+
+
+def _is_built(optimizer: keras.optimizers.Optimizer | None) -> bool:
+    return optimizer is not None and bool(optimizer.built)
+
+
+def _lies_on(variable: keras.Variable, device: str) -> bool:
+    found = tf.DeviceSpec.from_string(variable.value.device)
+    wanted = tf.DeviceSpec.from_string(f"/device:{device}")
+    return (found.device_type, found.device_index) == (wanted.device_type, wanted.device_index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from keras_het.loader.order.batch_bytes import count_bytes
+from keras_het.loader.order.rows import count_bytes
 from keras_het.loader.tuning.session import TuningSession
 from keras_het.planning.loader import FixedController
 

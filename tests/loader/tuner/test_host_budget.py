@@ -20,8 +20,7 @@ import pytest
 from keras_het.callbacks import LoaderTuner
 from keras_het.loader.host import budget as host_budget
 from keras_het.loader.host import files as host_files
-from keras_het.loader.host.budget import HostBudget
-from keras_het.loader.host.cpu_part import CpuPart
+from keras_het.loader.host.budget import CpuPart, HostBudget
 from keras_het.planning.loader import JobModel, ReadingNeed
 
 HUNGRY = JobModel(0.040, 0.002, cpu_seconds=0.040)
@@ -36,7 +35,7 @@ def path(tmp_path):
 def job_on(path, cpus=range(8), usable=None, quotas=None, io_budget=None):
     """A job that may run on these CPUs, of the eight of an emulated host."""
     usable = min([len(cpus), *(quotas or {}).values()]) if usable is None else usable
-    return HostBudget(float(usable), path, cpus, io_budget, quotas)
+    return HostBudget(float(usable), path, cpus, io_budget, quotas or {})
 
 
 def need():
@@ -86,7 +85,7 @@ def test_a_killed_job_gives_back(path, tmp_path):
             import pathlib, sys
             from keras_het.loader.host.budget import HostBudget
             from keras_het.planning.loader import JobModel
-            budget = HostBudget(8.0, pathlib.Path({str(path)!r}), range(8))
+            budget = HostBudget(8.0, pathlib.Path({str(path)!r}), range(8), quotas={{}})
             budget.update(JobModel(0.040, 0.002, cpu_seconds=0.040))
             print("written", flush=True)
             sys.stdin.read()
@@ -132,7 +131,7 @@ def test_a_job_that_is_silent_does_not_count(path):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"x": 1}', '{"x": {"pid": "y"}}'])
 def test_a_broken_file_is_begun_again(path, text):
     path.write_text(text)
-    assert HostBudget(4.0, path).update(HUNGRY) == 4.0
+    assert HostBudget(4.0, path, quotas={}).update(HUNGRY) == 4.0
 
 
 def test_jobs_on_cpus_of_their_own_leave_each_other_alone(path):
@@ -165,10 +164,6 @@ def test_what_a_job_may_not_use_is_for_the_others(path):
     assert parts([job_on(path), job_on(path, [7])]) == pytest.approx([7.0, 1.0])
 
 
-def test_a_quota_is_divided_too(path):
-    assert parts([job_on(path, usable=4.0), job_on(path, usable=4.0)]) == pytest.approx([2.0, 2.0])
-
-
 QUOTAS = {
     "of one group": ([{"a": 4.0}, {"a": 4.0}], [2.0, 2.0]),
     "of a group each": ([{"a": 4.0}, {"b": 4.0}], [4.0, 4.0]),
@@ -189,19 +184,6 @@ QUOTAS = {
 def test_a_quota_bounds_the_jobs_of_its_group(quotas, expected, path):
     jobs = [job_on(path, quotas=each) for each in quotas]
     assert parts(jobs) == pytest.approx(expected)
-
-
-def test_jobs_of_a_version_that_tells_no_quotas_count(path):
-    first, second = job_on(path, usable=4.0), job_on(path, quotas={"a": 4.0})
-    first.update(HUNGRY)
-    entries = json.loads(path.read_text())
-    (name,) = entries
-    del entries[name]["quotas"]
-    path.write_text(json.dumps(entries))
-    # most jobs of a user are in one group: two that had all of its quota would be throttled
-    assert second.update(HUNGRY) == pytest.approx(2.0)
-    assert second.jobs == 2
-    assert "quotas" not in json.loads(path.read_text())[name]
 
 
 def test_by_default_the_groups_of_the_process_count(path, monkeypatch):
@@ -312,7 +294,7 @@ def test_a_system_that_hides_processes_is_an_error_of_the_system(error, path, mo
 
 def test_the_file_of_each_user_is_private(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    HostBudget(4.0).update(HUNGRY)
+    HostBudget(4.0, quotas={}).update(HUNGRY)
     (folder,) = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o077 == 0
     assert (folder / "loaders.json").exists()

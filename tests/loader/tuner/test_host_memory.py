@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from keras_het.loader.host import memory as host_memory
-from keras_het.loader.host.memory import available_memory
+from keras_het.loader.host import cpus as host_memory
+from keras_het.loader.host.cpus import available_memory
 
 HOST = 1000
 

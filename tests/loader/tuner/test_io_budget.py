@@ -21,7 +21,7 @@ def path(tmp_path):
 
 
 def job_on(path, io_budget=None):
-    return HostBudget(8.0, path, range(8), io_budget)
+    return HostBudget(8.0, path, range(8), io_budget, {})
 
 
 def need(threads=16.0, seconds=15.0):

@@ -20,8 +20,8 @@ from workers import _one_step, make_workers
 
 from keras_het.asynchronous.hybrid.claims import GroupClaims
 from keras_het.loader import HandoverError, Knobs, pipeline
-from keras_het.loader.input.claimed_pass import ClaimedPass
-from keras_het.loader.input.next_pipeline import NextPipeline
+from keras_het.loader.input.data_pass import ClaimedPass
+from keras_het.loader.input.pipeline_pass import NextPipeline
 
 COUNTS = (1, 2)
 WEIGHTS = [[1, 2, 1]] * 3 + [[0, 1, 5]] * 4 + [[3, 1, 1]] * 2 + [[1, 0, 2]]

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from workers import make_workers
 
 from keras_het.loader import Knobs, pipeline
-from keras_het.loader.host import cpu_part as host_share
+from keras_het.loader.host import budget as host_share
 from keras_het.loader.host.budget import HostBudget
 from keras_het.loader.tuning.session import TuningSession
 from keras_het.planning.loader import (
@@ -68,7 +68,7 @@ def make_session(tmp_path, monkeypatch):
     sessions = []
 
     def make(controller):
-        budget = HostBudget(CPUS, tmp_path / "loaders.json", range(8))
+        budget = HostBudget(CPUS, tmp_path / "loaders.json", range(8), quotas={})
         session = TuningSession(lambda plan, cpus, most: controller, budget=budget)
         sessions.append(session)
         return session

@@ -88,5 +88,5 @@ def test_a_job_that_may_validate_or_move_reads_for_a_while(seconds, steps, until
 
 @pytest.mark.parametrize("threads", [0.0, 0.5, float("nan")])
 def test_a_job_that_needs_no_thread_is_refused(threads):
-    with pytest.raises(ValueError, match="needs a thread"):
+    with pytest.raises(ValueError, match="threads must be a number of at least 1"):
         ReadingNeed(threads, 0.0)

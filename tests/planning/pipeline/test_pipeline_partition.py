@@ -15,15 +15,13 @@ from keras_het.planning.pipeline import (
     plan_with_cuts,
     simulate,
 )
-from keras_het.planning.pipeline.candidates import Candidates
+from keras_het.planning.pipeline.candidates import Candidates, neighbours
 from keras_het.planning.pipeline.device_orders import device_orders
 from keras_het.planning.pipeline.group_costs import KnownCosts
 from keras_het.planning.pipeline.least_latency import ChainStage, LeastLatency
-from keras_het.planning.pipeline.moves import neighbours
 from keras_het.planning.pipeline.problem import Problem
 from keras_het.planning.pipeline.recomputation import stage_memory
-from keras_het.planning.pipeline.refinement import find_chains
-from keras_het.planning.pipeline.search import search
+from keras_het.planning.pipeline.refinement import find_chains, search
 
 
 def least_estimate(problem, order, tolerance=0.0):
@@ -333,9 +331,9 @@ def test_the_table_names_layers_devices_and_alternatives():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"micro_batches": 0}, "micro_batches must be a whole number.*Received: 0"),
-        ({"schedule": "none"}, "schedule must be.*Received: 'none'"),
-        ({"recompute": "some"}, "recompute must be.*Received: 'some'"),
+        ({"micro_batches": 0}, "micro_batches must be a whole number.*Received: micro_batches=0"),
+        ({"schedule": "none"}, "schedule must be.*Received: schedule='none'"),
+        ({"recompute": "some"}, "recompute must be.*Received: recompute='some'"),
         ({"devices": even_devices(3)}, "a column for each device. Received: 2 columns, 3 devices"),
     ],
 )
@@ -362,10 +360,19 @@ def test_wrong_cuts_are_named(cuts, message):
     ("change", "message"),
     [
         ({"names": ()}, "at least one unit"),
-        ({"forward_seconds": np.ones(3)}, r"forward_seconds must have a row.*shape \(3,\)"),
-        ({"backward_seconds": np.ones((3, 1))}, "the same devices. Received: 2 and 1"),
-        ({"cut_bytes": np.ones(3)}, "cut_bytes must have 4 numbers.*both ends included"),
-        ({"activation_bytes": -np.ones(3)}, "finite and not negative. Received: -1.0"),
+        (
+            {"forward_seconds": np.ones(3)},
+            r"forward_seconds must have shape \(3, 1\)",
+        ),
+        (
+            {"backward_seconds": np.ones((3, 1))},
+            r"backward_seconds must have shape \(3, 2\)",
+        ),
+        ({"cut_bytes": np.ones(3)}, r"cut_bytes must have shape \(4,\)"),
+        (
+            {"activation_bytes": -np.ones(3)},
+            "activation_bytes must be 0 or more and",
+        ),
         ({"together": ((1, 3),)}, r"from 0 to 2. Received: together=\(\(1, 3\),\)"),
     ],
 )
@@ -380,7 +387,10 @@ def test_wrong_profiles_are_named(change, message):
         ({"names": ()}, "needs a device"),
         ({"hosts": (0,)}, r"number of its host. Received: hosts=\(0,\)"),
         ({"memory_bytes": np.ones(3)}, r"memory_bytes must have shape \(2,\)"),
-        ({"latency_seconds": -np.ones((2, 2))}, "must not be negative or NaN"),
+        (
+            {"latency_seconds": -np.ones((2, 2))},
+            "0 or more. Received: -1.0",
+        ),
         ({"bytes_per_second": np.zeros((2, 2))}, "must reach every other one"),
     ],
 )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.planning.bounded_shares import FloatArray
@@ -21,7 +22,7 @@ from keras_het.planning.pipeline import (
     simulate,
 )
 from keras_het.planning.pipeline.plan import PipelinePlan, Stage
-from keras_het.strategy.pipeline.measurement.links import measure_links
+from keras_het.rpc.links import measure_link
 from keras_het.strategy.pipeline.measurement.profiling import (
     Measured,
     cut_bytes,
@@ -29,7 +30,7 @@ from keras_het.strategy.pipeline.measurement.profiling import (
 )
 from keras_het.strategy.pipeline.step.edges import Place
 from keras_het.strategy.pipeline.step.model_units import ModelUnits
-from keras_het.strategy.pipeline.step.transport import CollectiveTransport
+from keras_het.strategy.pipeline.step.process_group import CollectiveTransport
 
 _plans = itertools.count()
 
@@ -81,6 +82,44 @@ class Processes:
         return Devices(
             tuple(names), tuple(owners), rate[owners][:, owners], latency[owners][:, owners], memory
         )
+
+
+def measure_links(
+    transport: CollectiveTransport, gather: Callable[[np.ndarray], np.ndarray]
+) -> tuple[FloatArray, FloatArray]:
+    """Return rates and latencies of every pair of processes; all of them must call it.
+
+    They are measured one after the other, by a message that goes there and comes back.
+    """
+    own, number = transport.process, transport.processes
+    mine = np.zeros([1, number, 2])
+    for pair, (first, second) in enumerate(itertools.combinations(range(number), 2)):
+        if own in (first, second):
+            other = second if own == first else first
+            exchange = _exchange(transport, other, own == first, 2 * pair)
+            latency, rate = measure_link(exchange, comes_back=True)
+            mine[0, other] = rate, latency
+    everyone = gather(mine)
+    # both ends have measured a link
+    rates = np.maximum(everyone[..., 0], everyone[..., 0].T)
+    latencies = np.minimum(everyone[..., 1], everyone[..., 1].T)
+    rates[np.arange(number), np.arange(number)] = np.inf
+    return rates, latencies
+
+
+def _exchange(
+    transport: CollectiveTransport, other: int, begins: bool, number: int
+) -> Callable[[tf.Tensor], object]:
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)], autograph=False)
+    def exchange(value: tf.Tensor) -> tf.Tensor:
+        if begins:
+            with tf.control_dependencies([transport.send(value, other, number)]):
+                return transport.receive(1, tf.float32, other, number + 1)
+        received = transport.receive(1, tf.float32, other, number)
+        with tf.control_dependencies([transport.send(received, other, number + 1)]):
+            return tf.identity(received)
+
+    return lambda value: exchange(value).numpy()
 
 
 def make_plan(

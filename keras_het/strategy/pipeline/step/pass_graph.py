@@ -11,10 +11,9 @@ import tensorflow as tf
 from keras_het.planning.pipeline.plan import PipelinePlan
 from keras_het.planning.pipeline.schedule import stage_order
 from keras_het.strategy.exact.own_state import StateChange
-from keras_het.strategy.pipeline.step.edges import HEAD, Edges, Message, Place
+from keras_het.strategy.pipeline.step.edges import HEAD, Edges, Message, Messages, Place
 from keras_het.strategy.pipeline.step.emulated_pass import EmulatedPass, Emulation
 from keras_het.strategy.pipeline.step.loss_head import LossHead
-from keras_het.strategy.pipeline.step.messages import Messages
 from keras_het.strategy.pipeline.step.micro_batches import MicroBatches
 from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token
 from keras_het.strategy.pipeline.step.pass_times import Pass, PassClock

@@ -1,4 +1,4 @@
-"""This process among those of a pipeline, and what a step adds up over them."""
+"""The processes of a pipeline: tensors from one to another, and what a step adds up over them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,119 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from keras_het import private_api
+from keras_het.keras_graphs_adapter import collective_ops
 from keras_het.strategy.cluster.stop_request import StopRequest
-from keras_het.strategy.pipeline.step.transport import CollectiveTransport
 from keras_het.value_types import Summand
+
+_HOST = "CPU:0"
+_GROUPS_OF_STAGES = 10_000
+GROUPS = 20_000
+"""How many groups a transport may use."""
+_MOST_PROCESSES = 90
+_MOST_TYPES = 10
+_MOST_BUCKETS = 1024
+_EXACT, _STEPS = 64, 32
+
+
+class CollectiveTransport:
+    """Transport by broadcasts in groups of two, which need not start in any order."""
+
+    def __init__(
+        self, process: int, processes: int, first_group: int, timeout_seconds: float = 0.0
+    ) -> None:
+        if processes > _MOST_PROCESSES:
+            raise ValueError(
+                f"A pipeline has at most {_MOST_PROCESSES} processes. Received: {processes}. Give "
+                "each process several devices."
+            )
+        self.process, self.processes = process, processes
+        self._first_group, self._timeout = first_group, timeout_seconds
+
+    def _pair(self, source: int, target: int) -> tf.Tensor:
+        return tf.constant(self._first_group + _MOST_PROCESSES * source + target)
+
+    def send(self, value: tf.Tensor, target: int, number: int) -> tf.Operation:
+        """Send a tensor to a process that calls `receive`; in the graph."""
+        with tf.device(_HOST):
+            value = tf.identity(tf.cast(value, _on_wire(value.dtype)))
+            shape, pair = tf.shape(value), self._pair(self.process, target)
+            size, bucket = _bucket(tf.reduce_prod(shape))
+            flat = tf.pad(tf.reshape(value, [-1]), [[0, size - tf.reduce_prod(shape)]])
+            first = _MOST_BUCKETS * number
+            return tf.group(
+                self._send(shape, pair, tf.constant(first)), self._send(flat, pair, first + bucket)
+            )
+
+    def _send(self, value: tf.Tensor, pair: tf.Tensor, instance: tf.Tensor) -> tf.Operation:
+        sent = collective_ops.broadcast_send_v2(
+            value, tf.constant(2), pair, instance, timeout=self._timeout
+        )
+        return private_api.run_independently(sent).op
+
+    def receive(self, rank: int, dtype: tf.DType, source: int, number: int) -> tf.Tensor:
+        """Receive a tensor; in the graph, on the host."""
+        with tf.device(_HOST):
+            first, pair = _MOST_BUCKETS * number, self._pair(source, self.process)
+            shape = self._receive([rank], tf.int32, pair, tf.constant(first))
+            shape.set_shape([rank])
+            size, bucket = _bucket(tf.reduce_prod(shape))
+            flat = self._receive([size], _on_wire(dtype), pair, first + bucket)
+            value = tf.reshape(flat[: tf.reduce_prod(shape)], shape)
+            value.set_shape([None] * rank)
+            return tf.cast(value, dtype)
+
+    def _receive(
+        self, shape: object, dtype: tf.DType, pair: tf.Tensor, instance: tf.Tensor
+    ) -> tf.Tensor:
+        received = collective_ops.broadcast_recv_v2(
+            shape, dtype, tf.constant(2), pair, instance, timeout=self._timeout
+        )
+        return private_api.run_independently(received)
+
+    def sum(
+        self, values: list[tf.Tensor], group: Sequence[int], stage: int, number: int
+    ) -> list[tf.Tensor]:
+        """Add up tensors over some processes; in the graph, on the host."""
+        result: list[tf.Tensor] = list(values)
+        dtypes = sorted({value.dtype for value in values}, key=lambda dtype: dtype.name)
+        for place, dtype in enumerate(dtypes):
+            places = [i for i, value in enumerate(values) if value.dtype == dtype]
+            with tf.device(_HOST):
+                flat = tf.concat([tf.reshape(values[i], [-1]) for i in places], 0)
+                total = private_api.run_independently(
+                    collective_ops.all_reduce_v2(
+                        flat,
+                        tf.constant(len(group)),
+                        tf.constant(self._first_group + _GROUPS_OF_STAGES + stage),
+                        tf.constant(_MOST_TYPES * number + place),
+                        communication_hint="ring",
+                        timeout=self._timeout,
+                    )
+                )
+                sizes = [values[i].shape.num_elements() for i in places]
+                for i, part in zip(places, tf.split(total, sizes), strict=True):
+                    result[i] = tf.reshape(part, values[i].shape)
+        return result
+
+
+def _on_wire(dtype: tf.DType) -> tf.DType:
+    return tf.int32 if dtype == tf.bool else dtype
+
+
+def _bucket(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Round a number of elements up by at most a 32nd.
+
+    TensorFlow allows one shape for each instance of a collective, and remembers all instances:
+    there must not be one for each length of a sequence.
+    """
+    size = tf.maximum(size, 1)
+    exponent = tf.reduce_sum(tf.cast(size >= tf.constant([2**i for i in range(1, 31)]), tf.int32))
+    step = tf.maximum(tf.bitwise.left_shift(1, tf.maximum(exponent, 5) - 5), 1)
+    steps = (size + step - 1) // step
+    bucket = _EXACT + 1 + (exponent - 6) * (_STEPS + 1) + steps - _STEPS
+    return tf.where(size < _EXACT, size, steps * step), tf.where(size < _EXACT, size, bucket)
+
 
 # numbers of messages that no edge of a plan reaches
 _SPARSE, _OUTPUTS = 1_600_000, 2_000_000
