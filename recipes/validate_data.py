@@ -1,7 +1,7 @@
 """Check the data before the first step, and what a fast and a slow worker get of it.
 
     keras-het run --speeds 4,1 recipes/validate_data.py
-    cd validation && keras-het validate one_after_the_other --schema schema.pbtxt --html report.html
+    cd validation && keras-het validate one_after_the_other --schema schema.pbtxt
 
 The first line starts two workers with EMULATED devices of speed 4:1; the slow one gets the last
 fifth of each global batch. The second looks at what the first has written. Both need TensorFlow
@@ -68,7 +68,7 @@ def main() -> None:
     validation.set_comparison_thresholds(schema, categorical=0.2, numeric=0.2, of_features=extremes)
     if strategy.is_chief:
         options.directory.mkdir(parents=True, exist_ok=True)
-        validation.write_schema(schema, options.directory / "schema.pbtxt")
+        validation.write_schema(schema, str(options.directory / "schema.pbtxt"))
 
     say("1. Somebody forgot to scale the pixels:")
     try:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras_het.fit.model_strategy import distribute_strategy, tell
 from keras_het.fit.session import FitSession, Rank, SessionCallback, StepFunction
 from keras_het.loader.iterators.live_iterator import MeteredIterator
+from keras_het.planning.argument_checks import check_number, check_one_of
 
 if TYPE_CHECKING:
     from keras_het.loader.nested import Batch, Rows, StepInput
@@ -58,7 +59,6 @@ class DataValidation(SessionCallback):
         anomalies: anomalies found in this worker's first batches.
         distances: for each compared epoch, the skew between the replicas' shards, sorted by excess
             over the threshold, greatest first.
-        drift: the same for the drift of each replica's shard since the previous epoch.
 
     Raises:
         ImportError: if TensorFlow Data Validation is not installed.
@@ -81,12 +81,26 @@ class DataValidation(SessionCallback):
         super().__init__()
         # keras_het.callbacks remains useful without TensorFlow Data Validation.
         self._tools = importlib.import_module("keras_het.loader.validation")
-        _check_arguments(on_anomaly, first_batches, compare_shards, directory)
+        check_one_of("on_anomaly", on_anomaly, ("raise", "warn"))
+        check_number("first_batches", first_batches, least=1)
+        if directory is not None and not compare_shards:
+            raise ValueError(
+                "directory is for the statistics of the replicas' shards. Give compare_shards=True "
+                "too."
+            )
         self._schema = (
             self._tools.read_schema(schema) if isinstance(schema, (str, Path)) else schema
         )
-        self._kinds = _comparators(self._schema)
-        if compare_shards and "skew" not in self._kinds:
+        if not hasattr(self._schema, "feature"):
+            raise ValueError(
+                "schema must be a tensorflow_metadata schema or the path of one, as "
+                f"keras_het.loader.validation.infer_schema makes it. Received: {schema!r}."
+            )
+        names = [each.name for each in self._schema.feature]
+        self._knows_weights = any(name.split("/")[0] == "sample_weight" for name in names)
+        if compare_shards and not any(
+            each.HasField("skew_comparator") for each in self._schema.feature
+        ):
             raise ValueError(
                 "compare_shards needs thresholds in the schema. Call "
                 "keras_het.loader.validation.set_comparison_thresholds(schema) first."
@@ -100,9 +114,7 @@ class DataValidation(SessionCallback):
         self._verbose = verbose
         self.anomalies: list[Anomaly] = []
         self.distances: list[list[ShardDistance]] = []
-        self.drift: list[list[ShardDistance]] = []
         self._shards: ShardStatistics | None = None
-        self._previous: dict[int, Statistics] = {}
         self._waiting: list[StepInput] = []
         self._is_checked = True
 
@@ -135,31 +147,20 @@ class DataValidation(SessionCallback):
     # --- the layer around the steps
 
     def _step(self, fit: FitSession, step: StepFunction, iterator: Iterator[StepInput]) -> object:
-        batches = self._take_batches(fit.model.steps_per_execution, iterator)
-        if batches:
-            for batch in batches:
-                self._observe(batch)
-            return step(batches)
-        return step(_Observed(iterator, self._observe) if self._shards is not None else iterator)
-
-    def _take_batches(self, steps: int, iterator: Iterator[StepInput]) -> list[StepInput]:
-        """Return the batches of the next execution if it begins with some that were read ahead."""
         if not self._is_checked:
             self._is_checked = True
-            self._waiting = self._read_and_check(iterator)
+            self._waiting = _some(iterator, self._first_batches)
+            self._check(self._waiting)
         if not self._waiting:
-            return []
+            is_observed = self._shards is not None
+            return step(_Observed(iterator, self._observe) if is_observed else iterator)
+        # An execution that begins with batches that were read ahead.
+        steps = fit.model.steps_per_execution
         batches, self._waiting = self._waiting[:steps], self._waiting[steps:]
-        return batches + _some(iterator, steps - len(batches))
-
-    def _read_and_check(self, iterator: Iterator[StepInput]) -> list[StepInput]:
-        """Read and check the first batches, which are still to be trained."""
-        shards = self._new_shards()
-        batches = _some(iterator, self._first_batches)
+        batches += _some(iterator, steps - len(batches))
         for batch in batches:
-            shards.observe(batch)
-        self._check(shards)
-        return batches
+            self._observe(batch)
+        return step(batches)
 
     def _observe(self, batch: StepInput) -> None:
         if self._shards is not None:
@@ -171,20 +172,22 @@ class DataValidation(SessionCallback):
 
     def _known_features(self, batch: Batch) -> Mapping[str, Rows]:
         if isinstance(batch, (tuple, list)) and len(batch) == 3:
-            batch = batch if _knows_weights(self._schema) else batch[:2]
+            batch = batch if self._knows_weights else batch[:2]
         return self._tools.features_of_batch(batch)
 
     # --- findings
 
-    def _check(self, shards: ShardStatistics) -> None:
-        found: dict[str, Anomaly] = {}
-        for statistics in shards.finish().values():
-            if statistics.datasets[0].num_examples:
-                for anomaly in self._tools.find_anomalies(
-                    statistics, self._schema, self._environment
-                ):
-                    found.setdefault(str(anomaly), anomaly)
-        self.anomalies = list(found.values())
+    def _check(self, batches: list[StepInput]) -> None:
+        shards = self._new_shards()
+        for batch in batches:
+            shards.observe(batch)
+        found = [
+            anomaly
+            for statistics in shards.finish().values()
+            if statistics.datasets[0].num_examples
+            for anomaly in self._tools.find_anomalies(statistics, self._schema, self._environment)
+        ]
+        self.anomalies = list(dict.fromkeys(found))
         affected = self._workers_with_anomalies()
         if not affected:
             message = f"Data validation: no anomaly in the first {self._first_batches} batch(es)."
@@ -204,64 +207,44 @@ class DataValidation(SessionCallback):
         return [int(worker) for worker in np.flatnonzero(flag)]
 
     def _describe(self, affected: list[int]) -> str:
+        found = self.anomalies
+        lines = [f"  {anomaly}" for anomaly in found[:_MOST_SHOWN]]
+        if len(found) > _MOST_SHOWN:
+            lines.append(f"  and {len(found) - _MOST_SHOWN} more")
+        if self._on_anomaly == "raise":
+            lines.append(
+                "No weight has changed. Correct the data, or the schema if the data is right."
+            )
+        here = "" if found else " This worker's samples are right; see the output of the others."
         head = (
             f"The first {self._first_batches} batch(es) are not what the schema says, on worker(s) "
-            f"{affected}."
+            f"{affected}.{here}"
         )
-        shown = [f"\n  {anomaly}" for anomaly in self.anomalies[:_MOST_SHOWN]]
-        if len(self.anomalies) > _MOST_SHOWN:
-            shown.append(f"\n  and {len(self.anomalies) - _MOST_SHOWN} more")
-        if not shown:
-            shown = [" This worker's samples are right; see the output of the others."]
-        tail = (
-            "\nNo weight has changed. Correct the data, or the schema if the data is right."
-            if self._on_anomaly == "raise"
-            else ""
-        )
-        return head + "".join(shown) + tail
+        return "\n".join([head, *lines])
 
     def _compare(self, epoch: int, replicas: dict[int, Statistics]) -> None:
         shards = {f"replica {replica}": shard for replica, shard in replicas.items()}
-        distances = self._tools.compare_shards(shards, self._schema) if _any_rows(shards) else []
-        drift = self._measure_drift(replicas)
+        has_rows = any(shard.datasets[0].num_examples for shard in shards.values())
+        distances = self._tools.compare_shards(shards, self._schema) if has_rows else []
         self.distances.append(distances)
-        self.drift.append(drift)
-        self._previous = replicas
-        if not getattr(distribute_strategy(self.model), "is_chief", True):
+        strategy = distribute_strategy(self.model)
+        if not getattr(strategy, "is_chief", True):
             return
-        exceeded = [distance for distance in (*distances, *drift) if distance.is_exceeded]
+        exceeded = [distance for distance in distances if distance.is_exceeded]
         message = (
-            f"Data validation, epoch {epoch + 1}: {len(exceeded)} of {len(distances) + len(drift)} "
+            f"Data validation, epoch {epoch + 1}: {len(exceeded)} of {len(distances)} "
             "distances between shards are above their thresholds."
         )
-        tell(message, distribute_strategy(self.model), self._verbose)
+        tell(message, strategy, self._verbose)
         if exceeded:
             lines = "".join(f"\n  {distance}" for distance in exceeded[:_MOST_SHOWN])
             logger.warning("Epoch %d: the shards of the replicas differ.%s", epoch + 1, lines)
         self._write(epoch, replicas)
 
-    def _measure_drift(self, replicas: dict[int, Statistics]) -> list[ShardDistance]:
-        if "drift" not in self._kinds:
-            return []
-        drift = [
-            distance
-            for replica, shard in replicas.items()
-            if replica in self._previous
-            and shard.datasets[0].num_examples
-            and self._previous[replica].datasets[0].num_examples
-            for distance in self._tools.measure_drift(
-                shard,
-                self._previous[replica],
-                self._schema,
-                name=f"replica {replica}",
-                previous_name="the epoch before",
-            )
-        ]
-        return sorted(drift, key=lambda distance: distance.threshold - distance.value)
-
     def _write(self, epoch: int, replicas: dict[int, Statistics]) -> None:
         if self._directory is None:
             return
+        self._directory.mkdir(parents=True, exist_ok=True)
         # Files of an earlier training would pass for replicas or later epochs of this one.
         for old in self._directory.glob("epoch-*-replica-*.stats"):
             number = old.name.split("-")[1]
@@ -269,7 +252,10 @@ class DataValidation(SessionCallback):
                 old.unlink(missing_ok=True)
         for replica, statistics in replicas.items():
             name = f"epoch-{epoch + 1:04d}-replica-{replica}.stats"
-            self._tools.write_statistics(statistics, self._directory / name)
+            # A reader sees the old file or the new one, never half of it.
+            temporary = self._directory / f"{name}.tmp"
+            temporary.write_bytes(statistics.SerializeToString())
+            temporary.replace(self._directory / name)
 
 
 class _Observed(MeteredIterator):
@@ -297,38 +283,3 @@ def _some(iterator: Iterator[StepInput], count: int) -> list[StepInput]:
     except (StopIteration, tf.errors.OutOfRangeError):
         pass  # the end of the epoch
     return batches
-
-
-def _any_rows(shards: Mapping[str, Statistics]) -> bool:
-    return any(shard.datasets[0].num_examples for shard in shards.values())
-
-
-def _knows_weights(schema: Schema) -> bool:
-    return any(feature.name.split("/")[0] == "sample_weight" for feature in schema.feature)
-
-
-def _comparators(schema: Schema) -> set[str]:
-    if not hasattr(schema, "feature"):
-        raise ValueError(
-            "schema must be a tensorflow_metadata schema or the path of one, as "
-            f"keras_het.loader.validation.infer_schema makes it. Received: {schema!r}."
-        )
-    return {
-        kind
-        for kind in ("skew", "drift")
-        for feature in schema.feature
-        if feature.HasField(f"{kind}_comparator")
-    }
-
-
-def _check_arguments(
-    on_anomaly: str, first_batches: int, compare_shards: bool, directory: str | Path | None
-) -> None:
-    if on_anomaly not in ("raise", "warn"):
-        raise ValueError(f'on_anomaly must be "raise" or "warn". Received: {on_anomaly!r}.')
-    if first_batches < 1:
-        raise ValueError(f"first_batches must be at least 1. Received: {first_batches}.")
-    if directory is not None and not compare_shards:
-        raise ValueError(
-            "directory is for the statistics of the replicas' shards. Give compare_shards=True too."
-        )

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+import math
+from collections.abc import Mapping
 
-import tensorflow as tf
-from google.protobuf import text_format
-
+from keras_het.loader.validation.statistics import features_of, has_values
 from keras_het.loader.validation.tfdv_adapter import (
     Schema,
     Statistics,
     schema_pb2,
-    statistics_pb2,
     tfdv,
 )
 
-_KINDS = ("skew", "drift")
 _GREATEST = 2**63 - 1
 
 
@@ -40,21 +36,27 @@ def infer_schema(
     Reference: `tensorflow_data_validation.infer_schema`.
     """
     schema = tfdv.infer_schema(statistics, max_string_domain_size=max_categories)
-    by_name = {
-        feature.path.step[0]: feature
-        for feature in statistics.datasets[0].features
-        if len(feature.path.step) == 1
-    }
+    by_name = features_of(statistics)
     for feature in schema.feature:
-        if feature.type == schema_pb2.INT and feature.WhichOneof("domain_info") == "domain":
+        found = by_name[feature.name]
+        has_range = numeric_ranges and has_values(found)
+        low, high = found.num_stats.min, found.num_stats.max
+        if feature.type == schema_pb2.FLOAT:
+            domain = feature.float_domain
+            if not any(histogram.num_nan for histogram in found.num_stats.histograms):
+                domain.disallow_nan = True
+            if math.inf not in (-low, high):
+                domain.disallow_inf = True
+            if has_range:
+                domain.min, domain.max = low, high
+        elif feature.type == schema_pb2.INT and feature.WhichOneof("domain_info") == "domain":
             _make_integer_categories(schema, feature)
-        elif feature.type == schema_pb2.INT and _has_categories(by_name[feature.name]):
+        elif feature.type == schema_pb2.INT and found.HasField("string_stats"):
             # more than `max_categories`: TFDV then forgets what they are
             feature.int_domain.is_categorical = True
-        elif feature.type == schema_pb2.FLOAT:
-            _disallow_what_is_no_number(feature, by_name[feature.name])
-        if numeric_ranges and _has_numbers(by_name[feature.name]):
-            _set_range(feature, by_name[feature.name])
+        elif feature.type == schema_pb2.INT and has_range:
+            # TFDV counts in float64, in which the greatest integer is rounded up
+            feature.int_domain.min, feature.int_domain.max = int(low), min(int(high), _GREATEST)
     return schema
 
 
@@ -64,7 +66,6 @@ def set_comparison_thresholds(
     categorical: float | None = 0.1,
     numeric: float | None = 0.1,
     of_features: Mapping[str, float | None] | None = None,
-    kinds: Iterable[str] = _KINDS,
 ) -> Schema:
     """Set the distance from which on two shards of the data count as different.
 
@@ -80,7 +81,6 @@ def set_comparison_thresholds(
         categorical: threshold of the L-infinity distance; None leaves it as it is.
         numeric: threshold of the Jensen-Shannon divergence; None leaves it as it is.
         of_features: thresholds of single features instead; None does not compare the feature.
-        kinds: "skew" (between the shards of one epoch) and "drift" (of a shard between epochs).
 
     Returns:
         The schema.
@@ -98,52 +98,20 @@ def set_comparison_thresholds(
         if threshold is not None and not 0 <= threshold <= 1:
             raise ValueError(f"A threshold must be from 0 to 1. Received: {threshold}.")
     for feature in schema.feature:
-        if chosen.get(feature.name, 0) is None:
-            for kind in kinds:
-                feature.ClearField(f"{kind}_comparator")
-            continue
-        is_category = is_categorical(feature)
-        threshold = chosen.get(feature.name, categorical if is_category else numeric)
-        for kind in kinds if threshold is not None else ():
-            comparator = getattr(feature, f"{kind}_comparator")
-            comparator.Clear()
-            measure = "infinity_norm" if is_category else "jensen_shannon_divergence"
-            getattr(comparator, measure).threshold = threshold
+        of_type = categorical if is_categorical(feature) else numeric
+        threshold = chosen.get(feature.name, of_type)
+        if threshold is not None:
+            feature.skew_comparator.Clear()
+            measure = "infinity_norm" if is_categorical(feature) else "jensen_shannon_divergence"
+            getattr(feature.skew_comparator, measure).threshold = threshold
+        elif feature.name in chosen:
+            feature.ClearField("skew_comparator")
     return schema
 
 
 def is_categorical(feature: schema_pb2.Feature) -> bool:
     """Tell whether a feature of a schema is categorical: strings, and integers declared as such."""
     return feature.type == schema_pb2.BYTES or feature.int_domain.is_categorical
-
-
-def read_schema(path: str | Path) -> Schema:
-    """Read a schema.
-
-    Args:
-        path: text file written by `write_schema` or TFDV.
-
-    Raises:
-        ValueError: if there is no such file, or it holds something else.
-    """
-    try:
-        return tfdv.load_schema_text(str(path))
-    except (tf.errors.OpError, text_format.ParseError) as error:
-        raise ValueError(
-            f"{path} holds no schema: {error}. Expected a text file of "
-            "keras_het.loader.validation.write_schema or TFDV."
-        ) from error
-
-
-def write_schema(schema: Schema, path: str | Path) -> None:
-    """Write a schema as text that can be corrected by hand.
-
-    Args:
-        schema: the schema.
-        path: the file, usually called `schema.pbtxt`.
-    """
-    tf.io.gfile.makedirs(str(path).rpartition("/")[0] or ".")
-    tfdv.write_schema_text(schema, str(path))
 
 
 def _make_integer_categories(schema: Schema, feature: schema_pb2.Feature) -> None:
@@ -154,36 +122,3 @@ def _make_integer_categories(schema: Schema, feature: schema_pb2.Feature) -> Non
     feature.int_domain.CopyFrom(
         schema_pb2.IntDomain(min=min(values), max=max(values), is_categorical=True)
     )
-
-
-def _has_numbers(statistics: statistics_pb2.FeatureNameStatistics) -> bool:
-    """Tell whether a feature has least and greatest values: without them, TFDV says 0."""
-    numbers = statistics.num_stats
-    no_numbers = max((histogram.num_nan for histogram in numbers.histograms), default=0)
-    return bool(numbers.common_stats.tot_num_values > no_numbers)
-
-
-def _has_categories(statistics: statistics_pb2.FeatureNameStatistics) -> bool:
-    return bool(statistics.WhichOneof("stats") == "string_stats")
-
-
-def _disallow_what_is_no_number(
-    feature: schema_pb2.Feature, statistics: statistics_pb2.FeatureNameStatistics
-) -> None:
-    if not any(histogram.num_nan for histogram in statistics.num_stats.histograms):
-        feature.float_domain.disallow_nan = True
-    extremes = (statistics.num_stats.min, statistics.num_stats.max)
-    if all(abs(value) != float("inf") for value in extremes):
-        feature.float_domain.disallow_inf = True
-
-
-def _set_range(
-    feature: schema_pb2.Feature, statistics: statistics_pb2.FeatureNameStatistics
-) -> None:
-    low, high = statistics.num_stats.min, statistics.num_stats.max
-    if feature.type == schema_pb2.FLOAT:
-        feature.float_domain.min, feature.float_domain.max = low, high
-    elif feature.type == schema_pb2.INT and not feature.int_domain.is_categorical:
-        feature.int_domain.min = int(low)
-        # TFDV counts in float64, in which the greatest integer is rounded up
-        feature.int_domain.max = min(int(high), _GREATEST)

@@ -29,7 +29,6 @@ try:
         import tensorflow_data_validation as tfdv
     import pyarrow
     from tensorflow_data_validation.statistics import stats_impl
-    from tensorflow_data_validation.utils import display_util
     from tensorflow_metadata.proto.v0 import anomalies_pb2, schema_pb2, statistics_pb2
     from tfx_bsl.arrow import table_util
     from tfx_bsl.coders import example_coder
@@ -41,16 +40,12 @@ Statistics: TypeAlias = statistics_pb2.DatasetFeatureStatisticsList
 
 Schema: TypeAlias = schema_pb2.Schema
 
-__all__ = [
-    "Schema",
-    "Statistics",
-    "anomalies_pb2",
-    "display_util",
-    "example_coder",
-    "pyarrow",
-    "schema_pb2",
-    "statistics_pb2",
-    "stats_impl",
-    "table_util",
-    "tfdv",
-]
+read_schema = tfdv.load_schema_text
+"""Read a schema from a text file."""
+write_schema = tfdv.write_schema_text
+"""Write a schema to a text file that can be corrected by hand, usually `schema.pbtxt`."""
+read_statistics = tfdv.load_stats_binary
+"""Read statistics, as `keras_het.callbacks.DataValidation` writes them, from a `.stats` file."""
+
+__all__ = ["anomalies_pb2", "example_coder", "pyarrow", "schema_pb2", "statistics_pb2"]
+__all__ += ["stats_impl", "table_util", "tfdv"]

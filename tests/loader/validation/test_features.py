@@ -10,8 +10,7 @@ pytest.importorskip(
     "tensorflow_data_validation", reason="needs TFDV: `make test-validation` runs this"
 )
 
-from keras_het.loader.validation.batch_features import features_of_batch
-from keras_het.loader.validation.record_batches import record_batch
+from keras_het.loader.validation.features import features_of_batch, record_batch
 
 RANDOM = np.random.default_rng(0)
 
@@ -161,9 +160,9 @@ def test_columns_that_do_not_fit() -> None:
         record_batch({"a": np.zeros(2), "b": np.zeros(3)})
     with pytest.raises(TypeError, match=r"'a' has shape \(2, 3, 4\)"):
         record_batch({"a": np.zeros((2, 3, 4))})
-    with pytest.raises(TypeError, match="'a' has type complex64"):
+    with pytest.raises(TypeError, match=r"feature 'a'\. Received: type complex64"):
         record_batch({"a": np.zeros(2, np.complex64)})
-    with pytest.raises(TypeError, match="'a' holds <class 'NoneType'>"):
+    with pytest.raises(TypeError, match=r"feature 'a'\. Received: .*None"):
         record_batch({"a": np.array(["x", None], object)})
 
 
@@ -174,7 +173,7 @@ def test_images_of_a_replica_without_rows() -> None:
 
 
 def test_integers_beyond_those_of_tfdv() -> None:
-    with pytest.raises(ValueError, match=r"'id' with 9223372036854775808.*as_string"):
+    with pytest.raises(TypeError, match=r"'id'. Received: .*9223372036854775808.*as_string"):
         record_batch({"id": np.array([1, 2**63], np.uint64)})
     batch = record_batch({"id": np.array([2**63 - 1], np.uint64)})
     assert batch.to_pydict() == {"id": [[2**63 - 1]]}

@@ -18,12 +18,10 @@ import tensorflow_data_validation as tfdv
 from keras_het.loader.validation import (
     StatisticsBuilder,
     infer_schema,
-    read_statistics,
     statistics_of_dataset,
     statistics_of_tfrecord,
-    write_statistics,
 )
-from keras_het.loader.validation import data_statistics as module
+from keras_het.loader.validation import statistics as module
 
 ROWS = 1000
 
@@ -96,7 +94,6 @@ def test_patterns_and_compressed_files(tmp_path: Path) -> None:
     write_examples(tmp_path / "a-0.tfrecord", table(20))
     write_examples(tmp_path / "a-1.tfrecord.gz", table(30, seed=1))
     assert statistics_of_tfrecord(tmp_path / "a-*").datasets[0].num_examples == 50
-    assert statistics_of_tfrecord([tmp_path / "a-1*"]).datasets[0].num_examples == 30
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
@@ -139,14 +136,3 @@ def test_finished_statistics_take_nothing_more() -> None:
     builder.finish()
     with pytest.raises(RuntimeError, match="finished"):
         builder.add(table(3))
-
-
-def test_files_of_statistics(tmp_path: Path) -> None:
-    statistics = statistics_of_dataset(table())
-    path = tmp_path / "folder" / "a.stats"
-    write_statistics(statistics, path)
-    assert read_statistics(path) == statistics
-    assert tfdv.load_stats_binary(str(path)) == statistics
-    path.write_text("no statistics")
-    with pytest.raises(ValueError, match=r"a\.stats holds no statistics"):
-        read_statistics(path)
