@@ -68,7 +68,7 @@ def main() -> None:
     validation.set_comparison_thresholds(schema, categorical=0.2, numeric=0.2, of_features=extremes)
     if strategy.is_chief:
         options.directory.mkdir(parents=True, exist_ok=True)
-        validation.write_schema(schema, str(options.directory / "schema.pbtxt"))
+        validation.write_schema(schema, options.directory / "schema.pbtxt")
 
     say("1. Somebody forgot to scale the pixels:")
     try:

@@ -166,9 +166,7 @@ class HybridAggregation(SessionCallback):
             spreads_service=service == "spread",
             partition_bytes=partition_bytes,
         )
-        _check_goes_on_alone(self._options)
-        _check_adapts(self._options)
-        _check_wire(self._options)
+        _check_options(self._options)
         self._participant: Participant | None = None
         self._user_optimizer: keras.optimizers.Optimizer | None = None
         self._fit: FitSession | None = None
@@ -192,12 +190,12 @@ class HybridAggregation(SessionCallback):
             return
         num_workers = strategy.num_async_workers + strategy.cluster_config.has_sync_group
         rule = _asynchronous(self._rule, num_workers)
-        _check_waiting(rule, strategy.cluster_config)
-        _check_spread(self._options, strategy.cluster_config)
-        _check_can_be_served(rule, strategy.cluster_config)
-        _check_number_of_workers(rule, num_workers)
+        _check_cluster(self._options, rule, strategy.cluster_config, num_workers)
         rule.check_optimizer(self.model.optimizer)
-        _check_overlap(self._options, rule, self.model.optimizer)
+        if isinstance(rule, ElasticAveraging) and not rule.may_wait:
+            # an async worker takes a period's steps while its exchange travels
+            overlap = math.inf if self._options.adapts_period else self._options.period
+            rule.check_overlap(self.model.optimizer, overlap)
         check_keeps_weights(self.model.optimizer, self)
         epochs = min(self.params.get("epochs") or LARGEST_EPOCH, LARGEST_EPOCH)
         self._options = dataclasses.replace(self._options, rule=rule, num_epochs=epochs)
@@ -404,37 +402,6 @@ def _asynchronous(rule: str | dict[str, Any] | UpdateRule, num_workers: int) -> 
     return found
 
 
-def _check_waiting(rule: UpdateRule, config: ClusterConfig) -> None:
-    if rule.may_wait and config.has_sync_group:
-        raise ValueError(
-            f"With the rule {rule.name!r} workers wait for each other, which would hold up the "
-            "sync group. Received: a TF_CONFIG with a sync group. Make all workers async, with a "
-            'task of the job "ps" that holds the parameter service.'
-        )
-
-
-def _check_spread(options: HybridOptions, config: ClusterConfig) -> None:
-    if options.spreads_service and not config.has_sync_group:
-        raise ValueError(
-            'service="spread" gives every member of the sync group a part of the service. '
-            "Received: a TF_CONFIG without sync group, in which the tasks of the job ps hold it. "
-            'Leave service="auto".'
-        )
-
-
-def _check_can_be_served(rule: UpdateRule, config: ClusterConfig) -> None:
-    """Check that a task that runs no script can rebuild the rule from its name and settings."""
-    serving = config.parameter_services[0 if config.has_sync_group else 1 :]
-    if serving and type(rule) not in RULES.values():
-        raise ValueError(
-            "`keras-het serve` knows the rules of keras_het only. Received: "
-            f"{type(rule).__name__}, a rule of your own, and {', '.join(serving)} of the job ps, "
-            "which run no script. Leave them out of TF_CONFIG: then the leader of the sync group "
-            'holds the service, or all of the group with service="spread"; async workers alone '
-            "keep one task ps, which runs the script."
-        )
-
-
 def _check_can_be_shared(data: GlobalOrderDataset) -> None:
     if data.was_looked_at:  # its first pass has begun, over all batches
         raise ValueError(
@@ -442,15 +409,6 @@ def _check_can_be_shared(data: GlobalOrderDataset) -> None:
             f"{data}, in which a shuffle() that reshuffles is below an operation that cannot be "
             "rebuilt, such as padded_batch, interleave, filter, cache or unbatch. Put shuffle() "
             "after it, or give it reshuffle_each_iteration=False."
-        )
-
-
-def _check_goes_on_alone(options: HybridOptions) -> None:
-    if options.goes_on_without_service and options.rule.uses_gradients:
-        raise ValueError(
-            'on_service_loss="continue" needs a rule in which workers run their own optimizer: '
-            f"they could not train without the service. Received: {options.rule.name!r}. Use "
-            '"delta" or elastic averaging, or on_service_loss="raise".'
         )
 
 
@@ -472,25 +430,6 @@ def _check_trains_on(data: GlobalOrderDataset, samples: int) -> None:
         )
 
 
-def _check_number_of_workers(rule: UpdateRule, num_workers: int) -> None:
-    """Refuse a rule made for another cluster: its workers would share their state."""
-    made_for = rule.get_config().get("num_workers")
-    if made_for not in (None, num_workers):
-        raise ValueError(
-            f"The rule {rule.name!r} was made for {made_for} workers. Received: a TF_CONFIG with "
-            f"{num_workers} (the sync group is one of them). Give the rule that number."
-        )
-
-
-def _check_wire(options: HybridOptions) -> None:
-    if isinstance(options.wire, TopKWire) and isinstance(options.rule, ElasticAveraging):
-        raise ValueError(
-            f"With the rule {options.rule.name!r} workers send their weights, and what a top-k "
-            "message leaves out would count as 0. Received: a TopKWire. Use FloatWire, or a rule "
-            'that sends changes, such as "delta".'
-        )
-
-
 def _default_period(rule: UpdateRule) -> int | str:
     """Plan by times, unless the rule's settings assume a number of steps or plan it themselves."""
     counts_steps = rule.uses_gradients or isinstance(rule, ElasticAveraging)
@@ -501,18 +440,58 @@ def _plans_steps(rule: UpdateRule) -> bool:
     return rule.may_wait or rule.local_steps(0, 0) is not None
 
 
-def _check_adapts(options: HybridOptions) -> None:
+def _check_options(options: HybridOptions) -> None:
+    """Refuse options that do not fit the rule."""
     rule = options.rule
+    if options.goes_on_without_service and rule.uses_gradients:
+        raise ValueError(
+            'on_service_loss="continue" needs a rule in which workers run their own optimizer: '
+            f"they could not train without the service. Received: {rule.name!r}. Use "
+            '"delta" or elastic averaging, or on_service_loss="raise".'
+        )
     if options.adapts_period and _plans_steps(rule):
         raise ValueError(
             'period="auto" needs a rule in which workers do not wait for each other. Received: '
             f"{rule.name!r}. Give a number, such as planning.plan_pushes chooses."
         )
+    if isinstance(options.wire, TopKWire) and isinstance(rule, ElasticAveraging):
+        raise ValueError(
+            f"With the rule {rule.name!r} workers send their weights, and what a top-k "
+            "message leaves out would count as 0. Received: a TopKWire. Use FloatWire, or a rule "
+            'that sends changes, such as "delta".'
+        )
 
 
-def _check_overlap(
-    options: HybridOptions, rule: UpdateRule, optimizer: keras.optimizers.Optimizer
+def _check_cluster(
+    options: HybridOptions, rule: UpdateRule, config: ClusterConfig, num_workers: int
 ) -> None:
-    """Check the overlap: an async worker takes a period's steps while its exchange travels."""
-    if isinstance(rule, ElasticAveraging) and not rule.may_wait:
-        rule.check_overlap(optimizer, math.inf if options.adapts_period else options.period)
+    """Refuse a rule, or a service, that does not fit the cluster."""
+    if rule.may_wait and config.has_sync_group:
+        raise ValueError(
+            f"With the rule {rule.name!r} workers wait for each other, which would hold up the "
+            "sync group. Received: a TF_CONFIG with a sync group. Make all workers async, with a "
+            'task of the job "ps" that holds the parameter service.'
+        )
+    if options.spreads_service and not config.has_sync_group:
+        raise ValueError(
+            'service="spread" gives every member of the sync group a part of the service. '
+            "Received: a TF_CONFIG without sync group, in which the tasks of the job ps hold it. "
+            'Leave service="auto".'
+        )
+    # a task that runs no script rebuilds the rule from its name and settings
+    serving = config.parameter_services[0 if config.has_sync_group else 1 :]
+    if serving and type(rule) not in RULES.values():
+        raise ValueError(
+            "`keras-het serve` knows the rules of keras_het only. Received: "
+            f"{type(rule).__name__}, a rule of your own, and {', '.join(serving)} of the job ps, "
+            "which run no script. Leave them out of TF_CONFIG: then the leader of the sync group "
+            'holds the service, or all of the group with service="spread"; async workers alone '
+            "keep one task ps, which runs the script."
+        )
+    # a rule made for another cluster: its workers would share their state
+    made_for = rule.get_config().get("num_workers")
+    if made_for not in (None, num_workers):
+        raise ValueError(
+            f"The rule {rule.name!r} was made for {made_for} workers. Received: a TF_CONFIG with "
+            f"{num_workers} (the sync group is one of them). Give the rule that number."
+        )

@@ -39,10 +39,3 @@ def not_negative(text: str) -> float:
     if not 0 <= number(text) < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number of at least 0, received {text!r}")
     return number(text)
-
-
-def positive(text: str) -> float:
-    """Return a finite number above 0."""
-    if not 0 < number(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number, received {text!r}")
-    return number(text)

@@ -120,11 +120,6 @@ class LocalCluster:
         return self._addresses if self._ports else ()
 
     @property
-    def process_ids(self) -> tuple[int, ...]:
-        """Process id of each worker."""
-        return tuple(worker.process_id for worker in self._workers)
-
-    @property
     def failures(self) -> tuple[WorkerResult, ...]:
         """Workers that failed by themselves, the first one first; empty after a stop request."""
         if self.stopped_by is not None:

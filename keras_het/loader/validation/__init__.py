@@ -12,14 +12,14 @@ from keras_het.loader.validation.comparison import (
     find_anomalies,
 )
 from keras_het.loader.validation.features import features_of_batch
-from keras_het.loader.validation.schema import infer_schema, set_comparison_thresholds
+from keras_het.loader.validation.schema import infer_schema, set_comparison_thresholds, write_schema
 from keras_het.loader.validation.statistics import (
     ShardStatistics,
     StatisticsBuilder,
     statistics_of_dataset,
     statistics_of_tfrecord,
 )
-from keras_het.loader.validation.tfdv_adapter import read_schema, read_statistics, write_schema
+from keras_het.loader.validation.tfdv_adapter import read_schema, read_statistics
 
 __all__ = [
     "Anomaly",

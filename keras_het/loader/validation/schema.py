@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
+
+import tensorflow as tf
 
 from keras_het.loader.validation.statistics import features_of, has_values
 from keras_het.loader.validation.tfdv_adapter import (
@@ -107,6 +110,17 @@ def set_comparison_thresholds(
         elif feature.name in chosen:
             feature.ClearField("skew_comparator")
     return schema
+
+
+def write_schema(schema: Schema, path: str | Path) -> None:
+    """Write a schema as text that can be corrected by hand.
+
+    Args:
+        schema: the schema.
+        path: the file, usually called `schema.pbtxt`.
+    """
+    tf.io.gfile.makedirs(str(path).rpartition("/")[0] or ".")
+    tfdv.write_schema_text(schema, str(path))
 
 
 def is_categorical(feature: schema_pb2.Feature) -> bool:

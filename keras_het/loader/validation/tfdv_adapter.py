@@ -42,8 +42,6 @@ Schema: TypeAlias = schema_pb2.Schema
 
 read_schema = tfdv.load_schema_text
 """Read a schema from a text file."""
-write_schema = tfdv.write_schema_text
-"""Write a schema to a text file that can be corrected by hand, usually `schema.pbtxt`."""
 read_statistics = tfdv.load_stats_binary
 """Read statistics, as `keras_het.callbacks.DataValidation` writes them, from a `.stats` file."""
 
