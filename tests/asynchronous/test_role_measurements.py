@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
-from keras_het.asynchronous.roles.role_measurements import ExchangeTimes, measure_exchange
 
 import keras_het
 from keras_het.asynchronous import rules
