@@ -10,9 +10,9 @@ from keras_het.asynchronous.rules.elastic_averaging import (
     AsyncMEASGD,
     ElasticAveraging,
     HogwildEASGD,
+    RoundRobinEASGD,
 )
 from keras_het.asynchronous.rules.registry import RULES, get, serialize
-from keras_het.asynchronous.rules.round_robin_easgd import RoundRobinEASGD
 from keras_het.asynchronous.rules.sync_easgd import SyncEASGD
 from keras_het.asynchronous.rules.synchronous_rule import SynchronousRule
 from keras_het.asynchronous.rules.update_rule import PushMeta, Signal, UpdateRule

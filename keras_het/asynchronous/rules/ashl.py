@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from keras_het.asynchronous.rules.update_rule import PushMeta, Signal, Slots
-from keras_het.asynchronous.rules.worker_sides import SendsChange
+from keras_het.asynchronous.rules.update_rule import PushMeta, SendsChange, Signal, Slots
 from keras_het.planning.roles.local_steps import LocalStepsPlan, plan_local_steps
 
 PRESET_RATIO = 0.25
@@ -73,6 +72,10 @@ class ASHL(SendsChange):
     """
 
     name: ClassVar[str] = "ashl"
+    settings = (
+        *("data_shares", "steps", "second_steps", "compression_ratios", "loss_threshold"),
+        *("largest_lead", "num_workers", "preset_steps", "second_preset_steps", "preset_ratio"),
+    )
     may_wait: ClassVar[bool] = True
 
     def __init__(
@@ -99,14 +102,13 @@ class ASHL(SendsChange):
         self.compression_ratios = _ratios(compression_ratios, self.steps)
         self.loss_threshold = loss_threshold
         self.largest_lead = largest_lead
-        self.presets = (preset_steps, second_preset_steps)
+        self.preset_steps, self.second_preset_steps = preset_steps, second_preset_steps
         self.preset_ratio = preset_ratio
         self.num_workers: int = len(data_shares or ()) if num_workers is None else num_workers
         self._check()
 
     @property
     def is_measured(self) -> bool:
-        """Whether steps and compression follow from times that workers measure."""
         return self.data_shares is None
 
     def plan(
@@ -116,19 +118,9 @@ class ASHL(SendsChange):
         pull_seconds: Sequence[float],
         stage: int,
     ) -> LocalStepsPlan:
-        """Plan steps and compression of every worker from measured times: algorithms 1 and 2.
-
-        Args:
-            iteration_seconds: time of one local step of every worker, above 0.
-            push_seconds: time in which every worker sends all values, at least 0.
-            pull_seconds: time in which every worker receives the center, at least 0.
-            stage: 1 in the second stage, 0 before.
-
-        Raises:
-            ValueError: under the conditions of `planning.plan_local_steps`.
-        """
+        """Plan steps and compression of every worker from measured times: algorithms 1 and 2."""
         times = (iteration_seconds, push_seconds, pull_seconds)
-        return plan_local_steps(*times, self.presets[1 if stage else 0], self.preset_ratio)
+        return plan_local_steps(*times, self._preset(stage), self.preset_ratio)
 
     def _check(self) -> None:
         if self.largest_lead < 1:
@@ -145,7 +137,7 @@ class ASHL(SendsChange):
                 "steps, second_steps and compression_ratios come with data_shares, or are measured "
                 f"with them. Received: {self.get_config()}."
             )
-        first, second = self.presets
+        first, second = self.preset_steps, self.second_preset_steps
         if not (1 <= second <= first and 0 < self.preset_ratio <= 1 and self.num_workers >= 1):
             raise ValueError(
                 "To measure, ASHL needs num_workers of at least 1, 1 <= second_preset_steps <= "
@@ -174,8 +166,6 @@ class ASHL(SendsChange):
             )
 
     def create_slots(self, center: tf.Variable) -> Slots:
-        """Create the stage (0 or 1), per-worker second-stage pushes, and samples if measured."""
-        del center
         workers = [self.num_workers]
         slots = {
             "second_stage": tf.Variable(0.0, trainable=False),
@@ -186,7 +176,6 @@ class ASHL(SendsChange):
         return slots
 
     def signal(self, slots: Slots, worker: tf.Tensor, signal: tf.Tensor) -> tf.Tensor:
-        """Begin the second stage once the loss is reached; stop waiting for workers that leave."""
         reached = tf.cast(tf.equal(signal, int(Signal.LOSS_REACHED)), tf.float32)
         stage = slots["second_stage"].assign(
             tf.maximum(slots["second_stage"], reached), read_value=True
@@ -197,13 +186,11 @@ class ASHL(SendsChange):
             return tf.cast(stage, tf.int32)
 
     def compression_ratio(self, worker: int) -> float | None:
-        """Return R of the worker, the initial one if measured; None if all send everything."""
         if self.compression_ratios is None:
             return None if self.preset_ratio == 1 else 1.0
         return None if min(self.compression_ratios) == 1 else self.compression_ratios[worker]
 
     def is_stage_over(self, loss: float) -> bool:
-        """Whether the loss of the second stage is reached."""
         return bool(self.is_second_stage(loss))
 
     def note_presence(self, slots: Slots, worker: tf.Tensor) -> tf.Tensor | tf.Variable:
@@ -216,20 +203,17 @@ class ASHL(SendsChange):
         return slots["pushes"].scatter_nd_update([[own]], [now])
 
     def is_turn(self, slots: Slots, meta: PushMeta) -> tf.Tensor:
-        """Whether the worker would stay within the allowed lead over the slowest."""
         lead = slots["pushes"][self._worker(meta)] - tf.reduce_min(slots["pushes"])
         return (slots["second_stage"] < 1) | (lead < self.largest_lead)
 
     def update(
         self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
     ) -> tf.Tensor:
-        """Add the worker's share of the change, and count the push in the second stage."""
         with tf.control_dependencies([self.pass_turn(slots, meta)]):
             center.assign_add(self._share(slots, self._worker(meta), meta.samples) * change)
         return center.read_value()
 
     def pass_turn(self, slots: Slots, meta: PushMeta) -> tf.Tensor | tf.Variable:
-        """Count the push in the second stage."""
         counted = tf.cast(slots["second_stage"], tf.int64)[None]
         worker = tf.reshape(self._worker(meta), [1, 1])
         return tf.identity(slots["pushes"].scatter_nd_add(worker, counted))
@@ -253,39 +237,16 @@ class ASHL(SendsChange):
         return tf.clip_by_value(meta.worker, 0, self.num_workers - 1)
 
     def is_second_stage(self, loss: float | tf.Tensor) -> Any:
-        """Whether a training with this loss is in the second stage.
-
-        Args:
-            loss: scalar, number or tensor.
-        """
+        """Whether a training with this loss is in the second stage."""
         return loss <= self.loss_threshold
 
     def local_steps(self, worker: int, stage: int) -> int:
-        """Return the local steps from one exchange to the next; the preset if they are measured.
-
-        Args:
-            worker: number of the worker.
-            stage: 1 in the second stage, 0 before.
-        """
+        """Return the local steps from one exchange to the next; the preset if they are measured."""
         chosen = self.second_steps if stage else self.steps
-        return self.presets[1 if stage else 0] if chosen is None else chosen[worker]
+        return self._preset(stage) if chosen is None else chosen[worker]
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the settings."""
-        lists = ("data_shares", "steps", "second_steps", "compression_ratios")
-        return {
-            **{name: _plain(getattr(self, name)) for name in lists},
-            "loss_threshold": self.loss_threshold,
-            "largest_lead": self.largest_lead,
-            "num_workers": self.num_workers,
-            "preset_steps": self.presets[0],
-            "second_preset_steps": self.presets[1],
-            "preset_ratio": self.preset_ratio,
-        }
-
-
-def _plain(numbers: Sequence[float] | None) -> list[float] | None:
-    return None if numbers is None else list(numbers)
+    def _preset(self, stage: int) -> int:
+        return self.second_preset_steps if stage else self.preset_steps
 
 
 def _ratios(

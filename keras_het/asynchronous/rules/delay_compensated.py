@@ -6,8 +6,7 @@ from typing import ClassVar, cast
 
 import tensorflow as tf
 
-from keras_het.asynchronous.rules.update_rule import PushMeta, Slots
-from keras_het.asynchronous.rules.worker_sides import SendsGradient
+from keras_het.asynchronous.rules.update_rule import PushMeta, SendsGradient, Slots
 
 _EPSILON = 1e-7
 
@@ -66,21 +65,18 @@ class DelayCompensated(SendsGradient):
         self.decay = decay
 
     def slots(self, size: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of each worker's last received center, and of the mean squares."""
         slots: dict[str, tuple[int, ...]] = {"seen": (self.num_workers, size)}
         if self.decay is not None:
             slots["mean_square"] = (self.num_workers, size)
         return slots
 
     def create_slots(self, center: tf.Variable) -> Slots:
-        """Create the state, and the version in each worker's last answer, 0 for none."""
         versions = tf.Variable(tf.zeros([self.num_workers], tf.int64), trainable=False)
         return {**super().create_slots(center), "seen_version": versions}
 
     def update(
         self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
     ) -> tf.Tensor:
-        """Take one compensated step against the gradient `change`."""
         worker = tf.clip_by_value(meta.worker, 0, self.num_workers - 1)
         version = cast(tf.Tensor, meta.version)
         seen_version = version - tf.cast(meta.staleness, tf.int64)

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from keras_het.asynchronous.rules.update_rule import PushMeta, Slots
-from keras_het.asynchronous.rules.worker_sides import SendsChange
+from keras_het.asynchronous.rules.update_rule import PushMeta, SendsChange, Slots
 
 
 class Delta(SendsChange):
@@ -51,17 +50,12 @@ class Delta(SendsChange):
         self.step_fraction = 1.0
 
     def for_steps_of(self, fraction: float) -> Delta:
-        """Return this rule for a worker whose steps have a fraction of the global batch.
-
-        Args:
-            fraction: the fraction.
-        """
+        """Return this rule for a worker whose steps have a fraction of the global batch."""
         own = copy.copy(self)
         own.step_fraction = fraction
         return own
 
     def message(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
-        """Return the change, scaled to steps of the global batch."""
         change = super().message(weights, seen)
         return change if self.step_fraction == 1 else self.step_fraction * change
 
@@ -72,8 +66,6 @@ class Delta(SendsChange):
     def update(
         self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
     ) -> tf.Tensor:
-        """Add the change."""
-        del slots, meta
         center.assign_add(change if self.scale == 1 else self.scale * change)
         return center.read_value()
 

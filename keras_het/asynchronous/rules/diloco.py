@@ -58,7 +58,6 @@ class DiLoCo(SynchronousRule):
         self.momentum = momentum
 
     def initial_state(self, weights: tf.Tensor) -> State:
-        """Return the center and the outer momentum."""
         return {"center": weights, "velocity": tf.zeros_like(weights)}
 
     def combine(
@@ -68,7 +67,6 @@ class DiLoCo(SynchronousRule):
         samples: float | tf.Tensor,
         all_reduce_sum: AllReduceSum,
     ) -> tuple[tf.Tensor, State]:
-        """Take an outer step; the weights become the center."""
         center, count = state["center"], tf.cast(samples, weights.dtype)
         # The number of samples travels in the same buffer: one message instead of two.
         total = all_reduce_sum(tf.concat([count * (center - weights), count[None]], 0))
@@ -128,13 +126,10 @@ class StreamingDiLoCo(DiLoCo):
         self.mixing = mixing
 
     def fragments(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return every P-th variable for each fragment."""
         count = min(self.num_fragments, len(sizes))
         return tuple(tuple(range(first, len(sizes), count)) for first in range(count))
 
     def receive(
         self, weights: tf.Tensor, sent_weights: tf.Tensor, combined: tf.Tensor
     ) -> tf.Tensor:
-        """Mix the worker's current weights with the center."""
-        del sent_weights
         return self.mixing * weights + (1 - self.mixing) * combined

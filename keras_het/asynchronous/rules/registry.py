@@ -15,13 +15,10 @@ from keras_het.asynchronous.rules.elastic_averaging import (
     AsyncMEASGD,
     ElasticAveraging,
     HogwildEASGD,
+    RoundRobinEASGD,
 )
-from keras_het.asynchronous.rules.round_robin_easgd import RoundRobinEASGD
 from keras_het.asynchronous.rules.sync_easgd import SyncEASGD
-from keras_het.asynchronous.rules.synchronous_rule import SynchronousRule
-from keras_het.asynchronous.rules.update_rule import UpdateRule
-
-Rule = UpdateRule | SynchronousRule
+from keras_het.asynchronous.rules.update_rule import Rule
 
 RULES: dict[str, type[Rule]] = {
     rule.name: rule
@@ -60,13 +57,13 @@ def get(
         ValueError: if there is no such rule, or its settings do not fit.
         TypeError: if the identifier has another type.
     """
-    if isinstance(identifier, UpdateRule | SynchronousRule):
+    if isinstance(identifier, Rule):
         return identifier
     if isinstance(identifier, dict):
         kind, config = _find(identifier.get("class_name")), dict(identifier.get("config") or {})
     elif isinstance(identifier, str):
         kind, config = _find(identifier), {}
-    elif isinstance(identifier, type) and issubclass(identifier, UpdateRule | SynchronousRule):
+    elif isinstance(identifier, type) and issubclass(identifier, Rule):
         kind, config = identifier, {}
     else:
         raise TypeError(

@@ -7,7 +7,7 @@ from typing import ClassVar
 import keras
 import tensorflow as tf
 
-from keras_het.asynchronous.rules.moving_rate import (
+from keras_het.asynchronous.rules.elastic_averaging import (
     check_moving_rate,
     check_with_optimizer,
     default_moving_rate,
@@ -66,7 +66,6 @@ class SyncEASGD(SynchronousRule):
         check_moving_rate(self.alpha, learning_rate, num_workers, overlap)
 
     def initial_state(self, weights: tf.Tensor) -> State:
-        """Return the center."""
         return {"center": weights}
 
     def combine(
@@ -76,13 +75,10 @@ class SyncEASGD(SynchronousRule):
         samples: float | tf.Tensor,
         all_reduce_sum: AllReduceSum,
     ) -> tuple[tf.Tensor, State]:
-        """Move weights and center by their elastic differences, regardless of samples."""
-        del samples
         center = state["center"]
         difference = weights - center
         moved = center + self.alpha * all_reduce_sum(difference)
         return weights - self.alpha * difference, {"center": moved}
 
     def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Check the bound for the rate of plain gradient descent."""
         check_with_optimizer(optimizer, self.alpha, self.num_workers, self.overlap)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
-import keras
 import tensorflow as tf
 
-from keras_het.asynchronous.rules.named_settings import NamedSettings
+from keras_het.asynchronous.rules.update_rule import Rule
 
 State = dict[str, tf.Tensor]
 AllReduceSum = Callable[[tf.Tensor], tf.Tensor]
 
 
-class SynchronousRule(NamedSettings, abc.ABC):
+class SynchronousRule(Rule, abc.ABC):
     """Combination of all workers' weights from one sum over the workers.
 
     Workers train independently with their own optimizers. After `period` steps each calls `combine`
@@ -34,10 +32,6 @@ class SynchronousRule(NamedSettings, abc.ABC):
         center_is_weights: whether a worker's weights are the center after an exchange without
             overlap. Evaluation and saving use "center" of the state in any case.
     """
-
-    name: ClassVar[str]
-    uses_gradients: ClassVar[bool] = False
-    center_is_weights: ClassVar[bool]
 
     def __init__(self, period: int, overlap: int = 0) -> None:
         if period < 1 or not 0 <= overlap <= period:
@@ -112,7 +106,3 @@ class SynchronousRule(NamedSettings, abc.ABC):
             combined: the weights that it returned.
         """
         return weights + (combined - sent_weights)
-
-    def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Check the workers' own optimizer, like `UpdateRule.check_optimizer`."""
-        del optimizer

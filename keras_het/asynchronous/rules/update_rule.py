@@ -1,18 +1,18 @@
-"""Interface of an update rule: how a worker's message and the center combine, on both sides."""
+"""Interface of an update rule, and the sides of a worker that rules share."""
 
 from __future__ import annotations
 
 import abc
 import enum
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
 
-from keras_het.asynchronous.rules.named_settings import NamedSettings
 from keras_het.planning.roles.local_steps import LocalStepsPlan
 
+RuleT = TypeVar("RuleT", bound="Rule")
 Slots = dict[str, tf.Variable]
 """State of a rule for a part of the center, by name."""
 
@@ -47,7 +47,42 @@ class PushMeta(NamedTuple):
     version: tf.Tensor | None = None
 
 
-class UpdateRule(NamedSettings, abc.ABC):
+class Rule:
+    """A rule that can be created again from its settings.
+
+    Attributes:
+        name: the name in the registry, on which all workers must agree.
+        uses_gradients: whether workers send gradients in place of weights or their changes.
+        center_is_weights: whether a worker's weights are the center after an exchange.
+        settings: names of the attributes that its constructor takes as arguments of the same name.
+    """
+
+    name: ClassVar[str]
+    uses_gradients: ClassVar[bool] = False
+    center_is_weights: ClassVar[bool]
+    settings: ClassVar[tuple[str, ...]] = ()
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the settings as the constructor takes them; plain values."""
+        return {name: getattr(self, name) for name in self.settings}
+
+    @classmethod
+    def from_config(cls: type[RuleT], config: dict[str, Any]) -> RuleT:
+        """Return a rule with these settings."""
+        return cls(**config)
+
+    def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Check that the worker's own optimizer is one for which the rule was published.
+
+        Args:
+            optimizer: the Keras optimizer that the model was compiled with.
+
+        Raises:
+            ValueError: if it is not; the message names a suitable one.
+        """
+
+
+class UpdateRule(Rule, abc.ABC):
     """Combination of a worker's message with a part of the center, and the answer with the worker.
 
     The center is cut into parts (partitions); a rule works element by element, so parts are
@@ -61,8 +96,12 @@ class UpdateRule(NamedSettings, abc.ABC):
     2. it continues with `after_sending(weights, seen)` while the message travels;
     3. `receive` returns the weights after the answer, which becomes `seen`.
 
+    The server side takes `center`, the `tf.Variable` of a part, float32 of shape [size]; `slots`,
+    the variables of `create_slots`; `meta`, the metadata of the push; and `worker`, the worker's
+    number, int32 scalar. It is called in the graph, and under the part's lock if pushes run one
+    after another; what is about turns and signals always is.
+
     Attributes:
-        name: the name in the registry, on which worker and service must agree.
         is_atomic: whether pushes to a part run one after another, so that none is lost.
         may_wait: whether `is_turn` can be false; the service calls it only then.
         uses_gradients: whether messages are gradients. The worker must not step by itself then: it
@@ -75,30 +114,20 @@ class UpdateRule(NamedSettings, abc.ABC):
             if the center or a slot is not finite afterwards.
     """
 
-    name: ClassVar[str]
     is_atomic: ClassVar[bool] = True
     may_wait: ClassVar[bool] = False
-    uses_gradients: ClassVar[bool]
-    center_is_weights: ClassVar[bool]
     rows_of_workers: ClassVar[frozenset[str]] = frozenset()
 
     def slots(self, size: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the state that the rule keeps for a part.
-
-        Args:
-            size: number of elements of the part.
+        """Return the state that the rule keeps for a part of some size.
 
         Returns:
             Map from name to shape of float32 variables that start at zero.
         """
-        del size
         return {}
 
     def create_slots(self, center: tf.Variable) -> Slots:
         """Create the state for a part; called eagerly, once, in the center's process.
-
-        Args:
-            center: `tf.Variable` of the part, float32 of shape [size].
 
         Returns:
             Map from name to `tf.Variable`: everything that a checkpoint of the part needs besides
@@ -112,57 +141,30 @@ class UpdateRule(NamedSettings, abc.ABC):
     def note_presence(self, slots: Slots, worker: tf.Tensor) -> tf.Tensor | tf.Variable:
         """Record that a worker pushes: it may have been given up before.
 
-        Called in the graph, under the part's lock, before `is_turn`, only if `may_wait`.
-
-        Args:
-            slots: the variables of `create_slots`.
-            worker: the worker's number, int32 scalar.
-
-        Returns:
-            A tensor that exists once this is done.
+        Called before `is_turn`, only if `may_wait`. Returns a tensor that exists once this is done.
         """
-        del slots, worker
         return tf.constant(True)
 
     def is_turn(self, slots: Slots, meta: PushMeta) -> tf.Tensor:
         """Whether a push is taken now, bool scalar; otherwise the worker must try again later.
 
-        Called in the graph, under the part's lock, only if `may_wait`; this includes calls for a
-        worker that only asks, without values and with 0 samples.
-
-        Args:
-            slots: the variables of `create_slots`.
-            meta: the metadata of the push.
+        Called only if `may_wait`; this includes calls for a worker that only asks, without values
+        and with 0 samples.
         """
-        del slots, meta
         return tf.constant(True)
 
     def pass_turn(self, slots: Slots, meta: PushMeta) -> tf.Tensor | tf.Variable:
         """Record a refused push that was in its turn, so that no worker waits for a better one.
 
-        Called in the graph, under the part's lock, only if `may_wait` and `is_turn`.
-
-        Args:
-            slots: the variables of `create_slots`.
-            meta: the metadata of the push.
-
-        Returns:
-            A tensor that exists once this is done.
+        Called only if `may_wait` and `is_turn`. Returns a tensor that exists once this is done.
         """
-        del slots, meta
         return tf.constant(True)
 
     @abc.abstractmethod
     def update(
         self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
     ) -> tf.Tensor:
-        """Change the center; called in the graph.
-
-        Args:
-            center: `tf.Variable` of the part, float32 of shape [size].
-            slots: the variables of `create_slots`.
-            change: the worker's message, float32 of shape [size].
-            meta: the metadata of the push.
+        """Change the center by a worker's message, `change`.
 
         Returns:
             The answer to the worker, float32 of shape [size].
@@ -183,17 +185,11 @@ class UpdateRule(NamedSettings, abc.ABC):
         Returns:
             The bound; None, whatever the norms are, if nothing is known.
         """
-        del center_norm, change_norm
         return None
 
     @abc.abstractmethod
     def message(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
-        """Return the worker's message.
-
-        Args:
-            weights: the worker's weights.
-            seen: the answer of its last exchange.
-        """
+        """Return the worker's message; `seen` is the answer of its last exchange."""
 
     def message_of_gradient(self, gradient: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
         """Return the worker's message for a mean gradient, if `uses_gradients`.
@@ -205,22 +201,12 @@ class UpdateRule(NamedSettings, abc.ABC):
         return self.message(seen - gradient, seen)
 
     def for_steps_of(self, fraction: float) -> UpdateRule:
-        """Return this rule for a worker whose steps have a fraction of the global batch.
-
-        Args:
-            fraction: the fraction.
-        """
-        del fraction
+        """Return this rule for a worker whose steps have a fraction of the global batch."""
         return self
 
     @abc.abstractmethod
     def after_sending(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
-        """Return the weights to continue with while the message and the answer travel.
-
-        Args:
-            weights: the worker's weights at the time of sending.
-            seen: the answer of its last exchange.
-        """
+        """Return the weights to continue with while the message and the answer travel."""
 
     @abc.abstractmethod
     def receive(self, weights: tf.Tensor, sent_weights: tf.Tensor, answer: tf.Tensor) -> tf.Tensor:
@@ -240,31 +226,18 @@ class UpdateRule(NamedSettings, abc.ABC):
             start: the weights that it sent last, or received if nothing is in flight.
             num_workers: number of workers that exchange with the service.
         """
-        del start, num_workers
         return weights
 
     def signal(self, slots: Slots, worker: tf.Tensor, signal: tf.Tensor) -> tf.Tensor:
-        """Handle a worker's signal; called in the graph, under the part's lock.
-
-        Args:
-            slots: the variables of `create_slots`.
-            worker: the worker's number, int32 scalar.
-            signal: a `Signal`, int32 scalar.
+        """Handle a worker's `Signal`, int32 scalar.
 
         Returns:
             The stage of training, int32 scalar; 0 for rules without stages.
         """
-        del slots, worker, signal
         return tf.constant(0)
 
     def local_steps(self, worker: int, stage: int) -> int | None:
-        """Return a worker's local steps from one exchange to the next, None if the user decides.
-
-        Args:
-            worker: the worker's number.
-            stage: the result of `signal`.
-        """
-        del worker, stage
+        """Return a worker's local steps from one exchange to the next, None if the user decides."""
         return None
 
     @property
@@ -287,34 +260,59 @@ class UpdateRule(NamedSettings, abc.ABC):
             pull_seconds: time in which every worker receives the center.
             stage: the result of `signal`.
         """
-        del iteration_seconds, push_seconds, pull_seconds, stage
         return None
 
     def compression_ratio(self, worker: int) -> float | None:
-        """Return the fraction of the values that a worker sends, None if the user decides.
-
-        Args:
-            worker: the worker's number.
-        """
-        del worker
+        """Return the fraction of the values that a worker sends, None if the user decides."""
         return None
 
     def is_stage_over(self, loss: float) -> bool:
-        """Whether a training with this loss has reached the rule's threshold.
-
-        Args:
-            loss: loss of the worker's training as Keras logs it, its mean over the epoch so far.
-        """
-        del loss
+        """Whether a training with this loss, Keras's mean over the epoch so far, ends a stage."""
         return False
 
-    def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Check that the worker's own optimizer is one for which the rule was published.
 
-        Args:
-            optimizer: the Keras optimizer that the model was compiled with.
+class SendsGradient(UpdateRule):
+    """The worker sends a mean gradient and continues from the center.
 
-        Raises:
-            ValueError: if it is not; the message names a suitable one.
-        """
-        del optimizer
+    It represents its weights as `seen` less the mean gradient of its steps, during which nothing
+    moved. Steps taken while the answer travels are discarded: the next gradient is that of the
+    center it received.
+    """
+
+    uses_gradients: ClassVar[bool] = True
+    center_is_weights: ClassVar[bool] = True
+
+    def message(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
+        return seen - weights
+
+    def message_of_gradient(self, gradient: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
+        """Return the gradient unchanged: taken from weights, small ones would be rounded away."""
+        return gradient
+
+    def after_sending(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
+        return seen
+
+    def receive(self, weights: tf.Tensor, sent_weights: tf.Tensor, answer: tf.Tensor) -> tf.Tensor:
+        return answer
+
+
+class StepsItself(UpdateRule):
+    """The worker's own optimizer runs, also while a message travels."""
+
+    def after_sending(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
+        return weights
+
+
+class SendsChange(StepsItself):
+    """The worker sends the change of its weights.
+
+    Progress made while the answer travels is kept and becomes part of the next change.
+    """
+
+    center_is_weights: ClassVar[bool] = True
+
+    def message(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
+        return weights - seen
+
+    def receive(self, weights: tf.Tensor, sent_weights: tf.Tensor, answer: tf.Tensor) -> tf.Tensor:
+        return answer + (weights - sent_weights)

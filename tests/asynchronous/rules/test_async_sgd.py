@@ -21,7 +21,7 @@ from rule_checks import (
 )
 
 from keras_het.asynchronous.rules import AsyncSGD, PushMeta
-from keras_het.asynchronous.rules.server_optimizer import ELEMENTWISE
+from keras_het.asynchronous.rules.async_sgd import ELEMENTWISE
 
 
 class SGDEquations(Equations):

@@ -18,7 +18,7 @@ from rule_checks import (
 )
 
 from keras_het.asynchronous.rules import AsyncEASGD, AsyncMEASGD, ElasticAveraging, HogwildEASGD
-from keras_het.asynchronous.rules.moving_rate import largest_moving_rate, overlapped_rate
+from keras_het.asynchronous.rules.elastic_averaging import largest_moving_rate, overlapped_rate
 
 RULES = [AsyncEASGD, AsyncMEASGD, ElasticAveraging, HogwildEASGD]
 

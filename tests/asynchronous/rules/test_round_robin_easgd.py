@@ -17,7 +17,7 @@ from rule_checks import (
 
 from keras_het.asynchronous.parameter_service import Status
 from keras_het.asynchronous.rules import RoundRobinEASGD, Signal
-from keras_het.asynchronous.rules.moving_rate import largest_moving_rate
+from keras_het.asynchronous.rules.elastic_averaging import largest_moving_rate
 from keras_het.rpc.function_client import FunctionClient
 
 
@@ -97,11 +97,6 @@ def test_clients_that_poll_get_their_turns_in_order(service):
     for turn in range(3 * rounds):
         expected += 0.3 * (turn % 3 - expected)
     np.testing.assert_allclose(service.center()[0].numpy().flat[0], expected, rtol=1e-5)
-
-
-def test_service_refuses_to_forget_a_turn(service):
-    with pytest.raises(ValueError, match=r"cannot be told to try again.*round_robin_easgd"):
-        service.exchange_locally(0, 1.0, [tf.zeros([size]) for size in PARTITIONS.sizes])
 
 
 def test_stable_within_the_bound_only():

@@ -6,7 +6,7 @@ import pytest
 from rule_checks import SIZE, Group, start_vector
 
 from keras_het.asynchronous.rules import SyncEASGD
-from keras_het.asynchronous.rules.moving_rate import largest_moving_rate, overlapped_rate
+from keras_het.asynchronous.rules.elastic_averaging import largest_moving_rate, overlapped_rate
 
 WORKERS = 4
 
