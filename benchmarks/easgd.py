@@ -57,7 +57,7 @@ from keras_het.asynchronous.parameter_service import (
 from keras_het.asynchronous.rules import RoundRobinEASGD, SyncEASGD
 from keras_het.fit.session import SessionCallback
 from keras_het.local_training import LocalSteps, adopt_variables_of_the_chief
-from keras_het.local_training.packed_variables import PackedVariables
+from keras_het.rpc.vector import Vector
 
 PORT = 7000
 CREDENTIAL = b"of this benchmark only, not secret"
@@ -306,7 +306,7 @@ def worker(
         mode, steps = pipe.recv()
         adopt_variables_of_the_chief(model, strategy)
         if mode == "weights":
-            weights = PackedVariables(model.trainable_variables, strategy)
+            weights = Vector(model.trainable_variables, strategy)
             pipe.send(weights.read().numpy())
             continue
         exchange = RoundRobin(model, strategy, client, turns) if mode == "round_robin" else None
@@ -384,7 +384,7 @@ class RoundRobin(Alone):
         super().__init__(strategy)
         self._client, self._turns = client, turns
         self._rule = RoundRobinEASGD(strategy.num_workers)
-        self._weights = PackedVariables(model.trainable_variables, strategy)
+        self._weights = Vector(model.trainable_variables, strategy)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         index = self._strategy.worker_index

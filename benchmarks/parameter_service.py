@@ -317,8 +317,8 @@ def echo_server(size_mb: str, address: str, *_: str) -> None:
     import tensorflow as tf
 
     from keras_het.asynchronous.parameter_service import Partitions, Status
-    from keras_het.rpc.function_server import FunctionServer
-    from keras_het.rpc.gate import Gate
+    from keras_het.rpc.admission import Gate
+    from keras_het.rpc.server import FunctionServer
 
     server = FunctionServer(address)
     size = Partitions(((_elements(size_mb),),)).sizes[0]  # of all
@@ -337,7 +337,7 @@ def echo_client(size_mb: str, index: str, address: str, *_: str) -> None:
 
     from keras_het.asynchronous.parameter_service import Partitions
     from keras_het.asynchronous.parameter_service.client import PARTITIONS_UNDER_WAY
-    from keras_het.rpc.function_client import FunctionClient
+    from keras_het.rpc.channel import FunctionClient
 
     client = FunctionClient(address, SECRET, timeout_seconds=60)
     sizes = Partitions(((_elements(size_mb),),)).sizes

@@ -24,7 +24,7 @@ ROOMS = [
     *("summation", "strategy"),
     *("strategy.pipeline.step", "strategy.pipeline.measurement", "strategy.pipeline"),
     *("asynchronous", "asynchronous.rules", "asynchronous.parameter_service"),
-    *("asynchronous.exchange", "asynchronous.center", "asynchronous.hybrid", "asynchronous.roles"),
+    *("asynchronous.exchange", "asynchronous.roles"),
     "local_training",
     *("telemetry", "launch.report"),
     "callbacks",

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_het.rpc.gate import LONGEST_AGE_SECONDS, token
+from keras_het.rpc.admission import LONGEST_AGE_SECONDS, token
 
 
 def wrong_token(random, credential, function):

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_het.asynchronous.exchange.push_pace import FIRST_PERIOD
-from keras_het.asynchronous.hybrid import (
+from keras_het.asynchronous.exchange import (
     AsyncWorker,
     HybridOptions,
     Participant,
     ServiceTask,
     SyncGroup,
 )
+from keras_het.asynchronous.exchange.pace import FIRST_PERIOD
 from keras_het.asynchronous.parameter_service import TopKWire, Wire
 from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH
 from keras_het.asynchronous.roles.role_choice import MEASURED_STEPS, RoleChoice, start_again
@@ -28,7 +28,7 @@ from keras_het.fit.session import FitSession, Rank, SessionCallback, StepFunctio
 from keras_het.fit.shorter_epochs import ShorterEpochs
 from keras_het.planning import RolePlan
 from keras_het.planning.argument_checks import check_number, check_one_of
-from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES
+from keras_het.rpc.vector import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.batches.uneven_per_replica import find_sizes
 from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig
 from keras_het.strategy.measure.compute_times import CAPACITY
@@ -413,7 +413,7 @@ def _check_can_be_shared(data: GlobalOrderDataset) -> None:
 
 
 def _check_steps(steps: int | None, num_batches: int) -> None:
-    if steps is not None and steps != num_batches:
+    if steps not in (None, num_batches):
         raise ValueError(
             "The workers share whole epochs of the data. Received: steps_per_epoch="
             f"{steps}, and data with {num_batches} batches. Leave steps_per_epoch out; "

@@ -13,8 +13,8 @@ from pathlib import Path
 import keras
 import numpy as np
 
+from keras_het.asynchronous.exchange.pace import Pace
 from keras_het.asynchronous.exchange.participant import Participant, first_async_participant
-from keras_het.asynchronous.exchange.push_pace import Pace
 from keras_het.fit.model_strategy import heterogeneous_strategy
 from keras_het.fit.session import FitSession, Rank, SessionCallback
 from keras_het.planning.argument_checks import check_number

@@ -81,7 +81,7 @@ def serve_parameters(options: argparse.Namespace) -> int:
     import keras
 
     from keras_het.rpc.admission import read_secret
-    from keras_het.rpc.function_server import ServerStartError
+    from keras_het.rpc.server import ServerStartError
     from keras_het.strategy.cluster.cluster_config import read_cluster_config
 
     check_keras_backend(keras.backend.backend())
@@ -94,7 +94,7 @@ def serve_parameters(options: argparse.Namespace) -> int:
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
-    from keras_het.asynchronous.center.serving import ServingProcess
+    from keras_het.asynchronous.exchange.hosting import ServingProcess
 
     process = ServingProcess(address, secret, stopped.is_set, _say)
     try:

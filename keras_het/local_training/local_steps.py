@@ -1,11 +1,12 @@
-"""Training steps that reduce within the worker, for the duration of one `fit`."""
+"""Training steps that reduce within the worker, and what makes the workers equal again."""
 
 from __future__ import annotations
 
 import keras
+import tensorflow as tf
 
 from keras_het.fit.session import Batches, FitSession, Rank, StepFunction
-from keras_het.local_training.variables_of_the_chief import adopt_variables_of_the_chief
+from keras_het.rpc.vector import Vector
 from keras_het.training_strategy import TrainingStrategy
 from keras_het.value_types import Nest
 
@@ -70,3 +71,34 @@ class _FromTheChief:
         self._strategy._training_state.export = None  # its center belongs to no other backup
         self._model.make_train_function(force=True)
         return self._model.train_function(batches)
+
+
+def adopt_variables_of_the_chief(model: keras.Model, strategy: TrainingStrategy) -> None:
+    """Give every worker the chief's weights, moving statistics and optimizer state.
+
+    Synchronous steps keep equal workers equal but do not make them so: with different optimizer
+    states they would drift apart.
+    """
+    variables = [*model.variables, *model.optimizer.variables]
+    unique = list({id(variable): variable for variable in variables}.values())
+    for dtype in (tf.float64, tf.int64):
+        same_kind = [v for v in unique if _kind(v.dtype) == dtype]
+        adopt_vector_of_the_chief(Vector(same_kind, strategy, dtype), strategy)
+
+
+def _kind(dtype: str) -> tf.DType | None:
+    """Return the float or integer type that holds every smaller one; None for other types."""
+    kind = tf.as_dtype(dtype)
+    if kind.is_floating:
+        return tf.float64
+    return tf.int64 if kind.is_integer else None
+
+
+def adopt_vector_of_the_chief(variables: Vector, strategy: TrainingStrategy) -> None:
+    """Give every worker the chief's values, bit for bit."""
+    if not variables.size:
+        return
+    own = variables.read()
+    add = tf.function(strategy.extended.sum_over_workers, autograph=False)
+    add = add.get_concrete_function(tf.TensorSpec(own.shape, own.dtype))
+    variables.write(add(own if strategy.is_chief else tf.zeros_like(own)))

@@ -1,20 +1,22 @@
-"""Schedule of the exchanges of a model's fragments."""
+"""The exchanges of a model's fragments between workers that train on their own."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_het.asynchronous.rules import SynchronousRule
-from keras_het.local_training.fragment import Fragment
-from keras_het.local_training.packed_variables import PackedVariables
+from keras_het.local_training.local_steps import adopt_vector_of_the_chief
+from keras_het.rpc.vector import Vector
 from keras_het.training_strategy import TrainingStrategy
 
 _PREFIX = "local_training/"
+_STATE = "state/"
 
 
 class PeriodicExchange:
@@ -43,8 +45,8 @@ class PeriodicExchange:
             Fragment(
                 strategy,
                 rule,
-                PackedVariables([variables[number] for number in group], strategy),
-                PackedVariables([] if place else state, strategy),
+                Vector([variables[number] for number in group], strategy),
+                Vector([] if place else state, strategy),
             )
             for place, group in enumerate(groups)
         ]
@@ -115,3 +117,189 @@ class PeriodicExchange:
             prefix = f"{_PREFIX}{number}/"
             own = {n.removeprefix(prefix): v for n, v in saved.items() if n.startswith(prefix)}
             fragment.restore(own)
+
+
+@dataclasses.dataclass
+class _Pending:
+    """An exchange in flight."""
+
+    sent: tuple[tf.Tensor, tf.Tensor]
+    due: int
+    combined: Future[tuple[tf.Tensor, tf.Tensor]]
+
+
+class Fragment:
+    r"""Variables exchanged together, in one packed sum over the workers.
+
+    Moving statistics :math:`s_i` travel with them and become their mean over the samples
+    :math:`n_i` that the workers have used since the last exchange,
+
+    .. math:: s_i \leftarrow \frac{\sum_j n_j s_j}{\sum_j n_j}.
+
+    Values that no worker has changed since then, such as frozen weights, keep their bits.
+    """
+
+    def __init__(
+        self,
+        strategy: TrainingStrategy,
+        rule: SynchronousRule,
+        weights: Vector,
+        statistics: Vector,
+    ) -> None:
+        self._strategy, self._rule = strategy, rule
+        self._weights, self._statistics = weights, statistics
+        self._pending: _Pending | None = None
+        self._own: tuple[tf.Tensor, tf.Tensor] | None = None
+        self.samples = 0
+        self.steps = 0
+        # All workers start from the same bits, wherever their weights come from.
+        adopt_vector_of_the_chief(weights, strategy)
+        adopt_vector_of_the_chief(statistics, strategy)
+        self.state = rule.initial_state(weights.read())
+        self._mean_statistics = statistics.read()
+        self._exchange = self._traced()
+
+    @property
+    def center(self) -> tf.Tensor:
+        """The center, a float32 vector."""
+        return self.state["center"]
+
+    def _traced(self) -> tf.types.experimental.ConcreteFunction:
+        """Traced here: in the background, the order of tracing, and of keys, would be random."""
+
+        def specs(value: tf.Tensor) -> tf.TensorSpec:
+            return tf.TensorSpec(value.shape, value.dtype)
+
+        return tf.function(self._combine, autograph=False).get_concrete_function(
+            specs(self.center),
+            specs(self._mean_statistics),
+            specs(self._mean_statistics),
+            tf.TensorSpec([], tf.float32),
+            {name: specs(value) for name, value in self.state.items()},
+        )
+
+    def _combine(
+        self,
+        weights: tf.Tensor,
+        statistics: tf.Tensor,
+        last_mean: tf.Tensor,
+        samples: tf.Tensor,
+        state: dict[str, tf.Tensor],
+    ) -> tuple[tf.Tensor, tf.Tensor, dict[str, tf.Tensor]]:
+        """Run one exchange in the graph; return the weights, statistics and state after it."""
+        mean = statistics
+
+        def all_reduce_sum(vector: tf.Tensor) -> tf.Tensor:
+            nonlocal mean
+            # Zero samples times infinity is not a number.
+            own = tf.math.multiply_no_nan(statistics, samples)
+            moved = samples * self._statistics.differ(statistics, last_mean)
+            parts = [vector, own, moved, samples[None]]
+            total = self._strategy.extended.sum_over_workers(tf.concat(parts, axis=0))
+            summed, sums, moved, count = tf.split(total, [part.shape[0] for part in parts])
+            # Rounding can make the mean of equal numbers differ from them.
+            mean = self._statistics.choose(moved > 0, tf.math.divide_no_nan(sums, count), last_mean)
+            mean = tf.where(count > 0, mean, statistics)
+            return summed
+
+        with tf.device("CPU:0"):
+            weights, state = self._rule.combine(weights, state, samples, all_reduce_sum)
+        return weights, mean, state
+
+    def start(self, executor: Executor, step: int) -> None:
+        """Start an exchange of the current weights."""
+        sent = self._weights.read(), self._statistics.read()
+        samples = tf.constant(float(self.samples), tf.float32)
+        self.samples = self.steps = 0
+        run = self._strategy._name_lost_workers(self._run)
+        combined = executor.submit(run, sent, samples)
+        self._pending = _Pending(sent, step + self._rule.overlap, combined)
+
+    def _run(
+        self, sent: tuple[tf.Tensor, tf.Tensor], samples: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        last_mean = self._mean_statistics
+        weights, mean, self.state = self._exchange(*sent, last_mean, samples, self.state)
+        self._mean_statistics = mean
+        return weights, mean
+
+    def wait(self) -> None:
+        """Wait until the sum in flight is complete."""
+        if self._pending is not None:
+            self._pending.combined.result()
+
+    def merge_if_due(self, step: int) -> None:
+        """Continue from the result of an exchange, `overlap` steps after it began."""
+        if self._pending is not None and step >= self._pending.due:
+            self.merge()
+
+    def merge(self) -> None:
+        """Continue from the result of the exchange in flight."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        combined, mean = pending.combined.result()
+        if self.steps == 0 and self._rule.center_is_weights:
+            # Nothing to merge with: the result has exactly the same bits on all workers.
+            self._weights.write(combined)
+            self._statistics.write(mean)
+            return
+        sent, sent_statistics = pending.sent
+        self._weights.write(self._rule.receive(self._weights.read(), sent, combined))
+        now = self._statistics.read()
+        # Exactly the mean if nothing has changed in the meantime; values may be infinite.
+        self._statistics.write(
+            tf.where(now == sent_statistics, mean, now + (mean - sent_statistics))
+        )
+
+    def show_center(self) -> None:
+        """Load the center, with the statistics of the last exchange, into the model; idempotent."""
+        if self._own is None:
+            self.wait()
+            self._own = self._weights.read(), self._statistics.read()
+            self._weights.write(self.center)
+            self._statistics.write(self._mean_statistics)
+
+    def hide_center(self) -> None:
+        """Restore this worker's own weights in the model."""
+        own, self._own = self._own, None
+        if own is not None:
+            self._weights.write(own[0])
+            self._statistics.write(own[1])
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """State that a backup keeps in addition to the model's weights: name to array."""
+        self.wait()
+        found = {f"{_STATE}{name}": np.asarray(value) for name, value in self.state.items()}
+        found["mean_statistics"] = np.asarray(self._mean_statistics)
+        # A backup of the center has no steps since the exchange and nothing to merge with it.
+        is_shown = self._own is not None
+        found["since"] = np.array([0, 0] if is_shown else [self.samples, self.steps], np.int64)
+        if self._pending is not None and not is_shown:
+            parts = (*self._pending.sent, *self._pending.combined.result())
+            found["pending"] = np.concatenate([np.asarray(part) for part in parts])
+            found["due"] = np.array(self._pending.due, np.int64)
+        return found
+
+    def restore(self, saved: Mapping[str, np.ndarray]) -> None:
+        """Restore the result of `saved`; the model's weights are already restored."""
+        state = {
+            name.removeprefix(_STATE): tf.constant(value)
+            for name, value in saved.items()
+            if name.startswith(_STATE)
+        }
+        if {n: v.shape for n, v in state.items()} != {n: v.shape for n, v in self.state.items()}:
+            raise ValueError(
+                "The saved state of the update rule is that of another model or rule. Received: "
+                f"{sorted(saved)}; expected: {sorted(self.state)} of the same shapes. Remove the "
+                "backup, or use the model and rule that it was made with."
+            )
+        self.state = state
+        self._mean_statistics = tf.constant(saved["mean_statistics"])
+        self.samples, self.steps = (int(number) for number in saved["since"])
+        if "pending" in saved:
+            sizes = 2 * [self._weights.size, self._statistics.size]
+            weights, statistics, *combined = tf.split(tf.constant(saved["pending"]), sizes)
+            done: Future[tuple[tf.Tensor, tf.Tensor]] = Future()
+            done.set_result((combined[0], combined[1]))
+            self._pending = _Pending((weights, statistics), int(saved["due"]), done)

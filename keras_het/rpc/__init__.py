@@ -1,1 +1,1 @@
-"""Functions that one process serves and others call, over TensorFlow's own RPC."""
+"""One vector of many variables, and the channel to functions that a process serves."""

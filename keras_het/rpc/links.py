@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_het.rpc.admission import Status
-from keras_het.rpc.function_client import FunctionClient
-from keras_het.rpc.function_server import FunctionServer
-from keras_het.rpc.gate import Gate
+from keras_het.rpc.admission import Gate, Status
+from keras_het.rpc.channel import FunctionClient
+from keras_het.rpc.server import FunctionServer
 
 TAKE = "take"
 """Function that takes a message, and does nothing with it."""

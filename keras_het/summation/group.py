@@ -1,26 +1,97 @@
-"""All summing machines, seen from one worker."""
+"""All summing machines, seen from one worker: started, joined, and used in its step."""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import secrets
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.rpc.admission import Status
-from keras_het.summation.client import SummationClient
+from keras_het.rpc.channel import FunctionClient, NoAnswerError
+from keras_het.rpc.vector import pack, unpack
+from keras_het.strategy.cluster.cluster_address import free_port
+from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig
+from keras_het.summation.machine import tell_group_size
 from keras_het.summation.options import Summation
 from keras_het.summation.placement import Placement, place_partitions
-from keras_het.summation.service import SummationService
-from keras_het.summation.slots import NUM_SLOTS
+from keras_het.summation.service import NUM_SLOTS, SummationService, summation_credential
 from keras_het.value_types import Summand
+
+if TYPE_CHECKING:
+    from keras_het.strategy.extended import HeterogeneousExtended
+    from keras_het.strategy.membership import Membership
 
 _logger = logging.getLogger(__name__)
 
 _NUM_COUNTERS = 1024
 _START_TIMEOUT_SECONDS = 120.0
+_DEADLINE_EXCEEDED = 4
+_SECONDS_OF_A_CALL = 1.0
+_EXCHANGE_SPECS = (tf.TensorSpec([], tf.int32), tf.TensorSpec([None], tf.float32))
+
+
+def start_summation(
+    options: Summation,
+    extended: HeterogeneousExtended,
+    membership: Membership,
+    check: Callable[[], None],
+) -> SummationGroup:
+    """Start this worker's service and join those of all machines; all workers must call it.
+
+    Args:
+        options: the user's options.
+        extended: the strategy's `HeterogeneousExtended`.
+        membership: the workers, and in TF_CONFIG the spare machines. A worker's service listens on
+            a free port of its host in TF_CONFIG.
+        check: called while waiting for the others; raises if one is lost.
+
+    Raises:
+        ValueError: if there is no shared secret, or the rates do not fit the cluster.
+        ConnectionError: if a machine does not answer.
+        PermissionError: if a machine refuses this worker.
+    """
+    hosts = [address.rpartition(":")[0] for address in membership.workers.values()]
+    spare = () if membership.config is None else membership.config.summation_machines
+    worker, num_workers = extended.layout.worker_index, extended.layout.num_workers
+    proof = summation_credential(num_workers, len(spare))
+    port = free_port(hosts[worker])
+    service = SummationService(f"{hosts[worker]}:{port}", num_workers, proof)
+    service.start()
+    if worker == 0 and spare and os.environ.get(CHOSEN_ROLES):
+        tell_group_size(spare, num_workers, proof)  # before the others join
+    told = np.array([port, secrets.randbelow(2**62) + 1], np.int64)
+    everyone = extended.gather_over_workers(told).reshape(-1, len(told))
+    addresses = [f"{host}:{port}" for host, port in zip(hosts, everyone[:, 0], strict=True)]
+    machines, run = [*addresses, *spare], int(everyone[0, 1])
+    group = SummationGroup(options, service, machines, num_workers, worker, proof, run, check)
+    atexit.register(group.close)
+    return group
+
+
+def check_is_no_summation_machine(config: ClusterConfig | None) -> None:
+    """Refuse to train on a machine reserved for summing gradients.
+
+    Args:
+        config: the cluster; None if TF_CONFIG describes none.
+
+    Raises:
+        RuntimeError: on a task of the job `summation`.
+    """
+    if config is not None and config.is_summation_machine:
+        raise RuntimeError(
+            'TF_CONFIG gives this process the job "summation": it sums gradients of the workers '
+            "and does not train. Run `python -m keras_het.summation` here instead of the "
+            "training script."
+        )
 
 
 class SummationGroup:
@@ -138,13 +209,11 @@ class SummationGroup:
             The sums; None if there is no place for them, which is then the case on every worker.
         """
         with tf.device("CPU:0"):
-            vector = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
+            vector = pack(values)
             place = self._find_place(int(vector.shape[0]), workers_sum)
             if place is None:
                 return None
-            total = self._sum(vector, place)
-            parts = tf.split(total, [value.shape.num_elements() for value in values])
-            return [tf.reshape(p, v.shape) for p, v in zip(parts, values, strict=True)]
+            return unpack(self._sum(vector, place), [value.shape for value in values])
 
     def _sum(self, vector: tf.Tensor, place: _Place) -> tf.Tensor:
         step = self._next_step(place.counter)
@@ -227,10 +296,117 @@ class SummationGroup:
         return _Place(placement, tuple(slots), counter=len(self._places))
 
 
-class _Place:
+class _Place(NamedTuple):
     """The place of one sum of the graph."""
 
-    def __init__(self, placement: Placement, slots: tuple[int, ...], counter: int) -> None:
-        self.placement = placement
-        self.slots = slots
-        self.counter = counter
+    placement: Placement
+    slots: tuple[int, ...]
+    counter: int
+
+
+class SummationClient:
+    """One worker's connection to one summing machine.
+
+    An answer waits for the slowest worker, however long that takes: a call that times out is sent
+    again until the machine, or a worker, is known to be lost. A broken connection is an immediate
+    error.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        credential: bytes,
+        worker: int,
+        run: int,
+        is_lost: tf.Variable,
+        timeout_seconds: float,
+    ) -> None:
+        self.name = name
+        self.address = address
+        self._worker = worker
+        self._run = run
+        self._is_lost = is_lost
+        self._client = FunctionClient(address, credential, timeout_seconds)
+        # One trace for all partitions. TensorFlow must not copy it into the step for each
+        # partition: it would optimize all copies before the first step.
+        self.exchange = tf.function(
+            self._exchange,
+            experimental_attributes={"_noinline": True},
+            input_signature=[
+                tf.TensorSpec([], tf.int32),
+                tf.TensorSpec([], tf.int64),
+                tf.TensorSpec([None], tf.float32),
+            ],
+        )
+
+    def join(self, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> None:
+        """Begin the run on the machine."""
+        run, spec = tf.constant(self._run, tf.int64), tf.TensorSpec([], tf.int32)
+        end = time.monotonic() + timeout_seconds
+        try:
+            # Short calls: this thread handles nothing else in the meantime, not even Ctrl-C.
+            while True:
+                seconds = max(0.001, min(end - time.monotonic(), _SECONDS_OF_A_CALL))
+                try:
+                    status = self._client.ask("sum_join", [run], spec, seconds)
+                    break
+                except NoAnswerError as error:
+                    if error.code != _DEADLINE_EXCEEDED or time.monotonic() >= end:
+                        raise
+                    check()
+        except NoAnswerError as error:
+            raise ConnectionError(
+                f"{self.name}: {error} Start all workers, and `python -m "
+                "keras_het.summation` on every machine of TF_CONFIG's job 'summation', "
+                "and check that the address can be reached from here."
+            ) from error
+        if int(status) != Status.OK:
+            raise PermissionError(
+                f"{self.name} ({self.address}) refused this worker: its shared secret or its "
+                "TF_CONFIG (number of workers and summation machines) differs. Use the same for "
+                "all tasks."
+            )
+
+    def is_healthy(self, timeout_seconds: float) -> bool:
+        """Return whether the machine answers."""
+        spec = tf.TensorSpec([], tf.int32)
+        call = self._client.call("sum_hello", [], spec, timeout_seconds)
+        return bool(call.is_ok())
+
+    def _exchange(
+        self, slot: tf.Tensor, step: tf.Tensor, values: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return status and sum; raise the connection's error in the graph."""
+        arguments = [
+            tf.constant(self._run, tf.int64),
+            slot,
+            tf.constant(self._worker),
+            step,
+            values,
+        ]
+
+        def attempt() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+            call = self._client.call("sum_exchange", arguments, _EXCHANGE_SPECS)
+            code = tf.ensure_shape(call.get_error()[0], [])
+            with tf.control_dependencies([code]):  # read now, not when the call was sent
+                is_lost = self._is_lost.read_value()
+            may_try_again = tf.equal(code, _DEADLINE_EXCEEDED) & ~is_lost
+            status, total = tf.cond(
+                may_try_again,
+                lambda: (tf.constant(int(Status.WAIT)), tf.zeros([0])),
+                call.get_value,  # raises if there is no value
+            )
+            return may_try_again, tf.ensure_shape(status, []), tf.ensure_shape(total, [None])
+
+        _, status, total = tf.while_loop(
+            lambda again, status, total: again,
+            lambda again, status, total: attempt(),
+            attempt(),
+            shape_invariants=(
+                tf.TensorShape([]),
+                tf.TensorShape([]),
+                tf.TensorShape([None]),
+            ),
+        )
+        return status, total

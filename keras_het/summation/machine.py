@@ -1,19 +1,96 @@
-"""A spare machine: sums gradients of the workers and does nothing else."""
+"""A spare machine: sums gradients, for a number of workers that changes with their roles."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import sys
 import threading
+import time
+from collections.abc import Sequence
 
-from keras_het.rpc.function_server import ServerStartError
+import tensorflow as tf
+
+from keras_het.rpc.admission import Gate, Status, credential, model_fingerprint, read_secret
+from keras_het.rpc.channel import FunctionClient, NoAnswerError
+from keras_het.rpc.server import FunctionServer, ServerStartError
 from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
-from keras_het.summation.group_size import GroupSize
 from keras_het.summation.service import SummationService, summation_credential
 
 _logger = logging.getLogger(__name__)
+_NAME = "sum_group_size"
+_SPEC = tf.TensorSpec([], tf.int32)
+_PATIENCE_SECONDS = 120.0
 _POLL_SECONDS = 0.1
+
+
+class GroupSize:
+    """The number of workers, received from the leader of a restarted group."""
+
+    def __init__(self, num_workers: int, num_spare: int) -> None:
+        self._gate = Gate(_credential(num_spare))
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._wanted = tf.Variable(num_workers, dtype=tf.int32, trainable=False)
+
+    @property
+    def wanted(self) -> int:
+        """The most recently announced number of workers."""
+        return int(self._wanted)
+
+    def register_on(self, server: FunctionServer) -> None:
+        """Listen on a server that has not started."""
+
+        @tf.function(input_signature=[_SPEC], autograph=False)
+        def tell(num_workers: tf.Tensor) -> tf.Tensor:
+            def take() -> tf.Tensor:
+                self._wanted.assign(num_workers)
+                return tf.constant(int(Status.OK))
+
+            return tf.cond(num_workers > 1, take, lambda: tf.constant(int(Status.REFUSED)))
+
+        server.register(_NAME, tell, self._gate)
+
+
+def tell_group_size(addresses: Sequence[str], num_workers: int, proof: bytes) -> None:
+    """Make spare machines sum for another number of workers, and wait until they do."""
+    own = _credential(len(addresses))
+    for address in addresses:
+        client = FunctionClient(address, own, _PATIENCE_SECONDS)
+        try:
+            status = client.ask(_NAME, [tf.constant(num_workers)], _SPEC)
+        except NoAnswerError as error:
+            raise ConnectionError(
+                f"The summation machine at {error} Its group has started again in other roles and "
+                "needs it; restart it."
+            ) from error
+        if int(status) != Status.OK:
+            raise PermissionError(
+                f"The summation machine at {address} refused this group: its shared secret or its "
+                "number of summation machines differs. Use the same for all tasks."
+            )
+    for address in addresses:
+        _wait_for(address, proof)
+
+
+def _wait_for(address: str, proof: bytes) -> None:
+    client = FunctionClient(address, proof, 1.0)  # TensorFlow crashes if freed before its call
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(NoAnswerError):
+            if int(client.ask("sum_hello", [], _SPEC)) == Status.OK:
+                return
+        time.sleep(_POLL_SECONDS)
+    raise ConnectionError(
+        f"The summation machine at {address} does not sum for the new group. Received: no answer "
+        f"to it within {_PATIENCE_SECONDS:g} s. Restart the machine."
+    )
+
+
+def _credential(num_spare: int) -> bytes:
+    """Return the credential of messages about the group, which announce its number of workers."""
+    about = model_fingerprint([], [[num_spare]], ["int32"], "summation group 1")
+    return credential(read_secret(), about)
 
 
 def start_machine(
@@ -41,7 +118,9 @@ def start_machine(
         )
     num_workers = len(config.sync_group_addresses) if group_size is None else group_size.wanted
     proof = summation_credential(num_workers, len(config.summation_machines))
-    service = SummationService(config.address_of(0), num_workers, proof, group_size=group_size)
+    service = SummationService(config.address_of(0), num_workers, proof)
+    if group_size is not None:
+        group_size.register_on(service.server)
     service.start()
     _logger.info("%s sums for %d workers.", config.task_name, num_workers)
     return service

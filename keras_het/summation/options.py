@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES
+from keras_het.rpc.vector import LARGEST_MESSAGE_BYTES
 
 SMALLEST_PARTITION_BYTES = 32_768
 """A message costs as much time as many bytes, so smaller ones do not pay."""

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from addresses import free_address, silent_address
+from service_doubles import LostCall
 
-from keras_het.asynchronous.center.exchange_engine import ExchangeEngine
-from keras_het.asynchronous.center.vector_exchange import VectorExchange
+from keras_het.asynchronous.exchange import AsyncWorker
+from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine, VectorExchange
+from keras_het.asynchronous.exchange.pace import PushPace
 from keras_het.asynchronous.exchange.participant import HybridOptions, StatisticsAveraging
-from keras_het.asynchronous.exchange.push_pace import PushPace
-from keras_het.asynchronous.hybrid import AsyncWorker
 from keras_het.asynchronous.parameter_service import (
     NO_ANSWER,
     ParameterClient,
@@ -21,13 +21,13 @@ from keras_het.asynchronous.parameter_service import (
     Status,
     credential,
 )
-from keras_het.asynchronous.parameter_service.ledger_connection import (
+from keras_het.asynchronous.parameter_service.sample_ledger import (
     LedgerConnection,
     ServiceLostError,
+    Stage,
 )
-from keras_het.asynchronous.parameter_service.sample_ledger import Stage
 from keras_het.asynchronous.rules import AsyncSGD, Delta, serialize
-from keras_het.rpc.function_client import FunctionClient
+from keras_het.rpc.channel import FunctionClient
 
 PARTITIONS = Partitions(((2,),))
 PROOF = credential(b"0123456789abcdef", "model")
@@ -58,27 +58,18 @@ class Ledger:
         return SimpleNamespace(stage=self.stage, epoch=0)
 
 
-class LostCall:
-    """A call whose answer never came."""
-
-    def is_ok(self):
-        return tf.constant(False)
-
-    def get_error(self):
-        return tf.constant(4), tf.constant("deadline exceeded")
-
-
 class Worker(AsyncWorker):
     """An async worker without model and strategy."""
 
     def __init__(self, service, state_service, client=1, **options):
         self.rule = service._rule
         self.options = HybridOptions(self.rule, **({"period": 1} | options))
-        self.vectors = SimpleNamespace(weights=Values(), state=Values())
+        weights, state = Values(), Values()
+        self.vectors = SimpleNamespace(weights=weights, state=state, all=[weights, state])
         center = client_of(service, client, self.rule)
-        state = client_of(state_service, client, state_service._rule)
+        of_state = client_of(state_service, client, state_service._rule)
         self._engine = ExchangeEngine(
-            center, state, center.greet, self.options, "Training", self._note_loss
+            center, of_state, center.greet, self.options, "Training", self._note_loss
         )
         self._ledger, self._plan, self._mean_gradient = Ledger(), None, None
         self._planned_period = self._loss = None
@@ -119,9 +110,9 @@ def test_a_lost_answer_of_the_statistics_does_not_count_that_of_the_weights_twic
     other.train(10.0)
     other.meet_center()
     worker.train(1.0)
-    worker._engine.pending.push.wait()
-    worker._engine.pending_state.push.wait()
-    worker._engine.pending_state.push.calls[:] = [LostCall()]
+    worker._engine.weights.pending.push.wait()
+    worker._engine.state.pending.push.wait()
+    worker._engine.state.pending.push.calls[:] = [LostCall()]
     worker.train(2.0)  # the weights are answered, the statistics are not
     assert worker._engine.is_lost
     np.testing.assert_array_equal(worker.vectors.weights.values[0], 13)
@@ -141,8 +132,8 @@ def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(log
     push_again = connection.push_again
     connection.push_again = lambda push, indices: None
     worker.train(1.0)
-    worker._engine.pending.push.wait()
-    worker._engine.pending.push.calls[:] = [LostCall()]
+    worker._engine.weights.pending.push.wait()
+    worker._engine.weights.pending.push.calls[:] = [LostCall()]
     for count in range(1, 5):
         worker.train(1.0)
         assert worker._engine.is_lost
@@ -160,8 +151,8 @@ def test_a_service_without_a_leader_is_not_attached_to(logical_devices):
     service, state = start(Delta())
     worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
     worker.train(1.0)
-    worker._engine.pending.push.wait()
-    worker._engine.pending.push.calls[:] = [LostCall()]
+    worker._engine.weights.pending.push.wait()
+    worker._engine.weights.pending.push.calls[:] = [LostCall()]
     worker._ledger.stage = Stage.STARTING
     for count in (1, 2):
         worker.train(1.0)
@@ -200,7 +191,7 @@ def test_a_variance_that_falls_while_the_answer_travels_is_not_negative(logical_
     worker.train(1.0)
     worker.vectors.state.write([tf.constant([0.01, 0.01])])
     worker.train(1.0)
-    worker._engine.pending_state.push.wait()
+    worker._engine.state.pending.push.wait()
     np.testing.assert_allclose(worker.vectors.state.values[0], 0.0)
     np.testing.assert_allclose(center_of(state), 0.5 * 0.5)
     assert serialize(state._rule)["class_name"] == "elastic_averaging", "to a service elsewhere"
@@ -252,7 +243,7 @@ def test_the_statistics_of_one_worker_alone_go_on(logical_devices):
     for _ in range(4):
         worker.vectors.state.add(1.0)
         worker.train(1.0)
-    worker._engine.pending_state.push.wait()
+    worker._engine.state.pending.push.wait()
     np.testing.assert_array_equal(worker.vectors.state.values[0], 4)
     np.testing.assert_array_equal(center_of(state), 4)
 
@@ -328,7 +319,7 @@ def test_samples_that_were_reported_before_are_not_taken_back(logical_devices):
 
 
 def wait_for_answers(worker):
-    for under_way in (worker._engine.pending, worker._engine.pending_state):
+    for under_way in (worker._engine.weights.pending, worker._engine.state.pending):
         under_way.push._watcher[0].join(30)
         assert under_way.push.has_answer
 
@@ -344,7 +335,7 @@ def test_an_answer_is_taken_after_the_step_in_which_it_comes(logical_devices):
     wait_for_answers(worker)
     worker.train(1.0)
     np.testing.assert_array_equal(worker.vectors.weights.values[0], 10 + 4)
-    assert worker._engine.pending is None and worker._engine.pending_state is None
+    assert worker._engine.weights.pending is None and worker._engine.state.pending is None
     for _ in range(2):
         worker.train(1.0)
     worker.meet_center()
@@ -356,15 +347,15 @@ def test_an_answer_that_is_not_there_is_not_waited_for(logical_devices):
     worker = Worker(service, state, period=3)
     for _ in range(3):
         worker.train(1.0)
-    pending = worker._engine.pending
+    pending = worker._engine.weights.pending
     pending.push.wait()
     never = SimpleNamespace(is_alive=lambda: True)
     pending.push._watcher[:] = [never]
     for _ in range(2):
         worker.train(1.0)
-        assert worker._engine.pending is pending
+        assert worker._engine.weights.pending is pending
     worker.train(1.0)  # the next exchange waits for it
-    assert worker._engine.pending is not pending
+    assert worker._engine.weights.pending is not pending
     worker.meet_center()
     np.testing.assert_array_equal(center_of(service), 6)
 
@@ -375,7 +366,7 @@ def test_a_lost_answer_that_is_found_before_the_next_exchange(logical_devices):
     worker.train(1.0)
     worker.train(1.0)
     wait_for_answers(worker)
-    worker._engine.pending.push.calls[:] = [LostCall()]
+    worker._engine.weights.pending.push.calls[:] = [LostCall()]
     worker.train(1.0)
     assert worker._engine.is_lost
     worker.wait_until_answered()
@@ -488,13 +479,12 @@ def test_it_trains_on_while_a_silent_service_is_asked(logical_devices):
     connection, periods, deadline = worker._engine.weights._transport, 0, time.monotonic() + 60
     services = connection._services
     worker.train(1.0)
-    worker._engine.pending.push.wait()
-    worker._engine.pending.push.calls[:] = [LostCall()]
+    worker._engine.weights.pending.push.wait()
+    worker._engine.weights.pending.push.calls[:] = [LostCall()]
     with silent_address() as address:
         question = Question(address)
         connection._services = [question]
-        worker._ledger = LedgerConnection(address, PROOF, 1, 2.0)
-        worker._ledger._service = question
+        worker._ledger = LedgerConnection(question, 1)
         while periods < 20:
             assert time.monotonic() < deadline, f"{periods} periods while nothing answers"
             worker.train(0.0)

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from addresses import free_address
+from service_doubles import LostCall, client_within
 
-from keras_het.asynchronous.center import vector_exchange
-from keras_het.asynchronous.center.hosted_parts import HostedParts
-from keras_het.asynchronous.center.service_spec import ServiceSpec
-from keras_het.asynchronous.center.vector_exchange import VectorExchange
+from keras_het.asynchronous.exchange import exchange_engine
+from keras_het.asynchronous.exchange.exchange_engine import VectorExchange
+from keras_het.asynchronous.exchange.hosting import HostedParts, ServiceSpec
 from keras_het.asynchronous.exchange.participant import WEIGHTS_PREFIX
 from keras_het.asynchronous.parameter_service import (
     NO_ANSWER,
@@ -20,7 +20,7 @@ from keras_het.asynchronous.parameter_service import (
     TopKWire,
     credential,
 )
-from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
+from keras_het.asynchronous.parameter_service.sample_ledger import ServiceLostError
 from keras_het.asynchronous.rules import AsyncEASGD, AsyncSGD, Delta, RoundRobinEASGD
 
 PARTITIONS = Partitions(((3, 4), (5,), ()), partition_size=7)  # 18 elements: 7 + 7 + 4
@@ -62,21 +62,12 @@ def moved(worker, change):
 
 def push(worker, change):
     weights = moved(worker, change)
-    return worker.finish(worker.send(weights, 8), weights)
+    worker.send(weights, 8)
+    return worker.receive(weights)
 
 
 def flat(partitions):
     return np.concatenate([np.array(part) for part in partitions])
-
-
-class LostCall:
-    """A call whose answer never came."""
-
-    def is_ok(self):
-        return tf.constant(False)
-
-    def get_error(self):
-        return tf.constant(4), tf.constant("deadline exceeded")
 
 
 def test_a_worker_that_starts_again_is_heard(logical_devices):
@@ -96,10 +87,11 @@ def test_a_part_that_answered_keeps_its_answer(logical_devices):
     pending.push.wait()
     pending.push.calls[0] = LostCall()
     with pytest.raises(ServiceLostError):
-        worker.finish(pending, ONES)
-    other.finish(other.send([10 * part for part in ONES], 8), ONES)
-    worker.send_again(pending)
-    weights = worker.finish(pending, ONES)
+        worker.receive(ONES)
+    other.send([10 * part for part in ONES], 8)
+    other.receive(ONES)
+    worker.meet_again()
+    weights = worker.receive(ONES)
     # parts 1 and 2 met the center at 0, and moved half of the way towards it
     np.testing.assert_allclose(flat(weights[1:]), 0.5)
     np.testing.assert_array_equal(service.versions(), 2)  # nobody counted twice
@@ -121,13 +113,14 @@ def test_what_a_small_message_leaves_is_sent_later(logical_devices, fault):
         pending.push.wait()
         pending.push.calls[:] = [LostCall() for _ in PARTITIONS.sizes]
         with pytest.raises(ServiceLostError):
-            worker.finish(pending, weights)
-        worker.send_again(pending)
+            worker.receive(weights)
+        worker.meet_again()
     statuses = set(pending.push.answer(worker.seen).statuses.numpy())
     assert statuses == {Status.STALE if fault == "too stale" else Status.REPEATED}
-    weights = worker.finish(pending, weights)
+    weights = worker.receive(weights)
     for _ in range(12):
-        weights = worker.finish(worker.send(weights, 0), weights)
+        worker.send(weights, 0)
+        weights = worker.receive(weights)
     np.testing.assert_allclose(flat(service.center_partitions()), 2 * flat(RAMP), rtol=1e-5)
 
 
@@ -158,18 +151,20 @@ def test_a_refused_push_is_an_error(logical_devices):
     pending.push.wait()
     pending.push = stranger.start_push(ONES, np.zeros(3, np.int64), 8, 1)
     with pytest.raises(PermissionError, match="statuses"):
-        worker.finish(pending, ONES)
+        worker.receive(ONES)
 
 
 def test_the_group_beside_the_center_can_be_stale_too(logical_devices):
     rule = AsyncSGD(1.0, damps_staleness=True)
     service = start(rule, wire=FloatWire())
-    service.exchange_locally(0, 8, ONES)
+    leader = VectorExchange(client_within(service), rule)
+    leader.adopt(leader.pull())
+    push(leader, ONES)
     worker = join(service, 1, rule)
     for _ in range(4):
         push(worker, [tf.zeros([size]) for size in PARTITIONS.sizes])
     before = flat(service.center_partitions())
-    service.exchange_locally(0, 8, ONES)
+    push(leader, ONES)
     np.testing.assert_allclose(before - flat(service.center_partitions()), 1 / 4)
 
 
@@ -177,7 +172,7 @@ def test_a_change_that_comes_after_the_end_is_left_where_it_is(logical_devices, 
     service = start(Delta())
     worker = join(service)
     push(worker, ONES)
-    service.close_training()
+    client_within(service).close_training()
     for _ in range(2):
         weights = moved(worker, ONES)
         np.testing.assert_array_equal(flat(push(worker, ONES)), flat(weights))
@@ -212,7 +207,8 @@ def test_a_change_that_was_too_stale_is_told_of(logical_devices):
     weights = push(worker, ONES)
     assert worker.has_own_progress
     np.testing.assert_array_equal(flat(service.center_partitions()), 1)
-    weights = worker.finish(worker.send(weights, 0), weights)
+    worker.send(weights, 0)
+    weights = worker.receive(weights)
     assert not worker.has_own_progress
     np.testing.assert_array_equal(flat(service.center_partitions()), 2)
 
@@ -246,14 +242,14 @@ def test_nobody_gets_the_zeros_of_a_service_that_was_restarted(logical_devices):
         with pytest.raises(ServiceLostError, match="8: restarted"):
             worker.pull(exact)
     worker.seen = [tf.zeros([size]) for size in PARTITIONS.sizes]
-    pending = worker.send(ONES, 8)
-    for again in (lambda: worker.finish(pending, ONES), lambda: worker.meet_again(pending)):
+    worker.send(ONES, 8)
+    for again in (lambda: worker.receive(ONES), worker.meet_again):
         with pytest.raises(ServiceLostError):
             again()
     np.testing.assert_array_equal(parts.weights.versions(), 0)
     connection.restore(RAMP)
-    worker.meet_again(pending)
-    worker.finish(pending, ONES)
+    worker.meet_again()
+    worker.receive(ONES)
     np.testing.assert_array_equal(parts.weights.versions(), 1)
     np.testing.assert_allclose(flat(worker.pull()), flat(RAMP) + 1)
 
@@ -272,7 +268,7 @@ class Pauses:
 def wait_for_turn(monkeypatch, worker, events, change=ONES):
     """Finishes a push; the weights, the partitions of each message that was sent, and pauses."""
     pauses, sent = Pauses(events), []
-    monkeypatch.setattr(vector_exchange, "time", pauses)
+    monkeypatch.setattr(exchange_engine, "time", pauses)
     push_again = worker._transport.push_again
 
     def note(push, indices):
@@ -281,7 +277,7 @@ def wait_for_turn(monkeypatch, worker, events, change=ONES):
 
     monkeypatch.setattr(worker._transport, "push_again", note)
     pending = worker.send(change, 8)
-    weights = worker.finish(pending, change)
+    weights = worker.receive(change)
     assert pending.had_to_wait
     return weights, sent, pauses.seconds
 
@@ -310,7 +306,7 @@ def test_who_need_not_wait_any_more_is_told_at_once(logical_devices, monkeypatch
     worker = join(service, 2, RoundRobinEASGD(3, alpha=0.5))
     first = join(service, 0, RoundRobinEASGD(3, alpha=0.5))
     happens = {
-        "closed": service.close_training,
+        "closed": client_within(service).close_training,
         "too stale": lambda: first.send(ONES, 8).push.wait(),
     }[reason]
     _, sent, seconds = wait_for_turn(monkeypatch, worker, {3: happens})
@@ -330,17 +326,18 @@ def test_a_part_that_is_lost_is_noticed_while_others_say_to_wait(logical_devices
 
     monkeypatch.setattr(worker._transport, "ask_turns", ask_with_last_lost)
     with pytest.raises(ServiceLostError):
-        worker.finish(worker.send(ONES, 8), ONES)
+        worker.send(ONES, 8)
+        worker.receive(ONES)
 
 
 def test_a_lost_service_is_not_waited_for(logical_devices, monkeypatch):
     service = start(RoundRobinEASGD(3, alpha=0.5))
     worker = join(service, 1, RoundRobinEASGD(3, alpha=0.5))
     monkeypatch.setattr(worker._transport, "ask_turns", lambda push, indices: [NO_ANSWER])
-    pending = worker.send(ONES, 8)
+    worker.send(ONES, 8)
     with pytest.raises(ServiceLostError):
-        worker.finish(pending, ONES)
+        worker.receive(ONES)
     monkeypatch.undo()
     give_turn(service, 1)
-    worker.meet_again(pending)
-    np.testing.assert_allclose(flat(worker.finish(pending, ONES)), 0.5)
+    worker.meet_again()
+    np.testing.assert_allclose(flat(worker.receive(ONES)), 0.5)

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from addresses import free_address
+from service_doubles import exchange_within
 
 from keras_het.asynchronous.parameter_service import ParameterService, Partitions, credential
-from keras_het.asynchronous.parameter_service.undo import LARGEST_NORM
+from keras_het.asynchronous.parameter_service.part import LARGEST_NORM
 from keras_het.asynchronous.rules import Delta
 
 SIZE = 4000
@@ -26,7 +27,7 @@ def place(service):
 
 
 def push(service, value):
-    (answer,) = service.exchange_locally(0, 8.0, [tf.fill([SIZE], np.float32(value))])
+    (answer,) = exchange_within(service, 0, 8.0, [tf.fill([SIZE], np.float32(value))])
     return np.array(answer)
 
 

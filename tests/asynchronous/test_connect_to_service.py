@@ -6,29 +6,17 @@ import logging
 
 import pytest
 from addresses import free_address
+from service_doubles import Clock
 
-from keras_het.asynchronous.center import service_connection
-from keras_het.asynchronous.center.service_connection import connect
+from keras_het.asynchronous.exchange import connection
+from keras_het.asynchronous.exchange.connection import connect
 from keras_het.asynchronous.parameter_service import ParameterClient, Partitions, credential
-
-
-class Clock:
-    """Passes while someone sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(service_connection, "time", found)
+    monkeypatch.setattr(connection, "time", found)
     return found
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keras_het.asynchronous.hybrid.early_claim import EarlyClaim
 from keras_het.asynchronous.parameter_service import Status
-from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
+from keras_het.asynchronous.parameter_service.sample_ledger import EarlyClaim, ServiceLostError
 
 
 class Ledger:
@@ -22,14 +21,14 @@ class Ledger:
             self.next += 1
         return answer, self.next - 1
 
-    def claimed(self, answer):
+    def answer_to(self, answer):
         status, first = answer
         if status is None:
             raise ServiceLostError("no answer")
         return status, first, int(status == Status.OK)
 
     def claim(self, epoch):
-        return self.claimed(self.start_claim(epoch))
+        return self.answer_to(self.start_claim(epoch))
 
 
 def test_a_batch_is_asked_for_once_and_taken_once():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_het
-from keras_het.asynchronous.exchange.gradient_sum import MeanGradient
+from keras_het.asynchronous.exchange.participant import MeanGradient
 
 FEATURES, SAMPLES = 3, 24
 PARTITION_SIZE = 3  # the four weights of the model travel as two parts

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tensorflow as tf
+from service_doubles import Clock
 
-from keras_het.asynchronous.center.center import Grant
+from keras_het.asynchronous.exchange import sync_group
+from keras_het.asynchronous.exchange.claims import Grant, GroupClaims
 from keras_het.asynchronous.exchange.participant import HybridOptions
-from keras_het.asynchronous.hybrid import sync_group
-from keras_het.asynchronous.hybrid.claims import GroupClaims
-from keras_het.asynchronous.hybrid.sync_group import SyncGroup
+from keras_het.asynchronous.exchange.sync_group import SyncGroup
 from keras_het.asynchronous.parameter_service.sample_ledger import Stage
 from keras_het.asynchronous.rules import Delta
 from keras_het.loader.input.data_pass import ClaimedPass
@@ -51,7 +51,7 @@ class Group(SyncGroup):
         self.rule, self.first_pass = self.options.rule, 0
         self.model = SimpleNamespace(steps_per_execution=steps_per_execution)
         weights = SimpleNamespace(read=lambda: [tf.constant([0.0])], write=lambda values: None)
-        self.vectors = SimpleNamespace(weights=weights, state=None)
+        self.vectors = SimpleNamespace(weights=weights, state=None, all=[weights])
         self._mean_gradient, self._claims = None, None
         self._pace = SimpleNamespace(computed=lambda steps, samples: None, exchanging=Nothing)
         self._open_service, self._center = SimpleNamespace(), CenterOfBatches()
@@ -171,18 +171,6 @@ class CenterOfOneWorker(CenterOfBatches):
 
     def conclude(self):
         self.concluded = self._clock.now
-
-
-class Clock:
-    """Time that passes as it is slept."""
-
-    now = 0.0
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
 
 
 @pytest.mark.parametrize(

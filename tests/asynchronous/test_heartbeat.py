@@ -3,8 +3,8 @@
 import threading
 from types import SimpleNamespace
 
-from keras_het.asynchronous.hybrid import AsyncWorker
-from keras_het.asynchronous.hybrid.heartbeat import Heartbeat
+from keras_het.asynchronous.exchange import AsyncWorker
+from keras_het.asynchronous.exchange.async_worker import Heartbeat
 
 
 class SilentLedger:

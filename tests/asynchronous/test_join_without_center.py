@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from addresses import free_address
 
-from keras_het.asynchronous.center.service_connection import Connection
-from keras_het.asynchronous.center.vector_exchange import NoCenterError, VectorExchange
+from keras_het.asynchronous.exchange import async_worker
+from keras_het.asynchronous.exchange.async_worker import AsyncWorker
+from keras_het.asynchronous.exchange.connection import Connection
+from keras_het.asynchronous.exchange.exchange_engine import NoCenterError, VectorExchange
 from keras_het.asynchronous.exchange.participant import HybridOptions
-from keras_het.asynchronous.hybrid import async_worker
-from keras_het.asynchronous.hybrid.async_worker import AsyncWorker
 from keras_het.asynchronous.parameter_service import (
     ParameterClient,
     ParameterService,
@@ -43,7 +43,7 @@ class Worker(AsyncWorker):
         self.options = HybridOptions(Delta(), timeout_seconds=30.0, connect_seconds=connect_seconds)
         self.written: list[Any] = []
         weights = SimpleNamespace(write=self.written.append)
-        self.vectors = SimpleNamespace(weights=weights, state=None)
+        self.vectors = SimpleNamespace(weights=weights, state=None, all=[weights])
         self._number, self._unreported, self._heartbeat = 1, 0, None
         self._early_claim = None
 

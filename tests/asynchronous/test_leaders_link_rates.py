@@ -8,7 +8,7 @@ import numpy as np
 from addresses import free_address
 
 from keras_het.asynchronous.roles.measurements import measure_link_rates
-from keras_het.rpc.function_server import FunctionServer
+from keras_het.rpc.server import FunctionServer
 
 NUM_WORKERS = 3
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_het.asynchronous.exchange.local_step_tuner import LocalStepTuner
-from keras_het.asynchronous.exchange.push_pace import Pace
+from keras_het.asynchronous.exchange.pace import LocalStepTuner, Pace
 from keras_het.asynchronous.rules import ASHL
 from keras_het.planning import plan_local_steps
 
@@ -27,23 +26,14 @@ def rule(**settings):
     return ASHL(loss_threshold=0.5, num_workers=3, preset_ratio=0.1, **settings)
 
 
-def push(plan, clock, seconds, at_once=True):
-    plan.sent()
-    clock.wait(seconds)
-    plan.answered()
-    if at_once:
-        plan.took_at_once()
-
-
 def test_the_time_of_a_full_push_is_that_without_the_pull():
     clock = Clock()
     plan = LocalStepTuner(rule(), 0, clock)
-    push(plan, clock, 50.0)  # traced
+    plan.took_at_once(50.0)  # traced
     assert plan.pace(STEPS) is None and plan.steps(0) is None
     plan.pull(lambda: clock.wait(0.2))
     for seconds in (1.0, 1.2, 1.4):
-        push(plan, clock, seconds)
-    push(plan, clock, 90.0, at_once=False)  # waited for its turn: says nothing
+        plan.took_at_once(seconds)
     assert plan.pace(STEPS) == pytest.approx(Pace(80.0, 8, 1.2, 0.2))
 
 
@@ -55,9 +45,9 @@ def test_a_compressed_push_says_what_a_full_one_would_take():
     plan.choose(paces, [1.0] * 3, 10.0)
     ratio = plan.next_ratio(0)
     assert 0.1 <= ratio < 1
-    push(plan, clock, 50.0)
+    plan.took_at_once(50.0)
     for _ in range(3):
-        push(plan, clock, 0.2 + 2.0 * ratio)
+        plan.took_at_once(0.2 + 2.0 * ratio)
     assert plan.pace(STEPS).exchange_seconds == pytest.approx(2.2)
 
 

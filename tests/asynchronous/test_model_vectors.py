@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 import keras_het
-from keras_het.asynchronous.exchange.model_vectors import VariableVectors
 from keras_het.asynchronous.rules import Delta, PushMeta
+from keras_het.rpc.vector import PartitionedVector
 
 SIZE, PART = 64, 32
 
@@ -16,7 +16,7 @@ def vectors_of(dtype, devices):
     strategy = keras_het.HeterogeneousStrategy(devices)
     with strategy.scope():
         variable = keras.Variable(np.zeros(SIZE), dtype=dtype)
-    return variable, VariableVectors([variable], strategy, PART), strategy
+    return variable, PartitionedVector([variable], strategy, PART), strategy
 
 
 def values():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from addresses import free_address
+from service_doubles import client_within, exchange_within
 
 from keras_het.asynchronous.parameter_service import (
     FloatWire,
@@ -131,30 +132,26 @@ def test_no_push_of_simultaneous_clients_is_lost(logical_devices):
 
 def test_local_and_remote_exchanges_are_the_same(logical_devices):
     remote, local = start(ElasticAveraging(0.3)), start(ElasticAveraging(0.3))
-    client = connect(remote, 1)
+    clients = connect(remote, 1), client_within(local, 1)
     for scale in (1.0, 3.0):
-        answer = client.push(ramp(scale), tf.zeros([3], tf.int64), 4, zeros())
-        expected = local.exchange_locally(1, 4.0, ramp(scale))
-        np.testing.assert_array_equal(flat(answer.partitions), flat(expected))
+        pushes = [ramp(scale), tf.zeros([3], tf.int64), 4, zeros()]
+        answer, expected = (client.push(*pushes) for client in clients)
+        np.testing.assert_array_equal(flat(answer.partitions), flat(expected.partitions))
+        np.testing.assert_array_equal(answer.versions, expected.versions)
     for got, want in zip(remote.center(), local.center(), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.quick("rule0")
-@pytest.mark.parametrize("rule", [AsyncSGD(0.5), Delta(), ElasticAveraging(0.5)])
-def test_a_local_push_that_is_not_finite_changes_nothing(logical_devices, caplog, rule):
-    service = start(rule)
-    bad = [tf.fill([size], np.float32("nan")) for size in PARTITIONS.sizes]
-    for _ in range(2):
-        np.testing.assert_array_equal(flat(service.exchange_locally(0, 8.0, bad)), 1)
-    np.testing.assert_array_equal(service.versions(), [0] * 3)
-    np.testing.assert_array_equal(flat(service.center_partitions()), 1)
-    assert [record.getMessage().count("not finite") for record in caplog.records] == [1]
-    service.exchange_locally(0, 8.0, ramp())
-    np.testing.assert_array_equal(service.versions(), [1] * 3)
-    assert np.isfinite(flat(service.center_partitions())).all()
-    assert (flat(service.center_partitions()) != 1).any()
-    service.close()
+def test_a_client_beside_the_center_is_not_rounded_and_never_too_stale(logical_devices):
+    wire = FloatWire("float16")
+    service = start(Delta(), wire=wire, staleness_bound=0)
+    own, other = client_within(service), connect(service, 1, wire=wire)
+    other.push(ramp(), tf.zeros([3], tf.int64), 8, zeros())
+    change = [part / 3 for part in ramp()]
+    answer = own.push(change, tf.zeros([3], tf.int64), 8, zeros())
+    np.testing.assert_array_equal(answer.statuses, [Status.OK] * 3)
+    np.testing.assert_array_equal(flat(answer.partitions), 1 + flat(ramp()) + flat(change))
+    np.testing.assert_array_equal(flat(own.pull(zeros()).partitions), flat(answer.partitions))
 
 
 def huge(value):
@@ -199,17 +196,6 @@ def test_finite_pushes_leave_center_and_state_finite(logical_devices, name):
     service.close()
 
 
-def test_a_local_push_that_is_too_large_changes_nothing(logical_devices, caplog):
-    service = start(Delta())
-    service.exchange_locally(0, 8.0, huge(3e38))
-    before = flat(service.center_partitions())
-    np.testing.assert_array_equal(flat(service.exchange_locally(0, 8.0, huge(3e38))), before)
-    np.testing.assert_array_equal(flat(service.center_partitions()), before)
-    np.testing.assert_array_equal(service.versions(), [1] * 3)
-    assert [record.getMessage().count("not finite") for record in caplog.records] == [1]
-    service.close()
-
-
 def test_a_rule_may_keep_what_is_not_finite(logical_devices):
     class Smallest(Delta):
         """Keeps the smallest change, at first none."""
@@ -235,9 +221,10 @@ def test_a_rule_may_keep_what_is_not_finite(logical_devices):
 def test_a_local_push_of_one_bad_partition_takes_the_others(logical_devices):
     service = start(Delta())
     good = ramp()
-    answers = service.exchange_locally(0, 8.0, [good[0], np.inf * good[1], good[2]])
+    answers = exchange_within(service, 0, 8.0, [good[0], np.inf * good[1], good[2]])
     np.testing.assert_array_equal(service.versions(), [1, 0, 1])
-    np.testing.assert_array_equal(flat(answers), flat(service.center_partitions()))
+    for place in (0, 2):
+        np.testing.assert_array_equal(answers[place], service.center_partitions()[place])
     service.close()
 
 
@@ -564,7 +551,8 @@ def test_the_center_is_final_when_training_was_closed_without_a_lock_too(logical
     rule = Unhurried()
     service = start(rule)
     pusher, leader = connect(service, 1), connect(service)
-    close, statuses, found = (leader if remote else service).close_training, [], []
+    leader = leader if remote else client_within(service)
+    close, statuses, found = leader.close_training, [], []
 
     def push():
         answer = pusher.push(ramp(5.0), tf.zeros([3], tf.int64), 1, zeros())

@@ -19,7 +19,7 @@ from keras_het.asynchronous.parameter_service import (
     credential,
 )
 from keras_het.asynchronous.rules import AsyncSGD, RoundRobinEASGD
-from keras_het.rpc.gate import token
+from keras_het.rpc.admission import token
 
 PARTITIONS = Partitions(((4, 3), (2,)), partition_size=9)  # 14 elements: two of seven
 GOOD = credential(b"0123456789abcdef", "model")

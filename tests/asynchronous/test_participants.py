@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from addresses import free_address
 
+from keras_het.asynchronous.exchange import ServiceTask, service_task
 from keras_het.asynchronous.exchange.participant import HybridOptions
-from keras_het.asynchronous.hybrid import ServiceTask, service_task
 from keras_het.asynchronous.parameter_service import (
     FloatWire,
     ParameterClient,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from addresses import free_address
+from service_doubles import exchange_within
 
 from keras_het.asynchronous.parameter_service import (
     NO_ANSWER,
@@ -19,7 +20,7 @@ from keras_het.asynchronous.parameter_service import (
     credential,
 )
 from keras_het.asynchronous.rules import Delta
-from keras_het.rpc.function_client import FunctionClient
+from keras_het.rpc.channel import FunctionClient
 
 PARTITIONS = Partitions(((20,),), partition_size=2)
 COUNT, LIMIT = len(PARTITIONS.sizes), client.PARTITIONS_UNDER_WAY
@@ -168,7 +169,7 @@ def test_all_partitions_share_their_functions(logical_devices):
         answer = connection.pull(ramp())
         for got, change in zip(answer.partitions, ramp(), strict=True):
             np.testing.assert_array_equal(got, count * change)
-    local = service.exchange_locally(1, 1.0, ramp())
+    local = exchange_within(service, 1, 1.0, ramp())
     for got, change in zip(local, ramp(), strict=True):
         np.testing.assert_array_equal(got, 3 * change)
     np.testing.assert_array_equal(service.versions(), 3)

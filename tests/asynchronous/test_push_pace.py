@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_het.asynchronous.exchange.push_pace import (
+from keras_het.asynchronous.exchange.pace import (
     FIRST_PERIOD,
     Pace,
     PushPace,

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import tensorflow as tf
 from addresses import free_address, silent_address
+from service_doubles import LostCall
 
-from keras_het.asynchronous.center import remote_parts
-from keras_het.asynchronous.center.center import Center
-from keras_het.asynchronous.center.exchange_engine import ExchangeEngine
-from keras_het.asynchronous.center.remote_parts import RemoteParts
-from keras_het.asynchronous.center.vector_exchange import VectorExchange
+from keras_het.asynchronous.exchange import connection
+from keras_het.asynchronous.exchange.center import Center
+from keras_het.asynchronous.exchange.connection import LeaderConnection
+from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine, VectorExchange
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.parameter_service import (
     ParameterClient,
@@ -23,16 +23,6 @@ from keras_het.asynchronous.rules import Delta
 
 PARTITIONS = Partitions(((2,),))
 PROOF = credential(b"0123456789abcdef", "model")
-
-
-class LostCall:
-    """A call whose answer never came."""
-
-    def is_ok(self):
-        return tf.constant(False)
-
-    def get_error(self):
-        return tf.constant(4), tf.constant("deadline exceeded")
 
 
 class Leader(Center):
@@ -61,8 +51,8 @@ class Leader(Center):
     def lose(self):
         """Loses the service after a push."""
         (weights,) = self.exchange([tf.ones([2])], [], 4, push=True)
-        self.engine.pending.push.wait()
-        self.engine.pending.push.calls[:] = [LostCall()]
+        self.engine.weights.pending.push.wait()
+        self.engine.weights.pending.push.calls[:] = [LostCall()]
         return weights
 
 
@@ -88,7 +78,7 @@ def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(log
     service.close()
 
 
-class Parts(RemoteParts):
+class Parts(LeaderConnection):
     """A process that was restarted, which does not take the center at first."""
 
     def __init__(self, leader, service):
@@ -135,8 +125,9 @@ class Question:
 
     def __init__(self, address, leader):
         self.is_open = False
-        self._parts = object.__new__(RemoteParts)
+        self._parts = object.__new__(LeaderConnection)
         self._parts.addresses, self._parts._leader = [address], leader
+        self._parts._own = None
 
     def __call__(self):
         self.is_open = True
@@ -181,13 +172,13 @@ def test_a_service_that_is_away_is_told_the_end_and_not_waited_for(logical_devic
 
         ask = call
 
-    monkeypatch.setattr(remote_parts, "FunctionClient", Client)
+    monkeypatch.setattr(connection, "FunctionClient", Client)
     service = ParameterService(free_address(), PARTITIONS, Delta(), PROOF, 2)
     service.start()
     for is_lost, seconds in ((False, 3600.0), (True, 1.0)):
         leader = Leader(service, seconds=3600.0)
         leader.engine.is_lost = is_lost
-        leader._parts = object.__new__(RemoteParts)
+        leader._parts = object.__new__(LeaderConnection)
         leader._parts._tasks = ["first:1", "second:1"]
         leader._parts._leader = SimpleNamespace(credential=PROOF, options=leader._options)
         leader.close()

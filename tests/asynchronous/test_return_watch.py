@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from keras_het.asynchronous.center.return_watch import ReturnWatch
-from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
+from keras_het.asynchronous.exchange.exchange_engine import ReturnWatch
+from keras_het.asynchronous.parameter_service.sample_ledger import ServiceLostError
 
 
 class Service:

@@ -7,28 +7,43 @@ import threading
 import pytest
 from addresses import free_address
 
-from keras_het.asynchronous.center.leader_ledger import LeaderLedger
 from keras_het.asynchronous.parameter_service import Status
-from keras_het.asynchronous.parameter_service.ledger_connection import (
-    LedgerConnection,
-    ServiceLostError,
-)
 from keras_het.asynchronous.parameter_service.sample_ledger import (
+    LeaderLedger,
+    LedgerConnection,
     Presence,
     SampleLedger,
+    ServiceLostError,
     Stage,
     TrainingFacts,
 )
-from keras_het.rpc.function_server import FunctionServer
-from keras_het.rpc.gate import Gate
+from keras_het.rpc.admission import Gate
+from keras_het.rpc.channel import FunctionClient, LocalChannel
+from keras_het.rpc.server import FunctionServer
 
 GOOD = b"credential of the good"
 CLIENTS, BATCHES = 4, 100
 
 
+class Leader(LeaderLedger):
+    """Tells at once what it is told."""
+
+    def start_epoch(self, epoch, training):
+        super().start_epoch(epoch, training)
+        self.tell()
+
+    def set_stage(self, stage):
+        super().set_stage(stage)
+        self.tell()
+
+    def claim(self, epoch, count):
+        return super().claim(epoch, count)[1:]
+
+
 def start():
     server = FunctionServer(free_address())
-    ledger = SampleLedger(server, Gate(GOOD), CLIENTS)
+    SampleLedger(server, Gate(GOOD), CLIENTS)
+    ledger = Leader(LocalChannel(server))
     ledger.start_epoch(0, TrainingFacts(BATCHES, 17))
     ledger.set_stage(Stage.RUNNING)
     server.start()
@@ -45,18 +60,18 @@ def test_a_claim_can_be_under_way(service):
     address, _, ledger = service
     remote = connect(address)
     under_way = [remote.start_claim(0, 2), remote.start_claim(0)]
-    found = [remote.claimed(answer) for answer in under_way]
+    found = [remote.answer_to(answer) for answer in under_way]
     assert sorted(batch for _, first, n in found for batch in range(first, first + n)) == [0, 1, 2]
     assert {status for status, *_ in found} == {Status.OK}
     assert ledger.claimed[1] == 3
-    assert connect(address).claimed(remote.start_claim(1))[0] == Status.OK
+    assert connect(address).answer_to(remote.start_claim(1))[0] == Status.OK
     with pytest.raises(PermissionError, match="refused"):
         stranger = connect(address, proof=b"stranger")
-        stranger.claimed(stranger.start_claim(0))
+        stranger.answer_to(stranger.start_claim(0))
 
 
 def connect(address, client=1, proof=GOOD, timeout=10):
-    return LedgerConnection(address, proof, client, timeout)
+    return LedgerConnection(FunctionClient(address, proof, timeout), client)
 
 
 def test_every_batch_is_handed_out_once_to_simultaneous_clients(service):
@@ -75,7 +90,7 @@ def test_every_batch_is_handed_out_once_to_simultaneous_clients(service):
     threads = [threading.Thread(target=take, args=(client,)) for client in range(1, CLIENTS)]
     for thread in threads:
         thread.start()
-    while (claim := ledger.claim(0, 0, 3))[1]:
+    while (claim := ledger.claim(0, 3))[1]:
         taken[0] += range(claim[0], claim[0] + claim[1])
     for thread in threads:
         thread.join(60)
@@ -86,14 +101,14 @@ def test_every_batch_is_handed_out_once_to_simultaneous_clients(service):
 def test_the_end_of_an_epoch_and_the_next_one(service):
     address, _, ledger = service
     remote = connect(address)
-    assert ledger.claim(0, 0, BATCHES - 1) == (0, BATCHES - 1)
+    assert ledger.claim(0, BATCHES - 1) == (0, BATCHES - 1)
     assert remote.claim(0, 4) == (Status.OK, BATCHES - 1, 1)
     assert remote.claim(0) == (Status.OK, BATCHES, 0)
     assert remote.claim(1) == (Status.OK, 0, 1)
     assert remote.claim(2) == (Status.WAIT, 0, 0)
     ledger.start_epoch(1, TrainingFacts(BATCHES, 17))
     assert remote.claim(2) == (Status.OK, 0, 1)
-    assert ledger.claim(0, 1, 2) == (1, 2)
+    assert ledger.claim(1, 2) == (1, 2)
 
 
 @pytest.mark.parametrize("stage", [Stage.STARTING, Stage.ENDING, Stage.CLOSED])
@@ -116,7 +131,8 @@ def test_reports(service):
     )
     one.report(Presence.TRAINING, used=7)
     two.report(Presence.WAITING)
-    ledger.add_used(0, 100)
+    ledger.add_used(100)
+    ledger.tell_used()
     assert ledger.used.tolist() == [100, 12, 0, 0]
     assert ledger.present(Presence.TRAINING, 60) == [1]
     assert ledger.present(Presence.WAITING, 60) == [2]
@@ -132,7 +148,7 @@ def test_paces_of_all(service):
     assert paces.tolist() == [[0] * 6, [50, 8, 0.25, 0.1, 0.3, 2], [0] * 6, [0] * 6]
     assert silence[1] < 60 < silence[2]  # nobody heard of client 2
     connect(address, 2).report(Presence.TRAINING)
-    paces, silence = ledger.pace(0, (400.0, 16, 0.0, 0.0, 0.0, 0.0))
+    paces, silence = ledger.pace((400.0, 16, 0.0, 0.0, 0.0, 0.0))
     assert paces[:2].tolist() == [[400, 16, 0, 0, 0, 0], [50, 8, 0.25, 0.1, 0.3, 2]]
     assert max(silence[:3]) < 60
     for wrong in [(0.0, 8, 0.1), (5.0, 0, 0.1), (5.0, 8, -1.0), (float("nan"), 8, 0.1)]:
@@ -143,7 +159,7 @@ def test_paces_of_all(service):
         wrong[place] = -1.0
         with pytest.raises(PermissionError):
             one.pace(wrong)
-    paces, _ = ledger.pace(0, (400.0, 16, 0.0, 0.0, 0.0, 0.0))
+    paces, _ = ledger.pace((400.0, 16, 0.0, 0.0, 0.0, 0.0))
     assert paces[1].tolist() == [50, 8, 0.25, 0.1, 0.3, 2]
 
 
@@ -155,7 +171,7 @@ def test_strangers_are_refused_and_change_nothing(service, client, proof):
         stranger.claim(0)
     with pytest.raises(PermissionError, match="refused this worker"):
         stranger.report(Presence.TRAINING, used=5)
-    assert ledger.claim(0, 0, 1) == (0, 1)
+    assert ledger.claim(0, 1) == (0, 1)
     assert ledger.used.sum() == 0
     assert ledger.present(Presence.TRAINING, 60) == []
 
@@ -178,7 +194,7 @@ def test_impossible_claims_are_refused(service, epoch, count):
     address, _, ledger = service
     with pytest.raises(PermissionError):
         connect(address).claim(epoch, count)
-    assert ledger.claim(0, 0, 1) == (0, 1)
+    assert ledger.claim(0, 1) == (0, 1)
 
 
 def test_negative_samples_are_refused(service):
@@ -188,7 +204,7 @@ def test_negative_samples_are_refused(service):
     assert ledger.used.sum() == 0
 
 
-class LosesAnswers(LedgerConnection):
+class LosesAnswers:
     """Some requests arrive, and their answers do not."""
 
     num_lost = 0
@@ -201,6 +217,14 @@ class LosesAnswers(LedgerConnection):
         return values
 
 
+class WorkerThatLoses(LosesAnswers, LedgerConnection):
+    pass
+
+
+class LeaderThatLoses(LosesAnswers, LeaderLedger):
+    pass
+
+
 def lose(num_lost, report):
     for _ in range(num_lost):
         with pytest.raises(ServiceLostError):
@@ -210,7 +234,7 @@ def lose(num_lost, report):
 @pytest.mark.parametrize("num_lost", [1, 3])
 def test_samples_of_a_report_whose_answer_was_lost_count_once(service, num_lost):
     address, _, ledger = service
-    remote = LosesAnswers(address, GOOD, 1, 10)
+    remote = WorkerThatLoses(FunctionClient(address, GOOD, 10), 1)
     remote.report(Presence.TRAINING, used=5)
     remote.num_lost = num_lost
     lose(num_lost, lambda: remote.report(Presence.TRAINING, used=7))
@@ -223,15 +247,14 @@ def test_samples_of_a_report_whose_answer_was_lost_count_once(service, num_lost)
 
 def test_samples_of_the_leader_count_once(service):
     address, _, ledger = service
-    remote = LosesAnswers(address, GOOD, 0, 10)
-    leader = LeaderLedger(remote)
-    leader.add_used(0, 5)
+    leader = LeaderThatLoses(FunctionClient(address, GOOD, 10))
+    leader.add_used(5)
     leader.tell_used()
-    leader.add_used(0, 7)
-    remote.num_lost = 2
+    leader.add_used(7)
+    leader.num_lost = 2
     lose(2, leader.tell_used)
     assert ledger.used[0] == 12  # it came, and the leader does not know
-    leader.add_used(0, 100)
+    leader.add_used(100)
     leader.tell_used()
     assert ledger.used.tolist() == [112, 0, 0, 0] == leader.used.tolist()
 
@@ -247,4 +270,4 @@ def test_no_batch_of_an_epoch_after_the_last(service):
     remote = connect(address)
     assert remote.claim(1)[2] == 1
     assert remote.claim(2) == (Status.OK, 0, 0)
-    assert ledger.claim(0, 2, 5) == (0, 0)
+    assert ledger.claim(2, 5) == (0, 0)

@@ -8,24 +8,18 @@ import pytest
 import tensorflow as tf
 from addresses import free_address
 
-from keras_het.asynchronous.center.center import Center
-from keras_het.asynchronous.center.exchange_engine import ExchangeEngine
-from keras_het.asynchronous.center.remote_parts import RemoteParts
-from keras_het.asynchronous.exchange.participant import HybridOptions
+from keras_het.asynchronous.exchange import HybridOptions
+from keras_het.asynchronous.exchange.center import Center
+from keras_het.asynchronous.exchange.connection import LeaderConnection
+from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine
 from keras_het.asynchronous.parameter_service import (
     ParameterClient,
     ParameterService,
     Partitions,
     credential,
 )
-from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
-from keras_het.asynchronous.parameter_service.saved_state import (
-    LARGEST_PIECE,
-    PartState,
-    from_arrays,
-    piece_places,
-    to_arrays,
-)
+from keras_het.asynchronous.parameter_service.part import LARGEST_PIECE
+from keras_het.asynchronous.parameter_service.sample_ledger import ServiceLostError
 from keras_het.asynchronous.rules import AsyncSGD, DelayCompensated, Delta, RoundRobinEASGD
 from keras_het.callbacks import BackupAndRestore
 from keras_het.strategy.training_state import TrainingState
@@ -33,6 +27,16 @@ from keras_het.strategy.training_state import TrainingState
 GOOD = credential(b"0123456789abcdef", "model")
 LARGE = Partitions(((1_024_000,), (1_024_000,)), 1_024_000, fewest=2)  # as large as a message takes
 SMALL = Partitions(((5,),), partition_size=3)
+
+
+def saved_state(parts):
+    """A backup of these parts: the sizes of their variables, and pieces of them."""
+    found = {}
+    for index, (sizes, pieces) in enumerate(parts):
+        found[f"part_{index}/sizes"] = np.array(sizes, np.int64)
+        for number, piece in enumerate(pieces):
+            found[f"part_{index}/{number}"] = np.frombuffer(piece, np.uint8)
+    return found
 
 
 def start(rule, partitions):
@@ -55,8 +59,7 @@ def test_large_state_comes_back(logical_devices, name):
     for _ in range(2):
         versions = client.push(gradients, versions, 1, gradients).versions
     center = first.center_partitions()
-    saved = {key: np.array(value) for key, value in to_arrays(client.export()).items()}
-    other.restore(center, from_arrays(saved, len(LARGE.sizes)))
+    other.restore(center, client.export())
     for key, value in first.state().items():
         np.testing.assert_array_equal(second.state()[key], value)
     assert second.versions().tolist() == [2, 2]
@@ -72,7 +75,7 @@ def test_pieces_that_come_at_the_same_time_are_all_there(logical_devices):
     momentum = np.arange(LARGE.sizes[0], dtype="float32")
     pieces = [momentum[first : first + LARGEST_PIECE] for first in (0, LARGEST_PIECE)]
     texts = [tf.io.serialize_tensor(piece).numpy() for piece in (np.int64([3]), *pieces)]
-    states = [PartState((1, 1_024_000), tuple(texts))] * 2
+    states = saved_state([((1, 1_024_000), texts)] * 2)
     for _ in range(10):
         for slots in service.slots():
             slots["momentum"].assign(tf.zeros([1_024_000]))
@@ -103,22 +106,17 @@ def test_state_of_another_rule_or_number_of_workers_is_refused(logical_devices, 
 def test_state_with_which_no_push_could_be_taken_is_refused(logical_devices, name, value):
     service, client = start(AsyncSGD(0.1, momentum=0.5), SMALL)
     values = np.full(1 if name == "version" else 3, value, "int64" if value == -5 else "float32")
-    first, other = client.export()
-    pieces = list(first.pieces)
-    pieces[name == "momentum"] = tf.io.serialize_tensor(values).numpy()
-    states = [PartState((1, 3), tuple(pieces)), other]
-    with pytest.raises(ValueError, match="must be finite, and its versions at least 0"):
-        client.restore(service.center_partitions(), states)
-    state = service.state()
-    state["versions" if name == "version" else "0/momentum"][0] = value
-    with pytest.raises(ValueError, match=r"must be finite.*Remove the backup"):
-        service.set_state(state)
+    saved = client.export()
+    piece = np.frombuffer(tf.io.serialize_tensor(values).numpy(), np.uint8)
+    saved[f"part_0/{int(name == 'momentum')}"] = piece
+    with pytest.raises(ValueError, match=r"must be finite, and its versions at least 0.*Remove"):
+        client.restore(service.center_partitions(), saved)
     assert all((values == 0).all() for values in service.state().values())
 
 
 def leader_of(client, goes_on):
     """As a leader is whose service other processes hold, as far as backups are concerned."""
-    parts = object.__new__(RemoteParts)
+    parts = object.__new__(LeaderConnection)
     parts.weights, parts.state = client, None
     center = object.__new__(Center)
     options = HybridOptions(
@@ -141,7 +139,7 @@ def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd")
     before = backup._service_state()
-    assert set(before) == {f"service/{name}" for name in to_arrays(client.export())}
+    assert set(before) == {f"service/{name}" for name in client.export()}
     # nobody needs to wait long for one that is gone
     center._parts.weights = ParameterClient(service.address, SMALL, GOOD, 0, timeout_seconds=1.0)
     service.close()
@@ -167,18 +165,14 @@ def test_a_backup_ends_a_training_that_shall_not_go_on_alone(logical_devices):
 
 def test_small_state_is_one_piece_a_variable(logical_devices):
     _, client = start(RoundRobinEASGD(2), SMALL)
-    states = client.export()
-    assert [state.sizes for state in states] == [(1, 2, 1)] * 2  # version, left, turn
-    assert [len(state.pieces) for state in states] == [3, 3]
-    assert piece_places((1, 2 * LARGEST_PIECE + 1)) == [
-        (0, 0), (1, 0), (1, LARGEST_PIECE), (1, 2 * LARGEST_PIECE),
-    ]  # fmt: skip
+    saved = client.export()
+    for part in ("part_0", "part_1"):
+        assert saved[f"{part}/sizes"].tolist() == [1, 2, 1]  # version, left, turn
+    assert sorted(saved) == [f"part_{i}/{name}" for i in (0, 1) for name in (0, 1, 2, "sizes")]
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_saved_state_of_another_number_of_partitions(number):
-    arrays = to_arrays([PartState((1,), (b"x",))] * 2)
-    assert from_arrays(arrays, 2) == [PartState((1,), (b"x",))] * 2
-    for saved in (arrays, {"versions": np.zeros(2)}):
-        with pytest.raises(ValueError, match=f"expected: {number} partitions"):
-            from_arrays(saved, number)
+@pytest.mark.parametrize("saved", [{"versions": np.zeros(2)}, saved_state([((1,), [b"x"])] * 3)])
+def test_saved_state_of_another_number_of_partitions(logical_devices, saved):
+    service, client = start(Delta(), SMALL)
+    with pytest.raises(ValueError, match="expected: 2 partitions"):
+        client.restore(service.center_partitions(), saved)

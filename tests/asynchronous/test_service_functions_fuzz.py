@@ -10,10 +10,13 @@ from addresses import free_address
 from wrong_tokens import wrong_token
 
 from keras_het import private_api
-from keras_het.asynchronous.center.hosted_parts import HostedParts
-from keras_het.asynchronous.center.offers import Offers, make_offer
-from keras_het.asynchronous.center.service_spec import ServiceSpec
-from keras_het.asynchronous.center.serving import ServingProcess
+from keras_het.asynchronous.exchange.hosting import (
+    HostedParts,
+    Offers,
+    ServiceSpec,
+    ServingProcess,
+    make_offer,
+)
 from keras_het.asynchronous.parameter_service import (
     ParameterService,
     Partitions,
@@ -22,23 +25,23 @@ from keras_het.asynchronous.parameter_service import (
 )
 from keras_het.asynchronous.parameter_service.sample_ledger import (
     LARGEST_EPOCH,
+    LeaderLedger,
     Presence,
     SampleLedger,
     Stage,
     TrainingFacts,
 )
 from keras_het.asynchronous.rules import AsyncSGD, Signal
-from keras_het.rpc.admission import SECRET_VARIABLE
-from keras_het.rpc.function_client import (
+from keras_het.rpc.admission import LONGEST_AGE_SECONDS, SECRET_VARIABLE, Gate, token
+from keras_het.rpc.channel import (
     FunctionClient,
+    LocalChannel,
     NoAnswerError,
     error_of,
 )
-from keras_het.rpc.function_server import FunctionServer
-from keras_het.rpc.gate import LONGEST_AGE_SECONDS, Gate, token
 from keras_het.rpc.links import serve_messages
-from keras_het.rpc.served_function import hello_function
-from keras_het.summation.group_size import GroupSize
+from keras_het.rpc.server import FunctionServer, hello_function
+from keras_het.summation.machine import GroupSize
 from keras_het.summation.service import SummationService
 
 PARTITIONS = Partitions(((4, 3), (2,)), partition_size=9)  # 14 elements: two of seven
@@ -147,8 +150,10 @@ def service(logical_devices, registered):
         server.address, PARTITIONS, rule, GOOD, NUM_CLIENTS, server=server
     )
     ledger = SampleLedger(server, Gate(GOOD), NUM_CLIENTS)
-    ledger.start_epoch(0, TrainingFacts(50, 17))
-    ledger.set_stage(Stage.RUNNING)
+    leader = LeaderLedger(LocalChannel(server))
+    leader.start_epoch(0, TrainingFacts(50, 17))
+    leader.set_stage(Stage.RUNNING)
+    leader.tell()
     server.start()
     return parameters, ledger, server
 
@@ -190,8 +195,8 @@ def test_the_same_requests_without_a_fault_are_accepted(registered, service):
     for function, arguments, _ in Requests(seed=4).kinds():
         answer = client.ask(function, [tf.constant(a) for a in arguments], outputs[function])
         assert int(tf.nest.flatten(answer)[0]) == Status.OK
-    assert ledger.claimed.tolist() == [0, 1, 0] and ledger.used.tolist() == [3, 3, 0]
-    assert ledger.stage == Stage.CLOSED
+    assert ledger._claimed.numpy().tolist() == [0, 1, 0]
+    assert ledger._used.numpy().tolist() == [3, 3, 0] and int(ledger._facts[0]) == Stage.CLOSED
     assert np.abs(parameters.center()[0]).max() > 0
     server.close()
 
@@ -209,7 +214,8 @@ def parts_of_a_hybrid_training(address):
 
 def summation_machine(address):
     group_size = GroupSize(2, 1)
-    service = SummationService(address, 2, GOOD, 4, group_size)
+    service = SummationService(address, 2, GOOD, 4)
+    group_size.register_on(service.server)
     service.start()
     return service, [*variables_of(service._table), *variables_of(group_size)]
 

@@ -5,10 +5,10 @@ import pytest
 import tensorflow as tf
 
 from keras_het.asynchronous.parameter_service import Status
-from keras_het.asynchronous.parameter_service.part import Part
-from keras_het.asynchronous.parameter_service.undo import (
+from keras_het.asynchronous.parameter_service.part import (
     LARGEST_NORM,
     Change,
+    Part,
     apply_rule,
     is_finite,
 )

@@ -11,6 +11,7 @@ import tensorflow as tf
 from addresses import free_address
 
 import keras_het
+from keras_het.asynchronous.parameter_service.sample_ledger import LedgerConnection
 from keras_het.asynchronous.rules import (
     ASHL,
     AsyncEASGD,
@@ -20,7 +21,7 @@ from keras_het.asynchronous.rules import (
 )
 from keras_het.callbacks import BatchBalancer, HybridAggregation
 from keras_het.fit.session import FitSession, Rank
-from keras_het.rpc.function_server import FunctionServer
+from keras_het.rpc.server import FunctionServer
 
 SAMPLES, BATCH = 24, 4
 NUM_BATCHES = SAMPLES // BATCH
@@ -79,13 +80,14 @@ class Used(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self.center = self.hybrid.participant.center
-        exchange = self.center._parts._weights.exchange_locally
+        client = self.center._parts.weights
+        push = client.start_push
 
-        def exchange_and_note(client, samples, changes):
+        def push_and_note(changes, versions, samples, sequence):
             self.samples.append(samples)
-            return exchange(client, samples, changes)
+            return push(changes, versions, samples, sequence)
 
-        self.center._parts._weights.exchange_locally = exchange_and_note
+        client.start_push = push_and_note
 
 
 @pytest.mark.full
@@ -344,7 +346,7 @@ class ClaimsTwo(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self.ledger = self.hybrid.participant.center.ledger
-        assert self.ledger.claim(1, epoch, 2)[1] == 2
+        assert LedgerConnection(self.ledger._service, 1).claim(epoch, 2)[2] == 2
 
 
 @pytest.mark.full

@@ -48,7 +48,7 @@ def test_how_many_trainings_are_served(monkeypatch, offers_left, once, served):
             return offers_left[len(calls) - 1]
 
     prepared = set_up(monkeypatch, "127.0.0.1:3")
-    monkeypatch.setattr("keras_het.asynchronous.center.serving.ServingProcess", Process)
+    monkeypatch.setattr("keras_het.asynchronous.exchange.hosting.ServingProcess", Process)
     assert serve_command.serve_parameters(argparse.Namespace(once=once)) == 0
     assert len(calls) == served + (not once)  # the last one says that it was told to end
     assert len(prepared) == 1

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_het.asynchronous.center.center import Grant
-from keras_het.asynchronous.hybrid.claims import AsyncClaims, GroupClaims
+from keras_het.asynchronous.exchange.claims import AsyncClaims, Grant, GroupClaims
 from keras_het.loader import GlobalOrderDataset
 from keras_het.planning import ReplicaLayout
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import keras_het
 from keras_het.asynchronous import rules
-from keras_het.asynchronous.exchange.local_step_tuner import LocalStepTuner
+from keras_het.asynchronous.exchange.pace import LocalStepTuner
 from keras_het.asynchronous.parameter_service.wire import wire_named
 from keras_het.callbacks import HybridAggregation
 

@@ -14,11 +14,9 @@ import pytest
 import tensorflow as tf
 from addresses import free_address
 
-from keras_het.rpc.admission import Status
-from keras_het.rpc.function_client import FunctionClient, NoAnswerError
-from keras_het.rpc.function_server import FunctionServer
-from keras_het.rpc.gate import Gate
-from keras_het.rpc.served_function import hello_function
+from keras_het.rpc.admission import Gate, Status
+from keras_het.rpc.channel import FunctionClient, NoAnswerError
+from keras_het.rpc.server import FunctionServer, hello_function
 
 NUMBER = tf.TensorSpec([], tf.int32)
 

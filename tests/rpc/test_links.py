@@ -4,10 +4,10 @@ import pytest
 import tensorflow as tf
 from addresses import free_address
 
-from keras_het.rpc.function_client import FunctionClient
-from keras_het.rpc.function_server import FunctionServer
-from keras_het.rpc.gate import Gate
+from keras_het.rpc.admission import Gate
+from keras_het.rpc.channel import FunctionClient
 from keras_het.rpc.links import measure_link, send_message, serve_messages
+from keras_het.rpc.server import FunctionServer
 
 LATENCY, RATE = 0.25, 2.0**20
 

@@ -10,7 +10,7 @@ from wrong_tokens import wrong_token
 
 from keras_het import private_api
 from keras_het.asynchronous.parameter_service import Status, credential
-from keras_het.rpc.gate import token
+from keras_het.rpc.admission import token
 from keras_het.summation.service import SummationService
 
 GOOD = credential(b"a secret of these tests", "summation")

@@ -13,9 +13,8 @@ import tensorflow as tf
 
 from keras_het.launch.local.free_ports import ReservedPorts
 from keras_het.rpc.admission import Status, credential
-from keras_het.summation.client import SummationClient
-from keras_het.summation.service import SummationService, summation_credential
-from keras_het.summation.slots import SlotTable
+from keras_het.summation.group import SummationClient
+from keras_het.summation.service import SlotTable, SummationService, summation_credential
 
 PROOF = credential(b"a secret of these tests", "summation")
 NUM_WORKERS = 3
@@ -276,7 +275,7 @@ def test_the_credential_tells_clusters_apart(monkeypatch):
 ENDS_WHILE_A_CALL_WAITS = """
 import sys, threading
 import tensorflow as tf
-from keras_het.summation.client import SummationClient
+from keras_het.summation.group import SummationClient
 from keras_het.summation.service import SummationService
 
 address, proof, run = sys.argv[1], b"of this test", tf.constant(5, tf.int64)

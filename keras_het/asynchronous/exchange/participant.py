@@ -1,23 +1,28 @@
-"""Common base of the sync group and an async worker."""
+"""What the sync group and an async worker have in common: options, vectors and gradients."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import json
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_het.asynchronous.exchange.gradient_sum import MeanGradient
-from keras_het.asynchronous.exchange.model_vectors import ModelVectors
-from keras_het.asynchronous.parameter_service import FloatWire, TopKWire, Wire, credential
+from keras_het.asynchronous.parameter_service import (
+    FloatWire,
+    TopKWire,
+    Wire,
+    credential,
+    model_fingerprint,
+)
 from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH, TrainingFacts
-from keras_het.asynchronous.rules import ElasticAveraging, UpdateRule
+from keras_het.asynchronous.rules import ElasticAveraging, UpdateRule, serialize
 from keras_het.loader.input.data_pass import Claims
 from keras_het.rpc.admission import read_secret
-from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES
+from keras_het.rpc.vector import LARGEST_MESSAGE_BYTES, PartitionedVector
 from keras_het.strategy.cluster.cluster_config import config_of
 from keras_het.training_strategy import TrainingStrategy
 
@@ -39,6 +44,7 @@ class StatisticsAveraging(ElasticAveraging):
         return tf.clip_by_value(pulled, tf.minimum(weights, answer), tf.maximum(weights, answer))
 
 
+_RATE = 1.0
 WEIGHTS_PREFIX, STATE_PREFIX = "weights_", "state_"
 
 
@@ -96,6 +102,132 @@ class HybridOptions:
     def partition_size(self) -> int:
         """Largest number of elements of a partition; places travel with the largest values."""
         return min(self.partition_bytes // 4, self.weights_wire.largest_partition)
+
+
+class ModelVectors:
+    """The parts of a model that are shared with the parameter service.
+
+    The update rule combines trainable weights. Moving statistics (non-trainable float state) are
+    averaged. Seeds and metrics stay local to each worker.
+    """
+
+    def __init__(self, model: keras.Model, strategy: TrainingStrategy, partition_size: int) -> None:
+        if not model.built or not model.trainable_variables:
+            raise ValueError(
+                "Weights are shared before the first step, and there are none. Received: a model "
+                "that is not built or has nothing to train. Give it an Input, or call it once."
+            )
+        state = [v for v in model.non_trainable_weights if tf.as_dtype(v.dtype).is_floating]
+        self.weights = PartitionedVector(model.trainable_variables, strategy, partition_size)
+        self.state = PartitionedVector(state, strategy, partition_size) if state else None
+        self.all = [self.weights] if self.state is None else [self.weights, self.state]
+        self._described = [*model.trainable_variables, *state]
+
+    def fingerprint(self, rule: UpdateRule) -> str:
+        """Hash what all participants must agree on: variables, and rule with settings."""
+        settings = json.dumps(serialize(rule), sort_keys=True, default=str)
+        return model_fingerprint(
+            [variable.path for variable in self._described],
+            [tuple(variable.shape) for variable in self._described],
+            [str(variable.dtype) for variable in self._described],
+            f"{rule.name} {settings}",
+        )
+
+
+class GradientSum(keras.optimizers.Optimizer):
+    r"""An optimizer that accumulates gradients and leaves the weights unchanged.
+
+    .. math:: s \leftarrow s + g
+
+    so that any number of steps forms one large batch, whose mean gradient the service applies at
+    its own rate. The rate here has no effect: `MeanGradient.check_rate` refuses another.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(learning_rate=_RATE, name="gradient_sum")
+        self.sums: list[keras.Variable] = []
+
+    def build(self, variables: list[keras.Variable]) -> None:
+        """Create a sum for each variable."""
+        if self.built:
+            return
+        super().build(variables)
+        self.sums = self.add_optimizer_variables(variables, "sum")
+
+    def update_step(
+        self,
+        gradient: tf.Tensor | tf.IndexedSlices,
+        variable: keras.Variable,
+        learning_rate: object,
+    ) -> None:
+        """Add the gradient of one step."""
+        total = self.sums[self._get_variable_index(variable)]
+        self.assign_add(total, keras.ops.cast(gradient, total.dtype))
+
+
+class MeanGradient:
+    """The mean gradient of the steps since the last exchange, as vectors for the wire."""
+
+    def __init__(
+        self,
+        variables: list[keras.Variable],
+        strategy: TrainingStrategy,
+        partition_size: int,
+        user_optimizer: keras.optimizers.Optimizer | None = None,
+    ) -> None:
+        with strategy.scope():
+            self._sum = GradientSum()
+            self.optimizer: keras.optimizers.Optimizer = self._sum
+            if isinstance(user_optimizer, keras.optimizers.LossScaleOptimizer):
+                self.optimizer = keras.optimizers.LossScaleOptimizer(
+                    self._sum, user_optimizer.initial_scale, user_optimizer.dynamic_growth_steps
+                )
+            self.optimizer.build(variables)
+        self._leave_files_to(user_optimizer)
+        self._vectors = PartitionedVector(self._sum.sums, strategy, partition_size)
+        self._taken = 0
+
+    def take(self) -> list[tf.Tensor]:
+        """Return the mean, float32 vectors like those of the weights, and start a new one."""
+        steps = self._steps() - self._taken
+        means = [total / max(steps, 1) for total in self._vectors.read()]
+        self.forget()
+        return means
+
+    def forget(self) -> None:
+        """Restart the sum."""
+        self._vectors.write([total * 0.0 for total in self._vectors.read()])
+        self._taken = self._steps()
+
+    def check_rate(self, rule: str) -> None:
+        """Refuse a learning rate set by a callback, which would have no effect.
+
+        This waits for the step in progress, so do not call it for every step.
+        """
+        rate = float(keras.ops.convert_to_numpy(self._sum.learning_rate))
+        if rate != _RATE:
+            raise ValueError(
+                f"With the rule {rule!r} the service takes the optimizer's steps, at the rule's "
+                "learning rate; the model's optimizer only sums gradients up, at the rate "
+                f"{_RATE:g}. Received: {rate:g}, which a callback such as LearningRateScheduler or "
+                "ReduceLROnPlateau has set. Leave that out, and give the rule its rate "
+                '(learning_rate=...), or "async_sgd" a schedule: AsyncSGD(optimizer=keras.'
+                "optimizers.SGD(schedule)), which counts updates of the center."
+            )
+
+    def _leave_files_to(self, user_optimizer: keras.optimizers.Optimizer | None) -> None:
+        """Store the state of the user's optimizer in files, because they are loaded with it."""
+        if user_optimizer is None:
+            return
+        pairs = [(self.optimizer, user_optimizer)]
+        if self.optimizer is not self._sum:
+            pairs.append((self._sum, user_optimizer.inner_optimizer))
+        for own, other in pairs:  # Keras would treat an optimizer attribute as a part
+            own.save_own_variables = other.save_own_variables
+            own.load_own_variables = other.load_own_variables
+
+    def _steps(self) -> int:
+        return int(self._sum.iterations.numpy())
 
 
 class Participant(abc.ABC):

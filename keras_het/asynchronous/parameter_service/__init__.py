@@ -4,7 +4,7 @@ from keras_het.asynchronous.parameter_service.client import NO_ANSWER, Answer, P
 from keras_het.asynchronous.parameter_service.service import ParameterService
 from keras_het.asynchronous.parameter_service.wire import FloatWire, TopKWire, Wire
 from keras_het.rpc.admission import Status, credential, model_fingerprint
-from keras_het.rpc.partitions import Partitions
+from keras_het.rpc.vector import Partitions
 
 __all__ = [
     "NO_ANSWER",

@@ -6,27 +6,18 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_het.asynchronous.parameter_service.saved_state import (
-    NOT_FINITE_STATE,
-    REMOVE_BACKUP,
-    PartState,
-    piece_places,
-)
+from keras_het.asynchronous.parameter_service.part import LARGEST_PIECE
 from keras_het.asynchronous.parameter_service.wire import FloatWire, Wire, check_fits
 from keras_het.asynchronous.rules import Signal
 from keras_het.rpc.admission import Status
-from keras_het.rpc.function_client import (
-    FunctionClient,
-    NoAnswerError,
-    error_of,
-)
-from keras_het.rpc.partitions import Partitions, spread_partitions
+from keras_het.rpc.channel import Call, Channel, FunctionClient, NoAnswerError, error_of
+from keras_het.rpc.vector import Partitions, spread_partitions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +76,7 @@ class ParameterClient:
         timeout_seconds: timeout of each message.
         wire: format of the values, the same as the service's.
         prefix: prefix of the service's functions.
+        channels: how to reach the services, in place of new connections to the addresses.
 
     Raises:
         ConnectionError: if the service does not answer in time.
@@ -101,6 +93,7 @@ class ParameterClient:
         timeout_seconds: float = 10.0,
         wire: Wire | None = None,
         prefix: str = "",
+        channels: Sequence[Channel] = (),
     ) -> None:
         self._prefix = prefix
         self._wire = wire or FloatWire()
@@ -110,7 +103,10 @@ class ParameterClient:
         addresses = [address] if isinstance(address, str) else list(address)
         self._places = spread_partitions(partitions.sizes, len(addresses))
         self._loads = [self._places.count(place) for place in range(len(addresses))]
-        self._services = [FunctionClient(at, credential, timeout_seconds) for at in addresses]
+        self._services: Sequence[Channel] = channels or [
+            FunctionClient(at, credential, timeout_seconds) for at in addresses
+        ]
+        self.answers_at_once = all(service.answers_at_once for service in self._services)
         self.greet()
 
     @property
@@ -119,14 +115,7 @@ class ParameterClient:
         return self._wire.is_exact
 
     def use_wire(self, wire: Wire) -> None:
-        """Send in another format from now on.
-
-        Args:
-            wire: format of a kind that the service accepts, such as another fraction of the values.
-
-        Raises:
-            ValueError: if a partition is too large for a message of the format.
-        """
+        """Send in another format from now on, of a kind that the service accepts."""
         check_fits(wire, self.partitions)
         self._wire = wire
 
@@ -140,7 +129,7 @@ class ParameterClient:
         for service in self._services:
             self._greet(service)
 
-    def _greet(self, service: FunctionClient) -> None:
+    def _greet(self, service: Channel) -> None:
         try:
             status = service.ask(f"{self._prefix}hello", [], tf.TensorSpec([], tf.int32))
         except NoAnswerError as error:
@@ -156,49 +145,61 @@ class ParameterClient:
             )
 
     def restore(
-        self, center: Sequence[tf.Tensor], states: Sequence[PartState] | None = None
+        self, center: Sequence[tf.Tensor], saved: Mapping[str, np.ndarray] | None = None
     ) -> None:
         """Set the center, and before it the versions and rule state if given.
 
         Args:
             center: float32 vector of each partition.
-            states: the result of `export`.
+            saved: the result of `export`.
 
         Raises:
             ConnectionError: if a part does not answer in time.
-            ValueError: if the states belong to another rule or number of workers, are not finite,
-                or have a version below 0.
+            ValueError: if the state belongs to another model, rule or number of workers, is not
+                finite, or has a version below 0.
         """
-        if states is not None:
-            self._restore_states(states)
+        if saved is not None:
+            self._restore_state(saved)
         calls = self._call_each("restore", [[values] for values in center], _STATUS)
         _check_taken(calls, range(len(calls)))
 
-    def _restore_states(self, states: Sequence[PartState]) -> None:
-        pieces = [
-            (index, state.sizes, *place, piece)
-            for index, state in enumerate(states)
-            for place, piece in zip(piece_places(state.sizes), state.pieces, strict=True)
-        ]
-        messages = [
-            [tf.constant(sizes, tf.int64), *_constants(place, start), tf.constant(piece)]
-            for _, sizes, place, start, piece in pieces
-        ]
-        indices = [index for index, *_ in pieces]
+    def _restore_state(self, saved: Mapping[str, np.ndarray]) -> None:
+        self._check_names(saved)
+        indices, messages = [], []
+        for index in range(len(self.partitions.sizes)):
+            sizes = saved[f"part_{index}/sizes"]
+            for number, (place, start) in enumerate(_piece_places(sizes)):
+                piece = saved[f"part_{index}/{number}"].tobytes()
+                indices.append(index)
+                messages.append(
+                    [tf.constant(sizes, tf.int64), *_constants(place, start), tf.constant(piece)]
+                )
         calls = self._call_each("set_state", messages, _STATUS, indices=indices)
         statuses = {int(call.get_value()) for call in calls if bool(call.is_ok())}
         if int(Status.NOT_FINITE) in statuses:
             raise ValueError(
-                f"{NOT_FINITE_STATE} Received: one that is not, of {len(states)} partitions. "
-                f"{REMOVE_BACKUP}"
+                "The saved state of the parameter service must be finite, and its versions at "
+                "least 0, or no push could be taken with it. Received: one that is not, of "
+                f"{len(self.partitions.sizes)} partitions. Remove the backup (the training was "
+                "diverging, or the file is damaged)."
             )
         if statuses - {int(Status.OK)}:
             raise ValueError(
                 "The saved state of the parameter service is that of another rule or number of "
-                f"workers. Received: variables of {states[0].sizes} elements in partition 0. "
-                "Remove the backup, or use the rule and cluster that it was made with."
+                f"workers. Received: variables of {saved['part_0/sizes'].tolist()} elements in "
+                "partition 0. Remove the backup, or use the rule and cluster that it was made with."
             )
         _check_taken(calls, indices)
+
+    def _check_names(self, saved: Mapping[str, np.ndarray]) -> None:
+        expected = {f"part_{index}" for index in range(len(self.partitions.sizes))}
+        has_sizes = all(f"{part}/sizes" in saved for part in expected)
+        if not has_sizes or {name.partition("/")[0] for name in saved} != expected:
+            raise ValueError(
+                "The saved state is not that of a parameter service, or of another model. "
+                f"Received: {sorted(saved)}; expected: {len(expected)} partitions. Remove the "
+                "backup, or use the model and cluster that it was made with."
+            )
 
     def signal(self, signal: Signal, client: int | None = None) -> int | None:
         """Send the rule a signal about a worker.
@@ -220,11 +221,7 @@ class ParameterClient:
         return int(calls[0].get_value()[1])
 
     def close_training(self) -> None:
-        """Make the service reject further pushes; return once the last one is complete.
-
-        Raises:
-            ConnectionError: if a part does not answer in time, or refuses.
-        """
+        """Make the service reject further pushes; return once the last one is complete."""
         deadline = time.monotonic() + self._services[0].timeout_seconds
         while not all(self._ask_all("close", [], tf.TensorSpec([], tf.bool))):
             if time.monotonic() > deadline:
@@ -233,32 +230,29 @@ class ParameterClient:
             time.sleep(_POLL_SECONDS)
 
     def latest_sequence(self) -> int:
-        """Return the service's largest known push number of this worker; 0 for none.
-
-        Raises:
-            ConnectionError: if a part does not answer in time, or refuses.
-        """
+        """Return the service's largest known push number of this worker; 0 for none."""
         numbers = self._ask_all("latest", [self._client], tf.TensorSpec([], tf.int64))
         return max(int(number) for number in numbers)
 
-    def export(self) -> list[PartState]:
-        """Return version and rule state of each partition.
+    def export(self) -> dict[str, np.ndarray]:
+        """Return versions and rule state, in pieces that fit into messages: name to array.
 
         Raises:
             ConnectionError: if a part does not answer in time, or refuses.
         """
+        found: dict[str, np.ndarray] = {}
         firsts = self._export([(index, 0, 0) for index in range(len(self.partitions.sizes))])
-        sizes = [tuple(int(size) for size in own) for own, _ in firsts]
-        rest = [
-            (index, *place) for index, own in enumerate(sizes) for place in piece_places(own)[1:]
-        ]
-        pieces = [[piece] for _, piece in firsts]
-        for (index, *_), (_, piece) in zip(rest, self._export(rest), strict=True):
-            pieces[index].append(piece)
-        return [
-            PartState(own, tuple(bytes(piece.numpy()) for piece in found))
-            for own, found in zip(sizes, pieces, strict=True)
-        ]
+        rest: list[tuple[int, int, int]] = []
+        for index, (sizes, _) in enumerate(firsts):
+            found[f"part_{index}/sizes"] = sizes.numpy()
+            rest += [(index, *place) for place in _piece_places(sizes.numpy())[1:]]
+        numbers = [0] * len(firsts)
+        pieces = zip(range(len(firsts)), firsts, strict=True)
+        others = zip((index for index, *_ in rest), self._export(rest), strict=True)
+        for index, (_, piece) in (*pieces, *others):
+            found[f"part_{index}/{numbers[index]}"] = np.frombuffer(piece.numpy(), np.uint8)
+            numbers[index] += 1
+        return found
 
     def _export(self, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """Fetch variable sizes and the piece, for given partitions, variables and elements."""
@@ -340,14 +334,7 @@ class ParameterClient:
         samples: float | tf.Tensor,
         sequence: int | tf.Tensor = 0,
     ) -> PendingPush:
-        """Send like `push`, but do not wait for the answer.
-
-        Args:
-            changes: as for `push`.
-            versions: as for `push`.
-            samples: as for `push`.
-            sequence: as for `push`.
-        """
+        """Send like `push`, with the same arguments, but do not wait for the answer."""
         samples = tf.cast(samples, tf.float32)
         sequence = tf.cast(sequence, tf.int64)
         encoded = [self._wire.encode(change) for change in changes]
@@ -361,40 +348,28 @@ class ParameterClient:
         def send() -> None:
             self._call_each("push", messages, _VALUES, push.calls)
 
-        if tf.executing_eagerly() and max(self._loads) > PARTITIONS_UNDER_WAY:
+        is_long = max(self._loads) > PARTITIONS_UNDER_WAY and not self.answers_at_once
+        if tf.executing_eagerly() and is_long:
             push.send(send)
         else:
             send()
         return push
 
     def push_again(self, push: PendingPush, indices: Sequence[int]) -> None:
-        """Resend partitions that were not answered, or were told to wait.
-
-        Args:
-            push: the push, with a number, which makes it count once.
-            indices: indices of the partitions.
-        """
+        """Resend partitions that were not answered, or were told to wait; their number stays."""
         push.wait()
         messages = [push.messages[index] for index in indices]
-        for index, call in zip(
-            indices, self._call_each("push", messages, _VALUES, indices=indices), strict=True
-        ):
+        calls = self._call_each("push", messages, _VALUES, indices=indices)
+        for index, call in zip(indices, calls, strict=True):
             push.calls[index] = call
 
     def ask_turns(self, push: PendingPush, indices: Sequence[int]) -> list[int]:
-        """Ask whose turn it is, by messages without values, for a rule whose workers wait.
-
-        Args:
-            push: the push.
-            indices: indices of partitions that were told to wait.
+        """Ask for the turn of partitions that were told to wait, by messages without values.
 
         Returns:
             For each partition `Status.WAIT`, `NO_ANSWER`, or a status that allows sending it again.
         """
-        messages = []
-        for index in indices:
-            client, _, version, *_ = push.messages[index]
-            messages.append([client, version])
+        messages = [[push.messages[index][0], push.messages[index][2]] for index in indices]
         calls = self._call_each("turn", messages, _STATUS, indices=indices)
         return [int(call.get_value()) if bool(call.is_ok()) else NO_ANSWER for call in calls]
 
@@ -403,16 +378,16 @@ class ParameterClient:
         method: str,
         messages: Sequence[list[tf.Tensor]],
         specs: tf.TensorSpec | tuple[tf.TensorSpec, ...],
-        calls: list[Any] | None = None,
+        calls: list[Call] | None = None,
         indices: Sequence[int] | None = None,
-    ) -> list[Any]:
+    ) -> list[Call]:
         """Call a function of several partitions, each once an earlier call has its answer.
 
         In eager mode, this waits until the last calls are in flight.
         """
         calls = [] if calls is None else calls
         sizes = self.partitions.sizes
-        under_way: list[list[Any]] = [[] for _ in self._services]
+        under_way: list[list[Call]] = [[] for _ in self._services]
         for place, message in enumerate(messages):
             index = place if indices is None else indices[place]
             name, at = f"{self._prefix}{method}_{sizes[index]}", self._places[index]
@@ -524,6 +499,15 @@ def _check_taken(calls: Sequence[Any], indices: Sequence[int]) -> None:
                 f"The parameter service did not take partition {index}. Received: "
                 f"{_error_of(call)}. Restart it, and check that the weights are finite."
             )
+
+
+def _piece_places(sizes: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the pieces of variables of these sizes: number of the variable and first element."""
+    return [
+        (place, start)
+        for place, size in enumerate(sizes)
+        for start in range(0, size, LARGEST_PIECE)
+    ]
 
 
 def _constants(place: int, start: int) -> list[tf.Tensor]:

@@ -1,7 +1,8 @@
-"""Assign global batches of an epoch to participants, and count the samples used."""
+"""The ledger that hands out global batches and counts samples, and a participant's side of it."""
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,10 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_het.rpc.admission import Status
-from keras_het.rpc.function_server import FunctionServer
-from keras_het.rpc.gate import Gate
-from keras_het.rpc.served_function import TfFunction, answer_if
+from keras_het.rpc.admission import Gate, Status
+from keras_het.rpc.channel import Call, Channel, NoAnswerError
+from keras_het.rpc.server import FunctionServer, TfFunction, answer_if
 
 LARGEST_EPOCH = 1 << 16
 LEADER = 0
@@ -21,6 +21,9 @@ PREFIX = "ledger_"
 PACE_NUMBERS = 6
 _ONE, _NUMBER = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64)
 _REPORT = tf.TensorSpec([2], tf.int64)
+_NO_CHANGE = -1
+_ROOM_FOR_STRAGGLERS = 1 << 20
+_STAGE, _EPOCH, _TOTAL, _NUM_EPOCHS = 0, 1, 2, 6
 
 
 class Stage(enum.IntEnum):
@@ -64,13 +67,9 @@ class SampleLedger:
         self._num_participants = num_participants
         with tf.init_scope(), tf.device("CPU:0"):
             self._next = _variable(tf.zeros([LARGEST_EPOCH], tf.int64))
-            self._total = _variable(tf.zeros([], tf.int64))
-            self._epoch = _variable(tf.zeros([], tf.int64))
-            self._stage = _variable(tf.zeros([], tf.int32))
-            self._fingerprint = _variable(tf.zeros([], tf.int64))
-            self._first_pass = _variable(tf.zeros([], tf.int64))
-            self._run = _variable(tf.zeros([], tf.int64))
-            self._num_epochs = _variable(tf.constant(LARGEST_EPOCH, tf.int64))
+            # The stage, the epoch of the sync group, and `TrainingFacts`.
+            facts = [int(Stage.STARTING), 0, *TrainingFacts(0)]
+            self._facts = _variable(tf.constant(facts, tf.int64))
             self._claimed = _variable(tf.zeros([num_participants], tf.int64))
             self._used = _variable(tf.zeros([num_participants], tf.int64))
             self._counted = _variable(tf.zeros([num_participants], tf.int64))
@@ -81,71 +80,10 @@ class SampleLedger:
             self._lock = tf.CriticalSection(shared_name="keras_het_ledger")
         claim, pace = [_ONE, _NUMBER, _NUMBER], [_ONE, tf.TensorSpec([PACE_NUMBERS], tf.float64)]
         report, lead = [_ONE, _REPORT, _ONE], [_ONE, _REPORT, tf.TensorSpec([8], tf.int64)]
-        self._claim, self._pace = _graph(self._take, claim), _graph(self._note_pace, pace)
         server.register(f"{PREFIX}claim", _graph(self._served_claim, claim), gate)
         server.register(f"{PREFIX}report", _graph(self._served_report, report), gate, self._refused)
         server.register(f"{PREFIX}lead", _graph(self._served_lead, lead), gate)
         server.register(f"{PREFIX}pace", _graph(self._served_pace, pace), gate)
-
-    def start_epoch(self, epoch: int, training: TrainingFacts) -> None:
-        """Begin an epoch of the sync group."""
-        for place, number in zip(self._facts(), training, strict=True):
-            place.assign(number)
-        self._epoch.assign(epoch)
-
-    def set_stage(self, stage: Stage) -> None:
-        """Announce the stage of training to all participants."""
-        self._stage.assign(int(stage))
-
-    def claim(self, participant: int, epoch: int, count: int) -> tuple[int, int]:
-        """Claim the next batches of an epoch, in this process."""
-        first, granted = self._claim(
-            tf.constant(participant), tf.constant(epoch, tf.int64), tf.constant(count, tf.int64)
-        )
-        return int(first), int(granted)
-
-    def pace(self, participant: int, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-        """Record a participant's pace and return the pace of all participants."""
-        paces, silence = self._pace(tf.constant(participant), tf.constant(pace, tf.float64))
-        return paces.numpy(), silence.numpy()
-
-    @property
-    def stage(self) -> Stage:
-        """The stage of training."""
-        return Stage(int(self._stage))
-
-    def is_handed_out(self, epoch: int) -> bool:
-        """Whether all batches of an epoch have been handed out."""
-        return int(tf.gather(self._next, epoch)) >= int(self._total)
-
-    def add_used(self, participant: int, samples: int) -> None:
-        """Count samples that a participant has used."""
-        self._used.scatter_nd_add([[participant]], [samples])
-
-    @property
-    def claimed(self) -> np.ndarray:
-        """Global batches handed out to each participant, int64 of shape [num_participants]."""
-        return self._claimed.numpy()
-
-    @property
-    def used(self) -> np.ndarray:
-        """Samples that each participant has used, int64 of shape [num_participants]."""
-        return self._used.numpy()
-
-    def tell(self, taken_until: int = 0) -> None:
-        """Do nothing: the ledger is here, and so is what was handed out."""
-
-    def tell_used(self) -> None:
-        """Do nothing: samples are counted at once."""
-
-    def keep(self) -> None:
-        """Do nothing: counts stay readable in any case."""
-
-    def present(self, presence: Presence, within_seconds: float) -> list[int]:
-        """Return participants heard from recently."""
-        recent = self._last_seen.numpy() > float(tf.timestamp()) - within_seconds
-        chosen = np.flatnonzero(recent & (self._presence.numpy() == int(presence)))
-        return [int(participant) for participant in chosen]
 
     def _take(
         self, participant: tf.Tensor, epoch: tf.Tensor, count: tf.Tensor
@@ -154,7 +92,7 @@ class SampleLedger:
 
         def take() -> Any:
             first = tf.gather(self._next, epoch)  # avoids a copy of the whole variable
-            left = tf.where(epoch < self._num_epochs, self._total - first, 0)
+            left = tf.where(epoch < self._facts[_NUM_EPOCHS], self._facts[_TOTAL] - first, 0)
             granted = tf.clip_by_value(left, 0, count)
             taken = self._next.scatter_nd_update([[epoch]], [first + granted])
             counted = self._claimed.scatter_nd_add([[participant]], [granted])
@@ -167,10 +105,11 @@ class SampleLedger:
         self, participant: tf.Tensor, epoch: tf.Tensor, count: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         known = self._is_known(participant) & (count > 0) & (epoch >= 0) & (epoch < LARGEST_EPOCH)
-        running = tf.equal(self._stage, int(Stage.RUNNING)) & (epoch <= self._epoch + 1)
+        running = tf.equal(self._facts[_STAGE], int(Stage.RUNNING))
+        running &= epoch <= self._facts[_EPOCH] + 1
 
         def take() -> Any:
-            return _status(Status.OK), *self._claim(participant, epoch, count)
+            return _status(Status.OK), *self._take(participant, epoch, count)
 
         return answer_if(
             known, lambda: answer_if(running, take, Status.WAIT), Status.UNKNOWN_CLIENT
@@ -195,14 +134,13 @@ class SampleLedger:
         code = tf.cond(known, note, lambda: _status(Status.UNKNOWN_CLIENT))
         with tf.control_dependencies([code]):
             admitted = tf.equal(code, int(Status.OK))
-            numbers = [self._epoch.read_value(), *(f.read_value() for f in self._facts())]
             latest = self._counted[tf.where(admitted, participant, 0)]
-            facts = tf.stack([tf.cast(self._stage, tf.int64), *numbers, latest])
+            facts = tf.concat([self._facts.read_value(), latest[None]], axis=0)
             return code, tf.where(admitted, facts, tf.fill([8], tf.constant(-1, tf.int64)))
 
     def _refused(self) -> tf.Tensor:
         """Refuse a worker of the next training, which may ask before this one is gone."""
-        closed = tf.equal(self._stage, int(Stage.CLOSED))
+        closed = tf.equal(self._facts[_STAGE], int(Stage.CLOSED))
         return tf.where(closed, int(Status.CLOSED), int(Status.REFUSED))
 
     def _note_pace(self, participant: tf.Tensor, pace: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -222,7 +160,7 @@ class SampleLedger:
         known &= (pace[1] >= 1) & tf.reduce_all(pace[2:] >= 0)
         return answer_if(
             known,
-            lambda: (_status(Status.OK), *self._pace(participant, pace)),
+            lambda: (_status(Status.OK), *self._note_pace(participant, pace)),
             Status.UNKNOWN_CLIENT,
         )
 
@@ -230,7 +168,7 @@ class SampleLedger:
         self, participant: tf.Tensor, used: tf.Tensor, facts: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Set the facts, unless the stage is negative, and return the participants' activities."""
-        stage, taken_until, epoch, *numbers = tf.unstack(facts)
+        stage, taken_until, epoch = tf.unstack(facts[:3])
 
         def count_and_pass_on() -> tf.Tensor:
             counted = self._count(participant, used)
@@ -241,10 +179,7 @@ class SampleLedger:
                 return tf.identity(following)
 
         def note() -> tf.Tensor:
-            places = (self._epoch, *self._facts())
-            for place, number in zip(places, (epoch, *numbers), strict=True):
-                place.assign(number)
-            self._stage.assign(tf.cast(stage, tf.int32))
+            self._facts.assign(tf.concat([facts[:1], facts[2:]], axis=0))
             return _status(Status.OK)
 
         def take() -> Any:
@@ -271,13 +206,9 @@ class SampleLedger:
         with tf.control_dependencies([added]):
             return self._counted.scatter_nd_update([[participant]], [latest])[participant]
 
-    def _facts(self) -> tuple[tf.Variable, ...]:
-        """Return the variables of `TrainingFacts`, in its order."""
-        return (self._total, self._fingerprint, self._first_pass, self._run, self._num_epochs)
-
     def _overview(self) -> tf.Tensor:
         """Per participant: presence, silence in seconds, batches, samples, batches left, report."""
-        left = self._total - tf.gather(self._next, self._epoch)
+        left = self._facts[_TOTAL] - tf.gather(self._next, self._facts[_EPOCH])
         columns = (
             self._presence.read_value(),
             tf.timestamp() - self._last_seen,
@@ -299,3 +230,231 @@ def _graph(function: Callable[..., Any], signature: list[tf.TensorSpec]) -> TfFu
 
 def _status(status: Status) -> tf.Tensor:
     return tf.constant(int(status))
+
+
+class ServiceLostError(RuntimeError):
+    """The parameter service did not answer in time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LedgerFacts:
+    """The ledger's facts about training."""
+
+    stage: Stage
+    epoch: int
+    training: TrainingFacts
+
+
+class LedgerConnection:
+    """One participant's connection to a `SampleLedger`."""
+
+    def __init__(self, channel: Channel, participant: int) -> None:
+        self._service = channel
+        self._participant = tf.constant(participant)
+        self._used = UsedSamples()
+
+    def claim(self, epoch: int, count: int = 1) -> tuple[Status, int, int]:
+        """Claim the next batches of an epoch."""
+        return self.answer_to(self.start_claim(epoch, count))
+
+    def start_claim(self, epoch: int, count: int = 1) -> Call:
+        """Ask like `claim` without waiting: `answer_to` returns the answer."""
+        number = tf.TensorSpec([], tf.int64)
+        arguments = [tf.constant(epoch, tf.int64), tf.constant(count, tf.int64)]
+        specs = (tf.TensorSpec([], tf.int32), number, number)
+        return self._service.call(f"{PREFIX}claim", [self._participant, *arguments], specs)
+
+    def answer_to(self, answer: Call) -> tuple[Status, int, int]:
+        """Wait for the answer to `start_claim`."""
+        status, first, granted = self._admitted(lambda: self._service.value(answer))
+        return Status(int(status)), int(first), int(granted)
+
+    def report(self, presence: Presence, used: int = 0) -> LedgerFacts:
+        """Report this worker's activity and samples, and ask for the state of training."""
+        self._used.add(used)
+        facts = self._report(presence)
+        while not self._used.is_empty:
+            facts = self._report(presence)
+        return facts
+
+    def _report(self, presence: Presence) -> LedgerFacts:
+        arguments = [tf.constant(self._used.report(), tf.int64), tf.constant(int(presence))]
+        specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([8], tf.int64))
+        status, facts = self.ask("report", arguments, specs)
+        if int(status) == Status.CLOSED:
+            raise ServiceLostError(
+                f"The parameter service at {self._service.address} belongs to a training that has "
+                "ended, of another model, update rule, format of messages or secret. Received: "
+                "status CLOSED. The next training's service takes its place when its leader "
+                "begins."
+            )
+        stage, epoch, *numbers, latest = (int(fact) for fact in facts)
+        self._used.answered(latest)
+        return LedgerFacts(Stage(stage), epoch, TrainingFacts(*numbers))
+
+    def pace(self, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+        """Report this worker's pace and return pace and silence of all participants."""
+        numbers = tf.TensorSpec(None, tf.float64)
+        specs = (tf.TensorSpec([], tf.int32), numbers, numbers)
+        _, paces, silence = self.ask("pace", [tf.constant(pace, tf.float64)], specs)
+        return paces.numpy(), silence.numpy()
+
+    def ask(self, method: str, arguments: list[tf.Tensor], specs: tuple[tf.TensorSpec, ...]) -> Any:
+        """Call a function of the ledger."""
+        name, message = f"{PREFIX}{method}", [self._participant, *arguments]
+        return self._admitted(lambda: self._service.ask(name, message, specs))
+
+    def _admitted(self, wait: Callable[[], Any]) -> Any:
+        """Wait for an answer, and check that the ledger admits this worker."""
+        try:
+            values = wait()
+        except NoAnswerError as error:
+            raise ServiceLostError(
+                f"The parameter service at {error} Its process may be gone; give "
+                'on_service_loss="continue" to go on without it.'
+            ) from error
+        if int(values[0]) in (Status.REFUSED, Status.UNKNOWN_CLIENT):
+            raise PermissionError(
+                f"The parameter service at {self._service.address} refused this worker. Received: "
+                f"status {Status(int(values[0])).name}: its secret, model, update rule with its "
+                "settings, messages (wire, partition_bytes) or number differs. Use the same "
+                "script, TF_CONFIG cluster and secret on every task."
+            )
+        return values
+
+
+class LeaderLedger(LedgerConnection):
+    """The leader's side: it also tells the facts of training, and hears of all participants."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel, LEADER)
+        self._stage, self._epoch = Stage.STARTING, 0
+        self._training = TrainingFacts(0)
+        self._latest = np.zeros([0, 6])
+        self._is_kept = False
+
+    def start_epoch(self, epoch: int, training: TrainingFacts) -> None:
+        """Store an epoch of the sync group for `tell`."""
+        self._epoch, self._training = epoch, training
+
+    def set_stage(self, stage: Stage) -> None:
+        """Store the stage of training for `tell`."""
+        self._stage = stage
+
+    def tell(self, taken_until: int = 0) -> None:
+        """Send the latest stored facts to the ledger."""
+        self._lead(stage=int(self._stage), taken_until=taken_until)
+
+    def is_handed_out(self, epoch: int) -> bool:
+        """Whether all batches of an epoch have been handed out."""
+        return bool(epoch == self._epoch and self._lead()[0, 4] <= 0)
+
+    def add_used(self, samples: int) -> None:
+        """Store samples that the leader's group has used, for `tell_used`."""
+        self._used.add(samples)
+
+    def tell_used(self) -> None:
+        """Report all stored samples to the ledger, which counts each once."""
+        while not (self._used.is_empty or self._is_kept):
+            self._lead()
+
+    def present(self, presence: Presence, within_seconds: float) -> list[int]:
+        """Return participants heard from recently."""
+        overview = self._lead()
+        chosen = (overview[:, 0] == int(presence)) & (overview[:, 1] < within_seconds)
+        return [int(participant) for participant in np.flatnonzero(chosen)]
+
+    @property
+    def claimed(self) -> np.ndarray:
+        """Global batches handed out to each participant."""
+        return self._lead()[:, 2].astype(np.int64)
+
+    @property
+    def used(self) -> np.ndarray:
+        """Number of samples that each participant has used."""
+        return self._lead()[:, 3].astype(np.int64)
+
+    def keep(self) -> None:
+        """Stop asking and keep the last answer for when the other process is gone."""
+        self._is_kept = True
+
+    def _lead(self, stage: int = _NO_CHANGE, taken_until: int = 0) -> np.ndarray:
+        if not self._is_kept:
+            facts = [stage, taken_until, self._epoch, *self._training]
+            specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([None, 6], tf.float64))
+            used = tf.constant(self._used.report(), tf.int64)
+            arguments: list[tf.Tensor] = [used, tf.constant(facts, tf.int64)]
+            self._latest = self.ask("lead", arguments, specs)[1].numpy()
+            self._used.answered(int(self._latest[0, 5]))
+        return self._latest
+
+
+class EarlyClaim:
+    """A request for one batch ahead; a late request would queue behind weights on the link."""
+
+    def __init__(self, ledger: LedgerConnection) -> None:
+        self._ledger = ledger
+        self._epoch = -1
+        self._answer: Call | None = None
+        self._is_of_lost_service = False
+
+    def ask(self, epoch: int) -> None:
+        """Ask for the next batch of an epoch, once, without waiting."""
+        if self._answer is None:
+            self._epoch, self._answer = epoch, self._ledger.start_claim(epoch)
+
+    def service_lost(self) -> None:
+        """Record that the answer to a pending question may never arrive."""
+        self._is_of_lost_service = self._answer is not None
+
+    def take(self, epoch: int, after: int) -> tuple[Status, int, int]:
+        """Return the requested batch, or the next one."""
+        answer, self._answer = self._answer, None
+        is_doubtful, self._is_of_lost_service = self._is_of_lost_service, False
+        if answer is None or self._epoch != epoch:
+            return self._ledger.claim(epoch)
+        try:
+            status, first, granted = self._ledger.answer_to(answer)
+        except ServiceLostError:
+            if not is_doubtful:
+                raise
+            return self._ledger.claim(epoch)
+        if status != Status.OK or (granted and first <= after):
+            return self._ledger.claim(epoch)
+        return status, first, granted
+
+
+class UsedSamples:
+    """Numbered reports; one whose answer was lost is repeated unchanged before the next.
+
+    The ledger returns the last number it knows, possibly from an earlier process of the same
+    worker, whose messages may still be in flight: numbers therefore begin some way above it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting = 0
+        self._report: tuple[int, int] | None = None
+        self._latest: int | None = None
+
+    def add(self, samples: int) -> None:
+        """Record samples to be reported."""
+        self._waiting += samples
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all samples have been reported and answered."""
+        return self._report is None and not self._waiting
+
+    def report(self) -> tuple[int, int]:
+        """Return number and samples of the next report; zeros if there is nothing to count."""
+        if self._report is None and self._waiting and self._latest is not None:
+            self._latest += 1
+            self._report = self._latest, self._waiting
+            self._waiting = 0
+        return self._report or (0, 0)
+
+    def answered(self, latest: int) -> None:
+        """Record that the answer to the latest `report` has arrived."""
+        if self._latest is None:
+            self._latest = latest + _ROOM_FOR_STRAGGLERS
+        self._report = None

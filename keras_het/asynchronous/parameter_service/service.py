@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import functools
-import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from keras_het.asynchronous.parameter_service.bound_function import BoundFunction, PartFunction
-from keras_het.asynchronous.parameter_service.part import Part
-from keras_het.asynchronous.parameter_service.saved_state import check_values
-from keras_het.asynchronous.parameter_service.state_functions import (
-    export_function,
-    set_state_function,
+from keras_het.asynchronous.parameter_service.part import (
+    Change,
+    Part,
+    PartFunction,
+    Taken,
+    Updates,
+    export,
+    nothing,
+    set_state,
 )
-from keras_het.asynchronous.parameter_service.undo import Change, Taken
-from keras_het.asynchronous.parameter_service.updates import Updates, nothing
 from keras_het.asynchronous.parameter_service.wire import FloatWire, Wire, check_fits
 from keras_het.asynchronous.rules import PushMeta, Signal, UpdateRule
-from keras_het.rpc.admission import DIVERGED, Status
-from keras_het.rpc.function_server import FunctionServer
-from keras_het.rpc.gate import Gate
-from keras_het.rpc.partitions import Partitions
-from keras_het.rpc.served_function import TfFunction, answer_if, hello_function
+from keras_het.rpc.admission import Gate, Status
+from keras_het.rpc.server import FunctionServer, TfFunction, answer_if, hello_function
+from keras_het.rpc.vector import Partitions
 from keras_het.usable_cpus import usable_cpus
+from keras_het.value_types import Nest
 
-LONGEST_CLOSE_SECONDS = 10.0
-"""Time for lock-free pushes still in progress at the end of training."""
 LARGEST_NUM_LOCKS = 16
 """Number of locks on a large machine."""
 LARGEST_SAMPLES = 2.0**31
 """Largest plausible number of samples of one push."""
-_POLL_SECONDS = 0.002
-_logger = logging.getLogger("keras_het")
+_INT, _LONG = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64)
+_FLOAT = tf.TensorSpec([], tf.float32)
+_PLACE = [_INT, _LONG]
 
 
 def number_of_locks() -> int:
@@ -101,51 +98,65 @@ class ParameterService:
         self.partitions = partitions
         self._rule = rule
         self._num_clients = num_clients
-        self._has_warned = False
         self.indices = tuple(range(len(partitions.sizes)) if indices is None else indices)
         locks = number_of_locks()
         with tf.init_scope(), tf.device("CPU:0"):
             self._parts = [
-                Part(
-                    partitions.sizes[i],
-                    rule,
-                    num_clients,
-                    f"{prefix}part_{i % locks}",
-                    has_center=not awaits_center,
-                )
-                for i in self.indices
+                Part(size, rule, num_clients, f"{prefix}part_{i % locks}", not awaits_center)
+                for i, size in enumerate(partitions.sizes)
+                if i in self.indices
             ]
         self._server = FunctionServer(address) if server is None else server
         gate = Gate(credential)
-        # One partition per call: with several critical sections in one call, TensorFlow waits
-        # forever.
-        for name, make in self._served().items():
-            function = PartFunction(make)
-            for size, parts in self._parts_of_each_size().items():
-                served = function.served(parts, len(partitions.sizes))
-                self._server.register(f"{prefix}{name}_{size}", served, gate)
         self._server.register(f"{prefix}hello", hello_function(), gate)
+        if self.indices:
+            size, local = partitions.sizes[0], self._local()
+            for name, function in self._served().items():
+                self._server.register(f"{prefix}{name}_{size}", self._of_all(function), gate)
+                if name in local:
+                    make = functools.partial(self._of_all, local[name])
+                    self._server.register_locally(f"{prefix}{name}_{size}", make)
 
-    def _served(self) -> dict[str, Callable[[Part], TfFunction]]:
-        """Return, for each client call on a partition, its name and the factory of its function."""
+    def _of_all(self, function: PartFunction) -> TfFunction:
+        """Return a function of the partition whose number comes first.
+
+        One partition per call: with several critical sections in one call, TensorFlow waits
+        forever.
+        """
+        parts = dict(zip(self.indices, self._parts, strict=True))
+        return function.served(parts, len(self.partitions.sizes))
+
+    def _served(self) -> dict[str, PartFunction]:
+        """Return what clients may call on a partition, by name."""
+        vector = tf.TensorSpec([self.partitions.sizes[0]], tf.float32)
+        sizes, text = tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.string)
+        served = {
+            "push": self._push_function(self._wire, self._updates),
+            "pull": PartFunction([], functools.partial(self._pull, self._wire)),
+            "center": PartFunction([], functools.partial(self._pull, FloatWire())),
+            "export": PartFunction(_PLACE, export),
+            "restore": PartFunction([vector], functools.partial(self._restore, True)),
+            "set_state": PartFunction([sizes, *_PLACE, text], set_state),
+            "signal": PartFunction([_INT, _INT], self._signal),
+            "latest": PartFunction([_INT], self._latest),
+            "close": PartFunction([], _close),
+        }
+        if self._rule.may_wait:
+            served["turn"] = PartFunction([_INT, _LONG], self._turn)
+        return served
+
+    def _local(self) -> dict[str, PartFunction]:
+        """Return what differs for a client in this process: it is trusted, and never too stale."""
+        vector = tf.TensorSpec([self.partitions.sizes[0]], tf.float32)
         return {
-            "push": self._push_function,
-            "pull": self._pull_function,
-            "center": functools.partial(self._pull_function, exact=True),
-            "export": export_function,
-            "restore": self._restore_function,
-            "set_state": set_state_function,
-            "signal": self._signal_function,
-            "latest": self._latest_function,
-            "close": self._close_function,
-            **({"turn": self._turn_function} if self._rule.may_wait else {}),
+            "push": self._push_function(FloatWire(), Updates(self._rule, None)),
+            "pull": PartFunction([], functools.partial(self._pull, FloatWire())),
+            "restore": PartFunction([vector], functools.partial(self._restore, False)),
         }
 
-    def _parts_of_each_size(self) -> dict[int, dict[int, Part]]:
-        found: dict[int, dict[int, Part]] = {}
-        for index, part in zip(self.indices, self._parts, strict=True):
-            found.setdefault(part.size, {})[index] = part
-        return found
+    def _push_function(self, wire: Wire, updates: Updates) -> PartFunction:
+        signature = [_INT, _FLOAT, _LONG, _LONG, *wire.signature(self.partitions.sizes[0])]
+        return PartFunction(signature, functools.partial(self._push, wire, updates))
 
     def start(self) -> None:
         """Start answering."""
@@ -171,7 +182,6 @@ class ParameterService:
         """
         for part, values in zip(self._parts, partitions, strict=True):
             part.set_center(values)
-            part.seen_here.assign(part.version)
 
     def center_partitions(self) -> list[tf.Tensor]:
         """Return the weights, one vector for each partition."""
@@ -197,243 +207,97 @@ class ParameterService:
                 found[f"{index}/{name}"] = variable.numpy()
         return found
 
-    def set_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Restore the result of `state`.
+    def _pull(self, wire: Wire, part: Part) -> Taken:
+        def read() -> Taken:
+            center = wire.encode_answer(part.center.read_value())
+            return tf.identity(status), part.version.read_value(), tf.identity(center)
 
-        Args:
-            state: state of a service for the same model, rule and partitions.
+        status = _first_failed(_there_is_a_center(part))
+        return tf.cond(_is_ok(status), read, lambda: nothing(status))
 
-        Raises:
-            ValueError: if it belongs to another service, is not finite, or has a version below 0.
-        """
-        expected = self.state()
-        if {n: a.shape for n, a in state.items()} != {n: a.shape for n, a in expected.items()}:
-            raise ValueError(
-                "The saved state of the parameter service is that of another model or rule. "
-                f"Received: {sorted(state)}; expected: {sorted(expected)} of the same shapes. "
-                "Remove the backup, or use the model and rule that it was made with."
-            )
-        check_values(state, expected)
-        for place, (index, part) in enumerate(zip(self.indices, self._parts, strict=True)):
-            part.version.assign(state["versions"][place])
-            part.seen_here.assign(part.version)
-            for name, variable in part.slots.items():
-                variable.assign(state[f"{index}/{name}"])
+    def _push(
+        self,
+        wire: Wire,
+        updates: Updates,
+        part: Part,
+        client: tf.Tensor,
+        samples: tf.Tensor,
+        version: tf.Tensor,
+        sequence: tf.Tensor,
+        *sent: tf.Tensor,
+    ) -> Taken:
+        change = Change(wire.decode(list(sent), part.size))
 
-    def exchange_locally(
-        self, client: int, samples: float, changes: Sequence[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        """Push from this process, without a message; return the rule's answer for each partition.
+        def update() -> Taken:
+            taken = updates.take(part, client, samples, version, change, sequence)
+            return taken[0], taken[1], wire.encode_answer(taken[2])
 
-        A partition with a value that is not finite is rejected: the answer is its center.
+        def refuse() -> Taken:
+            is_in_turn = tf.equal(status, int(Status.NOT_FINITE))
+            passed = updates.pass_turn(part, is_in_turn, client, samples, sequence)
+            with tf.control_dependencies([passed]):
+                return nothing(status)
 
-        Raises:
-            ValueError: if the rule makes workers wait for each other, which this would ignore.
-        """
-        if self._rule.may_wait:
-            raise ValueError(
-                "A push from the service's own process cannot be told to try again. Received: the "
-                f"rule {self._rule.name}, in which workers wait for each other. Use a "
-                "ParameterClient here too, or a rule that never waits."
-            )
-        who, weight = tf.constant(client, tf.int32), tf.constant(samples, tf.float32)
-        pairs = zip(self._exchanges, changes, strict=True)
-        answers = [exchange(who, weight, change) for exchange, change in pairs]
-        if not self._has_warned and any(int(s) == Status.NOT_FINITE for s, _ in answers):
-            self._has_warned = True
-            _logger.warning(DIVERGED)
-        return [answer for _, answer in answers]
-
-    def close_training(self) -> None:
-        """Reject further pushes from others; return once the last one is complete."""
-        deadline = time.monotonic() + LONGEST_CLOSE_SECONDS
-        while not all([bool(self._close(part)) for part in self._parts]):
-            if time.monotonic() > deadline:
-                _logger.warning("A push of the rule %s has not come to its end.", self._rule.name)
-                break
-            time.sleep(_POLL_SECONDS)
-
-    def prepare_local_exchange(self) -> None:
-        """Trace `exchange_locally`, so that the first call does not delay a training step."""
-        _ = self._exchanges
-
-    @functools.cached_property
-    def _exchanges(self) -> list[BoundFunction]:
-        exchange = PartFunction(self._exchange_function)
-        return [exchange.of(part) for part in self._parts]
-
-    def _exchange_function(self, part: Part) -> TfFunction:
-        signature = [
-            tf.TensorSpec([], tf.int32),
-            tf.TensorSpec([], tf.float32),
-            tf.TensorSpec([part.size], tf.float32),
-        ]
-
-        @tf.function(input_signature=signature, autograph=False)
-        def exchange(
-            client: tf.Tensor, samples: tf.Tensor, change: tf.Tensor
-        ) -> tuple[tf.Tensor, tf.Tensor]:
-            seen = part.seen_here.read_value()
-            sent = Change(change)
-            status, version, answer = tf.cond(
-                sent.is_finite(),
-                lambda: self._updates.take(part, client, samples, seen, sent),
-                lambda: (
-                    tf.constant(int(Status.NOT_FINITE)),
-                    part.version.read_value(),
-                    part.center.read_value(),
-                ),
-            )
-            part.seen_here.assign(version)
-            return status, answer
-
-        return exchange
-
-    def _pull_function(self, part: Part, exact: bool = False) -> TfFunction:
-        encode = tf.identity if exact else self._wire.encode_answer
-
-        @tf.function(input_signature=[], autograph=False)
-        def pull() -> Taken:
-            def read() -> Taken:
-                center = encode(part.center.read_value())
-                return tf.identity(status), part.version.read_value(), center
-
-            status = _first_failed(_there_is_a_center(part))
-            return tf.cond(_is_ok(status), read, lambda: nothing(status))
-
-        return pull
-
-    def _push_function(self, part: Part) -> TfFunction:
-        signature = [
-            tf.TensorSpec([], tf.int32),
-            tf.TensorSpec([], tf.float32),
-            tf.TensorSpec([], tf.int64),
-            tf.TensorSpec([], tf.int64),
-            *self._wire.signature(part.size),
-        ]
-
-        @tf.function(input_signature=signature, autograph=False)
-        def push(
-            client: tf.Tensor,
-            samples: tf.Tensor,
-            version: tf.Tensor,
-            sequence: tf.Tensor,
-            *sent: tf.Tensor,
-        ) -> Taken:
-            change = Change(self._wire.decode(list(sent), part.size))
-
-            def update() -> Taken:
-                taken, new_version, answer = self._updates.take(
-                    part, client, samples, version, change, sequence
-                )
-                return taken, new_version, self._wire.encode_answer(answer)
-
-            def refuse() -> Taken:
-                is_in_turn = tf.equal(status, int(Status.NOT_FINITE))
-                passed = self._updates.pass_turn(part, is_in_turn, client, samples, sequence)
-                with tf.control_dependencies([passed]):
-                    return nothing(status)
-
-            finite = change.is_finite() & (samples <= LARGEST_SAMPLES)  # false for NaN, too
-            known = (client >= 0) & (client < self._num_clients) & (version >= 0)
-            # NaN is handled separately below. Not ~(samples < 0): TensorFlow's graph optimizer
-            # turns that into samples >= 0.
-            known &= (sequence >= 0) & ((samples >= 0) | tf.math.is_nan(samples))
-            # One branch for all: TensorFlow takes a while for each.
-            status = _first_failed(
-                (known, Status.UNKNOWN_CLIENT),
-                _there_is_a_center(part),
-                (finite, Status.NOT_FINITE),
-            )
-            return tf.cond(_is_ok(status), update, refuse)
-
-        return push
-
-    def signal_locally(self, client: int, signal: Signal) -> int:
-        """Send the rule a signal about a client, from this process; return the stage of training.
-
-        Args:
-            client: the worker's number.
-            signal: the signal.
-        """
-        arguments = tf.constant(client), tf.constant(int(signal))
-        stages = [self._signal(part, *arguments) for part in self._parts]
-        return int(stages[0])
-
-    def _signal(self, part: Part, client: tf.Tensor, signal: tf.Tensor) -> tf.Tensor:
-        return part.lock.execute(lambda: self._rule.signal(part.slots, client, signal))
-
-    def _signal_function(self, part: Part) -> TfFunction:
-        @tf.function(
-            input_signature=[tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32)],
-            autograph=False,
+        finite = change.is_finite() & (samples <= LARGEST_SAMPLES)  # false for NaN, too
+        known = self._is_known(client) & (version >= 0)
+        # NaN is handled separately below. Not ~(samples < 0): TensorFlow's graph optimizer
+        # turns that into samples >= 0.
+        known &= (sequence >= 0) & ((samples >= 0) | tf.math.is_nan(samples))
+        # One branch for all: TensorFlow takes a while for each.
+        status = _first_failed(
+            (known, Status.UNKNOWN_CLIENT),
+            _there_is_a_center(part),
+            (finite, Status.NOT_FINITE),
         )
-        def signal(client: tf.Tensor, signal: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            known = (client >= 0) & (client < self._num_clients)
-            known &= (signal >= 0) & (signal <= max(Signal))
-            return answer_if(
-                known, lambda: (tf.constant(int(Status.OK)), self._signal(part, client, signal))
-            )
+        return tf.cond(_is_ok(status), update, refuse)
 
-        return signal
+    def _signal(self, part: Part, client: tf.Tensor, signal: tf.Tensor) -> Nest:
+        known = self._is_known(client) & (signal >= 0) & (signal <= max(Signal))
 
-    def _close(self, part: Part) -> tf.Tensor:
-        """Reject further pushes; return whether the last one, locked or not, is complete."""
-        closed = part.lock.execute(lambda: part.is_closed.assign(True, read_value=True))
-        with tf.control_dependencies([closed]):
-            return tf.equal(part.under_way.read_value(), 0)
+        def tell() -> tuple[tf.Tensor, tf.Tensor]:
+            stage = part.lock.execute(lambda: self._rule.signal(part.slots, client, signal))
+            return tf.constant(int(Status.OK)), stage
 
-    def _close_function(self, part: Part) -> TfFunction:
-        @tf.function(input_signature=[], autograph=False)
-        def close() -> tuple[tf.Tensor, tf.Tensor]:
-            is_done = self._close(part)
-            with tf.control_dependencies([is_done]):
-                return tf.constant(int(Status.OK)), tf.identity(is_done)
+        return answer_if(known, tell)
 
-        return close
-
-    def _latest_function(self, part: Part) -> TfFunction:
-        @tf.function(input_signature=[tf.TensorSpec([], tf.int32)], autograph=False)
-        def latest(client: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            known = (client >= 0) & (client < self._num_clients)
-            return answer_if(known, lambda: (tf.constant(int(Status.OK)), part.sequences[client]))
-
-        return latest
-
-    def _restore_function(self, part: Part) -> TfFunction:
-        @tf.function(input_signature=[tf.TensorSpec([part.size], tf.float32)], autograph=False)
-        def restore(center: tf.Tensor) -> tf.Tensor:
-            def take() -> tf.Tensor:
-                with tf.control_dependencies([part.set_center(center)]):
-                    return tf.constant(int(Status.OK))
-
-            finite = tf.reduce_all(tf.math.is_finite(center))
-            return tf.cond(finite, take, lambda: tf.constant(int(Status.NOT_FINITE)))
-
-        return restore
-
-    def _turn_function(self, part: Part) -> TfFunction:
-        @tf.function(
-            input_signature=[tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64)],
-            autograph=False,
+    def _latest(self, part: Part, client: tf.Tensor) -> Nest:
+        return answer_if(
+            self._is_known(client), lambda: (tf.constant(int(Status.OK)), part.sequences[client])
         )
-        def turn(client: tf.Tensor, version: tf.Tensor) -> tf.Tensor:
-            """Return whether a push would be told to wait, without its values."""
 
-            def may_send() -> tf.Tensor:
-                zero = tf.constant(0.0)
-                meta = PushMeta(client, zero, zero, part.version.read_value())
-                is_turn = self._updates.is_turn(part, meta)
-                # A push reports these statuses at once.
-                may_not_wait = (
-                    part.is_closed | ~part.has_center | self._updates.is_stale(part, version)
-                )
-                return tf.where(is_turn | may_not_wait, int(Status.OK), int(Status.WAIT))
+    def _restore(self, checks: bool, part: Part, center: tf.Tensor) -> tf.Tensor:
+        def take() -> tf.Tensor:
+            with tf.control_dependencies([part.set_center(center)]):
+                return tf.constant(int(Status.OK))
 
-            known = (client >= 0) & (client < self._num_clients) & (version >= 0)
-            return answer_if(known, lambda: part.lock.execute(may_send))
+        finite = tf.reduce_all(tf.math.is_finite(center)) if checks else tf.constant(True)
+        return tf.cond(finite, take, lambda: tf.constant(int(Status.NOT_FINITE)))
 
-        return turn
+    def _turn(self, part: Part, client: tf.Tensor, version: tf.Tensor) -> Nest:
+        """Return whether a push would be told to wait, without its values."""
+
+        def may_send() -> tf.Tensor:
+            zero = tf.constant(0.0)
+            meta = PushMeta(client, zero, zero, part.version.read_value())
+            is_turn = self._updates.is_turn(part, meta)
+            # A push reports these statuses at once.
+            may_not_wait = part.is_closed | ~part.has_center | self._updates.is_stale(part, version)
+            return tf.where(is_turn | may_not_wait, int(Status.OK), int(Status.WAIT))
+
+        known = self._is_known(client) & (version >= 0)
+        return answer_if(known, lambda: part.lock.execute(may_send))
+
+    def _is_known(self, client: tf.Tensor) -> tf.Tensor:
+        return (client >= 0) & (client < self._num_clients)
+
+
+def _close(part: Part) -> tuple[tf.Tensor, tf.Tensor]:
+    """Reject further pushes; return whether the last one, locked or not, is complete."""
+    closed = part.lock.execute(lambda: part.is_closed.assign(True, read_value=True))
+    with tf.control_dependencies([closed]):
+        is_done = tf.equal(part.under_way.read_value(), 0)
+    with tf.control_dependencies([is_done]):
+        return tf.constant(int(Status.OK)), tf.identity(is_done)
 
 
 def _first_failed(*checks: tuple[tf.Tensor, Status]) -> tf.Tensor:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import abc
 
 import tensorflow as tf
 
-from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES, Partitions
+from keras_het.rpc.vector import LARGEST_MESSAGE_BYTES, Partitions
 
 
-class Wire(Protocol):
+class Wire(abc.ABC):
     """A format of messages; client and service use the same one.
 
     A push loses what the format cannot carry; `encode` returns this part as the residual, which the
-    client adds to its next push (error feedback), so nothing is lost permanently.
+    client adds to its next push (error feedback), so nothing is lost permanently. Answers of the
+    service are dense, and by default in full.
+
+    Attributes:
+        name: name of the format, on which client and service must agree.
+        is_exact: whether a message leaves no residual.
+        largest_partition: the largest number of elements in a partition whose messages all fit.
     """
 
-    @property
-    def name(self) -> str:
-        """Name of the format, on which client and service must agree."""
+    name: str
+    is_exact = False
+    largest_partition = LARGEST_MESSAGE_BYTES // 4
 
+    @abc.abstractmethod
     def signature(self, size: int) -> list[tf.TensorSpec]:
         """Return the types of a push of `size` elements."""
 
+    @abc.abstractmethod
     def encode(self, values: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Encode float32 values of shape [size] as tensors to send.
 
@@ -30,25 +38,20 @@ class Wire(Protocol):
             The tensors; and the residual, float32 of shape [size] or a scalar for all elements.
         """
 
+    @abc.abstractmethod
     def decode(self, tensors: list[tf.Tensor], size: int) -> tf.Tensor:
         """Return the float32 values of shape [size] that were sent; the rest is zero."""
 
     def encode_answer(self, values: tf.Tensor) -> tf.Tensor:
-        """Return the float32 vector to send for an answer of the service, which is always dense."""
+        """Return the float32 vector to send for an answer of the service."""
+        return values
 
     def decode_answer(self, sent: tf.Tensor, size: int) -> tf.Tensor:
         """Return the float32 values of shape [size] of an answer."""
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether a message leaves no residual."""
-
-    @property
-    def largest_partition(self) -> int:
-        """Return the largest number of elements in a partition whose messages all fit."""
+        return sent
 
 
-class FloatWire:
+class FloatWire(Wire):
     """All values, as floats.
 
     TensorFlow's messages encode 16-bit floats as integers of variable length, which takes longer
@@ -66,12 +69,8 @@ class FloatWire:
             raise ValueError(
                 f"dtype must be 'float32', 'float16' or 'bfloat16'. Received: {dtype!r}."
             )
-        self._dtype = tf.as_dtype(dtype)
-
-    @property
-    def name(self) -> str:
-        """Name of the format."""
-        return str(self._dtype.name)
+        self.name, self._dtype = dtype, tf.as_dtype(dtype)
+        self.is_exact = dtype == "float32"
 
     def signature(self, size: int) -> list[tf.TensorSpec]:
         """Return the type of one vector."""
@@ -98,18 +97,8 @@ class FloatWire:
             return sent
         return tf.cast(tf.reshape(tf.bitcast(sent, self._dtype), [-1])[:size], tf.float32)
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether the format is float32."""
-        return bool(self._dtype == tf.float32)
 
-    @property
-    def largest_partition(self) -> int:
-        """Return the number of float32 values that fit into a message."""
-        return LARGEST_MESSAGE_BYTES // 4
-
-
-class TopKWire:
+class TopKWire(Wire):
     """The values of largest magnitude, with their positions.
 
     Args:
@@ -125,12 +114,11 @@ class TopKWire:
     def __init__(self, ratio: float) -> None:
         if not 0 < ratio <= 1:
             raise ValueError(f"ratio must be above 0 and at most 1. Received: {ratio}.")
-        self._ratio = ratio
-
-    @property
-    def name(self) -> str:
-        """Name of the format."""
-        return f"top-{self._ratio!r}"
+        self.name, self._ratio = f"top-{ratio!r}", ratio
+        # Sent values take 8 bytes each with position, answers 4 per element.
+        self.largest_partition = min(
+            self.largest_partition, int(LARGEST_MESSAGE_BYTES // 8 / ratio)
+        )
 
     def count(self, size: int) -> int:
         """Return how many values out of `size` are sent."""
@@ -138,7 +126,6 @@ class TopKWire:
 
     def signature(self, size: int) -> list[tf.TensorSpec]:
         """Return the types of values and positions; clients may send different numbers of them."""
-        del size
         return [tf.TensorSpec([None], tf.float32), tf.TensorSpec([None], tf.int32)]
 
     def encode(self, values: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
@@ -155,25 +142,6 @@ class TopKWire:
         sent = tf.where(valid, sent, tf.fill(tf.shape(sent), float("nan")))
         places = tf.clip_by_value(places, 0, size - 1)
         return tf.scatter_nd(places[:, None], sent, [size])
-
-    def encode_answer(self, values: tf.Tensor) -> tf.Tensor:
-        """Return the answer in full."""
-        return values
-
-    def decode_answer(self, sent: tf.Tensor, size: int) -> tf.Tensor:
-        """Return the answer in full."""
-        del size
-        return sent
-
-    @property
-    def is_exact(self) -> bool:
-        """Always false: only some of the values are sent."""
-        return False
-
-    @property
-    def largest_partition(self) -> int:
-        """Return the limit: sent values take 8 bytes each with position, answers 4 per element."""
-        return min(LARGEST_MESSAGE_BYTES // 4, int(LARGEST_MESSAGE_BYTES // 8 / self._ratio))
 
 
 def _in_pairs(values: tf.Tensor) -> tf.Tensor:

@@ -11,12 +11,11 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_het.asynchronous.exchange.model_vectors import ModelVectors
-from keras_het.rpc.admission import credential, read_secret
-from keras_het.rpc.function_client import FunctionClient
-from keras_het.rpc.function_server import FunctionServer
-from keras_het.rpc.gate import Gate
+from keras_het.asynchronous.exchange.participant import ModelVectors
+from keras_het.rpc.admission import Gate, credential, read_secret
+from keras_het.rpc.channel import FunctionClient
 from keras_het.rpc.links import measure_link, send_message, serve_messages
+from keras_het.rpc.server import FunctionServer
 from keras_het.strategy.cluster.cluster_config import config_of
 from keras_het.strategy.measure.compute_times import StepTimes
 from keras_het.training_strategy import TrainingStrategy

@@ -16,14 +16,14 @@ from keras_het.launch.doctor.tensorflow_facts import say
 from keras_het.rpc.admission import (
     SECRET_FILE_VARIABLE,
     SECRET_VARIABLE,
+    Gate,
     Status,
     credential,
     read_secret,
 )
-from keras_het.rpc.function_client import FunctionClient, NoAnswerError
-from keras_het.rpc.function_server import FunctionServer, ServerStartError
-from keras_het.rpc.gate import Gate
+from keras_het.rpc.channel import FunctionClient, NoAnswerError
 from keras_het.rpc.links import measure_link, send_message, serve_messages
+from keras_het.rpc.server import FunctionServer, ServerStartError
 
 _STATUS = tf.TensorSpec([], tf.int32)
 _DESCRIPTION = (_STATUS, tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.float64))

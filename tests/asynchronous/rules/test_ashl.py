@@ -245,7 +245,7 @@ def test_a_worker_that_was_given_up_goes_on_beside_the_slowest(logical_devices):
 
 def test_nobody_waits_for_a_worker_whose_pushes_are_refused(logical_devices):
     service = start_service(ASHL(**{**GOOD, "largest_lead": 1}), num_clients=3)
-    service.signal_locally(0, Signal.LOSS_REACHED)
+    connect(service, 0).signal(Signal.LOSS_REACHED)
     zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
     bad = [tf.fill([size], np.inf) for size in PARTITIONS.sizes]
     clients, versions = [connect(service, i) for i in range(3)], tf.zeros([3], tf.int64)

@@ -18,7 +18,7 @@ from rule_checks import (
 from keras_het.asynchronous.parameter_service import Status
 from keras_het.asynchronous.rules import RoundRobinEASGD, Signal
 from keras_het.asynchronous.rules.elastic_averaging import largest_moving_rate
-from keras_het.rpc.function_client import FunctionClient
+from keras_het.rpc.channel import FunctionClient
 
 
 def test_equations(logical_devices):

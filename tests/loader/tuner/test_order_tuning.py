@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from pipelines import ALL, ELEMENT
 from workers import _one_step, make_workers
 
-from keras_het.asynchronous.hybrid.claims import GroupClaims
+from keras_het.asynchronous.exchange.claims import GroupClaims
 from keras_het.loader import HandoverError, Knobs, pipeline
 from keras_het.loader.input.data_pass import ClaimedPass
 from keras_het.loader.input.pipeline_pass import NextPipeline

@@ -1,16 +1,17 @@
-"""Client for the functions of a `FunctionServer`."""
+"""The channel to the functions of a `FunctionServer`: over RPC, or within this process."""
 
 from __future__ import annotations
 
+import abc
 import time
 import uuid
+from typing import NamedTuple, Protocol
 
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.rpc.admission import Status
-from keras_het.rpc.function_server import CLOCK
-from keras_het.rpc.gate import LONGEST_AGE_SECONDS, token
+from keras_het.rpc.admission import LONGEST_AGE_SECONDS, Status, token
+from keras_het.rpc.server import CLOCK, FunctionServer
 from keras_het.value_types import Nest
 
 _INVALID_ARGUMENT = 3
@@ -29,8 +30,53 @@ class NoAnswerError(ConnectionError):
         return self.code == _INVALID_ARGUMENT and "not registered" in str(self)
 
 
-class FunctionClient:
-    """One connection to one server."""
+class Call(Protocol):
+    """A call whose answer may be in flight; its methods wait for it, in a graph too."""
+
+    def is_ok(self) -> tf.Tensor:
+        """Return whether there is an answer."""
+
+    def get_value(self) -> Nest:
+        """Return the answer."""
+
+    def get_error(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return code and text of the error that arrived instead."""
+
+
+class Channel(abc.ABC):
+    """One connection to the functions of one server."""
+
+    address: str
+    timeout_seconds: float
+    answers_at_once = False
+
+    @abc.abstractmethod
+    def call(
+        self,
+        function: str,
+        arguments: list[tf.Tensor],
+        specs: Nest,
+        timeout_seconds: tf.Tensor | float | None = None,
+    ) -> Call:
+        """Call a function without waiting for the answer; works in a `tf.function` too."""
+
+    def ask(
+        self,
+        function: str,
+        arguments: list[tf.Tensor],
+        specs: Nest,
+        timeout_seconds: float | None = None,
+    ) -> Nest:
+        """Call a function and wait for the answer."""
+        return self.value(self.call(function, arguments, specs, timeout_seconds), timeout_seconds)
+
+    def value(self, answer: Call, timeout_seconds: float | None = None) -> Nest:
+        """Wait for the answer to a `call`; raise `NoAnswerError` without one."""
+        return answer.get_value()
+
+
+class FunctionClient(Channel):
+    """The channel to a server of another process."""
 
     def __init__(self, address: str, credential: bytes, timeout_seconds: float) -> None:
         self.address = address
@@ -52,7 +98,7 @@ class FunctionClient:
         arguments: list[tf.Tensor],
         specs: Nest,
         timeout_seconds: tf.Tensor | float | None = None,
-    ) -> private_api.RpcAnswer:
+    ) -> Call:
         """Send a call without waiting for the answer; works in a `tf.function` too."""
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         with tf.device("CPU:0"):
@@ -71,14 +117,10 @@ class FunctionClient:
         specs: Nest,
         timeout_seconds: float | None = None,
     ) -> Nest:
-        """Send a call like `call` and wait for the answer.
-
-        If the server refuses because its clock differs, later calls use the server's time.
-        """
-        answer = self.value(self.call(function, arguments, specs, timeout_seconds), timeout_seconds)
+        """Call a function and wait; a server with another clock is asked again by its time."""
+        answer = super().ask(function, arguments, specs, timeout_seconds)
         if _is_refused(answer) and self._has_set_clock():
-            call = self.call(function, arguments, specs, timeout_seconds)
-            answer = self.value(call, timeout_seconds)
+            answer = super().ask(function, arguments, specs, timeout_seconds)
         return answer
 
     def _has_set_clock(self) -> bool:
@@ -89,7 +131,7 @@ class FunctionClient:
         self._clock_ahead = ahead if is_other else self._clock_ahead
         return is_other
 
-    def value(self, answer: private_api.RpcAnswer, timeout_seconds: float | None = None) -> Nest:
+    def value(self, answer: Call, timeout_seconds: float | None = None) -> Nest:
         """Wait for the answer to a `call`."""
         if not bool(answer.is_ok()):
             seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
@@ -102,7 +144,47 @@ class FunctionClient:
         return answer.get_value()
 
 
-def error_of(answer: private_api.RpcAnswer) -> tuple[int, str]:
+class _Result(NamedTuple):
+    value: Nest
+
+    def is_ok(self) -> tf.Tensor:
+        return tf.constant(True)
+
+    def get_value(self) -> Nest:
+        return self.value
+
+    def get_error(self) -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.constant(0), tf.constant("")
+
+
+class LocalChannel(Channel):
+    """The channel to a server of this process: a call runs the function, without a message."""
+
+    answers_at_once = True
+    timeout_seconds = 10.0
+
+    def __init__(self, server: FunctionServer) -> None:
+        self.address = server.address
+        made = {name: make() for name, make in server.local_functions.items()}
+        self._functions = {**server.functions, **made}
+        # Concrete: TensorFlow mistakes several functions with the same code for one being retraced.
+        self._traced = {name: own.get_concrete_function() for name, own in made.items()}
+
+    def call(
+        self,
+        function: str,
+        arguments: list[tf.Tensor],
+        specs: Nest,
+        timeout_seconds: tf.Tensor | float | None = None,
+    ) -> Call:
+        """Run a function."""
+        with tf.device("CPU:0"):
+            if function not in self._traced:
+                self._traced[function] = self._functions[function].get_concrete_function()
+            return _Result(self._traced[function](*arguments))
+
+
+def error_of(answer: Call) -> tuple[int, str]:
     """Return the code and text of the error that arrived instead of an answer."""
     code, message = answer.get_error()
     return int(code), message.numpy().decode(errors="replace")

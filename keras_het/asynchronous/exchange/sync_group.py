@@ -9,13 +9,13 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from keras_het.asynchronous.center.center import Center, Grant
-from keras_het.asynchronous.center.open_service import OpenService, join_service
+from keras_het.asynchronous.exchange.center import Center, OpenService, join_service
+from keras_het.asynchronous.exchange.claims import Grant, GroupClaims
+from keras_het.asynchronous.exchange.pace import PushPace, choose_period
 from keras_het.asynchronous.exchange.participant import HybridOptions, Participant
-from keras_het.asynchronous.exchange.push_pace import PushPace, choose_period
-from keras_het.asynchronous.hybrid.claims import GroupClaims
 from keras_het.asynchronous.parameter_service.sample_ledger import Stage
 from keras_het.planning.roles.exchange_settings import longest_period
+from keras_het.rpc.vector import PartitionedVector
 from keras_het.training_strategy import TrainingStrategy
 
 _logger = logging.getLogger("keras_het")
@@ -85,7 +85,8 @@ class SyncGroup(Participant):
     def meet_center(self) -> list[tf.Tensor]:
         """Exchange now; gradients still being accumulated stay in place."""
         self._exchange(push=self._steps > 0 and not self.rule.uses_gradients, wait=True)
-        return self._agreed(self._center.weights() if self._center is not None else None)
+        center = self._center
+        return self._agreed(self.vectors.weights, center.weights if center is not None else None)
 
     def end(self) -> None:
         """Wait for the async workers that are present; all end with the center's weights."""
@@ -97,9 +98,9 @@ class SyncGroup(Participant):
             center.set_stage(Stage.ENDING)
             self._wait_until(lambda: not center.training_workers(), "to send their last changes")
             center.set_stage(Stage.CLOSED)
-        self.vectors.weights.write(self._agreed(center.weights() if center else None))
-        if self.vectors.state is not None:
-            self.vectors.state.write(self._agreed_state())
+        reads = (None, None) if center is None else (center.weights, center.state)
+        for vector, read in zip(self.vectors.all, reads, strict=False):
+            vector.write(self._agreed(vector, read))
         if center is not None:
             self._wait_until(lambda: not _are_here(center), "to fetch the final weights")
             center.conclude()
@@ -142,7 +143,9 @@ class SyncGroup(Participant):
         self._counted = self._samples
         if push or not self.rule.uses_gradients:  # gradients may be half accumulated
             self._steps = self._samples = self._counted = 0
-        self._take(values[: len(weights)], values[len(weights) :])
+        parts = values[: len(weights)], values[len(weights) :]
+        for vector, part in zip(self.vectors.all, parts, strict=False):
+            vector.write(part)
         if claims is not None:
             period, *numbers = header.numpy().tolist()
             self._period, grant = int(period), Grant.of_numbers(numbers)
@@ -171,25 +174,13 @@ class SyncGroup(Participant):
         limits = self.options.presence_seconds, longest_period(self.num_batches)
         return choose_period(*found, 0, limits)
 
-    def _take(self, weights: list[tf.Tensor], state: list[tf.Tensor]) -> None:
-        """Continue from the result of the exchange."""
-        self.vectors.weights.write(weights)
-        if self.vectors.state is not None:
-            self.vectors.state.write(state)
-
-    def _agreed(self, values: list[tf.Tensor] | None) -> list[tf.Tensor]:
-        """Return the leader's partitions, on all members."""
-        if self._center is None:
-            values = [tf.zeros([size]) for size in self.vectors.weights.partitions.sizes]
-        return list(self._sum(list(values or [])))
-
-    def _agreed_state(self) -> list[tf.Tensor]:
-        state = self.vectors.state
-        if state is None:
-            return []
-        if self._center is not None:
-            return list(self._sum(self._center.state()))
-        return list(self._sum([tf.zeros([size]) for size in state.partitions.sizes]))
+    def _agreed(
+        self, vector: PartitionedVector, read: Callable[[], list[tf.Tensor]] | None
+    ) -> list[tf.Tensor]:
+        """Return what the leader reads of the center of a vector, on all members."""
+        if read is not None:
+            return list(self._sum(read()))
+        return list(self._sum([tf.zeros([size]) for size in vector.partitions.sizes]))
 
     def _sum_over_members(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         if self.strategy.num_workers == 1:

@@ -4,10 +4,30 @@ from __future__ import annotations
 
 import bisect
 import collections
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from keras_het.asynchronous.center.center import Grant
+_DIGIT = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Grant:
+    """Global batches of an epoch handed out to a participant."""
+
+    first: int
+    count: int
+    is_last: bool
+
+    def to_numbers(self) -> tuple[int, ...]:
+        """Encode the grant as float32 numbers for a collective; each below 2**24."""
+        return *divmod(self.first, _DIGIT), self.count, int(self.is_last)
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[float]) -> Grant:
+        """Restore the grant from the result of `to_numbers`."""
+        digit, rest, count, is_last = (int(number) for number in numbers)
+        return cls(digit * _DIGIT + rest, count, bool(is_last))
 
 
 class GroupClaims:

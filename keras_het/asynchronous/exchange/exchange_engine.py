@@ -1,15 +1,18 @@
-"""The exchange of vectors with the center: what was seen, sent, answered and lost."""
+"""A participant's exchange with the center: attached, in flight, lost and back."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
 
+from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.parameter_service import (
     NO_ANSWER,
     Answer,
@@ -18,21 +21,121 @@ from keras_het.asynchronous.parameter_service import (
     TopKWire,
 )
 from keras_het.asynchronous.parameter_service.client import PendingPush
-from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
-from keras_het.asynchronous.parameter_service.local_transport import LocalTransport
+from keras_het.asynchronous.parameter_service.sample_ledger import ServiceLostError
 from keras_het.asynchronous.rules import Signal, UpdateRule
 from keras_het.rpc.admission import DIVERGED
 
+LARGEST_TRIES = 100
+"""Pushes of the same change if others push in between, with a bound on staleness."""
 _TURN_SECONDS = (0.002, 0.016)  # first and longest pause between two questions about the turn
 _ROOM_FOR_STRAGGLERS = 1 << 20
 _UNANSWERED = (NO_ANSWER, int(Status.NO_CENTER))
-LARGEST_TRIES = 100
-"""Pushes of the same change if others push in between, with a bound on staleness."""
+_QUESTIONS_IN_TIMEOUT = 4
+_LARGEST_PAUSE = 16.0  # in time-outs
+_LONGEST_WAIT_SECONDS = 0.5  # for a question whose answer is no longer needed
 _logger = logging.getLogger("keras_het")
+ResultT = TypeVar("ResultT")
 
 
 class NoCenterError(ServiceLostError):
     """A part of the service was restarted, and its leader has yet to restore the center."""
+
+
+class ExchangeEngine:
+    """The one state machine of all participants, whether their center is here or elsewhere.
+
+    - Attached: the center was seen; a push of weights and one of moving statistics may be in
+      flight, each until its answer has been received, which counts once.
+    - Lost (`is_lost`): a part did not answer in time. That is an error, after which the exchange is
+      given up (`is_given_up`), or the participant trains on alone. Pushes in flight are kept.
+    - Away (`is_away`): lost, and not heard from since. A thread asks; nothing else does.
+    - Attached again: all parts have answered, pushes in flight again, with their old numbers; only
+      then the progress made alone is scaled by the rule, once.
+    """
+
+    def __init__(
+        self,
+        weights: VectorExchange,
+        state: VectorExchange | None,
+        ask: Callable[[], object],
+        options: HybridOptions,
+        name: str,
+        note_loss: Callable[[ServiceLostError], None],
+    ) -> None:
+        self.weights, self.state = weights, state
+        self._exchanges = [weights] if state is None else [weights, state]
+        self.is_lost = self.is_given_up = False
+        self.watch = ReturnWatch(ask, options.timeout_seconds)
+        self._goes_on, self._name = options.goes_on_without_service, name
+        self._note_loss = note_loss
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the service is lost and has not answered since; nothing waits for it then."""
+        return self.is_lost and not self.watch.has_answered
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether something is in flight, and all of it is answered or will not be."""
+        pushes = [each.pending.push for each in self._exchanges if each.pending is not None]
+        return bool(pushes) and all(push.has_answer for push in pushes)
+
+    def attach(self) -> list[list[tf.Tensor]]:
+        """Fetch the center of weights, and of moving statistics, to start from; forget pushes."""
+        centers = [each.pull() for each in self._exchanges]
+        for each, center in zip(self._exchanges, centers, strict=True):
+            each.adopt(center)
+        return centers
+
+    def watch_answers(self) -> None:
+        """Wait for what is in flight in the background; `has_answer` is valid from now on."""
+        for each in self._exchanges:
+            if each.pending is not None:
+                each.pending.push.watch()
+
+    def exchange_state(self, state: list[tf.Tensor], samples: int) -> list[tf.Tensor]:
+        """Exchange moving statistics and wait; what is lost in between is not sent again."""
+        if self.state is None:
+            return state
+        self.state.send(state, samples)
+        try:
+            return self.state.receive(state)
+        finally:
+            self.state.pending = None
+
+    def meet_again(self) -> None:
+        """Wait until all parts answer after a loss; pushes in flight are sent again."""
+        for each in self._exchanges:
+            each.meet_again()
+
+    def attached_again(self, weights: list[tf.Tensor], num_participants: int) -> list[tf.Tensor]:
+        """End the loss once all parts answer: a failed try must not scale progress again."""
+        weights = self.weights.after_absence(weights, num_participants)
+        self.is_lost = False
+        self.watch.attached()
+        _logger.warning("The parameter service answers again.")
+        return weights
+
+    def attempt(self, ask: Callable[[], ResultT], otherwise: ResultT) -> ResultT:
+        """Return an answer of the service, or something else while it is lost."""
+        if self.is_lost:
+            return otherwise
+        try:
+            return ask()
+        except ServiceLostError as error:
+            self.lose(error)
+            return otherwise
+
+    def lose(self, error: ServiceLostError) -> None:
+        """Go on alone, and ask until the service answers."""
+        if not self._goes_on:
+            self.is_given_up = True
+            raise error
+        self.watch.start()
+        self._note_loss(error)
+        if not self.is_lost:
+            self.is_lost = True
+            _logger.warning("%s %s goes on alone.", error, self._name)
 
 
 @dataclasses.dataclass
@@ -42,7 +145,6 @@ class Pending:
     push: PendingPush
     samples: int
     versions: np.ndarray
-    sequence: int
     sent: list[tf.Tensor]
     had_to_wait: bool = False
 
@@ -50,7 +152,7 @@ class Pending:
 class VectorExchange:
     """The exchange of one participant's vectors with the center."""
 
-    def __init__(self, transport: ParameterClient | LocalTransport, rule: UpdateRule) -> None:
+    def __init__(self, transport: ParameterClient, rule: UpdateRule) -> None:
         self._transport, self._rule = transport, rule
         self.seen: list[tf.Tensor] = []
         self._versions = np.zeros(len(transport.partitions.sizes), np.int64)
@@ -58,6 +160,7 @@ class VectorExchange:
         self._residuals: list[tf.Tensor] | None = None
         # An earlier process with this number may still have messages in flight.
         self._sequence = transport.latest_sequence() + _ROOM_FOR_STRAGGLERS
+        self.pending: Pending | None = None
         self._has_warned = self._has_warned_of_loss = False
         self._was_stale = self.lost_gradient = False
         self.staleness = 0.0
@@ -95,29 +198,35 @@ class VectorExchange:
         self._transport.use_wire(TopKWire(ratio))
 
     def adopt(self, center: list[tf.Tensor]) -> None:
-        """Treat the center that was just pulled as the last one seen."""
-        self.seen, self._residuals = center, None
+        """Treat the center that was just pulled as the last one seen; forget the push in flight."""
+        self.seen, self._residuals, self.pending = center, None, None
         self._versions = self._latest_versions
 
-    def after_absence(
-        self, weights: list[tf.Tensor], pending: Pending | None, num_workers: int
-    ) -> list[tf.Tensor]:
+    def after_absence(self, weights: list[tf.Tensor], num_workers: int) -> list[tf.Tensor]:
         """Return the weights to continue from once the service is back: `after_absence`."""
-        starts = self.seen if pending is None else pending.sent
+        starts = self.seen if self.pending is None else self.pending.sent
         pairs = zip(weights, starts, strict=True)
         return [self._rule.after_absence(own, start, num_workers) for own, start in pairs]
 
     def send(self, weights: list[tf.Tensor], samples: int) -> Pending:
-        """Send the rule's message."""
+        """Send the rule's message; the worker continues from the pending push's `sent`."""
         messages, sent = _outgoing(self._rule, weights, self.seen)
         if self._residuals is not None:
             messages = [m + r for m, r in zip(messages, self._residuals, strict=True)]
         self._sequence += 1
         versions = self._versions.copy()
         push = self._transport.start_push(messages, versions, samples, self._sequence)
-        return Pending(push, samples, versions, self._sequence, sent)
+        self.pending = Pending(push, samples, versions, sent)
+        return self.pending
 
-    def finish(self, pending: Pending, weights: list[tf.Tensor]) -> list[tf.Tensor]:
+    def receive(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Wait for the answer in flight, if any; return the weights from which to continue."""
+        if self.pending is not None:
+            weights = self._combined(self.pending, weights)
+            self.pending = None
+        return weights
+
+    def _combined(self, pending: Pending, weights: list[tf.Tensor]) -> list[tf.Tensor]:
         """Wait for the answer and combine it with the current weights.
 
         A part whose push was too stale restarts from the center with the worker's own progress. A
@@ -186,23 +295,19 @@ class VectorExchange:
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
-    def send_again(self, pending: Pending) -> None:
-        """Send the untaken parts of a push again, with its old number.
+    def meet_again(self) -> None:
+        """Wait until all parts answer after a loss; a push in flight is sent again.
 
-        Answers of parts that took the push are kept: a new answer would be the current center, to
-        which others have pushed since.
+        It keeps its number, and the answers of parts that took it: a new answer would be the
+        current center, to which others have pushed since.
         """
-        statuses = pending.push.answer(self.seen).statuses.numpy()
-        again = np.flatnonzero(np.isin(statuses, (*_UNANSWERED, int(Status.WAIT))))
-        self._transport.push_again(pending.push, again.tolist())
-
-    def meet_again(self, pending: Pending | None) -> None:
-        """Wait until all parts answer after a loss; a push in flight is sent again."""
-        if pending is None:
+        if self.pending is None:
             self.pull()
             return
-        self.send_again(pending)
-        self._final_answer(pending)
+        statuses = self.pending.push.answer(self.seen).statuses.numpy()
+        again = np.flatnonzero(np.isin(statuses, (*_UNANSWERED, int(Status.WAIT))))
+        self._transport.push_again(self.pending.push, again.tolist())
+        self._final_answer(self.pending)
 
     def _check_statuses(self, statuses: np.ndarray) -> None:
         if np.isin(statuses, (Status.REFUSED, Status.UNKNOWN_CLIENT)).any():
@@ -272,3 +377,66 @@ def _lost(statuses: np.ndarray) -> ServiceLostError:
         'center until its leader brings it). Its process may be gone; give on_service_loss="'
         'continue" to go on without it.'
     )
+
+
+class ReturnWatch:
+    """A thread that polls after each loss until there is an answer.
+
+    A silent service (stopped, behind a dead link) delays every question for the entire time-out.
+    Between two training steps that would hold up the whole sync group again and again; here no step
+    waits for it. If the questions are answered but the messages that follow are not (a link that
+    carries only small messages), each further loss doubles the pause before the next question.
+    """
+
+    def __init__(self, ask: Callable[[], object], timeout_seconds: float) -> None:
+        self._ask = ask
+        self._first_pause = timeout_seconds / _QUESTIONS_IN_TIMEOUT
+        self._largest_pause = _LARGEST_PAUSE * timeout_seconds
+        self._pause = self._first_pause
+        self._lock = threading.Lock()
+        self._answered, self._stopped = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether the service has answered since the latest loss."""
+        return self._answered.is_set()
+
+    def start(self) -> None:
+        """Start polling, unless it is already in progress; call this at each loss."""
+        with self._lock:  # a thread other than that of the steps may claim batches
+            is_asking = self._thread is not None and not self._answered.is_set()
+            if is_asking or self._stopped.is_set():
+                return
+            self._answered.clear()
+            pause, self._pause = self._pause, min(2 * self._pause, self._largest_pause)
+            self._thread = threading.Thread(
+                target=self._ask_until_answered, args=(pause,), name="keras_het-lost", daemon=True
+            )
+            self._thread.start()
+
+    def attached(self) -> None:
+        """Record that the service is in use again: the next loss is a new one."""
+        self._pause = self._first_pause
+
+    def stop(self) -> None:
+        """Stop polling and return soon; the result of a pending question does not count."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(_LONGEST_WAIT_SECONDS)
+
+    def _ask_until_answered(self, pause: float) -> None:
+        while not self._stopped.wait(pause):
+            try:
+                self._ask()
+            except (ServiceLostError, ConnectionError):
+                continue
+            except Exception:
+                pass  # such as a refusal: it recurs when the training attaches
+            if not self._stopped.is_set():
+                self._answered.set()
+            return

@@ -8,10 +8,9 @@ import time
 import keras
 import tensorflow as tf
 
-from keras_het.asynchronous.center.center import Center, Grant
-from keras_het.asynchronous.center.open_service import OpenService, join_service
+from keras_het.asynchronous.exchange.center import Center, OpenService, join_service
+from keras_het.asynchronous.exchange.claims import Grant, GroupClaims
 from keras_het.asynchronous.exchange.participant import HybridOptions, Participant
-from keras_het.asynchronous.hybrid.claims import GroupClaims
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
 from keras_het.training_strategy import TrainingStrategy
 

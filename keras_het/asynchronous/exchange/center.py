@@ -10,48 +10,28 @@ from typing import TypeVar
 import numpy as np
 import tensorflow as tf
 
-from keras_het.asynchronous.center.exchange_engine import ExchangeEngine
-from keras_het.asynchronous.center.leader_ledger import LeaderLedger
-from keras_het.asynchronous.center.local_parts import LocalParts
-from keras_het.asynchronous.center.remote_parts import RemoteParts
-from keras_het.asynchronous.center.vector_exchange import (
+from keras_het.asynchronous.exchange.claims import Grant
+from keras_het.asynchronous.exchange.connection import LeaderConnection
+from keras_het.asynchronous.exchange.exchange_engine import (
     LARGEST_TRIES,
+    ExchangeEngine,
     NoCenterError,
     VectorExchange,
 )
+from keras_het.asynchronous.exchange.hosting import HostedParts, spec_of
 from keras_het.asynchronous.exchange.participant import Participant
-from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
 from keras_het.asynchronous.parameter_service.sample_ledger import (
-    LEADER,
     Presence,
-    SampleLedger,
+    ServiceLostError,
     Stage,
 )
 from keras_het.asynchronous.rules import Signal
+from keras_het.strategy.cluster.cluster_address import free_port
+from keras_het.strategy.cluster.cluster_config import config_of
 
 _logger = logging.getLogger("keras_het")
 _LONGEST_FAREWELL_SECONDS = 1.0  # a lost service may not answer
 ResultT = TypeVar("ResultT")
-_DIGIT = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class Grant:
-    """Global batches of an epoch handed out to a participant."""
-
-    first: int
-    count: int
-    is_last: bool
-
-    def to_numbers(self) -> tuple[int, ...]:
-        """Encode the grant as float32 numbers for a collective; each below 2**24."""
-        return *divmod(self.first, _DIGIT), self.count, int(self.is_last)
-
-    @classmethod
-    def of_numbers(cls, numbers: Sequence[float]) -> Grant:
-        """Restore the grant from the result of `to_numbers`."""
-        digit, rest, count, is_last = (int(number) for number in numbers)
-        return cls(digit * _DIGIT + rest, count, bool(is_last))
 
 
 class Center:
@@ -63,7 +43,7 @@ class Center:
     waits. A restarted service gets the group's weights.
     """
 
-    def __init__(self, leader: Participant, parts: LocalParts | RemoteParts) -> None:
+    def __init__(self, leader: Participant, parts: LeaderConnection) -> None:
         self._leader, self._options, self._parts = leader, leader.options, parts
         self._waits = leader.rule.uses_gradients or parts.answers_at_once
         training_state = leader.strategy._training_state
@@ -81,7 +61,7 @@ class Center:
         )
         self.engine.attach()
         training_state.export = self.exported
-        self.ledger: SampleLedger | LeaderLedger = parts.ledger
+        self.ledger = parts.ledger
         self._taken_until = 0
         self._is_closed = False
         _logger.info("The parameter service is at %s.", ", ".join(parts.addresses))
@@ -135,12 +115,12 @@ class Center:
 
     def add_used(self, samples: int) -> None:
         """Count samples that the group has used."""
-        self.ledger.add_used(LEADER, samples)
+        self.ledger.add_used(samples)
         self._try(self.ledger.tell_used, None)
 
     def pace(self, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray] | None:
         """Report the group's pace and return paces and silence of all; None without a service."""
-        return self._try(lambda: self.ledger.pace(LEADER, pace), None)
+        return self._try(lambda: self.ledger.pace(pace), None)
 
     def weights(self) -> list[tf.Tensor]:
         """The center, one vector for each partition; the group's weights without a service."""
@@ -194,19 +174,19 @@ class Center:
         """Continue from the last answer, and send again."""
         engine = self.engine
         state = engine.exchange_state(state, samples)
-        weights = engine.receive(weights)
+        weights = engine.weights.receive(weights)
         if push:
-            weights = engine.send(weights, samples)
+            weights = engine.weights.send(weights, samples).sent
         if wait:
-            weights = engine.receive(weights)
+            weights = engine.weights.receive(weights)
             for _ in range(LARGEST_TRIES):  # changes that were too stale for the center
                 if not engine.weights.has_own_progress:
                     break
-                weights = engine.receive(engine.send(weights, samples))
+                weights = engine.weights.receive(engine.weights.send(weights, samples).sent)
         return [*weights, *state]
 
     def _claim(self, epoch: int, count: int) -> Grant:
-        first, granted = self.ledger.claim(LEADER, epoch, count)
+        _, first, granted = self.ledger.claim(epoch, count)
         return Grant(first, granted, granted < count)
 
     def _meet_again(self) -> None:
@@ -230,3 +210,74 @@ class Center:
     def _note_loss(self, error: ServiceLostError) -> None:
         if isinstance(error, NoCenterError):  # it may know this training, from an earlier offer
             self._parts.awaits_center = True
+
+
+@dataclasses.dataclass
+class OpenService:
+    """One participant's view of the service."""
+
+    center: Center | None = None
+    parts: HostedParts | None = None
+
+    def close(self) -> None:
+        """Close everything that this participant holds."""
+        if self.center is not None:
+            self.center.close()
+        if self.parts is not None:
+            self.parts.close()
+
+
+def join_service(participant: Participant) -> OpenService:
+    """Start the parts of the service that belong to this task; the leader then connects."""
+    strategy, options = participant.strategy, participant.options
+    config = config_of(strategy)
+    tasks = list(config.service_addresses())
+    if options.spreads_service:
+        return _spread(participant, tasks)
+    if not config.has_sync_group and len(tasks) > 1:
+        parts = _start_parts(participant, tasks[0], 0, len(tasks))
+        return OpenService(
+            Center(participant, LeaderConnection(participant, tasks, tasks[1:])), parts
+        )
+    if not strategy.is_chief:
+        return OpenService()
+    if config.has_sync_group and tasks:
+        return OpenService(Center(participant, LeaderConnection(participant, tasks, tasks)))
+    address = config.service_address()
+    parts = _make_parts(participant, address, 0, 1)
+    # Served once it has the center: async workers wait for a server more quietly than for a center.
+    center = Center(participant, LeaderConnection(participant, [address], own=parts))
+    parts.start()
+    return OpenService(center, parts)
+
+
+def _spread(participant: Participant, tasks: list[str]) -> OpenService:
+    """Give a part to every member of the sync group and every task of the job `ps`."""
+    strategy = participant.strategy
+    config, extended = config_of(strategy), strategy.extended
+    hosts = [address.rpartition(":")[0] for address in config.sync_group_addresses]
+    own = hosts[strategy.worker_index]
+    port = free_port(own)
+    if strategy.is_chief and not tasks:
+        port = int(config.service_address().rpartition(":")[2])
+    ports = extended.gather_over_workers(np.array([port], np.int64))
+    members = [f"{host}:{int(port)}" for host, port in zip(hosts, ports, strict=True)]
+    if not tasks:
+        members[0] = config.service_address()
+    everyone = [*tasks, *members]
+    place = len(tasks) + strategy.worker_index
+    parts = _start_parts(participant, everyone[place], place, len(everyone))
+    if not strategy.is_chief:
+        return OpenService(None, parts)
+    return OpenService(Center(participant, LeaderConnection(participant, everyone, tasks)), parts)
+
+
+def _start_parts(participant: Participant, address: str, place: int, count: int) -> HostedParts:
+    parts = _make_parts(participant, address, place, count)
+    parts.start()
+    return parts
+
+
+def _make_parts(participant: Participant, address: str, place: int, count: int) -> HostedParts:
+    rules = participant.rule, participant.state_rule
+    return HostedParts(address, place, spec_of(participant, count), participant.secret, rules)

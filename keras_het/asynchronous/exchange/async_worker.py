@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 
 import keras
 import tensorflow as tf
 
-from keras_het.asynchronous.center.exchange_engine import ExchangeEngine
-from keras_het.asynchronous.center.service_connection import connect, open_connection
-from keras_het.asynchronous.center.vector_exchange import LARGEST_TRIES, NoCenterError, Pending
-from keras_het.asynchronous.exchange.local_step_tuner import LocalStepTuner
+from keras_het.asynchronous.exchange.claims import AsyncClaims
+from keras_het.asynchronous.exchange.connection import connect, open_connection
+from keras_het.asynchronous.exchange.exchange_engine import (
+    LARGEST_TRIES,
+    ExchangeEngine,
+    NoCenterError,
+    Pending,
+)
+from keras_het.asynchronous.exchange.pace import LocalStepTuner, Pace, PushPace, choose_period
 from keras_het.asynchronous.exchange.participant import (
     HybridOptions,
     Participant,
     first_async_participant,
 )
-from keras_het.asynchronous.exchange.push_pace import Pace, PushPace, choose_period
-from keras_het.asynchronous.hybrid.claims import AsyncClaims
-from keras_het.asynchronous.hybrid.early_claim import EarlyClaim
-from keras_het.asynchronous.hybrid.heartbeat import Heartbeat
 from keras_het.asynchronous.parameter_service import Status
-from keras_het.asynchronous.parameter_service.ledger_connection import (
+from keras_het.asynchronous.parameter_service.sample_ledger import (
+    EarlyClaim,
     LedgerConnection,
     LedgerFacts,
+    Presence,
     ServiceLostError,
+    Stage,
 )
-from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
 from keras_het.asynchronous.rules import Signal
 from keras_het.planning.roles.exchange_settings import longest_period
 from keras_het.strategy.cluster.cluster_config import config_of
@@ -144,10 +148,8 @@ class AsyncWorker(Participant):
                 self._send()
             if self._plan is not None:
                 self._make_plan(self._plan)
-            if self.options.adapts_period and self._pace.is_due:
-                self._choose_period()
-            elif self.shows_paces and self._plan is None and self._pace.is_due:
-                self._show_pace()
+            elif self._pace.is_due and (self.options.adapts_period or self.shows_paces):
+                self._tell_pace()
         except ServiceLostError as error:
             self._engine.lose(error)
 
@@ -178,22 +180,19 @@ class AsyncWorker(Participant):
         if self.options.sends_planned_part:
             self._engine.weights.compress(plan.next_ratio(self._stage))
 
-    def _choose_period(self) -> None:
-        """Measure the exchange in flight, and ask for the others' paces."""
-        self._receive(measures=True)
+    def _tell_pace(self) -> None:
+        """Report this worker's pace, and plan by all paces if its period adapts."""
+        adapts = self.options.adapts_period
+        if adapts:
+            self._receive(measures=True)
         pace = self._own_pace()
-        if pace is not None:
-            limits = (
-                self.options.presence_seconds,
-                longest_period(self.num_batches * self._num_parts()),
-            )
-            paces, silence = self._ledger.pace(pace)
-            self._planned_period = choose_period(paces, silence, self._number, limits)
-
-    def _show_pace(self) -> None:
-        pace = self._own_pace()
-        if pace is not None:
-            self._ledger.pace(pace)
+        if pace is None:
+            return
+        found = self._ledger.pace(pace)
+        if adapts:
+            longest = longest_period(self.num_batches * self._num_parts())
+            limits = self.options.presence_seconds, longest
+            self._planned_period = choose_period(*found, self._number, limits)
 
     def _own_pace(self) -> Pace | None:
         pace = self._pace.pace
@@ -292,12 +291,11 @@ class AsyncWorker(Participant):
 
     def _start_from_center(self) -> None:
         try:
-            weights, state = self._engine.attach()
+            centers = self._engine.attach()
         except NoCenterError as error:  # its leader restores the center: ask again later
             raise ConnectionError(str(error)) from error
-        self.vectors.weights.write(weights)
-        if self.vectors.state is not None:
-            self.vectors.state.write(state)
+        for vector, center in zip(self.vectors.all, centers, strict=True):
+            vector.write(center)
 
     def _check_same_data(self, facts: LedgerFacts) -> None:
         received = (self.num_batches, self.fingerprint)
@@ -390,37 +388,33 @@ class AsyncWorker(Participant):
 
     def _send(self) -> None:
         engine = self._engine
-        goes_on = engine.send(self.progress(), self._samples)
-        if self.vectors.state is not None:
-            engine.send_state(self.vectors.state.read(), self._samples)
+        goes_on = engine.weights.send(self.progress(), self._samples).sent
+        if engine.state is not None and self.vectors.state is not None:
+            engine.state.send(self.vectors.state.read(), self._samples)
         if not self.options.waits_for_answer:
             engine.watch_answers()
         self._samples = 0
         self._pace.sent()
-        if self._plan is not None:
-            self._plan.sent()
         if self.rule.uses_gradients:
             self.vectors.weights.write(goes_on)
 
     def _receive(self, measures: bool = False) -> None:
         """Wait for the answer in flight, if any, and continue from it."""
-        if self._engine.pending is not None:
-            self._receive_weights(self._engine.pending, measures)
+        engine, vector = self._engine, self.vectors.state
+        if engine.weights.pending is not None:
+            self._receive_weights(engine.weights.pending, measures)
         # An answer counts once: that of the weights may arrive while that of the state is lost.
-        if self._engine.pending_state is not None and self.vectors.state is not None:
-            own = self.vectors.state.read()
-            self.vectors.state.write(self._engine.receive_state(own))
+        if engine.state is not None and engine.state.pending is not None and vector is not None:
+            vector.write(engine.state.receive(vector.read()))
 
     def _receive_weights(self, pending: Pending, measures: bool) -> None:
         with self._pace.waiting(measures):
             pending.push.wait()
-            if self._plan is not None:
-                self._plan.answered()
-        self.vectors.weights.write(self._engine.receive(self.vectors.weights.read()))
+        self.vectors.weights.write(self._engine.weights.receive(self.vectors.weights.read()))
         if self._engine.weights.lost_gradient:  # not below 0: a claim may have reported them
             self._unreported = max(0, self._unreported - pending.samples)
         if self._plan is not None and not pending.had_to_wait:
-            self._plan.took_at_once()
+            self._plan.took_at_once(self._pace.latest_answer_seconds)
 
     def _attach_again(self) -> None:
         """Reconnect to the service after a loss; a push in flight is sent again."""
@@ -437,6 +431,29 @@ class AsyncWorker(Participant):
         return self._ledger.report(presence, used)
 
     def _note_loss(self, error: ServiceLostError) -> None:
-        del error
         if self._early_claim is not None:
             self._early_claim.service_lost()
+
+
+class Heartbeat:
+    """A thread that reports until it is stopped."""
+
+    def __init__(self, ledger: LedgerConnection, interval_seconds: float) -> None:
+        self._ledger, self._interval_seconds = ledger, interval_seconds
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="keras_het-alive", daemon=True)
+        self._thread.start()
+
+    def stop(self, longest_wait_seconds: float | None = None) -> None:
+        """Stop reporting; return once no report is in flight, or sooner."""
+        self._stopped.set()
+        self._thread.join(longest_wait_seconds)
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(self._interval_seconds):
+            try:
+                self._ledger.report(Presence.TRAINING)
+            except ServiceLostError:
+                continue  # the worker itself notices at its next exchange
+            except PermissionError:
+                return

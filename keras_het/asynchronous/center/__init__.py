@@ -1,1 +1,0 @@
-"""Access to the center, in the training's own process or in others."""

@@ -1,0 +1,299 @@
+"""What a process holds of the center: described by its leader, and served to all."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.asynchronous.exchange.participant import (
+    STATE_PREFIX,
+    WEIGHTS_PREFIX,
+    Participant,
+)
+from keras_het.asynchronous.parameter_service import ParameterService, Partitions, credential
+from keras_het.asynchronous.parameter_service.sample_ledger import SampleLedger
+from keras_het.asynchronous.parameter_service.wire import wire_named
+from keras_het.asynchronous.rules import UpdateRule, get, serialize
+from keras_het.rpc.admission import Gate, Status
+from keras_het.rpc.channel import FunctionClient, NoAnswerError
+from keras_het.rpc.server import FunctionServer, TfFunction
+from keras_het.rpc.vector import spread_partitions
+
+DIRECTORY, CLOSE, OFFER = "directory", "close", "offer"
+Shapes = tuple[tuple[int, ...], ...]
+_ABOUT = "keras_het parameter service 1"
+_POLL_SECONDS = 0.05
+_logger = logging.getLogger("keras_het")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServiceSpec:
+    """A training's variables, rule and participants."""
+
+    shapes: Shapes
+    state_shapes: Shapes
+    rule: dict[str, Any]
+    state_rule: dict[str, Any]
+    wire: str
+    num_participants: int
+    staleness_bound: int | None
+    fingerprint: str
+    num_services: int
+    partition_size: int
+
+    def make_rules(self) -> tuple[UpdateRule, UpdateRule]:
+        """Create the rules of weights and moving statistics."""
+        rules = [get(dict(described)) for described in (self.rule, self.state_rule)]
+        for rule in rules:
+            if not isinstance(rule, UpdateRule):
+                raise ValueError(
+                    f"A parameter service cannot run the synchronous rule {rule.name!r}."
+                )
+        return rules[0], rules[1]  # type: ignore[return-value]
+
+    def to_json(self) -> str:
+        """Return the description as JSON text."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ServiceSpec:
+        """Restore a description from the result of `to_json`."""
+        values = json.loads(text)
+        for name in ("shapes", "state_shapes"):
+            values[name] = tuple(tuple(map(int, shape)) for shape in values[name])
+        return cls(**values)
+
+
+def spec_of(participant: Participant, num_services: int) -> ServiceSpec:
+    """Describe the training of a participant."""
+    vectors, options = participant.vectors, participant.options
+    state = vectors.state.partitions.shapes if vectors.state is not None else ()
+    return ServiceSpec(
+        shapes=vectors.weights.partitions.shapes,
+        state_shapes=state,
+        rule=serialize(participant.rule),
+        state_rule=serialize(participant.state_rule),
+        wire=options.weights_wire.name,
+        num_participants=participant.num_participants,
+        staleness_bound=options.staleness_bound,
+        fingerprint=participant.service_fingerprint,
+        num_services=num_services,
+        partition_size=vectors.weights.partitions.partition_size,
+    )
+
+
+class HostedParts:
+    """Some partitions of center and moving statistics; the first process also has the ledger."""
+
+    def __init__(
+        self,
+        address: str,
+        place: int,
+        spec: ServiceSpec,
+        secret: bytes,
+        rules: tuple[UpdateRule, UpdateRule] | None = None,
+    ) -> None:
+        self.address = address
+        self.rule, self.state_rule = spec.make_rules() if rules is None else rules
+        self.server = FunctionServer(address)
+        self.spec, self._place = spec, place
+        self._proof = credential(secret, spec.fingerprint)
+        gate = Gate(self._proof)
+        options = {"wire": wire_named(spec.wire), "staleness_bound": spec.staleness_bound}
+        self.weights = self._service(spec.shapes, self.rule, WEIGHTS_PREFIX, **options)
+        self.state: ParameterService | None = None
+        if spec.state_shapes:
+            self.state = self._service(spec.state_shapes, self.state_rule, STATE_PREFIX)
+        self.ledger: SampleLedger | None = None
+        if place == 0:
+            self.ledger = SampleLedger(self.server, gate, spec.num_participants)
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._addresses = tf.Variable("", trainable=False)
+            self._is_closed = tf.Variable(False, trainable=False)
+        self.server.register(DIRECTORY, self._directory_function(), gate)
+        self.server.register(CLOSE, self._close_function(), gate)
+
+    def start(self) -> None:
+        """Start answering."""
+        self.server.start()
+
+    def close(self) -> None:
+        """Stop answering and release the port."""
+        self.server.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the leader has announced the end of training."""
+        return bool(self._is_closed)
+
+    def _service(
+        self, shapes: Shapes, rule: UpdateRule, prefix: str, **options: Any
+    ) -> ParameterService:
+        partitions = Partitions(shapes, self.spec.partition_size)
+        places = spread_partitions(partitions.sizes, self.spec.num_services)
+        return ParameterService(
+            self.address,
+            partitions,
+            rule,
+            self._proof,
+            self.spec.num_participants,
+            prefix=prefix,
+            server=self.server,
+            indices=[index for index, place in enumerate(places) if place == self._place],
+            awaits_center=True,
+            **options,
+        )
+
+    def _directory_function(self) -> TfFunction:
+        @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
+        def directory(addresses: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            """Return the location of the parts; the leader sets it by passing `addresses`."""
+            is_set = tf.greater(tf.strings.length(addresses), 0)
+            latest = tf.cond(
+                is_set,
+                lambda: tf.identity(self._addresses.assign(addresses, read_value=True)),
+                self._addresses.read_value,
+            )
+            return tf.constant(int(Status.OK)), latest
+
+        return directory
+
+    def _close_function(self) -> TfFunction:
+        @tf.function(input_signature=[], autograph=False)
+        def close() -> tf.Tensor:
+            self._is_closed.assign(True)
+            return tf.constant(int(Status.OK))
+
+        return close
+
+
+class Offers:
+    """Receiver of a training's description from its leader."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._gate = Gate(credential(secret, _ABOUT))
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._text = tf.Variable("", trainable=False)
+
+    def register_on(self, server: FunctionServer) -> None:
+        """Accept offers on a server that has not started."""
+
+        @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
+        def offer(text: tf.Tensor) -> tf.Tensor:
+            self._text.assign(text)
+            return tf.constant(int(Status.OK))
+
+        server.register(OFFER, offer, self._gate)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is a pending offer."""
+        return bool(self._text.numpy())
+
+    def take(self) -> tuple[ServiceSpec, int]:
+        """Return the offered training and the index of the service that this process is to be."""
+        text = self._text.numpy().decode()
+        self._text.assign("")
+        try:
+            place, described = json.loads(text)
+            return ServiceSpec.from_json(described), int(place)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"The offer of a training cannot be read. Received: {text[:200]!r} ({error}). Use "
+                "the same version of keras_het on every task."
+            ) from error
+
+    def wait_at(self, address: str, is_stopped: Callable[[], bool]) -> bool:
+        """Listen until there is an offer; return whether there is one."""
+        if self.is_pending:
+            return True
+        server = FunctionServer(address)
+        self.register_on(server)
+        server.start()
+        while not self.is_pending and not is_stopped():
+            time.sleep(_POLL_SECONDS)
+        server.close()
+        return self.is_pending
+
+
+def make_offer(
+    address: str, secret: bytes, spec: ServiceSpec, place: int, timeout_seconds: float
+) -> None:
+    """Offer a training to a process that runs `keras-het serve`."""
+    client = FunctionClient(address, credential(secret, _ABOUT), timeout_seconds)
+    text = tf.constant(json.dumps([place, spec.to_json()]))
+    try:
+        status = client.ask(OFFER, [text], tf.TensorSpec([], tf.int32))
+    except NoAnswerError as error:
+        raise ConnectionError(
+            f"There is no parameter service: {error} Start `keras-het serve` on that machine, with "
+            "the same TF_CONFIG and secret."
+        ) from error
+    if int(status) != Status.OK:
+        raise PermissionError(
+            f"The parameter service at {address} refused this training: its shared secret differs. "
+            "Use the same secret on every task."
+        )
+
+
+class ServingProcess:
+    """A process that serves one training after another."""
+
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        is_stopped: Callable[[], bool],
+        say: Callable[[str], None] = _logger.info,
+    ) -> None:
+        self.address, self._secret = address, secret
+        self._is_stopped, self._say = is_stopped, say
+        self._offers = Offers(secret)
+
+    @property
+    def is_offered_another(self) -> bool:
+        """Whether a waiting leader has offered a training, having abandoned the previous one."""
+        return self._offers.is_pending
+
+    def serve_one(self) -> bool:
+        """Wait for a training and serve it to its end; return whether there was one.
+
+        A restarted leader offers again, which ends the training that it abandoned.
+        """
+        self._say(f"waiting for a training at {self.address}")
+        parts = None
+        while parts is None:
+            if not self._offers.wait_at(self.address, self._is_stopped):
+                return False
+            parts = self._make_parts()
+        spec = parts.spec
+        self._offers.register_on(parts.server)
+        parts.start()
+        held = len(parts.weights.indices)
+        self._say(
+            f"serving {held} partition{'s' * (held != 1)} of {len(spec.shapes)} variables to "
+            f"{spec.num_participants} participants, rule {parts.rule.name}"
+        )
+        while not (parts.is_closed or self._offers.is_pending or self._is_stopped()):
+            time.sleep(_POLL_SECONDS)
+        self._say("training has ended" if parts.is_closed else "training was left")
+        parts.close()
+        return True
+
+    def _make_parts(self) -> HostedParts | None:
+        """Create the parts that the leader requests; None if the request cannot be read."""
+        try:
+            spec, place = self._offers.take()
+            return HostedParts(self.address, place, spec, self._secret)
+        except (AttributeError, TypeError, ValueError) as error:  # as from another version
+            self._say(f"an offer was not taken: {error}")
+        # TensorFlow ends a server with its last reference, and with it a later one at its address.
+        gc.collect()
+        return None
