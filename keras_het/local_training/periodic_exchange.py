@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_het.asynchronous.rules import SynchronousRule
 from keras_het.local_training.local_steps import adopt_vector_of_the_chief
-from keras_het.rpc.vector import Vector
+from keras_het.rpc.vector import Vector, shared_variables
 from keras_het.training_strategy import TrainingStrategy
 
 _PREFIX = "local_training/"
@@ -30,13 +30,7 @@ class PeriodicExchange:
     def __init__(
         self, model: keras.Model, strategy: TrainingStrategy, rule: SynchronousRule
     ) -> None:
-        variables = list(model.trainable_variables)
-        if not model.built or not variables:
-            raise ValueError(
-                "Weights are shared before the first step, and there are none. Received: a model "
-                "that is not built or has nothing to train. Give it an Input, or call it once."
-            )
-        state = [v for v in model.non_trainable_weights if tf.as_dtype(v.dtype).is_floating]
+        variables, state = shared_variables(model)
         self._rule = rule
         self.num_exchanges = 0
         self._step = 0

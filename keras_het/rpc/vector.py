@@ -110,6 +110,19 @@ def spread_partitions(sizes: Sequence[int], num_services: int) -> tuple[int, ...
     return tuple(places)
 
 
+def shared_variables(
+    model: keras.Model,
+) -> tuple[list[keras.Variable], list[keras.Variable]]:
+    """Return the parts of a model that workers share: its weights, and its moving statistics."""
+    weights = list(model.trainable_variables)
+    if not model.built or not weights:
+        raise ValueError(
+            "Weights are shared before the first step, and there are none. Received: a model "
+            "that is not built or has nothing to train. Give it an Input, or call it once."
+        )
+    return weights, [v for v in model.non_trainable_weights if tf.as_dtype(v.dtype).is_floating]
+
+
 class Vector:
     """Keras variables, read and written as one vector, for any number of local replicas."""
 

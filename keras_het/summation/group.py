@@ -47,17 +47,8 @@ def start_summation(
 ) -> SummationGroup:
     """Start this worker's service and join those of all machines; all workers must call it.
 
-    Args:
-        options: the user's options.
-        extended: the strategy's `HeterogeneousExtended`.
-        membership: the workers, and in TF_CONFIG the spare machines. A worker's service listens on
-            a free port of its host in TF_CONFIG.
-        check: called while waiting for the others; raises if one is lost.
-
-    Raises:
-        ValueError: if there is no shared secret, or the rates do not fit the cluster.
-        ConnectionError: if a machine does not answer.
-        PermissionError: if a machine refuses this worker.
+    The service listens on a free port of its host in TF_CONFIG. `check` is called while waiting for
+    the others, and raises if one is lost.
     """
     hosts = [address.rpartition(":")[0] for address in membership.workers.values()]
     spare = () if membership.config is None else membership.config.summation_machines
@@ -78,14 +69,7 @@ def start_summation(
 
 
 def check_is_no_summation_machine(config: ClusterConfig | None) -> None:
-    """Refuse to train on a machine reserved for summing gradients.
-
-    Args:
-        config: the cluster; None if TF_CONFIG describes none.
-
-    Raises:
-        RuntimeError: on a task of the job `summation`.
-    """
+    """Refuse to train on a machine reserved for summing gradients."""
     if config is not None and config.is_summation_machine:
         raise RuntimeError(
             'TF_CONFIG gives this process the job "summation": it sums gradients of the workers '
@@ -100,16 +84,6 @@ class SummationGroup:
     Partitions that this worker sums itself need no message. All workers build the same graphs in
     the same order, as for collectives, and therefore agree on the place of every partition without
     communicating.
-
-    Args:
-        options: the user's options.
-        service: this worker's own service, started.
-        addresses: "host:port" of every machine's service, workers first, then spare machines.
-        num_workers: the number of workers.
-        worker: this worker.
-        credential: the same as that of all services.
-        run: the number of this run, equal on all workers.
-        check: called while waiting for the machines; raises if a worker is lost.
     """
 
     def __init__(
@@ -163,12 +137,7 @@ class SummationGroup:
         }
 
     def is_healthy(self, task: str, timeout_seconds: float) -> bool:
-        """Return whether a spare machine answers.
-
-        Args:
-            task: the task's name.
-            timeout_seconds: how long to wait for it.
-        """
+        """Return whether a spare machine answers; `task` is its name."""
         machine = self._num_workers + list(self.spare_machines).index(task)
         return self._clients[machine].is_healthy(timeout_seconds)
 
@@ -185,9 +154,6 @@ class SummationGroup:
 
         Graphs that never run do not count: Keras infers shapes in one, in which a worker with
         several devices reduces its metrics and a worker with one does not.
-
-        Args:
-            value: tensor or `tf.IndexedSlices`.
         """
         return (
             isinstance(value, tf.Tensor)
@@ -198,15 +164,10 @@ class SummationGroup:
         )
 
     def sum(self, values: Sequence[tf.Tensor], workers_sum: bool = True) -> list[tf.Tensor] | None:
-        """Sum tensors over all workers; in a graph.
+        """Sum tensors for which `can_sum` is true over all workers; in a graph.
 
-        Args:
-            values: tensors for which `can_sum` is true.
-            workers_sum: whether the workers' machines sum too, or only the spare ones, as parameter
-                servers.
-
-        Returns:
-            The sums; None if there is no place for them, which is then the case on every worker.
+        Unless `workers_sum`, only the spare machines sum, as parameter servers. Without a place for
+        the sums, which is then the case on every worker, it returns None.
         """
         with tf.device("CPU:0"):
             vector = pack(values)

@@ -96,19 +96,7 @@ def _credential(num_spare: int) -> bytes:
 def start_machine(
     config: ClusterConfig | None, group_size: GroupSize | None = None
 ) -> SummationService:
-    """Start the service of a task of the job `summation`.
-
-    Args:
-        config: the cluster; None if TF_CONFIG describes none.
-        group_size: provides the number of workers, if it may change; by default the one in
-            TF_CONFIG.
-
-    Returns:
-        The service; it answers until `close` or process exit.
-
-    Raises:
-        ValueError: if this process is not such a task, or there is no shared secret.
-    """
+    """Start the service of a task of the job `summation`, for the workers of `group_size`."""
     if config is None or not config.is_summation_machine:
         raise ValueError(
             "This process is no summation machine. Received: "

@@ -25,15 +25,7 @@ _ANONYMOUS = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"
 
 
 def summation_credential(num_workers: int, num_spare: int) -> bytes:
-    """Return the proof of shared secret and cluster that every request carries.
-
-    Args:
-        num_workers: the number of workers.
-        num_spare: the number of spare machines.
-
-    Raises:
-        ValueError: if there is no shared secret, see `admission.read_secret`.
-    """
+    """Return the proof of shared secret and cluster that every request carries."""
     about = model_fingerprint([], [[num_workers, num_spare]], ["float32"], "summation 1")
     return credential(read_secret(), about)
 
@@ -43,12 +35,6 @@ class SummationService:
 
     Sums need no announcement. A request with the wrong credential, for another run, or out of turn
     changes nothing.
-
-    Args:
-        address: "host:port" to listen on.
-        num_workers: the number of workers that contribute to every sum.
-        credential: the credential that every request must carry, see `summation_credential`.
-        num_slots: the number of partitions that can be summed.
 
     Reference:
         Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in
@@ -98,18 +84,7 @@ class SummationService:
     def exchange_locally(
         self, run: tf.Tensor, slot: tf.Tensor, worker: tf.Tensor, step: tf.Tensor, values: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Contribute from this process, without a message.
-
-        Args:
-            run: the number of the run, int64 scalar.
-            slot: int32 scalar.
-            worker: this worker, int32 scalar.
-            step: int64 scalar.
-            values: float32 vector.
-
-        Returns:
-            `Status` as int32 scalar, and the sum.
-        """
+        """Contribute from this process, without a message; return `Status` and the sum."""
         is_ok, total = self._exchange(run, slot, worker, step, values)
         return _status(is_ok), total
 

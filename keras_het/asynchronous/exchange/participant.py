@@ -22,7 +22,7 @@ from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH
 from keras_het.asynchronous.rules import ElasticAveraging, UpdateRule, serialize
 from keras_het.loader.input.data_pass import Claims
 from keras_het.rpc.admission import read_secret
-from keras_het.rpc.vector import LARGEST_MESSAGE_BYTES, PartitionedVector
+from keras_het.rpc.vector import LARGEST_MESSAGE_BYTES, PartitionedVector, shared_variables
 from keras_het.strategy.cluster.cluster_config import config_of
 from keras_het.training_strategy import TrainingStrategy
 
@@ -112,16 +112,11 @@ class ModelVectors:
     """
 
     def __init__(self, model: keras.Model, strategy: TrainingStrategy, partition_size: int) -> None:
-        if not model.built or not model.trainable_variables:
-            raise ValueError(
-                "Weights are shared before the first step, and there are none. Received: a model "
-                "that is not built or has nothing to train. Give it an Input, or call it once."
-            )
-        state = [v for v in model.non_trainable_weights if tf.as_dtype(v.dtype).is_floating]
-        self.weights = PartitionedVector(model.trainable_variables, strategy, partition_size)
+        weights, state = shared_variables(model)
+        self.weights = PartitionedVector(weights, strategy, partition_size)
         self.state = PartitionedVector(state, strategy, partition_size) if state else None
         self.all = [self.weights] if self.state is None else [self.weights, self.state]
-        self._described = [*model.trainable_variables, *state]
+        self._described = [*weights, *state]
 
     def fingerprint(self, rule: UpdateRule) -> str:
         """Hash what all participants must agree on: variables, and rule with settings."""
