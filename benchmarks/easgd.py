@@ -55,9 +55,9 @@ from keras_het.asynchronous.parameter_service import (
     Status,
 )
 from keras_het.asynchronous.rules import RoundRobinEASGD, SyncEASGD
-from keras_het.fit.session import SessionCallback
 from keras_het.local_training import LocalSteps, adopt_variables_of_the_chief
 from keras_het.rpc.vector import Vector
+from keras_het.strategy.keras_calls import SessionCallback
 
 PORT = 7000
 CREDENTIAL = b"of this benchmark only, not secret"

@@ -74,7 +74,7 @@ def pytest_runtest_teardown() -> None:
     The end of an iterator may wait for tf.data's autotuner, which sleeps the longer the older it
     is. A process that belongs to a cluster trains no model outside of it.
     """
-    if (calls := sys.modules.get("keras_het.strategy.agreed_calls")) is not None:
+    if (calls := sys.modules.get("keras_het.strategy.keras_calls")) is not None:
         calls._clusters.clear()
     global _last_collection
     if time.monotonic() - _last_collection > SECONDS_BETWEEN_COLLECTIONS:

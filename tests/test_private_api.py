@@ -564,6 +564,18 @@ def test_variables_are_recreated_in_a_scope():
     assert optimizer.learning_rate is rate
 
 
+def test_a_function_of_tensorflow_is_replaced_under_every_name():
+    by_name, originals = tf.nn.scale_regularization_loss, []
+    private_api.replace_everywhere(
+        by_name, lambda original: originals.append(original) or (lambda value: value + 1)
+    )
+    try:
+        assert by_name(1) == tf.nn.scale_regularization_loss(1) == 2
+    finally:
+        private_api.replace_everywhere(by_name, lambda _: originals[0])
+    assert float(by_name(tf.constant([1.0, 2.0]))) == 3.0
+
+
 def test_an_optimizer_keeps_the_strategy_under_which_it_was_created():
     optimizer = keras.optimizers.SGD(0.25)
     assert optimizer._distribution_strategy is tf.distribute.get_strategy()

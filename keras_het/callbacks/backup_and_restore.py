@@ -13,7 +13,7 @@ import numpy as np
 
 from keras_het import private_api
 from keras_het.fit.backup_folder import BackupFolder
-from keras_het.fit.model_strategy import complete, data_of_fit, heterogeneous_strategy, tell
+from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, tell
 from keras_het.fit.session import FitSession
 from keras_het.fit.shorter_epochs import ShorterEpochs
 from keras_het.strategy.cluster.unfinished_step import StepGuard
@@ -174,8 +174,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         strategy = self._strategy()
         if not strategy.is_chief:
             return True
-        if hasattr(strategy, "_complete") and strategy.num_workers > 1:
-            return False  # each worker holds a part of the model
+        if strategy._holds_parts:
+            return False
         if is_saved := self._write(position, is_valid):
             _logger.warning("Saved the last finished step in %s.", self._folder.newest)
         return is_saved
@@ -229,7 +229,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return is_counted and self._loop.steps_per_epoch is None
 
     def _save_model(self) -> None:
-        complete(self.model, "BackupAndRestore")
+        self._strategy()._complete(self.model, "BackupAndRestore")
         if self._strategy().is_chief:
             self._write(self._position())
             tell(f"Saved {self._folder.newest}.", self._strategy(), self._verbose)

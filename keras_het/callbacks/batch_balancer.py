@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, tell
-from keras_het.fit.session import Rank, SessionCallback
+from keras_het.fit.session import Rank
 from keras_het.fit.share_bounds import Bound, MemoryBounds, start_policy
 from keras_het.planning import BalancePlan, BalancePolicy, apportion, make_policy
 from keras_het.planning.balance.summary import summarize
+from keras_het.strategy.keras_calls import SessionCallback
 from keras_het.strategy.measure.measured_steps import MeasuredSteps, Reading
 
 if TYPE_CHECKING:

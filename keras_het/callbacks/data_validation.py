@@ -13,9 +13,10 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.fit.model_strategy import distribute_strategy, tell
-from keras_het.fit.session import FitSession, Rank, SessionCallback, StepFunction
+from keras_het.fit.session import FitSession, Rank, StepFunction
 from keras_het.loader.iterators.live_iterator import MeteredIterator
 from keras_het.planning.argument_checks import check_number, check_one_of
+from keras_het.strategy.keras_calls import SessionCallback
 
 if TYPE_CHECKING:
     from keras_het.loader.nested import Batch, Rows, StepInput

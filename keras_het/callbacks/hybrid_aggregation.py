@@ -24,13 +24,14 @@ from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH
 from keras_het.asynchronous.roles.role_choice import MEASURED_STEPS, RoleChoice, start_again
 from keras_het.asynchronous.rules import RULES, ElasticAveraging, UpdateRule, get
 from keras_het.fit.model_strategy import check_keeps_weights, heterogeneous_strategy, tell
-from keras_het.fit.session import FitSession, Rank, SessionCallback, StepFunction
+from keras_het.fit.session import FitSession, Rank, StepFunction
 from keras_het.fit.shorter_epochs import ShorterEpochs
 from keras_het.planning import RolePlan
 from keras_het.planning.argument_checks import check_number, check_one_of
 from keras_het.rpc.vector import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.batches.uneven_per_replica import find_sizes
 from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig
+from keras_het.strategy.keras_calls import SessionCallback
 from keras_het.strategy.measure.compute_times import CAPACITY
 from keras_het.training_strategy import TrainingStrategy
 

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from keras_het.fit.batch_ends import BatchEnds
 from keras_het.fit.model_strategy import local_replicas
-from keras_het.fit.session import Batches, FitSession, Rank, SessionCallback, StepFunction
+from keras_het.fit.session import Batches, FitSession, Rank, StepFunction
 from keras_het.loader.host.budget import HostBudget
 from keras_het.loader.host.cpus import available_memory
 from keras_het.loader.inspection.inspection import PipelineReport, show
@@ -24,6 +24,7 @@ from keras_het.loader.tuning.session import Move, TuningSession
 from keras_het.loader.tuning.stall_meter import StallMeter
 from keras_het.planning.argument_checks import check_number, check_one_of
 from keras_het.planning.loader import LoaderController, LoaderPlan, TunerController
+from keras_het.strategy.keras_calls import SessionCallback
 
 logger = logging.getLogger("keras_het")
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from keras_het.asynchronous.rules import SynchronousRule, get
 from keras_het.fit.model_strategy import check_keeps_weights, heterogeneous_strategy, tell
-from keras_het.fit.session import SessionCallback
 from keras_het.local_training import (
     LocalSteps,
     PeriodicExchange,
     adopt_variables_of_the_chief,
 )
+from keras_het.strategy.keras_calls import SessionCallback
 from keras_het.training_strategy import TrainingStrategy
 
 

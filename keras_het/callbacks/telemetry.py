@@ -16,11 +16,12 @@ import numpy as np
 from keras_het.asynchronous.exchange.pace import Pace
 from keras_het.asynchronous.exchange.participant import Participant, first_async_participant
 from keras_het.fit.model_strategy import heterogeneous_strategy
-from keras_het.fit.session import FitSession, Rank, SessionCallback
+from keras_het.fit.session import FitSession, Rank
 from keras_het.planning.argument_checks import check_number
 from keras_het.planning.diagnosis.recording import HARDWARE, Recording
 from keras_het.planning.diagnosis.steps import throughput
 from keras_het.planning.diagnosis.verdict import Verdict, diagnose
+from keras_het.strategy.keras_calls import SessionCallback
 from keras_het.telemetry.event_log import EventLog, PipelineLog
 from keras_het.telemetry.hardware import HardwareSampler, describe_devices
 from keras_het.telemetry.prometheus import PrometheusEndpoint

@@ -55,16 +55,6 @@ def heterogeneous_strategy(model: keras.Model, callback: object) -> Any:
     return strategy
 
 
-def complete(model: keras.Model, purpose: str) -> None:
-    """Let a strategy whose workers hold parts of a model give each of them the whole.
-
-    All workers must call it after the same step.
-    """
-    completes = getattr(distribute_strategy(model), "_complete", None)
-    if completes is not None:
-        completes(model, purpose)
-
-
 def data_of_fit(model: keras.Model, strategy: TrainingStrategy) -> Any:
     """Return the distributed data set that a running `fit` trains on, None if there is none.
 

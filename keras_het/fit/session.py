@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -22,20 +21,25 @@ StepFunction = Callable[[Batches], Nest]
 Layer = Callable[[StepFunction, Batches], Nest]
 """Takes the rest of a step and its argument, and returns its result."""
 
-_FUNCTIONS = {"fit": "train_function", "evaluate": "test_function", "predict": "predict_function"}
-_ON_BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
+STEP_FUNCTIONS = {
+    "fit": "train_function",
+    "evaluate": "test_function",
+    "predict": "predict_function",
+}
+"""The attribute of a model that holds the step function of each loop."""
 _running: weakref.WeakKeyDictionary[keras.Model, list[FitSession]] = weakref.WeakKeyDictionary()
 
 
 class Rank(enum.IntEnum):
     """The order of the layers around a step, the outermost first."""
 
-    GUARD_STATE = 0
-    VALIDATE_DATA = 1
-    TUNE_LOADER = 2
-    COUNT_SAMPLES = 3
-    NOTE_MEMORY = 4
-    REDUCE_LOCALLY = 5
+    END_IF_ASKED = 0
+    GUARD_STATE = 1
+    VALIDATE_DATA = 2
+    TUNE_LOADER = 3
+    COUNT_SAMPLES = 4
+    NOTE_MEMORY = 5
+    REDUCE_LOCALLY = 6
 
 
 class FitSession:
@@ -166,116 +170,12 @@ class _LayeredStep:
         return getattr(self.function, name)
 
 
-class SessionCallback(keras.callbacks.Callback):
-    """A callback that takes part in the session of its `fit`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        install_sessions()
-
-    @property
-    def _fit_session(self) -> FitSession | None:
-        """The session of the `fit` in which Keras has called this callback; None outside of one."""
-        session = FitSession.of(self.model)
-        return session if session is not None and session.loop == "fit" else None
-
-    def _required_session(self) -> FitSession:
-        """The session of the `fit`."""
-        session = self._fit_session
-        if session is None:
-            raise RuntimeError(
-                f"{type(self).__name__} works within fit. Received: a call of its methods outside "
-                "of one. Give it to model.fit among the callbacks."
-            )
-        return session
-
-
-class _First(keras.callbacks.Callback):
-    """The callback that runs before the user's."""
-
-    def __init__(self, session: FitSession) -> None:
-        super().__init__()
-        self._session = session
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Let the session prepare what the other callbacks are about to see."""
-        self._session.tell("on_epoch_end", epoch, logs)
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Let the session end what the other callbacks are about to look at."""
-        self._session.tell("on_train_end", logs)
-
-
-def install_sessions() -> None:
-    """Turn the calls of all models into sessions; idempotent."""
-    if hasattr(keras.Model.fit, "is_session"):
-        return
-    for name in (*_FUNCTIONS, *_ON_BATCHES):
-        setattr(keras.Model, name, _in_session(getattr(keras.Model, name), name))
-    for loop, attribute in _FUNCTIONS.items():
-        setattr(keras.Model, attribute, _step_property(loop, attribute))
-
-
-def _in_session(original: Callable[..., Any], loop: str) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-    takes_callbacks = "callbacks" in signature.parameters
-
-    @functools.wraps(original)
-    def call(self: keras.Model, *args: object, **kwargs: object) -> Any:
-        session = FitSession(self, loop)
-        if takes_callbacks:
-            args, kwargs = _with_first(session, signature, args, kwargs)
-        with session:
-            result = original(self, *args, **kwargs)
-            if loop == "train_on_batch":
-                _has_trained(self)
-            return result
-
-    call.is_session = True  # type: ignore[attr-defined]
-    return call
-
-
-def _with_first(
-    session: FitSession,
-    signature: inspect.Signature,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Insert the session's own callback before the user's in the arguments of a call."""
-    try:
-        bound = signature.bind(session.model, *args, **kwargs)
-    except TypeError:  # Keras reports the error
-        return args, kwargs
-    given = bound.arguments.get("callbacks")
-    listed = getattr(given, "callbacks", given)
-    listed = listed if isinstance(listed, (list, tuple)) else [listed]
-    session.callbacks = [callback for callback in listed if callback is not None]
-    takes_part = any(isinstance(each, SessionCallback) for each in session.callbacks)
-    is_in_parts = hasattr(session.model.distribute_strategy, "_has_trained")
-    if session.loop != "fit" or not (takes_part or is_in_parts):
-        return args, kwargs
-    session.before_callbacks("on_epoch_end", lambda *_: _has_trained(session.model))
-    first = _First(session)
-    if isinstance(given, keras.callbacks.CallbackList):
-        given.callbacks.insert(0, first)
-        session.on_end(functools.partial(given.callbacks.remove, first))
-        return args, kwargs
-    bound.arguments["callbacks"] = [first, *session.callbacks]
-    return bound.args[1:], bound.kwargs
-
-
-def _has_trained(model: keras.Model) -> None:
-    """Let a strategy whose processes hold parts of the model put them together."""
-    has_trained = getattr(model.distribute_strategy, "_has_trained", None)
-    if has_trained is not None:
-        has_trained(model)
-
-
-def _step_property(loop: str, attribute: str) -> property:
+def step_property(loop: str) -> property:
     """Return a model's step function, with the layers if a session of that loop requests them.
 
     Keras reads it before each step, so it does not matter which code sets it, or when.
     """
+    attribute = STEP_FUNCTIONS[loop]
 
     def read(model: keras.Model) -> StepFunction | None:
         function = vars(model).get(attribute)

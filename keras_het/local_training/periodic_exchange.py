@@ -205,15 +205,15 @@ class Fragment:
         sent = self._weights.read(), self._statistics.read()
         samples = tf.constant(float(self.samples), tf.float32)
         self.samples = self.steps = 0
-        run = self._strategy._name_lost_workers(self._run)
-        combined = executor.submit(run, sent, samples)
+        combined = executor.submit(self._run, sent, samples)
         self._pending = _Pending(sent, step + self._rule.overlap, combined)
 
     def _run(
         self, sent: tuple[tf.Tensor, tf.Tensor], samples: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         last_mean = self._mean_statistics
-        weights, mean, self.state = self._exchange(*sent, last_mean, samples, self.state)
+        with self._strategy._naming_lost_workers():
+            weights, mean, self.state = self._exchange(*sent, last_mean, samples, self.state)
         self._mean_statistics = mean
         return weights, mean
 

@@ -1,122 +1,54 @@
-"""Agreement of all workers on calls of Keras's `fit`, `evaluate` and `predict`.
-
-They begin, and `fit` continues, only as all workers agreed. Installed when a strategy is created;
-models of other strategies are not affected.
-"""
+"""Agreement of all workers on a call of `fit` and the like, and on the end of each epoch."""
 
 from __future__ import annotations
 
-import functools
 import inspect
+import math
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
-from keras_het.fit.model_strategy import complete
-from keras_het.strategy.batches.gathered_rows import refusal_in
-from keras_het.strategy.cluster.agreement import pass_on
-from keras_het.strategy.cluster.peer_watch import message_in
-from keras_het.strategy.described_call import (
-    describe_call,
-    trains_locally,
-    weights_in_short,
-    workers_with_other_weights,
-)
-from keras_het.strategy.exact.created_in_scope import move_optimizer
-from keras_het.training_strategy import TrainingStrategy
+from keras_het.loader.input.distributed_steps import DistributedSteps
+from keras_het.loader.order.content import sample_of
+from keras_het.strategy.cluster.agreement import flat
 
-_LOOPS = ("fit", "evaluate", "predict")
-# Compared in the first call only: later calls may be as short as a step.
-_ON_BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
-_TRAINING = ("fit", "train_on_batch")
-_clusters: weakref.WeakSet[TrainingStrategy] = weakref.WeakSet()
-_called: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
-
-def install_agreement(strategy: TrainingStrategy) -> None:
-    """Make calls of this strategy's models agree; other models keep Keras's own calls."""
-    trains_together = strategy.num_workers > 1 or strategy.num_async_workers
-    if trains_together and not getattr(strategy.cluster_config, "is_evaluator", False):
-        _clusters.add(strategy)
-    for name in (*_LOOPS, *_ON_BATCHES):
-        original = getattr(keras.Model, name)
-        if not hasattr(original, "agrees"):
-            setattr(keras.Model, name, _agreed(original, name))
+_DATA = ("x", "y", "sample_weight", "validation_data")
+# Arguments that a worker may choose by itself.
+_WORKS_ALONE = ("LoaderTuner",)
+_OWN = ("verbose", "callbacks", "return_dict", "kwargs")
+_MOST_SAMPLED = 4
+_MOST_READ = 1_000_000
+# Rounding differs between devices; a different initial value is off by more than a hundredth.
+_TOLERANCE = 0.01
+_compared: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
 
 
-def _agreed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def agreed_call(self: keras.Model, *args: object, **kwargs: object) -> Any:
-        strategy: TrainingStrategy = getattr(self, "distribute_strategy", None)  # type: ignore[assignment]
-        if name in _TRAINING:
-            _check_was_made_in_scope(self, name)
-        if not hasattr(strategy, "agree"):
-            return original(self, *args, **kwargs)
-        if getattr(self, "_distribute_strategy", None) is strategy:
-            move_optimizer(strategy, self)
-        is_first = name not in _called.setdefault(self, set())
-        call = strategy._name_lost_workers(original)
-        if name in _ON_BATCHES and not is_first:
-            return call(self, *args, **kwargs)
-        _called[self].add(name)
-        try:
-            bound = signature.bind(self, *args, **kwargs)
-        except TypeError:  # Keras's own message is better
-            return original(self, *args, **kwargs)
-        bound.apply_defaults()
-        given = {**bound.arguments, **bound.arguments.pop("kwargs", {})}
-        del given["self"]
-        if strategy.num_workers > 1 and not given.get("_use_cached_eval_dataset"):
-            _agree(strategy, self, name, given)
-            if name == "fit":
-                bound.arguments["callbacks"] = _with_step_watch(self, given["callbacks"])
-                args, kwargs = bound.args[1:], bound.kwargs
-        try:
-            return call(self, *args, **kwargs)
-        except StopIteration:
-            raise ValueError(
-                f"The data set is empty: model.{name} got no batch. Expected at least one. Look "
-                "for a filter that keeps nothing, a wrong file pattern, and "
-                "batch(..., drop_remainder=True) with fewer samples than a batch."
-            ) from None
-        except Exception as error:
-            message = message_in(error) or refusal_in(error)
-            if message is None or isinstance(error, ValueError):
-                raise
-            # TensorFlow's error surrounds it with pages of graph nodes.
-            pass_on(message)
-
-    agreed_call.agrees = True  # type: ignore[attr-defined]
-    return agreed_call
-
-
-def _check_was_made_in_scope(model: keras.Model, name: str) -> None:
-    if getattr(model, "_distribute_strategy", None) is not None:
-        return
-    for cluster in _clusters:
-        raise ValueError(
-            f"Every worker would train this model by itself. Received: model.{name} of a model "
-            "that was created outside of strategy.scope(), in a process that belongs to a cluster "
-            f"of {cluster.num_workers + cluster.num_async_workers} workers. Create or load it in "
-            "`with strategy.scope():`. A model that each worker is to train for itself is created "
-            'in `with tf.distribute.OneDeviceStrategy("CPU:0").scope():` (or "GPU:0").'
-        )
-
-
-def _agree(
-    strategy: TrainingStrategy, model: keras.Model, name: str, given: dict[str, Any]
+def agree_on_call(
+    strategy: HeterogeneousStrategy,
+    model: keras.Model,
+    name: str,
+    given: dict[str, Any],
+    is_short: bool,
 ) -> None:
-    complete(model, name)  # a training that failed has left its parts on the workers
-    described = describe_call(model, given)
+    """Compare a call with those of the other workers; of calls as short as a step, the first."""
+    compared = _compared.setdefault(model, set())
+    if given.get("_use_cached_eval_dataset") or (is_short and name in compared):
+        return
+    compared.add(name)
+    strategy._complete(model, name)  # a training that failed has left its parts on the workers
+    described = _described(model, given)
     weights = [weight / sum(strategy.shares) for weight in strategy.shares]
     described["shares"] = str([float(f"{weight:.4g}") for weight in weights])
     # After a failed local training, steps start from the chief's weights, whatever comes next.
     is_left_local = name == "fit" and hasattr(model.train_function, "adopts_the_chiefs")
-    may_differ = is_left_local or trains_locally(given.get("callbacks"))
+    may_differ = is_left_local or _trains_locally(given.get("callbacks"))
     if may_differ:
         described.pop("steps trained before", None)
     everyone = strategy.agree(
@@ -124,9 +56,9 @@ def _agree(
         described,
         opening=f"The workers do not agree on model.{name}",
         advice="Run the same script with the same data, all of it, on every worker.",
-        notes=weights_in_short(model),
+        notes=_weights_in_short(model),
     )
-    others = [] if may_differ else workers_with_other_weights(everyone)
+    others = [] if may_differ else _workers_with_other_weights(everyone)
     if others:
         raise ValueError(
             f"The workers' models have different weights: those of worker(s) {list(others)} are "
@@ -135,19 +67,7 @@ def _agree(
         )
 
 
-def _with_step_watch(
-    model: keras.Model, callbacks: object
-) -> keras.callbacks.CallbackList | list[keras.callbacks.Callback]:
-    watch = _StepWatch()
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        watch.set_model(model)
-        callbacks.append(watch)
-        return callbacks
-    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-    return [*(callback for callback in given if callback is not None), watch]
-
-
-class _StepWatch(keras.callbacks.Callback):
+class StepWatch(keras.callbacks.Callback):
     """Last callback of a `fit`, which ends the training when one worker alone stops it."""
 
     _epoch = 0
@@ -155,18 +75,22 @@ class _StepWatch(keras.callbacks.Callback):
     _trains = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Restart counting batches from 0."""
         self._epoch, self._batches, self._trains = epoch, 0, True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Agree if training stops within an epoch."""
         self._batches = batch + 1
         if self.model.stop_training:
             self._agree(is_early=True)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Agree if training has been stopped before the validation."""
         if self._trains and self.model.stop_training:
             self._agree(is_early=True)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Agree on what all workers do next."""
         self._agree(is_early=bool(self.model.stop_training))
         self._trains = False
 
@@ -192,3 +116,192 @@ class _StepWatch(keras.callbacks.Callback):
             if is_early
             else None,
         )
+
+
+def _described(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return what must be equal on all workers."""
+    plain = {
+        name: value
+        for name, value in arguments.items()
+        if name not in (*_DATA, *_OWN) and not name.startswith("_")
+    }
+    parts: list[tuple[str, str]] = []
+    for name, value in plain.items():
+        parts += flat(name.replace("_", " "), value)
+    for name in _DATA:
+        parts += _data(name, arguments.get(name))
+    parts += _compiled(model)
+    parts += _architecture(model)
+    together = _communicating(arguments.get("callbacks"))
+    names = [type(callback).__name__ for callback in together]
+    parts.append(("callbacks that work together", str(names)))
+    for callback in together:
+        parts += _settings(callback)
+    return dict(parts)
+
+
+def _communicating(callbacks: object) -> list[keras.callbacks.Callback]:
+    each = getattr(callbacks, "callbacks", callbacks) or []
+    each = each if isinstance(each, (list, tuple)) else [each]
+    return [
+        callback
+        for callback in each
+        if type(callback).__module__.startswith("keras_het.")
+        and type(callback).__name__ not in _WORKS_ALONE
+    ]
+
+
+def _settings(callback: keras.callbacks.Callback) -> Iterator[tuple[str, str]]:
+    """A callback's arguments, if it keeps them under their names."""
+    kind = type(callback).__name__
+    for name in inspect.signature(type(callback)).parameters:
+        kept = [f"_given_{name}", f"_{name}"]
+        value = next((getattr(callback, each) for each in kept if hasattr(callback, each)), None)
+        if name != "verbose" and _is_plain(value):
+            yield from flat(f"{kind}.{name}", value)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_plain(each) for each in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(each) for each in value)
+    return isinstance(value, (str, int, float, bool))
+
+
+def _trains_locally(callbacks: object) -> bool:
+    """Tell whether weights may differ between workers: training starts from the chief's."""
+    return any(type(each).__name__ == "LocalTraining" for each in _communicating(callbacks))
+
+
+def _data(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Kind, number of rows and types of the given data."""
+    if value is None:
+        return
+    if isinstance(value, (DistributedSteps, tf.data.Dataset)):
+        yield f"kind of {name}", "data set"
+        yield f"batches of {name}", _cardinality(value)
+        for path, spec in _leaves(name, value.element_spec):
+            yield f"elements of {path}", str(spec)
+    elif isinstance(value, tf.distribute.DistributedDataset):
+        yield f"kind of {name}", "data set of each replica's own batches"
+    elif hasattr(value, "num_batches") or _is_loader(value):
+        yield f"kind of {name}", type(value).__name__
+        size = getattr(value, "num_batches", None)
+        yield f"batches of {name}", str(size if size is not None else len(value))
+    elif hasattr(value, "__next__"):
+        yield f"kind of {name}", "generator"
+    else:
+        for path, array in _leaves(name, value):
+            shape = [int(n) if n is not None else None for n in getattr(array, "shape", ())]
+            yield f"kind of {path}", "array"
+            yield f"rows of {path}", str(shape[0] if shape else "none")
+            yield f"type of {path}", f"{_dtype(array)} {shape[1:]}"
+            yield f"some rows of {path}", sample_of(array)
+
+
+def _is_loader(value: object) -> bool:
+    return type(value).__module__.startswith("torch.utils.data")
+
+
+def _cardinality(dataset: DistributedSteps | tf.data.Dataset) -> str:
+    size = dataset.cardinality
+    number = int(size() if callable(size) else size)
+    named = {tf.data.INFINITE_CARDINALITY: "infinite", tf.data.UNKNOWN_CARDINALITY: "unknown"}
+    return named.get(number, str(number))
+
+
+def _leaves(name: str, value: object) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from _leaves(f"{name}[{key!r}]", value[key])
+    elif isinstance(value, (list, tuple)) and any(
+        hasattr(each, "shape") or isinstance(each, (list, tuple, Mapping)) for each in value
+    ):
+        for position, each in enumerate(value):
+            yield from _leaves(f"{name}[{position}]", each)
+    elif value is not None:
+        is_array = hasattr(value, "shape")
+        yield name, value if is_array or not isinstance(value, (list, tuple)) else np.asarray(value)
+
+
+def _dtype(array: object) -> str:
+    dtype = getattr(array, "dtype", None)
+    return str(getattr(dtype, "name", dtype))
+
+
+def _compiled(model: keras.Model) -> Iterator[tuple[str, str]]:
+    """Optimizer, loss and metrics."""
+    try:
+        config = model.get_compile_config() or {}
+    except Exception:  # whatever a user-defined class raises
+        config = {}
+    for name, value in config.items():
+        yield from flat(str(name).replace("_", " "), value)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        yield "optimizer", type(optimizer).__name__
+        yield "steps trained before", str(int(np.asarray(optimizer.iterations)))
+
+
+def _architecture(model: keras.Model) -> Iterator[tuple[str, str]]:
+    yield "model", type(model).__name__
+    for number, layer in enumerate(_layers(model)):
+        kind = type(layer).__name__
+        yield f"layer {number}", kind
+        if hasattr(layer, "layers"):
+            continue
+        try:
+            config = layer.get_config()
+        except Exception:  # as above
+            continue
+        yield from flat(f"layer {number} ({kind})", config)
+    if model.built:
+        yield "number of weights", str(len(model.weights))
+        for number, weight in enumerate(model.weights):
+            kind = "trainable" if weight.trainable else "not trainable"
+            yield f"weight {number}", f"{_dtype(weight)} {list(weight.shape)}, {kind}"
+
+
+def _layers(model: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
+    for layer in getattr(model, "layers", ()):
+        yield layer
+        yield from _layers(layer)
+
+
+def _weights_in_short(model: keras.Model) -> list[int]:
+    """Four numbers that tell one set of weights from another, up to rounding.
+
+    They are the norm of some of the elements, and three sums of them with random signs, float64.
+    """
+    if not model.built or not model.weights:
+        return [0] * 4
+    parts = [_some(weight) for weight in model.weights]
+    values = np.concatenate(parts) if parts else np.zeros([0])
+    signs = np.random.default_rng(7).choice([-1.0, 1.0], size=(3, len(values)))
+    numbers = np.array([np.linalg.norm(values), *(signs @ values)], np.float64)
+    return [int(number) for number in numbers.view(np.int64)]
+
+
+def _some(weight: keras.Variable) -> np.ndarray:
+    dtype = tf.as_dtype(weight.dtype)
+    if not (dtype.is_floating or dtype.is_integer):
+        return np.zeros([0])
+    value = tf.convert_to_tensor(weight.value)
+    if math.prod(weight.shape) > _MOST_READ:  # reading a small one is faster than slicing it
+        value = tf.reshape(value, [-1])
+        value = tf.concat([value[:_MOST_SAMPLED], value[-_MOST_SAMPLED:]], 0)
+    flat_value = np.asarray(value).reshape(-1)
+    ends = (flat_value[:_MOST_SAMPLED], flat_value[-_MOST_SAMPLED:])
+    return np.concatenate(ends).astype(np.float64)
+
+
+def _workers_with_other_weights(everyone: np.ndarray) -> Sequence[int]:
+    """Return the workers whose weights differ from the chief's by more than rounding."""
+    numbers = np.ascontiguousarray(everyone).view(np.float64)
+    norms = np.maximum(np.abs(numbers[:, 0]), np.abs(numbers[0, 0]))
+    difference = np.abs(numbers - numbers[0]).max(axis=1)
+    # except when both are NaN, which is a different kind of fault
+    other = difference > _TOLERANCE * norms
+    other |= np.isnan(numbers).any(axis=1) != np.isnan(numbers[0]).any()
+    return [int(worker) for worker in np.flatnonzero(other)]

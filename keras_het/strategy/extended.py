@@ -15,7 +15,7 @@ from keras_het import private_api
 from keras_het.planning import ReplicaLayout
 from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
 from keras_het.strategy.cluster import agreement
-from keras_het.strategy.exact.created_in_scope import check_created_in_scope, install_scope_errors
+from keras_het.strategy.exact.created_in_scope import check_created_in_scope
 from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
 from keras_het.summation import SummationGroup
 from keras_het.value_types import Leaf, Nest
@@ -47,7 +47,6 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         peer_timeout_seconds: float = 30.0,
         on_join: Callable[[], None] = lambda: None,
     ) -> None:
-        install_scope_errors()
         self._on_join = on_join
         self._requested_devices = tuple(devices)
         self._timeouts = (connect_seconds, peer_timeout_seconds + _MORE_SECONDS)

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import functools
 import signal
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,28 +15,25 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.fit.session import install_sessions
 from keras_het.keras_backend import check_keras_backend
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.input.data_pass import Claims
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout
 from keras_het.planning.replica_layout import share_weights
-from keras_het.strategy.agreed_calls import install_agreement
-from keras_het.strategy.average_loss import check_caller, install_average_loss
+from keras_het.strategy import keras_calls
 from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
 from keras_het.strategy.cluster import agreement
-from keras_het.strategy.cluster.chief_only import install_chief_only
 from keras_het.strategy.cluster.cluster_config import ClusterConfig
 from keras_het.strategy.cluster.departure import leave_quickly, leave_together
 from keras_het.strategy.cluster.peer_watch import (
     PeerWatch,
     check_seconds,
     install_report,
-    name_lost_workers,
+    naming_lost_workers,
     read_peer_timeout,
 )
-from keras_het.strategy.cluster.stop_request import StopRequest, install_loops
+from keras_het.strategy.cluster.stop_request import StopRequest
 from keras_het.strategy.cluster.stop_signals import SIGNALS, stop_signals
 from keras_het.strategy.data_path import DataPath, with_own_batches
 from keras_het.strategy.exact.compiled_step import check_can_compile
@@ -62,7 +58,6 @@ from keras_het.strategy.membership import (
     watch_peers,
     watch_summation,
 )
-from keras_het.strategy.symbolic_build import install_symbolic_build
 from keras_het.strategy.training_state import TrainingState
 from keras_het.summation import (
     Summation,
@@ -132,6 +127,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
     _collective_key_base = 0  # TensorFlow numbers collectives from here
     _extended_class = HeterogeneousExtended
+    _holds_parts = False  # of a model in each process, as a pipeline's do
 
     def __init__(
         self,
@@ -144,7 +140,6 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         peer_timeout_seconds: float | None = None,
     ) -> None:
         check_keras_backend(keras.backend.backend())
-        install_symbolic_build()
         check_seconds("connect_seconds", connect_seconds)
         patience = read_peer_timeout(peer_timeout_seconds)
         summation = read_aggregation(aggregation)
@@ -183,28 +178,20 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
                 group = start_summation(summation, self.extended, membership, watch.raise_if_lost)
                 watch_summation(watch, group)
                 self.extended.use_summation(group)
-            install_chief_only()
             atexit.register(leave_together, weakref.ref(self))
-        if self.is_async_worker:
-            install_chief_only()
-        install_average_loss()
-        install_sessions()
-        install_agreement(self)
         # Ends training after a signal; Ctrl-C only where other workers have to end as well.
         is_alone = self.num_workers == 1 and not self.num_async_workers
+        if not is_alone and not (membership.config and membership.config.is_evaluator):
+            keras_calls.refuse_models_outside(self)
         self._stop_request = StopRequest(self, is_alone)
         stop_signals.add(self._stop_request)
         stop_signals.install(numbers=[signal.SIGTERM] if is_alone else SIGNALS)
-        install_loops()
         share_news(self._peer_watch, self.worker_index, self._stop_request)
 
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas of all workers of the sync group."""
-        count = super().num_replicas_in_sync
-        if count > 1:
-            check_caller(sys._getframe(1))
-        return count
+        return self.layout.num_replicas
 
     def __repr__(self) -> str:
         shares = ", ".join(f"{weight:g}" for weight in self.shares)
@@ -448,7 +435,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         described: Mapping[str, str],
         *,
         leaves_loop: str | None = None,
-        **options: object,
+        **options: Any,
     ) -> np.ndarray:
         """Compare what the workers are about to do; all of them must call it.
 
@@ -464,11 +451,11 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """
         if self.num_workers == 1:
             return np.zeros([1, agreement.NUM_NOTES], np.int64)
-        compare = self._name_lost_workers(agreement.agree)
         with contextlib.ExitStack() as stack:
             if leaves_loop is not None:
                 stack.enter_context(agreement.Patience(leaves_loop, self.extended.end_of_all))
-            return compare(self.extended, place, described, **options)
+            stack.enter_context(self._naming_lost_workers())
+            return agreement.agree(self.extended, place, described, **options)
 
     def experimental_distribute_dataset(
         self,
@@ -532,7 +519,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
                 self._has_warned = True
                 warn_that_nothing_waits()
         else:
-            self._stop_request.watch_steps(
+            self._stop_request.note_step(
                 private_api.model_of_prediction(step), f"{kind}_function", self._steps_carry_wishes
             )
         is_traced_apart = hasattr(fn, "get_concrete_function")
@@ -547,10 +534,15 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             return run_predict_step(self, run, step, args[0])
         return run_train_or_test_step(self, run, step, args[0])
 
-    def _name_lost_workers(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Make a function that runs collectives report which worker was lost."""
-        watch = self._peer_watch
-        return function if watch is None else name_lost_workers(watch, function)
+    def _naming_lost_workers(self) -> contextlib.AbstractContextManager[None]:
+        """Let errors of collectives run meanwhile say which worker was lost."""
+        return naming_lost_workers(self._peer_watch)
+
+    def _complete(self, model: keras.Model, purpose: str) -> None:
+        """Give every process the whole model, where a single one might ask for it."""
+
+    def _put_together(self, model: keras.Model) -> None:
+        """Give every process the whole model; all of them must call it after the same step."""
 
     @property
     def _steps_carry_wishes(self) -> bool:

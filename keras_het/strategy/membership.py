@@ -14,8 +14,7 @@ import tensorflow as tf
 from keras_het import private_api
 from keras_het.strategy.cluster.arrival import wait_for_peers
 from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
-from keras_het.strategy.cluster.neighbours import neighbours
-from keras_het.strategy.cluster.peer_watch import PeerWatch, short_name
+from keras_het.strategy.cluster.peer_watch import PeerWatch, neighbours, short_name
 from keras_het.strategy.cluster.stop_request import StopRequest
 from keras_het.strategy.cluster.stop_signals import stop_signals
 from keras_het.summation import SummationGroup

@@ -12,7 +12,8 @@ import pytest
 import tensorflow as tf
 
 import keras_het
-from keras_het.fit.session import FitSession, Rank, SessionCallback, install_sessions
+from keras_het.fit.session import FitSession, Rank
+from keras_het.strategy.keras_calls import SessionCallback
 
 X = np.ones((8, 3), "float32")
 Y = X[:, :1]
@@ -21,13 +22,12 @@ STEPS = 4
 
 @pytest.fixture
 def model():
-    install_sessions()
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     return model
 
 
-class Layers(keras.callbacks.Callback):
+class Layers(SessionCallback):
     """Puts layers around the steps that note their names, and acts where it is told to.
 
     Args:
@@ -144,7 +144,7 @@ def test_a_session_ends_with_an_error(model, place):
 def test_an_end_that_fails_hinders_no_other(model):
     layers = Layers({})
 
-    class Fails(keras.callbacks.Callback):
+    class Fails(SessionCallback):
         def on_train_begin(self, logs=None):
             FitSession.of(self.model).on_end(lambda: 1 / 0)
 
@@ -158,7 +158,7 @@ def test_a_session_may_refuse_one_within_it(model):
         if inner.loop == "fit":
             raise RuntimeError(f"no {inner.loop} here")
 
-    class Refuses(keras.callbacks.Callback):
+    class Refuses(SessionCallback):
         def on_train_begin(self, logs=None):
             FitSession.of(self.model).before_inner(refuse)
 
@@ -183,7 +183,7 @@ def test_a_session_knows_the_users_callbacks(model):
 
 
 def test_layers_come_and_go_while_the_training_runs(model):
-    class Once(keras.callbacks.Callback):
+    class Once(SessionCallback):
         calls = 0
 
         def on_train_batch_begin(self, batch, logs=None):

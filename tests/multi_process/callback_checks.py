@@ -12,7 +12,7 @@ from recorded import ONLY_WORKERS, OWN
 from recording import Recording, batches, check, small_model
 
 import keras_het
-from keras_het.strategy.cluster import chief_only
+from keras_het.strategy import keras_calls
 
 MOST_EPOCHS = 12
 
@@ -77,7 +77,7 @@ def files(run: Recording) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("keras_het").addHandler(handler)
-    chief_only._say_once.cache_clear()
+    keras_calls._say_once.cache_clear()
     run.fit(model, batches(), validation_data=batches(15, 6), callbacks=callbacks)
     model.save("final.keras")
     model.save("final.keras")

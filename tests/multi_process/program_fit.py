@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_het
-from keras_het.strategy.cluster import neighbours
+from keras_het.strategy.cluster import peer_watch
 
 config = json.loads(os.environ.get("TF_CONFIG") or '{"task": {"index": 0}}')
 PLACE = config["task"]["index"] + (
@@ -67,7 +67,7 @@ def main() -> None:
     if option("seed") is not None:
         keras.utils.set_random_seed(option("seed"))
     if option("most_watched") is not None:
-        neighbours.neighbours.__defaults__ = (option("most_watched"),)
+        peer_watch.neighbours.__defaults__ = (option("most_watched"),)
     shares = option("shares")
     strategy = keras_het.HeterogeneousStrategy(
         shares=None if shares is None else [float(share) for share in shares.split(":")],

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from keras_het.strategy.cluster.cluster_address import refuses_connections
-from keras_het.strategy.cluster.neighbours import neighbours
-from keras_het.strategy.cluster.peer_watch import PeerWatch
+from keras_het.strategy.cluster.peer_watch import PeerWatch, neighbours
 
 NUMBER = 64
 TIMEOUT = 30.0

@@ -15,7 +15,7 @@ from keras_het.strategy.cluster import peer_watch
 from keras_het.strategy.cluster.peer_watch import (
     PeerWatch,
     WorkerLostError,
-    name_lost_workers,
+    naming_lost_workers,
     read_peer_timeout,
 )
 
@@ -217,23 +217,20 @@ def test_the_thread_does_not_keep_the_process_alive() -> None:
 def test_a_broken_connection_becomes_one_error_that_names_the_worker() -> None:
     watch = make_watch(lambda task, timeout: task != SECOND)
 
-    def step(value: int) -> None:
-        raise UnavailableError("failed to connect to all addresses")
-
     watch.start()
-    with pytest.raises(WorkerLostError, match=r"^Lost worker 1 \(host-c:3\)") as raised:
-        name_lost_workers(watch, step)(1)
+    with (
+        pytest.raises(WorkerLostError, match=r"^Lost worker 1 \(host-c:3\)") as raised,
+        naming_lost_workers(watch),
+    ):
+        raise UnavailableError("failed to connect to all addresses")
     assert raised.value.__suppress_context__
 
 
 def test_other_errors_pass_unchanged() -> None:
     watch = make_watch(lambda task, timeout: False)
 
-    def step() -> None:
+    with pytest.raises(ZeroDivisionError, match="of the user"), naming_lost_workers(watch):
         raise ZeroDivisionError("a mistake of the user")
-
-    with pytest.raises(ZeroDivisionError, match="a mistake of the user"):
-        name_lost_workers(watch, step)()
 
 
 def test_an_error_while_all_workers_answer_passes_unchanged(
@@ -242,13 +239,5 @@ def test_an_error_while_all_workers_answer_passes_unchanged(
     watch = make_watch()
     monkeypatch.setattr(watch, "wait_for_loss", lambda: None)
 
-    def step() -> None:
+    with pytest.raises(UnavailableError, match="another server"), naming_lost_workers(watch):
         raise UnavailableError("another server that the data come from")
-
-    with pytest.raises(UnavailableError, match="another server"):
-        name_lost_workers(watch, step)()
-
-
-def test_results_and_arguments_pass() -> None:
-    step = name_lost_workers(make_watch(), lambda *args, **kwargs: (args, kwargs))
-    assert step(1, 2, key=3) == ((1, 2), {"key": 3})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
 import math
 import os
@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
 from keras_het.strategy.cluster.cluster_address import refuses_connections
@@ -26,6 +26,18 @@ _ANSWER_SECONDS = 0.25
 _LONGEST_CHECK_SECONDS = 2.0
 # How long a survivor needs to hear of a loss that another one has found.
 _SECONDS_FOR_NEWS = 5.0
+
+# A worker's cost of watching does not grow with the cluster.
+_MOST_WATCHED = 3
+
+
+def neighbours(place: int, number: int, most: int = _MOST_WATCHED) -> tuple[int, ...]:
+    """Return the workers that one of `number` watches: worker 0, and those behind it in a ring.
+
+    Worker 0 carries the news of any lost worker, so every worker watches it.
+    """
+    watched = {0, *((place + offset) % number for offset in range(1, most + 1))}
+    return tuple(sorted(watched - {place}))
 
 
 def read_peer_timeout(given: float | None) -> float:
@@ -207,25 +219,21 @@ def short_name(task: str) -> str:
     return f"{job} {task.rsplit(':', 1)[1]}"
 
 
-def name_lost_workers(watch: PeerWatch, function: Callable[..., object]) -> Callable[..., object]:
-    """Wrap a function so that a lost worker causes one error that names it."""
-
-    @functools.wraps(function)
-    def call(*args: object, **kwargs: object) -> object:
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            if not may_be_a_lost_connection(error) or message_in(error):
-                raise
-            started = time.monotonic()
-            message = watch.wait_for_loss()
-            _logger.debug("waited %.1f s after %s", time.monotonic() - started, error)
-            if message is None:
-                raise
-            # TensorFlow's error is pages of graph nodes and says nothing about the worker.
-            raise WorkerLostError(message) from None
-
-    return call
+@contextlib.contextmanager
+def naming_lost_workers(watch: PeerWatch | None) -> Iterator[None]:
+    """Let a lost worker cause one error that names it."""
+    try:
+        yield
+    except Exception as error:
+        if watch is None or not may_be_a_lost_connection(error) or message_in(error):
+            raise
+        started = time.monotonic()
+        message = watch.wait_for_loss()
+        _logger.debug("waited %.1f s after %s", time.monotonic() - started, error)
+        if message is None:
+            raise
+        # TensorFlow's error is pages of graph nodes and says nothing about the worker.
+        raise WorkerLostError(message) from None
 
 
 _CONNECTION_ERRORS = (

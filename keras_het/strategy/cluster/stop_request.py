@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_het.fit.session import Batches, FitSession, Rank, StepFunction
+from keras_het.fit.session import STEP_FUNCTIONS, Batches, FitSession, Rank, StepFunction
 from keras_het.strategy.cluster.departure import call_for
 from keras_het.strategy.cluster.stop_signals import SIGNALS, stop_signals
 from keras_het.strategy.cluster.unfinished_step import StepGuard, UnfinishedStep
@@ -22,7 +22,6 @@ from keras_het.training_strategy import TrainingStrategy
 
 _logger = logging.getLogger(__name__)
 
-_LOOPS = ("fit", "evaluate", "predict")
 _SECONDS_TO_MEET = 2.0
 
 
@@ -47,6 +46,9 @@ class StopRequest:
         self._depth = 0
         self._has_begun_steps = False
         self._is_carried = False
+        self._carries: weakref.WeakKeyDictionary[keras.Model, dict[str, bool]] = (
+            weakref.WeakKeyDictionary()
+        )
         # On the step's device, because XLA may compile the step.
         with tf.init_scope(), tf.device(device):
             self._own = tf.Variable(tf.zeros([len(SIGNALS)]), trainable=False)
@@ -68,11 +70,8 @@ class StopRequest:
     ) -> StepGuard:
         """Have the last finished step of a `fit` saved if the process must end in the next one."""
         self.guard = guard = StepGuard(session.model, mark, save, self.unfinished)
-
-        def run_alone(function: StepFunction, batches: Batches) -> Any:
-            return self._at_boundaries(functools.partial(guard.run_step, function), False)(batches)
-
-        session.add_layer(Rank.GUARD_STATE, run_alone if self._is_alone else guard.run_step)
+        session.add_layer(Rank.GUARD_STATE, guard.run_step)
+        session.add_layer(Rank.END_IF_ASKED, functools.partial(self._run_step, session))
         session.on_end(lambda: setattr(self, "guard", None))
         return guard
 
@@ -113,33 +112,29 @@ class StopRequest:
         """Record the requests of all replicas; called in the graph, by one local replica."""
         self._everyone.assign(tf.cast(summed, tf.float32))
 
-    def watch_steps(self, model: keras.Model | None, attribute: str, is_carried: bool) -> None:
-        """Make a Keras loop stop between two steps; called while its first step is traced.
-
-        Keras looks up the function in every step: the second step comes through here first.
-        """
-        function = getattr(model, attribute, None)
+    def note_step(self, model: keras.Model | None, attribute: str, is_carried: bool) -> None:
+        """Note, where a step is traced, whether its sum over all replicas carries requests."""
         self._has_begun_steps, self._is_carried = True, is_carried
-        is_watched = self._is_alone or hasattr(function, "ends_at_boundaries")
-        if function is not None and not is_watched:
-            setattr(model, attribute, self._at_boundaries(function, is_carried))
+        if model is not None:
+            self._carries.setdefault(model, {})[attribute] = is_carried
 
-    def _at_boundaries(
-        self, function: Callable[..., object], is_carried: bool
-    ) -> Callable[..., object]:
-        @functools.wraps(function)
-        def step(*args: object, **kwargs: object) -> object:
+    def watch(self, session: FitSession) -> None:
+        """Let a loop of Keras end between two steps; of a lone process only if they are guarded."""
+        if not self._is_alone:
+            session.add_layer(Rank.END_IF_ASKED, functools.partial(self._run_step, session))
+
+    def _run_step(self, session: FitSession, function: StepFunction, batches: Batches) -> Any:
+        noted = self._carries.get(session.model, {})
+        is_carried = noted.get(STEP_FUNCTIONS[session.loop])
+        if is_carried is not None:  # else the first step is yet to be traced
             self._has_begun_steps, self._is_carried = True, is_carried
             self.end_if_agreed()
             if self._received is not None and is_carried:
                 self._own.assign([float(number == self._received) for number in SIGNALS])
-            result = function(*args, **kwargs)
-            if not is_carried:
-                self._agreed = self._received
-            return result
-
-        step.ends_at_boundaries = True  # type: ignore[attr-defined]
-        return step
+        result = function(batches)
+        if not self._is_carried:
+            self._agreed = self._received
+        return result
 
     @contextlib.contextmanager
     def loop(self) -> Iterator[None]:
@@ -176,25 +171,3 @@ class StopRequest:
         self._own.assign(tf.zeros_like(self._own))
         self._everyone.assign(tf.zeros_like(self._everyone))
         raise stop_signals.exception(number)
-
-
-def install_loops() -> None:
-    """Register the loops of models that have a `StopRequest` with it; idempotent."""
-    for name in _LOOPS:
-        original = getattr(keras.Model, name)
-        if not hasattr(original, "ends_at_boundaries"):
-            setattr(keras.Model, name, _known(original))
-
-
-def _known(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def loop(model: keras.Model, *args: object, **kwargs: object) -> Any:
-        strategy = getattr(model, "distribute_strategy", None)
-        request = getattr(strategy, "_stop_request", None)
-        if request is None:
-            return original(model, *args, **kwargs)
-        with request.loop():
-            return original(model, *args, **kwargs)
-
-    loop.ends_at_boundaries = True  # type: ignore[attr-defined]
-    return loop

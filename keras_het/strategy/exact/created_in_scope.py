@@ -44,11 +44,9 @@ def is_shared(strategy: TrainingStrategy, variable: EitherVariable) -> bool:
     return max(strategy.layout.replicas_per_worker) > 1 and not _is_own(strategy, variable)
 
 
-def install_scope_errors() -> None:
-    """Say what to do where TensorFlow names its internals; permanent, installed once."""
+def explain_scope_errors() -> None:
+    """Say what to do where TensorFlow names its internals; for our strategies, call it once."""
     variable = private_api.distribute_values.DistributedVariable
-    if hasattr(variable.handle.fget, "__wrapped__"):
-        return
     for name in ("_wrong_strategy_scope", "_assert_strategy"):
         check = getattr(private_api.distribute_lib, name)
         setattr(private_api.distribute_lib, name, _explained(check, RuntimeError, _mixed))

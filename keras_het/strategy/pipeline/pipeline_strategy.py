@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het import keras_graphs_adapter, private_api
-from keras_het.fit.model_strategy import complete
 from keras_het.planning import ReplicaLayout
 from keras_het.planning.pipeline import PipelinePlan, Timeline
 from keras_het.planning.pipeline.plan import check_wishes
@@ -188,7 +186,6 @@ class PipelineStrategy(HeterogeneousStrategy):
                 "schedule": schedule,
             }
             self.agree("keras_het.PipelineStrategy", described)
-            install_completion()
 
     def _new_group(self) -> ProcessGroup | None:
         """Return the processes for one more pipeline, with messages of its own."""
@@ -312,7 +309,7 @@ class PipelineStrategy(HeterogeneousStrategy):
                 "or train_on_batch, or keras_het.HeterogeneousStrategy for a custom loop."
             )
         model = private_api.model_of_prediction(step)
-        self._stop_request.watch_steps(model, f"{kind}_function", self.num_workers > 1)
+        self._stop_request.note_step(model, f"{kind}_function", self.num_workers > 1)
         data = tf.nest.map_structure(_whole_batch, args[0], expand_composites=False)
         pipeline = self._pipeline_of(model, data)
         run = {"train": pipeline.train_step, "test": pipeline.test_step}
@@ -371,14 +368,17 @@ class PipelineStrategy(HeterogeneousStrategy):
         plan, self._timeline = make_plan(units, measured, self._wishes, processes)
         return plan, emulation
 
-    def _has_trained(self, model: keras.Model) -> None:
-        """Give every process the whole model; all of them must call it after the same step."""
+    @property
+    def _holds_parts(self) -> bool:  # type: ignore[override]
+        return self.num_workers > 1
+
+    def _put_together(self, model: keras.Model) -> None:
         pipeline = _known_pipeline(model)
         if pipeline is not None and pipeline.group is not None and pipeline.is_scattered:
-            self._name_lost_workers(gather_state)(pipeline, pipeline.group)
+            with self._naming_lost_workers():
+                gather_state(pipeline, pipeline.group)
 
     def _complete(self, model: keras.Model, purpose: str) -> None:
-        """Give every process the whole model, where a single one might ask for it."""
         pipeline = _known_pipeline(model)
         if pipeline is None or not pipeline.is_scattered:
             return
@@ -393,7 +393,7 @@ class PipelineStrategy(HeterogeneousStrategy):
                 "the end of an epoch, when each of them has the whole model."
             ),
         )
-        self._has_trained(model)
+        self._put_together(model)
 
 
 def _check_plan_argument(plan: object) -> None:
@@ -437,10 +437,7 @@ def gather_state(pipeline: Pipeline, group: ProcessGroup) -> None:
 
 
 def _gather(pipeline: Pipeline, group: ProcessGroup) -> None:
-    optimizer = pipeline.optimizer
-    is_built = optimizer is not None and optimizer.built
-    pairs = keras_graphs_adapter.variables_of_optimizer(optimizer) if is_built else []
-    kept = {id(variable): slots for variable, slots in pairs}
+    kept = _slots(pipeline.optimizer)
     owners = [pipeline.edges.processes_of(number)[0] for number in range(len(pipeline.stages))]
     for owner, stage in zip(owners, pipeline.stages, strict=True):
         own = [*stage.weights, *stage.state]
@@ -448,31 +445,12 @@ def _gather(pipeline: Pipeline, group: ProcessGroup) -> None:
         group.share_state([*own, *slots], owner)
 
 
-def install_completion() -> None:
-    """Make what saves or returns all weights of a model put it together first; idempotent.
-
-    Within an epoch, a process has fresh weights of its own stages only.
-    """
-    for owner, name in (
-        (keras.Model, "save"),
-        (keras.Model, "save_weights"),
-        (keras.Model, "export"),
-        (keras.Model, "get_weights"),
-        (keras.callbacks.BackupAndRestore, "_save_model"),
-    ):
-        original = getattr(owner, name)
-        if not hasattr(original, "completes"):
-            setattr(owner, name, _completing(original, name))
-
-
-def _completing(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def complete_first(self: keras.Model | keras.callbacks.Callback, *args: Any, **kw: Any) -> Any:
-        complete(self if isinstance(self, keras.Model) else self.model, name)
-        return original(self, *args, **kw)
-
-    complete_first.completes = True  # type: ignore[attr-defined]
-    return complete_first
+def _slots(optimizer: keras.optimizers.Optimizer | None) -> dict[int, list[keras.Variable]]:
+    """Return what an optimizer keeps for each variable, by the variable's id."""
+    if optimizer is None or not optimizer.built:
+        return {}
+    pairs = keras_graphs_adapter.variables_of_optimizer(optimizer)
+    return {id(variable): slots for variable, slots in pairs}
 
 
 def place(
@@ -486,8 +464,7 @@ def place(
 
     Of a stage with several replicas it is the first one's; the others read it in every step.
     """
-    pairs = keras_graphs_adapter.variables_of_optimizer(optimizer) if _is_built(optimizer) else []
-    kept = {id(variable): slots for variable, slots in pairs}
+    kept = _slots(optimizer)
     for stage, device in zip(stages, homes, strict=True):
         for variable in [*stage.weights, *stage.state]:
             if id(variable) in taken:
@@ -496,12 +473,8 @@ def place(
                 if not _lies_on(each, device):
                     with extended.variables_on(device):
                         private_api.recreate_variable(each)
-    if pairs:
+    if kept:
         keras_graphs_adapter.know_variables_again(optimizer)
-
-
-def _is_built(optimizer: keras.optimizers.Optimizer | None) -> bool:
-    return optimizer is not None and bool(optimizer.built)
 
 
 def _lies_on(variable: keras.Variable, device: str) -> bool:
