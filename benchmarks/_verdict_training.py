@@ -28,7 +28,7 @@ from _verdict_faults import EVERY, Training
 import keras_het
 from keras_het.planning.diagnosis.recording import Recording
 from keras_het.planning.diagnosis.verdict import diagnose
-from keras_het.strategy.exact import emulated_device
+from keras_het.strategy.measure import emulated_device
 
 STEP_SECONDS = 0.025  # of an emulated device
 BATCH = 12

@@ -42,8 +42,8 @@ from digits import global_batches, load_digits, make_model
 from keras_het import HeterogeneousStrategy
 from keras_het.callbacks import BatchBalancer
 from keras_het.planning import BalancePlan, LinearTimeModel, min_max_shares_of_models
-from keras_het.strategy.exact import emulated_device
-from keras_het.strategy.measure.emulated_device_config import KERAS_HET_EMULATED_DEVICES
+from keras_het.strategy.measure import emulated_device
+from keras_het.strategy.measure.emulated_device import KERAS_HET_EMULATED_DEVICES
 
 MOST_REPLICAS = 4
 POLICIES = ("even", *PEERS, "boa")

@@ -47,7 +47,7 @@ import keras_het
 from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.failure_report import describe_failures
 from keras_het.launch.local.local_cluster import LocalCluster
-from keras_het.strategy.measure.emulated_device_config import KERAS_HET_EMULATED_DEVICES
+from keras_het.strategy.measure.emulated_device import KERAS_HET_EMULATED_DEVICES
 
 REPLICAS = 3
 FAST_MBIT, SLOW_MBIT = 1000.0, 100.0

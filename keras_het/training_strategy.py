@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from keras_het.strategy.cluster.stop_request import StopRequest
     from keras_het.strategy.extended import HeterogeneousExtended
     from keras_het.strategy.measure.compute_times import ComputeTimes
-    from keras_het.strategy.measure.emulated_device_config import EmulatedDevice
+    from keras_het.strategy.measure.emulated_device import EmulatedDevice
     from keras_het.strategy.training_state import TrainingState
 
 

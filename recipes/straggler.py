@@ -37,7 +37,7 @@ def train(directory: Path, steps_per_phase: int) -> None:
     from stopwatch import Stopwatch
 
     import keras_het
-    from keras_het.strategy.exact import emulated_device
+    from keras_het.strategy.measure import emulated_device
 
     class Weather(keras.callbacks.Callback):
         """Change of the emulated device's speed; on real machines this is unnecessary."""

@@ -18,7 +18,7 @@ from equivalence import (
 )
 
 from keras_het import HeterogeneousStrategy
-from keras_het.strategy.exact.compiled_step import check_can_compile
+from keras_het.strategy.exact.keras_step import check_can_compile
 
 
 def unknown_cardinality():

@@ -18,7 +18,7 @@ from equivalence import (
     three_replicas,
 )
 
-from keras_het.strategy.exact.empty_share import at_least_one_row
+from keras_het.strategy.exact.keras_step import at_least_one_row
 
 adam = functools.partial(keras.optimizers.Adam, 0.05)
 
@@ -280,14 +280,14 @@ def test_absent_parts_of_what_a_generator_yields():
 @pytest.mark.parametrize("is_on_gpu", [False, True])
 def test_what_stands_in_for_an_empty_share(is_on_gpu):
     """On a GPU no zeros, which layers would mask: cuDNN takes no row that is masked as a whole."""
-    step = SimpleNamespace(samples=tf.constant(0), is_on_gpu=is_on_gpu)
+    spec = SimpleNamespace(has_samples=tf.constant(False), is_on_gpu=is_on_gpu)
     data = {
         "words": tf.zeros([0, 3], tf.int32),
         "numbers": tf.zeros([0, 2]),
         "text": tf.zeros([0], tf.string),
         "scalar": tf.constant(7.0),
     }
-    rows = at_least_one_row(step, data)
+    rows = at_least_one_row(spec, data)
     assert rows["words"].numpy().tolist() == [[int(is_on_gpu)] * 3]
     assert rows["numbers"].numpy().tolist() == [[float(is_on_gpu)] * 2]
     assert rows["text"].numpy().tolist() == [b""] and float(rows["scalar"]) == 7.0

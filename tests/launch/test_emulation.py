@@ -5,7 +5,7 @@ import pytest
 
 from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.worker_environment import service_environment, worker_environment
-from keras_het.strategy.measure.emulated_device_config import read_emulated_devices
+from keras_het.strategy.measure.emulated_device import read_emulated_devices
 
 
 def test_what_is_written_is_what_a_worker_reads() -> None:

@@ -16,7 +16,7 @@ from recorded import arrays
 from recording import small_model
 
 import keras_het
-from keras_het.strategy.exact import emulated_device
+from keras_het.strategy.measure import emulated_device
 
 BATCH = 40
 STEPS = 120

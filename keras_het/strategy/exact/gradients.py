@@ -10,125 +10,284 @@ Every replica then holds the same gradient, and all optimizer state stays identi
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.exact.created_in_scope import check_created_in_scope
-from keras_het.strategy.exact.step import ExactStep, current_step, running_step
+from keras_het.strategy.exact.step import ReplicaSum, StepSpec, running_step
 from keras_het.value_types import EitherVariable, Nest, Summand
+
+if TYPE_CHECKING:
+    from keras_het.strategy.cluster.unfinished_step import UnfinishedStep
+    from keras_het.strategy.exact.measurement import Measurement
 
 _Given: TypeAlias = "Summand | EitherVariable | None"
 """A gradient that is given to an optimizer, which may keep it in a variable; or none."""
 
 
-def weigh_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook `Optimizer.scale_loss`: multiplying one scalar weights all gradients."""
+class Update:
+    """What the optimizer does with reduced gradients."""
 
-    @functools.wraps(original)
-    def scale_loss(self: keras.optimizers.Optimizer, loss: tf.Tensor) -> tf.Tensor:
-        step = current_step()
-        if step is None or step.is_scaling_loss:
-            return original(self, loss)
-        # an optimizer may call its parent class or a nested one, which would weight it again
-        step.is_scaling_loss = True
+    def __init__(self, spec: StepSpec, unfinished: UnfinishedStep | None) -> None:
+        self._spec, self._unfinished = spec, unfinished
+        self.is_running = False
+
+    def storing(self, model: keras.Model) -> AbstractContextManager[None]:
+        """Store the state that the step changes, where another thread may have to save it."""
+        unfinished = self._unfinished
+        return unfinished.computing(model) if unfinished else nullcontext()
+
+    def check_stored(self, model: keras.Model, assigned: Iterable[int]) -> None:
+        """Find out whether the step has assigned only what was stored, given ids of variables."""
+        if self._unfinished is not None:
+            self._unfinished.check(model, assigned)
+
+    def run(self, reduced: Sequence[Summand], apply: Callable[[], Any]) -> Any:
+        """Apply gradients, if any replica of the group has samples."""
+        self.is_running = True
         try:
-            loss = original(self, loss)
+            with self._unfinished.updating(reduced) if self._unfinished else nullcontext():
+                if not self._spec.may_have_no_samples:
+                    return apply()
+                tf.cond(self._spec.total > 0, _zero_after(apply), lambda: tf.constant(0))
+                return None
         finally:
-            step.is_scaling_loss = False
-        step.weighted_optimizers.add(id(self))
-        return loss * tf.cast(step.weight, loss.dtype)
-
-    return scale_loss
+            self.is_running = False
 
 
-class UpdateHooks:
-    """Hooks for `Optimizer.apply` and `Optimizer.apply_gradients`.
+def _zero_after(apply: Callable[[], Any]) -> Callable[[], tf.Tensor]:
+    def run() -> tf.Tensor:
+        apply()
+        return tf.constant(0)
 
-    The outermost call of an update reduces the gradients: whatever a custom optimizer does before
-    and after its parent's `apply`, or that of a nested one, sees the gradient of the whole batch
-    and the updated weights.
+    return run
+
+
+@dataclasses.dataclass
+class _PendingUpdate:
+    """An optimizer update whose gradients are not reduced yet."""
+
+    apply: Callable[[list[Summand | None]], Any]
+    gradients: list[Summand | None]
+    is_weighted: bool
+
+    @property
+    def present(self) -> list[Summand]:
+        return [gradient for gradient in self.gradients if gradient is not None]
+
+    def with_none(self, present: Sequence[Summand]) -> list[Summand | None]:
+        values = iter(present)
+        return [None if gradient is None else next(values) for gradient in self.gradients]
+
+
+class Gradients:
+    """Gradients of a step, from the scaled loss to the update.
+
+    The outermost call of an optimizer's update reduces the gradients: whatever a custom optimizer
+    does before and after its parent's `apply`, or that of a nested one, sees the gradient of the
+    whole batch and the updated weights.
     """
 
     def __init__(
-        self, before_reduction: Callable[[ExactStep, list[Summand]], list[Summand]]
-    ) -> None:
-        self._before_reduction = before_reduction
-
-    def apply(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Hook `apply`."""
-
-        @functools.wraps(original)
-        def apply(
-            optimizer: keras.optimizers.Optimizer,
-            grads: Sequence[_Given],
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            step = current_step()
-            if step is None or step.gradients_are_reduced:
-                return original(optimizer, grads, *args, **kwargs)
-            variables = args[0] if args else kwargs.get("trainable_variables")
-            grads = _values_of(step, grads)
-            _check(step, grads, variables or optimizer._trainable_variables)
-            return self._update(
-                step,
-                optimizer,
-                grads,
-                lambda reduced: original(optimizer, reduced, *args, **kwargs),
-            )
-
-        return apply
-
-    def apply_gradients(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Hook `apply_gradients`; Keras's own only calls `apply` and needs no hook."""
-
-        @functools.wraps(original)
-        def apply_gradients(
-            optimizer: keras.optimizers.Optimizer,
-            grads_and_vars: Iterable[tuple[_Given, EitherVariable]],
-            *args: object,
-            **kwargs: object,
-        ) -> Any:
-            step = current_step()
-            if step is None or step.gradients_are_reduced:
-                return original(optimizer, grads_and_vars, *args, **kwargs)
-            given, variables = zip(*grads_and_vars, strict=True)
-            grads = _values_of(step, given)
-            _check(step, grads, variables)
-
-            def apply(reduced: list[Summand | None]) -> Any:
-                pairs = list(zip(reduced, variables, strict=True))
-                return original(optimizer, pairs, *args, **kwargs)
-
-            return self._update(step, optimizer, grads, apply)
-
-        return apply_gradients
-
-    def _update(
         self,
-        step: ExactStep,
+        spec: StepSpec,
+        replica_sum: ReplicaSum,
+        update: Update,
+        measurement: Measurement | None,
+        model: keras.Model | None,
+    ) -> None:
+        self._spec, self._sum, self._update = spec, replica_sum, update
+        self._measurement = measurement
+        # equal on all replicas after each step
+        self._values_of_model = {id(v.value) for v in model.variables} if model else set[int]()
+        self._weighted_optimizers = set[int]()
+        self._is_scaling = False
+        self._pending: _PendingUpdate | None = None
+
+    @property
+    def are_weighted(self) -> bool:
+        """Whether the gradients on the tape carry the weight."""
+        return bool(self._weighted_optimizers)
+
+    def scale_loss(
+        self,
+        original: Callable[..., tf.Tensor],
         optimizer: keras.optimizers.Optimizer,
-        gradients: Sequence[Summand | None],
+        loss: tf.Tensor,
+    ) -> tf.Tensor:
+        """Hook `Optimizer.scale_loss`: multiplying one scalar weights all gradients."""
+        # an optimizer may call its parent class or a nested one, which would weight it again
+        if self._is_scaling:
+            return original(optimizer, loss)
+        self._is_scaling = True
+        try:
+            loss = original(optimizer, loss)
+        finally:
+            self._is_scaling = False
+        self._weighted_optimizers.add(id(optimizer))
+        return loss * tf.cast(self._spec.weight, loss.dtype)
+
+    def apply(
+        self,
+        original: Callable[..., Any],
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[_Given],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Hook `Optimizer.apply`."""
+        if self._update.is_running:
+            return original(optimizer, grads, *args, **kwargs)
+        variables = args[0] if args else kwargs.get("trainable_variables")
+        grads = self._checked(grads, variables or optimizer._trainable_variables)
+        return self._reduce_and_apply(
+            optimizer, grads, lambda reduced: original(optimizer, reduced, *args, **kwargs)
+        )
+
+    def apply_gradients(
+        self,
+        original: Callable[..., Any],
+        optimizer: keras.optimizers.Optimizer,
+        grads_and_vars: Iterable[tuple[_Given, EitherVariable]],
+        *args: object,
+        **kwargs: object,
+    ) -> Any:
+        """Hook `Optimizer.apply_gradients`; Keras's own only calls `apply` and needs no hook."""
+        if self._update.is_running:
+            return original(optimizer, grads_and_vars, *args, **kwargs)
+        given, variables = zip(*grads_and_vars, strict=True)
+
+        def apply(reduced: list[Summand | None]) -> Any:
+            pairs = list(zip(reduced, variables, strict=True))
+            return original(optimizer, pairs, *args, **kwargs)
+
+        return self._reduce_and_apply(optimizer, self._checked(given, variables), apply)
+
+    def keep_reduced(
+        self,
+        original: Callable[..., Any],
+        optimizer: keras.optimizers.Optimizer,
+        grads_and_vars: Iterable[tuple[Summand | None, EitherVariable]],
+    ) -> list[tuple[Summand | None, EitherVariable]]:
+        """Hook the optimizer's own all-reduce, which comes after clipping."""
+        if self._update.is_running:
+            return list(grads_and_vars)
+        return list(original(optimizer, grads_and_vars))
+
+    def sum_with(self, others: Nest) -> tuple[list[Summand], Nest]:
+        """Sum the gradients that wait for it, and other values, over all replicas."""
+        if self._pending is None:
+            return [], self._sum(others)
+        return self._summed(self._pending, others)
+
+    def update(self, reduced: Sequence[Summand]) -> None:
+        """Run the update that has waited for the sum, if there is one."""
+        if self._pending is not None:
+            self._finish(self._pending, reduced)
+
+    def _reduce_and_apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: list[Summand | None],
         apply: Callable[[list[Summand | None]], Any],
     ) -> Any:
-        is_weighted = id(optimizer) in step.weighted_optimizers
-        update = PendingUpdate(apply, list(gradients), is_weighted)
-        update.delay(functools.partial(self._before_reduction, step))
-        if step.wants_gradient_squares:
-            step.gradient_square = _plus(step.gradient_square, update.own_square(step))
-        may_defer = optimizer is step.deferrable_optimizer and step.pending_update is None
-        if may_defer and is_weighted:
-            step.pending_update = update
+        is_weighted = id(optimizer) in self._weighted_optimizers
+        update = _PendingUpdate(apply, gradients, is_weighted)
+        if self._measurement is not None:
+            computed = self._measurement.gradients_are_computed(update.present)
+            update.gradients = update.with_none(computed)
+            self._measurement.add_own_square(lambda: self._own_square(update))
+        may_wait = optimizer is self._spec.deferrable_optimizer and self._pending is None
+        if may_wait and is_weighted:
+            self._pending = update
             return None
-        reduced, _ = sum_with_gradients(step, update, [])
-        return update.finish(step, reduced)
+        reduced, _ = self._summed(update, [])
+        return self._finish(update, reduced)
+
+    def _summed(self, update: _PendingUpdate, others: Nest) -> tuple[list[Summand], Nest]:
+        if not update.present:
+            return [], self._sum(others)
+        spec = self._spec
+        gradients = [
+            _prepared(spec, each, update.is_weighted)
+            if isinstance(each, tf.IndexedSlices)
+            else each
+            for each in update.present
+        ]
+        leading: dict[tf.DType, int] = {}
+        for each in gradients:
+            if not isinstance(each, tf.IndexedSlices):
+                leading[each.dtype] = leading.get(each.dtype, 0) + each.shape.num_elements()
+
+        def prepare(buffer: tf.Tensor) -> tf.Tensor:
+            count = leading.get(buffer.dtype, 0)
+            return _prepared(spec, buffer, update.is_weighted, count) if count else buffer
+
+        reduced, summed = self._sum((gradients, others), prepare)
+        merged = [
+            _merge_equal_indices(after) if _has_unique_indices(before) else after
+            for before, after in zip(update.present, reduced, strict=True)
+        ]
+        return merged, summed
+
+    def _finish(self, update: _PendingUpdate, reduced: Sequence[Summand]) -> Any:
+        if self._measurement is not None:
+            self._measurement.add_global_square(lambda: _squared_norm(reduced))
+        return self._update.run(reduced, lambda: update.apply(update.with_none(reduced)))
+
+    def _own_square(self, update: _PendingUpdate) -> tf.Tensor:
+        """Squared norm of this replica's mean gradient, float32 scalar; 0 without samples."""
+        square = _squared_norm(update.present)
+        weight = tf.cast(self._spec.weight, square.dtype)
+        if update.is_weighted:
+            square = tf.math.divide_no_nan(square, weight * weight)
+        return tf.where(weight > 0, square, tf.zeros_like(square))
+
+    def _checked(
+        self, given: Sequence[_Given], variables: Sequence[EitherVariable]
+    ) -> list[Summand | None]:
+        """Return the gradients themselves, with static shapes, if they can be reduced."""
+        grads = [self._value(each) for each in given]
+        check_created_in_scope(tf.distribute.get_strategy(), variables)
+        self._sum.refuse_condition()
+        self._refuse_overwriting(variables)
+        for grad, variable in zip(grads, variables, strict=True):
+            # packing needs them, and an embedding's dense gradient has none
+            if grad is not None and not isinstance(grad, tf.IndexedSlices):
+                grad.set_shape(variable.shape)
+        return grads
+
+    def _value(self, given: _Given) -> Summand | None:
+        value = given.value if isinstance(given, private_api.KerasTensorFlowVariable) else given
+        if not isinstance(value, tf.Variable):
+            return value
+        if id(value) not in self._values_of_model and self._spec.num_replicas > 1:
+            raise ValueError(
+                "Gradients that a step keeps must be in variables that Keras knows: a tf.Variable "
+                "is each replica's own, and is not added up as the shares were when it was written."
+                f" Received: {value.name!r} on {self._spec.num_replicas} replicas. Make it with "
+                "self.add_weight(shape=..., initializer='zeros', trainable=False), or let the "
+                "optimizer accumulate: keras.optimizers.Adam(gradient_accumulation_steps=2)."
+            )
+        return tf.convert_to_tensor(value)
+
+    def _refuse_overwriting(self, variables: Sequence[EitherVariable]) -> None:
+        """Refuse variables whose gradient is their next value, which replicas cannot sum."""
+        for variable in variables:
+            is_overwritten = getattr(variable, "overwrite_with_gradient", False)
+            if is_overwritten and self._spec.num_replicas > 1:
+                raise ValueError(
+                    "Variables that are overwritten with their gradient cannot be trained on "
+                    "several replicas, whose gradients are summed. Received: "
+                    f"{variable.path!r} on {self._spec.num_replicas} replicas, probably of a layer "
+                    "quantized to float8. Train before model.quantize('float8'), or on one device."
+                )
 
 
 def reduce_over_replicas(values: Nest, aggregation: str = "mean") -> Nest:
@@ -162,152 +321,38 @@ def reduce_over_replicas(values: Nest, aggregation: str = "mean") -> Nest:
                 "get_replica_context() there, of values divided by the size of the global batch."
             )
         return values
-    _refuse_condition(step)
-    prepare = _weigh if aggregation == "mean" else _zero_without_samples
+    step.sum.refuse_condition()
     flat = tf.nest.flatten(values)
-    own = [
-        _map_values(functools.partial(prepare, step, num_leading=None), value)
-        if isinstance(value, tf.IndexedSlices)
-        else prepare(step, tf.convert_to_tensor(value), num_leading=None)
+    present = [
+        value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
         for value in flat
         if value is not None
     ]
-    reduced = iter(step.all_reduce_sum(own))
+    own = [_prepared(step.spec, value, is_weighted=aggregation == "sum") for value in present]
+    reduced = iter(step.sum(own))
     return tf.nest.pack_sequence_as(values, [None if v is None else next(reduced) for v in flat])
 
 
-def skip_second_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook the optimizer's own all-reduce, which comes after clipping."""
+def _prepared(
+    spec: StepSpec, value: Summand, is_weighted: bool, num_leading: int | None = None
+) -> Summand:
+    """Weight what a replica adds to a sum, or make it zero without samples if it is weighted.
 
-    @functools.wraps(original)
-    def all_reduce_sum_gradients(
-        self: keras.optimizers.Optimizer,
-        grads_and_vars: Iterable[tuple[Summand | None, EitherVariable]],
-    ) -> list[tuple[Summand | None, EitherVariable]]:
-        step = current_step()
-        if step is not None and step.gradients_are_reduced:
-            return list(grads_and_vars)
-        return original(self, grads_and_vars)
+    Then it may be NaN (0 / 0). A condition, not a multiplication, costs nothing with samples.
+    """
+    if not is_weighted:
+        return spec.weighted(value)
+    if isinstance(value, tf.IndexedSlices):
+        values = _prepared(spec, value.values, is_weighted)
+        return tf.IndexedSlices(values, value.indices, value.dense_shape)
 
-    return all_reduce_sum_gradients
+    def zeros() -> tf.Tensor:
+        if num_leading is None:
+            return tf.zeros_like(value)
+        leading = tf.zeros_like(value[:num_leading])
+        return tf.reshape(tf.concat([leading, value[num_leading:]], axis=0), tf.shape(value))
 
-
-def _check(
-    step: ExactStep, grads: Sequence[Summand | None], variables: Sequence[EitherVariable]
-) -> None:
-    check_created_in_scope(tf.distribute.get_strategy(), variables)
-    _refuse_condition(step)
-    _refuse_overwriting(step, variables)
-    _give_static_shapes(grads, variables)
-
-
-def _values_of(step: ExactStep, grads: Sequence[_Given]) -> list[Summand | None]:
-    """Return the gradients themselves if an optimizer keeps them in variables."""
-    of_keras = private_api.KerasTensorFlowVariable
-    values = [grad.value if isinstance(grad, of_keras) else grad for grad in grads]
-    for value in values:
-        if not isinstance(value, tf.Variable) or id(value) in step.values_of_model:
-            continue
-        if step.num_replicas > 1:
-            raise ValueError(
-                "Gradients that a step keeps must be in variables that Keras knows: a tf.Variable "
-                "is each replica's own, and is not added up as the shares were when it was "
-                f"written. Received: {value.name!r} on {step.num_replicas} replicas. Make it with "
-                "self.add_weight(shape=..., initializer='zeros', trainable=False), or let the "
-                "optimizer accumulate: keras.optimizers.Adam(gradient_accumulation_steps=2)."
-            )
-    return [tf.convert_to_tensor(v) if isinstance(v, tf.Variable) else v for v in values]
-
-
-def _refuse_condition(step: ExactStep) -> None:
-    """Refuse an update in a branch, from which replicas of one process cannot be reached."""
-    if step.graph is tf.compat.v1.get_default_graph() or step.num_local_replicas == 1:
-        return
-    raise ValueError(
-        "An update within tf.cond, tf.while_loop or a tf.function of one's own cannot add up the "
-        f"gradients of the {step.num_local_replicas} replicas of a process. Received: "
-        "optimizer.apply, apply_gradients or reduce_over_replicas there, in a train_step. Take it "
-        "out of the condition, let the optimizer accumulate (keras.optimizers.Adam("
-        "gradient_accumulation_steps=2)), or start one process for each device."
-    )
-
-
-def _refuse_overwriting(step: ExactStep, variables: Sequence[EitherVariable]) -> None:
-    """Refuse variables whose gradient is their next value, which replicas cannot sum."""
-    for variable in variables:
-        if step.num_replicas > 1 and getattr(variable, "overwrite_with_gradient", False):
-            raise ValueError(
-                "Variables that are overwritten with their gradient cannot be trained on several "
-                f"replicas, whose gradients are summed. Received: {variable.path!r} on "
-                f"{step.num_replicas} replicas, probably of a layer quantized to float8. Train "
-                "before model.quantize('float8'), or on one device."
-            )
-
-
-def _give_static_shapes(
-    grads: Sequence[Summand | None], variables: Sequence[EitherVariable]
-) -> None:
-    """Set static shapes, which packing needs; an embedding's dense gradient has none."""
-    for grad, variable in zip(grads, variables, strict=True):
-        if grad is not None and not isinstance(grad, tf.IndexedSlices):
-            grad.set_shape(variable.shape)
-
-
-@dataclasses.dataclass
-class PendingUpdate:
-    """An optimizer update whose gradients are not reduced yet."""
-
-    apply: Callable[[list[Summand | None]], Any]
-    gradients: list[Summand | None]
-    is_weighted: bool
-
-    @property
-    def present(self) -> list[Summand]:
-        """The gradients that exist."""
-        return [gradient for gradient in self.gradients if gradient is not None]
-
-    def delay(self, wait: Callable[[list[Summand]], list[Summand]]) -> None:
-        """Insert `wait` between the computation of the gradients and the collective."""
-        self.gradients = self._with_none(wait(self.present))
-
-    def own_square(self, step: ExactStep) -> tf.Tensor:
-        """Squared norm of this replica's mean gradient, float32 scalar; 0 without samples."""
-        square = _squared_norm(self.present)
-        weight = tf.cast(step.weight, square.dtype)
-        if self.is_weighted:
-            square = tf.math.divide_no_nan(square, weight * weight)
-        return tf.where(weight > 0, square, tf.zeros_like(square))
-
-    def finish(self, step: ExactStep, reduced: Sequence[Summand]) -> Any:
-        """Apply the reduced gradients, without a second reduction."""
-        if step.wants_gradient_squares:
-            square = _squared_norm(reduced)
-            step.global_gradient_square = _plus(step.global_gradient_square, square)
-        step.gradients_are_reduced = True
-        unfinished = step.unfinished
-        begin = unfinished.updating(reduced) if unfinished else contextlib.nullcontext()
-        try:
-            with begin:
-                if step.may_have_no_samples:
-                    return self._apply_if_there_are_samples(step, reduced)
-                return self.apply(self._with_none(reduced))
-        finally:
-            step.gradients_are_reduced = False
-
-    def _apply_if_there_are_samples(self, step: ExactStep, reduced: Sequence[Summand]) -> None:
-        def apply() -> tf.Tensor:
-            self.apply(self._with_none(reduced))
-            return tf.constant(0)
-
-        tf.cond(step.total > 0, apply, lambda: tf.constant(0))
-
-    def _with_none(self, present: Sequence[Summand]) -> list[Summand | None]:
-        values = iter(present)
-        return [None if gradient is None else next(values) for gradient in self.gradients]
-
-
-def _plus(sum_so_far: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
-    return value if sum_so_far is None else sum_so_far + value
+    return tf.cond(spec.has_samples, lambda: tf.identity(value), zeros)
 
 
 def _squared_norm(gradients: Sequence[Summand]) -> tf.Tensor:
@@ -315,33 +360,6 @@ def _squared_norm(gradients: Sequence[Summand]) -> tf.Tensor:
     merged = [_merge_equal_indices(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in merged]
     return tf.add_n([tf.reduce_sum(tf.square(tf.cast(g, tf.float32))) for g in dense])
-
-
-def sum_with_gradients(
-    step: ExactStep, update: PendingUpdate | None, others: Nest
-) -> tuple[list[Summand], Nest]:
-    """Sum gradients and other values over all replicas, in one collective per element type."""
-    if update is None or not update.present:
-        return [], step.all_reduce_sum(others)
-    prepare = _zero_without_samples if update.is_weighted else _weigh
-    gradients = [
-        _map_values(functools.partial(prepare, step, num_leading=None), gradient)
-        if isinstance(gradient, tf.IndexedSlices)
-        else gradient
-        for gradient in update.present
-    ]
-    num_leading = _num_elements_by_type(gradients)
-
-    def prepare_buffer(buffer: tf.Tensor) -> tf.Tensor:
-        leading = num_leading.get(buffer.dtype, 0)
-        return prepare(step, buffer, num_leading=leading) if leading else buffer
-
-    reduced, summed = step.all_reduce_sum((gradients, others), prepare_buffer)
-    merged = [
-        _merge_equal_indices(after) if _has_unique_indices(before) else after
-        for before, after in zip(update.present, reduced, strict=True)
-    ]
-    return merged, summed
 
 
 def _has_unique_indices(gradient: Summand) -> bool:
@@ -364,38 +382,3 @@ def _merge_equal_indices(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     indices, positions = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, positions, tf.size(indices))
     return tf.IndexedSlices(values, indices, slices.dense_shape)
-
-
-def _num_elements_by_type(gradients: Sequence[Summand]) -> dict[tf.DType, int]:
-    counts: dict[tf.DType, int] = {}
-    for gradient in gradients:
-        if not isinstance(gradient, tf.IndexedSlices):
-            counts[gradient.dtype] = counts.get(gradient.dtype, 0) + gradient.shape.num_elements()
-    return counts
-
-
-def _weigh(step: ExactStep, buffer: tf.Tensor, num_leading: int | None) -> tf.Tensor:
-    """Weight the gradients of a `train_step` that did not call `optimizer.scale_loss`."""
-    del num_leading  # Such gradients travel alone.
-    return step.weighted(buffer)
-
-
-def _map_values(
-    function: Callable[[tf.Tensor], tf.Tensor], slices: tf.IndexedSlices
-) -> tf.IndexedSlices:
-    return tf.IndexedSlices(function(slices.values), slices.indices, slices.dense_shape)
-
-
-def _zero_without_samples(step: ExactStep, buffer: tf.Tensor, num_leading: int | None) -> tf.Tensor:
-    """Replace the gradients of an empty share, which may be NaN (0 / 0), with zeros.
-
-    Uses a condition, not a multiplication: it costs nothing on replicas with samples.
-    """
-
-    def zeros() -> tf.Tensor:
-        if num_leading is None:
-            return tf.zeros_like(buffer)
-        leading = tf.zeros_like(buffer[:num_leading])
-        return tf.reshape(tf.concat([leading, buffer[num_leading:]], axis=0), tf.shape(buffer))
-
-    return tf.cond(step.samples > 0, lambda: tf.identity(buffer), zeros)

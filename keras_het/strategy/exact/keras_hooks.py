@@ -8,18 +8,21 @@ trains in another thread is not affected.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.strategy.exact import emulated_device, gradients, losses, replica_threads, state
-from keras_het.strategy.exact.step import ExactStep
+from keras_het.strategy.exact import replica_threads
+from keras_het.strategy.exact.step import ExactStep, current_step, running_step
 
 _Hook = Callable[[Callable[..., Any]], Callable[..., Any]]
+_Verb = Callable[[ExactStep], Callable[..., Any]]
+"""What a step does instead of a function of Keras, which it gets as its first argument."""
 
 # Keras 3.16 imports the function by name into a second module.
 _REDUCTIONS = [
@@ -29,20 +32,84 @@ _REDUCTIONS = [
 ]
 
 
+def _of_step(verb: _Verb, find: Callable[[], ExactStep | None] = current_step) -> _Hook:
+    def hook(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            step = find()
+            if step is None:
+                return original(*args, **kwargs)
+            return verb(step)(original, *args, **kwargs)
+
+        return hooked
+
+    return hook
+
+
+def _of_any_step(verb: _Verb) -> _Hook:
+    """As `_of_step`, also in predictions."""
+    return _of_step(verb, running_step)
+
+
 def _hooks() -> list[tuple[Any, str, _Hook]]:
-    loss = private_api.keras_loss
-    layer = keras.layers.Layer
-    metrics = private_api.keras_reduction_metrics
+    loss, tensorflow = private_api.keras_loss, private_api.distribute_values
+    metrics, seeds = private_api.keras_reduction_metrics, private_api.keras_seed_generator
+    layer, cell = keras.layers.Layer, private_api.DropoutRNNCell
     optimizer = private_api.keras_base_optimizer.BaseOptimizer
-    loss_scale_optimizer = private_api.keras_loss_scale_optimizer.LossScaleOptimizer
+    scaling_optimizer = private_api.keras_loss_scale_optimizer.LossScaleOptimizer
     tf_optimizer = private_api.keras_tf_optimizer.TFOptimizer
-    batch_normalization = private_api.keras_batch_normalization.BatchNormalization
-    cell = private_api.DropoutRNNCell
-    apply = gradients.UpdateHooks(_gradients_are_computed).apply
+    normalization = private_api.keras_batch_normalization.BatchNormalization
+    variable, plain_variable = private_api.KerasTensorFlowVariable, private_api.ResourceVariable
+    keep_local = _of_step(lambda step: step.means.keep_local)
+    reduce = _of_step(lambda step: step.means.reduce)
+    update_scalar = _of_step(lambda step: step.means.update_scalar)
+    assign_plain = _of_any_step(lambda step: step.assignments.assign_plain)
+    of_optimizer = _hooks_of_optimizers()
     return [
-        (loss, "scale_loss_for_distribution", losses.keep_local_mean),
-        (loss, "unscale_loss_for_distribution", losses.keep_local_mean),
-        *[(module, name, losses.reduce_exactly) for module, name in _REDUCTIONS],
+        # weights of samples
+        (loss, "scale_loss_for_distribution", keep_local),
+        (loss, "unscale_loss_for_distribution", keep_local),
+        *[(module, name, reduce) for module, name in _REDUCTIONS],
+        (
+            private_api.BaseTrainer,
+            "_aggregate_additional_loss",
+            _of_step(lambda step: step.means.sum_added),
+        ),
+        (tf.GradientTape, "gradient", _of_step(lambda step: step.means.gradient)),
+        (tf.nn, "compute_average_loss", _of_step(lambda step: step.means.average)),
+        (metrics.Mean, "update_state", update_scalar),
+        (metrics.Sum, "update_state", update_scalar),
+        (
+            private_api.keras_nn,
+            "_compute_moments_sync",
+            _of_any_step(lambda step: step.means.moments),
+        ),
+        (normalization, "_moments", _of_any_step(lambda step: step.means.masked_moments)),
+        # gradients
+        (optimizer, "scale_loss", of_optimizer["scale_loss"]),
+        (scaling_optimizer, "scale_loss", of_optimizer["scale_loss"]),
+        (optimizer, "apply", of_optimizer["apply"]),
+        (scaling_optimizer, "apply", of_optimizer["apply"]),
+        (
+            tf_optimizer,
+            "_all_reduce_sum_gradients",
+            _of_step(lambda step: step.gradients.keep_reduced),
+        ),
+        # state
+        (variable, "_direct_assign", _of_any_step(lambda step: step.assignments.assign)),
+        *[
+            (plain_variable, name, assign_plain)
+            for name in dir(plain_variable)
+            if name.startswith(("assign", "scatter_", "batch_scatter_", "_strided_slice_assign"))
+        ],
+        (
+            tensorflow,
+            "apply_aggregation_replica_context",
+            _of_any_step(lambda step: step.own_state.aggregate),
+        ),
+        (seeds.SeedGenerator, "next", _of_any_step(lambda step: step.own_state.draw_seed)),
+        # Python state of each replica
+        (seeds, "global_seed_generator", replica_threads.share_seed_generator),
         (layer, "add_loss", replica_threads.keep_losses),
         (layer, "_get_own_losses", replica_threads.keep_losses),
         (layer, "_clear_losses", replica_threads.keep_losses),
@@ -50,55 +117,24 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
         (cell, "get_recurrent_dropout_mask", replica_threads.keep_masks),
         (cell, "reset_dropout_mask", replica_threads.keep_masks),
         (cell, "reset_recurrent_dropout_mask", replica_threads.keep_masks),
-        (
-            private_api.BaseTrainer,
-            "_aggregate_additional_loss",
-            losses.sum_added_losses,
-        ),
-        (tf.GradientTape, "gradient", losses.sum_over_samples),
-        (tf.nn, "compute_average_loss", losses.average_exactly),
-        (metrics.Mean, "update_state", losses.weigh_scalar_updates),
-        (metrics.Sum, "update_state", losses.weigh_scalar_updates),
-        (optimizer, "scale_loss", gradients.weigh_loss),
-        (loss_scale_optimizer, "scale_loss", gradients.weigh_loss),
-        (optimizer, "apply", apply),
-        (loss_scale_optimizer, "apply", apply),
-        (tf_optimizer, "_all_reduce_sum_gradients", gradients.skip_second_reduction),
-        (private_api.KerasTensorFlowVariable, "_direct_assign", state.record_assignment),
-        *[
-            (private_api.ResourceVariable, name, state.record_plain_assignment)
-            for name in dir(private_api.ResourceVariable)
-            if name.startswith(("assign", "scatter_", "batch_scatter_", "_strided_slice_assign"))
-        ],
-        (private_api.keras_nn, "_compute_moments_sync", state.sum_statistics_exactly),
-        (batch_normalization, "_moments", state.sum_masked_statistics_exactly),
-        (private_api.keras_seed_generator.SeedGenerator, "next", state.draw_own_stream),
-        (
-            private_api.keras_seed_generator,
-            "global_seed_generator",
-            replica_threads.share_seed_generator,
-        ),
-        (
-            private_api.distribute_values,
-            "apply_aggregation_replica_context",
-            state.update_in_place,
-        ),
     ]
+
+
+def _hooks_of_optimizers() -> dict[str, _Hook]:
+    return {
+        "scale_loss": _of_step(lambda step: step.gradients.scale_loss),
+        "apply": _of_step(lambda step: step.gradients.apply),
+        "apply_gradients": _of_step(lambda step: step.gradients.apply_gradients),
+    }
 
 
 def _hooks_of_subclasses() -> list[tuple[Any, str, _Hook]]:
     """Hooks for optimizers that override methods hooked in their parents."""
     hooked = {(owner, name) for owner, name, _ in _hooks()}
-    updates = gradients.UpdateHooks(_gradients_are_computed)
-    hooks = {
-        "scale_loss": gradients.weigh_loss,
-        "apply": updates.apply,
-        "apply_gradients": updates.apply_gradients,
-    }
     return [
         (owner, name, hook)
         for owner in _subclasses(private_api.keras_base_optimizer.BaseOptimizer)
-        for name, hook in hooks.items()
+        for name, hook in _hooks_of_optimizers().items()
         if name in vars(owner) and (owner, name) not in hooked
     ]
 
@@ -106,14 +142,6 @@ def _hooks_of_subclasses() -> list[tuple[Any, str, _Hook]]:
 def _subclasses(parent: type) -> set[type]:
     children: list[type] = parent.__subclasses__()
     return {*children, *(found for child in children for found in _subclasses(child))}
-
-
-def _gradients_are_computed(step: ExactStep, gradients: list[Any]) -> list[Any]:
-    delayed = emulated_device.wait_until_computed(step, gradients)
-    if step.clock is not None:
-        # Emulated time ends here, not at the gate, which opens for all local replicas.
-        step.clock.stop(gradients if step.waited is None else [step.waited])
-    return delayed
 
 
 _lock = threading.Lock()
@@ -136,6 +164,24 @@ def keras_hooks() -> Iterator[None]:
             _num_users -= 1
             if _num_users == 0:
                 _remove()
+
+
+@contextlib.contextmanager
+def recorded_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[None]:
+    """Make steps record which tensor is the result of which of these metrics."""
+    distinct = list({id(metric): metric for metric in metrics}.values())
+    for metric in distinct:
+        hook = _of_step(functools.partial(_recording, metric))
+        object.__setattr__(metric, "result", hook(metric.result))
+    try:
+        yield
+    finally:
+        for metric in distinct:
+            object.__delattr__(metric, "result")
+
+
+def _recording(metric: keras.metrics.Metric, step: ExactStep) -> Callable[..., Any]:
+    return functools.partial(step.metrics.record, metric)
 
 
 def _install() -> None:

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.batches.gathered_rows import check_predictions, gather_rows, name_of
 from keras_het.strategy.batches.plain_batch import refuse_compiled_batch, share_out
 from keras_het.strategy.batches.uneven_per_replica import find_sizes
-from keras_het.strategy.exact import emulated_device
 from keras_het.strategy.exact.created_in_scope import adopt_compiled, check_created_in_scope
-from keras_het.strategy.exact.empty_share import at_least_one_row, drop_row_of_zeros
-from keras_het.strategy.exact.keras_hooks import keras_hooks
-from keras_het.strategy.exact.metrics import (
-    cluster_logs,
-    flatten_metrics,
-    recorded_results,
-    recorded_variable,
-    unchanged_without_samples,
-)
-from keras_het.strategy.exact.own_state import changed_state, finish_prediction, state_before, tell
+from keras_het.strategy.exact.gradients import Gradients, Update
+from keras_het.strategy.exact.keras_hooks import keras_hooks, recorded_results
+from keras_het.strategy.exact.means import Means
+from keras_het.strategy.exact.measurement import Measurement
+from keras_het.strategy.exact.metrics import Metrics, flatten_metrics
+from keras_het.strategy.exact.own_state import Assignments, OwnState, tell
 from keras_het.strategy.exact.replica_threads import as_replica
-from keras_het.strategy.exact.step import ExactStep
-from keras_het.strategy.measure.step_clock import StepClock
+from keras_het.strategy.exact.step import ExactStep, ReplicaSum, StepSpec
 from keras_het.training_strategy import TrainingStrategy
 from keras_het.value_types import Leaf, Nest
 
 if TYPE_CHECKING:
     from keras_het.strategy.cluster.stop_request import StopRequest
+    from keras_het.strategy.cluster.unfinished_step import UnfinishedStep
 
 Run = Callable[..., Any]
 
@@ -47,48 +40,35 @@ def run_train_or_test_step(
     if model._distribute_strategy is strategy:
         adopt_compiled(strategy, model)
     metrics = list(model.metrics)
-    remarks: list[str] = []
     caller = private_api.keras_state_of_thread()
-    # a custom one may look at weights and steps as they are after the update
-    may_defer_update = private_api.is_stock_train_step(function) and all(
+    # A plain batch may lie between two steps of a `fit`, and only the times of `fit` are wanted.
+    has_sizes = find_sizes(data) is not None
+    if not has_sizes:
+        if strategy.num_replicas_in_sync > 1:
+            refuse_compiled_batch(model, data)
+        data = share_out(strategy, data)
+    request = _carried_request(strategy)
+    # a custom step may look at weights and steps as they are after the update
+    may_defer = private_api.is_stock_train_step(function) and all(
         private_api.is_of_keras(metric) for metric in flatten_metrics(metrics)
     )
-    if strategy.extended.reduces_within_worker:
-        _check_is_not_measured(strategy)
-    # A plain batch may lie between two steps of a `fit`, and only the times of `fit` are wanted.
-    is_measuring = strategy.compute_times.needs_clock and find_sizes(data) is not None
-    if strategy.num_replicas_in_sync > 1:
-        refuse_compiled_batch(model, data)
-    data = share_out(strategy, data)
+    kind = private_api.keras_step_kind(function)
+    facts = {
+        "kind": kind,
+        "is_keras_step": private_api.runs_keras_train_step(function),
+        "deferrable_optimizer": model.optimizer if may_defer else None,
+        "is_timed": _is_measured(strategy) and has_sizes,
+    }
+    # Only where backups are written: the state that it stores is copied in every step.
+    unfinished = request.unfinished if request and request.guard and kind == "train" else None
+    remarks: list[str] = []
 
-    request, is_training = (
-        _carried_request(strategy),
-        private_api.keras_step_kind(function) == "train",
-    )
+    def replica_step(rows: Nest, sizes: tf.Tensor | None) -> Nest:
+        spec = _spec(strategy, rows, sizes, **facts)
+        step = _stages(strategy, spec, rows, model, metrics, unfinished, remarks)
+        return _trace(strategy, step, model, function, rows, caller, request)
 
-    def replica_step(replica_data: Nest, sizes: tf.Tensor | None) -> Nest:
-        step = _make_step(strategy, replica_data, sizes)
-        step.state_before = state_before(step, model)
-        step.remarks = remarks
-        step.seed_stream += strategy._first_seed_stream
-        step.values_of_model = {id(variable.value) for variable in model.variables}
-        if may_defer_update:
-            step.deferrable_optimizer = model.optimizer
-        step.is_keras_step = private_api.runs_keras_train_step(function)
-        step.is_measured = is_measuring
-        step.wants_gradient_squares = strategy.compute_times.is_measuring_gradients
-        replica_data = _start_clock(strategy, step, replica_data, is_measuring)
-        if is_training and step.replica_id == strategy.layout.local_replicas.start:
-            # Only where backups are written: the state that it stores is copied in every step.
-            step.unfinished = request.unfinished if request and request.guard else None
-        storing = step.unfinished.computing(model) if step.unfinished else contextlib.nullcontext()
-        with as_replica(caller), step.active(), unchanged_without_samples(step, metrics), storing:
-            step.rows = at_least_one_row(step, replica_data)
-            logs = function(step.rows)
-        with step.active():
-            return _synchronise(strategy, step, model, logs)
-
-    with keras_hooks(), recorded_results(metrics):
+    with keras_hooks(), recorded_results(flatten_metrics(metrics)):
         logs = run(tf.autograph.experimental.do_not_convert(replica_step), (data, find_sizes(data)))
     tell(model, remarks)
     return tf.nest.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], logs)
@@ -103,25 +83,24 @@ def run_predict_step(
     model = private_api.model_of_prediction(function)
     remarks: list[str] = []
 
-    def replica_step(replica_data: Nest, sizes: tf.Tensor | None) -> Nest:
-        step = _make_step(strategy, replica_data, sizes)
-        step.is_prediction = True
-        step.seed_stream += strategy._first_seed_stream
-        replica_data = _start_clock(strategy, step, replica_data)
-        if model is not None:
-            step.state_before, step.remarks = state_before(step, model), remarks
-        step.rows = at_least_one_row(step, replica_data)
+    def replica_step(rows: Nest, sizes: tf.Tensor | None) -> Nest:
+        spec = _spec(strategy, rows, sizes, kind="predict")
+        step = _stages(strategy, spec, rows, model, [], None, remarks)
+        rows = at_least_one_row(spec, rows if step.measurement is None else step.measurement.rows)
+        step.own_state.read_from(rows)
         with as_replica(caller), step.active():
-            outputs = function(step.rows)
+            outputs = function(rows)
             if model is not None:
-                finish_prediction(step, model)
+                step.own_state.finish_prediction(model)
         outputs = tf.nest.map_structure(_as_tensor, outputs)
-        if step.replica_id == strategy.layout.local_replicas.start and step.num_replicas > 1:
+        if spec.local_position == 0 and spec.num_replicas > 1:
             with as_replica(caller):
-                check_predictions(function, step.rows, outputs)
-        outputs = drop_row_of_zeros(step, outputs)
-        flat = emulated_device.wait_until_computed(step, tf.nest.flatten(outputs))
-        return tf.nest.pack_sequence_as(outputs, flat), step.total
+                check_predictions(function, rows, outputs)
+        outputs = _drop_row_of_zeros(spec, outputs)
+        if step.measurement is not None:
+            held = step.measurement.held(tf.nest.flatten(outputs))
+            outputs = tf.nest.pack_sequence_as(outputs, held)
+        return outputs, spec.total
 
     run_step = tf.autograph.experimental.do_not_convert(replica_step)
     with keras_hooks():
@@ -140,8 +119,120 @@ def run_predict_step(
     return keras.tree.pack_sequence_as(outputs, rows)
 
 
-def _check_is_not_measured(strategy: TrainingStrategy) -> None:
-    if strategy.compute_times.is_measuring:
+def _trace(
+    strategy: TrainingStrategy,
+    step: ExactStep,
+    model: keras.Model,
+    function: Callable[[Nest], Nest],
+    rows: Nest,
+    caller: dict[str, Any],
+    request: StopRequest | None,
+) -> Nest:
+    """Run one replica's train or test step: its own part, one collective for all, the update."""
+    spec, measurement, is_first = step.spec, step.measurement, step.spec.local_position == 0
+    with (
+        as_replica(caller),
+        step.active(),
+        step.metrics.unchanged_without_samples(),
+        step.update.storing(model),
+    ):
+        rows = at_least_one_row(spec, rows if measurement is None else measurement.rows)
+        step.own_state.read_from(rows)
+        logs = function(rows)  # the hooks call the stages; gradients most often wait for the sum
+    with step.active():
+        logs, metrics = step.metrics.values(logs), flatten_metrics(model.metrics)
+        of_metrics = {id(variable) for metric in metrics for variable in metric.variables}
+        step.update.check_stored(model, step.assignments.recorded.keys() - of_metrics)
+        changes = step.own_state.changes(model, metrics)
+        check_created_in_scope(strategy, [change.variable for change in changes])
+        # A test step has no gradients that could wait for the emulated device.
+        computed = _tensors(logs) if measurement is None else measurement.held(_tensors(logs))
+        times = [] if measurement is None else measurement.summands()
+        wishes = [] if request is None else [_wishes(request, is_first, logs)]
+        with tf.control_dependencies(computed):
+            reduced, (of_logs, of_state, times, wishes) = step.gradients.sum_with(
+                (step.metrics.summands(logs), [c.summands for c in changes], times, wishes)
+            )
+            logs = step.metrics.logs_of_all(logs, of_logs)
+        step.gradients.update(reduced)
+        before = {**step.own_state.before, **step.metrics.before}
+        for change, sums in zip(changes, of_state, strict=True):
+            value = change.finish(sums)
+            if spec.may_have_no_samples:
+                value = tf.where(spec.total > 0, value, before[id(change.variable)])
+            change.variable.assign(value)
+        if measurement is not None:
+            measurement.record(times)
+        if request is not None and is_first:
+            request.record(wishes[0])
+    return logs
+
+
+def _spec(
+    strategy: TrainingStrategy, data: Nest, sizes: tf.Tensor | None, **facts: Any
+) -> StepSpec:
+    replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
+    if tf.is_tensor(replica_id):
+        replica_id = int(tf.get_static_value(replica_id))
+    is_local, local = strategy.extended.reduces_within_worker, strategy.layout.local_replicas
+    group = local if is_local else range(strategy.layout.num_replicas)
+    if sizes is not None:
+        samples, total = sizes[replica_id], tf.reduce_sum(sizes[group.start : group.stop])
+    else:
+        samples = _num_rows(data)
+        total = strategy.extended.all_reduce_in_replica(tf.distribute.ReduceOp.SUM, samples)
+    part, whole = tf.cast(samples, tf.float64), tf.cast(total, tf.float64)
+    position = replica_id - local.start
+    devices = strategy.emulated_devices
+    return StepSpec(
+        replica_id=replica_id,
+        group=group,
+        local_replicas=local,
+        samples=samples,
+        total=total,
+        has_samples=samples > 0,
+        weight=tf.math.divide_no_nan(part, whole),
+        inverse_weight=tf.math.divide_no_nan(whole, part),
+        sizes=sizes,
+        seed_stream=replica_id + strategy._first_seed_stream,
+        is_on_gpu="CPU" not in strategy.extended.worker_devices[position],
+        may_have_no_samples=is_local,
+        emulated_device=None if devices is None else devices[position],
+        **facts,
+    )
+
+
+def _stages(
+    strategy: TrainingStrategy,
+    spec: StepSpec,
+    rows: Nest,
+    model: keras.Model | None,
+    metrics: Sequence[keras.metrics.Metric],
+    unfinished: UnfinishedStep | None,
+    remarks: list[str],
+) -> ExactStep:
+    is_measured = spec.is_timed or spec.emulated_device is not None
+    measurement = Measurement(spec, strategy.compute_times, rows) if is_measured else None
+    update = Update(spec, unfinished if spec.local_position == 0 else None)
+    assignments = Assignments(update)
+    replica_sum = ReplicaSum(spec, assignments, measurement)
+    gradients = Gradients(spec, replica_sum, update, measurement, model)
+    return ExactStep(
+        spec=spec,
+        measurement=measurement,
+        update=update,
+        assignments=assignments,
+        sum=replica_sum,
+        gradients=gradients,
+        means=Means(spec, replica_sum, gradients),
+        metrics=Metrics(spec, replica_sum, assignments, metrics),
+        own_state=OwnState(spec, replica_sum, assignments, model, remarks),
+    )
+
+
+def _is_measured(strategy: TrainingStrategy) -> bool:
+    times = strategy.compute_times
+    if times.is_measuring and strategy.extended.reduces_within_worker:
         raise ValueError(
             "Compute times travel in the collective of each step, which local training does not "
             "have. Received: LocalTraining together with BatchBalancer, or after it under the same "
@@ -149,31 +240,18 @@ def _check_is_not_measured(strategy: TrainingStrategy) -> None:
             "BatchBalancer out, set shares by hand (strategy.set_shares), and use a strategy of "
             "its own."
         )
+    return times.needs_clock
 
 
-def _make_step(
-    strategy: TrainingStrategy, replica_data: Nest, sizes: tf.Tensor | None
-) -> ExactStep:
-    context = tf.distribute.get_replica_context()
-    replica_id = context.replica_id_in_sync_group
-    if tf.is_tensor(replica_id):
-        replica_id = int(tf.get_static_value(replica_id))
-    is_local = strategy.extended.reduces_within_worker
-    group = strategy.layout.local_replicas if is_local else range(strategy.layout.num_replicas)
-    if sizes is not None:
-        total = tf.reduce_sum(sizes[group.start : group.stop])
-        step = ExactStep(replica_id, sizes[replica_id], total)
-        step.sizes = sizes
-    else:
-        samples = _num_rows(replica_data)
-        total = strategy.extended.all_reduce_in_replica(tf.distribute.ReduceOp.SUM, samples)
-        step = ExactStep(replica_id, samples, total)
-    step.num_replicas, step.position = len(group), replica_id - group.start
-    step.num_local_replicas = len(strategy.layout.local_replicas)
-    step.may_have_no_samples = is_local
-    device = strategy.extended.worker_devices[replica_id - strategy.layout.local_replicas.start]
-    step.is_on_gpu = "CPU" not in device
-    return step
+def _wishes(request: StopRequest, is_first: bool, logs: Nest) -> tf.Tensor:
+    """This worker's stop requests, to be summed over all."""
+    # of a type that travels anyway: another type would need a separate collective
+    types = [leaf.dtype for leaf in _tensors(logs) if leaf.dtype.is_floating]
+    return request.contribution(is_first, types[0] if types else tf.float32)
+
+
+def _carried_request(strategy: TrainingStrategy) -> StopRequest | None:
+    return strategy._stop_request if strategy._steps_carry_wishes else None
 
 
 def _num_rows(data: Nest) -> tf.Tensor:
@@ -191,116 +269,6 @@ def _num_rows(data: Nest) -> tf.Tensor:
     )
 
 
-def _start_clock(
-    strategy: TrainingStrategy, step: ExactStep, data: Nest, is_measuring: bool = False
-) -> Nest:
-    """Start timing the replica if its time is measured or its device is emulated."""
-    first = strategy.layout.local_replicas.start
-    if strategy.emulated_devices is not None:
-        step.emulated_device = strategy.emulated_devices[step.replica_id - first]
-    if step.emulated_device is None and not is_measuring:
-        return data
-    step.clock = StepClock(data, step.is_on_gpu)
-    return step.clock.inputs
-
-
-def _synchronise(
-    strategy: TrainingStrategy, step: ExactStep, model: keras.Model, logs: Nest
-) -> Nest:
-    """Combine logs, moving statistics and pending gradients of all replicas in one collective."""
-    logs = tf.nest.map_structure(lambda leaf: _value_of(step, leaf), logs)
-    metrics = flatten_metrics(model.metrics)
-    if step.unfinished is not None:
-        of_metrics = {id(variable) for metric in metrics for variable in metric.variables}
-        step.unfinished.check(model, step.assigned_variables.keys() - of_metrics)
-    changes = changed_state(step, model, metrics)
-    check_created_in_scope(strategy, [change.variable for change in changes])
-    summands = [summand for change in changes for summand in change.summands]
-    # A test step has no gradients that could wait for the emulated device.
-    computed = emulated_device.wait_until_computed(step, _tensors(logs))
-    times = _compute_time(strategy, step)
-    phases = _phases(strategy, step)
-    wishes = _wishes(strategy, step, logs)
-    with tf.control_dependencies(computed):
-        values = [*summands, *times, *phases, *wishes]
-        logs, summed, gradients = cluster_logs(step, logs, values)
-    if step.pending_update is not None:
-        step.pending_update.finish(step, gradients)
-    before = {**step.state_before, **step.metric_state_before}
-    sums = iter(summed[: len(summands)])
-    times = summed[len(summands) : len(summands) + len(times)]
-    for change in changes:
-        value = change.finish([next(sums) for _ in change.summands])
-        if step.may_have_no_samples:
-            value = tf.where(step.total > 0, value, before[id(change.variable)])
-        change.variable.assign(value)
-    is_first = step.replica_id == strategy.layout.local_replicas.start
-    if times and step.clock and is_first:
-        waited = step.clock.seconds_since_stop(times)
-        strategy.compute_times.record(step.sizes, times[0], waited, step.global_gradient_square)
-    if phases and step.clock:
-        place = len(summands) + len(times)
-        position = step.replica_id - strategy.layout.local_replicas.start
-        if is_first:
-            strategy.compute_times.phases.record(summed[place])
-        strategy.compute_times.phases.finish_step(
-            position,
-            step.samples,
-            step.clock.seconds,
-            step.clock.seconds_in_collectives(),
-            step.clock.end_of_collectives,
-        )
-    request = _carried_request(strategy)
-    if request and wishes and is_first:
-        request.record(summed[-1])
-    return logs
-
-
-def _compute_time(strategy: TrainingStrategy, step: ExactStep) -> list[tf.Tensor]:
-    """This replica's measurement, to be summed over all; empty unless it was requested."""
-    times = strategy.compute_times
-    if not times.is_measuring or not _is_timed(step) or step.clock is None:
-        return []
-    return [
-        times.contribution(step.replica_id, step.sizes, step.clock.seconds, step.gradient_square)
-    ]
-
-
-def _phases(strategy: TrainingStrategy, step: ExactStep) -> list[tf.Tensor]:
-    """Where this replica's time went, to be summed over all; empty unless it was requested."""
-    phases = strategy.compute_times.phases
-    if not phases.is_measuring or not _is_timed(step):
-        return []
-    position = step.replica_id - strategy.layout.local_replicas.start
-    return [phases.contribution(step.replica_id, position)]
-
-
-def _is_timed(step: ExactStep) -> bool:
-    # without gradients it is not a step that trains
-    return (
-        step.is_measured
-        and step.sizes is not None
-        and step.clock is not None
-        and step.clock.seconds is not None
-    )
-
-
-def _wishes(strategy: TrainingStrategy, step: ExactStep, logs: Nest) -> list[tf.Tensor]:
-    """This worker's stop requests, to be summed over all; empty if no worker waits for others."""
-    request = _carried_request(strategy)
-    if request is None:
-        return []
-    is_first = step.replica_id == strategy.layout.local_replicas.start
-    # of a type that travels anyway: another type would need a separate collective
-    types = [leaf.dtype for leaf in _tensors(logs) if leaf.dtype.is_floating]
-    dtype = types[0] if types else tf.float32
-    return [request.contribution(is_first, dtype)]
-
-
-def _carried_request(strategy: TrainingStrategy) -> StopRequest | None:
-    return strategy._stop_request if strategy._steps_carry_wishes else None
-
-
 def _as_tensor(leaf: Leaf) -> Leaf:
     is_tensor = leaf is None or isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor))
     return leaf if is_tensor else tf.convert_to_tensor(leaf)
@@ -310,12 +278,80 @@ def _tensors(structure: Nest) -> list[Leaf]:
     return [leaf for leaf in tf.nest.flatten(structure) if tf.is_tensor(leaf)]
 
 
-def _value_of(step: ExactStep, leaf: Leaf) -> Leaf:
-    # A variable that a metric returns as its result is known by its id.
-    is_plain = isinstance(leaf, keras.Variable) and id(leaf) not in step.metric_results
-    if is_plain and id(leaf) in step.metric_state_before:  # a metric's: a part of its value
-        return recorded_variable(step, leaf)
-    # an eager step may have made a number of a tensor
-    is_number = tf.executing_eagerly() and isinstance(leaf, (float, int, np.ndarray, np.generic))
-    leaf = np.asarray(leaf) if is_number else leaf
-    return tf.convert_to_tensor(leaf) if is_plain or is_number else leaf
+def check_can_compile(strategy: TrainingStrategy, model: keras.Model | None) -> None:
+    """Refuse a model whose step XLA is asked to compile but cannot."""
+    if model is None or not model.jit_compile:
+        return
+    extended = strategy.extended
+    is_gpu = "GPU" in extended.worker_devices[0]
+    # whether a step traced now sums on the machines' CPUs
+    has_summation = extended.summation is not None and not extended.reduces_within_worker
+    if is_gpu and len(strategy.layout.local_replicas) == 1 and not has_summation:
+        return
+    raise ValueError(
+        "XLA cannot compile a step that runs on several local replicas, or that exchanges values "
+        "between CPUs, as summation does. Received: a model with jit_compile=True under "
+        f"{strategy.num_replicas_in_sync} replicas on {extended.worker_devices}, with "
+        f"aggregation={'summation' if has_summation else 'all_reduce'!r}. Leave jit_compile out of "
+        "model.compile(), or give it False; one GPU for each worker can compile with "
+        "aggregation='all_reduce'."
+    )
+
+
+def at_least_one_row(spec: StepSpec, data: Nest) -> Nest:
+    """Return the replica's batch, or one row of zeros (ones on a GPU) if it has none.
+
+    Layers are not made for empty batches: cuDNN refuses some, and TensorFlow's convolutions give
+    them the wrong shape on the CPU (seen on 2.16 and 2.21). Nothing of the row counts: its
+    gradient, losses, metrics and statistics have the weight zero, and its predictions are dropped.
+
+    On a GPU it is a row of ones. Layers that mask zeros would mask a whole row of them, which
+    cuDNN's recurrent layers refuse too; and an index out of range, an error on the CPU, reads zeros
+    there.
+    """
+
+    def filled(leaf: Leaf) -> Leaf:
+        row = tf.cond(spec.has_samples, lambda: leaf, lambda: _one_row(leaf, spec.is_on_gpu))
+        return _with_static_shape(row, leaf)
+
+    return tf.nest.map_structure(lambda leaf: filled(leaf) if _has_rows(leaf) else leaf, data)
+
+
+def _drop_row_of_zeros(spec: StepSpec, outputs: Nest) -> Nest:
+    """Return the outputs, or no rows if the replica has no samples."""
+
+    def kept(leaf: Leaf) -> Leaf:
+        rows = tf.cond(spec.has_samples, lambda: leaf, lambda: _no_rows(leaf))
+        return _with_static_shape(rows, leaf)
+
+    return tf.nest.map_structure(lambda leaf: kept(leaf) if _has_rows(leaf) else leaf, outputs)
+
+
+def _has_rows(leaf: Leaf) -> bool:
+    # an eager step may receive arrays, whose shape is a tuple
+    return hasattr(leaf, "shape") and tf.TensorShape(leaf.shape).rank != 0
+
+
+def _one_row(leaf: Leaf, is_on_gpu: bool) -> Leaf:
+    if isinstance(leaf, tf.RaggedTensor):
+        splits = [splits[:1] for splits in leaf.nested_row_splits]
+        splits[0] = tf.zeros([2], splits[0].dtype)
+        return tf.RaggedTensor.from_nested_row_splits(leaf.flat_values[:0], splits)
+    if isinstance(leaf, tf.SparseTensor):
+        shape = tf.concat([[tf.constant(1, tf.int64)], leaf.dense_shape[1:]], axis=0)
+        return tf.SparseTensor(leaf.indices[:0], leaf.values[:0], shape)
+    make = tf.ones if is_on_gpu and leaf.dtype != tf.string else tf.zeros
+    return make(tf.concat([[1], tf.shape(leaf)[1:]], axis=0), leaf.dtype)
+
+
+def _no_rows(leaf: Leaf) -> Leaf:
+    if isinstance(leaf, tf.SparseTensor):
+        shape = tf.concat([[tf.constant(0, tf.int64)], leaf.dense_shape[1:]], axis=0)
+        return tf.SparseTensor(leaf.indices[:0], leaf.values[:0], shape)
+    return leaf[:0]
+
+
+def _with_static_shape(result: Leaf, like: Leaf) -> Leaf:
+    if isinstance(result, tf.Tensor) and tf.TensorShape(like.shape).rank:
+        result.set_shape([None, *like.shape[1:]])
+    return result

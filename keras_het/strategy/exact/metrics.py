@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from keras_het.strategy.exact.gradients import sum_with_gradients
-from keras_het.strategy.exact.step import ExactStep, current_step
-from keras_het.value_types import Leaf, Nest, Summand
+from keras_het.strategy.exact.own_state import Assignments
+from keras_het.strategy.exact.step import ReplicaSum, StepSpec
+from keras_het.value_types import Leaf, Nest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,6 @@ class _OneVariable:
     variables: tuple[keras.Variable, ...]
 
     def stateless_result(self, state: list[tf.Tensor]) -> tf.Tensor:
-        """The variable's combined value."""
         return state[0]
 
 
@@ -51,159 +50,144 @@ def flatten_metrics(metrics: Sequence[keras.metrics.Metric]) -> list[keras.metri
     return flat
 
 
-@contextlib.contextmanager
-def recorded_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[None]:
-    """Make the metrics record, in the running step, which tensor is the result of which metric."""
-    flat = list({id(metric): metric for metric in flatten_metrics(metrics)}.values())
-    for metric in flat:
-        object.__setattr__(metric, "result", _recording(metric, metric.result))
-    try:
+class Metrics:
+    """States of metrics, and the logs that are computed from them."""
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        replica_sum: ReplicaSum,
+        assignments: Assignments,
+        metrics: Sequence[keras.metrics.Metric],
+    ) -> None:
+        self._spec, self._sum, self._assignments = spec, replica_sum, assignments
+        every = [variable for metric in metrics for variable in metric.variables]
+        self._variables = list({id(variable): variable for variable in every}.values())
+        # Tensor id to the tensor itself, which keeps its id unique, and whose result it is.
+        self._records: dict[int, tuple[Leaf, _Recorded]] = {}
+        self._is_computing = False
+        self.before = {id(v): tf.identity(tf.convert_to_tensor(v.value)) for v in self._variables}
+
+    @contextlib.contextmanager
+    def unchanged_without_samples(self) -> Iterator[None]:
+        """Undo what a replica without samples writes into its metrics (0 / 0 is NaN)."""
         yield
-    finally:
-        for metric in flat:
-            object.__delattr__(metric, "result")
 
+        def restore() -> tf.Tensor:
+            with self._assignments.by_keras():
+                for variable, value in zip(self._variables, self.before.values(), strict=True):
+                    variable.value.assign(value)  # not Keras's assign: this is no part of the step
+            return tf.constant(0)
 
-def _recording(metric: keras.metrics.Metric, result: Callable[[], Nest]) -> Callable[[], Nest]:
-    @functools.wraps(result)
-    def recording_result() -> Nest:
-        value = result()
-        step = current_step()
-        if step is None or step.is_computing_results:
+        if self._variables:
+            tf.cond(self._spec.has_samples, lambda: tf.constant(0), restore)
+
+    def record(self, metric: keras.metrics.Metric, original: Callable[[], Nest]) -> Nest:
+        """Hook a metric's `result`: record which tensor is the result of which metric."""
+        value = original()
+        if self._is_computing:
             return value
-        records = step.metric_results
         leaves = tf.nest.flatten(value)
-        new_leaves = [leaf for leaf in leaves if id(leaf) not in records]
-        if new_leaves:
+        if any(id(leaf) not in self._records for leaf in leaves):
             state = tuple(tf.convert_to_tensor(v.value) for v in metric.variables)
             for path, leaf in enumerate(leaves):
-                # Keeping the tensor alive keeps its id unique.
-                records.setdefault(id(leaf), (leaf, _Recorded(metric, state, path)))
+                self._records.setdefault(id(leaf), (leaf, _Recorded(metric, state, path)))
         return value
 
-    return recording_result
+    def values(self, logs: Nest) -> Nest:
+        """Return logs of tensors."""
+        return tf.nest.map_structure(self._value, logs)
 
-
-def recorded_variable(step: ExactStep, variable: keras.Variable) -> tf.Tensor:
-    """Return this replica's part of a metric's variable, to be combined like the metric's state."""
-    value = tf.identity(tf.convert_to_tensor(variable.value))
-    record = _Recorded(_OneVariable((variable,)), (value,), 0)
-    step.metric_results[id(value)] = (value, record)
-    return value
-
-
-@contextlib.contextmanager
-def unchanged_without_samples(
-    step: ExactStep, metrics: Sequence[keras.metrics.Metric]
-) -> Iterator[None]:
-    """Undo what a replica without samples wrote into its metrics (0 / 0 is NaN)."""
-    variables = [v for metric in metrics for v in metric.variables]
-    before = [tf.identity(tf.convert_to_tensor(v.value)) for v in variables]
-    step.metric_state_before = {
-        id(variable): value for variable, value in zip(variables, before, strict=True)
-    }
-    yield
-
-    def restore() -> tf.Tensor:
-        with step.assigning():
-            for variable, value in zip(variables, before, strict=True):
-                variable.value.assign(value)  # not Keras's assign: this is no part of the step
-        return tf.constant(0)
-
-    if variables:
-        tf.cond(step.samples > 0, lambda: tf.constant(0), restore)
-
-
-def cluster_logs(
-    step: ExactStep, logs: Nest, sums: Sequence[tf.Tensor]
-) -> tuple[Nest, list[tf.Tensor], list[Summand]]:
-    """Combine the logs of all replicas, and the gradients of a pending update."""
-    records = step.metric_results
-    leaves = tf.nest.flatten(logs)
-    recorded = [records[id(leaf)][1] if id(leaf) in records else None for leaf in leaves]
-    states = {id(r.metric): r for r in recorded if r is not None}
-    plain = [
-        leaf
-        for leaf, record in zip(leaves, recorded, strict=True)
-        if record is None and _has_mean(leaf)
-    ]
-    gradients, (reduced_states, reduced_plain, summed) = sum_with_gradients(
-        step,
-        step.pending_update,
-        (
-            [_contributions(step, record) for record in states.values()],
+    def summands(self, logs: Nest) -> Nest:
+        """What this replica adds to the states, and to the means, that logs are computed from."""
+        leaves = tf.nest.flatten(logs)
+        states = self._states(leaves)
+        plain = [leaf for leaf in leaves if id(leaf) not in self._records and _has_mean(leaf)]
+        return (
+            [self._parts_of_state(record) for record in states.values()],
             [
-                _parts_of_mean(step, *each)
-                for each in zip(plain, _are_of_rows(step, plain), strict=True)
+                self._parts_of_mean(leaf, is_of_rows)
+                for leaf, is_of_rows in zip(plain, self._are_of_rows(plain), strict=True)
             ],
-            list(sums),
-        ),
-    )
-    results = _results(step, list(states.values()), reduced_states)
-    next_plain = iter(
-        sums[0] if len(sums) == 1 else tf.math.divide_no_nan(*sums) for sums in reduced_plain
-    )
-    combined = []
-    for leaf, record in zip(leaves, recorded, strict=True):
-        if record is not None:
-            combined.append(results[id(record.metric)][record.path])
-        else:
-            combined.append(next(next_plain) if _has_mean(leaf) else leaf)
-    cluster = tf.nest.pack_sequence_as(logs, combined)
-    return cluster, list(summed), gradients
+        )
 
+    def logs_of_all(self, logs: Nest, sums: Nest) -> Nest:
+        """Return the logs of the whole batch."""
+        leaves = tf.nest.flatten(logs)
+        records, (summed_states, summed_parts) = self._states(leaves), sums
+        self._is_computing = True
+        try:
+            results = {
+                key: tf.nest.flatten(record.metric.stateless_result(list(state)))
+                for (key, record), state in zip(records.items(), summed_states, strict=True)
+            }
+        finally:
+            self._is_computing = False
+        means = iter(
+            parts[0] if len(parts) == 1 else tf.math.divide_no_nan(*parts) for parts in summed_parts
+        )
+        combined = []
+        for leaf in leaves:
+            if id(leaf) in self._records:
+                record = self._records[id(leaf)][1]
+                combined.append(results[id(record.metric)][record.path])
+            else:
+                combined.append(next(means) if _has_mean(leaf) else leaf)
+        return tf.nest.pack_sequence_as(logs, combined)
 
-def _contributions(step: ExactStep, record: _Recorded) -> list[tf.Tensor]:
-    """Return what this replica adds to the sum of the metric's state."""
-    contributions = []
-    for variable, value in zip(record.metric.variables, record.state, strict=True):
-        before = step.metric_state_before.get(id(variable))
-        if variable.aggregation == "sum":
-            if before is not None:
-                value = tf.where(step.samples > 0, value, before)
-        elif variable.aggregation == "mean" and value.dtype.is_floating:
-            value = step.weighted(value)
-        else:
-            value = step.of_first_replica(value)
-        contributions.append(value)
-    return contributions
+    def _value(self, leaf: Leaf) -> Leaf:
+        # A variable that a metric returns as its result is known by its id.
+        is_plain = isinstance(leaf, keras.Variable) and id(leaf) not in self._records
+        if is_plain and id(leaf) in self.before:  # a metric's: a part of its value
+            value = tf.identity(tf.convert_to_tensor(leaf.value))
+            self._records[id(value)] = value, _Recorded(_OneVariable((leaf,)), (value,), 0)
+            return value
+        # an eager step may have made a number of a tensor
+        is_number = tf.executing_eagerly() and isinstance(
+            leaf, float | int | np.ndarray | np.generic
+        )
+        leaf = np.asarray(leaf) if is_number else leaf
+        return tf.convert_to_tensor(leaf) if is_plain or is_number else leaf
 
+    def _states(self, leaves: Sequence[Leaf]) -> dict[int, _Recorded]:
+        found = [self._records[id(leaf)][1] for leaf in leaves if id(leaf) in self._records]
+        return {id(record.metric): record for record in found}
 
-def _results(
-    step: ExactStep, records: Sequence[_Recorded], states: Sequence[Sequence[tf.Tensor]]
-) -> dict[int, list[Leaf]]:
-    step.is_computing_results = True
-    try:
-        return {
-            id(record.metric): tf.nest.flatten(record.metric.stateless_result(list(state)))
-            for record, state in zip(records, states, strict=True)
-        }
-    finally:
-        step.is_computing_results = False
+    def _parts_of_state(self, record: _Recorded) -> list[tf.Tensor]:
+        parts = []
+        for variable, value in zip(record.metric.variables, record.state, strict=True):
+            before = self.before.get(id(variable))
+            if variable.aggregation == "sum":
+                if before is not None:
+                    value = tf.where(self._spec.has_samples, value, before)
+            elif variable.aggregation == "mean" and value.dtype.is_floating:
+                value = self._spec.weighted(value)
+            else:
+                value = self._spec.of_first_replica(value)
+            parts.append(value)
+        return parts
+
+    def _parts_of_mean(self, leaf: tf.Tensor, is_of_rows: bool) -> list[tf.Tensor]:
+        """Return this replica's part of a mean over samples, or of a sum and its divisor."""
+        if leaf.dtype.is_floating and not is_of_rows:
+            return [self._spec.weighted(leaf)]
+        dtype = leaf.dtype if leaf.dtype in (tf.float32, tf.float64) else tf.float64
+        value = tf.cast(leaf, dtype)
+        count = tf.cast(tf.shape(leaf)[0] if is_of_rows else self._spec.samples, dtype)
+        total = tf.reduce_sum(value, axis=0) if is_of_rows else value * count
+        return [self._spec.or_zero(part) for part in (total, count)]
+
+    def _are_of_rows(self, leaves: Sequence[tf.Tensor]) -> list[bool]:
+        """Tell values of samples from other vectors, alike on all replicas."""
+        sizes = [leaf.shape[0] if leaf.shape.rank else 0 for leaf in leaves]
+        if not tf.executing_eagerly() or not any(sizes):
+            return [size is None for size in sizes]
+        rows = max(1, int(self._spec.samples))
+        agreeing = self._sum(tf.constant([float(size == rows) for size in sizes]))
+        return [int(number) == self._spec.num_replicas for number in agreeing]
 
 
 def _has_mean(leaf: Leaf) -> bool:
     return isinstance(leaf, tf.Tensor) and (
         leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool
     )
-
-
-def _are_of_rows(step: ExactStep, leaves: Sequence[tf.Tensor]) -> list[bool]:
-    """Tell values of samples from other vectors, alike on all replicas."""
-    sizes = [leaf.shape[0] if leaf.shape.rank else 0 for leaf in leaves]
-    if not tf.executing_eagerly() or not any(sizes):
-        return [size is None for size in sizes]
-    rows = max(1, int(step.samples))
-    agreeing = step.all_reduce_sum(tf.constant([float(size == rows) for size in sizes]))
-    return [int(number) == step.num_replicas for number in agreeing]
-
-
-def _parts_of_mean(step: ExactStep, leaf: tf.Tensor, is_of_rows: bool) -> list[tf.Tensor]:
-    """Return what this replica adds to a mean over samples: a part, or a sum and its divisor."""
-    if leaf.dtype.is_floating and not is_of_rows:
-        return [step.weighted(leaf)]
-    dtype = leaf.dtype if leaf.dtype in (tf.float32, tf.float64) else tf.float64
-    value = tf.cast(leaf, dtype)
-    count = tf.cast(tf.shape(leaf)[0] if is_of_rows else step.samples, dtype)
-    total = tf.reduce_sum(value, axis=0) if is_of_rows else value * count
-    return [tf.where(step.samples > 0, part, tf.zeros_like(part)) for part in (total, count)]

@@ -1,23 +1,28 @@
-r"""State that custom layers and metrics assign in a step, with the value of one device.
+r"""State that a step assigns outside of its update, with the value of one device.
 
-What a layer assigns is read off the graph (`sample_dependence`): counters of steps stay, counters
-of samples and sums are summed, means weighted, maxima compared, and whatever is computed from these
-is recomputed. If the graph says nothing (an eager step, a branch, a neighbourhood of samples), the
-user is told, and may choose with the variable's `aggregation`:
+* State of Keras's own layers with a float type, such as moving statistics, becomes
+  :math:`\sum_i w_i v_i`, the mean over samples, on every replica.
+* Seeds: replica 0 draws what one device would draw; the others draw independent streams, so two
+  replicas never drop the same units merely because they share a seed.
+* What a custom layer assigns is read off the graph (`sample_dependence`): counters of steps stay,
+  counters of samples and sums are summed, means weighted, maxima compared, and whatever is computed
+  from these is recomputed. If the graph says nothing (an eager step, a branch, a neighbourhood of
+  samples), the user is told, and may choose with the variable's `aggregation`: "sum" if changes
+  add up, "mean" for a mean over samples :math:`\sum_i w_i v_i`, "only_first_replica" for the value
+  of the first replica with samples. By default, float types are combined as a mean; changes of
+  integers add up unless they are equal.
 
-* "sum": the replicas' changes add up;
-* "mean": the value is a mean over samples, :math:`\sum_i w_i v_i`;
-* "only_first_replica": that of the first replica with samples.
-
-By default, float types are combined as a mean; changes of integers add up unless they are equal.
+The rules are the same for the replicas of a step and for the micro-batches of a pipeline.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -25,11 +30,18 @@ import tensorflow as tf
 from keras_het import private_api
 from keras_het.strategy.exact.created_in_scope import is_shared
 from keras_het.strategy.exact.sample_dependence import Combination, Kind, SampleDependence
-from keras_het.strategy.exact.step import ExactStep
-from keras_het.value_types import EitherVariable, Leaf, Nest
+from keras_het.strategy.exact.step import ReplicaSum, StepSpec
+from keras_het.value_types import EitherVariable, Leaf, Nest, TensorLike
+
+if TYPE_CHECKING:
+    from keras_het.strategy.exact.gradients import Update
 
 _logger = logging.getLogger(__name__)
 _told: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
+# A large prime keeps seeds of neighbouring replicas apart; it wraps around int32 on purpose.
+_SEED_STRIDE = 1_000_003
+_DECLARED = {"sum": "sum", "mean": "mean", "only_first_replica": "first"}
+_SUMS = (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,61 +53,72 @@ class StateChange:
     finish: Callable[[Sequence[tf.Tensor]], tf.Tensor]
 
 
-def state_before(step: ExactStep, model: keras.Model) -> dict[int, tf.Tensor]:
-    """Return the values of state before the step, by variable id, wherever they may be needed."""
-    return {
-        id(variable): tf.identity(tf.convert_to_tensor(variable.value))
-        for variable in model.non_trainable_variables
-        if step.may_have_no_samples or not is_float(variable) or variable.aggregation == "sum"
-    }
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How the values of one variable after each part of a batch become one."""
+
+    name: str
+    combination: Combination | None = None
+
+    @property
+    def tensors(self) -> list[tf.Tensor]:
+        """What each part of the batch has to give."""
+        return [] if self.combination is None else [t for _, t in self.combination.aggregates]
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether sums over several processes make the value."""
+        if self.combination is None:
+            return self.name in ("sum", "mean")
+        return not {kind for kind, _ in self.combination.aggregates} & {Kind.MAX, Kind.MIN}
 
 
-def finish_prediction(step: ExactStep, model: keras.Model) -> None:
-    """Combine the state that a prediction has changed, in a collective if there is any."""
-    changes = changed_state(step, model, [])
-    summands = [change.summands for change in changes]
-    sums = step.all_reduce_sum(summands) if tf.nest.flatten(summands) else summands
-    for change, own in zip(changes, sums, strict=True):
-        change.variable.value.assign(change.finish(own))
+class Rules:
+    """Rules of the variables that layers assign, and of which of them nothing is known."""
 
+    def __init__(self, layers: Iterable[keras.layers.Layer], part: str) -> None:
+        self._part = part
+        self._of_layers_of_ones_own = {
+            id(variable)
+            for layer in layers
+            if not private_api.is_of_keras(layer)
+            for variable in private_api.own_state(layer)
+        }
+        self._unknown: dict[str, list[str]] = {}
 
-def changed_state(
-    step: ExactStep, model: keras.Model, metrics: Sequence[keras.metrics.Metric]
-) -> list[StateChange]:
-    """Return the state that this step has changed and replicas must agree on.
+    def are_for(self, variable: keras.Variable) -> bool:
+        """Tell whether a layer of the user's own keeps a variable."""
+        return id(variable) in self._of_layers_of_ones_own
 
-    In a prediction only custom layers have such state.
-    """
-    if step.num_replicas == 1 and not step.may_have_no_samples:
-        return []
-    own = {
-        id(variable)
-        for layer in private_api.layers_with_state(model)
-        if not private_api.is_of_keras(layer)
-        for variable in private_api.own_state(layer)
-    }
-    dependence = _Reader(step)
-    changes, unknown = [], dict[str, list[str]]()
-    for variable in model.non_trainable_variables:
-        if id(variable) not in step.assigned_variables:
-            continue
-        if id(variable) in own:
-            changes.append(_own_change(step, variable, dependence, unknown))
-        elif is_float(variable) and not step.is_prediction:
-            changes.append(mean_of(step, variable))
-    if unknown:
-        step.remarks.append(remark_on_unknown(unknown))
-    _remark_on_sums(step, metrics, dependence)
-    of_metrics = {id(v): v for metric in metrics for v in metric.variables}.values()
-    changes += [
-        mean_of(step, variable) if variable.aggregation == "mean" else _first(step, variable)
-        for variable in of_metrics
-        if variable.aggregation != "sum" and id(variable) in step.assigned_variables
-    ]
-    if step.num_replicas > 1:
-        combined = {id(variable) for variable in (*model.non_trainable_variables, *of_metrics)}
-        _remark_on_others(step, model, combined, dependence)
-    return changes
+    def rule(
+        self, variable: keras.Variable, value: Any, read: Callable[[Any], Combination | None]
+    ) -> Rule:
+        """Return what is declared, else what the graph says, else what is likely."""
+        is_mean, declared = is_float(variable), _DECLARED.get(variable.aggregation)
+        if declared is not None:
+            return Rule("first" if declared == "mean" and not is_mean else declared)
+        combination = read(value) if self.are_for(variable) else None
+        if combination is not None:
+            return Rule("computed", combination)
+        name = "mean" if is_mean else "first" if variable.dtype == "bool" else "changes"
+        if self.are_for(variable):
+            self._unknown.setdefault(name, []).append(variable.path)
+        return Rule(name)
+
+    def remarks(self) -> list[str]:
+        """Return what to tell the user of state about which nothing is known."""
+        if not self._unknown:
+            return []
+        becomes = {
+            "mean": "the mean over samples",
+            "first": f"what the first {self._part} has",
+            "changes": f"the sum of each {self._part}'s change, or one of them if all are equal",
+        }
+        done = "; ".join(
+            f"{', '.join(map(repr, paths))}: {becomes[name]}"
+            for name, paths in self._unknown.items()
+        )
+        return [_REMARK_ON_UNKNOWN.format(done)]
 
 
 def tell(model: keras.Model, remarks: Sequence[str]) -> None:
@@ -107,68 +130,263 @@ def tell(model: keras.Model, remarks: Sequence[str]) -> None:
             _logger.warning("%s", remark)
 
 
-def mean_of(step: ExactStep, variable: keras.Variable) -> StateChange:
-    """The mean over samples; the first replica's value if the type has no means."""
-    if not is_float(variable):
-        return _first(step, variable)
-    value = tf.convert_to_tensor(variable.value)
-    return StateChange(variable, [step.weighted(value)], lambda sums: sums[0])
+def carried(value: tf.Tensor) -> tf.Tensor:
+    """Return the value in a type that every collective sums; integers up to 2^53 are exact."""
+    return value if value.dtype.is_floating else tf.cast(value, tf.float64)
 
 
-def _first(step: ExactStep, variable: keras.Variable) -> StateChange:
-    value = tf.convert_to_tensor(variable.value)
-    first = step.of_first_replica(carried(value))
-    return StateChange(variable, [first], lambda sums: tf.cast(sums[0], value.dtype))
+def is_float(variable: keras.Variable) -> bool:
+    """Tell whether a variable has a mean."""
+    return bool(tf.as_dtype(variable.value.dtype).is_floating)
 
 
-def _own_change(
-    step: ExactStep, variable: keras.Variable, dependence: _Reader, unknown: dict[str, list[str]]
-) -> StateChange:
-    if variable.aggregation == "sum":
-        return _sum_of_changes(step, variable, unless_equal=False)
-    if variable.aggregation == "mean":
-        return mean_of(step, variable)
-    if variable.aggregation == "only_first_replica":
-        return _first(step, variable)
-    combination = dependence.combination(variable)
-    if combination is not None:
-        return _combined(step, variable, combination)
-    if is_float(variable):
-        unknown.setdefault("the mean over samples", []).append(variable.path)
-        return mean_of(step, variable)
-    if variable.dtype == "bool":
-        unknown.setdefault("what the first replica has", []).append(variable.path)
-        return _first(step, variable)
-    added = "the sum of the replicas' changes, or one of them if all are equal"
-    unknown.setdefault(added, []).append(variable.path)
-    return _sum_of_changes(step, variable, unless_equal=True)
+class Assignments:
+    """What the step assigns to which variable, apart from its update."""
+
+    def __init__(self, update: Update) -> None:
+        self._update = update
+        self._is_by_keras = False
+        self.recorded: dict[int, tuple[EitherVariable, list[Leaf]]] = {}
+        """By id: the variable, and the values that were assigned to it, in order."""
+
+    @contextlib.contextmanager
+    def by_keras(self) -> Iterator[None]:
+        """Tell assignments of Keras and keras_het from those of the user to plain variables."""
+        before, self._is_by_keras = self._is_by_keras, True
+        try:
+            yield
+        finally:
+            self._is_by_keras = before
+
+    @property
+    def are_by_keras(self) -> bool:
+        """Whether Keras or keras_het assigns now."""
+        return self._is_by_keras
+
+    def assign(
+        self, original: Callable[..., Any], variable: keras.Variable, value: TensorLike
+    ) -> Any:
+        """Hook the assignment of a `keras.Variable`."""
+        if not self._update.is_running:
+            if tf.is_symbolic_tensor(value):
+                value = tf.identity(value)  # an operation as recent as the assignment
+            self.recorded.setdefault(id(variable), (variable, []))[1].append(value)
+        with self.by_keras():
+            return original(variable, value)
+
+    def assign_plain(
+        self, original: Callable[..., Any], variable: tf.Variable, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Hook all assignments to TensorFlow's variables: record those that are not Keras's."""
+        if self._is_by_keras or self._update.is_running:
+            return original(variable, *args, **kwargs)
+        container = tf.distribute.get_strategy().extended.value_container(variable)
+        values = [tf.identity(value) for value in _tensors(args, kwargs)]
+        if not values and not tf.executing_eagerly():
+            values = [tf.constant(0)]  # tells in which graph
+        self.recorded.setdefault(id(container), (container, []))[1].extend(values)
+        with self.by_keras():  # TensorFlow calls one method from another
+            return original(variable, *args, **kwargs)
 
 
-def _combined(step: ExactStep, variable: keras.Variable, combination: Combination) -> StateChange:
-    if not combination.aggregates:  # equal already
+def _tensors(*arguments: Nest) -> Iterator[tf.Tensor]:
+    for leaf in tf.nest.flatten(arguments):
+        if isinstance(leaf, tf.IndexedSlices):
+            yield from (leaf.indices, leaf.values)
+        elif tf.is_tensor(leaf) or isinstance(leaf, keras.Variable):
+            yield tf.convert_to_tensor(leaf)
+
+
+class OwnState:
+    """State that a step's layers and metrics keep, and the seeds that it draws."""
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        replica_sum: ReplicaSum,
+        assignments: Assignments,
+        model: keras.Model | None,
+        remarks: list[str],
+    ) -> None:
+        self._spec, self._sum, self._assignments = spec, replica_sum, assignments
+        self._remarks = remarks  # what the user should know about the step
+        # wherever they may be needed
+        self.before = {
+            id(variable): tf.identity(tf.convert_to_tensor(variable.value))
+            for variable in (model.non_trainable_variables if model is not None else ())
+            if spec.may_have_no_samples or not is_float(variable) or variable.aggregation == "sum"
+        }
+        # The batch, and tensors that differ although no sample affects them.
+        self._rows: Nest = ()
+        self._seeds: list[tf.Tensor] = []
+
+    def read_from(self, rows: Nest) -> None:
+        """Take note of the batch, whose rows all that depends on samples is computed from."""
+        self._rows = rows
+
+    def draw_seed(
+        self,
+        original: Callable[..., tf.Tensor],
+        generator: keras.random.SeedGenerator,
+        *args: object,
+        **kwargs: object,
+    ) -> tf.Tensor:
+        """Hook `SeedGenerator.next`: an independent stream per replica."""
+        seed = original(generator, *args, **kwargs)
+        # has one value on all replicas
+        self._assignments.recorded.pop(id(generator.state), None)
+        if self._spec.seed_stream != 0:
+            offset = (self._spec.seed_stream * _SEED_STRIDE) % (2**31)
+            seed = seed + tf.cast(tf.constant([offset, 0], tf.int64), seed.dtype)
+        self._seeds.append(seed)
+        return seed
+
+    def aggregate(
+        self,
+        original: Callable[..., Leaf],
+        value: Leaf,
+        aggregation: tf.VariableAggregation,
+        destinations: tf.Variable,
+    ) -> Leaf:
+        """Hook TensorFlow's handling of assignments to `aggregation` variables; not Keras's own.
+
+        Those of optimizers (`iterations`) have one value on all replicas; a broadcast could not run
+        inside the `tf.cond` of a `LossScaleOptimizer`. Those of layers are combined when the step
+        ends: TensorFlow would sum or average what Keras assigns, which are whole values, not
+        changes. It does so with what a step assigns to variables of its own: by samples here, as of
+        one device.
+        """
+        is_of_first = aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+        if self._assignments.are_by_keras or (is_of_first and self._spec.kind != "predict"):
+            return value
+        if not tf.is_tensor(value) or aggregation not in _SUMS:
+            return original(value, aggregation, destinations)
+        is_mean = aggregation == tf.VariableAggregation.MEAN
+        return self._sum(self._spec.weighted(value) if is_mean else self._spec.or_zero(value))
+
+    def finish_prediction(self, model: keras.Model) -> None:
+        """Combine the state that a prediction has changed, in a collective if there is any."""
+        changes = self.changes(model, [])
+        for change, sums in zip(changes, self._sum([c.summands for c in changes]), strict=True):
+            change.variable.value.assign(change.finish(sums))
+
+    def changes(
+        self, model: keras.Model, metrics: Sequence[keras.metrics.Metric]
+    ) -> list[StateChange]:
+        """Return the state that this step has changed and replicas must agree on.
+
+        In a prediction only custom layers have such state.
+        """
+        spec, assigned = self._spec, self._assignments.recorded
+        if spec.num_replicas == 1 and not spec.may_have_no_samples:
+            return []
+        rules = Rules(private_api.layers_with_state(model), "replica")
+        reader = _Reader(self._assignments, self._rows, self._sum.results, self._seeds)
+        changes = []
+        for variable in model.non_trainable_variables:
+            if id(variable) not in assigned:
+                continue
+            if rules.are_for(variable):
+                rule = rules.rule(variable, variable, reader.combination)
+                changes.append(self._change(variable, rule))
+            elif is_float(variable) and spec.kind != "predict":
+                changes.append(self._change(variable, Rule("mean")))
+        self._remarks += rules.remarks()
+        self._remark_on_sums(metrics, reader)
+        of_metrics = {id(v): v for metric in metrics for v in metric.variables}.values()
+        for variable in of_metrics:
+            if variable.aggregation != "sum" and id(variable) in assigned:
+                has_mean = variable.aggregation == "mean" and is_float(variable)
+                changes.append(self._change(variable, Rule("mean" if has_mean else "first")))
+        if spec.num_replicas > 1:
+            combined = {id(variable) for variable in (*model.non_trainable_variables, *of_metrics)}
+            self._remark_on_others(model, combined, reader)
+        return changes
+
+    def _change(self, variable: keras.Variable, rule: Rule) -> StateChange:
+        if rule.combination is not None:
+            return self._computed(variable, rule.combination)
+        if rule.name in ("sum", "changes"):
+            return self._sum_of_changes(variable, unless_equal=rule.name == "changes")
         value = tf.convert_to_tensor(variable.value)
-        return StateChange(variable, [], lambda sums: value)
-    aggregates = combination.aggregates
+        if rule.name == "mean":
+            return StateChange(variable, [self._spec.weighted(value)], lambda sums: sums[0])
+        first = self._spec.of_first_replica(carried(value))
+        return StateChange(variable, [first], lambda sums: tf.cast(sums[0], value.dtype))
 
-    def finish(sums: Sequence[tf.Tensor]) -> tf.Tensor:
-        return combination.compute(
-            [
-                _of_all(kind, tensor, summed)
-                for (kind, tensor), summed in zip(aggregates, sums, strict=True)
-            ]
-        )
+    def _computed(self, variable: keras.Variable, combination: Combination) -> StateChange:
+        aggregates = combination.aggregates
+        if not aggregates:  # equal already
+            value = tf.convert_to_tensor(variable.value)
+            return StateChange(variable, [], lambda sums: value)
 
-    return StateChange(variable, [_summand(step, *each) for each in aggregates], finish)
+        def finish(sums: Sequence[tf.Tensor]) -> tf.Tensor:
+            pairs = zip(aggregates, sums, strict=True)
+            return combination.compute([_of_all(*aggregate, summed) for aggregate, summed in pairs])
 
+        return StateChange(variable, [self._summand(*each) for each in aggregates], finish)
 
-def _summand(step: ExactStep, kind: Kind, tensor: tf.Tensor) -> tf.Tensor:
-    if kind is Kind.MEAN:
-        return step.weighted(tensor)
-    value = carried(tensor)
-    if kind in (Kind.MAX, Kind.MIN):
-        nothing = value.dtype.min if kind is Kind.MAX else value.dtype.max
-        return _in_own_row(step, _unless_empty(step, value, nothing))
-    return _unless_empty(step, value, 0)
+    def _summand(self, kind: Kind, tensor: tf.Tensor) -> tf.Tensor:
+        if kind is Kind.MEAN:
+            return self._spec.weighted(tensor)
+        value = carried(tensor)
+        if kind in (Kind.MAX, Kind.MIN):
+            nothing = value.dtype.min if kind is Kind.MAX else value.dtype.max
+            return self._in_own_row(self._unless_empty(value, nothing))
+        return self._unless_empty(value, 0)
+
+    def _sum_of_changes(self, variable: keras.Variable, unless_equal: bool) -> StateChange:
+        """The old value plus the changes of all replicas, or plus one of them if all are equal."""
+        value = tf.convert_to_tensor(variable.value)
+        before = self.before.get(id(variable))
+        if before is None:  # made in this step
+            before = tf.zeros_like(value)
+        change = carried(value) - carried(before)
+        # 0 / 0 marks replicas without samples, which computed on a row of zeros
+        rows = self._in_own_row(self._unless_empty(change, float("nan")))
+
+        def finish(sums: Sequence[tf.Tensor]) -> tf.Tensor:
+            counts = ~tf.math.is_nan(sums[0])
+            total = tf.reduce_sum(tf.where(counts, sums[0], tf.zeros_like(sums[0])), axis=0)
+            if unless_equal:
+                least = tf.reduce_min(tf.where(counts, sums[0], sums[0].dtype.max), axis=0)
+                most = tf.reduce_max(tf.where(counts, sums[0], sums[0].dtype.min), axis=0)
+                total = tf.where(tf.reduce_all(least == most), most, total)
+            return before + tf.cast(total, value.dtype)
+
+        return StateChange(variable, [rows], finish)
+
+    def _unless_empty(self, value: tf.Tensor, nothing: float) -> tf.Tensor:
+        return tf.where(self._spec.has_samples, value, tf.cast(nothing, value.dtype))
+
+    def _in_own_row(self, value: tf.Tensor) -> tf.Tensor:
+        """Return one row per replica, zero except its own: the sum has all of them."""
+        rows = [tf.zeros_like(value)] * self._spec.num_replicas
+        rows[self._spec.position] = value
+        return tf.stack(rows)
+
+    def _remark_on_sums(self, metrics: Sequence[keras.metrics.Metric], reader: _Reader) -> None:
+        for metric in metrics:
+            if type(metric).__module__.split(".")[0] == "keras":
+                continue
+            sums = [variable for variable in metric.variables if variable.aggregation == "sum"]
+            for variable in sums:
+                is_assigned = id(variable) in self._assignments.recorded
+                if is_assigned and not reader.adds_samples(variable, sums):
+                    names = f"{metric.name!r} ({type(metric).__name__})", repr(variable.name)
+                    self._remarks.append(_REMARK_ON_METRIC.format(*names))
+
+    def _remark_on_others(self, model: keras.Model, combined: set[int], reader: _Reader) -> None:
+        """Name variables that nothing combines, to which replicas assign different values."""
+        strategy = tf.distribute.get_strategy()
+        apart = [
+            variable
+            for key, (variable, _) in self._assignments.recorded.items()
+            if key not in combined and (reader.differs(key) or is_shared(strategy, variable))
+        ]
+        if apart:
+            names = ", ".join(_name(model, variable) for variable in apart)
+            self._remarks.append(_REMARK_ON_OTHERS.format(names))
 
 
 def _of_all(kind: Kind, tensor: tf.Tensor, summed: tf.Tensor) -> tf.Tensor:
@@ -180,107 +398,72 @@ def _of_all(kind: Kind, tensor: tf.Tensor, summed: tf.Tensor) -> tf.Tensor:
     return result
 
 
-def _sum_of_changes(step: ExactStep, variable: keras.Variable, unless_equal: bool) -> StateChange:
-    """The old value plus the changes of all replicas, or plus one of them if all are equal."""
-    value = tf.convert_to_tensor(variable.value)
-    before = step.state_before.get(id(variable))
-    if before is None:  # made in this step
-        before = tf.zeros_like(value)
-    change = carried(value) - carried(before)
-    # 0 / 0 marks replicas without samples, which computed on a row of zeros
-    own = _unless_empty(step, change, float("nan"))
-    rows = _in_own_row(step, own)
-
-    def finish(sums: Sequence[tf.Tensor]) -> tf.Tensor:
-        counts = ~tf.math.is_nan(sums[0])
-        total = tf.reduce_sum(tf.where(counts, sums[0], tf.zeros_like(sums[0])), axis=0)
-        if unless_equal:
-            least = tf.reduce_min(tf.where(counts, sums[0], sums[0].dtype.max), axis=0)
-            most = tf.reduce_max(tf.where(counts, sums[0], sums[0].dtype.min), axis=0)
-            total = tf.where(tf.reduce_all(least == most), most, total)
-        return before + tf.cast(total, value.dtype)
-
-    return StateChange(variable, [rows], finish)
-
-
-def carried(value: tf.Tensor) -> tf.Tensor:
-    """Return the value in a type that every collective sums; integers up to 2^53 are exact."""
-    return value if value.dtype.is_floating else tf.cast(value, tf.float64)
-
-
-def _unless_empty(step: ExactStep, value: tf.Tensor, nothing: float) -> tf.Tensor:
-    return tf.where(step.samples > 0, value, tf.cast(nothing, value.dtype))
-
-
-def _in_own_row(step: ExactStep, value: tf.Tensor) -> tf.Tensor:
-    """Return one row per replica, zero except its own: the sum over replicas has all of them."""
-    rows = [tf.zeros_like(value)] * step.num_replicas
-    rows[step.position] = value
-    return tf.stack(rows)
-
-
 class _Reader:
     """Reader of the step's assignments to variables from the graph; starts on first use."""
 
-    def __init__(self, step: ExactStep) -> None:
-        self._step = step
+    def __init__(
+        self,
+        assignments: Assignments,
+        rows: Nest,
+        equal: Sequence[Leaf],
+        seeds: Sequence[tf.Tensor],
+    ) -> None:
+        self._assigned = assignments.recorded
+        self._rows, self._equal, self._seeds = rows, equal, seeds
         self._dependence: SampleDependence | None = None
         self._handles: dict[int, str] = {}
 
     def combination(self, variable: keras.Variable) -> Combination | None:
         """Return a variable's value as a function of aggregates, None if unknown."""
-        dependence = self.dependence
-        value = self._step.assigned_variables[id(variable)][1][-1]
+        dependence = self._of_graph
         if dependence is None or not self._is_known(id(variable)):
             return None
-        return dependence.combination(value)
+        return dependence.combination(self._assigned[id(variable)][1][-1])
 
     def adds_samples(self, variable: keras.Variable, sums: Sequence[keras.Variable]) -> bool:
         """Tell whether a step adds a function of samples to one of `sums`; True if unknown."""
-        dependence = self.dependence
+        dependence = self._of_graph
         if dependence is None or not self._is_known(id(variable)):
             return True
         handle = self._handles[id(variable)]
         partial = [self._handles[id(each)] for each in sums if id(each) in self._handles]
-        values = self._step.assigned_variables[id(variable)][1]
+        values = self._assigned[id(variable)][1]
         return all(dependence.adds_samples(value, handle, partial) for value in values)
 
     def differs(self, key: int) -> bool:
         """Tell whether replicas may have assigned different values to a variable, by its id."""
-        dependence = self.dependence
-        values = self._step.assigned_variables[key][1]
+        dependence = self._of_graph
         return any(
             dependence is None or not _is_here(v) or dependence.kind(v) is not Kind.EQUAL
-            for v in values
+            for v in self._assigned[key][1]
         )
 
     @property
-    def dependence(self) -> SampleDependence | None:
-        """The reader of the graph, None without a graph."""
+    def _of_graph(self) -> SampleDependence | None:
+        """None without a graph."""
         if tf.executing_eagerly():
             return None
         if self._dependence is None:
-            step = self._step
             assigned: dict[str, list[tf.Tensor] | None] = {}
-            for key, (variable, values) in step.assigned_variables.items():
+            for key, (variable, values) in self._assigned.items():
                 handle = _handle_in_graph(variable)
                 if handle is not None and not isinstance(variable, tf.Variable):
                     self._handles[key] = handle
                     assigned[handle] = values if self._is_known(key) else None
             self._dependence = SampleDependence(
-                rows=filter(tf.is_symbolic_tensor, _dense_leaves(step.rows)),
-                equal=filter(tf.is_symbolic_tensor, step.reduced),
-                unequal=filter(tf.is_symbolic_tensor, step.own_seeds),
+                rows=filter(tf.is_symbolic_tensor, _dense_leaves(self._rows)),
+                equal=filter(tf.is_symbolic_tensor, self._equal),
+                unequal=filter(tf.is_symbolic_tensor, self._seeds),
                 assigned=assigned,
             )
-            for key, (variable, _) in step.assigned_variables.items():
+            for key, (variable, _) in self._assigned.items():
                 handle = _handle_in_graph(variable)
                 if handle is not None and isinstance(variable, tf.Variable) and self.differs(key):
                     assigned[handle] = None
         return self._dependence
 
     def _is_known(self, key: int) -> bool:
-        return key in self._handles and all(map(_is_here, self._step.assigned_variables[key][1]))
+        return key in self._handles and all(map(_is_here, self._assigned[key][1]))
 
 
 def _is_here(value: Leaf) -> bool:
@@ -299,33 +482,6 @@ def _handle_in_graph(variable: EitherVariable) -> str | None:
     while tensor.op.type in ("Identity", "Cast"):
         tensor = tensor.op.inputs[0]
     return str(tensor.op.inputs[0].name) if tensor.op.type == "ReadVariableOp" else None
-
-
-def _remark_on_sums(
-    step: ExactStep, metrics: Sequence[keras.metrics.Metric], dependence: _Reader
-) -> None:
-    for metric in metrics:
-        if type(metric).__module__.split(".")[0] == "keras":
-            continue
-        sums = [variable for variable in metric.variables if variable.aggregation == "sum"]
-        for variable in sums:
-            is_assigned = id(variable) in step.assigned_variables
-            if is_assigned and not dependence.adds_samples(variable, sums):
-                step.remarks.append(_remark_on_metric(metric, variable))
-
-
-def _remark_on_others(
-    step: ExactStep, model: keras.Model, combined: set[int], dependence: _Reader
-) -> None:
-    """Name the variables that nothing combines and to which replicas assign different values."""
-    strategy = tf.distribute.get_strategy()
-    apart = [
-        variable
-        for key, (variable, _) in step.assigned_variables.items()
-        if key not in combined and (dependence.differs(key) or is_shared(strategy, variable))
-    ]
-    if apart:
-        step.remarks.append(_REMARK_ON_OTHERS.format(", ".join(_name(model, v) for v in apart)))
 
 
 def _name(model: keras.Model, variable: EitherVariable) -> str:
@@ -348,31 +504,20 @@ _REMARK_ON_OTHERS = (
 )
 
 
-def _remark_on_metric(metric: keras.metrics.Metric, variable: keras.Variable) -> str:
-    return (
-        f"The metric {metric.name!r} ({type(metric).__name__}) assigns its state {variable.name!r} "
-        "a value that is not what it held plus what samples alone say: a maximum, a count of "
-        "steps, or a mean that is updated from what was held, as Welford's. "
-        'Its aggregation is "sum", so that the values of all replicas are added '
-        "up, which is not what one device has. Make it with self.add_variable(..., "
-        'aggregation="mean") if replicas\' values are to be averaged by their samples, with '
-        '"only_first_replica" if all hold the same, or add up sums and counts and compute the rest '
-        "in result(). Keras has no aggregation for maxima: keep them in the state of a layer."
-    )
-
-
-def remark_on_unknown(unknown: dict[str, list[str]]) -> str:
-    """Return what to tell the user of state about which nothing is known."""
-    done = "; ".join(f"{', '.join(map(repr, paths))}: {what}" for what, paths in unknown.items())
-    return (
-        "How state that a layer assigns depends on the samples cannot be read off this step "
-        "(run_eagerly=True, a branch, or an operation that is not known). It becomes, which may "
-        f"differ from one device: {done}. Say what it is: self.add_weight(..., aggregation="
-        '"sum") if changes of replicas add up, as sums and counts of samples do, "mean" for a mean '
-        'over samples, "only_first_replica" for what is the same on every replica.'
-    )
-
-
-def is_float(variable: keras.Variable) -> bool:
-    """Tell whether a variable has a mean."""
-    return bool(tf.as_dtype(variable.value.dtype).is_floating)
+_REMARK_ON_METRIC = (
+    "The metric {} assigns its state {} "
+    "a value that is not what it held plus what samples alone say: a maximum, a count of "
+    "steps, or a mean that is updated from what was held, as Welford's. "
+    'Its aggregation is "sum", so that the values of all replicas are added '
+    "up, which is not what one device has. Make it with self.add_variable(..., "
+    'aggregation="mean") if replicas\' values are to be averaged by their samples, with '
+    '"only_first_replica" if all hold the same, or add up sums and counts and compute the rest '
+    "in result(). Keras has no aggregation for maxima: keep them in the state of a layer."
+)
+_REMARK_ON_UNKNOWN = (
+    "How state that a layer assigns depends on the samples cannot be read off this step "
+    "(run_eagerly=True, a branch, or an operation that is not known). It becomes, which may "
+    'differ from one device: {}. Say what it is: self.add_weight(..., aggregation="'
+    'sum") if changes of replicas add up, as sums and counts of samples do, "mean" for a mean '
+    'over samples, "only_first_replica" for what is the same on every replica.'
+)

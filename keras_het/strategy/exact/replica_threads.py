@@ -20,7 +20,7 @@ On objects, which all replicas of a process share:
 On tensors: masks (`_keras_mask`). Each replica has its own.
 
 In variables: seeds, moving statistics, states of metrics and recurrent layers. Each replica has its
-own copy; `state`, `own_state` and `metrics` combine them.
+own copy; `own_state` and `metrics` combine them.
 
 Per thread (`global_state`):
 

@@ -1,4 +1,4 @@
-r"""Knowledge of one replica while its Keras step is traced.
+r"""One replica's Keras step while it is traced: what it is, and the stages that own its state.
 
 One device would take the mean over the B samples of the global batch. Replica i holds
 :math:`b_i` of them, computes on its own share what one device would compute on it, and every
@@ -8,100 +8,111 @@ quantity that leaves the replica is combined as
 
 which is the one device's mean, whatever the shares. A quantity that is not a mean over samples (a
 loss with reduction "sum", a mean over unmasked time steps) is first brought into that form, see
-`losses`.
+`means`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import keras
 import tensorflow as tf
 
-from keras_het.strategy.batches.packed_tensors import PackedTensors
-from keras_het.strategy.measure.emulated_device_config import EmulatedDevice
-from keras_het.strategy.measure.step_clock import StepClock
-from keras_het.value_types import EitherVariable, Leaf, Nest, Summand
+from keras_het.strategy.measure.emulated_device import EmulatedDevice
+from keras_het.value_types import Nest, Summand
 
 if TYPE_CHECKING:
-    from keras_het.strategy.cluster.unfinished_step import UnfinishedStep
-    from keras_het.strategy.exact.gradients import PendingUpdate
+    from keras_het.strategy.exact.gradients import Gradients, Update
+    from keras_het.strategy.exact.means import Means
+    from keras_het.strategy.exact.measurement import Measurement
+    from keras_het.strategy.exact.metrics import Metrics
+    from keras_het.strategy.exact.own_state import Assignments, OwnState
 
 _local = threading.local()
 
 
-class ExactStep:
-    """The shares of one replica's step, and what the step has done so far."""
+@dataclasses.dataclass(frozen=True)
+class StepSpec:
+    """Which step of which replica is traced; nothing of it changes meanwhile."""
 
-    def __init__(self, replica_id: int, samples: tf.Tensor, total: tf.Tensor) -> None:
-        self.replica_id = replica_id
-        # The independent stream of random numbers that this replica draws from.
-        self.seed_stream = replica_id
-        self.samples = samples
-        self.total = total
-        # float64, so a float64 model loses no precision; cast to each value's own type
-        samples, total = tf.cast(samples, tf.float64), tf.cast(total, tf.float64)
-        # The replicas that this one is reduced with; not all of them in local training.
-        self.num_replicas = 1
-        self.position = 0  # of this one among them
-        # The replicas of this process, and the graph from which they can be reached.
-        self.num_local_replicas = 1
-        self.graph = tf.compat.v1.get_default_graph()
-        # Ids of the values of the model's variables: equal on all replicas after each step.
-        self.values_of_model: set[int] = set()
-        self.is_on_gpu = False  # or on another device that works asynchronously to its host
-        # A worker that trains locally may have no samples at all: it then takes no step.
-        self.may_have_no_samples = False
-        self.state_before: dict[int, tf.Tensor] = {}
-        self.weight = tf.math.divide_no_nan(samples, total)
-        self.inverse_weight = tf.math.divide_no_nan(total, samples)
-        # Shares of all replicas, int64 of shape [num_replicas], if the batch carries them.
-        self.sizes: tf.Tensor | None = None
-        # Times this replica's computation, if needed.
-        self.clock: StepClock | None = None
-        self.is_measured = False
-        # Outputs of a predict step belong to single samples: none of them is weighted.
-        self.is_prediction = False
-        # Set for an emulated device only.
-        self.emulated_device: EmulatedDevice | None = None
-        self.waited: tf.Tensor | None = None
-        # Optimizers whose loss already carries the weight, by id.
-        self.weighted_optimizers: set[int] = set()
-        self.is_scaling_loss = False
-        self.is_keras_step = False  # Keras's own train step, with or without Keras's own metrics
-        self.gradients_are_reduced = False
-        # Where this replica's step is one that another thread may have to save the state of.
-        self.unfinished: UnfinishedStep | None = None
-        self.is_computing_results = False
-        # Keras's own train step and metrics read no weight after the update of this optimizer,
-        # which may then wait until they are known, so that both travel in one collective.
-        self.deferrable_optimizer: keras.optimizers.Optimizer | None = None
-        self.pending_update: PendingUpdate | None = None
-        # Squared norms of this replica's own mean gradient and of the global one, on request.
-        self.wants_gradient_squares = False
-        self.gradient_square: tf.Tensor | None = None
-        self.global_gradient_square: tf.Tensor | None = None
-        # Variable id to the variable and the values that the step has assigned to it, in order.
-        self.assigned_variables: dict[int, tuple[EitherVariable, list[Leaf]]] = {}
-        self.is_assigning = False  # a Keras variable, or one of keras_het
-        # The batch (nested structure), tensors that are equal on all replicas, and tensors that
-        # differ although no sample affects them: the starting points of `SampleDependence`.
-        self.rows: Nest = ()
-        self.reduced: list[Summand] = []
-        self.own_seeds: list[tf.Tensor] = []
-        # What the user should know about the step.
-        self.remarks: list[str] = []
-        # Tensor id to the tensor itself and the metric whose result it is.
-        self.metric_results: dict[int, Any] = {}
-        self.metric_state_before: dict[int, tf.Tensor] = {}
+    kind: Literal["train", "test", "predict"]
+    replica_id: int
+    group: range
+    """The replicas that this one is reduced with; not all of them in local training."""
+    local_replicas: range
+    samples: tf.Tensor
+    total: tf.Tensor
+    has_samples: tf.Tensor
+    weight: tf.Tensor
+    """float64, so that a float64 model loses no precision; cast to each value's own type."""
+    inverse_weight: tf.Tensor
+    sizes: tf.Tensor | None
+    """Shares of all replicas, int64 of shape [num_replicas], if the batch carries them."""
+    seed_stream: int
+    """The independent stream of random numbers that this replica draws from."""
+    is_on_gpu: bool
+    """Whether it is on a GPU or another device that works asynchronously to its host."""
+    may_have_no_samples: bool
+    """Whether all of the group may be without samples: then it takes no step."""
+    is_keras_step: bool = False
+    """Whether it is Keras's own train step, with or without Keras's own metrics."""
+    deferrable_optimizer: keras.optimizers.Optimizer | None = None
+    """The optimizer whose gradients travel with the logs, as nothing reads weights in between."""
+    is_timed: bool = False
+    emulated_device: EmulatedDevice | None = None
 
     @property
-    def loss_is_weighted(self) -> bool:
-        """Whether the gradients on the tape carry the weight."""
-        return bool(self.weighted_optimizers)
+    def num_replicas(self) -> int:
+        """How many replicas reduce together."""
+        return len(self.group)
+
+    @property
+    def position(self) -> int:
+        """This replica's place among them."""
+        return self.replica_id - self.group.start
+
+    @property
+    def local_position(self) -> int:
+        """This replica's place in its process; the first one writes what a process keeps."""
+        return self.replica_id - self.local_replicas.start
+
+    def weighted(self, value: Summand) -> Summand:
+        """Return `weight * value`, and zero on a replica without samples (even for NaN)."""
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(self.weighted(value.values), value.indices, value.dense_shape)
+        return tf.math.multiply_no_nan(value, tf.cast(self.weight, value.dtype))
+
+    def or_zero(self, value: tf.Tensor) -> tf.Tensor:
+        """Return the value, or zero on a replica without samples."""
+        return tf.where(self.has_samples, value, tf.zeros_like(value))
+
+    def of_first_replica(self, value: tf.Tensor) -> tf.Tensor:
+        """Return the value on the first replica with samples, and zero on the others."""
+        is_first: tf.Tensor | bool = self.position == 0
+        if self.sizes is not None:
+            sizes = self.sizes[self.group.start : self.group.stop]
+            is_first = tf.argmax(tf.cast(sizes > 0, tf.int32)) == self.position
+        return tf.where(is_first, value, tf.zeros_like(value))
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactStep:
+    """A step and its stages; the hooks into Keras call verbs of the stages."""
+
+    spec: StepSpec
+    measurement: Measurement | None
+    """Absent where nobody measures: nothing of it is in the graph then."""
+    update: Update
+    assignments: Assignments
+    sum: ReplicaSum
+    gradients: Gradients
+    means: Means
+    metrics: Metrics
+    own_state: OwnState
 
     @contextlib.contextmanager
     def active(self) -> Iterator[ExactStep]:
@@ -113,66 +124,95 @@ class ExactStep:
         finally:
             _local.step = previous
 
-    @contextlib.contextmanager
-    def assigning(self) -> Iterator[None]:
-        """Tell assignments of Keras and keras_het from those of the user to plain variables."""
-        before, self.is_assigning = self.is_assigning, True
-        try:
-            yield
-        finally:
-            self.is_assigning = before
-
-    def all_reduce_sum(
-        self, values: Nest, prepare: Callable[[tf.Tensor], tf.Tensor] | None = None
-    ) -> Nest:
-        """Sum a structure of tensors over all replicas, in one collective per element type.
-
-        No gradient flows through it.
-        """
-        flat = tf.nest.flatten(values)
-        if not flat:
-            return values
-        packed = PackedTensors(flat)
-        buffers = packed.buffers if prepare is None else [prepare(b) for b in packed.buffers]
-        sparse = [item for item in flat if isinstance(item, tf.IndexedSlices)]
-        summands = [*buffers, *sparse]
-        if self.clock:
-            started, summands = self.clock.collective_starts(summands)
-        extended = tf.distribute.get_strategy().extended
-        with self.assigning():  # a summation counts
-            reduced = extended.all_reduce_in_replica(tf.distribute.ReduceOp.SUM, summands)
-        if self.clock:
-            self.clock.collective_ends(started, reduced)
-        self.reduced += reduced
-        dense = iter(packed.unpack(reduced[: len(buffers)]))
-        slices = iter(reduced[len(buffers) :])
-        result = [
-            next(slices) if isinstance(item, tf.IndexedSlices) else next(dense) for item in flat
-        ]
-        return tf.nest.pack_sequence_as(values, result)
-
-    def of_first_replica(self, value: tf.Tensor) -> tf.Tensor:
-        """Return the value on the first replica with samples, and zero on the others."""
-        is_first: tf.Tensor | bool = self.position == 0
-        if self.sizes is not None:
-            start = self.replica_id - self.position
-            sizes = self.sizes[start : start + self.num_replicas]
-            is_first = tf.argmax(tf.cast(sizes > 0, tf.int32)) == self.position
-        return tf.where(is_first, value, tf.zeros_like(value))
-
-    def weighted(self, value: Summand) -> Summand:
-        """Return `weight * value`, and zero on a replica without samples (even for NaN)."""
-        if isinstance(value, tf.IndexedSlices):
-            return tf.IndexedSlices(self.weighted(value.values), value.indices, value.dense_shape)
-        return tf.math.multiply_no_nan(value, tf.cast(self.weight, value.dtype))
-
 
 def current_step() -> ExactStep | None:
     """Return the train or test step that the running thread is tracing, or None outside of one."""
     step = running_step()
-    return None if step is None or step.is_prediction else step
+    return None if step is None or step.spec.kind == "predict" else step
 
 
 def running_step() -> ExactStep | None:
     """Return the step that the running thread is tracing, predictions included, or None."""
     return getattr(_local, "step", None)
+
+
+class ReplicaSum:
+    """Sums over the replicas of a step, in one collective per element type.
+
+    No gradient flows through them.
+    """
+
+    def __init__(
+        self, spec: StepSpec, assignments: Assignments, measurement: Measurement | None
+    ) -> None:
+        self._spec, self._assignments, self._measurement = spec, assignments, measurement
+        # from which the other replicas can be reached
+        self._graph = tf.compat.v1.get_default_graph()
+        self.results: list[Summand] = []
+        """All sums so far, which are equal on all replicas."""
+
+    def __call__(
+        self, values: Nest, prepare: Callable[[tf.Tensor], tf.Tensor] | None = None
+    ) -> Nest:
+        """Sum a structure of tensors and `tf.IndexedSlices`, the tensors packed in buffers."""
+        flat = tf.nest.flatten(values)
+        if not flat:
+            return values
+        by_type, sparse = dict[tf.DType, list[int]](), list[int]()
+        for place, item in enumerate(flat):
+            if isinstance(item, tf.IndexedSlices):
+                sparse.append(place)
+            else:
+                flat[place] = tf.convert_to_tensor(item)
+                by_type.setdefault(flat[place].dtype, []).append(place)
+        buffers = [_packed([flat[place] for place in places]) for places in by_type.values()]
+        if prepare is not None:
+            buffers = [prepare(buffer) for buffer in buffers]
+        sums = self._all_reduced([*buffers, *(flat[place] for place in sparse)])
+        for buffer, places in zip(sums[: len(buffers)], by_type.values(), strict=True):
+            parts = _unpacked(buffer, [flat[place] for place in places])
+            for place, part in zip(places, parts, strict=True):
+                flat[place] = part
+        for place, slices in zip(sparse, sums[len(buffers) :], strict=True):
+            flat[place] = slices
+        return tf.nest.pack_sequence_as(values, flat)
+
+    def _all_reduced(self, summands: list[Summand]) -> list[Summand]:
+        if self._measurement:
+            started, summands = self._measurement.clock.collective_starts(summands)
+        extended = tf.distribute.get_strategy().extended
+        with self._assignments.by_keras():  # a summation counts
+            sums = extended.all_reduce_in_replica(tf.distribute.ReduceOp.SUM, summands)
+        if self._measurement:
+            self._measurement.clock.collective_ends(started, sums)
+        self.results += sums
+        return list(sums)
+
+    def refuse_condition(self) -> None:
+        """Refuse to sum in a branch, from which replicas of one process cannot be reached."""
+        num_local = len(self._spec.local_replicas)
+        if self._graph is tf.compat.v1.get_default_graph() or num_local == 1:
+            return
+        raise ValueError(
+            "An update within tf.cond, tf.while_loop or a tf.function of one's own cannot add up "
+            f"the gradients of the {num_local} replicas of a process. Received: optimizer.apply, "
+            "apply_gradients or reduce_over_replicas there, in a train_step. Take it out of the "
+            "condition, let the optimizer accumulate (keras.optimizers.Adam("
+            "gradient_accumulation_steps=2)), or start one process for each device."
+        )
+
+
+def _packed(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """One buffer moves faster than many tensors, and is one collective."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+
+
+def _unpacked(buffer: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    if len(like) == 1:
+        return [buffer]
+    sizes = [tf.size(t) if t.shape.num_elements() is None else t.shape.num_elements() for t in like]
+    shapes = [t.shape if t.shape.is_fully_defined() else tf.shape(t) for t in like]
+    parts = zip(tf.split(buffer, sizes), shapes, strict=True)
+    return [tf.reshape(part, shape) for part, shape in parts]

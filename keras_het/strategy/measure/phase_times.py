@@ -16,7 +16,6 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.planning.replica_layout import ReplicaLayout
-from keras_het.strategy.measure.step_clock import host_of
 
 CAPACITY = 2048
 PARTS = 5
@@ -54,7 +53,8 @@ class PhaseTimes:
         if not self.is_measuring:
             self._sampled, self.is_measuring = sampled, True
             self.devices = tuple(devices)
-            self._hosts = [host or host_of(device) for device in devices]
+            # where a replica's times are measured and kept
+            self._hosts = [host or (d if "CPU" in d else "CPU:0") for d in devices]
             self._create_variables()
         if model in self._measured:
             return

@@ -98,11 +98,6 @@ def _check_clock() -> None:
         ) from error
 
 
-def host_of(device: str) -> str:
-    """Return the device on which a replica's times are measured and kept."""
-    return device if "CPU" in device else "CPU:0"
-
-
 def _after(time: tf.Tensor, structure: Nest) -> Nest:
     """Return the same values, but not before `time` was read."""
     leaves = tf.nest.flatten(structure, expand_composites=True)

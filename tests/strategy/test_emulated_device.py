@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from keras_het.planning.times.time_model import LinearTimeModel
-from keras_het.strategy.measure.emulated_device_config import (
+from keras_het.strategy.measure.emulated_device import (
     EmulatedDevice,
     describe_emulated_devices,
     read_emulated_devices,

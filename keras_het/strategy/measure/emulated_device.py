@@ -1,21 +1,29 @@
-"""Emulated devices: how `keras-het run --speeds` tells a worker to be slower than it is.
+"""Emulated devices: `keras-het run --speeds` makes a replica's step last as long as theirs would.
 
-Nothing here delays anything; it only reads and describes. Standard library only.
+The replica waits without burning CPU.
 """
+
+from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import tensorflow as tf
+
 from keras_het.planning.times.time_model import LinearTimeModel
+from keras_het.value_types import Leaf
 
 _logger = logging.getLogger(__name__)
 
 KERAS_HET_EMULATED_DEVICES = "KERAS_HET_EMULATED_DEVICES"
 
 _KEYS = ("speed", "fixed_seconds", "seconds_per_sample")
+_slowdowns: dict[int, float] = {}
 _EXAMPLE = '[{"speed": 4.0, "fixed_seconds": 0.0, "seconds_per_sample": 0.001}]'
 
 
@@ -110,3 +118,55 @@ def warn_that_nothing_waits() -> None:
         "(KERAS_HET_EMULATED_DEVICES, `keras-het run --speeds`): only the steps of Keras, as "
         "those of fit, do. Its times say nothing about devices of different speed."
     )
+
+
+def slow_down(replica: int, factor: float) -> None:
+    """Slow down an emulated device of this process from its next step on."""
+    if not factor > 0:
+        raise ValueError(f"factor must be positive; 1 is the usual speed. Received: {factor}.")
+    _slowdowns[replica] = float(factor)
+
+
+def held(
+    device: EmulatedDevice,
+    replica_id: int,
+    samples: tf.Tensor,
+    start_time: tf.Tensor,
+    values: Sequence[Leaf],
+) -> tuple[list[Leaf], tf.Tensor]:
+    """Return values when a device would have computed them, and how long that was to wait."""
+    flat = tf.nest.flatten(list(values), expand_composites=True)
+    model = device.time_model
+    with tf.control_dependencies(flat), tf.device("CPU:0"):
+        waited = tf.numpy_function(
+            _sleep_until,
+            [start_time, replica_id, samples, model.fixed_seconds, model.seconds_per_sample],
+            tf.float64,
+            # Stateful operations of a function run one after the other: devices of one process
+            # would not be slow at the same time.
+            stateful=False,
+        )
+    waited.set_shape([])
+    # If it has no side effect, an operation that is only waited for does not run.
+    gate = tf.raw_ops.Assert(condition=waited >= 0, data=[waited])
+    with tf.control_dependencies([gate]):
+        later = [tf.identity(item) for item in flat]
+    return list(tf.nest.pack_sequence_as(list(values), later, expand_composites=True)), waited
+
+
+def _sleep_until(
+    start: np.ndarray,
+    replica_id: np.ndarray,
+    samples: np.ndarray,
+    fixed_seconds: float,
+    seconds_per_sample: float,
+) -> np.float64:
+    """Sleep until the emulated compute time is over; a share of zero takes no time."""
+    if samples == 0:
+        return np.float64(0.0)
+    seconds = float(fixed_seconds) + float(samples) * float(seconds_per_sample)
+    end = float(start) + seconds * _slowdowns.get(int(replica_id), 1.0)
+    remaining = end - time.time()
+    if remaining > 0:
+        time.sleep(remaining)
+    return np.float64(max(remaining, 0.0))
