@@ -20,8 +20,8 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.exact.created_in_scope import check_created_in_scope
-from keras_het.strategy.exact.step import ReplicaSum, StepSpec, running_step
-from keras_het.value_types import EitherVariable, Nest, Summand
+from keras_het.strategy.exact.step import Original, ReplicaSum, StepSpec, running_step
+from keras_het.value_types import EitherVariable, Leaf, Nest, Summand
 
 if TYPE_CHECKING:
     from keras_het.strategy.cluster.unfinished_step import UnfinishedStep
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _Given: TypeAlias = "Summand | EitherVariable | None"
 """A gradient that is given to an optimizer, which may keep it in a variable; or none."""
+_Reduced: TypeAlias = "list[Summand | None]"
 
 
 class Update:
@@ -48,42 +49,32 @@ class Update:
         if self._unfinished is not None:
             self._unfinished.check(model, assigned)
 
-    def run(self, reduced: Sequence[Summand], apply: Callable[[], Any]) -> Any:
+    def run(self, update: Callable[[_Reduced], Any], reduced: _Reduced) -> Any:
         """Apply gradients, if any replica of the group has samples."""
+        present, unfinished = [each for each in reduced if each is not None], self._unfinished
+
+        def run() -> tf.Tensor:
+            update(reduced)
+            return tf.constant(0)
+
         self.is_running = True
         try:
-            with self._unfinished.updating(reduced) if self._unfinished else nullcontext():
+            with unfinished.updating(present) if unfinished else nullcontext():
                 if not self._spec.may_have_no_samples:
-                    return apply()
-                tf.cond(self._spec.total > 0, _zero_after(apply), lambda: tf.constant(0))
+                    return update(reduced)
+                tf.cond(self._spec.total > 0, run, lambda: tf.constant(0))
                 return None
         finally:
             self.is_running = False
 
 
-def _zero_after(apply: Callable[[], Any]) -> Callable[[], tf.Tensor]:
-    def run() -> tf.Tensor:
-        apply()
-        return tf.constant(0)
-
-    return run
-
-
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _PendingUpdate:
     """An optimizer update whose gradients are not reduced yet."""
 
-    apply: Callable[[list[Summand | None]], Any]
-    gradients: list[Summand | None]
+    apply: Callable[[_Reduced], Any]
+    gradients: _Reduced
     is_weighted: bool
-
-    @property
-    def present(self) -> list[Summand]:
-        return [gradient for gradient in self.gradients if gradient is not None]
-
-    def with_none(self, present: Sequence[Summand]) -> list[Summand | None]:
-        values = iter(present)
-        return [None if gradient is None else next(values) for gradient in self.gradients]
 
 
 class Gradients:
@@ -116,10 +107,7 @@ class Gradients:
         return bool(self._weighted_optimizers)
 
     def scale_loss(
-        self,
-        original: Callable[..., tf.Tensor],
-        optimizer: keras.optimizers.Optimizer,
-        loss: tf.Tensor,
+        self, original: Original, optimizer: keras.optimizers.Optimizer, loss: tf.Tensor
     ) -> tf.Tensor:
         """Hook `Optimizer.scale_loss`: multiplying one scalar weights all gradients."""
         # an optimizer may call its parent class or a nested one, which would weight it again
@@ -135,7 +123,7 @@ class Gradients:
 
     def apply(
         self,
-        original: Callable[..., Any],
+        original: Original,
         optimizer: keras.optimizers.Optimizer,
         grads: Sequence[_Given],
         *args: Any,
@@ -152,7 +140,7 @@ class Gradients:
 
     def apply_gradients(
         self,
-        original: Callable[..., Any],
+        original: Original,
         optimizer: keras.optimizers.Optimizer,
         grads_and_vars: Iterable[tuple[_Given, EitherVariable]],
         *args: object,
@@ -163,7 +151,7 @@ class Gradients:
             return original(optimizer, grads_and_vars, *args, **kwargs)
         given, variables = zip(*grads_and_vars, strict=True)
 
-        def apply(reduced: list[Summand | None]) -> Any:
+        def apply(reduced: _Reduced) -> Any:
             pairs = list(zip(reduced, variables, strict=True))
             return original(optimizer, pairs, *args, **kwargs)
 
@@ -171,7 +159,7 @@ class Gradients:
 
     def keep_reduced(
         self,
-        original: Callable[..., Any],
+        original: Original,
         optimizer: keras.optimizers.Optimizer,
         grads_and_vars: Iterable[tuple[Summand | None, EitherVariable]],
     ) -> list[tuple[Summand | None, EitherVariable]]:
@@ -180,13 +168,13 @@ class Gradients:
             return list(grads_and_vars)
         return list(original(optimizer, grads_and_vars))
 
-    def sum_with(self, others: Nest) -> tuple[list[Summand], Nest]:
+    def sum_with(self, others: Nest) -> tuple[_Reduced, Nest]:
         """Sum the gradients that wait for it, and other values, over all replicas."""
         if self._pending is None:
             return [], self._sum(others)
         return self._summed(self._pending, others)
 
-    def update(self, reduced: Sequence[Summand]) -> None:
+    def update(self, reduced: _Reduced) -> None:
         """Run the update that has waited for the sum, if there is one."""
         if self._pending is not None:
             self._finish(self._pending, reduced)
@@ -194,15 +182,14 @@ class Gradients:
     def _reduce_and_apply(
         self,
         optimizer: keras.optimizers.Optimizer,
-        gradients: list[Summand | None],
-        apply: Callable[[list[Summand | None]], Any],
+        gradients: _Reduced,
+        apply: Callable[[_Reduced], Any],
     ) -> Any:
         is_weighted = id(optimizer) in self._weighted_optimizers
-        update = _PendingUpdate(apply, gradients, is_weighted)
         if self._measurement is not None:
-            computed = self._measurement.gradients_are_computed(update.present)
-            update.gradients = update.with_none(computed)
-            self._measurement.add_own_square(lambda: self._own_square(update))
+            gradients = self._measurement.gradients_are_computed(gradients)
+            self._measurement.add_own_square(lambda: self._own_square(gradients, is_weighted))
+        update = _PendingUpdate(apply, gradients, is_weighted)
         may_wait = optimizer is self._spec.deferrable_optimizer and self._pending is None
         if may_wait and is_weighted:
             self._pending = update
@@ -210,42 +197,34 @@ class Gradients:
         reduced, _ = self._summed(update, [])
         return self._finish(update, reduced)
 
-    def _summed(self, update: _PendingUpdate, others: Nest) -> tuple[list[Summand], Nest]:
-        if not update.present:
-            return [], self._sum(others)
-        spec = self._spec
-        gradients = [
-            _prepared(spec, each, update.is_weighted)
-            if isinstance(each, tf.IndexedSlices)
-            else each
-            for each in update.present
-        ]
-        leading: dict[tf.DType, int] = {}
-        for each in gradients:
-            if not isinstance(each, tf.IndexedSlices):
+    def _summed(self, update: _PendingUpdate, others: Nest) -> tuple[_Reduced, Nest]:
+        gradients, leading = list(update.gradients), dict[tf.DType, int]()
+        for place, each in enumerate(gradients):
+            if isinstance(each, tf.IndexedSlices):
+                gradients[place] = _prepared(self._spec, each, update.is_weighted)
+            elif each is not None:
                 leading[each.dtype] = leading.get(each.dtype, 0) + each.shape.num_elements()
 
         def prepare(buffer: tf.Tensor) -> tf.Tensor:
             count = leading.get(buffer.dtype, 0)
-            return _prepared(spec, buffer, update.is_weighted, count) if count else buffer
+            return _prepared(self._spec, buffer, update.is_weighted, count) if count else buffer
 
         reduced, summed = self._sum((gradients, others), prepare)
-        merged = [
-            _merge_equal_indices(after) if _has_unique_indices(before) else after
-            for before, after in zip(update.present, reduced, strict=True)
-        ]
-        return merged, summed
+        for place, before in enumerate(update.gradients):
+            if _has_unique_indices(before):
+                reduced[place] = _merge_equal_indices(reduced[place])
+        return reduced, summed
 
-    def _finish(self, update: _PendingUpdate, reduced: Sequence[Summand]) -> Any:
+    def _finish(self, update: _PendingUpdate, reduced: _Reduced) -> Any:
         if self._measurement is not None:
             self._measurement.add_global_square(lambda: _squared_norm(reduced))
-        return self._update.run(reduced, lambda: update.apply(update.with_none(reduced)))
+        return self._update.run(update.apply, reduced)
 
-    def _own_square(self, update: _PendingUpdate) -> tf.Tensor:
+    def _own_square(self, gradients: _Reduced, is_weighted: bool) -> tf.Tensor:
         """Squared norm of this replica's mean gradient, float32 scalar; 0 without samples."""
-        square = _squared_norm(update.present)
+        square = _squared_norm(gradients)
         weight = tf.cast(self._spec.weight, square.dtype)
-        if update.is_weighted:
+        if is_weighted:
             square = tf.math.divide_no_nan(square, weight * weight)
         return tf.where(weight > 0, square, tf.zeros_like(square))
 
@@ -256,8 +235,16 @@ class Gradients:
         grads = [self._value(each) for each in given]
         check_created_in_scope(tf.distribute.get_strategy(), variables)
         self._sum.refuse_condition()
-        self._refuse_overwriting(variables)
+        num_replicas = self._spec.num_replicas
         for grad, variable in zip(grads, variables, strict=True):
+            # their next value, which replicas cannot sum
+            if getattr(variable, "overwrite_with_gradient", False) and num_replicas > 1:
+                raise ValueError(
+                    "Variables that are overwritten with their gradient cannot be trained on "
+                    "several replicas, whose gradients are summed. Received: "
+                    f"{variable.path!r} on {num_replicas} replicas, probably of a layer quantized "
+                    "to float8. Train before model.quantize('float8'), or on one device."
+                )
             # packing needs them, and an embedding's dense gradient has none
             if grad is not None and not isinstance(grad, tf.IndexedSlices):
                 grad.set_shape(variable.shape)
@@ -276,18 +263,6 @@ class Gradients:
                 "optimizer accumulate: keras.optimizers.Adam(gradient_accumulation_steps=2)."
             )
         return tf.convert_to_tensor(value)
-
-    def _refuse_overwriting(self, variables: Sequence[EitherVariable]) -> None:
-        """Refuse variables whose gradient is their next value, which replicas cannot sum."""
-        for variable in variables:
-            is_overwritten = getattr(variable, "overwrite_with_gradient", False)
-            if is_overwritten and self._spec.num_replicas > 1:
-                raise ValueError(
-                    "Variables that are overwritten with their gradient cannot be trained on "
-                    "several replicas, whose gradients are summed. Received: "
-                    f"{variable.path!r} on {self._spec.num_replicas} replicas, probably of a layer "
-                    "quantized to float8. Train before model.quantize('float8'), or on one device."
-                )
 
 
 def reduce_over_replicas(values: Nest, aggregation: str = "mean") -> Nest:
@@ -322,15 +297,15 @@ def reduce_over_replicas(values: Nest, aggregation: str = "mean") -> Nest:
             )
         return values
     step.sum.refuse_condition()
-    flat = tf.nest.flatten(values)
-    present = [
-        value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
-        for value in flat
-        if value is not None
-    ]
-    own = [_prepared(step.spec, value, is_weighted=aggregation == "sum") for value in present]
-    reduced = iter(step.sum(own))
-    return tf.nest.pack_sequence_as(values, [None if v is None else next(reduced) for v in flat])
+
+    def own(value: Leaf) -> Summand | None:
+        if value is None:
+            return None
+        is_sparse = isinstance(value, tf.IndexedSlices)
+        value = value if is_sparse else tf.convert_to_tensor(value)
+        return _prepared(step.spec, value, is_weighted=aggregation == "sum")
+
+    return step.sum(tf.nest.map_structure(own, values))
 
 
 def _prepared(
@@ -355,14 +330,17 @@ def _prepared(
     return tf.cond(spec.has_samples, lambda: tf.identity(value), zeros)
 
 
-def _squared_norm(gradients: Sequence[Summand]) -> tf.Tensor:
+def _squared_norm(gradients: _Reduced) -> tf.Tensor:
     """Sum of the squares of all elements; slices of the same row are added first."""
-    merged = [_merge_equal_indices(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in merged]
+    dense = [
+        _merge_equal_indices(g).values if isinstance(g, tf.IndexedSlices) else g
+        for g in gradients
+        if g is not None
+    ]
     return tf.add_n([tf.reduce_sum(tf.square(tf.cast(g, tf.float32))) for g in dense])
 
 
-def _has_unique_indices(gradient: Summand) -> bool:
+def _has_unique_indices(gradient: Summand | None) -> bool:
     """Tell whether a gradient names each row once, as `embedding_lookup_sparse` makes it.
 
     Optimizers square slices one by one. One device would have added those of the whole batch to one

@@ -52,62 +52,45 @@ def _of_any_step(verb: _Verb) -> _Hook:
 
 
 def _hooks() -> list[tuple[Any, str, _Hook]]:
-    loss, tensorflow = private_api.keras_loss, private_api.distribute_values
+    loss, nn, trainer = private_api.keras_loss, private_api.keras_nn, private_api.BaseTrainer
     metrics, seeds = private_api.keras_reduction_metrics, private_api.keras_seed_generator
     layer, cell = keras.layers.Layer, private_api.DropoutRNNCell
+    normalization = private_api.keras_batch_normalization.BatchNormalization
     optimizer = private_api.keras_base_optimizer.BaseOptimizer
     scaling_optimizer = private_api.keras_loss_scale_optimizer.LossScaleOptimizer
     tf_optimizer = private_api.keras_tf_optimizer.TFOptimizer
-    normalization = private_api.keras_batch_normalization.BatchNormalization
     variable, plain_variable = private_api.KerasTensorFlowVariable, private_api.ResourceVariable
-    keep_local = _of_step(lambda step: step.means.keep_local)
-    reduce = _of_step(lambda step: step.means.reduce)
-    update_scalar = _of_step(lambda step: step.means.update_scalar)
-    assign_plain = _of_any_step(lambda step: step.assignments.assign_plain)
+    values = private_api.distribute_values
+    keep_local = _of_step(lambda s: s.means.keep_local)
+    reduce = _of_step(lambda s: s.means.reduce)
+    update_scalar = _of_step(lambda s: s.means.update_scalar)
     of_optimizer = _hooks_of_optimizers()
+    aggregate = _of_any_step(lambda s: s.own_state.aggregate)
+    assign_plain = _of_any_step(lambda s: s.assignments.assign_plain)
+    assigns = ("assign", "scatter_", "batch_scatter_", "_strided_slice_assign")
     return [
         # weights of samples
         (loss, "scale_loss_for_distribution", keep_local),
         (loss, "unscale_loss_for_distribution", keep_local),
         *[(module, name, reduce) for module, name in _REDUCTIONS],
-        (
-            private_api.BaseTrainer,
-            "_aggregate_additional_loss",
-            _of_step(lambda step: step.means.sum_added),
-        ),
-        (tf.GradientTape, "gradient", _of_step(lambda step: step.means.gradient)),
-        (tf.nn, "compute_average_loss", _of_step(lambda step: step.means.average)),
+        (trainer, "_aggregate_additional_loss", _of_step(lambda s: s.means.sum_added)),
+        (tf.GradientTape, "gradient", _of_step(lambda s: s.means.gradient)),
+        (tf.nn, "compute_average_loss", _of_step(lambda s: s.means.average)),
         (metrics.Mean, "update_state", update_scalar),
         (metrics.Sum, "update_state", update_scalar),
-        (
-            private_api.keras_nn,
-            "_compute_moments_sync",
-            _of_any_step(lambda step: step.means.moments),
-        ),
-        (normalization, "_moments", _of_any_step(lambda step: step.means.masked_moments)),
+        (nn, "_compute_moments_sync", _of_any_step(lambda s: s.means.moments)),
+        (normalization, "_moments", _of_any_step(lambda s: s.means.masked_moments)),
         # gradients
         (optimizer, "scale_loss", of_optimizer["scale_loss"]),
         (scaling_optimizer, "scale_loss", of_optimizer["scale_loss"]),
         (optimizer, "apply", of_optimizer["apply"]),
         (scaling_optimizer, "apply", of_optimizer["apply"]),
-        (
-            tf_optimizer,
-            "_all_reduce_sum_gradients",
-            _of_step(lambda step: step.gradients.keep_reduced),
-        ),
+        (tf_optimizer, "_all_reduce_sum_gradients", _of_step(lambda s: s.gradients.keep_reduced)),
         # state
-        (variable, "_direct_assign", _of_any_step(lambda step: step.assignments.assign)),
-        *[
-            (plain_variable, name, assign_plain)
-            for name in dir(plain_variable)
-            if name.startswith(("assign", "scatter_", "batch_scatter_", "_strided_slice_assign"))
-        ],
-        (
-            tensorflow,
-            "apply_aggregation_replica_context",
-            _of_any_step(lambda step: step.own_state.aggregate),
-        ),
-        (seeds.SeedGenerator, "next", _of_any_step(lambda step: step.own_state.draw_seed)),
+        (variable, "_direct_assign", _of_any_step(lambda s: s.assignments.assign)),
+        *[(plain_variable, n, assign_plain) for n in dir(plain_variable) if n.startswith(assigns)],
+        (values, "apply_aggregation_replica_context", aggregate),
+        (seeds.SeedGenerator, "next", _of_any_step(lambda s: s.own_state.draw_seed)),
         # Python state of each replica
         (seeds, "global_seed_generator", replica_threads.share_seed_generator),
         (layer, "add_loss", replica_threads.keep_losses),
@@ -122,9 +105,9 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
 
 def _hooks_of_optimizers() -> dict[str, _Hook]:
     return {
-        "scale_loss": _of_step(lambda step: step.gradients.scale_loss),
-        "apply": _of_step(lambda step: step.gradients.apply),
-        "apply_gradients": _of_step(lambda step: step.gradients.apply_gradients),
+        "scale_loss": _of_step(lambda s: s.gradients.scale_loss),
+        "apply": _of_step(lambda s: s.gradients.apply),
+        "apply_gradients": _of_step(lambda s: s.gradients.apply_gradients),
     }
 
 

@@ -96,7 +96,7 @@ def run_predict_step(
         if spec.local_position == 0 and spec.num_replicas > 1:
             with as_replica(caller):
                 check_predictions(function, rows, outputs)
-        outputs = _drop_row_of_zeros(spec, outputs)
+        outputs = _unless_empty(spec, outputs, _no_rows)
         if step.measurement is not None:
             held = step.measurement.held(tf.nest.flatten(outputs))
             outputs = tf.nest.pack_sequence_as(outputs, held)
@@ -309,27 +309,20 @@ def at_least_one_row(spec: StepSpec, data: Nest) -> Nest:
     cuDNN's recurrent layers refuse too; and an index out of range, an error on the CPU, reads zeros
     there.
     """
-
-    def filled(leaf: Leaf) -> Leaf:
-        row = tf.cond(spec.has_samples, lambda: leaf, lambda: _one_row(leaf, spec.is_on_gpu))
-        return _with_static_shape(row, leaf)
-
-    return tf.nest.map_structure(lambda leaf: filled(leaf) if _has_rows(leaf) else leaf, data)
+    return _unless_empty(spec, data, lambda leaf: _one_row(leaf, spec.is_on_gpu))
 
 
-def _drop_row_of_zeros(spec: StepSpec, outputs: Nest) -> Nest:
-    """Return the outputs, or no rows if the replica has no samples."""
+def _unless_empty(spec: StepSpec, data: Nest, otherwise: Callable[[Leaf], Leaf]) -> Nest:
+    def chosen(leaf: Leaf) -> Leaf:
+        # an eager step may receive arrays, whose shape is a tuple
+        if not hasattr(leaf, "shape") or tf.TensorShape(leaf.shape).rank == 0:
+            return leaf
+        result = tf.cond(spec.has_samples, lambda: leaf, lambda: otherwise(leaf))
+        if isinstance(result, tf.Tensor) and tf.TensorShape(leaf.shape).rank:
+            result.set_shape([None, *leaf.shape[1:]])
+        return result
 
-    def kept(leaf: Leaf) -> Leaf:
-        rows = tf.cond(spec.has_samples, lambda: leaf, lambda: _no_rows(leaf))
-        return _with_static_shape(rows, leaf)
-
-    return tf.nest.map_structure(lambda leaf: kept(leaf) if _has_rows(leaf) else leaf, outputs)
-
-
-def _has_rows(leaf: Leaf) -> bool:
-    # an eager step may receive arrays, whose shape is a tuple
-    return hasattr(leaf, "shape") and tf.TensorShape(leaf.shape).rank != 0
+    return tf.nest.map_structure(chosen, data)
 
 
 def _one_row(leaf: Leaf, is_on_gpu: bool) -> Leaf:
@@ -349,9 +342,3 @@ def _no_rows(leaf: Leaf) -> Leaf:
         shape = tf.concat([[tf.constant(0, tf.int64)], leaf.dense_shape[1:]], axis=0)
         return tf.SparseTensor(leaf.indices[:0], leaf.values[:0], shape)
     return leaf[:0]
-
-
-def _with_static_shape(result: Leaf, like: Leaf) -> Leaf:
-    if isinstance(result, tf.Tensor) and tf.TensorShape(like.shape).rank:
-        result.set_shape([None, *like.shape[1:]])
-    return result

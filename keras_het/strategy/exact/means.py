@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.exact.gradients import Gradients
-from keras_het.strategy.exact.step import ReplicaSum, StepSpec
+from keras_het.strategy.exact.step import Original, ReplicaSum, StepSpec
 from keras_het.value_types import Leaf, Nest, TensorLike
 
 
@@ -35,14 +35,14 @@ class Means:
     def __init__(self, spec: StepSpec, replica_sum: ReplicaSum, gradients: Gradients) -> None:
         self._spec, self._sum, self._gradients = spec, replica_sum, gradients
 
-    def keep_local(self, original: Callable[..., tf.Tensor], value: tf.Tensor) -> tf.Tensor:
+    def keep_local(self, original: Original, value: tf.Tensor) -> tf.Tensor:
         """Hook `scale_loss_for_distribution` and its inverse: the gradient gets the weight."""
         del original
         return value
 
     def gradient(
         self,
-        original: Callable[..., Nest],
+        original: Original,
         tape: tf.GradientTape,
         target: Nest,
         sources: Nest,
@@ -90,7 +90,7 @@ class Means:
 
     def average(
         self,
-        original: Callable[..., tf.Tensor],
+        original: Original,
         per_example_loss: TensorLike,
         sample_weight: TensorLike | None = None,
         global_batch_size: tf.Tensor | int | None = None,
@@ -105,9 +105,7 @@ class Means:
         factor = spec.num_replicas if global_batch_size is None else spec.inverse_weight
         return loss * tf.cast(factor, loss.dtype)
 
-    def sum_added(
-        self, original: Callable[..., tf.Tensor], model: keras.Model, loss: tf.Tensor
-    ) -> tf.Tensor:
+    def sum_added(self, original: Original, model: keras.Model, loss: tf.Tensor) -> tf.Tensor:
         """Hook the reduction of a tensor given to `add_loss`: Keras sums its values."""
         total = original(model, loss)
         # values of samples, unlike those of weights, have no number that is known in advance
@@ -118,7 +116,7 @@ class Means:
 
     def reduce(
         self,
-        original: Callable[..., tf.Tensor],
+        original: Original,
         values: tf.Tensor,
         sample_weight: TensorLike | None = None,
         mask: tf.Tensor | None = None,
@@ -144,7 +142,7 @@ class Means:
 
     def update_scalar(
         self,
-        original: Callable[..., Any],
+        original: Original,
         metric: keras.metrics.Metric,
         values: TensorLike,
         sample_weight: TensorLike | None = None,
@@ -159,7 +157,7 @@ class Means:
         return original(metric, values, sample_weight=sample_weight)
 
     def moments(
-        self, original: Callable[..., Any], x: tf.Tensor, axes: Sequence[int], keepdims: bool
+        self, original: Original, x: tf.Tensor, axes: Sequence[int], keepdims: bool
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Hook synchronised moments: one collective instead of three, and a weighted gradient."""
         del original
@@ -174,7 +172,7 @@ class Means:
 
     def masked_moments(
         self,
-        original: Callable[..., Any],
+        original: Original,
         layer: keras.layers.BatchNormalization,
         inputs: tf.Tensor,
         mask: tf.Tensor | None,

@@ -10,7 +10,7 @@ from keras_het.strategy.exact.step import StepSpec
 from keras_het.strategy.measure import emulated_device
 from keras_het.strategy.measure.compute_times import ComputeTimes
 from keras_het.strategy.measure.step_clock import StepClock
-from keras_het.value_types import Leaf, Nest, Summand
+from keras_het.value_types import Leaf, Nest
 
 
 class Measurement:
@@ -40,12 +40,13 @@ class Measurement:
         )
         return held
 
-    def gradients_are_computed(self, gradients: Sequence[Summand]) -> list[Summand]:
+    def gradients_are_computed(self, gradients: Sequence[Leaf]) -> list[Leaf]:
         """Stop the clock, and return the gradients when an emulated device has computed them."""
-        held = self.held(gradients)
+        present = [gradient for gradient in gradients if gradient is not None]
+        held = iter(self.held(present))
         # Emulated time ends here, not at the gate, which opens for all local replicas.
-        self.clock.stop(gradients if self._waited is None else [self._waited])
-        return held
+        self.clock.stop(present if self._waited is None else [self._waited])
+        return [None if gradient is None else next(held) for gradient in gradients]
 
     def add_own_square(self, square: Callable[[], tf.Tensor]) -> None:
         """Take the squared norm of this replica's mean gradient, if it is measured."""

@@ -30,7 +30,7 @@ import tensorflow as tf
 from keras_het import private_api
 from keras_het.strategy.exact.created_in_scope import is_shared
 from keras_het.strategy.exact.sample_dependence import Combination, Kind, SampleDependence
-from keras_het.strategy.exact.step import ReplicaSum, StepSpec
+from keras_het.strategy.exact.step import Original, ReplicaSum, StepSpec
 from keras_het.value_types import EitherVariable, Leaf, Nest, TensorLike
 
 if TYPE_CHECKING:
@@ -145,27 +145,21 @@ class Assignments:
 
     def __init__(self, update: Update) -> None:
         self._update = update
-        self._is_by_keras = False
+        self.is_by_keras = False
+        """Whether Keras or keras_het assigns now, not the user."""
         self.recorded: dict[int, tuple[EitherVariable, list[Leaf]]] = {}
         """By id: the variable, and the values that were assigned to it, in order."""
 
     @contextlib.contextmanager
     def by_keras(self) -> Iterator[None]:
-        """Tell assignments of Keras and keras_het from those of the user to plain variables."""
-        before, self._is_by_keras = self._is_by_keras, True
+        """Assign as Keras or keras_het, not as the user."""
+        before, self.is_by_keras = self.is_by_keras, True
         try:
             yield
         finally:
-            self._is_by_keras = before
+            self.is_by_keras = before
 
-    @property
-    def are_by_keras(self) -> bool:
-        """Whether Keras or keras_het assigns now."""
-        return self._is_by_keras
-
-    def assign(
-        self, original: Callable[..., Any], variable: keras.Variable, value: TensorLike
-    ) -> Any:
+    def assign(self, original: Original, variable: keras.Variable, value: TensorLike) -> Any:
         """Hook the assignment of a `keras.Variable`."""
         if not self._update.is_running:
             if tf.is_symbolic_tensor(value):
@@ -175,10 +169,10 @@ class Assignments:
             return original(variable, value)
 
     def assign_plain(
-        self, original: Callable[..., Any], variable: tf.Variable, *args: Any, **kwargs: Any
+        self, original: Original, variable: tf.Variable, *args: Any, **kwargs: Any
     ) -> Any:
         """Hook all assignments to TensorFlow's variables: record those that are not Keras's."""
-        if self._is_by_keras or self._update.is_running:
+        if self.is_by_keras or self._update.is_running:
             return original(variable, *args, **kwargs)
         container = tf.distribute.get_strategy().extended.value_container(variable)
         values = [tf.identity(value) for value in _tensors(args, kwargs)]
@@ -226,7 +220,7 @@ class OwnState:
 
     def draw_seed(
         self,
-        original: Callable[..., tf.Tensor],
+        original: Original,
         generator: keras.random.SeedGenerator,
         *args: object,
         **kwargs: object,
@@ -243,21 +237,17 @@ class OwnState:
 
     def aggregate(
         self,
-        original: Callable[..., Leaf],
+        original: Original,
         value: Leaf,
         aggregation: tf.VariableAggregation,
         destinations: tf.Variable,
     ) -> Leaf:
-        """Hook TensorFlow's handling of assignments to `aggregation` variables; not Keras's own.
-
-        Those of optimizers (`iterations`) have one value on all replicas; a broadcast could not run
-        inside the `tf.cond` of a `LossScaleOptimizer`. Those of layers are combined when the step
-        ends: TensorFlow would sum or average what Keras assigns, which are whole values, not
-        changes. It does so with what a step assigns to variables of its own: by samples here, as of
-        one device.
-        """
+        """Hook TensorFlow's sums of what is assigned to `aggregation` variables: by samples."""
+        # Keras's own: TensorFlow would sum or average whole values, not changes. Those of
+        # optimizers (`iterations`) have one value on all replicas, and a broadcast could not run
+        # inside the `tf.cond` of a `LossScaleOptimizer`; those of layers are combined later.
         is_of_first = aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
-        if self._assignments.are_by_keras or (is_of_first and self._spec.kind != "predict"):
+        if self._assignments.is_by_keras or (is_of_first and self._spec.kind != "predict"):
             return value
         if not tf.is_tensor(value) or aggregation not in _SUMS:
             return original(value, aggregation, destinations)
@@ -273,10 +263,7 @@ class OwnState:
     def changes(
         self, model: keras.Model, metrics: Sequence[keras.metrics.Metric]
     ) -> list[StateChange]:
-        """Return the state that this step has changed and replicas must agree on.
-
-        In a prediction only custom layers have such state.
-        """
+        """Return the state that this step has changed and replicas must agree on."""
         spec, assigned = self._spec, self._assignments.recorded
         if spec.num_replicas == 1 and not spec.may_have_no_samples:
             return []
@@ -289,7 +276,7 @@ class OwnState:
             if rules.are_for(variable):
                 rule = rules.rule(variable, variable, reader.combination)
                 changes.append(self._change(variable, rule))
-            elif is_float(variable) and spec.kind != "predict":
+            elif is_float(variable) and spec.kind != "predict":  # which has custom layers' only
                 changes.append(self._change(variable, Rule("mean")))
         self._remarks += rules.remarks()
         self._remark_on_sums(metrics, reader)

@@ -6,36 +6,22 @@ a replica writes before its turn ends and reads when it continues must be its ow
 per thread must be that of the thread that called `fit`. Found in Keras 3.8 to 3.15, by checking all
 assignments to attributes outside of `__init__` and `build`, and all of `global_state`:
 
-On objects, which all replicas of a process share:
-
-* `Layer._losses`: would be mixed; `keep_losses` gives each replica its own list.
-* The two masks of a `DropoutRNNCell`: would be mixed if the cell has a collective; `keep_masks`.
+* `Layer._losses` and the two masks of a `DropoutRNNCell` would be mixed: each replica has its own.
 * `_called`, `built`, `_parent_path`, `supports_jit`, `_return_attention_scores`, the caches of
   optimizers, what `CompileLoss` and `CompileMetrics` build: each replica writes the same, or reads
-  it before its turn ends.
-* `activation` of a layer that is recomputed, `_convert_input_args` of a `DataLayer`: restored
-  before the turn ends.
-* `Layer._loss_ids`, `_losses_override`: not used in TensorFlow steps.
-
-On tensors: masks (`_keras_mask`). Each replica has its own.
-
-In variables: seeds, moving statistics, states of metrics and recurrent layers. Each replica has its
-own copy; `own_state` and `metrics` combine them.
-
-Per thread (`global_state`):
-
-* call context, name scopes, autocast, stateless and symbolic scopes: opened and closed by the
-  replica itself, so its own.
-* dtype policy, numbers in names, custom objects, flash attention, the filter of tracebacks: would
-  be those of a new thread; `as_replica` copies them.
-* the generator of unspecified seeds: each replica would create a variable in each trace, which is
-  an error; `share_seed_generator` provides a single one.
+  it before its turn ends. So are `activation` of a layer that is recomputed and
+  `_convert_input_args` of a `DataLayer`. TensorFlow's steps do not use `_loss_ids` and
+  `_losses_override`.
+* Tensors (`_keras_mask`) and variables are each replica's own; `own_state` and `metrics` combine
+  the variables.
+* Call context, name scopes, autocast, stateless and symbolic scopes: opened and closed by the
+  replica itself. Dtype policy, numbers in names, custom objects, flash attention, the filter of
+  tracebacks would be those of a new thread: `as_replica` copies them.
+* Each replica would make a generator of unspecified seeds, an error: all share one.
 
 This holds for Keras's steps and for user-defined functions in `strategy.run`, except for a
-`tf.function` given to it, which is traced in TensorFlow's threads.
-
-Not kept apart: what a custom layer or metric writes to its attributes before a collective and reads
-after it.
+`tf.function` given to it, which is traced in TensorFlow's threads. Not kept apart: what a custom
+layer or metric writes to its attributes before a collective and reads after it.
 """
 
 from __future__ import annotations
@@ -62,11 +48,9 @@ def keep_losses(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def keep_masks(original: Callable[..., Any]) -> Callable[..., Any]:
     """Hook a recurrent cell's methods that create, return and drop its dropout masks."""
-    return _with_own(original, {"_dropout_mask": _none, "_recurrent_dropout_mask": _none})
-
-
-def _none() -> None:
-    return None
+    return _with_own(
+        original, dict.fromkeys(("_dropout_mask", "_recurrent_dropout_mask"), lambda: None)
+    )
 
 
 def _with_own(

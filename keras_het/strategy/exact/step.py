@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from keras_het.strategy.exact.metrics import Metrics
     from keras_het.strategy.exact.own_state import Assignments, OwnState
 
+Original: TypeAlias = Callable[..., Any]
+"""The function of Keras or TensorFlow that a hook replaces."""
 _local = threading.local()
 
 
@@ -154,15 +156,13 @@ class ReplicaSum:
     def __call__(
         self, values: Nest, prepare: Callable[[tf.Tensor], tf.Tensor] | None = None
     ) -> Nest:
-        """Sum a structure of tensors and `tf.IndexedSlices`, the tensors packed in buffers."""
+        """Sum a structure of tensors, packed in buffers, and `tf.IndexedSlices`; None stays."""
         flat = tf.nest.flatten(values)
-        if not flat:
-            return values
         by_type, sparse = dict[tf.DType, list[int]](), list[int]()
         for place, item in enumerate(flat):
             if isinstance(item, tf.IndexedSlices):
                 sparse.append(place)
-            else:
+            elif item is not None:
                 flat[place] = tf.convert_to_tensor(item)
                 by_type.setdefault(flat[place].dtype, []).append(place)
         buffers = [_packed([flat[place] for place in places]) for places in by_type.values()]
@@ -178,6 +178,8 @@ class ReplicaSum:
         return tf.nest.pack_sequence_as(values, flat)
 
     def _all_reduced(self, summands: list[Summand]) -> list[Summand]:
+        if not summands:
+            return []
         if self._measurement:
             started, summands = self._measurement.clock.collective_starts(summands)
         extended = tf.distribute.get_strategy().extended

@@ -65,27 +65,11 @@ class StepClock:
             self.end_of_collectives = ended
 
     def _time_when_ready(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Read the clock once all values are available.
-
-        Independent of other stateful operations: otherwise a replica would have to delay its start
-        until the previous one ends.
-        """
         return time_when_ready(values, self._on_accelerator)
 
 
 def time_when_ready(values: Sequence[tf.Tensor], on_accelerator: bool) -> tf.Tensor:
     """Return the time at which values are available, float64 scalar; in the graph."""
-    _check_clock()
-    if on_accelerator:
-        values = _on_host(values)
-    with (
-        tf.control_dependencies(list(values)),
-        tf.device("CPU:0" if on_accelerator else ""),
-    ):
-        return private_api.run_independently(tf.timestamp())
-
-
-def _check_clock() -> None:
     try:
         with tf.init_scope():
             tf.raw_ops.Timestamp()
@@ -96,6 +80,14 @@ def _check_clock() -> None:
             "with BatchBalancer, Telemetry, another callback that measures, or emulated devices. "
             "Leave one of them out."
         ) from error
+    if on_accelerator:
+        values = _on_host(values)
+    with (
+        tf.control_dependencies(list(values)),
+        tf.device("CPU:0" if on_accelerator else ""),
+    ):
+        # Independently: otherwise a replica would have to delay its start until another one ends.
+        return private_api.run_independently(tf.timestamp())
 
 
 def _after(time: tf.Tensor, structure: Nest) -> Nest:
@@ -112,11 +104,9 @@ def _tensors(structure: Nest) -> list[tf.Tensor]:
 
 
 def _on_host(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return one element of each device, copied to the host once all values are computed.
-
-    A device computes in the order in which its host queues, and a copy waits for all before it. One
-    copy for each of hundreds of gradients would take longer than some steps.
-    """
+    """Return one element of each device, copied to the host once all values are computed."""
+    # A device computes in the order in which its host queues, and a copy waits for all before it.
+    # One copy for each of hundreds of gradients would take longer than some steps.
     numbers = [value for value in values if value.dtype != tf.string]
     # Integers of a GPU may lie on the host, and times do.
     surely = [v for v in numbers if v.dtype.is_floating and "CPU" not in v.device.upper()]
