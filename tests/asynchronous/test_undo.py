@@ -152,7 +152,8 @@ class FourthPower(Delta):
 def test_a_subclass_with_its_own_update_is_undone(logical_devices):
     service = start(FourthPower())
     np.testing.assert_array_equal(exchange(service, 2.0), 16.0)
-    np.testing.assert_array_equal(exchange(service, 1e10), 16.0)
+    exchange(service, 1e10)
+    np.testing.assert_array_equal(service.center_partitions()[0], 16.0)
     np.testing.assert_array_equal(service.versions(), [1])
     np.testing.assert_array_equal(exchange(service, 1.0), 17.0)
     service.close()
