@@ -160,6 +160,9 @@ class CenterOfOneWorker(CenterOfBatches):
     def weights(self):
         return [tf.constant([0.0])]
 
+    def state(self):
+        return []
+
     def set_stage(self, stage):
         self.stages.append(stage)
 
