@@ -130,6 +130,9 @@ KINDS: dict[str, Callable[[], Arguments]] = {
     "data set, a share of 0": lambda: {"x": data_set(), "shares": [0, 1]},
     "data set, epochs of 3": lambda: {"x": data_set(), "steps_per_epoch": 3},
     "data set of unknown size": lambda: {"x": data_set(of_unknown_size=True)},
+    "data set filtered after its shuffle": lambda: {
+        "x": data_set().unbatch().filter(lambda *_: True).batch(BATCH)
+    },
     "data set of unknown size, validation": lambda: {
         "x": data_set(of_unknown_size=True),
         "validation_data": data_set(of_unknown_size=True),
@@ -219,6 +222,7 @@ def content_of(backup: Path) -> str:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(logging.getLogger("tensorflow"), "level", logging.ERROR)
+    keras.utils.set_random_seed(3)  # inputs are made before a training sets it
     (tmp_path / "kept").mkdir()
     return tmp_path
 

@@ -97,6 +97,20 @@ def test_what_cannot_go_back_says_so():
         worker.start_at(0, 0)
 
 
+@pytest.mark.parametrize(("passes", "step"), [(0, 0), (0, 2), ((True,), 0), ((True, False), 3)])
+def test_a_look_at_the_first_batch_does_not_keep_a_worker_from_resuming(passes, step):
+    def build():
+        return indices().shuffle(23, seed=1).filter(lambda i: i >= 0).batch(4)
+
+    whole, looked = (make_workers(build, (1,), [[1]])[0] for _ in range(2))
+    for _ in range(passes if isinstance(passes, int) else len(passes)):
+        one_epoch(whole)
+    expected = one_epoch(whole)
+    next(iter(looked))  # as workers do who compare it
+    looked.start_at(passes, step)
+    assert one_epoch(looked) == expected[step:]
+
+
 def test_negative_positions_are_refused():
     worker = make_workers(ALL["map"], (1,), [[1]])[0]
     with pytest.raises(ValueError, match="zero or more"):

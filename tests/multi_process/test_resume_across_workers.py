@@ -114,6 +114,8 @@ def test_a_cluster_whose_chief_is_killed_within_a_save(
         ("PyDataset", "epoch", 13),
         ("PyDataset", 4, 6),
         ("unknown size", 6, 7),
+        ("unknown size", 4, 9),
+        ("unknown size", "epoch", 16),
     ],
 )
 def test_three_workers_that_are_killed(

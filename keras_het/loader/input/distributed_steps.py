@@ -197,7 +197,16 @@ class DistributedSteps(adapter.DistributedDataset):
         if self._draws_once and self._looked_at is not None:
             self._go_on_at(self._looked_at, gone_by, step)
             return
-        self._seek(gone_by)
+        try:
+            self._seek(gone_by)
+        except ValueError:
+            run = self._looked_at
+            if run is None or run.number or run.first_step:
+                raise
+            if not gone_by:
+                self._go_on_at(run, gone_by, step)
+                return
+            self._let_first_go_by(run, gone_by)
         shuffle = self._shuffle()
         if shuffle is not None:
             self._passes.is_at(shuffle, len(gone_by))
@@ -251,6 +260,14 @@ class DistributedSteps(adapter.DistributedDataset):
         run.number = self._passes.start(len(passes))
         self._passes.give_back(run.number)
         run.on_end = functools.partial(self._passes.finish, run.number)
+
+    def _let_first_go_by(self, run: DataPass, passes: tuple[Pass, ...]) -> None:
+        """Finish the first pass, which was peeked at, where its shuffles cannot start again."""
+        first, *others = passes
+        while first is True and not run.ended:
+            run.leave_out(1)
+        run.leave_out(0 if first is True else int(first))
+        self._let_go_by(others)
 
     def _open(self, number: int) -> DataPass:
         run, self._looked_at = self._looked_at, None
