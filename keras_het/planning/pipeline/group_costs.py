@@ -24,8 +24,8 @@ import numpy as np
 from keras_het.planning.bounded_shares import FloatArray, IntArray
 from keras_het.planning.pipeline.problem import TINY, Problem
 from keras_het.planning.pipeline.recomputation import (
-    LeastRecomputation,
     cheapest_recomputation,
+    least_recomputation_seconds,
     needed_savings,
 )
 
@@ -152,44 +152,23 @@ class GroupCosts:
         again, exact = np.where(need > 0, np.inf, 0.0), np.ones(need.shape)
         short = (need > 0) & np.isfinite(need)
         if recompute == "auto" and short.any():
-            least = LeastRecomputation(
+            again[short] = least_recomputation_seconds(
                 profile.activation_bytes,
                 self._unit_seconds,
-                self._first,
-                self._end,
+                (self._first, self._end),
                 self._problem.least_cuts[self._rows, self._columns],
-            )
-            again[short] = least.seconds(
-                np.nonzero(short)[1], need[short], flights.max(axis=0)[short]
+                np.nonzero(short)[1],
+                need[short],
+                flights.max(axis=0)[short],
             )
             exact[short] = 0
         return again, exact
 
 
 def _times(seconds: FloatArray, factor: FloatArray) -> FloatArray:
-    """Return the product, infinite where the factor is."""
     finite = np.isfinite(factor)
     product: FloatArray = np.where(finite, seconds * np.where(finite, factor, 0.0), np.inf)
     return product
-
-
-class KnownCosts:
-    """Costs of groups, computed once for each set of devices."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._known: dict[tuple[int, ...], GroupCosts] = {}
-
-    @property
-    def number(self) -> int:
-        """How many groups have been asked for."""
-        return len(self._known)
-
-    def __call__(self, group: tuple[int, ...]) -> GroupCosts:
-        """Return the costs of stages on a group of devices."""
-        if group not in self._known:
-            self._known[group] = GroupCosts(self._problem, group)
-        return self._known[group]
 
 
 def _counts(times: FloatArray, micro_batches: int) -> IntArray:

@@ -15,7 +15,7 @@ last cut. Stages and transfers with steady > beta or all-reduce > rho are left o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,8 +24,12 @@ from keras_het.planning.pipeline.group_costs import GroupCosts
 from keras_het.planning.pipeline.problem import Problem
 
 
-class Transfers:
-    r"""Costs of the transfers from each group to each other.
+def _transfers(
+    problem: Problem, groups: Sequence[tuple[int, ...]], after: Sequence[int]
+) -> list[tuple[FloatArray, FloatArray]]:
+    r"""Return steady and latency, in seconds, of the transfers from each group to later ones.
+
+    Both are float64 of shape [groups from `after` on, Q], for every cut.
 
     Micro-batches are spread evenly over all pairs of a sender and a taker. A transfer of b bytes
     takes the mean of latency + b / rate over the pairs, forward and backward. A link carries all
@@ -36,40 +40,36 @@ class Transfers:
 
     of work after its first micro-batch, in either direction.
     """
-
-    def __init__(self, problem: Problem, groups: Sequence[tuple[int, ...]]) -> None:
-        self._more_batches = problem.micro_batches - 1
-        cuts = list(problem.cuts)
-        self._bytes = [problem.profile.cut_bytes[cuts], problem.profile.gradient_bytes[cuts]]
-        hosts = np.array(problem.devices.hosts)
-        members = np.zeros((len(groups), len(hosts)))
-        for number, group in enumerate(groups):
-            members[number, list(group)] = 1
-        size = members.sum(axis=1)
-        share = 1 / (size[:, None] * size)
-        latency = problem.devices.latency_seconds
-        with np.errstate(divide="ignore"):
-            per_byte = 1 / problem.devices.bytes_per_second
-        # Seconds and seconds per byte of each pair of groups, [G, G]; forward and backward.
-        there = [(latency, per_byte), (latency.T, per_byte.T)]
-        self._mean = [[share * (members @ t @ members.T) for t in tables] for tables in there]
-        self._most = [[share * _busiest(members, hosts, t) for t in tables] for tables in there]
-
-    def tables(self, sender: int, first: int) -> tuple[FloatArray, FloatArray]:
-        """Return steady and latency from a group to all groups from `first` on, in seconds.
-
-        Both are float64 of shape [G - first, Q], for every cut.
-        """
+    hosts = np.array(problem.devices.hosts)
+    members = np.zeros((len(groups), len(hosts)))
+    for number, group in enumerate(groups):
+        members[number, list(group)] = 1
+    size = members.sum(axis=1)
+    share = 1 / (size[:, None] * size)
+    with np.errstate(divide="ignore"):
+        tables = [problem.devices.latency_seconds, 1 / problem.devices.bytes_per_second]
+    ways = []
+    for num_bytes, there in (
+        (problem.profile.cut_bytes, tables),
+        (problem.profile.gradient_bytes, [table.T for table in tables]),
+    ):
+        # Seconds and seconds per byte of each pair of groups, [G, G].
+        mean = [share * (members @ table @ members.T) for table in there]
+        most = [share * _busiest(members, hosts, table) for table in there]
+        ways.append((num_bytes[list(problem.cuts)], mean, most))
+    result = []
+    for sender, first in enumerate(after):
         rows = slice(first, None)
         latency: FloatArray = np.zeros(())
         steady: FloatArray = np.zeros(())
-        for crossing, mean, most in zip(self._bytes, self._mean, self._most, strict=True):
+        for crossing, mean, most in ways:
             any_bytes = crossing > 0
             once = mean[0][sender, rows, None] * any_bytes
             latency = latency + once + mean[1][sender, rows, None] * crossing
             once = most[0][sender, rows, None] * any_bytes
             steady = np.maximum(steady, once + most[1][sender, rows, None] * crossing)
-        return self._more_batches * steady, latency
+        result.append(((problem.micro_batches - 1) * steady, latency))
+    return result
 
 
 def _busiest(members: FloatArray, hosts: IntArray, table: FloatArray) -> FloatArray:
@@ -121,10 +121,15 @@ class LeastLatency:
     """The dynamic program for one order of the devices."""
 
     def __init__(
-        self, problem: Problem, order: tuple[int, ...], costs: Callable[[Group], GroupCosts]
+        self,
+        problem: Problem,
+        order: tuple[int, ...],
+        known: dict[Group, GroupCosts] | None = None,
     ) -> None:
+        """Add the costs of the order's groups to those that other orders have made known."""
         number = len(order)
-        self._problem, self._costs = problem, costs
+        self._problem = problem
+        self._costs = {} if known is None else known
         # Whether the memory of a stage depends on the number of devices that come after it.
         limited = np.isfinite(problem.devices.memory_bytes[list(order)]).any()
         self._counts_devices = bool(limited) and problem.schedule == "1f1b"
@@ -139,9 +144,11 @@ class LeastLatency:
             for _, high in spans
         ]
         self._most_used = [number - low for low, _ in spans]
-        self._group_costs = [costs(group) for group in self._groups]
-        transfers = Transfers(problem, self._groups)
-        self._links = [transfers.tables(n, after) for n, after in enumerate(self._after)]
+        for group in self._groups:
+            if group not in self._costs:
+                self._costs[group] = GroupCosts(problem, group)
+        self._group_costs = [self._costs[group] for group in self._groups]
+        self._links = _transfers(problem, self._groups, self._after)
         self._best: FloatArray = np.zeros(0)
         self._rest: FloatArray = np.zeros(0)
 
@@ -201,7 +208,7 @@ class LeastLatency:
         """Make the costs of a chain's stages exact; return whether they were so already."""
         known = True
         for stage in chain:
-            costs = self._costs(stage.group)
+            costs = self._costs[stage.group]
             variant = int(costs.variants[stage.used - len(stage.group)])
             known &= costs.exact(variant, stage.row, stage.column)
         return known
@@ -210,7 +217,7 @@ class LeastLatency:
         """Return the estimate of a chain."""
         steady = latency = reduce = 0.0
         for number, stage in enumerate(chain):
-            costs, place = self._costs(stage.group), (stage.row, stage.column)
+            costs, place = self._costs[stage.group], (stage.row, stage.column)
             variant = costs.variants[stage.used - len(stage.group)]
             steady = max(steady, costs.steady[variant][place])
             latency += costs.latency[variant][place]

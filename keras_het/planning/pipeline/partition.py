@@ -9,13 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from keras_het.planning.pipeline.candidates import Candidates
-from keras_het.planning.pipeline.device_orders import device_orders
-from keras_het.planning.pipeline.group_costs import KnownCosts
 from keras_het.planning.pipeline.least_latency import Chain, LeastLatency
-from keras_het.planning.pipeline.plan import PipelinePlan, check_wishes, readable_bytes
+from keras_het.planning.pipeline.plan import PipelinePlan, readable_bytes
 from keras_het.planning.pipeline.problem import Devices, ModelProfile, Problem
 from keras_het.planning.pipeline.recomputation import fits, stage_memory
-from keras_het.planning.pipeline.refinement import coarse_cuts, find_chains
+from keras_het.planning.pipeline.refinement import coarse_cuts, device_orders, find_chains
 from keras_het.planning.pipeline.schedule import in_flight
 
 # How many of the fastest chains are simulated, and how many plans near them; for large ones fewer.
@@ -61,8 +59,7 @@ def plan_pipeline(
         Heterogeneous Networking", CBD 2019 (unequal links, recomputation inside).
     """
     cuts = profile.allowed_cuts()
-    problem = _checked(Problem(profile, devices, micro_batches, schedule, recompute, cuts))
-    return _plan(problem, tolerance)
+    return _plan(Problem(profile, devices, micro_batches, schedule, recompute, cuts), tolerance)
 
 
 def plan_with_cuts(
@@ -110,18 +107,7 @@ def plan_with_cuts(
             f"{devices.num_devices} devices. Leave out cuts."
         )
     problem = Problem(profile, devices, micro_batches, schedule, recompute, chosen, all_cuts=True)
-    return _plan(_checked(problem), tolerance)
-
-
-def _checked(problem: Problem) -> Problem:
-    check_wishes(problem.micro_batches, problem.schedule, problem.recompute)
-    if problem.profile.num_devices != problem.devices.num_devices:
-        raise ValueError(
-            "The profile must have a column for each device. Received: "
-            f"{problem.profile.num_devices} columns, {problem.devices.num_devices} devices. "
-            "Measure every unit on every device."
-        )
-    return problem
+    return _plan(problem, tolerance)
 
 
 def _plan(problem: Problem, tolerance: float) -> PipelinePlan:
@@ -215,7 +201,7 @@ def _first_that_fits(problem: Problem, more_bytes: float) -> Chain:
     larger = dataclasses.replace(devices, memory_bytes=devices.memory_bytes + more_bytes)
     larger_problem = dataclasses.replace(problem, devices=larger)
     order = device_orders(problem.profile, devices, 1)[0]
-    program = LeastLatency(larger_problem, order, KnownCosts(larger_problem))
+    program = LeastLatency(larger_problem, order)
     while True:
         _, chain = program.solve(np.inf, np.inf)
         if not chain or program.exact(chain):

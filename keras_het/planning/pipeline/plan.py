@@ -95,11 +95,11 @@ class PipelinePlan:
             lines.append(f"  {name}: {readable_seconds(seconds)}")
         return "\n".join(lines)
 
+    def _layer(self, unit: int) -> str:
+        return self.layer_names[unit] if self.layer_names else str(unit)
+
     def _layers(self, stage: Stage) -> str:
-        first, last = (
-            self.layer_names[unit] if self.layer_names else str(unit)
-            for unit in (stage.first, stage.end - 1)
-        )
+        first, last = self._layer(stage.first), self._layer(stage.end - 1)
         return first if stage.end - stage.first == 1 else f"{first} .. {last}"
 
     def _device(self, device: int) -> str:
@@ -111,7 +111,7 @@ class PipelinePlan:
             return "none"
         if number == stage.end - stage.first:
             return "all"
-        names = [self.layer_names[u] if self.layer_names else str(u) for u in stage.recomputed]
+        names = list(map(self._layer, stage.recomputed))
         return ", ".join(names) if number <= 3 else f"{', '.join(names[:2])} and {number - 2} more"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from keras_het.planning.bounded_shares import FloatArray
+from keras_het.planning.pipeline.plan import check_wishes
 
 Link = tuple[str, int, int]
 
@@ -207,6 +208,15 @@ class Problem:
     recompute: str
     cuts: tuple[int, ...]
     all_cuts: bool = False
+
+    def __post_init__(self) -> None:
+        check_wishes(self.micro_batches, self.schedule, self.recompute)
+        if self.profile.num_devices != self.devices.num_devices:
+            raise ValueError(
+                "The profile must have a column for each device. Received: "
+                f"{self.profile.num_devices} columns, {self.devices.num_devices} devices. "
+                "Measure every unit on every device."
+            )
 
     @functools.cached_property
     def least_cuts(self) -> FloatArray:

@@ -113,28 +113,27 @@ def _cheapest_chain(
     if not np.isfinite(need) or freed.sum() < need:
         return None
     left = np.append(np.cumsum(freed[::-1])[::-1], 0.0)
-    # Sets that end without and with the last unit: freed bytes, seconds, and for the way back the
-    # number of the set before; those without come first.
-    fronts = [_Front(np.zeros(1), np.zeros(1)), _Front(np.zeros(0), np.zeros(0))]
+    # Freed bytes and seconds of the sets without and with the last unit that no set dominates; for
+    # the way back the number of the set before, where those without come first.
+    fronts = [(np.zeros(1), np.zeros(1)), (np.zeros(0), np.zeros(0))]
     origins: list[tuple[IntArray, IntArray, int]] = []
     for unit in range(len(freed)):
-        without, with_it = fronts
-        bytes_before = np.concatenate([without.freed, with_it.freed])
-        seconds_before = np.concatenate([without.seconds, with_it.seconds])
-        new_run = np.arange(len(bytes_before)) < len(without.freed)
+        bytes_before, seconds_before = map(np.concatenate, zip(*fronts, strict=True))
+        number_without = len(fronts[0][0])
+        new_run = np.arange(len(bytes_before)) < number_without
         taken = bytes_before + freed[unit] - np.where(new_run, start[unit], 0.0)
         useful = need - left[unit + 1]
         rows = _undominated(bytes_before, seconds_before, useful)
         taking = _undominated(taken, seconds_before + seconds[unit], useful)
-        origins.append((rows, taking, len(without.freed)))
+        origins.append((rows, taking, number_without))
         fronts = [
-            _Front(bytes_before[rows], seconds_before[rows]),
-            _Front(taken[taking], seconds_before[taking] + seconds[unit]),
+            (bytes_before[rows], seconds_before[rows]),
+            (taken[taking], seconds_before[taking] + seconds[unit]),
         ]
     ends = [
-        (float(front.seconds[row]), kind, int(row))
-        for kind, front in enumerate(fronts)
-        for row in np.flatnonzero(front.freed >= need)
+        (float(spent[row]), kind, int(row))
+        for kind, (freed_bytes, spent) in enumerate(fronts)
+        for row in np.flatnonzero(freed_bytes >= need)
     ]
     if not ends:
         return None
@@ -148,14 +147,6 @@ def _cheapest_chain(
         kind = int(before >= number_without)
         row = before - number_without * kind
     return chosen[::-1]
-
-
-class _Front:
-    """Sets of units of which none frees more for less."""
-
-    def __init__(self, freed: FloatArray, seconds: FloatArray) -> None:
-        self.freed = freed
-        self.seconds = seconds
 
 
 def _undominated(freed: FloatArray, seconds: FloatArray, least: float) -> IntArray:
@@ -173,52 +164,39 @@ def _undominated(freed: FloatArray, seconds: FloatArray, least: float) -> IntArr
     return kept
 
 
-class LeastRecomputation:
-    """Lower bounds of the time to recompute: the cheapest fractions of units."""
+def least_recomputation_seconds(
+    activations: FloatArray,
+    unit_seconds: FloatArray,
+    bounds: tuple[IntArray, IntArray],
+    starts: FloatArray,
+    stages: IntArray,
+    need: FloatArray,
+    in_flight: IntArray,
+) -> FloatArray:
+    """Return lower bounds of the time to recompute: that of the cheapest fractions of units.
 
-    def __init__(
-        self,
-        activations: FloatArray,
-        unit_seconds: FloatArray,
-        first: IntArray,
-        end: IntArray,
-        starts: FloatArray,
-    ) -> None:
-        useful = np.flatnonzero(activations > 0)
-        rates = unit_seconds[useful] / activations[useful]
-        self._order = useful[np.argsort(rates, kind="stable")]
-        self._rates = np.append(np.sort(rates, kind="stable"), np.inf)
-        self._activations, self._unit_seconds = activations, unit_seconds
-        self._first, self._end, self._starts = first, end, starts
-        # Of the first units in that order that are in the stage, [units + 1, stages].
-        self._sums: tuple[FloatArray, FloatArray] | None = None
-
-    def seconds(self, stages: IntArray, need: FloatArray, in_flight: IntArray) -> FloatArray:
-        """Return the bounds for some stages, float64 [stages]; infinite if nothing helps.
-
-        At least one run of units begins somewhere in the stage, where the fewest bytes cross.
-        """
-        if not len(stages):
-            return np.zeros(0)
-        freed, spent = self._sums_of_all()
-        need = need + self._starts[stages] * in_flight / np.maximum(in_flight - 1, 1)
-        # How many units free less than is needed, by halving.
-        low, high = np.zeros(len(stages), np.int64), np.full(len(stages), len(self._order))
-        while (low < high).any():
-            middle = (low + high + 1) // 2
-            less = freed[middle, stages] < need
-            low, high = np.where(less, middle, low), np.where(less, high, middle - 1)
-        left = need - freed[low, stages]
-        with np.errstate(invalid="ignore"):
-            bounds: FloatArray = (spent[low, stages] + left * self._rates[low]) * (1 - 1e-12)
-        return bounds
-
-    def _sums_of_all(self) -> tuple[FloatArray, FloatArray]:
-        if self._sums is None:
-            order = self._order[:, None]
-            inside = (self._first <= order) & (order < self._end)
-            start = np.zeros((1, len(self._first)))
-            freed = np.cumsum(inside * self._activations[order], axis=0)
-            spent = np.cumsum(inside * self._unit_seconds[order], axis=0)
-            self._sums = np.concatenate([start, freed]), np.concatenate([start, spent])
-        return self._sums
+    `bounds` has the first unit and the end of every stage, and `starts` the fewest bytes that cross
+    a cut in it, where at least one run of units begins. The result is float64, a number for each of
+    `stages`, which may repeat; infinite if nothing helps.
+    """
+    useful = np.flatnonzero(activations > 0)
+    rates = unit_seconds[useful] / activations[useful]
+    cheapest = useful[np.argsort(rates, kind="stable")][:, None]
+    rates = np.append(np.sort(rates, kind="stable"), np.inf)
+    # Sums over those of the cheapest units that are in the stage, [units + 1, stages].
+    inside = (bounds[0] <= cheapest) & (cheapest < bounds[1])
+    freed, spent = (
+        np.append(np.zeros((1, len(starts))), np.cumsum(inside * each[cheapest], axis=0), axis=0)
+        for each in (activations, unit_seconds)
+    )
+    need = need + starts[stages] * in_flight / np.maximum(in_flight - 1, 1)
+    # How many units free less than is needed, by halving.
+    low, high = np.zeros(len(stages), np.int64), np.full(len(stages), len(cheapest))
+    while (low < high).any():
+        middle = (low + high + 1) // 2
+        less = freed[middle, stages] < need
+        low, high = np.where(less, middle, low), np.where(less, high, middle - 1)
+    left = need - freed[low, stages]
+    with np.errstate(invalid="ignore"):
+        seconds: FloatArray = (spent[low, stages] + left * rates[low]) * (1 - 1e-12)
+    return seconds

@@ -70,15 +70,6 @@ def routes(seconds_per_micro_batch: ArrayLike, micro_batches: int) -> tuple[int,
     return tuple(result)
 
 
-def ahead_of(stages: Sequence[Stage], position: int) -> int:
-    """Return V of a stage: how far its forward passes may be ahead of its backward passes."""
-    chosen = stages[position].ahead
-    if chosen is not None:
-        return chosen
-    later = sum(len(stage.devices) for stage in stages[position + 1 :])
-    return later + len(stages[position].devices) - 1 if later else 0
-
-
 def stage_order(
     stages: Sequence[Stage], position: int, replica: int, schedule: str = "1f1b"
 ) -> tuple[Pass, ...]:
@@ -97,10 +88,14 @@ def stage_order(
         ValueError: if the schedule is unknown.
     """
     check_one_of("schedule", schedule, SCHEDULES)
-    mine = [m for m, taker in enumerate(stages[position].routes) if taker == replica]
+    stage = stages[position]
+    mine = [m for m, taker in enumerate(stage.routes) if taker == replica]
     if schedule == "gpipe":
         return (*(("forward", m) for m in mine), *(("backward", m) for m in mine))
-    ahead = ahead_of(stages, position)
+    ahead = stage.ahead  # V
+    if ahead is None:
+        later = sum(len(other.devices) for other in stages[position + 1 :])
+        ahead = later + len(stage.devices) - 1 if later else 0
     keyed = [(2 * m - ahead, ("forward", m)) for m in mine]
     keyed += [(2 * m + ahead + 1, ("backward", m)) for m in mine]
     return tuple(entry for _, entry in sorted(keyed))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from keras_het.planning.pipeline.plan import PipelinePlan
@@ -94,21 +96,16 @@ class _Simulation:
         # for nothing.
         self._arrived: dict[tuple[int, str, int], float] = {}
         self._passes_left = [2 * plan.micro_batches for _ in plan.stages]
-        # Time, number in the order of requests, what happens.
-        self._queue: list[tuple[float, int, tuple[str, int, int, int]]] = []
-        self._number = 0
+        # Time, number in the order of requests, what happens then.
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._numbers = itertools.count()
 
     def run(self) -> Timeline:
         for key in self._orders:
             self._start(*key)
         while self._queue:
-            now, _, (kind, position, replica, micro_batch) = heapq.heappop(self._queue)
-            if kind == "send":
-                self._transfer(now, position, replica, micro_batch)
-            elif kind == "reduce":
-                self._all_reduce(now, position)
-            else:
-                self._end_of_pass(now, kind, position, replica, micro_batch)
+            now, _, action, arguments = heapq.heappop(self._queue)
+            action(now, *arguments)
         if any(self._passes_left):
             raise ValueError(
                 "The stages wait for each other. Received: "
@@ -119,9 +116,8 @@ class _Simulation:
         ordered = (sorted(events, key=lambda e: (e.begin, e.end)) for events in self._events)
         return Timeline(tuple(map(tuple, ordered)), max(ends))
 
-    def _at(self, time: float, kind: str, position: int, replica: int, micro_batch: int) -> None:
-        heapq.heappush(self._queue, (time, self._number, (kind, position, replica, micro_batch)))
-        self._number += 1
+    def _at(self, time: float, action: Callable[..., None], *arguments: object) -> None:
+        heapq.heappush(self._queue, (time, next(self._numbers), action, arguments))
 
     def _start(self, position: int, replica: int) -> None:
         """Start the next pass of a replica if what it needs is there."""
@@ -147,7 +143,7 @@ class _Simulation:
         end = begin + self._seconds[kind, position, replica]
         self._add(device, kind, micro_batch, position, begin, end)
         self._free[position, replica] = end
-        self._at(end, kind, position, replica, micro_batch)
+        self._at(end, self._end_of_pass, kind, position, replica, micro_batch)
 
     def _end_of_pass(
         self, now: float, kind: str, position: int, replica: int, micro_batch: int
@@ -155,9 +151,9 @@ class _Simulation:
         self._passes_left[position] -= 1
         to = position + (1 if kind == "forward" else -1)
         if 0 <= to < len(self._plan.stages):
-            self._at(now, "send", position, to, micro_batch)
+            self._at(now, self._transfer, position, to, micro_batch)
         if not self._passes_left[position] and len(self._plan.stages[position].devices) > 1:
-            self._at(now, "reduce", position, 0, 0)
+            self._at(now, self._all_reduce, position)
         self._start(position, replica)
 
     def _transfer(self, now: float, position: int, to: int, micro_batch: int) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from pipeline_plants import even_devices, even_profile, random_case
 
 from keras_het.planning.pipeline import Devices
-from keras_het.planning.pipeline.device_orders import device_orders
+from keras_het.planning.pipeline.refinement import device_orders
 
 
 def test_equal_hosts_have_one_order():

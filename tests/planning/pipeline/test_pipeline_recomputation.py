@@ -1,15 +1,16 @@
 """Recomputation: the memory formula against a replay, and the cheapest set against all sets."""
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 from pipeline_plants import even_profile, random_profile
 
-from keras_het.planning.pipeline import ModelProfile, Stage, in_flight, routes, stage_order
+from keras_het.planning.pipeline import Stage, in_flight, routes, stage_order
 from keras_het.planning.pipeline.recomputation import (
-    LeastRecomputation,
     cheapest_recomputation,
+    least_recomputation_seconds,
     stage_memory,
 )
 
@@ -76,35 +77,35 @@ def test_no_set_that_fits_is_cheaper(seed):
     assert needed[chosen] <= limit * (1 + 1e-8)
     best = min(seconds[list(units)].sum() for units in fitting)
     assert seconds[list(chosen)].sum() == pytest.approx(best)
-    short = LeastRecomputation(
+    if needed[()] > limit and d > 1:
+        need = (needed[()] - limit) / (d - 1)
+        assert least_seconds(profile, first, end, d, need) <= best + 1e-9
+
+
+def least_seconds(profile, first, end, d, need):
+    """The lower bound for a stage on one device."""
+    (bound,) = least_recomputation_seconds(
         profile.activation_bytes,
-        seconds,
-        np.array([first]),
-        np.array([end]),
+        profile.forward_seconds[:, 0],
+        (np.array([first]), np.array([end])),
         np.array([profile.cut_bytes[first:end].min()]),
+        np.array([0]),
+        np.array([need]),
+        np.array([d]),
     )
-    need = (needed[()] - limit) / (d - 1) if d > 1 else np.inf
-    if 0 < need < np.inf:
-        assert short.seconds(np.array([0]), np.array([need]), np.array([d]))[0] <= best + 1e-9
+    return bound
 
 
 def test_a_hundred_units_are_nearly_exact():
     random = np.random.default_rng(3)
     profile = random_profile(random, 100, 1)
-    profile = ModelProfile(
-        profile.names,
-        *(profile.forward_seconds, profile.backward_seconds, profile.activation_bytes),
-        *(profile.weight_bytes, profile.state_bytes, np.zeros(101), np.zeros(101)),
-    )
+    profile = dataclasses.replace(profile, cut_bytes=np.zeros(101), gradient_bytes=np.zeros(101))
     seconds = profile.forward_seconds[:, 0]
     without = stage_memory(profile, 0, 100, 5)
     limit = profile.state_bytes.sum() + 0.5 * (without - profile.state_bytes.sum())
     chosen = cheapest_recomputation(profile, 0, 100, [5], [limit], seconds)
     assert stage_memory(profile, 0, 100, 5, chosen) <= limit * (1 + 1e-8)
-    need = np.array([(without - limit) / 4])
-    bound = LeastRecomputation(
-        profile.activation_bytes, seconds, np.array([0]), np.array([100]), np.zeros(1)
-    ).seconds(np.array([0]), need, np.array([5]))[0]
+    bound = least_seconds(profile, 0, 100, 5, (without - limit) / 4)
     assert seconds[list(chosen)].sum() <= bound * 1.005
 
 

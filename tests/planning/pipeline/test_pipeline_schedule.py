@@ -62,12 +62,8 @@ def test_dapples_order_on_three_stages():
 
 def test_gpipe_runs_all_forward_passes_first():
     stages = stages_of([1, 2], round_robin([1, 2], 4))
-    assert stage_order(stages, 1, 1, "gpipe") == (
-        ("forward", 1),
-        ("forward", 3),
-        ("backward", 1),
-        ("backward", 3),
-    )
+    expected = tuple((kind, m) for kind in ("forward", "backward") for m in (1, 3))
+    assert stage_order(stages, 1, 1, "gpipe") == expected
     assert in_flight(stages, 0, 0, "gpipe") == 4
 
 
@@ -123,14 +119,8 @@ def test_routes_of_equal_replicas_take_turns():
         (lambda: routes([], 4), "Each replica needs a finite time.*Received.*Give a list"),
         (lambda: routes([np.nan], 4), "Each replica needs a finite time"),
         (lambda: routes([-1.0], 4), "Times must not be negative.*Received.*Measure"),
-        (
-            lambda: routes([1.0], 0),
-            "micro_batches must be a whole number.*Received: micro_batches=0",
-        ),
-        (
-            lambda: stage_order((), 0, 0, "2f2b"),
-            'must be "1f1b" or "gpipe".*Received: schedule=\'2f2b\'',
-        ),
+        (lambda: routes([1.0], 0), "micro_batches must be.*Received: micro_batches=0"),
+        (lambda: stage_order((), 0, 0, "2f2b"), 'must be "1f1b" or "gpipe".*Received: sched'),
     ],
 )
 def test_mistakes_are_named(call, message):

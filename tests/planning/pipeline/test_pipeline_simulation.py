@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 from pipeline_plants import even_devices, even_profile, random_case
 
-from keras_het.planning.pipeline import (
-    Devices,
-    PipelinePlan,
-    Stage,
-    routes,
-    simulate,
-    stage_order,
-)
+from keras_het.planning.pipeline import Devices, PipelinePlan, Stage, routes, simulate, stage_order
 
 
 def plan_of(profile, groups, cuts, micro_batches, schedule="1f1b", recomputed=()):
