@@ -32,11 +32,8 @@ def text() -> tuple[Any, Any, Any]:
 
 
 def truth() -> tuple[Any, Any, Any]:
-    return (
-        keras.Input((4,), dtype="bool"),
-        L.Lambda(lambda t: keras.ops.cast(t, "float32")),
-        X > 0.5,
-    )
+    layer = L.Lambda(lambda t: keras.ops.cast(t, "float32"))
+    return keras.Input((4,), dtype="bool"), layer, X > 0.5
 
 
 @pytest.mark.quick("sparse")

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 from pipeline_optimizers import EMBEDDED, OPTIMIZERS, perceptron, rows
-from pipeline_training import DEVICES, assert_same, floatx, plan_of, train
+from pipeline_training import DEVICES, Outcome, assert_same, floatx, plan_of, train
 
 import keras_het
 from keras_het.planning.pipeline import PipelinePlan
@@ -34,46 +34,40 @@ def plan_for(model: keras.Model) -> PipelinePlan:
     return plan_of(bounds, [[1], [0, 3], [2], [1]], [one, two, one, one])
 
 
-def strategy_for(model: keras.Model) -> keras_het.PipelineStrategy:
-    return keras_het.PipelineStrategy(plan_for(model), 3, DEVICES)
+def check(name: str | None, embeds: bool = False, tolerance: float = 1e-9) -> Outcome:
+    """Train with an optimizer on one device and in a pipeline; return what one device has."""
+    build = functools.partial(perceptron, name, embeds)
+    expected = train(build, rows(embeds))
+    strategy = keras_het.PipelineStrategy(plan_for(expected.model), 3, DEVICES)
+    assert_same(train(build, rows(embeds), strategy), expected, tolerance)
+    return expected
 
 
 @pytest.mark.quick("decay")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_does_what_it_does_on_one_device(name: str) -> None:
-    build = functools.partial(perceptron, name)
-    expected = train(build, rows())
-    found = train(build, rows(), strategy_for(expected.model))
-    assert_same(found, expected)
+    check(name)
 
 
 @pytest.mark.full
 def test_a_step_whose_gradients_overflow_is_skipped() -> None:
     with floatx("float32"):
-        build = functools.partial(perceptron, None)
-        expected = train(build, rows())
-        assert_same(train(build, rows(), strategy_for(expected.model)), expected, 1e-4)
-    optimizer = expected.model.optimizer
+        optimizer = check(None, tolerance=1e-4).model.optimizer
     assert 2 <= optimizer.inner_optimizer._iterations.numpy() <= 6, "of 8 steps"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_sparse_gradients_are_clipped_as_on_one_device(name: str) -> None:
-    build = functools.partial(perceptron, name, True)
-    expected = train(build, rows(True))
-    assert_same(train(build, rows(True), strategy_for(expected.model)), expected)
+    check(name, embeds=True)
 
 
 @pytest.mark.full
 def test_half_precision_skips_the_same_steps() -> None:
     with floatx("float32"):
         keras.config.set_dtype_policy("mixed_float16")
-        build = functools.partial(perceptron, "clipnorm")
-        expected = train(build, rows())
-        assert isinstance(expected.model.optimizer, keras.optimizers.LossScaleOptimizer)
-        found = train(build, rows(), strategy_for(expected.model))
-        assert_same(found, expected, 5e-3)
+        optimizer = check("clipnorm", tolerance=5e-3).model.optimizer
+        assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 
 class Life:

@@ -2,17 +2,94 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from pipeline_training import DEVICES, floatx
-from random_models import random_data, random_model, random_plan
+from pipeline_training import DEVICES, floatx, plan_of
 
 import keras_het
+from keras_het.planning.pipeline import PipelinePlan
+from keras_het.strategy.pipeline.step.model_units import ModelUnits
 
+L = keras.layers
 EXAMPLES, QUICK = 40, (3,)
+
+
+def random_model(seed: int) -> keras.Model:
+    """Skips, shared layers, operations, nested models; one or two inputs and outputs."""
+    random = np.random.default_rng(seed)
+    inputs = [keras.Input([int(random.integers(3, 5))]) for _ in range(random.integers(1, 3))]
+    made, shared = list(inputs), dict[int, Any]()
+    for _ in range(random.integers(4, 9)):
+        x = made[random.integers(max(0, len(made) - 4), len(made))]
+        width = x.shape[-1]
+        others = [each for each in made if each.shape[-1] == width]
+        y = others[random.integers(len(others))]
+        kind = random.choice(["dense", "shared", "add", "multiply", "join", "operation", "nested"])
+        if kind == "shared":
+            layer = shared.setdefault(width, L.Dense(4, "tanh", kernel_regularizer="l2"))
+            made.append(layer(x))
+        elif kind == "nested":
+            layers = [L.Dense(4, "tanh"), L.LayerNormalization()]
+            made.append(keras.Sequential([keras.Input([width]), *layers])(x))
+        elif kind == "add":
+            made.append(L.add([x, L.Dense(width)(y)]))
+        elif kind == "multiply":
+            made.append(L.multiply([L.Dense(width, "sigmoid")(x), y]))
+        elif kind == "join":
+            made.append(L.concatenate([x, made[-1]]))
+        elif kind == "operation":
+            made.append(keras.ops.tanh(x) * 0.5 + y)
+        else:
+            made.append(L.Dense(4, "tanh", activity_regularizer="l2")(x))
+    outputs = [L.Dense(1)(L.concatenate([made[-1], *inputs]))]
+    if random.integers(2):
+        outputs.append(L.Dense(2)(made[len(made) // 2]))
+    model = keras.Model(inputs, outputs)
+    clip = [{}, {"global_clipnorm": 0.1}, {"clipnorm": 0.1}][random.integers(3)]
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9, **clip)
+    model.compile(optimizer, ["mse"] * len(outputs), jit_compile=False)
+    return model
+
+
+def random_plan(model: keras.Model, seed: int) -> PipelinePlan:
+    """Up to four stages on up to four devices, any routes, any layers computed again."""
+    random = np.random.default_rng([seed, 1])
+    units = ModelUnits(model)
+    end = len(units.units)
+    cuts = [c for c in range(1, end) if not any(a < c <= b for a, b in units.together)]
+    number = int(random.integers(1, min(4, len(cuts) + 1) + 1))
+    chosen = sorted(int(c) for c in random.choice(cuts, number - 1, replace=False))
+    bounds = [0, *chosen, end]
+    micro_batches = int(random.integers(1, 5))
+    devices = random.permutation(4).tolist()
+    replicas: list[list[int]] = []
+    for stage in range(number):
+        most = min(len(devices) - (number - stage - 1), micro_batches)
+        replicas.append([devices.pop() for _ in range(random.integers(1, most + 1))])
+    routes = [
+        tuple(random.permutation([m % len(own) for m in range(micro_batches)]).tolist())
+        for own in replicas
+    ]
+    recomputed = [
+        [unit for unit in range(a, b) if random.integers(2)] for a, b in itertools.pairwise(bounds)
+    ]
+    schedule = str(random.choice(["1f1b", "gpipe"]))
+    return plan_of(bounds, replicas, routes, schedule, recomputed)
+
+
+def random_data(model: keras.Model, seed: int) -> tuple[Any, Any]:
+    """A few rows for a model's inputs and outputs."""
+    random = np.random.default_rng([seed, 2])
+    rows = int(random.integers(6, 16))
+    x, y = (
+        [random.normal(size=(rows, *tensor.shape[1:])) for tensor in tensors]
+        for tensors in (model.inputs, model.outputs)
+    )
+    return x, y
 
 
 def train(seed: int) -> list[Any]:

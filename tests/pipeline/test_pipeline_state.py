@@ -51,11 +51,8 @@ def values(rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
 def trained(strategy: Any, steps: int = 2) -> list[np.ndarray]:
     """Weights, state and random generators after some steps."""
     keras.utils.set_random_seed(3)
-    if strategy is None:
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
         model = normalizing()
-    else:
-        with strategy.scope():
-            model = normalizing()
     x, y = values()
     model.fit(x, y, batch_size=ROWS, epochs=steps, verbose=0, shuffle=False)
     return [keras.ops.convert_to_numpy(v) for v in [*model.variables, *model.optimizer.variables]]

@@ -35,9 +35,8 @@ from keras_het.strategy.pipeline.refusals import (
 from keras_het.strategy.pipeline.step.edges import Place
 from keras_het.strategy.pipeline.step.emulated_pass import Emulation
 from keras_het.strategy.pipeline.step.model_units import ModelUnits
-from keras_het.strategy.pipeline.step.pipeline import Pipeline
+from keras_het.strategy.pipeline.step.pipeline import Pipeline, slots_of
 from keras_het.strategy.pipeline.step.process_group import GROUPS, CollectiveTransport, ProcessGroup
-from keras_het.strategy.pipeline.step.stage import Stage
 from keras_het.value_types import Nest
 
 
@@ -72,7 +71,6 @@ class PipelineExtended(HeterogeneousExtended):
         kwargs: dict[str, Any],
         group: bool,
     ) -> Nest:
-        """Update a variable on its own device."""
         with tf.device(var.device), tf.distribute.ReplicaContext(self._container_strategy(), 0):
             return fn(var, *args, **kwargs)
 
@@ -169,7 +167,7 @@ class PipelineStrategy(HeterogeneousStrategy):
         self._wishes = Wishes(plan, micro_batches, schedule, recompute, limits)
         self._places = self._find_places()
         self._pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
-        self._latest: weakref.ref[Pipeline] | None = None
+        self._latest: Callable[[], Pipeline | None] = lambda: None
         self._plan: PipelinePlan | None = None
         owners = [place.process for place in self._places]
         counts = tuple(owners.count(process) for process in range(self.num_workers))
@@ -178,9 +176,9 @@ class PipelineStrategy(HeterogeneousStrategy):
         self._num_pipelines = 0
         self._timeline: Timeline | None = None
         if self.num_workers > 1:
-            given = plan if plan is None or isinstance(plan, PipelinePlan) else list(plan)
+            given = plan.stages if isinstance(plan, PipelinePlan) else plan and list(plan)
             described = {
-                "plan": str(given if not isinstance(given, PipelinePlan) else given.stages),
+                "plan": str(given),
                 "micro_batches": str(micro_batches),
                 "recompute": recompute,
                 "schedule": schedule,
@@ -267,14 +265,13 @@ class PipelineStrategy(HeterogeneousStrategy):
 
     def _latest_passes(self) -> tuple[int, Timeline] | None:
         """Return the number of a step in `compute_times.phases`, and its passes."""
-        pipeline = None if self._latest is None else self._latest()
-        times = None if pipeline is None else pipeline.times
-        return None if times is None else times.latest()
+        pipeline = self._latest()
+        return None if pipeline is None else pipeline.times.latest()
 
     @property
     def _layer_names(self) -> list[str]:
         """Names of the layer calls of the model that was trained last, as a plan numbers them."""
-        pipeline = None if self._latest is None else self._latest()
+        pipeline = self._latest()
         return [] if pipeline is None else [unit.name for unit in pipeline.units.units]
 
     def _measure_phases(self, model: keras.Model, sampled: int) -> None:
@@ -337,7 +334,7 @@ class PipelineStrategy(HeterogeneousStrategy):
                     emulation,
                     self._compute_times.phases,
                 )
-                place(self.extended, pipeline.stages, pipeline.homes(), model.optimizer, taken)
+                _place(self.extended, pipeline, taken)
             vars(model)[_ATTRIBUTE] = pipeline
             self._pipelines.add(pipeline)
         self._plan, self._latest = pipeline.plan, weakref.ref(pipeline)
@@ -374,9 +371,9 @@ class PipelineStrategy(HeterogeneousStrategy):
 
     def _put_together(self, model: keras.Model) -> None:
         pipeline = _known_pipeline(model)
-        if pipeline is not None and pipeline.group is not None and pipeline.is_scattered:
+        if pipeline is not None and pipeline.is_scattered:
             with self._naming_lost_workers():
-                gather_state(pipeline, pipeline.group)
+                pipeline.put_together()
 
     def _complete(self, model: keras.Model, purpose: str) -> None:
         pipeline = _known_pipeline(model)
@@ -397,10 +394,10 @@ class PipelineStrategy(HeterogeneousStrategy):
 
 
 def _check_plan_argument(plan: object) -> None:
-    is_list = isinstance(plan, Sequence) and not isinstance(plan, str)
     if plan is None or isinstance(plan, PipelinePlan):
         return
-    if not is_list or not all(isinstance(name, str) for name in plan):  # type: ignore[attr-defined]
+    names = [None] if isinstance(plan, str) or not isinstance(plan, Sequence) else plan
+    if not all(isinstance(name, str) for name in names):
         raise ValueError(
             "plan must be a list of names of the layers after which to cut, or a PipelinePlan. "
             f"Received: plan={plan!r}. Write plan=['block_2'], or leave it out."
@@ -428,44 +425,13 @@ def _limits(given: float | Sequence[float] | None, devices: Sequence[str]) -> tu
     return tuple(map(float, limits))
 
 
-def gather_state(pipeline: Pipeline, group: ProcessGroup) -> None:
-    """Copy the weights of each stage, and what the optimizer keeps for them, to all processes."""
-    if pipeline.gather is None:
-        pipeline.gather = tf.function(lambda: _gather(pipeline, group), autograph=False)
-    pipeline.gather()
-    pipeline.note_gathered()
-
-
-def _gather(pipeline: Pipeline, group: ProcessGroup) -> None:
-    kept = _slots(pipeline.optimizer)
-    owners = [pipeline.edges.processes_of(number)[0] for number in range(len(pipeline.stages))]
-    for owner, stage in zip(owners, pipeline.stages, strict=True):
-        own = [*stage.weights, *stage.state]
-        slots = [slot for variable in own for slot in kept.get(id(variable), [])]
-        group.share_state([*own, *slots], owner)
-
-
-def _slots(optimizer: keras.optimizers.Optimizer | None) -> dict[int, list[keras.Variable]]:
-    """Return what an optimizer keeps for each variable, by the variable's id."""
-    if optimizer is None or not optimizer.built:
-        return {}
-    pairs = keras_graphs_adapter.variables_of_optimizer(optimizer)
-    return {id(variable): slots for variable, slots in pairs}
-
-
-def place(
-    extended: PipelineExtended,
-    stages: Sequence[Stage],
-    homes: Sequence[str],
-    optimizer: keras.optimizers.Optimizer | None,
-    taken: Container[int] = (),
-) -> None:
+def _place(extended: PipelineExtended, pipeline: Pipeline, taken: Container[int]) -> None:
     """Move the variables of each stage, and what the optimizer keeps for them, to its device.
 
     Of a stage with several replicas it is the first one's; the others read it in every step.
     """
-    kept = _slots(optimizer)
-    for stage, device in zip(stages, homes, strict=True):
+    kept = slots_of(pipeline.optimizer)
+    for stage, device in zip(pipeline.stages, pipeline.homes(), strict=True):
         for variable in [*stage.weights, *stage.state]:
             if id(variable) in taken:
                 continue
@@ -474,7 +440,7 @@ def place(
                     with extended.variables_on(device):
                         private_api.recreate_variable(each)
     if kept:
-        keras_graphs_adapter.know_variables_again(optimizer)
+        keras_graphs_adapter.know_variables_again(pipeline.optimizer)
 
 
 def _lies_on(variable: keras.Variable, device: str) -> bool:

@@ -27,7 +27,7 @@ def check_has_no_async_workers(number: int) -> None:
         raise ValueError(
             "All workers of a pipeline train together: each has a part of the model. Received: "
             f'a cluster with {number} task(s) in the job "async". Make them tasks of the job '
-            f'"worker", or {_ELSEWHERE.replace("train it", "train")}.'
+            '"worker", or train under keras_het.HeterogeneousStrategy.'
         )
 
 
@@ -50,8 +50,10 @@ def check_can_be_cut(units: ModelUnits) -> None:
                 f"model.compile({name}). Leave that argument out"
                 + (", or set jit_compile=False." if name.startswith("jit") else ".")
             )
-    for layer in _layers(units):
-        _check_layer(layer)
+    layers = {id(unit.layer): unit.layer for unit in units.units if unit.layer is not None}
+    for layer in layers.values():
+        for part in private_api.layers_with_state(layer):
+            _check_layer(part)
     refuse_other_rows(
         lambda rows: keras_graphs_adapter.outputs_for(units.graph, rows),
         "A pipeline joins the rows of all micro-batches",
@@ -66,11 +68,6 @@ def check_inputs(inputs: Iterable[Rows | None]) -> None:
             "A pipeline needs a tensor for each input of the model. Received: None for an optional "
             f"one. Build the model without it, or {_ELSEWHERE}."
         )
-
-
-def _layers(units: ModelUnits) -> Iterable[keras.layers.Layer]:
-    found = {id(unit.layer): unit.layer for unit in units.units if unit.layer is not None}
-    return [part for layer in found.values() for part in private_api.layers_with_state(layer)]
 
 
 def _check_layer(layer: keras.layers.Layer) -> None:

@@ -23,11 +23,7 @@ from keras_het.planning.pipeline import (
 )
 from keras_het.planning.pipeline.plan import PipelinePlan, Stage
 from keras_het.rpc.links import measure_link
-from keras_het.strategy.pipeline.measurement.profiling import (
-    Measured,
-    cut_bytes,
-    unit_bytes,
-)
+from keras_het.strategy.pipeline.measurement.profiling import Measured, cut_bytes, unit_bytes
 from keras_het.strategy.pipeline.step.edges import Place
 from keras_het.strategy.pipeline.step.model_units import ModelUnits
 from keras_het.strategy.pipeline.step.process_group import CollectiveTransport
@@ -46,18 +42,14 @@ class Wishes:
     memory_bytes: tuple[float, ...]
 
 
+@dataclasses.dataclass(frozen=True)
 class Processes:
     """What planning needs of the other processes."""
 
-    def __init__(
-        self,
-        places: Sequence[Place],
-        process: int,
-        transport: CollectiveTransport | None,
-        gather: Callable[[np.ndarray], np.ndarray],
-    ) -> None:
-        self.places, self.process, self.transport = list(places), process, transport
-        self._gather = gather
+    places: Sequence[Place]
+    process: int
+    transport: CollectiveTransport | None
+    gather: Callable[[np.ndarray], np.ndarray]
 
     def columns(self, own: np.ndarray) -> np.ndarray:
         """Concatenate columns, one for each own device, of all processes."""
@@ -66,7 +58,7 @@ class Processes:
         counts = [sum(p.process == i for p in self.places) for i in range(self.transport.processes)]
         padded = np.zeros([1, max(counts), len(own)])
         padded[0, : own.shape[1]] = own.T
-        everyone = self._gather(padded)
+        everyone = self.gather(padded)
         return np.concatenate([everyone[i, :count] for i, count in enumerate(counts)]).T
 
     def devices(self, memory: FloatArray) -> Devices:
@@ -74,7 +66,7 @@ class Processes:
         owners = [place.process for place in self.places]
         rate, latency = np.full([1, 1], np.inf), np.zeros([1, 1])
         if self.transport is not None:
-            rate, latency = measure_links(self.transport, self._gather)
+            rate, latency = measure_links(self.transport, self.gather)
         names = [
             place.device if self.transport is None else f"worker {place.process} {place.device}"
             for place in self.places

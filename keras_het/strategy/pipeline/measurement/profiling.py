@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -162,16 +161,12 @@ def cut_bytes(units: ModelUnits, made_bytes: dict[Token, float]) -> tuple[FloatA
     forward, backward = np.zeros([2, number + 1])
     for token, maker in units.maker.items():
         last = min(units.last_use.get(token, -1), number - 1)
-        dtype = tf.as_dtype(_symbolic(units, token).dtype)
+        unit = units.units[maker]
+        dtype = tf.as_dtype(unit.node.outputs[unit.outputs.index(token)].dtype)
         for cut in range(maker + 1, last + 1):
             forward[cut] += made_bytes[token]
             backward[cut] += made_bytes[token] if dtype.is_floating else 0
     return forward, backward
-
-
-def _symbolic(units: ModelUnits, token: Token) -> keras.KerasTensor:
-    unit = units.units[units.maker[token]]
-    return unit.node.outputs[unit.outputs.index(token)]
 
 
 def _kind(device: str) -> str:
@@ -206,7 +201,7 @@ def _seconds(function: Callable[..., object], arguments: list[object]) -> float:
 
 def _wait_for(result: object) -> None:
     """Wait for a device that works in the background."""
-    for value in itertools.islice(reversed(tf.nest.flatten(result)), 1):
+    for value in tf.nest.flatten(result)[-1:]:
         np.asarray(value)
 
 

@@ -14,8 +14,8 @@ from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token
 from keras_het.strategy.pipeline.step.process_group import CollectiveTransport
 from keras_het.strategy.pipeline.step.stage import Stage
 
-HEAD = -1
-"""Takes the model's outputs as a stage does, for the gradient of the loss."""
+HEAD, COLLECTOR = -1, -2
+"""Take the model's outputs as stages do: for the gradient of the loss, and for all else."""
 
 
 class Place(NamedTuple):
@@ -74,10 +74,17 @@ class Edges:
         """Return where a stage runs a micro-batch."""
         return self.replica(stage, self._plan.stages[stage].routes[micro_batch])
 
-    def head(self, micro_batch: int, is_additive: bool) -> Place:
-        """Return where the gradient of the loss of a micro-batch arises."""
-        last = len(self._stages) - 1
-        return self.place(last, micro_batch) if is_additive else self.collector
+    def takers(
+        self, token: Token, micro_batch: int, training: bool, is_additive: bool
+    ) -> dict[int, Place]:
+        """Return where each stage (and `HEAD` and `COLLECTOR`) takes a tensor that a stage made."""
+        found = {stage: self.place(stage, micro_batch) for stage in self.readers[token]}
+        if token in self.outputs:
+            found[COLLECTOR] = self.collector
+            if training:
+                last = len(self._stages) - 1
+                found[HEAD] = self.place(last, micro_batch) if is_additive else self.collector
+        return found
 
     def processes_of(self, stage: int) -> list[int]:
         """Return the processes that hold a stage, that of its first replica first."""
@@ -95,15 +102,14 @@ class Edges:
         for token in sorted(self.maker):
             for m in range(self._plan.micro_batches):
                 home = self.place(self.maker[token], m).process
-                for process in sorted(self._processes_reading(token, m, training, is_additive)):
-                    if process == home:
-                        continue
-                    kinds = ["tensor"] if specs[token].mask_rank is None else ["tensor", "mask"]
+                takers = self.takers(token, m, training, is_additive)
+                kinds = ["tensor"] if specs[token].mask_rank is None else ["tensor", "mask"]
+                for process in sorted({place.process for place in takers.values()} - {home}):
                     for kind in kinds:
                         number = next(numbers[home, process])
                         yield Message(kind, token, m, process), home, process, number
                 for reader in self.answering(token, specs[token].dtype) if training else ():
-                    process = self.process_of_reader(reader, m, is_additive)
+                    process = takers[reader].process
                     if process != home:
                         number = next(numbers[process, home])
                         yield Message("gradient", token, m, reader), process, home, number
@@ -113,22 +119,6 @@ class Edges:
         if not dtype.is_floating:
             return []
         return [*self.readers[token], *([HEAD] if token in self.outputs else [])]
-
-    def process_of_reader(self, reader: int, micro_batch: int, is_additive: bool) -> int:
-        """Return the process of a stage (or `HEAD`) for a micro-batch."""
-        if reader == HEAD:
-            return self.head(micro_batch, is_additive).process
-        return self.place(reader, micro_batch).process
-
-    def _processes_reading(
-        self, token: Token, micro_batch: int, training: bool, is_additive: bool
-    ) -> set[int]:
-        processes = {self.place(s, micro_batch).process for s in self.readers[token]}
-        if token in self.outputs:
-            processes.add(self.collector.process)
-            if training:
-                processes.add(self.head(micro_batch, is_additive).process)
-        return processes
 
 
 class Messages:
@@ -142,14 +132,10 @@ class Messages:
         first_number: int,
     ) -> None:
         self._edges, self._transport, self._specs = edges, transport, specs
+        self.process = 0 if transport is None else transport.process
         self._first_number = first_number
         self._numbers: dict[Message, tuple[int, int]] = {}
         self.sends: list[tf.Operation] = []
-
-    @property
-    def process(self) -> int:
-        """Number of this process."""
-        return 0 if self._transport is None else self._transport.process
 
     def receive(
         self, training: bool, is_additive: bool

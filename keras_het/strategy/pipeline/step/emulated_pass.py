@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -44,33 +44,30 @@ class Emulation:
         rows: tf.Tensor,
         inputs: Sequence[tf.Tensor],
         after: Sequence[tf.Operation],
-    ) -> EmulatedPass:
-        """Begin a pass when what it takes is there; in the graph."""
+    ) -> Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]:
+        """Begin a pass when what it takes is there; in the graph.
+
+        Returns:
+            A function that ends it: it returns the values that it is given, when the time of the
+            emulated device is over.
+        """
         forward, backward = self.seconds_per_sample(device)
         own = slice(stage.first, stage.end)
         seconds = forward[own].sum() if kind == "forward" else backward[own].sum()
         if kind == "backward":
             seconds += forward[list(stage.recomputed)].sum()
-        return EmulatedPass(inputs, tf.cast(rows, tf.float64) * seconds, after)
-
-
-class EmulatedPass:
-    """One pass on an emulated device; it ends when the time of that device is over."""
-
-    def __init__(
-        self, inputs: Sequence[tf.Tensor], seconds: tf.Tensor, after: Sequence[tf.Operation]
-    ) -> None:
-        self._seconds = seconds
+        wanted = tf.cast(rows, tf.float64) * seconds
         with tf.control_dependencies([*inputs, *after]), tf.device("CPU:0"):
-            self._start = private_api.run_independently(tf.timestamp())
+            start = private_api.run_independently(tf.timestamp())
 
-    def end(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the values, later."""
-        with tf.control_dependencies(list(values)), tf.device("CPU:0"):
-            times = [self._start, self._seconds]
-            waited = private_api.run_independently(tf.numpy_function(_wait, times, tf.float64))
-        with tf.control_dependencies([waited]):
-            return [tf.identity(value) for value in values]
+        def end(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            with tf.control_dependencies(list(values)), tf.device("CPU:0"):
+                wait = tf.numpy_function(_wait, [start, wanted], tf.float64)
+                waited = private_api.run_independently(wait)
+            with tf.control_dependencies([waited]):
+                return [tf.identity(value) for value in values]
+
+        return end
 
 
 def _wait(start: np.ndarray, seconds: np.ndarray) -> np.float64:

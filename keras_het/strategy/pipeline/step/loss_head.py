@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import keras
 import tensorflow as tf
 
@@ -25,18 +23,13 @@ class LossHead:
     """
 
     def __init__(
-        self,
-        units: ModelUnits,
-        batches: MicroBatches,
-        targets: Nest,
-        sample_weight: Nest,
+        self, units: ModelUnits, batches: MicroBatches, targets: Nest, sample_weight: Nest
     ) -> None:
         self._units, self._batches = units, batches
         self._targets, self._sample_weight = targets, sample_weight
         self._model = units.model
         has_masks = any(getattr(t, "_keras_mask", None) is not None for t in units.graph.outputs)
         self.is_additive = not has_masks and is_mean_over_samples(self._model)
-        self.done: set[int] = set()
 
     def scale(self, value: tf.Tensor) -> tf.Tensor:
         """Scale a gradient as the optimizer scales the loss, against underflow."""
@@ -44,14 +37,13 @@ class LossHead:
 
     def of_micro_batch(self, number: int, outputs: list[tf.Tensor]) -> list[tf.Tensor | None]:
         """Return the gradients of a micro-batch's part of the loss."""
-        self.done.add(number)
         targets = self._batches.part(number, self._targets)
         weight = self._sample_weight
         weights = None if weight is None else self._batches.part(number, weight)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             watched = [value for value in outputs if value.dtype.is_floating]
             tape.watch(watched)
-            loss = _detached_loss(self._model, self._units, targets, outputs, weights)
+            loss = self._detached_loss(targets, outputs, weights)
         part = tf.cast(self._batches.weight(number), loss.dtype)
         return self._gradients(tape, loss, self.scale(part), outputs)
 
@@ -59,13 +51,10 @@ class LossHead:
         self, outputs: dict[int, list[tf.Tensor]], masks: dict[int, list[tf.Tensor | None]]
     ) -> dict[int, list[tf.Tensor | None]]:
         """Return the gradients of the batch's loss, by micro-batch."""
-        self.done.update(outputs)
         whole = join(self._batches, outputs, masks)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([value for value in whole if value.dtype.is_floating])
-            loss = _detached_loss(
-                self._model, self._units, self._targets, whole, self._sample_weight
-            )
+            loss = self._detached_loss(self._targets, whole, self._sample_weight)
         found = self._gradients(tape, loss, self.scale(tf.ones([], loss.dtype)), whole)
         result = {}
         for number in outputs:
@@ -74,6 +63,14 @@ class LossHead:
                 None if g is None else self._batches.filled_up(number, g[begin:end]) for g in found
             ]
         return result
+
+    def _detached_loss(self, targets: Nest, outputs: list[tf.Tensor], weights: Nest) -> tf.Tensor:
+        """Return the compiled loss without counting it in the metrics of single outputs."""
+        compiled = keras_graphs_adapter.compiled_loss(self._model)
+        packed = keras_graphs_adapter.packed_outputs(self._units.graph, outputs)
+        with keras.StatelessScope():
+            loss = None if compiled is None else compiled(targets, packed, weights)
+        return tf.zeros([], keras.config.floatx()) if loss is None else loss
 
     def _gradients(
         self, tape: tf.GradientTape, loss: tf.Tensor, seed: tf.Tensor, outputs: list[tf.Tensor]
@@ -109,14 +106,3 @@ def is_mean_over_samples(model: keras.Model) -> bool:
         and getattr(getattr(loss, "fn", None), "__name__", "") not in _COUPLED
         for loss in losses
     )
-
-
-def _detached_loss(
-    model: keras.Model, units: ModelUnits, targets: Nest, outputs: list[tf.Tensor], weights: Nest
-) -> tf.Tensor:
-    """Return the compiled loss without counting it in the metrics of single outputs."""
-    compiled: Callable[..., tf.Tensor] | None = keras_graphs_adapter.compiled_loss(model)
-    packed = keras_graphs_adapter.packed_outputs(units.graph, outputs)
-    with keras.StatelessScope():
-        loss = None if compiled is None else compiled(targets, packed, weights)
-    return tf.zeros([], keras.config.floatx()) if loss is None else loss

@@ -107,14 +107,6 @@ class ModelUnits:
         uses = {token: i for i, unit in enumerate(self.units) for token in unit.inputs.values()}
         return uses | dict.fromkeys(self.outputs, len(self.units))
 
-    def crossing(self, cut: int) -> list[Token]:
-        """Return the tensors that cross a cut; the model's inputs never do."""
-        return [
-            token
-            for token, unit in self.maker.items()
-            if unit < cut <= self.last_use.get(token, -1)
-        ]
-
     @functools.cached_property
     def together(self) -> tuple[tuple[int, int], ...]:
         """Pairs (first, last) of units that share weights or state and need one stage."""

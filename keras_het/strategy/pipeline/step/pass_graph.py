@@ -6,21 +6,20 @@ import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import keras
 import tensorflow as tf
 
 from keras_het.planning.pipeline.plan import PipelinePlan
 from keras_het.planning.pipeline.schedule import stage_order
 from keras_het.strategy.exact.own_state import StateChange
-from keras_het.strategy.pipeline.step.edges import HEAD, Edges, Message, Messages, Place
-from keras_het.strategy.pipeline.step.emulated_pass import EmulatedPass, Emulation
+from keras_het.strategy.pipeline.step.edges import COLLECTOR, HEAD, Edges, Message, Messages, Place
+from keras_het.strategy.pipeline.step.emulated_pass import Emulation
 from keras_het.strategy.pipeline.step.loss_head import LossHead
 from keras_het.strategy.pipeline.step.micro_batches import MicroBatches
 from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token
 from keras_het.strategy.pipeline.step.pass_times import Pass, PassClock
 from keras_het.strategy.pipeline.step.stage import PassResult, Stage
 from keras_het.value_types import Summand
-
-_COLLECTOR = -2
 
 
 @dataclasses.dataclass
@@ -83,10 +82,17 @@ class PassGraph:
             for r in range(len(stage.devices))
             if self._edges.replica(s, r).process == self._process
         ]
-        self._homes = {s: self._edges.replica(s, r).device for s, r in reversed(here)}
-        self._weights = {(s, r): self._weights_on(s, r) for s, r in here}
-        self._state_before = {s: self._state_of(s) for s in self._homes}
-        self._results: dict[int, dict[int, PassResult]] = {s: {} for s in self._homes}
+        # the stages of this process, each with the device of its first replica here
+        self.homes = {s: self._edges.replica(s, r).device for s, r in reversed(here)}
+        # a further replica of a stage has a copy of the weights for the time of the step
+        self._weights = {
+            (s, r): _read(self._stages[s].weights, self._edges.replica(s, r).device)
+            for s, r in here
+        }
+        self._state_before = {
+            s: _read(self._stages[s].state, home) for s, home in self.homes.items()
+        }
+        self._results: dict[int, dict[int, PassResult]] = {s: {} for s in self.homes}
         self._given: dict[tuple[int, int], _Given] = collections.defaultdict(_Given)
         self._returned: dict[tuple[int, int], dict[Token, list[tf.Tensor]]]
         self._returned = collections.defaultdict(lambda: collections.defaultdict(list))
@@ -101,13 +107,17 @@ class PassGraph:
             else:
                 self._deliver(token, number, value, mask)
         schedule = self._plan.schedule if self._is_additive else "gpipe"
-        self._build({place: self._passes(*place, schedule) for place in here})
-        self.gradients = {s: self._total_gradients(s) for s in self._homes}
-
-    @property
-    def stages(self) -> list[int]:
-        """The stages that this process holds."""
-        return list(self._homes)
+        self._build(
+            {
+                (s, r): collections.deque(
+                    each
+                    for each in stage_order(self._plan.stages, s, r, schedule)
+                    if self._training or each[0] == "forward"
+                )
+                for s, r in here
+            }
+        )
+        self.gradients = {s: self._total_gradients(s) for s in self.homes}
 
     @property
     def _loss(self) -> LossHead:
@@ -123,22 +133,7 @@ class PassGraph:
     def _is_additive(self) -> bool:
         return self._head is None or self._head.is_additive
 
-    def _weights_on(self, stage: int, replica: int) -> list[tf.Tensor]:
-        """Read the stage's weights; a further replica gets a copy for the time of the step."""
-        with tf.device(self._edges.replica(stage, replica).device):
-            return [tf.identity(variable.value) for variable in self._stages[stage].weights]
-
-    def _state_of(self, stage: int) -> list[tf.Tensor]:
-        with tf.device(self._homes[stage]):
-            return [tf.identity(variable.value) for variable in self._stages[stage].state]
-
     # ---------------------------------------------------------------- order of the passes
-
-    def _passes(
-        self, stage: int, replica: int, schedule: str
-    ) -> collections.deque[tuple[str, int]]:
-        order = stage_order(self._plan.stages, stage, replica, schedule)
-        return collections.deque(p for p in order if self._training or p[0] == "forward")
 
     def _build(self, queues: dict[tuple[int, int], collections.deque[tuple[str, int]]]) -> None:
         """Build the passes of all devices, each as soon as what it takes exists."""
@@ -195,7 +190,9 @@ class PassGraph:
         }
         weights, before = self._weights[stage, replica], self._state_before[stage]
         state = own.state_of_micro_batch(before, number)
-        emulated = self._emulated("forward", stage, replica, number, list(received.values()), after)
+        end_emulated = self._emulated(
+            "forward", stage, replica, number, list(received.values()), after
+        )
         with (
             tf.control_dependencies(after),
             tf.GradientTape(watch_accessed_variables=False) as tape,
@@ -210,8 +207,8 @@ class PassGraph:
         self.losses.append(result.means * tf.cast(weight, result.means.dtype))
         self.losses.append(result.sums * tf.cast(weight > 0, result.sums.dtype))
         sent = list(result.tensors.values())
-        if emulated is not None:
-            sent = emulated.end(sent or [result.means])[: len(sent)]
+        if end_emulated is not None:
+            sent = end_emulated(sent or [result.means])[: len(sent)]
         for token, tensor in zip(result.tensors, sent, strict=True):
             self._deliver(token, number, tensor, result.masks.get(token))
             self._messages.send_everywhere(token, number, tensor, result.masks.get(token))
@@ -229,7 +226,7 @@ class PassGraph:
         number: int,
         inputs: list[tf.Tensor],
         after: list[tf.Operation],
-    ) -> EmulatedPass | None:
+    ) -> Callable[[Sequence[tf.Tensor]], list[tf.Tensor]] | None:
         if self._emulation is None:
             return None
         begin, end = self._batches.offset(number)
@@ -240,11 +237,7 @@ class PassGraph:
         self, token: Token, number: int, tensor: tf.Tensor, mask: tf.Tensor | None
     ) -> None:
         """Move a tensor to the places in this process that take it."""
-        takers = {s: self._edges.place(s, number) for s in self._edges.readers[token]}
-        if token in self._edges.outputs:
-            takers[_COLLECTOR] = self._edges.collector
-            if self._training:
-                takers[HEAD] = self._edges.head(number, self._is_additive)
+        takers = self._edges.takers(token, number, self._training, self._is_additive)
         for taker, place in takers.items():
             if place.process != self._process:
                 continue
@@ -253,7 +246,7 @@ class PassGraph:
                 given.tensors[token] = tf.identity(tensor)
                 if mask is not None:
                     given.masks[token] = tf.identity(mask)
-            if taker in (HEAD, _COLLECTOR):
+            if taker in (HEAD, COLLECTOR):
                 self._take_outputs(taker, number, place)
 
     def _take_outputs(self, taker: int, number: int, place: Place) -> None:
@@ -263,25 +256,22 @@ class PassGraph:
             return
         known = {**self._inputs[number], **given.tensors}
         outputs = [known[token] for token in self._units.outputs]
-        if taker == _COLLECTOR:
+        if taker == COLLECTOR:
             self.outputs[number] = outputs
             self.output_masks[number] = [given.masks.get(t) for t in self._units.outputs]
+            if not self._is_additive and len(self.outputs) == self._plan.micro_batches:
+                with tf.device(place.device):
+                    found = self._loss.of_whole_batch(self.outputs, self.output_masks)
+                    for each, gradients in found.items():
+                        self._return_from_head(each, gradients)
         elif self._is_additive:
             with tf.device(place.device):
                 self._return_from_head(number, self._loss.of_micro_batch(number, outputs))
-        if self._training and not self._is_additive and self._has_whole_batch():
-            with tf.device(place.device):
-                found = self._loss.of_whole_batch(self.outputs, self.output_masks)
-                for each, gradients in found.items():
-                    self._return_from_head(each, gradients)
-
-    def _has_whole_batch(self) -> bool:
-        return len(self.outputs) == self._plan.micro_batches and not self._loss.done
 
     def _return_from_head(self, number: int, gradients: list[tf.Tensor | None]) -> None:
         for token, gradient in zip(self._units.outputs, gradients, strict=True):
             if token in self._edges.maker:
-                like = self._given[_COLLECTOR if not self._is_additive else HEAD, number]
+                like = self._given[COLLECTOR if not self._is_additive else HEAD, number]
                 self._return(token, number, HEAD, gradient, like.tensors[token])
 
     # ---------------------------------------------------------------- backward
@@ -308,11 +298,11 @@ class PassGraph:
         with tf.control_dependencies([*after, *seeds]):
             # each seed after the pass before: otherwise TensorFlow may begin with some of it
             seeds = [tf.identity(seed) for seed in seeds]
-        emulated = self._emulated("backward", stage, replica, number, seeds, after)
+        end_emulated = self._emulated("backward", stage, replica, number, seeds, after)
         found = pending.tape.gradient(targets, sources, output_gradients=seeds)
-        if emulated is not None:
+        if end_emulated is not None:
             flat = tf.nest.flatten(found, expand_composites=True)
-            there = iter(emulated.end([value for value in flat if value is not None]))
+            there = iter(end_emulated([value for value in flat if value is not None]))
             flat = [None if value is None else next(there) for value in flat]
             found = tf.nest.pack_sequence_as(found, flat, expand_composites=True)
         for (token, tensor), gradient in zip(pending.received.items(), found, strict=False):
@@ -358,7 +348,7 @@ class PassGraph:
         first = next(r for s, r in self._weights if s == stage)
         weights = self._weights[stage, first]
         is_owner = self._edges.processes_of(stage)[0] == self._process
-        with tf.device(self._homes[stage]):
+        with tf.device(self.homes[stage]):
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(weights)
                 losses = own.regularization(weights) if is_owner else []
@@ -373,13 +363,18 @@ class PassGraph:
 
     def changes(self, stage: int) -> list[StateChange]:
         """Return what a stage's layers assign in this process's micro-batches."""
-        with tf.device(self._homes[stage]):
+        with tf.device(self.homes[stage]):
             return self._stages[stage].changes(
                 self._state_before[stage],
                 self._results[stage],
                 self._batches.weight,
                 self._training,
             )
+
+
+def _read(variables: Sequence[keras.Variable], device: str) -> list[tf.Tensor]:
+    with tf.device(device):
+        return [tf.identity(variable.value) for variable in variables]
 
 
 def add_gradients(parts: Sequence[Summand | None]) -> Summand | None:

@@ -63,7 +63,7 @@ class PassTimes:
     def __init__(
         self, plan: PipelinePlan, places: Sequence[Place], process: int, phases: PhaseTimes
     ) -> None:
-        self._phases = phases
+        self.phases = phases
         phases.stages = len(plan.stages)
         self._device_of: dict[Pass, int] = {}
         for number, stage in enumerate(plan.stages):
@@ -76,37 +76,27 @@ class PassTimes:
         self._process = process
         self._lengths = 2 * len(self._slots)  # behind the passes: of each process's step
         self._size = self._lengths + 1 + max(place.process for place in places)
-        self._variables: tuple[tf.Variable, tf.Variable] | None = None
-
-    @property
-    def is_measuring(self) -> bool:
-        """Whether the train steps that are traced now measure."""
-        return self._phases.is_measuring
-
-    def _create(self) -> tuple[tf.Variable, tf.Variable]:
-        """Make room for the passes of this process, and for those of all with the step's number."""
-        if self._variables is None:
-            with tf.init_scope(), tf.device(_HOST):
-                self._variables = (
-                    tf.Variable(tf.zeros([self._size], tf.float64), trainable=False),
-                    tf.Variable(tf.fill([1 + self._size], tf.constant(-1.0, tf.float64))),
-                )
-        return self._variables
+        with tf.device(_HOST):
+            # the passes of this process, and those of all, behind the number of the step
+            self._latest_own = tf.Variable(tf.zeros([self._size], tf.float64), trainable=False)
+            self._latest = tf.Variable(
+                tf.fill([1 + self._size], tf.constant(-1.0, tf.float64)), trainable=False
+            )
 
     def contribution(self) -> tf.Tensor:
         """Return what this process adds to the step's sum, float64 [K]; in the graph."""
         with tf.device(_HOST):
-            parts = [self._phases.contribution(d, i) for i, d in enumerate(self._own)]
-            own = self._create()[0].value()
-            return tf.concat([tf.cast(tf.add_n(parts), tf.float64), own], 0)
+            parts = [self.phases.contribution(d, i) for i, d in enumerate(self._own)]
+            rows = tf.cast(tf.add_n(parts), tf.float64)
+            return tf.concat([rows, self._latest_own.value()], 0)
 
     def record(self, summed: tf.Tensor) -> None:
         """Write the step before; in the graph."""
         with tf.device(_HOST):
-            step = tf.cast(self._phases.latest_step(), tf.float64)
+            step = tf.cast(self.phases.latest_step(), tf.float64)
             rows, passes = summed[: -self._size], summed[-self._size :]
-            self._create()[1].assign(tf.concat([step[None], passes], 0), read_value=False)
-            self._phases.record(tf.cast(rows, tf.float32))
+            self._latest.assign(tf.concat([step[None], passes], 0), read_value=False)
+            self.phases.record(tf.cast(rows, tf.float32))
 
     def finish_step(
         self, clock: PassClock, results: Sequence[tf.Tensor], batches: MicroBatches
@@ -131,26 +121,24 @@ class PassTimes:
                 compute = tf.tensordot(mine, seconds, 1)
                 share = tf.tensordot(taken, tf.cast(sizes, tf.float64), 1)
                 wait = tf.maximum(length - compute, 0)
-                self._phases.finish_step(position, share, compute, wait, step_end)
+                self.phases.finish_step(position, share, compute, wait, step_end)
             slots = [2 * self._slots[each] + i for each in done for i in range(2)]
             slots.append(self._lengths + self._process)
             values = tf.concat([tf.reshape(times, [-1]), length[None]], 0)
             places = np.array(slots, np.int32)[:, None]
             own = tf.scatter_nd(places, values, [self._size])
-            self._create()[0].assign(own, read_value=False)
+            self._latest_own.assign(own, read_value=False)
 
     def latest(self) -> tuple[int, Timeline] | None:
         """Return the latest step that is known to all, by the number in `PhaseTimes`, and when.
 
         Events are those of each device by their begin; None before the second step.
         """
-        if self._variables is None:
-            return None
-        values = self._variables[1].numpy()
+        values = self._latest.numpy()
         if values[0] < 0:
             return None
         step, times = int(values[0]), values[1:]
-        events: list[list[Event]] = [[] for _ in range(self._phases.layout.num_replicas)]
+        events: list[list[Event]] = [[] for _ in range(self.phases.layout.num_replicas)]
         for which, slot in self._slots.items():
             begin, end = map(float, times[2 * slot : 2 * slot + 2])
             events[self._device_of[which]].append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -38,14 +38,13 @@ class Pipeline:
         units: ModelUnits,
         plan: PipelinePlan,
         places: Sequence[Place],
-        group: ProcessGroup | None = None,
-        emulation: Emulation | None = None,
-        phases: PhaseTimes | None = None,
+        group: ProcessGroup | None,
+        emulation: Emulation | None,
+        phases: PhaseTimes,
     ) -> None:
         self.units, self.plan, self.group = units, plan, group
-        transport = None if group is None else group.transport
-        self._transport, self._emulation = transport, emulation
-        self.gather: Callable[[], None] | None = None
+        self._transport = None if group is None else group.transport
+        self._emulation = emulation
         self.stages = [Stage(units, planned) for planned in plan.stages]
         self.edges = Edges(units, self.stages, plan, places)
         self._process = 0 if group is None else group.process
@@ -53,8 +52,10 @@ class Pipeline:
         self._built_from = self._parts()
         with tf.device("CPU:0"):
             self._steps = tf.Variable(0, trainable=False, dtype=tf.int64)
-        self._gathered_at = 0
-        self.times = None if phases is None else PassTimes(plan, places, self._process, phases)
+        self._put_together_at = 0
+        self._share = tf.function(self._share_stages, autograph=False)
+        self._known_specs: dict[tuple[object, ...], dict[Token, Spec]] = {}
+        self.times = PassTimes(plan, places, self._process, phases)
         self._clock: PassClock | None = None
 
     @property
@@ -70,11 +71,21 @@ class Pipeline:
     @property
     def is_scattered(self) -> bool:
         """Whether other processes have trained their stages since the model was put together."""
-        return self.group is not None and int(self._steps.numpy()) != self._gathered_at
+        return self.group is not None and int(self._steps.numpy()) != self._put_together_at
 
-    def note_gathered(self) -> None:
-        """Record that this process has the whole model, after the same step as all others."""
-        self._gathered_at = int(self._steps.numpy())
+    def put_together(self) -> None:
+        """Copy each stage, and what the optimizer keeps for it, to all processes; all call it."""
+        self._share()
+        self._put_together_at = int(self._steps.numpy())
+
+    def _share_stages(self) -> None:
+        if self.group is None:
+            return
+        kept = slots_of(self.optimizer)
+        for number, stage in enumerate(self.stages):
+            own = [*stage.weights, *stage.state]
+            slots = [slot for variable in own for slot in kept.get(id(variable), [])]
+            self.group.share_state([*own, *slots], self.edges.processes_of(number)[0])
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -98,7 +109,10 @@ class Pipeline:
         """Run Keras's train step; returns the logs."""
         inputs, targets, weight = keras.utils.unpack_x_y_sample_weight(data)
         passes = self._run("train", inputs, targets, weight)
-        self._sum_over_replicas(passes)
+        for stage, gradients in passes.gradients.items():
+            processes = self.edges.processes_of(stage)
+            if self.group is not None and len(processes) > 1:
+                passes.gradients[stage] = self.group.sum_gradients(gradients, processes, stage)
         own = [
             pair
             for stage, gradients in passes.gradients.items()
@@ -138,13 +152,12 @@ class Pipeline:
         head = LossHead(self.units, batches, targets, weight) if kind == "train" else None
         flat = keras_graphs_adapter.flat_inputs(self.units.graph, inputs)
         self._clock = None
-        if kind == "train" and self.times is not None and self.times.is_measuring:
+        if kind == "train" and self.times.phases.is_measuring:
             self._clock = PassClock(flat)
             flat = self._clock.inputs
         specs = self._specs(flat) if self._transport is not None else {}
         number = _KINDS.index(kind)
-        first = number * _MESSAGES_PER_KIND
-        self._messages = Messages(self.edges, self._transport, specs, first)
+        self._messages = Messages(self.edges, self._transport, specs, number * _MESSAGES_PER_KIND)
         passes = PassGraph(
             self.units,
             self.stages,
@@ -158,13 +171,9 @@ class Pipeline:
         if self._is_collector:
             with tf.device(self.edges.collector.device):
                 self._whole = join(batches, passes.outputs, passes.output_masks)
-        for stage in passes.stages:
+        for stage in passes.homes:
             self._assign_state(passes, stage, number)
         return passes
-
-    @functools.cached_property
-    def _known_specs(self) -> dict[tuple[object, ...], dict[Token, Spec]]:
-        return {}
 
     def _specs(self, inputs: list[tf.Tensor]) -> dict[Token, Spec]:
         """Return types of the tensors between stages, from a trace that never runs."""
@@ -191,13 +200,6 @@ class Pipeline:
             with tf.init_scope():
                 tf.function(trace, autograph=False).get_concrete_function(*specs)
         return known
-
-    def _sum_over_replicas(self, passes: PassGraph) -> None:
-        """Add up gradients of stages that several processes hold."""
-        for stage, gradients in passes.gradients.items():
-            processes = self.edges.processes_of(stage)
-            if self.group is not None and len(processes) > 1:
-                passes.gradients[stage] = self.group.sum_gradients(gradients, processes, stage)
 
     def _assign_state(self, passes: PassGraph, stage: int, kind: int) -> None:
         """Give a stage's layers the state after the step, the same in all of its processes."""
@@ -228,8 +230,7 @@ class Pipeline:
         with tf.device("CPU:0"):
             dtype = losses[0].dtype if losses else keras.config.floatx()
             total = tf.add_n([tf.cast(each, dtype) for each in losses] or [tf.zeros([], dtype)])
-            times = self.times if self._clock is not None else None
-            measured = [] if times is None else [times.contribution()]
+            measured = [] if self._clock is None else [self.times.contribution()]
             results = [total, *_tensors(passes)]
             if self.group is not None:
                 sent = [tf.cast(total, tf.float64), *measured]
@@ -237,9 +238,9 @@ class Pipeline:
                 results = self.group.sum_of_step(sent)
                 measured = results[1 : 1 + len(measured)]
                 total, square = tf.cast(results[0], dtype), results[-1]
-            if times is not None and self._clock is not None:
-                times.record(*measured)
-                times.finish_step(self._clock, results, self._batches)
+            if self._clock is not None:
+                self.times.record(*measured)
+                self.times.finish_step(self._clock, results, self._batches)
         keras_graphs_adapter.loss_tracker(model).update_state(
             total, sample_weight=self._batches.rows
         )
@@ -283,6 +284,14 @@ class Pipeline:
             logs = model.get_metrics_result() if logs is None else logs
         with tf.control_dependencies(self._messages.sends):
             return {name: tf.identity(value) for name, value in (logs or {}).items()}
+
+
+def slots_of(optimizer: keras.optimizers.Optimizer | None) -> dict[int, list[keras.Variable]]:
+    """Return what an optimizer keeps for each variable, by the variable's id."""
+    if optimizer is None or not optimizer.built:
+        return {}
+    pairs = keras_graphs_adapter.variables_of_optimizer(optimizer)
+    return {id(variable): slots for variable, slots in pairs}
 
 
 def _tensors(passes: PassGraph) -> list[tf.Tensor]:

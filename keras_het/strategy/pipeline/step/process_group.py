@@ -25,16 +25,14 @@ _EXACT, _STEPS = 64, 32
 class CollectiveTransport:
     """Transport by broadcasts in groups of two, which need not start in any order."""
 
-    def __init__(
-        self, process: int, processes: int, first_group: int, timeout_seconds: float = 0.0
-    ) -> None:
+    def __init__(self, process: int, processes: int, first_group: int) -> None:
         if processes > _MOST_PROCESSES:
             raise ValueError(
                 f"A pipeline has at most {_MOST_PROCESSES} processes. Received: {processes}. Give "
                 "each process several devices."
             )
         self.process, self.processes = process, processes
-        self._first_group, self._timeout = first_group, timeout_seconds
+        self._first_group = first_group
 
     def _pair(self, source: int, target: int) -> tf.Tensor:
         return tf.constant(self._first_group + _MOST_PROCESSES * source + target)
@@ -52,9 +50,7 @@ class CollectiveTransport:
             )
 
     def _send(self, value: tf.Tensor, pair: tf.Tensor, instance: tf.Tensor) -> tf.Operation:
-        sent = collective_ops.broadcast_send_v2(
-            value, tf.constant(2), pair, instance, timeout=self._timeout
-        )
+        sent = collective_ops.broadcast_send_v2(value, tf.constant(2), pair, instance)
         return private_api.run_independently(sent).op
 
     def receive(self, rank: int, dtype: tf.DType, source: int, number: int) -> tf.Tensor:
@@ -72,35 +68,45 @@ class CollectiveTransport:
     def _receive(
         self, shape: object, dtype: tf.DType, pair: tf.Tensor, instance: tf.Tensor
     ) -> tf.Tensor:
-        received = collective_ops.broadcast_recv_v2(
-            shape, dtype, tf.constant(2), pair, instance, timeout=self._timeout
-        )
+        received = collective_ops.broadcast_recv_v2(shape, dtype, tf.constant(2), pair, instance)
         return private_api.run_independently(received)
 
     def sum(
         self, values: list[tf.Tensor], group: Sequence[int], stage: int, number: int
     ) -> list[tf.Tensor]:
         """Add up tensors over some processes; in the graph, on the host."""
-        result: list[tf.Tensor] = list(values)
-        dtypes = sorted({value.dtype for value in values}, key=lambda dtype: dtype.name)
-        for place, dtype in enumerate(dtypes):
-            places = [i for i, value in enumerate(values) if value.dtype == dtype]
-            with tf.device(_HOST):
-                flat = tf.concat([tf.reshape(values[i], [-1]) for i in places], 0)
-                total = private_api.run_independently(
-                    collective_ops.all_reduce_v2(
-                        flat,
-                        tf.constant(len(group)),
-                        tf.constant(self._first_group + _GROUPS_OF_STAGES + stage),
-                        tf.constant(_MOST_TYPES * number + place),
-                        communication_hint="ring",
-                        timeout=self._timeout,
-                    )
+
+        def add(flat: tf.Tensor, place: int) -> tf.Tensor:
+            return private_api.run_independently(
+                collective_ops.all_reduce_v2(
+                    flat,
+                    tf.constant(len(group)),
+                    tf.constant(self._first_group + _GROUPS_OF_STAGES + stage),
+                    tf.constant(_MOST_TYPES * number + place),
+                    communication_hint="ring",
                 )
-                sizes = [values[i].shape.num_elements() for i in places]
-                for i, part in zip(places, tf.split(total, sizes), strict=True):
-                    result[i] = tf.reshape(part, values[i].shape)
-        return result
+            )
+
+        return _sum_by_type(values, add)
+
+
+def _sum_by_type(
+    values: Sequence[tf.Tensor], add: Callable[[tf.Tensor, int], tf.Tensor]
+) -> list[tf.Tensor]:
+    """Add up tensors of static shapes, all of one type at once, on the host.
+
+    `add` gets them as one vector, and the number of their type.
+    """
+    result = list(values)
+    dtypes = sorted({value.dtype for value in values}, key=lambda dtype: dtype.name)
+    for place, dtype in enumerate(dtypes):
+        places = [i for i, value in enumerate(values) if value.dtype == dtype]
+        with tf.device(_HOST):
+            total = add(tf.concat([tf.reshape(values[i], [-1]) for i in places], 0), place)
+            sizes = [values[i].shape.num_elements() for i in places]
+            for i, part in zip(places, tf.split(total, sizes), strict=True):
+                result[i] = tf.reshape(part, values[i].shape)
+    return result
 
 
 def _on_wire(dtype: tf.DType) -> tf.DType:
@@ -135,13 +141,8 @@ class ProcessGroup:
         sum_over_all: Callable[[tf.Tensor], tf.Tensor],
         stop_request: StopRequest,
     ) -> None:
-        self.transport, self._sum_over_all = transport, sum_over_all
-        self._stop_request = stop_request
-
-    @property
-    def process(self) -> int:
-        """Number of this process."""
-        return self.transport.process
+        self.transport, self.process = transport, transport.process
+        self._sum_over_all, self._stop_request = sum_over_all, stop_request
 
     def sum_of_step(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Add up what a step has to, and tell all processes who wants to stop; in the graph."""
@@ -152,16 +153,7 @@ class ProcessGroup:
 
     def sum_over_all(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Add up tensors of static shapes over all processes; in the graph."""
-        result = list(values)
-        for dtype in sorted({value.dtype for value in values}, key=lambda dtype: dtype.name):
-            places = [i for i, value in enumerate(values) if value.dtype == dtype]
-            with tf.device("CPU:0"):
-                flat = tf.concat([tf.reshape(values[i], [-1]) for i in places], 0)
-                sizes = [values[i].shape.num_elements() for i in places]
-                parts = tf.split(self._sum_over_all(flat), sizes)
-                for i, part in zip(places, parts, strict=True):
-                    result[i] = tf.reshape(part, values[i].shape)
-        return result
+        return _sum_by_type(values, lambda flat, _: self._sum_over_all(flat))
 
     def sum_gradients(
         self, gradients: list[Summand | None], group: Sequence[int], stage: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -18,20 +19,15 @@ from keras_het.strategy.pipeline.step.segment import Segment, Values
 from keras_het.value_types import Nest
 
 
-class PassResult:
+class PassResult(NamedTuple):
     """What a stage's forward pass on one micro-batch has made."""
 
-    def __init__(
-        self,
-        tensors: dict[Token, tf.Tensor],
-        masks: dict[Token, tf.Tensor],
-        state: list[tf.Tensor],
-        means: tf.Tensor,
-        sums: tf.Tensor,
-        aggregates: dict[int, list[tf.Tensor]],
-    ) -> None:
-        self.tensors, self.masks, self.state = tensors, masks, state
-        self.means, self.sums, self.aggregates = means, sums, aggregates
+    tensors: dict[Token, tf.Tensor]
+    masks: dict[Token, tf.Tensor]
+    state: list[tf.Tensor]
+    means: tf.Tensor
+    sums: tf.Tensor
+    aggregates: dict[int, list[tf.Tensor]]
 
 
 class Stage:
@@ -52,11 +48,7 @@ class Stage:
         self.weights = _distinct(v for _, s in self._segments for v in s.trainable_variables)
         self.state = _distinct(v for _, s in self._segments for v in s.state)
         self.layers = list({id(p): p for _, s in self._segments for p in s.parts}.values())
-        seeds = {
-            id(variable)
-            for layer in self.layers
-            for variable in keras_graphs_adapter.seeds_of(layer)
-        }
+        seeds = {id(v) for layer in self.layers for v in keras_graphs_adapter.seeds_of(layer)}
         self._is_seed = [id(variable) in seeds for variable in self.state]
         self._rules: dict[bool, dict[int, Rule]] = {}
         self.remarks: list[str] = []
@@ -130,9 +122,9 @@ class Stage:
         values = Values(
             dict(zip(self.taken, tensors, strict=True)),
             {int(token): mask for token, mask in masks.items()},
-            {id(variable): value for variable, value in zip(self.state, state, strict=True)},
+            dict(zip(map(id, self.state), state, strict=True)),
         )
-        by_id = {id(variable): value for variable, value in zip(self.weights, weights, strict=True)}
+        by_id = dict(zip(map(id, self.weights), weights, strict=True))
         for is_recomputed, segment in self._segments:
             run = segment.run_twice if is_recomputed and training else segment.run
             run(by_id, values, training)
@@ -213,7 +205,6 @@ def _rules_of(
 
 
 def _known_change(variable: keras.Variable, value: tf.Tensor) -> StateChange:
-    """Return a change that every process knows by itself."""
     return StateChange(variable, [], lambda _: value)
 
 
