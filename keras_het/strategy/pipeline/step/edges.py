@@ -52,7 +52,7 @@ class Edges:
         plan: PipelinePlan,
         places: Sequence[Place],
     ) -> None:
-        self._units, self._stages, self._plan = units, list(stages), plan
+        self.units, self.stages, self.plan = units, list(stages), plan
         self._places = list(places)
         self.maker = {token: s for s, stage in enumerate(stages) for token in stage.sent}
         self.readers = {
@@ -64,15 +64,15 @@ class Edges:
     @property
     def collector(self) -> Place:
         """Where the outputs of all micro-batches come together."""
-        return self.replica(len(self._stages) - 1, 0)
+        return self.replica(len(self.stages) - 1, 0)
 
     def replica(self, stage: int, replica: int) -> Place:
         """Return the place of a stage's replica."""
-        return self._places[self._plan.stages[stage].devices[replica]]
+        return self._places[self.plan.stages[stage].devices[replica]]
 
     def place(self, stage: int, micro_batch: int) -> Place:
         """Return where a stage runs a micro-batch."""
-        return self.replica(stage, self._plan.stages[stage].routes[micro_batch])
+        return self.replica(stage, self.plan.stages[stage].routes[micro_batch])
 
     def takers(
         self, token: Token, micro_batch: int, training: bool, is_additive: bool
@@ -82,13 +82,13 @@ class Edges:
         if token in self.outputs:
             found[COLLECTOR] = self.collector
             if training:
-                last = len(self._stages) - 1
+                last = len(self.stages) - 1
                 found[HEAD] = self.place(last, micro_batch) if is_additive else self.collector
         return found
 
     def processes_of(self, stage: int) -> list[int]:
         """Return the processes that hold a stage, that of its first replica first."""
-        devices = self._plan.stages[stage].devices
+        devices = self.plan.stages[stage].devices
         return list(dict.fromkeys(self._places[device].process for device in devices))
 
     def messages(
@@ -100,7 +100,7 @@ class Edges:
         """
         numbers: dict[tuple[int, int], Iterator[int]] = collections.defaultdict(itertools.count)
         for token in sorted(self.maker):
-            for m in range(self._plan.micro_batches):
+            for m in range(self.plan.micro_batches):
                 home = self.place(self.maker[token], m).process
                 takers = self.takers(token, m, training, is_additive)
                 kinds = ["tensor"] if specs[token].mask_rank is None else ["tensor", "mask"]

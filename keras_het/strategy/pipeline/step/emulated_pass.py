@@ -45,12 +45,7 @@ class Emulation:
         inputs: Sequence[tf.Tensor],
         after: Sequence[tf.Operation],
     ) -> Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]:
-        """Begin a pass when what it takes is there; in the graph.
-
-        Returns:
-            A function that ends it: it returns the values that it is given, when the time of the
-            emulated device is over.
-        """
+        """Begin a pass, and return the function that gives its results back when it may end."""
         forward, backward = self.seconds_per_sample(device)
         own = slice(stage.first, stage.end)
         seconds = forward[own].sum() if kind == "forward" else backward[own].sum()

@@ -9,16 +9,15 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from keras_het.planning.pipeline.plan import PipelinePlan
 from keras_het.planning.pipeline.schedule import stage_order
 from keras_het.strategy.exact.own_state import StateChange
 from keras_het.strategy.pipeline.step.edges import COLLECTOR, HEAD, Edges, Message, Messages, Place
 from keras_het.strategy.pipeline.step.emulated_pass import Emulation
 from keras_het.strategy.pipeline.step.loss_head import LossHead
 from keras_het.strategy.pipeline.step.micro_batches import MicroBatches
-from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token
+from keras_het.strategy.pipeline.step.model_units import Token
 from keras_het.strategy.pipeline.step.pass_times import Pass, PassClock
-from keras_het.strategy.pipeline.step.stage import PassResult, Stage
+from keras_het.strategy.pipeline.step.stage import PassResult
 from keras_het.value_types import Summand
 
 
@@ -48,15 +47,12 @@ class PassGraph:
 
     def __init__(
         self,
-        units: ModelUnits,
-        stages: Sequence[Stage],
-        plan: PipelinePlan,
         edges: Edges,
         messages: Messages,
-        emulation: Emulation | None = None,
-        clock: PassClock | None = None,
+        emulation: Emulation | None,
+        clock: PassClock | None,
     ) -> None:
-        self._units, self._stages, self._plan = units, list(stages), plan
+        self._units, self._stages, self._plan = edges.units, edges.stages, edges.plan
         self._edges, self._messages, self._process = edges, messages, messages.process
         self._emulation, self._clock = emulation, clock
         self.gradients: dict[int, list[Summand | None]] = {}
@@ -64,16 +60,11 @@ class PassGraph:
         self.outputs: dict[int, list[tf.Tensor]] = {}
         self.output_masks: dict[int, list[tf.Tensor | None]] = {}
 
-    def run(
-        self,
-        batches: MicroBatches,
-        inputs: Callable[[int], list[tf.Tensor]],
-        head: LossHead | None,
-    ) -> None:
+    def run(self, batches: MicroBatches, inputs: list[tf.Tensor], head: LossHead | None) -> None:
         """Build all passes; the attributes hold the results."""
         self._batches, self._head = batches, head
         self._inputs = [
-            dict(zip(self._units.inputs, inputs(m), strict=True))
+            dict(zip(self._units.inputs, batches.part(m, inputs), strict=True))
             for m in range(self._plan.micro_batches)
         ]
         here = [

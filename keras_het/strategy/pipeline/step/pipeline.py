@@ -158,16 +158,8 @@ class Pipeline:
         specs = self._specs(flat) if self._transport is not None else {}
         number = _KINDS.index(kind)
         self._messages = Messages(self.edges, self._transport, specs, number * _MESSAGES_PER_KIND)
-        passes = PassGraph(
-            self.units,
-            self.stages,
-            self.plan,
-            self.edges,
-            self._messages,
-            self._emulation,
-            self._clock,
-        )
-        passes.run(batches, lambda number: batches.part(number, flat), head)
+        passes = PassGraph(self.edges, self._messages, self._emulation, self._clock)
+        passes.run(batches, flat, head)
         if self._is_collector:
             with tf.device(self.edges.collector.device):
                 self._whole = join(batches, passes.outputs, passes.output_masks)
