@@ -228,12 +228,12 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     @property
     def num_workers(self) -> int:
         """Number of workers (processes)."""
-        return self.layout.num_workers
+        return self.extended.layout.num_workers
 
     @property
     def worker_index(self) -> int:
         """This worker's index; 0 is the chief."""
-        return self.layout.worker_index
+        return self.extended.layout.worker_index
 
     @property
     def is_chief(self) -> bool:

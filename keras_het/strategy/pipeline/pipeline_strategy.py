@@ -233,16 +233,6 @@ class PipelineStrategy(HeterogeneousStrategy):
         return ReplicaLayout((1,), 0)
 
     @property
-    def num_workers(self) -> int:
-        """Number of workers (processes)."""
-        return self.extended.layout.num_workers
-
-    @property
-    def worker_index(self) -> int:
-        """This worker's index; 0 is the chief."""
-        return self.extended.layout.worker_index
-
-    @property
     def timeline(self) -> Timeline | None:
         """The passes of one step of the latest plan, as predicted; None before the first step."""
         return self._timeline
