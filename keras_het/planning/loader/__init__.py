@@ -1,20 +1,21 @@
 """Decide how many loaders prepare batches and how many finished batches may wait."""
 
-from keras_het.planning.loader.allocation import (
-    ReadingJob,
-    ReadingNeed,
-    allocate_loaders,
-    allocate_readers,
-)
 from keras_het.planning.loader.controller import (
     FixedController,
     LoaderController,
     LoaderPlan,
     LoaderWindow,
+    ReadingJob,
+    ReadingNeed,
     StepSums,
     WindowSize,
 )
-from keras_het.planning.loader.throughput_model import JobModel, ThroughputModel
+from keras_het.planning.loader.throughput_model import (
+    JobModel,
+    ThroughputModel,
+    allocate_loaders,
+    allocate_readers,
+)
 from keras_het.planning.loader.tuner import TunerController
 
 __all__ = [

@@ -1,9 +1,11 @@
-"""A-Dloader's model of one job: its steps/s with n loaders."""
+"""A-Dloader: a job's steps/s with n loaders, and the division of a host among its jobs."""
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -156,3 +158,93 @@ class ThroughputModel:
         if slope <= 0:
             return 1e-9, flat
         return (float(slope), float(offset)) if offset > 0 else (through_origin, 0.0)
+
+
+def allocate_loaders(
+    jobs: Sequence[JobModel], cpus: float, max_loaders: int = 128, min_gain: float = 0.002
+) -> tuple[int, ...]:
+    """Assign loaders to jobs one at a time, each to the job that gains most.
+
+    Each job j gets one. The next goes to the job with the largest gain of its weighted, normalized
+    throughput, w_j [X_j(n + 1) - X_j(n)] / X_j^max, per CPU that it takes, while sum_j n_j u_j <=
+    cpus, with u_j = C_j / L_j the CPU use of a busy loader of the job. X_j is concave, so for jobs
+    with equal u_j the result is optimal. Loaders that only wait for I/O use no CPU and are bounded
+    by their gain alone. CPUs from which no job gains stay idle.
+
+    Args:
+        jobs: the model of each job.
+        cpus: number of the host's CPUs that loaders may use.
+        max_loaders: largest number of loaders of one job.
+        min_gain: smallest relative gain that justifies a further loader.
+
+    Returns:
+        The number of loaders of each job, at least 1.
+
+    Raises:
+        ValueError: if there is no CPU.
+
+    Reference:
+        Jia et al. (A-Dloader), IEEE CLOUD 2022, https://doi.org/10.1109/CLOUD55607.2022.00068
+    """
+    if not cpus > 0:
+        raise ValueError(f"There must be CPUs to divide. Received: cpus={cpus}.")
+    loaders = [1] * len(jobs)
+    used = sum(job.cpus_per_loader for job in jobs)
+    queue = [_entry(index, job, 1) for index, job in enumerate(jobs)]
+    heapq.heapify(queue)
+    while queue:
+        _, gain, index = heapq.heappop(queue)
+        job = jobs[index]
+        too_many = used + job.cpus_per_loader > cpus * (1 + 1e-9)
+        if gain < min_gain * job.weight or loaders[index] >= max_loaders or too_many:
+            continue  # done: the next loader of a concave job gains even less
+        loaders[index] += 1
+        used += job.cpus_per_loader
+        heapq.heappush(queue, _entry(index, job, loaders[index]))
+    return tuple(loaders)
+
+
+def _entry(index: int, job: JobModel, loaders: int) -> tuple[float, float, int]:
+    """Return the heap entry of a job's next loader: the largest gain per CPU comes first."""
+    most = job.throughput(1e9)
+    gain = job.weight * (job.throughput(loaders + 1) - job.throughput(loaders)) / most
+    return -gain / max(job.cpus_per_loader, 1e-3), gain, index
+
+
+def allocate_readers(needs: Sequence[float], threads: int) -> tuple[int, ...]:
+    """Assign reading threads to jobs one at a time, each to the job that gains most.
+
+    Job j needs r_j threads to keep its device from waiting; with n_j of them the device works a
+    fraction f(n_j / r_j) of the time, f(u) = (u^-4 + 1)^(-1/4). The division is optimal for
+
+        max sum_j r_j f(n_j / r_j)  with  sum_j n_j <= threads, n_j >= 1.
+
+    A job's gain is weighted by its device's need, and if the threads do not suffice, all devices
+    work the same fraction of the time: a device that takes twice the samples gets twice the
+    threads. All threads are assigned.
+
+    Args:
+        needs: number of threads that each job needs, r_j; above 0.
+        threads: number of threads of all jobs together.
+
+    Returns:
+        The number of threads of each job, at least 1.
+
+    Raises:
+        ValueError: if there is no thread, or a job needs none.
+
+    Reference:
+        Jia et al. (A-Dloader), IEEE CLOUD 2022, https://doi.org/10.1109/CLOUD55607.2022.00068
+    """
+    if threads < 1 or not all(need > 0 for need in needs):
+        raise ValueError(
+            "There must be threads, and jobs that need them. Received: "
+            f"threads={threads}, needs={list(needs)}."
+        )
+    # A thread takes a unit of the budget like a computing loader takes a CPU. A step takes as long
+    # as `need` threads take to read its batch.
+    jobs = [
+        JobModel(loader_seconds=need, device_seconds=1.0, cpu_seconds=need, weight=need)
+        for need in needs
+    ]
+    return allocate_loaders(jobs, float(threads), max_loaders=threads, min_gain=0.0)

@@ -22,6 +22,14 @@ class Work:
     burst: int = 1  # steps that the device takes at once before a pause of as many device times
 
 
+START = LoaderPlan(2, 2)
+STEPS = 900
+BLOCKING_IO = Work(wait_seconds=0.080, cpu_seconds=0.002, device_seconds=0.0055)
+BURSTY = Work(0.030, 0.0005, device_seconds=0.020, burst=8)
+COMPUTING = Work(wait_seconds=0.0, cpu_seconds=0.009, device_seconds=0.002)
+PERFECT = Work(wait_seconds=0.0, cpu_seconds=0.0005, device_seconds=0.010)
+
+
 @dataclasses.dataclass
 class Plant:
     """A loader of `work(step)` on `cpus` cores, of which neighbours take `neighbour_cpus`.

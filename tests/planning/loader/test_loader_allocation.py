@@ -1,4 +1,4 @@
-"""Division of a host among jobs, against brute force."""
+"""Division of a host's CPUs and of its reading threads among jobs, against brute force."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from depth import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_het.planning.loader import JobModel, allocate_loaders
+from keras_het.planning.loader import JobModel, allocate_loaders, allocate_readers
 
 
 def value(jobs, loaders):
@@ -40,23 +40,17 @@ def test_is_as_good_as_the_best_of_all_divisions(jobs, slots):
     assert value(jobs, found) >= best_value(jobs, slots) - 1e-6
 
 
-def test_two_equal_jobs_get_the_same():
-    job = JobModel(0.040, 0.004, cpu_seconds=0.040)
-    assert allocate_loaders([job, job], 8.0) == (4, 4)
+def test_jobs_get_loaders_by_their_device_and_weight():
+    def computing(device_seconds, weight=1.0):
+        return JobModel(0.040, device_seconds, cpu_seconds=0.040, weight=weight)
 
-
-def test_a_faster_device_gets_more():
-    slow = JobModel(0.040, 0.020, cpu_seconds=0.040)
-    fast = JobModel(0.040, 0.005, cpu_seconds=0.040)
-    of_slow, of_fast = allocate_loaders([slow, fast], 10.0)
+    assert allocate_loaders([computing(0.004)] * 2, 8.0) == (4, 4)
+    of_slow, of_fast = allocate_loaders([computing(0.020), computing(0.005)], 10.0)
     assert of_fast >= 2 * of_slow
-
-
-def test_a_larger_weight_gets_more():
-    light = JobModel(0.040, 0.004, cpu_seconds=0.040, weight=1.0)
-    heavy = JobModel(0.040, 0.004, cpu_seconds=0.040, weight=4.0)
-    of_light, of_heavy = allocate_loaders([light, heavy], 10.0)
+    of_light, of_heavy = allocate_loaders([computing(0.004), computing(0.004, 4.0)], 10.0)
     assert of_heavy > of_light
+    assert allocate_loaders([computing(0.004)] * 5, 2.0) == (1,) * 5
+    assert allocate_loaders([], 2.0) == ()
 
 
 def test_loaders_that_only_wait_may_outnumber_the_cpus():
@@ -67,15 +61,6 @@ def test_loaders_that_only_wait_may_outnumber_the_cpus():
 def test_what_nobody_gains_from_stays_idle():
     satisfied = JobModel(0.001, 0.050, cpu_seconds=0.001)
     assert sum(allocate_loaders([satisfied, satisfied], 64.0)) <= 4
-
-
-def test_more_jobs_than_cpus_get_one_each():
-    job = JobModel(0.040, 0.004, cpu_seconds=0.040)
-    assert allocate_loaders([job] * 5, 2.0) == (1,) * 5
-
-
-def test_no_job():
-    assert allocate_loaders([], 2.0) == ()
 
 
 def test_a_host_without_cpus_is_refused():
@@ -92,3 +77,47 @@ def test_many_jobs_are_divided_quickly_and_completely():
         )
     ]
     assert sum(allocate_loaders(jobs, 256.0)) == 256
+
+
+# --- reading threads
+
+
+def value_of_threads(needs, parts):
+    """Sum of r f(n / r), f(u) = (u^-4 + 1)^(-1/4)."""
+    return sum(
+        need * ((part / need) ** -4 + 1.0) ** -0.25 for need, part in zip(needs, parts, strict=True)
+    )
+
+
+@examples(150)
+@given(needs=st.lists(st.floats(0.1, 40.0), min_size=1, max_size=3), threads=st.integers(3, 14))
+def test_division_is_as_good_as_the_best_of_all(needs, threads):
+    found = allocate_readers(needs, threads)
+    choices = itertools.product(range(1, threads + 1), repeat=len(needs))
+    best = max(value_of_threads(needs, choice) for choice in choices if sum(choice) <= threads)
+    assert min(found) >= 1
+    assert sum(found) <= threads
+    assert value_of_threads(needs, found) >= best - 1e-9 * best
+
+
+@pytest.mark.parametrize(
+    ("needs", "threads", "parts"),
+    [
+        ([8.0, 8.0], 8, (4, 4)),
+        ([40.0, 10.0], 10, (8, 2)),
+        # far beyond what there is, and far below
+        ([6400.0, 1600.0], 10, (8, 2)),
+        ([40.0, 0.1], 10, (9, 1)),
+        ([5.0], 7, (7,)),
+        ([9.0, 9.0, 9.0], 2, (1, 1, 1)),
+        ([], 4, ()),
+    ],
+)
+def test_devices_get_threads_by_what_they_need(needs, threads, parts):
+    assert allocate_readers(needs, threads) == parts
+
+
+@pytest.mark.parametrize(("needs", "threads"), [([1.0], 0), ([0.0], 4), ([float("nan")], 4)])
+def test_nothing_to_divide_is_refused(needs, threads):
+    with pytest.raises(ValueError, match="There must be threads"):
+        allocate_readers(needs, threads)

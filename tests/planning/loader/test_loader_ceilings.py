@@ -4,18 +4,11 @@ import pytest
 from depth import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from loader_plants import Plant, Work, drive
+from loader_plants import BLOCKING_IO, BURSTY, COMPUTING, PERFECT, START, STEPS, Plant, drive
 
 from keras_het.planning.loader import LoaderPlan, LoaderWindow, TunerController
 
-START = LoaderPlan(2, 2)
-STEPS = 900
 BATCH_BYTES = 1_000
-
-BLOCKING_IO = Work(wait_seconds=0.080, cpu_seconds=0.002, device_seconds=0.0055)
-BURSTY = Work(0.030, 0.0005, device_seconds=0.020, burst=8)
-COMPUTING = Work(wait_seconds=0.0, cpu_seconds=0.009, device_seconds=0.002)
-PERFECT = Work(wait_seconds=0.0, cpu_seconds=0.0005, device_seconds=0.010)
 
 
 def plant_of(work, batch_bytes=BATCH_BYTES, **options):
