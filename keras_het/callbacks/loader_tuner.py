@@ -19,7 +19,7 @@ from keras_het.loader.host.budget import HostBudget
 from keras_het.loader.host.cpus import available_memory
 from keras_het.loader.inspection.inspection import PipelineReport, show
 from keras_het.loader.iterators.knobs import Knobs
-from keras_het.loader.iterators.live_iterator import LiveIterator, MeteredIterator
+from keras_het.loader.iterators.live_iterator import LiveIterator
 from keras_het.loader.tuning.session import Move, TuningSession
 from keras_het.loader.tuning.stall_meter import StallMeter
 from keras_het.planning.argument_checks import check_number, check_one_of
@@ -197,20 +197,9 @@ class LoaderTuner(SessionCallback):
         if live is None or live.given is not iterator:
             live = session.open(iterator)
         start = time.perf_counter()
-        if not live.is_tf_data:
-            metered = MeteredIterator(iterator)
-            try:
-                return step(metered)
-            finally:
-                self._note_start(start, metered.input_wait_seconds, metered.steps)
-        batches = live.take(fit.model.steps_per_execution)
-        self._note_start(start, live.input_wait_seconds, len(batches))
-        session.note_batch(batches[0])
-        return step(batches)
-
-    def _note_start(self, start: float, wait: float, steps: int) -> None:
-        self._last_start = start
-        self._last = (wait, steps)
+        result, wait, steps = live.run(step, fit.model.steps_per_execution)
+        self._last_start, self._last = start, (wait, steps)
+        return result
 
     def _before_inner(self, inner: FitSession) -> None:
         if inner.loop == "fit":
@@ -275,11 +264,6 @@ class LoaderTuner(SessionCallback):
         steps = len(batches) if isinstance(batches, list) else 1
         self.predict_meter.add(time.perf_counter() - self._asked, wait, steps)
         return result
-
-    def _keep_host(self) -> None:
-        """Keep this training's part of the host during a long validation."""
-        if self._session is not None:
-            self._session.share.heartbeat()
 
     # --- results
 
@@ -422,17 +406,12 @@ class _Evaluation:
         """Time one of its steps."""
         if isinstance(iterator, list):
             return step(iterator)
-        self._tuner._keep_host()
+        if self._tuner._session is not None:  # keeps its part of the host during long validations
+            self._tuner._session.share.heartbeat()
         start = time.perf_counter()
         if self._live is None or self._live.given is not iterator:
             self._live = LiveIterator(iterator)
-        if self._live.is_tf_data:
-            batches = self._live.take(self._model.steps_per_execution)
-            result, wait, steps = step(batches), self._live.input_wait_seconds, len(batches)
-        else:
-            metered = MeteredIterator(iterator)
-            result = step(metered)
-            wait, steps = metered.input_wait_seconds, metered.steps
+        result, wait, steps = self._live.run(step, self._model.steps_per_execution)
         self._tuner.test_meter.add(time.perf_counter() - start, wait, steps)
         return result
 
@@ -479,44 +458,33 @@ class LoaderSettings:
     @property
     def code(self) -> str:
         """Python code that sets them without a tuner."""
-        if self.knobs is None:
+        knobs, meter = self.knobs, self.meter
+        if knobs is None:
             return f"# Nothing was changed: {self.observes_only or 'no step was trained'}."
-        lines = self._plain_lines() if self.is_plain else self._builder_lines()
-        return "\n".join([self._headline(), *self._priority(), *lines])
+        lines = [
+            f"# keras_het LoaderTuner, {meter.steps} steps, "
+            f"{meter.idle_fraction:.1%} of the time waiting for data."
+        ]
+        if self.nice:
+            lines += [
+                f"# Measured with the loader's threads at nice {self.nice}, which no option of "
+                "tf.data sets. For them, and no moves:",
+                "# keras_het.callbacks.LoaderTuner(lambda plan, cpus: "
+                f"keras_het.planning.loader.FixedController(plan), nice={self.nice})",
+            ]
+        if self.is_plain:
+            last = f"  # last: prefetch({knobs.prefetch})" if self.has_prefetch else ""
+            lines += [
+                "options = tf.data.Options()",
+                f"options.threading.private_threadpool_size = {knobs.threads}",
+                f"dataset = dataset.with_options(options){last}",
+            ]
+        else:
+            lines += [
+                f"knobs = keras_het.loader.{knobs}",
+                "dataset = keras_het.loader.pipeline(build, knobs)",
+            ]
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.code
-
-    def _headline(self) -> str:
-        meter = self.meter
-        text = f"# keras_het LoaderTuner, {meter.steps} steps, "
-        return f"{text}{meter.idle_fraction:.1%} of the time waiting for data."
-
-    def _priority(self) -> list[str]:
-        if not self.nice:
-            return []
-        return [
-            f"# Measured with the loader's threads at nice {self.nice}, which no option of tf.data "
-            "sets. For them, and no moves:",
-            "# keras_het.callbacks.LoaderTuner(lambda plan, cpus: "
-            f"keras_het.planning.loader.FixedController(plan), nice={self.nice})",
-        ]
-
-    def _plain_lines(self) -> list[str]:
-        knobs = self.knobs or Knobs(1, 1, 1)
-        last = f"  # last: prefetch({knobs.prefetch})" if self.has_prefetch else ""
-        return [
-            "options = tf.data.Options()",
-            f"options.threading.private_threadpool_size = {knobs.threads}",
-            "dataset = dataset.with_options(options)" + last,
-        ]
-
-    def _builder_lines(self) -> list[str]:
-        knobs = self.knobs or Knobs(1, 1, 1)
-        values = ", ".join(
-            f"{field.name}={getattr(knobs, field.name)}" for field in dataclasses.fields(knobs)
-        )
-        return [
-            f"knobs = keras_het.loader.Knobs({values})",
-            "dataset = keras_het.loader.pipeline(build, knobs)",
-        ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
 import threading
 
@@ -104,10 +103,8 @@ class Patient(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         session = self.tuner._session
-        if session is not None and session._building is not None:
-            concurrent.futures.wait([session._building[2]], timeout=60)
-        if session is not None and session._preparation is not None:
-            session._preparation[0].wait(60)
+        if session is not None and session.change is not None:
+            session.change[0].wait(60)
 
 
 def train(dataset, callbacks, epochs=3, **options):

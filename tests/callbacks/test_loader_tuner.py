@@ -37,16 +37,14 @@ from keras_het.loader.host.threads import threads_of
 from keras_het.planning.loader import LoaderController, LoaderPlan
 
 
-def test_the_scripted_controller_is_one():
-    assert isinstance(EveryStep(LoaderPlan(1, 1), 2.0), LoaderController)
-
-
-@pytest.mark.parametrize("steps_per_execution", [1, 4])
-def test_moves_change_nothing_in_the_training(steps_per_execution):
+@pytest.mark.parametrize(("is_built", "steps_per_execution"), [(True, 1), (True, 4), (False, 1)])
+def test_moves_change_nothing_in_the_training(is_built, steps_per_execution):
     tuner = moving()
+    assert isinstance(EveryStep(LoaderPlan(1, 1), 2.0), LoaderController)
     options = {"steps_per_execution": steps_per_execution}
-    tuned = train(lambda: pipeline(build), [tuner], **options)
-    untuned = train(lambda: build(Knobs(2, 2, 2)), [], **options)
+    first = Knobs(2, 2, 2)
+    tuned = train(lambda: pipeline(build) if is_built else build(first), [tuner], **options)
+    untuned = train(lambda: build(first), [], **options)
     assert len(done(tuner)) >= 2
     assert tuned.seen == untuned.seen
     np.testing.assert_array_equal(tuned.get_weights()[0], untuned.get_weights()[0])
@@ -85,14 +83,6 @@ def test_a_validation_is_in_no_window_of_an_endless_pipeline(steps, measured):
     assert windows == [1] * (steps + 2 * measured)
 
 
-def test_an_ordinary_data_set_is_moved_too():
-    tuner = moving()
-    tuned = train(lambda: build(Knobs(2, 2, 2)), [tuner])
-    untuned = train(lambda: build(Knobs(2, 2, 2)), [])
-    assert len(done(tuner)) >= 2
-    assert tuned.seen == untuned.seen
-
-
 def test_arrays_are_trained_as_without_it():
     x, y = np.arange(30.0).reshape(10, 3) / 30, np.arange(10.0)
     results = []
@@ -115,34 +105,38 @@ def generated():
     return tf.data.Dataset.from_generator(rows, output_signature=signature).batch(2)
 
 
-def test_a_generator_is_only_observed(caplog):
-    data = generated()
-    seen = []
-
-    class Look(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            seen.append(tuner.observes_only)
-
+@pytest.mark.parametrize("with_strategy", [True, False])
+def test_a_generator_is_only_observed(with_strategy, logical_devices, caplog):
     tuner = moving()
     with caplog.at_level(logging.INFO, "keras_het"):
-        model = train(data, [tuner, Look()], epochs=2)
-    assert "from_generator" in seen[-1]
+        if with_strategy:
+            train_under_strategy(logical_devices, generated(), [tuner])
+        else:
+            assert len(train(generated(), [tuner]).seen) == 3 * 4
+    assert "from_generator" in tuner.observes_only
     assert "only observes" in caplog.text
     assert tuner.moves == []
-    assert len(model.seen) == 8
+    assert tuner.meter.steps == 3 * 4
     assert "from_generator" in tuner.best_settings().code
 
 
-def test_a_builder_that_fails_is_only_observed():
+@pytest.mark.parametrize("with_strategy", [True, False])
+def test_a_builder_that_fails_is_only_observed(with_strategy, logical_devices):
     def fails_later(knobs):
         if knobs.threads == 5:
             raise RuntimeError("no such file")
-        return build(knobs)
+        return long(knobs)
 
     tuner = moving()
-    tuned = train(pipeline(fails_later, Knobs(4, 2, 2)), [tuner], epochs=4)
+    tf.random.set_seed(5)
+    first, weights = Knobs(2, 2, 2), []
+    for data, callbacks in ((pipeline(fails_later, first), [tuner]), (long(first), [])):
+        if with_strategy:
+            weights.append(train_under_strategy(logical_devices, data, callbacks)[0])
+        else:
+            weights.append(train(data, callbacks).get_weights()[0])
     assert [move.refused for move in tuner.moves] == ["no such file"]
-    assert all(sorted(np.concatenate(epoch)) == list(range(ROWS)) for epoch in in_epochs(tuned, 4))
+    np.testing.assert_array_equal(*weights)
 
 
 def test_a_builder_of_another_batch_size_is_refused():
@@ -160,82 +154,48 @@ def in_epochs(model, epochs):
     return [model.seen[epoch * steps : (epoch + 1) * steps] for epoch in range(epochs)]
 
 
-def test_a_full_cache_is_left_alone():
+@pytest.mark.parametrize("kind", ["built", "repeats", "ordinary"])
+def test_a_full_cache_is_left_alone(kind):
     calls = []
     load = noting_load(calls)
 
     def cached(knobs):
         rows = tf.data.Dataset.range(ROWS).map(load, knobs.num_parallel_calls).cache()
+        rows = rows.repeat() if kind == "repeats" else rows
         return rows.batch(BATCH).prefetch(knobs.prefetch)
 
     tuner = moving()
-    tuned = train(pipeline(cached), [tuner], epochs=6)
+    data = cached(Knobs(2, 2, 2)) if kind == "ordinary" else pipeline(cached)
+    options = {"steps_per_epoch": STEPS} if kind == "repeats" else {}
+    tuned = train(data, [tuner], epochs=6, **options)
     assert all(sorted(np.concatenate(epoch)) == list(range(ROWS)) for epoch in in_epochs(tuned, 6))
     assert len(calls) <= 3 * ROWS, "the cache is of use from the third epoch on"
-
-
-def test_a_full_cache_that_repeats_is_left_alone():
-    calls = []
-    load = noting_load(calls)
-
-    def cached(knobs):
-        rows = tf.data.Dataset.range(ROWS).map(load, knobs.num_parallel_calls).cache()
-        return rows.repeat().batch(BATCH).prefetch(knobs.prefetch)
-
-    tuner = moving()
-    tuned = train(pipeline(cached), [tuner], epochs=6, steps_per_epoch=STEPS)
-    assert all(sorted(np.concatenate(epoch)) == list(range(ROWS)) for epoch in in_epochs(tuned, 6))
     assert "cache in memory" in tuner.observes_only
-    assert len(calls) <= 3 * ROWS, "the cache is of use from the third epoch on"
-
-
-def test_an_ordinary_cached_data_set_is_cached_still():
-    calls = []
-    load = noting_load(calls)
-
-    rows = tf.data.Dataset.range(ROWS).map(load, 2).cache().batch(BATCH).prefetch(2)
-    tuned = train(rows, [moving()], epochs=5)
-    assert all(sorted(np.concatenate(epoch)) == list(range(ROWS)) for epoch in in_epochs(tuned, 5))
-    assert len(calls) <= 3 * ROWS
 
 
 @pytest.mark.parametrize("is_built", [True, False])
-def test_a_snapshot_is_only_observed(is_built, tmp_path):
+@pytest.mark.parametrize("kind", ["snapshot", "cache in files"])
+def test_what_writes_files_is_only_observed(kind, is_built, tmp_path):
     calls = []
-    load = noting_load(calls)
+    load, path = noting_load(calls), str(tmp_path / "rows")
 
-    def build_snapshot(knobs):
+    def build_kept(knobs):
         rows = tf.data.Dataset.range(ROWS).map(load, knobs.num_parallel_calls)
-        return rows.snapshot(str(tmp_path / "rows")).batch(BATCH).prefetch(knobs.prefetch)
+        rows = rows.snapshot(path) if kind == "snapshot" else rows.cache(path)
+        return rows.batch(BATCH).prefetch(knobs.prefetch)
 
     tuner = moving()
     first = Knobs(2, 2, 2)
-    tuned = train(pipeline(build_snapshot, first) if is_built else build_snapshot(first), [tuner])
-    assert "snapshot" in tuner.observes_only
-    assert tuner.moves == []
-    assert all(sorted(np.concatenate(epoch)) == list(range(ROWS)) for epoch in in_epochs(tuned, 3))
-    assert len(calls) <= 2 * ROWS, "the snapshot of the first epoch is read in the others"
-
-
-@pytest.mark.parametrize("is_built", [True, False])
-def test_a_cache_in_files_is_only_observed(is_built, tmp_path):
-    calls = []
-    load = noting_load(calls)
-
-    def build_cached(knobs):
-        rows = tf.data.Dataset.range(ROWS).map(load, knobs.num_parallel_calls)
-        return rows.cache(str(tmp_path / "rows")).batch(BATCH).prefetch(knobs.prefetch)
-
-    tuner = moving()
-    first = Knobs(2, 2, 2)
-    tuned = train(pipeline(build_cached, first) if is_built else build_cached(first), [tuner])
-    assert "cache in files" in tuner.observes_only
+    tuned = train(pipeline(build_kept, first) if is_built else build_kept(first), [tuner])
+    assert kind in tuner.observes_only
     assert tuner.moves == []
     assert all(sorted(np.concatenate(epoch)) == list(range(ROWS)) for epoch in in_epochs(tuned, 3))
     known = len(calls)
-    rows = [row for _, labels in build_cached(first) for row in labels.numpy()]
-    assert sorted(rows) == list(range(ROWS))
-    assert len(calls) == known, "the files of the first epoch are complete"
+    assert known <= 2 * ROWS, "what the first epoch wrote is read in the others"
+    if kind == "cache in files":
+        rows = [row for _, labels in build_kept(first) for row in labels.numpy()]
+        assert sorted(rows) == list(range(ROWS))
+        assert len(calls) == known, "the files of the first epoch are complete"
 
 
 @pytest.mark.full
@@ -272,7 +232,8 @@ def test_a_process_ends_cleanly_right_after_fit(tmp_path):
 def test_waits_in_fit_evaluate_and_predict():
     tuner = LoaderTuner("fixed", share_host=False)
     model = dense()
-    model.fit(slow(0.01), epochs=2, validation_data=slow(0.01), verbose=0, callbacks=[tuner])
+    data = slow(0.01)
+    history = model.fit(data, epochs=2, validation_data=data, verbose=0, callbacks=[tuner]).history
     model.evaluate(slow(0.01), verbose=0, callbacks=[tuner])
     model.predict(slow(0.01), verbose=0, callbacks=[tuner])
     assert tuner.meter.steps == 2 * 6
@@ -284,6 +245,7 @@ def test_waits_in_fit_evaluate_and_predict():
         assert 0.0 < meter.input_wait_seconds <= meter.seconds
         assert np.median(meter.input_waits) > 0.005
     assert tuner.meter.idle_fraction > 0.2
+    assert 0.0 < history["input_wait_fraction"][0] <= 1.0
 
 
 class Watch(keras.callbacks.Callback):
@@ -302,7 +264,7 @@ class Watch(keras.callbacks.Callback):
         ids = threads.ids if threads is not None else ()
         self.changes += [
             session.live.iterator is not session.live.given,
-            session._building is not None or session._preparation is not None,
+            session.change is not None,
             any(priority(thread) != priority(0) for thread in ids),
         ]
 
@@ -331,12 +293,7 @@ def test_the_fixed_controller_changes_nothing(is_built, with_strategy, logical_d
     assert tuner.moves == []
     assert "fixed" in tuner.observes_only
     assert tuner.best_settings().knobs == (first if is_built else None)
-
-
-def test_the_wait_is_in_the_logs():
-    tuner = LoaderTuner("fixed", share_host=False)
-    history = dense().fit(slow(0.005), verbose=0, callbacks=[tuner]).history
-    assert 0.0 < history["input_wait_fraction"][0] <= 1.0
+    assert "nice" not in tuner.best_settings().code
 
 
 @pytest.mark.quick("long-True-3", "long_slices-True-1")
@@ -377,30 +334,6 @@ def test_shares_that_change_meanwhile_change_no_bit(logical_devices):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_under_the_strategy_a_generator_is_only_observed(logical_devices):
-    data = generated()
-    tuner = moving()
-    train_under_strategy(logical_devices, data, [tuner])
-    assert "from_generator" in tuner.observes_only
-    assert tuner.moves == []
-    assert tuner.meter.steps == 3 * 4
-
-
-def test_under_the_strategy_a_builder_that_fails_is_only_observed(logical_devices):
-    def fails_later(knobs):
-        if knobs.threads == 5:
-            raise RuntimeError("no such file")
-        return long(knobs)
-
-    tuner = moving()
-    tf.random.set_seed(5)
-    data = pipeline(fails_later, Knobs(2, 2, 2))
-    found = train_under_strategy(logical_devices, data, [tuner])
-    expected = train_under_strategy(logical_devices, long(Knobs(2, 2, 2)), [])
-    assert [move.refused for move in tuner.moves] == ["no such file"]
-    np.testing.assert_array_equal(found[0], expected[0])
-
-
 def test_waits_under_the_strategy_are_measured(logical_devices):
     strategy = keras_het.HeterogeneousStrategy(list(logical_devices[:2]), shares=[3, 1])
     with strategy.scope():
@@ -423,12 +356,3 @@ def test_a_pipeline_trains_under_the_strategy_too(logical_devices):
         model.fit(data, epochs=2, verbose=0, callbacks=[LoaderTuner(share_host=False)])
         weights.append(model.get_weights()[0])
     np.testing.assert_allclose(*weights, rtol=1e-6)
-
-
-def test_under_tensorflows_own_strategy_it_observes(logical_devices):
-    strategy = tf.distribute.MirroredStrategy(list(logical_devices[:2]))
-    with strategy.scope():
-        model = dense()
-    tuner = LoaderTuner(share_host=False)
-    model.fit(slow(0.002), epochs=2, verbose=0, callbacks=[tuner])
-    assert tuner.meter.steps == 2 * 6

@@ -86,18 +86,21 @@ def in_epochs(seen):
     return [np.concatenate(seen[start : start + STEPS]) for start in range(0, len(seen), STEPS)]
 
 
-@pytest.mark.quick("True-True")
+def data_of(is_built):
+    return pipeline(build) if is_built else build(pipeline(build).knobs)
+
+
+@pytest.mark.quick("Anew-True-True", "AnewBeforeSteps-True-False")
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("is_built", [True, False])
-def test_a_train_function_that_is_replaced_loses_no_sample(first, is_built):
+@pytest.mark.parametrize("replaces", [Anew, AnewBeforeSteps])
+def test_a_train_function_that_is_replaced_loses_no_sample(replaces, is_built, first):
     tuner = moving()
-    callbacks = [tuner, Anew()] if first else [Anew(), tuner]
-    data = (lambda: pipeline(build)) if is_built else (lambda: build(pipeline(build).knobs))
-    model = train(data, callbacks)
-    assert len(model.seen) == 3 * STEPS
+    model = train(lambda: data_of(is_built), [tuner, replaces()][:: 1 if first else -1])
     assert all(sorted(epoch) == list(range(ROWS)) for epoch in in_epochs(model.seen))
-    assert tuner.meter.steps == 3 * STEPS
+    assert tuner.meter.steps == len(model.seen) == 3 * STEPS
     assert len(done(tuner)) >= 2
+    assert "on_train_batch_begin" not in vars(model.history)
 
 
 def test_train_on_batch_within_fit_takes_nothing_from_the_epoch():
@@ -114,9 +117,7 @@ def test_train_on_batch_within_fit_takes_nothing_from_the_epoch():
 @pytest.mark.parametrize("is_built", [True, False])
 def test_a_fit_of_the_same_model_within_a_callback_ends_nothing(first, is_built):
     tuner = moving()
-    callbacks = [tuner, FitsWithin()] if first else [FitsWithin(), tuner]
-    data = (lambda: pipeline(build)) if is_built else (lambda: build(pipeline(build).knobs))
-    model = train(data, callbacks)
+    model = train(lambda: data_of(is_built), [tuner, FitsWithin()][:: 1 if first else -1])
     trained = [labels for labels in model.seen if labels != [EXTRA, EXTRA]]
     assert len(model.seen) - len(trained) == 9
     assert len(trained) == 3 * STEPS
@@ -124,19 +125,6 @@ def test_a_fit_of_the_same_model_within_a_callback_ends_nothing(first, is_built)
     assert tuner.meter.steps == 3 * STEPS
     assert tuner.observes_only is None
     assert len(done(tuner)) >= 2
-
-
-@pytest.mark.quick("True-False", "False-True")
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("is_built", [True, False])
-def test_a_train_function_that_is_replaced_before_a_step_loses_no_sample(first, is_built):
-    tuner = moving()
-    callbacks = [tuner, AnewBeforeSteps()] if first else [AnewBeforeSteps(), tuner]
-    data = (lambda: pipeline(build)) if is_built else (lambda: build(pipeline(build).knobs))
-    model = train(data, callbacks)
-    assert all(sorted(epoch) == list(range(ROWS)) for epoch in in_epochs(model.seen))
-    assert tuner.meter.steps == len(model.seen) == 3 * STEPS
-    assert "on_train_batch_begin" not in vars(model.history)
 
 
 class EvaluatesAnother(keras.callbacks.Callback):
@@ -158,8 +146,7 @@ class EvaluatesAnother(keras.callbacks.Callback):
 @pytest.mark.parametrize("is_built", [True, False])
 def test_another_model_may_be_evaluated_with_the_same_tuner(is_built):
     tuner = moving()
-    data = (lambda: pipeline(build)) if is_built else (lambda: build(pipeline(build).knobs))
-    model = train(data, [tuner, EvaluatesAnother(tuner)])
+    model = train(lambda: data_of(is_built), [tuner, EvaluatesAnother(tuner)])
     assert all(sorted(epoch) == list(range(ROWS)) for epoch in in_epochs(model.seen))
     assert tuner.meter.steps == len(model.seen) == 3 * STEPS
 

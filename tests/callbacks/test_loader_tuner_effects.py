@@ -12,12 +12,13 @@ from pathlib import Path
 import keras
 import pytest
 import tensorflow as tf
+from loader_training import dense
 
 import keras_het
 from keras_het.callbacks import LoaderTuner, loader_tuner
 from keras_het.loader import Knobs, inspect, pipeline
 from keras_het.loader.host.cpus import usable_cpus
-from keras_het.loader.host.priority import ForeignLoad
+from keras_het.loader.host.threads import ForeignLoad
 from keras_het.loader.iterators import knobs
 from keras_het.loader.tuning import session as tuning_session
 from keras_het.loader.tuning.session import TuningSession
@@ -66,10 +67,8 @@ class AtEveryStep(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         session = self._tuner._session
-        if session._building is not None:
-            session._building[2].exception(60)
-        if session._preparation is not None:
-            session._preparation[0].wait(60)
+        if session.change is not None:
+            session.change[0].wait(60)
         self._function()
 
 
@@ -79,12 +78,6 @@ def build(knobs):
         num_parallel_calls=knobs.num_parallel_calls,
     )
     return rows.batch(4).prefetch(knobs.prefetch)
-
-
-def dense():
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    return model
 
 
 def dense_under(devices):
@@ -359,11 +352,16 @@ def test_each_move_is_in_the_log_and_is_printed_if_wished(
 
 
 def test_under_tensorflows_own_strategy_it_says_that_it_only_observes(logical_devices, caplog):
+    class Inspects(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            with pytest.raises(RuntimeError, match=r"input of a distribution strategy .*Iterator"):
+                tuner.inspect()
+
     with tf.distribute.MirroredStrategy(list(logical_devices[:2])).scope():
         model = dense()
     tuner = LoaderTuner(Once, share_host=False)
     with caplog.at_level(logging.INFO, "keras_het"):
-        model.fit(build(Knobs(2, 2, 2)).take(4), verbose=0, callbacks=[tuner])
+        model.fit(build(Knobs(2, 2, 2)).take(4), verbose=0, callbacks=[tuner, Inspects()])
     reason = "the data path of a distribution strategy cannot be changed while it runs"
     assert tuner.observes_only == reason
     assert f"LoaderTuner only observes: {reason}" in caplog.text
@@ -434,7 +432,7 @@ class MovesAtTheEnd(AtEveryStep):
         super().on_train_batch_end(batch)
         if batch == self.params["steps"] - 1:
             self.before.append(len(self._tuner.moves))
-            assert self._tuner._session._building is not None
+            assert self._tuner._session.change is not None
 
     def on_epoch_end(self, epoch, logs=None):
         self.after.append(len(self._tuner.moves))

@@ -24,7 +24,7 @@ def distributed(source, claims, replicas=2, shares=(3, 1)):
         ReplicaLayout((replicas,), 0),
         lambda: shares,
         lambda local, sizes: (local, sizes),
-        claims=lambda dataset: claims,
+        claims=claims if callable(claims) else lambda dataset: claims,
     )
 
 
@@ -101,13 +101,7 @@ def test_passes_have_the_order_of_their_number():
     everything = (0, NUM_BATCHES, NUM_BATCHES + 1)
     claims = [group_claims(everything, pass_number=number) for number in (0, 2, 2)]
     given = iter(claims)
-    dataset = GlobalOrderDataset(
-        shuffled(True),
-        ReplicaLayout((1,), 0),
-        lambda: (1,),
-        lambda local, sizes: (local, sizes),
-        claims=lambda dataset: next(given),
-    )
+    dataset = distributed(shuffled(True), lambda dataset: next(given), 1, (1,))
     for number in (0, 2, 2):
         rows = np.concatenate([rows for rows, _ in steps_of(dataset)])
         np.testing.assert_array_equal(rows, orders[number])
@@ -129,13 +123,7 @@ def test_orders_go_on_after_a_pass_without_own_batches(mapped):
     orders = [[batch.numpy() for batch in source] for _ in range(3)]
     passes = iter([group_claims((0, 0, 1), pass_number=n) for n in range(2)])
     last = group_claims((0, NUM_BATCHES, NUM_BATCHES + 1), pass_number=2)
-    dataset = GlobalOrderDataset(
-        shuffled(mapped),
-        ReplicaLayout((2,), 0),
-        lambda: (1, 1),
-        lambda local, sizes: (local, sizes),
-        claims=lambda dataset: next(passes, last),
-    )
+    dataset = distributed(shuffled(mapped), lambda dataset: next(passes, last), 2, (1, 1))
     assert steps_of(dataset) == [] and steps_of(dataset) == []
     for (rows, _), expected in zip(steps_of(dataset), orders[2], strict=True):
         np.testing.assert_array_equal(rows, expected)

@@ -81,19 +81,11 @@ def test_steps_per_epoch_goes_on_in_the_same_pass():
     assert seen.labels == [*range(12), *range(12)]
 
 
-def test_executions_without_an_element_end_with_out_of_range():
-    iterator = iter(distributed(pairs(3, known=False)))
-    executions = [list(zip(range(3), iterator, strict=False)) for _ in range(1)]
-    assert [len(execution) for execution in executions] == [3]
+@pytest.mark.parametrize(("steps", "known", "counts"), [(3, False, [3]), (4, True, [3, 1])])
+def test_an_execution_ends_with_what_it_has_or_out_of_range(steps, known, counts):
+    iterator = iter(distributed(pairs(steps, known)))
+    assert [len(list(zip(range(3), iterator, strict=False))) for _ in counts] == counts
     with pytest.raises(tf.errors.OutOfRangeError, match="End of the data"):
-        list(zip(range(3), iterator, strict=False))
-
-
-def test_a_partial_execution_ends_with_what_it_has():
-    iterator = iter(distributed(pairs(4)))
-    assert len(list(zip(range(3), iterator, strict=False))) == 3
-    assert len(list(zip(range(3), iterator, strict=False))) == 1
-    with pytest.raises(tf.errors.OutOfRangeError):
         list(zip(range(3), iterator, strict=False))
 
 

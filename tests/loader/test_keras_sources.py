@@ -10,7 +10,7 @@ from keras.src.trainers import data_adapters
 from workers import collect, make_workers, reference
 
 import keras_het
-from keras_het.loader import pipeline
+from keras_het.loader import Knobs, pipeline
 
 
 def adapted(*arguments, **options):
@@ -63,23 +63,15 @@ def test_unseeded_arrays_are_told_apart():
     assert workers[0].fingerprint != workers[1].fingerprint
 
 
-def test_class_weight_of_a_data_set_keeps_element_mode():
-    def build():
-        dataset = tf.data.Dataset.range(23).map(lambda i: (tf.stack([i, i]), i % 3)).batch(5)
-        return adapted(dataset, class_weight={0: 1.0, 1: 2.0, 2: 7.0})
-
-    workers = make_workers(build, (1, 1), [[1, 3], [1, 0]])
-    assert workers[0].mode == "element"
-    assert collect([iter(worker) for worker in workers], (1, 1))[0] == reference(build())
-
-
-def test_class_weight_of_a_pipeline_with_a_builder_keeps_element_mode():
+@pytest.mark.parametrize("is_built", [True, False])
+def test_class_weight_keeps_element_mode(is_built):
     def build(knobs):
         rows = tf.data.Dataset.range(23).map(lambda i: (tf.stack([i, i]), i % 3))
         return rows.batch(5).prefetch(knobs.prefetch)
 
     def weighted():
-        return adapted(pipeline(build), class_weight={0: 1.0, 1: 2.0, 2: 7.0})
+        data = pipeline(build) if is_built else build(Knobs(2, 2, 2))
+        return adapted(data, class_weight={0: 1.0, 1: 2.0, 2: 7.0})
 
     workers = make_workers(weighted, (1, 1), [[1, 3], [1, 0]])
     assert workers[0].mode == "element"

@@ -53,8 +53,8 @@ class Patient(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         session = self._tuner._session
-        if session is not None and session._preparation is not None:
-            session._preparation[0].wait(60)
+        if session is not None and session.change is not None:
+            session.change[0].wait(60)
 
 
 def train(run: Recording, in_slices: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import weakref
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -112,7 +111,7 @@ class PipelineSource:
     def close(self) -> None:
         """End the pass, and wake up the pipeline if it waits for an order."""
         self._orders.close()
-        self._iterator.release(lambda: None)
+        self._iterator.release()
 
 
 class SlicedSource:
@@ -140,9 +139,4 @@ class SlicedSource:
 
     def close(self) -> None:
         """End the pass."""
-        self._iterator.release(lambda: None)
-
-
-def repeated(weights: Weights, times: int) -> Callable[[], tuple[float, ...]]:
-    """Return the weights of all replicas in each of several parts of a batch."""
-    return lambda: tuple(weights()) * times
+        self._iterator.release()

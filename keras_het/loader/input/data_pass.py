@@ -11,7 +11,6 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from keras_het.loader.host.threads import LoaderThreads
 from keras_het.loader.iterators.handover import hand_over
 from keras_het.loader.iterators.held_iterator import HeldIterator, release
 from keras_het.loader.nested import Batch
@@ -136,17 +135,7 @@ class SlicedPass(DataPass):
         self.batch_bytes = 0
         self._latest: tuple[tuple[tuple[float, ...], int], IntArray, tf.Tensor] | None = None
         self._first_batch: Batch = None
-        self._iterator = HeldIterator(pipeline, keep_alive)
-
-    @property
-    def iterator(self) -> tf.data.Iterator:
-        """The `tf.data.Iterator` that provides its steps."""
-        return self._iterator.iterator
-
-    @property
-    def threads(self) -> LoaderThreads | None:
-        """Threads of the pipeline's own pool, None if it has none."""
-        return self._iterator.threads
+        self.held = HeldIterator(pipeline, keep_alive)
 
     def move_to(
         self,
@@ -155,15 +144,15 @@ class SlicedPass(DataPass):
         prepared: tf.data.Iterator | None = None,
     ) -> None:
         """Continue in another pipeline, keeping the buffered elements."""
-        old = self._iterator.iterator
+        old = self.held.iterator
         new = hand_over(old, pipeline, prepared)
-        self._iterator = HeldIterator(pipeline, keep_alive, new)
+        self.held = HeldIterator(pipeline, keep_alive, new)
         release(old)
 
     def _produce(self) -> Element:
         self._read.append(tuple(self._weights()))
         weights = self._read.popleft()
-        batch = self._iterator.read()
+        batch = self.held.read()
         if not self.batch_bytes:
             self.batch_bytes = count_bytes(batch)
         if self.delivered == 0 and self._wants_fingerprint:
@@ -200,7 +189,7 @@ class SlicedPass(DataPass):
         return np.asarray(apportion(total, weights), np.int64)
 
     def _free(self) -> None:
-        self._iterator.release(lambda: None)
+        self.held.release()
 
 
 class Claims(Protocol):

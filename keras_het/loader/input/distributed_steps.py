@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -16,6 +16,7 @@ from keras_het.loader.input.in_graph import GraphDataset, GraphIterator, InputSp
 from keras_het.loader.input.step_iterator import StepIterator, Wrap
 from keras_het.loader.nested import Spec, StepInput
 from keras_het.loader.order.pass_counter import Pass, PassCounter
+from keras_het.loader.order.replay import advance
 
 logger = logging.getLogger("keras_het")
 
@@ -37,17 +38,8 @@ class DistributedSteps(adapter.DistributedDataset):
             `element_spec` turns the type of a batch into the type of that input.
         may_be_looked_at: whether the first element may be drawn to build a model, before the source
             is told that its epoch begins; after a look the epoch is handed over.
-        draws_once: whether elements that a pass has read cannot be read again: a new pass would
-            miss them, or find its source changed.
         passes: counts the passes over the source, which other instances may have started.
-
-    Attributes:
-        passes_started: number of passes started; a look at the first element starts one.
-        samples_delivered: samples of all of its batches so far, over all replicas.
-        input_wait_seconds: time that the latest step waited for its element.
-        replica_spec: specs of the batch of one replica.
-        may_be_looked_at: whether Keras may draw an element before the first epoch begins.
-        epoch_steps: returns the steps per epoch that Keras was given, None if it was not.
+        draws_once: whether a new pass would miss the elements that an earlier one has read.
     """
 
     # The parent's constructor builds TensorFlow's own input pipeline, which ours replaces.
@@ -91,12 +83,7 @@ class DistributedSteps(adapter.DistributedDataset):
         return self._type_spec
 
     def reduce(self, initial_state: State, reduce_fn: Callable[[State, StepInput], State]) -> State:
-        """Fold a function over all elements; AutoGraph turns `for batch in data_set` into this.
-
-        Args:
-            initial_state: any structure of tensors.
-            reduce_fn: makes the next state from a state and an element.
-        """
+        """Fold a function over all elements; AutoGraph turns `for batch in data_set` into this."""
         if not tf.executing_eagerly():
             return self._in_graph().reduce(initial_state, reduce_fn)
         for element in self:
@@ -117,11 +104,7 @@ class DistributedSteps(adapter.DistributedDataset):
         return self._steps
 
     def set_cardinality(self, steps: int | None) -> None:
-        """Tell an input of unknown size, such as arrays, after how many steps its reader ends it.
-
-        Args:
-            steps: steps in an epoch, None if the reader does not know.
-        """
+        """Tell an input of unknown size after how many steps its reader ends it."""
         if steps and self._steps < 0:
             self._steps = np.int64(steps)
 
@@ -207,9 +190,7 @@ class DistributedSteps(adapter.DistributedDataset):
                 self._go_on_at(run, gone_by, step)
                 return
             self._let_first_go_by(run, gone_by)
-        shuffle = self._shuffle()
-        if shuffle is not None:
-            self._passes.is_at(shuffle, len(gone_by))
+        self._note_position(len(gone_by))
         if self._looked_at is not None:
             self._looked_at.close()
         self._looked_at = self._last = None
@@ -236,12 +217,17 @@ class DistributedSteps(adapter.DistributedDataset):
         """Make the next pass the one after `passes`."""
 
     @abc.abstractmethod
-    def _shuffle(self) -> tf.data.Dataset | None:
-        """The node whose orders determine that of a pass, None if nothing reshuffles."""
+    def _ordered_data(self) -> tf.data.Dataset:
+        """The data whose shuffles determine the order of a pass."""
 
-    @abc.abstractmethod
-    def _let_go_by(self, passes: Iterable[Pass]) -> None:
-        """Skip passes before the next one."""
+    def _shuffle(self) -> tf.data.Dataset | None:
+        return adapter.first_reshuffled(self._ordered_data())
+
+    def _note_position(self, passes: int) -> None:
+        """Record that the data are at the pass after so many."""
+        shuffle = self._shuffle()
+        if shuffle is not None:
+            self._passes.is_at(shuffle, passes)
 
     @abc.abstractmethod
     def _new_run(self, number: int, first_step: int) -> DataPass:
@@ -276,7 +262,7 @@ class DistributedSteps(adapter.DistributedDataset):
             number = self._passes.start(self._pass_to_start(number))
             shuffle = self._shuffle()
             if shuffle is not None:
-                self._let_go_by(self._passes.catch_up(shuffle, number))
+                advance(self._ordered_data(), self._passes.catch_up(shuffle, number))
             run = self._new_run(number, self._first_step)
             run.on_end = functools.partial(self._passes.finish, number)
             self._first_step = 0

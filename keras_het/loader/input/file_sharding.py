@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.input.data_pass import DataPass, Element, Weights
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.loader.input.step_iterator import Wrap
@@ -221,11 +220,8 @@ class FileShardedDataset(DistributedSteps):
         self._own = fresh_copy(self._own)
         advance(self._own, passes)
 
-    def _shuffle(self) -> tf.data.Dataset | None:
-        return adapter.first_reshuffled(self._own)
-
-    def _let_go_by(self, passes: Iterable[Pass]) -> None:
-        advance(self._own, passes)
+    def _ordered_data(self) -> tf.data.Dataset:
+        return self._own
 
 
 def _next_shares(

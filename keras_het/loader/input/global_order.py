@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +17,6 @@ from keras_het.loader.input.batch_sources import (
     SlicedSource,
     recall,
     remember,
-    repeated,
 )
 from keras_het.loader.input.data_pass import (
     BatchSource,
@@ -188,9 +188,6 @@ class GlobalOrderDataset(DistributedSteps):
         That is so if a pass takes several, and one was left half-way, or another input of the data
         set began one meanwhile. If a shuffle reads from another, which takes its order with the
         first element, other inputs are enough.
-
-        Args:
-            run: the running pass.
         """
         batches = global_batches(self.form)
         if starts_once(batches):
@@ -199,11 +196,7 @@ class GlobalOrderDataset(DistributedSteps):
         return bool(others) or len(self._passes.gone_by) > run.number + 1
 
     def adopt(self, form: PipelineForm) -> None:
-        """Make later passes those of another form, which is as far along as the present one.
-
-        Args:
-            form: the same samples; its shuffles have started the passes up to the running one.
-        """
+        """Make later passes those of a form whose shuffles started the passes up to this one."""
         if self._last is not None:
             # those of other inputs, such as an evaluation within the epoch
             advance(global_batches(form), self._passes.gone_by[self._last.number + 1 :])
@@ -214,24 +207,13 @@ class GlobalOrderDataset(DistributedSteps):
         self.follow(form)
 
     def follow(self, form: PipelineForm) -> None:
-        """Make later passes those of another form.
-
-        Args:
-            form: the same batches.
-        """
+        """Make later passes those of another form of the same batches."""
         if form is not self.form:
             self.form = form
             self._idle.clear()
 
     def map(self, function: Callable[..., Any], **_: object) -> GlobalOrderDataset:
-        """Return the same input with one more row-wise function of a batch, for local rows only.
-
-        Keras's `fit` calls it for `class_weight`.
-
-        Args:
-            function: row i of its result must depend on row i of the batch only; must accept 0
-                rows. Other arguments of `tf.data.Dataset.map` are accepted and ignored.
-        """
+        """Return the same input with one more `batch_map`; Keras calls it for `class_weight`."""
         dataset, global_batch_size = self._source
         return GlobalOrderDataset(
             dataset,
@@ -269,9 +251,7 @@ class GlobalOrderDataset(DistributedSteps):
                 raise
         else:
             self._passes.set_to(before)
-            shuffle = self._shuffle()
-            if shuffle is not None:
-                self._passes.is_at(shuffle, len(before))
+            self._note_position(len(before))
         return len(before)
 
     def _new_run(self, number: int, first_step: int) -> DataPass:
@@ -308,7 +288,11 @@ class GlobalOrderDataset(DistributedSteps):
     def _claimed_run(self, claims: Claims, number: int) -> DataPass:
         """Return a pass in which others take some of the batches."""
         parts = claims.num_parts
-        weights = repeated(self._weights, parts)
+        own_weights = self._weights
+
+        def weights() -> tuple[float, ...]:
+            return tuple(own_weights()) * parts  # of all replicas in each of the parts
+
         self.pipelines_built += 1
         # with several parts all replicas are local: an async worker is alone in its group
         layout = ReplicaLayout((self.layout.num_replicas * parts,)) if parts > 1 else self.layout
@@ -328,25 +312,12 @@ class GlobalOrderDataset(DistributedSteps):
     def build(
         self, skip: int, form: PipelineForm | None = None
     ) -> tuple[tf.data.Dataset, ShareQueue]:
-        """Build the pipeline that this worker runs.
-
-        Args:
-            skip: global batches to skip at the start.
-            form: the samples, by default those of `form`.
-
-        Returns:
-            The pipeline, and the orders that it takes.
-        """
+        """Build this worker's pipeline, which skips some batches; return it and its orders."""
         self.pipelines_built += 1
         form = form or self.form
         orders = ShareQueue(self.layout.num_replicas, self.lookahead, not form.reads_ahead)
         pipeline = build_local_pipeline(
-            form,
-            self.layout,
-            orders,
-            self.lookahead,
-            skip,
-            self._row_functions,
+            form, self.layout, orders, self.lookahead, skip, self._row_functions
         )
         return pipeline, orders
 
@@ -358,16 +329,13 @@ class GlobalOrderDataset(DistributedSteps):
                 raise
             stream = self.form.stream
         if stream is not self.form.stream:
-            form = self.form.reading_from(stream)
+            form = dataclasses.replace(self.form, stream=stream)
             remember(*self._source, form)
             self.follow(form)
-        advance(global_batches(self.form), passes)
+        advance(self._ordered_data(), passes)
 
-    def _shuffle(self) -> tf.data.Dataset | None:
-        return adapter.first_reshuffled(self.form.stream)
-
-    def _let_go_by(self, passes: Iterable[Pass]) -> None:
-        advance(global_batches(self.form), passes)
+    def _ordered_data(self) -> tf.data.Dataset:
+        return global_batches(self.form)
 
     def _warn_of_changing_order(self, upstream: list[tf.data.Dataset]) -> None:
         if self.layout.num_workers == 1:

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from keras_het.loader.host.threads import LoaderThreads
 from keras_het.loader.input.data_pass import DataPass, Element, Weights
 from keras_het.loader.iterators.held_iterator import HeldIterator
 from keras_het.loader.order.share_queue import ShareQueue
@@ -32,13 +31,13 @@ class NextPipeline:
         self.position = position
         self._nobody = (0.0,) * num_replicas
         self._adopt = adopt
-        self.iterator = HeldIterator(pipeline, keep_alive)
+        self.held = HeldIterator(pipeline, keep_alive)
         _alive.add(self)
 
     def skip(self, expected_rows: int) -> None:
         """Skip one global batch without using any of its rows."""
         self.orders.put(self._nobody, expected_rows, False)
-        self.iterator.read()
+        self.held.read()
         self.position += 1
 
     def come_into_effect(self) -> None:
@@ -54,7 +53,7 @@ class NextPipeline:
         """End a pipeline that is no longer needed."""
         _alive.discard(self)
         self.orders.close()
-        self.iterator.release(lambda: None)
+        self.held.release()
 
 
 class PipelinePass(DataPass):
@@ -81,35 +80,20 @@ class PipelinePass(DataPass):
         self._epoch_steps = epoch_steps
         self._orders = orders
         self._weights = weights
-        self._rows = batch_rows
+        self.batch_rows = batch_rows
         self._give_back = give_back
         self._wants_fingerprint = wants_fingerprint
         self._ordered = 0
         self._next_pipeline: NextPipeline | None = None
         self.latest_weights: Sequence[float] = ()
         self._order_until(lookahead)
-        self._iterator = HeldIterator(pipeline, keep_alive)
+        self.held = HeldIterator(pipeline, keep_alive)
         _alive.add(self)
 
     @property
     def ordered(self) -> int:
         """Steps of the pass with settled shares, including those skipped."""
         return self.first_step + self._ordered
-
-    @property
-    def batch_rows(self) -> int:
-        """Rows of a full global batch, 0 if unknown so far."""
-        return self._rows
-
-    @property
-    def iterator(self) -> tf.data.Iterator:
-        """The `tf.data.Iterator` that provides its steps."""
-        return self._iterator.iterator
-
-    @property
-    def threads(self) -> LoaderThreads | None:
-        """Threads of the pipeline's own pool, None if it has none."""
-        return self._iterator.threads
 
     def join(self, next_pipeline: NextPipeline) -> None:
         """Let another pipeline continue from its position.
@@ -129,9 +113,9 @@ class PipelinePass(DataPass):
         next_pipeline = self._next_pipeline
         if next_pipeline is not None and self.first_step + self.delivered == next_pipeline.position:
             self._continue_in(next_pipeline)
-        batches, sizes, fingerprint = self._iterator.read()
+        batches, sizes, fingerprint = self.held.read()
         sizes = sizes.numpy()
-        self._rows = self._rows or int(sizes.sum())
+        self.batch_rows = self.batch_rows or int(sizes.sum())
         if self.delivered == 0 and self._wants_fingerprint:
             self.fingerprint = int(fingerprint)
         return list(batches), sizes
@@ -139,8 +123,8 @@ class PipelinePass(DataPass):
     def _continue_in(self, next_pipeline: NextPipeline) -> None:
         next_pipeline.come_into_effect()  # first: what is released now must not be kept for later
         self._release()
-        self._iterator, self._orders = next_pipeline.iterator, next_pipeline.orders
-        self._give_back = _nothing  # a pipeline that begins within a pass is of no further use
+        self.held, self._orders = next_pipeline.held, next_pipeline.orders
+        self._give_back = lambda: None  # a pipeline that begins within a pass is of no further use
         self._next_pipeline = None
 
     def _free(self) -> None:
@@ -158,7 +142,7 @@ class PipelinePass(DataPass):
             give_back()
 
         try:
-            self._iterator.release(reuse)
+            self.held.release(reuse)
         except RuntimeError:  # no new threads at interpreter shutdown
             orders.close()
 
@@ -182,11 +166,7 @@ class PipelinePass(DataPass):
         orders = next_pipeline.orders if next_pipeline is not None and is_of_next else self._orders
         self._ordered += 1
         self.latest_weights = self._weights()
-        orders.put(self.latest_weights, self._rows, first)
-
-
-def _nothing() -> None:
-    pass
+        orders.put(self.latest_weights, self.batch_rows, first)
 
 
 _alive: weakref.WeakSet[NextPipeline | PipelinePass] = weakref.WeakSet()

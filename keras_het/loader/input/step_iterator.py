@@ -74,11 +74,7 @@ class StepIterator(private_api.IteratorInterface):
 
     @property
     def fingerprint(self) -> int | None:
-        """Hash of the rows of the first global batch in order, the same on all workers.
-
-        None before the first step, and if rows cannot be compared because the common part of the
-        pipeline draws random values.
-        """
+        """Hash of the first global batch, as in `DistributedSteps.fingerprint`."""
         return self._run.fingerprint if self._run else None
 
     @property
@@ -95,11 +91,7 @@ class StepIterator(private_api.IteratorInterface):
         return self._type_spec
 
     def get_next(self) -> StepInput:
-        """Return the next element, like `next`.
-
-        Raises:
-            tf.errors.OutOfRangeError: at the end; in a graph, when the graph runs.
-        """
+        """Return the next element, like `next`, or raise `OutOfRangeError`."""
         if not tf.executing_eagerly():
             return self._in_graph().get_next()
         try:

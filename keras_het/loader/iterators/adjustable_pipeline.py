@@ -139,9 +139,6 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
         Shuffles without a seed get those of the first build under the same global seed. The
         program's sequence of seeds does not advance: workers that switch at different times would
         draw different numbers later on.
-
-        Args:
-            knobs: its settings.
         """
         with iterator_adapter.separate_operation_seeds(self._seeds):
             return build_tuned(self.build, knobs)
@@ -163,10 +160,6 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
         orders from the sequence in one epoch, are iterated directly instead. If a pipeline has such
         a part or several shuffles, later epochs, and later rounds of a `repeat`, have each element
         once, but possibly in a different order than without a handover.
-
-        Args:
-            knobs: its settings.
-            dataset: the result of `build` for them, to which a running iterator was handed over.
         """
         is_first = knobs == self._first_knobs and not self._is_direct
         self.knobs, self._current = knobs, self._original if is_first else dataset
@@ -190,10 +183,6 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
 
         Orders are unaffected: a shuffle assigns them to its iterators as these are made. Pipelines
         whose orders would change get no spares.
-
-        Args:
-            count: maximum number of waiting iterators.
-            executor: one thread that works in the background.
         """
         if self._can_have_spares:
             self._spares.begin(self._make, count, executor)

@@ -100,25 +100,21 @@ class HeldIterator:
         self.threads: LoaderThreads | None = threads_of(iterator)
         hold_functions_of(iterator, (pipeline, keep_alive))
         self.read = adapter.element_reader(iterator)
-        self._iterator = iterator
+        self.iterator = iterator
 
-    @property
-    def iterator(self) -> tf.data.Iterator:
-        """The `tf.data.Iterator`."""
-        return self._iterator
-
-    def release(self, after: Callable[[], None]) -> None:
+    def release(self, after: Callable[[], None] | None = None) -> None:
         """Destroy the iterator in another thread, then call `after` there.
 
         Destroying an iterator may block until tf.data's autotuner wakes up, which takes seconds. A
         pass that is garbage never gets here: handing its parts to another thread while the
         collector works on them crashes, so they are destroyed in place.
         """
-        held = [self.__dict__.pop("_iterator", None), self.__dict__.pop("read", None)]
+        held = [self.__dict__.pop("iterator", None), self.__dict__.pop("read", None)]
         start_thread(_release, held, after)
 
 
-def _release(held: list[object], after: Callable[[], None]) -> None:
+def _release(held: list[object], after: Callable[[], None] | None) -> None:
     held.clear()
-    with contextlib.suppress(Exception):
-        after()
+    if after is not None:
+        with contextlib.suppress(Exception):
+            after()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import tensorflow as tf
 
@@ -14,6 +14,9 @@ from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline, p
 from keras_het.loader.iterators.handover import hand_over
 from keras_het.loader.iterators.held_iterator import hold_functions_of, release
 from keras_het.loader.nested import StepInput
+from keras_het.loader.order.rows import count_bytes
+
+_Result = TypeVar("_Result")
 
 
 class MeteredIterator:
@@ -54,6 +57,7 @@ class LiveIterator:
         self.given: Iterator[StepInput] | None = given
         self.iterator: Iterator[StepInput] | None = given
         self.input_wait_seconds = 0.0
+        self.batch_bytes: int | None = None
         self._nice = nice
         self._read: Callable[[], StepInput]
         self._use(given)
@@ -80,7 +84,19 @@ class LiveIterator:
                 raise StopIteration from None
         finally:
             self.input_wait_seconds = time.perf_counter() - start
+        if self.batch_bytes is None:
+            self.batch_bytes = count_bytes(batches[0])
         return batches
+
+    def run(
+        self, step: Callable[[Iterator[StepInput] | list[StepInput]], _Result], count: int
+    ) -> tuple[_Result, float, int]:
+        """Run one execution; return its result, its input wait in seconds, and its steps."""
+        if self.is_tf_data or self.given is None:
+            batches = self.take(count)
+            return step(batches), self.input_wait_seconds, len(batches)
+        metered = MeteredIterator(self.given)
+        return step(metered), metered.input_wait_seconds, metered.steps
 
     def move_to(self, dataset: tf.data.Dataset, prepared: tf.data.Iterator | None = None) -> None:
         """Continue in another pipeline."""

@@ -39,10 +39,6 @@ class PipelineForm:
         """Whether the only work left is to cut the global batches of `stream`."""
         return self.mode == "slice" and not self.row_functions and not self.gathers_indices
 
-    def reading_from(self, stream: Dataset) -> PipelineForm:
-        """Return the same form with another stream of equal elements."""
-        return dataclasses.replace(self, stream=stream)
-
 
 def recognise(dataset: Dataset) -> PipelineForm:
     """Split a pipeline of global batches into common and own work.

@@ -57,17 +57,13 @@ def advance(dataset: Dataset, passes: Iterable[Pass]) -> None:
 
 def starts_once(node: Dataset) -> bool:
     """Tell whether one pass over a pipeline starts every reshuffling shuffle exactly once."""
-    while not _is_source(node) and adapter.first_reshuffled(node) is not None:
+    while adapter.inputs_of(node) and adapter.first_reshuffled(node) is not None:
         if adapter.is_repeat(node) or not (
             adapter.is_map(node) or adapter.is_batch(node) or adapter.commutes_with_map(node)
         ):
             return False
         node = adapter.inputs_of(node)[0]
     return True
-
-
-def _is_source(node: Dataset) -> bool:
-    return not adapter.inputs_of(node)
 
 
 def nests_shuffles(node: Dataset) -> bool:

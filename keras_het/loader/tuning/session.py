@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -12,11 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host.budget import CpuPart, HostBudget
-from keras_het.loader.host.cpus import usable_cpus
-from keras_het.loader.host.priority import LoaderPriority
-from keras_het.loader.host.threads import HostSums, LoaderThreads, threads_of
-from keras_het.loader.input.knob_change import KnobChange
-from keras_het.loader.input.order_tuning import OrderTuning
+from keras_het.loader.host.threads import HostSums, LoaderPriority, LoaderThreads, threads_of
+from keras_het.loader.input.order_tuning import KnobChange, OrderTuning
 from keras_het.loader.input.step_iterator import StepIterator
 from keras_het.loader.inspection.inspection import (
     KeptReports,
@@ -35,7 +33,6 @@ from keras_het.loader.iterators.live_iterator import LiveIterator
 from keras_het.loader.iterators.replayable import shares_a_shuffle, takes_a_place
 from keras_het.loader.nested import StepInput
 from keras_het.loader.order.pass_counter import PassEnd
-from keras_het.loader.order.rows import count_bytes
 from keras_het.planning.loader import (
     FixedController,
     JobModel,
@@ -43,9 +40,9 @@ from keras_het.planning.loader import (
     LoaderPlan,
     LoaderWindow,
     ReadingJob,
-    ReadingNeed,
     StepSums,
 )
+from keras_het.usable_cpus import usable_cpus
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -78,6 +75,29 @@ class Move:
         return {**dataclasses.asdict(self), "reason": self.plan.reason}
 
 
+@dataclasses.dataclass
+class Handover:
+    """The change to a pipeline that is built in the background."""
+
+    future: concurrent.futures.Future[_Prepared]
+    switch: Callable[[_Prepared], None]
+
+    def poll(self) -> bool:
+        """Let the pipeline take over once it is built."""
+        if not self.future.done():
+            return False
+        self.switch(self.future.result())
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the background work, at most this long."""
+        concurrent.futures.wait([self.future], seconds)
+
+    def cancel(self) -> None:
+        """Give up."""
+        self.future.cancel()
+
+
 class TuningSession:
     """Tuner of the pipeline of one `fit`."""
 
@@ -94,7 +114,7 @@ class TuningSession:
         self._plain: tuple[adapter.Dataset, AdjustablePipeline] | None = None
         self.pipeline: AdjustablePipeline | None = None
         self.order: OrderTuning | None = None
-        self._preparation: tuple[KnobChange, Move | None] | None = None
+        self.change: tuple[KnobChange | Handover, Move | None] | None = None
         self.live: LiveIterator | None = None
         self.controller: LoaderController | None = None
         self.observes_only = observes_only
@@ -105,9 +125,7 @@ class TuningSession:
         self._reading = ReadingJob()
         self._steps = self._steps_before = 0
         self._epochs = 0
-        self._batch_bytes: int | None = None
         self._built: dict[Knobs, adapter.Dataset] = {}
-        self._building: tuple[Knobs, Move, concurrent.futures.Future[_Prepared]] | None = None
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
         self.job: JobModel | None = None
         self._confirmed: LoaderPlan | None = None
@@ -131,7 +149,6 @@ class TuningSession:
             self._pause(_STEPS_TO_START)
             self.live.release()
         self._epochs += 1
-        self._batch_bytes = None
         live = LiveIterator(iterator, self.nice)
         self.live = live
         if self._epochs == 2:
@@ -145,15 +162,10 @@ class TuningSession:
         if adjustable is None:
             return live
         if adjustable is not self.pipeline:
-            self._begin(adjustable)
+            self._begin_pipeline(adjustable)
         if live.pipeline is None:
             self._move_plain(live, adjustable)
         return live
-
-    def note_batch(self, batch: StepInput) -> None:
-        """Record the size of a batch, once per epoch."""
-        if self._batch_bytes is None:
-            self._batch_bytes = count_bytes(batch)
 
     def after_step(
         self, seconds: float, input_wait: float, steps: int, is_last: bool = False
@@ -166,12 +178,9 @@ class TuningSession:
             self._make_spares()
         if self.order is not None:
             self._lower_priority()
-        if self._preparation is not None:
-            self._poll(*self._preparation)
-            return
-        if self._building is not None:
-            if self._building[2].done() and not is_last:
-                self._put_into_effect()
+        if self.change is not None:
+            if self.order is not None or not is_last:
+                self._poll(*self.change)
             return
         sums = self._sums
         if sums is None:
@@ -187,7 +196,7 @@ class TuningSession:
 
     def end_epoch(self) -> None:
         """Mark the end of the steps; called internally if no step was known to be the last one."""
-        if self._preparation is None and self._building is None:
+        if self.change is None:
             # even if Keras continues with the same iterator: with short epochs a step then counts
             self._pause(max(min(_STEPS_TO_START, self._steps - self._steps_before - 1), 1))
 
@@ -200,7 +209,6 @@ class TuningSession:
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
-        self._building = None
         self._cancel()
         self._built.clear()
 
@@ -259,7 +267,10 @@ class TuningSession:
     def _adjustable(self, live: LiveIterator) -> AdjustablePipeline | None:
         if live.pipeline is not None:
             return live.pipeline
-        dataset = self._plain_data_set(live)
+        if not live.is_tf_data:
+            self._only_observe(_why_path_stays(live.given))
+            return None
+        dataset = iterator_adapter.iterated_data_set(live.given)
         if dataset is None:
             return None
         if self._plain is None or self._plain[0] is not dataset:
@@ -271,44 +282,37 @@ class TuningSession:
             self._plain = (dataset, plain_pipeline(dataset))
         return self._plain[1]
 
-    def _plain_data_set(self, live: LiveIterator) -> adapter.Dataset | None:
-        if not live.is_tf_data:
-            self._only_observe(_why_path_stays(live.given))
-            return None
-        return iterator_adapter.iterated_data_set(live.given)
-
     def _begin_order(self, order: OrderTuning) -> None:
         self._cancel()
         self.order = order
-        self._first_knobs = order.knobs
-        plan, reason = order.knobs.plan, order.refusal()
-        if reason is not None:
-            self._only_observe(reason)
-        if self.observes_only is not None:
-            self.controller = FixedController(plan)
-        else:
-            most = order.largest_prefetch
-            self.controller = self._make_controller(plan, usable_cpus(), most)
-            if not order.has_own_threads:
-                self._preparation = order.prepare(order.knobs, self._background()), None
-        self._begin_first_window(self.controller)
+        self._begin(order.knobs, order.refusal(), order.largest_prefetch)
+        if self.observes_only is None and not order.has_own_threads:
+            self.change = order.prepare(order.knobs, self._background()), None
 
-    def _begin(self, adjustable: AdjustablePipeline) -> None:
+    def _begin_pipeline(self, adjustable: AdjustablePipeline) -> None:
         self.pipeline = adjustable
-        self._first_knobs = adjustable.knobs
         # not the present one: its shuffles keep the sequence of orders for the epochs to come
         self._built = {}
-        reason = why_not(adjustable.current)
-        plan, cpus = adjustable.knobs.plan, usable_cpus()
-        if reason is not None:
-            self._only_observe(reason)
+        knobs = adjustable.knobs
+        is_fixed = self._is_plain_pipeline and not self.turns_prefetch
+        self._begin(knobs, why_not(adjustable.current), knobs.prefetch if is_fixed else None)
+
+    def _begin(self, knobs: Knobs, refusal: str | None, most_prefetch: int | None) -> None:
+        """Begin to tune another pipeline, or only to observe it."""
+        self._first_knobs = knobs
+        if refusal is not None:
+            self._only_observe(refusal)
         if self.observes_only is not None:
-            self.controller = FixedController(plan)
+            self.controller = FixedController(knobs.plan)
         else:
-            is_plain = self._plain is not None and self._plain[1] is adjustable
-            most = plan.prefetch if is_plain and not self.turns_prefetch else None
-            self.controller = self._make_controller(plan, cpus, most)
-        self._begin_first_window(self.controller)
+            self.controller = self._make_controller(knobs.plan, usable_cpus(), most_prefetch)
+        self.share.announce()
+        self._sums = StepSums(self.controller.next_window)
+        self._begin_window()
+
+    @property
+    def _is_plain_pipeline(self) -> bool:
+        return self._plain is not None and self._plain[1] is self.pipeline
 
     def _move_plain(self, live: LiveIterator, adjustable: AdjustablePipeline) -> None:
         """Move an ordinary data set to a private thread pool, before its first element."""
@@ -334,20 +338,14 @@ class TuningSession:
             self.observes_only = reason
             logger.info("LoaderTuner only observes: %s.", reason)
         self.controller = FixedController(self.controller.plan) if self.controller else None
-        self._building = None
         self._cancel()
 
     def _cancel(self) -> None:
-        if self._preparation is not None:
-            self._preparation[0].cancel()
-            self._preparation = None
+        if self.change is not None:
+            self.change[0].cancel()
+            self.change = None
 
     # --- windows and decisions
-
-    def _begin_first_window(self, controller: LoaderController) -> None:
-        self.share.announce()
-        self._sums = StepSums(controller.next_window)
-        self._begin_window()
 
     def _begin_window(self) -> None:
         if self._sums is not None and self.controller is not None:
@@ -371,7 +369,7 @@ class TuningSession:
         if sums is None or controller is None:
             return
         window = self._measured(sums)
-        self._share_host(window)
+        self._share_host(controller, window)
         plan = controller.observe(window)
         self._confirmed = getattr(controller, "confirmed_plan", None)
         changes = self._priority.observe(self.share.processes)
@@ -392,19 +390,20 @@ class TuningSession:
 
     def _measured(self, sums: StepSums) -> LoaderWindow:
         self._host.add(self._threads())
+        reader = self.order or self.live
         return LoaderWindow(
             sums.steps,
             sums.seconds,
             sums.input_wait_seconds,
             self._host.idle_cpus,
             self._host.loader_cpu_seconds,
-            self.order.batch_bytes if self.order is not None else self._batch_bytes or 0,
+            (reader.batch_bytes if reader is not None else None) or 0,
             sums.waiting_steps,
             self._host.loader_queue_seconds,
         )
 
-    def _share_host(self, window: LoaderWindow) -> None:
-        job = getattr(self.controller, "job", None)
+    def _share_host(self, controller: LoaderController, window: LoaderWindow) -> None:
+        job = getattr(controller, "job", None)
         if job is None:
             # it does not wait: its present use is all it needs
             cpu = (window.loader_cpu_seconds or 0.0) / window.steps
@@ -412,13 +411,8 @@ class TuningSession:
         if self.order is not None:
             job = dataclasses.replace(job, weight=self.order.weight)
         self.job = job
-        self._use(self.share.update(job, self._read(window)))
-
-    def _read(self, window: LoaderWindow) -> ReadingNeed | None:
-        """Return what other jobs of the host need to know if this one's loaders wait for I/O."""
-        if self.controller is None:
-            return None
-        return self._reading.observe(self.controller.plan.loaders, window, time.time())
+        need = self._reading.observe(controller.plan.loaders, window, time.time())
+        self._use(self.share.update(job, need))
 
     def _use(self, cpus: float | None) -> None:
         if cpus is not None and self.controller is not None:
@@ -431,14 +425,20 @@ class TuningSession:
         knobs = Knobs.of_plan(plan)
         move = Move(self._steps, plan, window)
         if self.order is not None:
-            self._preparation = self.order.prepare(knobs, self._background()), move
+            self.change = self.order.prepare(knobs, self._background()), move
         elif self.pipeline is not None:
-            known = self._built.get(knobs)
-            is_plain = self._plain is not None and self._plain[1] is self.pipeline
-            running = None if is_plain else self.pipeline.current
-            work = (self.pipeline.build_again, knobs, known, running)
+            running = None if self._is_plain_pipeline else self.pipeline.current
+            work = (self.pipeline.build_again, knobs, self._built.get(knobs), running)
             future = self._background().submit(prepare_iterator, *work)
-            self._building = (knobs, move, future)
+            self.change = Handover(future, functools.partial(self._hand_over, knobs)), move
+
+    def _hand_over(self, knobs: Knobs, prepared: _Prepared) -> None:
+        if self.live is None or self.pipeline is None:
+            return
+        self._reports.look(self._steps)
+        self.live.move_to(*prepared)
+        self._built[knobs] = prepared[0]
+        self.pipeline.adopt(knobs, prepared[0])
 
     def _make_spares(self) -> None:
         """Make the iterators of the next epoch while this one still trains.
@@ -454,11 +454,11 @@ class TuningSession:
             self._executor = concurrent.futures.ThreadPoolExecutor(1, "loader_tuner")
         return self._executor
 
-    def _poll(self, preparation: KnobChange, move: Move | None) -> None:
-        """Advance a move under the strategy; without a move it is the first thread pool."""
+    def _poll(self, change: KnobChange | Handover, move: Move | None) -> None:
+        """Advance a move; without a move it is a strategy's first thread pool."""
         start = time.perf_counter()
         try:
-            if not preparation.poll():
+            if not change.poll():
                 return
         except Exception as error:  # the user's function may raise anything
             reason = str(error) or type(error).__name__
@@ -468,39 +468,13 @@ class TuningSession:
                 self._confirmed = getattr(self.controller, "confirmed_plan", None)
             self._only_observe(reason)
         else:
-            self._preparation = None
+            self.change = None
             self.has_changed = True
             if move is not None:
                 move.handover_seconds = time.perf_counter() - start
                 logger.info("Loader at step %d: %s.", self._steps, move.plan)
         if move is not None:
             self.moves.append(move)
-        self._begin_window()
-
-    def _put_into_effect(self) -> None:
-        if self._building is None or self.controller is None or self._sums is None:
-            return
-        knobs, move, future = self._building
-        self._building = None
-        start = time.perf_counter()
-        try:
-            self._reports.look(self._steps)
-            dataset, prepared = future.result()
-            if self.live is None or self.pipeline is None:
-                return
-            self.live.move_to(dataset, prepared)
-        except Exception as error:  # the user's function may raise anything
-            move.refused = str(error) or type(error).__name__
-            self.controller.refused(move.plan)
-            self._confirmed = getattr(self.controller, "confirmed_plan", None)
-            self._only_observe(move.refused)
-        else:
-            move.handover_seconds = time.perf_counter() - start
-            self._built[knobs] = dataset
-            self.pipeline.adopt(knobs, dataset)
-            self.has_changed = True
-            logger.info("Loader at step %d: %s.", self._steps, move.plan)
-        self.moves.append(move)
         self._begin_window()
 
 

@@ -20,83 +20,54 @@ def vectors(value):
     return tf.fill([value % 4 + 1], value)
 
 
+def part(start):
+    return tf.data.Dataset.range(start * 10, start * 10 + start + 3)
+
+
+def in_python(value):
+    result = tf.numpy_function(lambda number: number * 2, [value], tf.int64)
+    result.set_shape([])
+    return result
+
+
+def augment(value):
+    return value * 2, tf.random.uniform([])
+
+
+def mapped(rows, knobs, function=double, **options):
+    return rows.map(function, knobs.num_parallel_calls, **options)
+
+
+def ended(rows, knobs):
+    return rows.batch(4).prefetch(knobs.prefetch)
+
+
+def doubled(rows, knobs, function=double, **options):
+    return ended(mapped(rows, knobs, function, **options), knobs)
+
+
 def plain(knobs):
-    return numbers().map(double, knobs.num_parallel_calls).batch(4).prefetch(knobs.prefetch)
-
-
-def sequential_map(knobs):
-    return numbers().map(double).batch(4).prefetch(knobs.prefetch)
+    return doubled(numbers(), knobs)
 
 
 def shuffled(knobs):
-    shuffled = numbers().shuffle(17, seed=3).map(double, knobs.num_parallel_calls)
-    return shuffled.batch(4).prefetch(knobs.prefetch)
-
-
-def shuffled_once(knobs):
-    shuffled = numbers().shuffle(17, seed=3, reshuffle_each_iteration=False)
-    return shuffled.map(double, knobs.num_parallel_calls).batch(4).prefetch(knobs.prefetch)
-
-
-def shuffled_last(knobs):
-    mapped = numbers().map(double, knobs.num_parallel_calls).shuffle(100, seed=5)
-    return mapped.batch(4, drop_remainder=True).prefetch(knobs.prefetch)
+    return doubled(numbers().shuffle(17, seed=3), knobs)
 
 
 def repeated(knobs):
-    repeated = numbers(20).shuffle(7, seed=3).repeat(3)
-    return repeated.map(double, knobs.num_parallel_calls).batch(6).prefetch(knobs.prefetch)
-
-
-def repeated_outside(knobs):
-    mapped = numbers(20).map(double, knobs.num_parallel_calls).shuffle(9, seed=1)
-    return mapped.batch(3).repeat(3).prefetch(knobs.prefetch)
-
-
-def interleaved(knobs):
-    def part(start):
-        return tf.data.Dataset.range(start * 10, start * 10 + start + 3)
-
-    parts = numbers(9).interleave(
-        part, cycle_length=3, block_length=2, num_parallel_calls=min(knobs.num_parallel_calls, 3)
-    )
-    return parts.map(double, knobs.num_parallel_calls).batch(4).prefetch(knobs.prefetch)
-
-
-def sequential_interleave(knobs):
-    parts = numbers(9).interleave(lambda start: tf.data.Dataset.range(start + 3), cycle_length=3)
-    return parts.map(double, knobs.num_parallel_calls).batch(4).prefetch(knobs.prefetch)
-
-
-def flat_mapped(knobs):
-    parts = numbers(12).flat_map(lambda start: tf.data.Dataset.range(start))
-    return parts.map(double, knobs.num_parallel_calls).batch(4).prefetch(knobs.prefetch)
+    rows = numbers(20).shuffle(7, seed=3).repeat(3)
+    return mapped(rows, knobs).batch(6).prefetch(knobs.prefetch)
 
 
 def cached(knobs):
-    mapped = numbers().map(double, knobs.num_parallel_calls).cache()
-    return mapped.shuffle(13, seed=2).batch(4).prefetch(knobs.prefetch)
+    return ended(mapped(numbers(), knobs).cache().shuffle(13, seed=2), knobs)
 
 
-def zipped(knobs):
-    left = numbers().map(double, knobs.num_parallel_calls)
-    right = numbers().shuffle(11, seed=8)
-    return tf.data.Dataset.zip((left, right)).batch(4).prefetch(knobs.prefetch)
-
-
-def filtered(knobs):
-    odd = numbers().filter(lambda value: value % 3 > 0)
-    return odd.map(double, knobs.num_parallel_calls).batch(4).prefetch(knobs.prefetch)
-
-
-def padded(knobs):
-    rows = numbers().map(vectors, knobs.num_parallel_calls)
-    return rows.padded_batch(4).prefetch(knobs.prefetch)
-
-
-def concatenated(knobs):
-    both = numbers(20).concatenate(numbers(30).skip(5).take(20))
-    return both.map(double, knobs.num_parallel_calls).batch(4).prefetch(knobs.prefetch)
+def interleaved(knobs):
+    parts = numbers(9).interleave(
+        part, cycle_length=3, block_length=2, num_parallel_calls=min(knobs.num_parallel_calls, 3)
+    )
+    return doubled(parts, knobs)
 
 
 def sliced(knobs):
@@ -105,35 +76,11 @@ def sliced(knobs):
     return rows.batch(8, num_parallel_calls=knobs.num_parallel_calls).prefetch(knobs.prefetch)
 
 
-def mapped_batches(knobs):
-    return numbers().batch(4).map(double, knobs.num_parallel_calls).prefetch(knobs.prefetch)
-
-
-def python_function(knobs):
-    def call(value):
-        result = tf.numpy_function(lambda number: number * 2, [value], tf.int64)
-        result.set_shape([])
-        return result
-
-    return numbers().map(call, knobs.num_parallel_calls).batch(4).prefetch(knobs.prefetch)
-
-
 def grouped(knobs):
     windows = numbers().group_by_window(
         key_func=lambda value: value % 3, reduce_func=lambda _, rows: rows.batch(4), window_size=4
     )
-    return windows.map(double, knobs.num_parallel_calls).prefetch(knobs.prefetch)
-
-
-def rebatched(knobs):
-    mapped = numbers().map(double, knobs.num_parallel_calls)
-    return mapped.batch(8).rebatch(3).prefetch(knobs.prefetch)
-
-
-def sampled(knobs):
-    sources = [numbers(20), numbers(40)]
-    both = tf.data.Dataset.sample_from_datasets(sources, [0.3, 0.7], seed=6)
-    return both.map(double, knobs.num_parallel_calls).batch(4).prefetch(knobs.prefetch)
+    return mapped(windows, knobs).prefetch(knobs.prefetch)
 
 
 def records_of(paths):
@@ -166,60 +113,54 @@ def write_records(folder):
 
 # The order is reproducible, so that it must be the same with and without handovers.
 ORDERED = {
-    build.__name__: build
-    for build in (
-        plain,
-        sequential_map,
-        shuffled,
-        shuffled_once,
-        shuffled_last,
-        interleaved,
-        sequential_interleave,
-        flat_mapped,
-        zipped,
-        filtered,
-        padded,
-        concatenated,
-        sliced,
-        mapped_batches,
-        python_function,
-        grouped,
-        rebatched,
-    )
+    "plain": plain,
+    "sequential_map": lambda knobs: ended(numbers().map(double), knobs),
+    "shuffled": shuffled,
+    "shuffled_once": lambda knobs: doubled(
+        numbers().shuffle(17, seed=3, reshuffle_each_iteration=False), knobs
+    ),
+    "shuffled_last": lambda knobs: (
+        mapped(numbers(), knobs)
+        .shuffle(100, seed=5)
+        .batch(4, drop_remainder=True)
+        .prefetch(knobs.prefetch)
+    ),
+    "interleaved": interleaved,
+    "sequential_interleave": lambda knobs: doubled(
+        numbers(9).interleave(lambda start: tf.data.Dataset.range(start + 3), cycle_length=3), knobs
+    ),
+    "flat_mapped": lambda knobs: doubled(numbers(12).flat_map(tf.data.Dataset.range), knobs),
+    "zipped": lambda knobs: ended(
+        tf.data.Dataset.zip((mapped(numbers(), knobs), numbers().shuffle(11, seed=8))), knobs
+    ),
+    "filtered": lambda knobs: doubled(numbers().filter(lambda value: value % 3 > 0), knobs),
+    "padded": lambda knobs: (
+        mapped(numbers(), knobs, vectors).padded_batch(4).prefetch(knobs.prefetch)
+    ),
+    "concatenated": lambda knobs: doubled(
+        numbers(20).concatenate(numbers(30).skip(5).take(20)), knobs
+    ),
+    "sliced": sliced,
+    "mapped_batches": lambda knobs: mapped(numbers().batch(4), knobs).prefetch(knobs.prefetch),
+    "python_function": lambda knobs: doubled(numbers(), knobs, in_python),
+    "grouped": grouped,
+    "rebatched": lambda knobs: (
+        mapped(numbers(), knobs).batch(8).rebatch(3).prefetch(knobs.prefetch)
+    ),
 }
 
-
-def shuffled_without_a_seed(knobs):
-    mapped = numbers().shuffle(17).map(double, knobs.num_parallel_calls)
-    return mapped.batch(4).prefetch(knobs.prefetch)
-
-
-def not_deterministic(knobs):
-    mapped = numbers().map(double, knobs.num_parallel_calls, deterministic=False)
-    return mapped.batch(4).prefetch(knobs.prefetch)
-
-
-def random_augmentation(knobs):
-    def augment(value):
-        return value * 2, tf.random.uniform([])
-
-    return numbers().map(augment, knobs.num_parallel_calls).batch(4).prefetch(knobs.prefetch)
-
-
 # Reproducible in an epoch; later epochs may have another order after a handover.
-FIRST_ROUND = {build.__name__: build for build in (cached, repeated)}
+FIRST_ROUND = {"cached": cached, "repeated": repeated}
 
 # The order or a part of the elements may be another one: each element comes exactly once.
 UNORDERED = {
-    build.__name__: build
-    for build in (
-        cached,
-        repeated,
-        repeated_outside,
-        shuffled_without_a_seed,
-        not_deterministic,
-        random_augmentation,
-    )
+    **FIRST_ROUND,
+    "repeated_outside": lambda knobs: (
+        mapped(numbers(20), knobs).shuffle(9, seed=1).batch(3).repeat(3).prefetch(knobs.prefetch)
+    ),
+    "shuffled_without_a_seed": lambda knobs: doubled(numbers().shuffle(17), knobs),
+    "not_deterministic": lambda knobs: doubled(numbers(), knobs, deterministic=False),
+    "random_augmentation": lambda knobs: doubled(numbers(), knobs, augment),
 }
 
 
@@ -227,7 +168,7 @@ def from_generator(knobs):
     rows = tf.data.Dataset.from_generator(
         lambda: iter(range(20)), output_signature=tf.TensorSpec([], tf.int64)
     )
-    return rows.map(double, knobs.num_parallel_calls).batch(4).prefetch(knobs.prefetch)
+    return doubled(rows, knobs)
 
 
 def prefetched_to_a_device(knobs):
@@ -244,7 +185,13 @@ def symbolic(knobs):
 REFUSED = {
     "from_generator": (from_generator, "from_generator"),
     "prefetched_to_a_device": (prefetched_to_a_device, "device cannot save"),
-    "sampled": (sampled, "sample_from_datasets"),
+    "sampled": (
+        lambda knobs: doubled(
+            tf.data.Dataset.sample_from_datasets([numbers(20), numbers(40)], [0.3, 0.7], seed=6),
+            knobs,
+        ),
+        "sample_from_datasets",
+    ),
     "symbolic": (symbolic, "experimental_symbolic_checkpoint"),
     "other_batch_size": (
         lambda knobs: numbers().map(double, 2).batch(3 + knobs.prefetch).prefetch(2),

@@ -22,7 +22,7 @@ from handover_pipelines import (
     records_of,
     write_records,
 )
-from hypothesis import HealthCheck, Phase, given
+from hypothesis import HealthCheck, Phase, example, given
 from hypothesis import strategies as st
 
 from keras_het.loader import Knobs
@@ -36,11 +36,16 @@ from keras_het.loader.iterators.handover import (
     why_not,
 )
 from keras_het.loader.iterators.held_iterator import release
+from keras_het.loader.iterators.live_iterator import LiveIterator
+from keras_het.loader.tuning.session import prepare_iterator
 
 EPOCHS = 3
 KNOBS = st.builds(Knobs, st.integers(1, 8), st.integers(1, 3), st.integers(1, 6))
 # epoch, number of elements taken before, knobs from then on
 MOVES = st.lists(st.tuples(st.integers(0, EPOCHS - 1), st.integers(0, 20), KNOBS), max_size=6)
+# some knobs come again, also the first ones
+FIRST, OTHER = Knobs(2, 2, 2), Knobs(5, 3, 4)
+AGAIN = [(0, 0, OTHER), (0, 2, FIRST), (0, 5, OTHER), (0, 9, Knobs(1, 1, 1)), (1, 4, FIRST)]
 PROPERTY = examples(
     5,
     quick=2,
@@ -53,26 +58,29 @@ def as_lists(element):
     return tf.nest.map_structure(lambda tensor: tensor.numpy().tolist(), element)
 
 
-def epochs_of(build, moves=(), epochs=EPOCHS):
-    """The elements of some epochs, with handovers on the way."""
-    source = pipeline(build, Knobs(2, 2, 2))
-    result = []
+def epochs_of(build, moves=(), epochs=EPOCHS, prepared=False):
+    """The elements of some epochs, with handovers on the way, prepared as in training or not."""
+    source = pipeline(build, FIRST)
+    built, result = {}, []
     for epoch in range(epochs):
-        iterator = iter(source)
-        elements = []
-        for taken in range(1000):
-            for _, _, knobs in (move for move in moves if move[:2] == (epoch, taken)):
-                other = build_tuned(build, knobs)
-                new = hand_over(iterator, other)
+        live, elements = LiveIterator(iter(source)), []
+        while True:
+            for *_, knobs in (move for move in moves if move[:2] == (epoch, len(elements))):
+                other, iterator = build_tuned(build, knobs), None
+                if prepared:
+                    work = source.build_again, knobs, built.get(knobs), source.current
+                    other, iterator = prepare_iterator(*work)
+                    assert iterator is not None
+                live.move_to(other, iterator)
                 source.adopt(knobs, other)
-                release(iterator)
-                iterator = new
+                built[knobs] = other
             try:
-                elements.append(as_lists(next(iterator)))
+                (element,) = live.take(1)
             except StopIteration:
                 break
+            elements.append(as_lists(element))
         result.append(elements)
-        release(iterator)
+        live.release()
     return result
 
 
@@ -88,31 +96,34 @@ def epochs_of(build, moves=(), epochs=EPOCHS):
 )
 @pytest.mark.parametrize("name", ORDERED)
 @PROPERTY
-@given(moves=MOVES)
-def test_the_same_elements_in_the_same_order(name, moves):
+@given(moves=MOVES, prepared=st.booleans())
+@example(moves=AGAIN, prepared=True)
+def test_the_same_elements_in_the_same_order(name, moves, prepared):
     build = ORDERED[name]
-    assert epochs_of(build, moves) == epochs_of(build)
+    assert epochs_of(build, moves, prepared=prepared) == epochs_of(build)
 
 
 @pytest.mark.parametrize("name", ["records", *FIRST_ROUND])
 @PROPERTY
-@given(moves=MOVES)
-def test_the_same_order_in_the_running_epoch(name, moves, tmp_path_factory):
+@given(moves=MOVES, prepared=st.booleans())
+@example(moves=AGAIN, prepared=True)
+def test_the_same_order_in_the_running_epoch(name, moves, prepared, tmp_path_factory):
     build = FIRST_ROUND.get(name)
     if build is None:
         build = records_of(write_records(tmp_path_factory.mktemp("records")))
-    assert epochs_of(build, moves, 1) == epochs_of(build, (), 1)
+    assert epochs_of(build, moves, 1, prepared) == epochs_of(build, (), 1)
 
 
 @pytest.mark.quick("records", "cached", "repeated")
 @pytest.mark.parametrize("name", ["records", *UNORDERED])
 @PROPERTY
-@given(moves=MOVES)
-def test_each_element_exactly_once(name, moves, tmp_path_factory):
+@given(moves=MOVES, prepared=st.booleans())
+@example(moves=AGAIN, prepared=True)
+def test_each_element_exactly_once(name, moves, prepared, tmp_path_factory):
     build = UNORDERED.get(name)
     if build is None:
         build = records_of(write_records(tmp_path_factory.mktemp("records")))
-    assert flat(epochs_of(build, moves)) == flat(epochs_of(build))
+    assert flat(epochs_of(build, moves, prepared=prepared)) == flat(epochs_of(build))
 
 
 def test_a_cached_pipeline_keeps_its_order_too_if_handed_over_within_an_epoch():

@@ -20,7 +20,7 @@ import pytest
 from keras_het.callbacks import LoaderTuner
 from keras_het.loader.host import budget as host_budget
 from keras_het.loader.host import files as host_files
-from keras_het.loader.host.budget import CpuPart, HostBudget
+from keras_het.loader.host.budget import CpuPart, Entry, HostBudget, entry_of
 from keras_het.planning.loader import JobModel, ReadingNeed
 
 HUNGRY = JobModel(0.040, 0.002, cpu_seconds=0.040)
@@ -38,9 +38,9 @@ def job_on(path, cpus=range(8), usable=None, quotas=None, io_budget=None):
     return HostBudget(float(usable), path, cpus, io_budget, quotas or {})
 
 
-def need():
+def need(threads=8.0, seconds=15.0):
     """Of a job that reads now."""
-    return ReadingNeed(8.0, time.time() + 15.0)
+    return ReadingNeed(threads, time.time() + seconds)
 
 
 def parts(jobs, model=None):
@@ -54,27 +54,21 @@ def test_a_job_alone_has_the_host(path):
     assert job_on(path).update(HUNGRY) == 8.0
 
 
-def test_two_equal_jobs_have_half_each(path):
+def test_two_equal_jobs_have_half_each_until_one_leaves(path):
     first, second = job_on(path), job_on(path)
     first.update(HUNGRY)
     assert second.update(HUNGRY) == pytest.approx(4.0)
     assert first.update(HUNGRY) == pytest.approx(4.0)
     assert first.jobs == 2
+    second.leave()
+    assert first.update(HUNGRY) == 8.0
+    second.leave()
 
 
 def test_a_job_that_needs_little_leaves_the_rest(path):
     first, second = job_on(path), job_on(path)
     second.update(SATISFIED)
     assert first.update(HUNGRY) > 6.0
-
-
-def test_who_leaves_gives_back(path):
-    first, second = job_on(path), job_on(path)
-    second.update(HUNGRY)
-    first.update(HUNGRY)
-    second.leave()
-    assert first.update(HUNGRY) == 8.0
-    second.leave()
 
 
 def test_a_killed_job_gives_back(path, tmp_path):
@@ -109,47 +103,33 @@ def test_a_killed_job_gives_back(path, tmp_path):
         other.communicate(timeout=20)
 
 
-def test_another_process_with_the_same_number_is_not_that_job(path):
-    first = job_on(path)
-    first.update(HUNGRY)
-    entries = json.loads(path.read_text())
-    (entry,) = entries.values()
-    assert entry["pid"] == os.getpid()
-    entry["started"] = psutil.Process().create_time() - 1000.0
-    path.write_text(json.dumps({"other": entry}))
-    assert first.update(HUNGRY) == 8.0
-
-
-def test_a_job_that_is_silent_does_not_count(path):
+@pytest.mark.parametrize("name", ["started", "written"])
+def test_another_process_of_its_number_or_a_silent_one_does_not_count(name, path):
     first = job_on(path)
     first.update(HUNGRY)
     (entry,) = json.loads(path.read_text()).values()
-    path.write_text(json.dumps({"other": {**entry, "written": entry["written"] - 3600.0}}))
+    assert entry["pid"] == os.getpid()
+    path.write_text(json.dumps({"other": {**entry, name: entry[name] - 3600.0}}))
     assert first.update(HUNGRY) == 8.0
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"x": 1}', '{"x": {"pid": "y"}}'])
-def test_a_broken_file_is_begun_again(path, text):
-    path.write_text(text)
-    assert HostBudget(4.0, path, quotas={}).update(HUNGRY) == 4.0
+CPUS = {
+    "of their own": ([range(4), range(4, 8)], [4.0, 4.0], [1, 1]),
+    "the same": ([range(4), range(4), range(4, 8)], [2.0, 2.0, 4.0], [2, 2, 1]),
+    "through a third": (
+        [range(3), range(2, 5), range(4, 6), range(6, 8)],
+        [2.0, 2.0, 2.0, 2.0],
+        [3, 3, 3, 1],
+    ),
+    "one within all": ([range(8), [7]], [7.0, 1.0], [2, 2]),
+}
 
 
-def test_jobs_on_cpus_of_their_own_leave_each_other_alone(path):
-    jobs = [job_on(path, range(4)), job_on(path, range(4, 8))]
-    assert parts(jobs) == [4.0, 4.0]
-    assert [job.jobs for job in jobs] == [1, 1]
-
-
-def test_jobs_on_the_same_cpus_divide_them(path):
-    jobs = [job_on(path, range(4)), job_on(path, range(4)), job_on(path, range(4, 8))]
-    assert parts(jobs) == pytest.approx([2.0, 2.0, 4.0])
-    assert [job.jobs for job in jobs] == [2, 2, 1]
-
-
-def test_jobs_compete_through_a_third(path):
-    jobs = [job_on(path, cpus) for cpus in (range(3), range(2, 5), range(4, 6), range(6, 8))]
-    assert parts(jobs) == pytest.approx([2.0, 2.0, 2.0, 2.0])
-    assert [job.jobs for job in jobs] == [3, 3, 3, 1]
+@pytest.mark.parametrize(("cpus", "expected", "numbers"), CPUS.values(), ids=CPUS)
+def test_jobs_divide_the_cpus_for_which_they_compete(cpus, expected, numbers, path):
+    jobs = [job_on(path, each) for each in cpus]
+    assert parts(jobs) == pytest.approx(expected)
+    assert [job.jobs for job in jobs] == numbers
 
 
 @pytest.mark.parametrize("cpus", [(range(8), range(8)), (range(6), range(2, 8)), (range(8), [7])])
@@ -158,10 +138,6 @@ def test_the_parts_are_no_more_than_there_are(cpus, path):
     given = parts(jobs)
     assert sum(given) <= 8.0 + 1e-9
     assert all(part <= len(own) for part, own in zip(given, cpus, strict=True))
-
-
-def test_what_a_job_may_not_use_is_for_the_others(path):
-    assert parts([job_on(path), job_on(path, [7])]) == pytest.approx([7.0, 1.0])
 
 
 QUOTAS = {
@@ -313,6 +289,9 @@ BROKEN = {
     "infinite": "Infinity",
     "empty": "",
     "a list": "[1]",
+    "half": "{",
+    "a number": '{"x": 1}',
+    "no process": '{"x": {"pid": "y"}}',
 }
 
 
@@ -437,3 +416,71 @@ def test_an_entry_whose_process_tells_nothing_does_not_count(path, monkeypatch):
     monkeypatch.setattr(psutil.Process, "create_time", hides)
     job_on(path).leave()
     assert json.loads(path.read_text()) == {}
+
+
+# --- reading threads
+
+
+def reader(path, io_budget=None):
+    return job_on(path, io_budget=io_budget)
+
+
+def bounds(jobs, *needs):
+    """What each job has once all are there."""
+    for _ in range(2):
+        for job, own in zip(jobs, needs, strict=True):
+            job.update(HUNGRY, own)
+    return [job.reading_loaders for job in jobs]
+
+
+def test_without_a_budget_nobody_is_bounded(path):
+    assert bounds([reader(path), reader(path)], need(), need()) == [None, None]
+
+
+def test_a_budget_is_divided_by_what_the_devices_need_and_returns(path):
+    first, second = reader(path, 10), reader(path)
+    assert bounds([first, second], need(160.0), need(160.0)) == [5, 5]
+    assert bounds([first, second], need(80.0), need(20.0)) == [8, 2]
+    second.leave()
+    assert bounds([first], need()) == [10]
+
+
+def test_the_smallest_budget_counts(path):
+    assert sum(bounds([reader(path, 10), reader(path, 6)], need(), need())) == 6
+
+
+def test_a_budget_goes_with_who_gave_it(path):
+    """A job that computes has given it, and ends."""
+    reads, computes = reader(path), reader(path, 4)
+    assert bounds([reads, computes], need(), None) == [4, None]
+    computes.leave()
+    assert bounds([reads], need()) == [None]
+
+
+def test_a_job_that_computes_has_no_part_and_takes_none(path):
+    assert bounds([reader(path, 10), reader(path, 10)], need(), None) == [10, None]
+
+
+@pytest.mark.parametrize(("seconds", "counts"), [(15.0, True), (-45.0, False), (60.0, True)])
+def test_a_job_that_does_not_read_for_a_while_has_no_part_meanwhile(seconds, counts, path):
+    jobs = [reader(path, 10), reader(path, 10)]
+    assert bounds(jobs, need(), need(seconds=seconds)) == ([5, 5] if counts else [10, None])
+
+
+def test_a_budget_beyond_any_use_takes_no_time(path):
+    start = time.monotonic()
+    first, second = bounds([reader(path, 10**12), reader(path)], need(), need())
+    assert first == second >= 1000
+    assert time.monotonic() - start < 5.0
+
+
+def test_an_entry_says_everything_in_json(path):
+    entry = Entry(HUNGRY, 8.0, frozenset({0, 1}), need(), 12)
+    assert entry_of(json.loads(json.dumps(entry.to_dict())), path) == entry
+
+
+@pytest.mark.parametrize("reading", [{"threads": 1}, [1], 5, {**vars(need()), "threads": 0}])
+def test_needs_of_another_version_do_not_count(reading, path):
+    values = Entry(HUNGRY, 8.0, frozenset({0})).to_dict()
+    assert entry_of(values, path) is not None
+    assert entry_of({**values, "reading": reading}, path) is None

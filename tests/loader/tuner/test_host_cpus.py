@@ -41,20 +41,50 @@ def test_without_cgroups_the_affinity_counts(tmp_path):
     assert usable_cpus(tmp_path / "none", tmp_path / "nothing") == AFFINITY
 
 
-def test_version_2(tmp_path):
-    group(tmp_path / "own", cpu__max="50000 100000\n")
-    assert usable_cpus(tmp_path, membership(tmp_path, "0::/own\n")) == 0.5
+def quota_files(quota, version=2):
+    """The files of a group with a quota in microseconds of 100 ms."""
+    if version == 2:
+        return {"cpu__max": f"{quota} 100000\n"}
+    return {"cpu__cfs_quota_us": quota, "cpu__cfs_period_us": "100000"}
 
 
-def test_version_2_without_a_quota(tmp_path):
-    group(tmp_path / "own", cpu__max="max 100000\n")
-    assert usable_cpus(tmp_path, membership(tmp_path, "0::/own\n")) == AFFINITY
-
-
-def test_the_groups_around_count_too(tmp_path):
-    group(tmp_path / "pod", cpu__max="30000 100000\n")
-    group(tmp_path / "pod" / "own", cpu__max="80000 100000\n")
-    assert usable_cpus(tmp_path, membership(tmp_path, "0::/pod/own\n")) == 0.3
+@pytest.mark.parametrize(
+    ("groups", "text", "expected"),
+    [
+        pytest.param({"own": quota_files("50000")}, "0::/own\n", 0.5, id="version 2"),
+        pytest.param({"own": quota_files("max")}, "0::/own\n", AFFINITY, id="no quota"),
+        pytest.param({"own": {"cpu__max": "many\n"}}, "0::/own\n", AFFINITY, id="nonsense"),
+        pytest.param(
+            {"pod": quota_files("30000"), "pod/own": quota_files("80000")},
+            "0::/pod/own\n",
+            0.3,
+            id="the groups around count too",
+        ),
+        pytest.param(
+            {"cpu/own": quota_files("25000", 1)},
+            "3:memory:/else\n2:cpu:/own\n0::/\n",
+            0.25,
+            id="version 1",
+        ),
+        pytest.param(
+            {"cpu,cpuacct/own": quota_files("25000", 1)},
+            "3:memory:/else\n2:cpu,cpuacct:/own\n0::/\n",
+            0.25,
+            id="version 1, mounted with the account",
+        ),
+        pytest.param(
+            {"cpu/own": quota_files("-1", 1)}, "2:cpu:/own\n", AFFINITY, id="version 1, no quota"
+        ),
+        # the path in /proc/self/cgroup is that of the host, which is not mounted in a container
+        pytest.param(
+            {"cpu": quota_files("40000", 1)}, "2:cpu:/docker/1a2b\n", 0.4, id="in a container"
+        ),
+    ],
+)
+def test_quotas_of_groups_bound_the_cpus(groups, text, expected, tmp_path):
+    for folder, files in groups.items():
+        group(tmp_path / folder, **files)
+    assert usable_cpus(tmp_path, membership(tmp_path, text)) == expected
 
 
 def test_groups_are_told_apart_and_known_again(tmp_path):
@@ -72,29 +102,6 @@ def test_groups_are_told_apart_and_known_again(tmp_path):
     assert (
         one.items() > own_quotas(tmp_path / "pod" / "one", membership(tmp_path, "0::/\n")).items()
     )
-
-
-@pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])
-def test_version_1(tmp_path, mount):
-    group(tmp_path / mount / "own", cpu__cfs_quota_us="25000", cpu__cfs_period_us="100000")
-    text = f"3:memory:/else\n2:{mount}:/own\n0::/\n"
-    assert usable_cpus(tmp_path, membership(tmp_path, text)) == 0.25
-
-
-def test_version_1_without_a_quota(tmp_path):
-    group(tmp_path / "cpu" / "own", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
-    assert usable_cpus(tmp_path, membership(tmp_path, "2:cpu:/own\n")) == AFFINITY
-
-
-def test_in_a_container_the_root_is_the_own_group(tmp_path):
-    """The path in /proc/self/cgroup is that of the host, which is not mounted inside."""
-    group(tmp_path / "cpu", cpu__cfs_quota_us="40000", cpu__cfs_period_us="100000")
-    assert usable_cpus(tmp_path, membership(tmp_path, "2:cpu:/docker/1a2b\n")) == 0.4
-
-
-def test_nonsense_is_no_quota(tmp_path):
-    group(tmp_path / "own", cpu__max="many\n")
-    assert usable_cpus(tmp_path, membership(tmp_path, "0::/own\n")) == AFFINITY
 
 
 def test_idle_cpus_are_at_most_those_there_are():
@@ -119,30 +126,25 @@ def test_what_the_group_uses_is_not_idle(tmp_path, nobody_works):
     assert idle.read() == 0.0
 
 
-QUOTA = {"cpu__cfs_quota_us": "50000", "cpu__cfs_period_us": "100000"}
-A_LOT = str(10**18)
+QUOTA = quota_files("50000", 1)
 
 
-@pytest.mark.parametrize("path", ["own", "pod/own", ""])
+@pytest.mark.parametrize(
+    ("folder", "path"),
+    [("own", "own"), ("pod/own", "pod/own"), ("", ""), ("", "docker/1a2b")],
+    ids=["own", "in a pod", "root", "in a container"],
+)
 @pytest.mark.parametrize("account", ["cpu,cpuacct", "cpuacct"])
-def test_what_the_group_uses_is_not_idle_in_version_1(account, path, tmp_path, nobody_works):
+def test_what_the_group_uses_is_not_idle_in_version_1(
+    account, folder, path, tmp_path, nobody_works
+):
     mount = "cpu" if account == "cpuacct" else account
-    group(tmp_path / mount / path, **QUOTA)
-    used = group(tmp_path / account / path, cpuacct__usage="0")
+    group(tmp_path / mount / folder, **QUOTA)
+    used = group(tmp_path / account / folder, cpuacct__usage="0")
     text = f"4:{account}:/{path}\n" if mount == account else f"4:cpuacct:/{path}\n3:cpu:/{path}\n"
     idle = IdleCpus(tmp_path, membership(tmp_path, text))
     assert idle.read() == pytest.approx(0.5)
-    group(used, cpuacct__usage=A_LOT)
-    assert idle.read() == 0.0
-
-
-def test_in_a_container_the_account_is_that_of_the_root(tmp_path, nobody_works):
-    group(tmp_path / "cpu", **QUOTA)
-    used = group(tmp_path / "cpuacct", cpuacct__usage="0")
-    text = "4:cpuacct:/docker/1a2b\n3:cpu:/docker/1a2b\n"
-    idle = IdleCpus(tmp_path, membership(tmp_path, text))
-    assert idle.read() == pytest.approx(0.5)
-    group(used, cpuacct__usage=A_LOT)
+    group(used, cpuacct__usage=str(10**18))
     assert idle.read() == 0.0
 
 

@@ -161,7 +161,7 @@ def test_every_step_keeps_the_part_also_while_a_move_is_prepared(clock):
     controller = session.controller = FixedController(LoaderPlan(2, 2))
     parts = []
     controller.set_cpus = parts.append
-    session._preparation = NeverReady(), None
+    session.change = NeverReady(), None
     for _ in range(30):
         clock.now += 20.0
         session.after_step(20.0, 1.0, 1)

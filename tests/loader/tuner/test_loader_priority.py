@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from keras_het.loader.host import priority
-from keras_het.loader.host.priority import ForeignLoad, LoaderPriority
+from keras_het.loader.host.threads import ForeignLoad, LoaderPriority
 
 BUSY, QUIET = (2.0, 0.0), (0.0, 3.0)  # CPUs of others and idle ones, of four
 ENDS = [QUIET, *[BUSY] * 6]  # threads gave way, and do no longer
@@ -90,10 +89,10 @@ class System:
 
     def __init__(self, monkeypatch):
         self.now, self.cpu, self.processes = 0.0, [], {}
-        monkeypatch.setattr(priority.psutil, "cpu_times", lambda percpu: self.cpu)
-        monkeypatch.setattr(priority.psutil, "Process", self.process)
-        monkeypatch.setattr(priority, "own_cpus", lambda: frozenset({0, 2}))
-        monkeypatch.setattr(priority.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(psutil, "cpu_times", lambda percpu: self.cpu)
+        monkeypatch.setattr(psutil, "Process", self.process)
+        monkeypatch.setattr("keras_het.loader.host.threads.own_cpus", lambda: frozenset({0, 2}))
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
     def process(self, pid):
         if pid not in self.processes:
@@ -136,7 +135,7 @@ def test_a_system_that_tells_nothing(monkeypatch):
     load = ForeignLoad()
     system.at(101.0, [IDLE], own=6.0)
     assert load.read() is None
-    monkeypatch.setattr(priority.psutil, "cpu_times", raise_runtime_error)
+    monkeypatch.setattr(psutil, "cpu_times", raise_runtime_error)
     assert load.read() is None
 
 

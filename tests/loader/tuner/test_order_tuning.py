@@ -118,6 +118,15 @@ def in_effect(preparation):
     raise TimeoutError("A preparation did not come to its end.")
 
 
+def go_on_until_moved(worker, iterator, knobs, executor):
+    """Returns the number of steps that it took."""
+    preparation, steps = worker.tuning.prepare(knobs, executor), 0
+    while not in_effect(preparation):
+        assert next(iterator) is not None
+        steps += 1
+    return steps
+
+
 def run(build, moves, executor, epochs=EPOCHS):
     """Rows and sizes of all steps, and how many moves came into effect."""
     workers = make_workers(build, COUNTS, WEIGHTS)
@@ -246,9 +255,7 @@ def test_the_pool_and_the_calls_are_those_of_the_knobs(executor):
     )
     iterator = iter(worker)
     next(iterator)
-    preparation = worker.tuning.prepare(Knobs(6, 2, 3), executor)
-    while not in_effect(preparation):
-        next(iterator)
+    go_on_until_moved(worker, iterator, Knobs(6, 2, 3), executor)
     assert worker.form.autotuned_calls == 6
     assert worker.form.options.threading.private_threadpool_size == 3
     assert len(worker.tuning.threads.ids) >= 3

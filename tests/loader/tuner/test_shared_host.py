@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import sys
 from pathlib import Path
 
@@ -67,8 +66,8 @@ def make_session(tmp_path, monkeypatch):
     monkeypatch.setattr(host_share, "_SECONDS_BETWEEN_UPDATES", 0.0)
     sessions = []
 
-    def make(controller):
-        budget = HostBudget(CPUS, tmp_path / "loaders.json", range(8), quotas={})
+    def make(controller, io_budget=None):
+        budget = HostBudget(CPUS, tmp_path / "loaders.json", range(8), io_budget, {})
         session = TuningSession(lambda plan, cpus, most: controller, budget=budget)
         sessions.append(session)
         return session
@@ -88,12 +87,9 @@ def begun(session, threads=2):
     return session
 
 
-def test_the_scripted_controller_is_one():
-    assert isinstance(Scripted(LoaderPlan(2, 2)), LoaderController)
-
-
 def test_a_job_has_the_host_until_another_comes_and_again_when_it_goes(make_session):
     controllers = [Scripted(LoaderPlan(2, 2)) for _ in range(2)]
+    assert isinstance(controllers[0], LoaderController)
     first, second = (begun(make_session(controller)) for controller in controllers)
     first.after_step(SECONDS_OF_A_WINDOW, 0.5, 1)
     assert controllers[0].cpus == [CPUS]
@@ -147,8 +143,8 @@ def test_loaders_go_when_another_job_starts(make_session):
             if session.moves:
                 break
             session.after_step(step, 0.6 * step, 1)
-            if session._building is not None:
-                concurrent.futures.wait([session._building[2]], timeout=60)
+            if session.change is not None:
+                session.change[0].wait(60)
 
     train_until_it_moves(200)
     assert session.moves == [], "alone, it has them all"
@@ -160,6 +156,34 @@ def test_loaders_go_when_another_job_starts(make_session):
     assert move.plan == LoaderPlan(4, 2)
     assert "CPUs are busy" in move.plan.reason
     assert session.pipeline.knobs.threads == 4
+
+
+def test_reading_threads_are_divided_by_need_and_return(make_session):
+    """The loaders of both jobs only wait, and a device that waits more needs more of them."""
+    controllers = [TunerController(LoaderPlan(8, 2), CPUS, max_loaders=8) for _ in range(2)]
+    sessions = [begun(make_session(each, io_budget=10), threads=8) for each in controllers]
+    for session in sessions:
+        session._host = BusyHost(0.0, SECONDS_OF_A_WINDOW)
+
+    def is_divided():
+        parts = [session.share.reading_loaders or 0 for session in sessions]
+        threads = [session.pipeline.knobs.threads for session in sessions]
+        return sum(parts) == 10 and parts[0] > parts[1] and threads[1] <= parts[1] < 8
+
+    def train_until(condition, waits):
+        for _ in range(100):
+            for session, wait in waits:
+                session.after_step(0.1, wait, 1)
+                if session.change is not None:
+                    session.change[0].wait(60)
+            if condition():
+                return True
+        return False
+
+    waits = list(zip(sessions, (0.09, 0.05), strict=True))
+    assert train_until(is_divided, waits)
+    sessions[0].close()
+    assert train_until(lambda: sessions[1].share.reading_loaders == 10, waits[1:])
 
 
 def test_a_file_that_cannot_be_written_leaves_each_job_alone(make_session, caplog):

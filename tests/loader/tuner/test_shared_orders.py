@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
-from test_order_tuning import COUNTS, FIRST, in_effect, repeated, row, shuffled
+from test_order_tuning import COUNTS, FIRST, go_on_until_moved, in_effect, repeated, row, shuffled
 from test_order_tuning import executor as executor  # a fixture
 from workers import Schedule, _one_step, collect
 
@@ -76,11 +76,7 @@ def test_an_iterator_that_starts_late_has_the_number_of_its_order(executor):
     collect([iter(other)], (COUNTS[0],))
     assert next(late) is not None
     assert late.pass_number == 3  # the evaluation had the order after its own
-    preparation = worker.tuning.prepare(Knobs(1, 1, 3), executor)
-    steps = 1
-    while not in_effect(preparation):
-        assert next(late) is not None
-        steps += 1
+    steps = 1 + go_on_until_moved(worker, late, Knobs(1, 1, 3), executor)
     rest = collect([late], (COUNTS[0],))[1]
     assert steps + len(rest) == len(first)
 
@@ -109,9 +105,7 @@ def test_orders_that_are_not_known_are_refused(is_built, executor):
     ((worker, _), _) = inputs(repeated, is_built)
     iterator = iter(worker)
     next(iterator), next(iterator)
-    running = worker.tuning.prepare(Knobs(1, 1, 3), executor)
-    while not in_effect(running):
-        next(iterator)
+    go_on_until_moved(worker, iterator, Knobs(1, 1, 3), executor)
     later = iter(worker)  # the one before is left half-way
     next(later), next(later)
     running = worker.tuning.prepare(Knobs(1, 1, 2), executor)
@@ -136,9 +130,7 @@ def test_a_move_writes_no_warning(executor, caplog):
     iterator = iter(worker)
     next(iterator)
     for threads in (3, 4):
-        running = worker.tuning.prepare(Knobs(1, 1, threads), executor)
-        while not in_effect(running):
-            next(iterator)
+        go_on_until_moved(worker, iterator, Knobs(1, 1, threads), executor)
         assert worker.form.options.threading.private_threadpool_size == threads
     assert "private_threadpool_size" not in caplog.text
 
