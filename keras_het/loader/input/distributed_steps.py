@@ -253,7 +253,7 @@ class DistributedSteps(adapter.DistributedDataset):
         while first is True and not run.ended:
             run.leave_out(1)
         run.leave_out(0 if first is True else int(first))
-        self._let_go_by(others)
+        advance(self._ordered_data(), others)
 
     def _open(self, number: int) -> DataPass:
         run, self._looked_at = self._looked_at, None
