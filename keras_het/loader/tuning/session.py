@@ -124,7 +124,6 @@ class TuningSession:
         self._host = HostSums()
         self._reading = ReadingJob()
         self._steps = self._steps_before = 0
-        self._epochs = 0
         self._built: dict[Knobs, adapter.Dataset] = {}
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
         self.job: JobModel | None = None
@@ -132,27 +131,24 @@ class TuningSession:
         self._first_knobs: Knobs | None = None
         self._end = PassEnd()
         self._reports = KeptReports(self._read_report)
-        self._epochs_begun = 0
+        self._epochs = 0
 
     def begin_epoch(self, steps: int | None) -> None:
         """Record the start of an epoch, before its first step."""
         self._end.begin(steps)
         self._steps_before = self._steps
-        self._epochs_begun += 1
-        if self._epochs_begun == 2:
-            # an iterator of cache().repeat() persists over epochs: no other one tells
-            self._freeze_if_cached()
+        self._epochs += 1
+        current = self.pipeline.current if self.pipeline is not None else None
+        if self._epochs == 2 and current is not None and has_memory_cache(current):
+            # a handover would empty a cache that is full by now
+            self._only_observe("its cache in memory is full after the first epoch")
 
     def open(self, iterator: Iterator[StepInput]) -> LiveIterator:
         """Begin to read an iterator that the training loop was given."""
         if self.live is not None:
             self._pause(_STEPS_TO_START)
             self.live.release()
-        self._epochs += 1
-        live = LiveIterator(iterator, self.nice)
-        self.live = live
-        if self._epochs == 2:
-            self._freeze_if_cached()
+        self.live = live = LiveIterator(iterator, self.nice)
         order = _order_of(iterator)
         if order is not None:
             if order is not self.order:
@@ -327,11 +323,6 @@ class TuningSession:
             self._only_observe(str(error))
         else:
             self.has_changed = True
-
-    def _freeze_if_cached(self) -> None:
-        # a handover would empty a cache that is full by now
-        if self.pipeline is not None and has_memory_cache(self.pipeline.current):
-            self._only_observe("its cache in memory is full after the first epoch")
 
     def _only_observe(self, reason: str) -> None:
         if self.observes_only is None:

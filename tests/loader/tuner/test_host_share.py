@@ -50,6 +50,12 @@ def clock():
     return Clock()
 
 
+def session_of(budget, clock):
+    session = TuningSession(lambda plan, cpus, most: FixedController(plan))
+    session.share = CpuPart(budget, clock)
+    return session
+
+
 def test_models_are_written_once_a_second(clock):
     budget = Budget(clock)
     share = CpuPart(budget, clock)
@@ -79,23 +85,14 @@ def test_what_cannot_be_announced_is_said_once_by_the_first_update(clock, caplog
     assert len(caplog.messages) == 1 and "disk is full" in caplog.text
 
 
-def test_a_session_announces_its_job_with_the_first_batch(clock):
-    budget = Budget(clock)
-    session = TuningSession(lambda plan, cpus, most: FixedController(plan))
-    session.share = CpuPart(budget, clock)
-    session.open(iter(pipeline(lambda knobs: tf.data.Dataset.range(9).batch(3))))
-    assert budget.written == [1000.0]
-    session.close()
-
-
-def test_threads_give_way_to_the_jobs_that_share_the_host(clock):
+def test_a_session_announces_its_job_and_gives_way_to_those_that_share_the_host(clock):
     budget = Budget(clock)
     budget.processes = frozenset({7})
     friends = []
-    session = TuningSession(lambda plan, cpus, most: FixedController(plan))
-    session.share = CpuPart(budget, clock)
+    session = session_of(budget, clock)
     session._priority = SimpleNamespace(value=0, observe=friends.append)
     session.open(iter(pipeline(lambda knobs: tf.data.Dataset.range(9).batch(3))))
+    assert budget.written == [1000.0], "before the first batch"
     for _ in range(3):
         session.after_step(2.0, 0.0, 1)
     assert set(friends) == {frozenset({7})}
@@ -155,8 +152,7 @@ class NeverReady:
 
 def test_every_step_keeps_the_part_also_while_a_move_is_prepared(clock):
     budget = Budget(clock)
-    session = TuningSession(lambda plan, cpus, most: FixedController(plan))
-    session.share = CpuPart(budget, clock)
+    session = session_of(budget, clock)
     session.share.update(JOB)
     controller = session.controller = FixedController(LoaderPlan(2, 2))
     parts = []
