@@ -80,7 +80,7 @@ def serve_parameters(options: argparse.Namespace) -> int:
     # imported late: TensorFlow takes seconds, and reads the environment
     import keras
 
-    from keras_het.rpc.admission import read_secret
+    from keras_het.rpc.secret import read_secret
     from keras_het.rpc.server import ServerStartError
     from keras_het.strategy.cluster.cluster_config import read_cluster_config
 

@@ -1,4 +1,4 @@
-"""Admission to a service: a shared secret, the same model, and a token in each request."""
+"""Admission to a service: a credential of secret and model, and a token in each request."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import enum
 import hashlib
 import hmac
 import json
-import os
 import secrets
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import tensorflow as tf
 
-SECRET_VARIABLE = "KERAS_HET_SERVICE_SECRET"
-SECRET_FILE_VARIABLE = "KERAS_HET_SERVICE_SECRET_FILE"
 LONGEST_AGE_SECONDS = 600.0
 """Largest difference between the times of a token and of the server, in both directions."""
 _TIME_DIGITS, _CODE_DIGITS = 16, 19
@@ -40,26 +36,6 @@ DIVERGED = (
     "which the center would not be. Its training has diverged: lower the learning rate. "
     "keras.callbacks.TerminateOnNaN ends it."
 )
-
-
-def read_secret(environ: Mapping[str, str] | None = None) -> bytes:
-    """Read the shared secret from the environment or a file; never from a command line."""
-    environ = os.environ if environ is None else environ
-    text, path = environ.get(SECRET_VARIABLE, ""), environ.get(SECRET_FILE_VARIABLE, "")
-    if bool(text) == bool(path):
-        given = "both" if text else "neither"
-        raise ValueError(
-            "The parameter service needs one shared secret, the same for all tasks. Received: "
-            f"{given} of {SECRET_VARIABLE} and {SECRET_FILE_VARIABLE}. Set one of them, for "
-            f"example {SECRET_FILE_VARIABLE} to a file with the output of `openssl rand -hex 32`."
-        )
-    secret = text.encode() if text else Path(path).read_bytes().strip()
-    if len(secret) < 16:
-        raise ValueError(
-            f"The shared secret must have at least 16 bytes. Received: {len(secret)} bytes. "
-            "`openssl rand -hex 32` makes a good one."
-        )
-    return secret
 
 
 def model_fingerprint(

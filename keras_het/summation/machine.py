@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from keras_het.rpc.admission import Gate, Status, credential, model_fingerprint, read_secret
+from keras_het.rpc.admission import Gate, Status, credential, model_fingerprint
 from keras_het.rpc.channel import FunctionClient, NoAnswerError
+from keras_het.rpc.secret import read_secret
 from keras_het.rpc.server import FunctionServer, ServerStartError
 from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
 from keras_het.summation.service import SummationService, summation_credential

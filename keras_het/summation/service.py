@@ -7,13 +7,8 @@ import uuid
 
 import tensorflow as tf
 
-from keras_het.rpc.admission import (
-    Gate,
-    Status,
-    credential,
-    model_fingerprint,
-    read_secret,
-)
+from keras_het.rpc.admission import Gate, Status, credential, model_fingerprint
+from keras_het.rpc.secret import read_secret
 from keras_het.rpc.server import FunctionServer, hello_function
 from keras_het.value_types import Nest
 

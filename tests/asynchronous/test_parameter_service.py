@@ -28,7 +28,7 @@ from keras_het.asynchronous.rules import (
     ElasticAveraging,
     RoundRobinEASGD,
 )
-from keras_het.rpc.admission import read_secret
+from keras_het.rpc.secret import read_secret
 
 SHAPES = ((3, 4), (5,), ())
 PARTITIONS = Partitions(SHAPES, partition_size=7)  # 18 elements: three of six

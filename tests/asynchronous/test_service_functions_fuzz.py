@@ -32,7 +32,7 @@ from keras_het.asynchronous.parameter_service.sample_ledger import (
     TrainingFacts,
 )
 from keras_het.asynchronous.rules import AsyncSGD, Signal
-from keras_het.rpc.admission import LONGEST_AGE_SECONDS, SECRET_VARIABLE, Gate, token
+from keras_het.rpc.admission import LONGEST_AGE_SECONDS, Gate, token
 from keras_het.rpc.channel import (
     FunctionClient,
     LocalChannel,
@@ -40,6 +40,7 @@ from keras_het.rpc.channel import (
     error_of,
 )
 from keras_het.rpc.links import serve_messages
+from keras_het.rpc.secret import SECRET_VARIABLE
 from keras_het.rpc.server import FunctionServer, hello_function
 from keras_het.summation.machine import GroupSize
 from keras_het.summation.service import SummationService

@@ -21,7 +21,7 @@ from keras_het.asynchronous.parameter_service import (
 from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH, TrainingFacts
 from keras_het.asynchronous.rules import ElasticAveraging, UpdateRule, serialize
 from keras_het.loader.input.data_pass import Claims
-from keras_het.rpc.admission import read_secret
+from keras_het.rpc.secret import read_secret
 from keras_het.rpc.vector import LARGEST_MESSAGE_BYTES, PartitionedVector, shared_variables
 from keras_het.strategy.cluster.cluster_config import config_of
 from keras_het.training_strategy import TrainingStrategy

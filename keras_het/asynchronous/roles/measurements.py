@@ -12,9 +12,10 @@ import keras
 import numpy as np
 
 from keras_het.asynchronous.exchange.participant import ModelVectors
-from keras_het.rpc.admission import Gate, credential, read_secret
+from keras_het.rpc.admission import Gate, credential
 from keras_het.rpc.channel import FunctionClient
 from keras_het.rpc.links import measure_link, send_message, serve_messages
+from keras_het.rpc.secret import read_secret
 from keras_het.rpc.server import FunctionServer
 from keras_het.strategy.cluster.cluster_config import config_of
 from keras_het.strategy.measure.compute_times import StepTimes

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from keras_het.launch.doctor import addresses
 from keras_het.launch.doctor.facts import Facts, Finding, fault, note, ok, warning
-from keras_het.rpc.admission import read_secret
+from keras_het.rpc.secret import read_secret
 from keras_het.strategy.cluster.cluster_address import places_of
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG, ClusterConfig
 
@@ -153,7 +153,6 @@ def proxies(facts: Facts) -> Iterator[Finding]:
 
 
 def _own_addresses(facts: Facts) -> dict[str, str]:
-    """Where this process has to listen, by the name of what does."""
     config = facts.cluster
     if config is None or config.task_type not in _LISTENING_JOBS:
         return {}

@@ -13,16 +13,10 @@ import tensorflow as tf
 
 from keras_het.launch.doctor.addresses import LISTENS, reach
 from keras_het.launch.doctor.tensorflow_facts import say
-from keras_het.rpc.admission import (
-    SECRET_FILE_VARIABLE,
-    SECRET_VARIABLE,
-    Gate,
-    Status,
-    credential,
-    read_secret,
-)
+from keras_het.rpc.admission import Gate, Status, credential
 from keras_het.rpc.channel import FunctionClient, NoAnswerError
 from keras_het.rpc.links import measure_link, send_message, serve_messages
+from keras_het.rpc.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, read_secret
 from keras_het.rpc.server import FunctionServer, ServerStartError
 
 _STATUS = tf.TensorSpec([], tf.int32)
