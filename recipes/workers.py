@@ -12,8 +12,8 @@ from rich.console import Console
 
 from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.failure_report import describe_failures
-from keras_het.launch.local.line_splitter import OutputLine
 from keras_het.launch.local.local_cluster import LocalCluster
+from keras_het.launch.local.worker_process import OutputLine
 
 ENVIRONMENT = {
     "KERAS_BACKEND": "tensorflow",

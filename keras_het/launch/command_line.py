@@ -14,10 +14,9 @@ from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to, public_addr
 from keras_het.launch.local.display import Display, WorkerLogs
 from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.failure_report import describe_failures, first_to_fail
-from keras_het.launch.local.line_splitter import OutputLine
 from keras_het.launch.local.local_cluster import LocalCluster
 from keras_het.launch.local.worker_environment import secret_names
-from keras_het.launch.local.worker_process import Stream, WorkerResult, signal_name
+from keras_het.launch.local.worker_process import OutputLine, Stream, WorkerResult, signal_name
 
 _KEEP_LINES = 2000
 _WRONG_USAGE = 2

@@ -139,7 +139,6 @@ def _read(
 
 
 def _name_and_path(argument: str) -> tuple[str, str, bool]:
-    """Return name, path, and whether the user gave the name."""
     name, equals, path = argument.partition("=")
     # such as data/date=2024-01-01/train-*, which may also be remote (gs://...)
     # (not Path.glob, which raises for some names)

@@ -122,11 +122,7 @@ class Run:
 def read_log(
     log_dir: str | os.PathLike[str], unreadable: dict[str, str] | None = None
 ) -> list[Run]:
-    """Read the logs of all trainings below a directory, sorted by name.
-
-    Other files are not opened, nor are event files of other writers. A damaged record costs itself
-    only, and the run's `messages` say so.
-    """
+    """Read the logs of all trainings below a directory, by name; damage costs itself only."""
     root = os.fspath(log_dir)
     if not tf.io.gfile.isdir(root):
         raise FileNotFoundError(f"There is no log directory. Received: log_dir={root!r}.")

@@ -164,7 +164,11 @@ class EventLog:
 
     def _write_block(self, first_step: int, values: Any) -> None:
         if self._steps_in_file and self._steps_in_file + len(values) > self._segment_steps:
-            self._next_file()
+            self._flush()
+            if self._file is not None:
+                self._raw[self._file.path] = self._steps_in_file
+            self._release()
+            self._thin_old()
         self._write(first_step, {log_format.STEPS: values})
         self._steps_in_file += len(values)
 
@@ -203,13 +207,6 @@ class EventLog:
             first.append(Value(log_format.PLAN, step, now, self._plan))
         self._file.write(first)
 
-    def _next_file(self) -> None:
-        self._flush()
-        if self._file is not None:
-            self._raw[self._file.path] = self._steps_in_file
-        self._release()
-        self._thin_old()
-
     def _thin_old(self) -> None:
         """Leave room for a file's steps in what is kept one by one."""
         room = max(self._keep_steps - self._segment_steps, 0)
@@ -221,7 +218,6 @@ class EventLog:
 
 
 def _raw_steps_in(path: str) -> int:
-    """How many steps an event file holds one by one."""
     return sum(len(each.value) for each in _readable(path) if each.tag == log_format.STEPS)
 
 
@@ -251,19 +247,14 @@ def _readable(path: str) -> list[Value]:
 
 
 def _thinned(values: Sequence[Value], every: int) -> list[Value]:
-    """The values of a file with its steps thinned, in the order of time."""
     kept = list(_thinned_steps([each for each in values if each.tag == log_format.STEPS], every))
     last: dict[tuple[str, int], Value] = {}
     for each in values:
-        if each.tag in _THINNED_AS_THEY_ARE or _is_thinned(each.tag):
+        if each.tag in _THINNED_AS_THEY_ARE or log_format.steps_per_row(each.tag) > 1:
             kept.append(each)
         elif each.tag != log_format.STEPS:
             last[each.tag, each.step // every] = each
     return sorted([*kept, *last.values()], key=lambda each: each.time)
-
-
-def _is_thinned(tag: str) -> bool:
-    return log_format.steps_per_row(tag) > 1
 
 
 def _thinned_steps(blocks: Sequence[Value], every: int) -> Iterator[Value]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import logging
 import math
 import platform
@@ -19,7 +20,6 @@ import numpy as np
 from keras_het.cgroups import CGROUPS
 from keras_het.planning.diagnosis.recording import HARDWARE
 from keras_het.telemetry.host_values import HostValues
-from keras_het.telemetry.nvml import Nvml, NvmlMissingError, code_of, number_of
 
 Samples = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -27,16 +27,20 @@ _CPUINFO = Path("/proc/cpuinfo")
 _NOT_SUPPORTED, _FUNCTION_NOT_FOUND = 3, 13
 _LOST = (15, 16)  # NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED
 _CLOCK_SM, _SENSOR_GPU = 1, 0
+_NOT_LOADED = 9  # NVML_ERROR_DRIVER_NOT_LOADED
+_LIBRARY_NOT_FOUND = 12
+_VERSION_MISMATCH = 18
+_FIXES = {
+    _NOT_LOADED: "The driver is installed but not loaded: run `nvidia-smi` as root, or restart.",
+    _LIBRARY_NOT_FOUND: "Install NVIDIA's driver, or start the container with its GPUs "
+    "(docker run --gpus all).",
+    _VERSION_MISMATCH: "The driver was updated while its old kernel module runs: restart.",
+}
 _logger = logging.getLogger("keras_het")
 
 
 class HardwareSampler:
-    """Samples the hardware of one worker process.
-
-    It starts no thread and waits for nothing: whoever wants samples calls `sample`, from one thread
-    at a time. Without GPUs a sample takes about 0.6 ms. What cannot be known is NaN, and a reason
-    that somebody can remove is one warning.
-    """
+    """Samples the hardware of one worker process; what cannot be known is NaN."""
 
     def __init__(
         self,
@@ -118,7 +122,6 @@ def _open_nvml(devices: Sequence[str]) -> Nvml | None:
 
 
 def _handles(nvml: Nvml, devices: Sequence[str]) -> dict[str, Any]:
-    """NVML's handles of the devices that are GPUs, and known."""
     logical = tensorflow_gpus()
     # the first fits a GPU, the second a part of one
     asked = ([f"{kind}-{name}" for kind in ("GPU", "MIG")] for name in cuda_uuids())
@@ -187,7 +190,8 @@ class GpuValues:
     def __init__(self, nvml: Nvml, device: Any, name: str) -> None:
         self._nvml = nvml
         self._device = device
-        self._whole = nvml.whole_of(device)
+        whole = nvml.ask("DeviceGetDeviceHandleFromMigDeviceHandle", device)
+        self._whole = device if whole is None else whole  # of a part of a GPU
         self._name = name
         self._unsupported: set[str] = set()
         self._is_lost = False
@@ -243,3 +247,85 @@ class GpuValues:
                 self._name,
                 error,
             )
+
+
+class NvmlMissingError(RuntimeError):
+    """NVIDIA's management library does not answer; the text says how to change that."""
+
+
+class Nvml:
+    """An open management library."""
+
+    def __init__(self, module: Any = None) -> None:
+        try:
+            self.module: Any = module or importlib.import_module("pynvml")
+        except ImportError as error:
+            raise NvmlMissingError(
+                f"NVIDIA's management library cannot be asked ({error}). Install nvidia-ml-py."
+            ) from error
+        try:
+            self.module.nvmlInit()
+        except self.module.NVMLError as error:
+            fix = _FIXES.get(code_of(error), "See what `nvidia-smi` says.")
+            raise NvmlMissingError(
+                f"NVIDIA's management library does not answer ({error}). {fix}"
+            ) from error
+        self._is_open = True
+
+    def ask(self, function: str, *arguments: Any) -> Any:
+        """Call a function of the library; None if it gives no answer."""
+        for name in function.split("|"):
+            try:
+                return text_of(getattr(self.module, f"nvml{name}")(*arguments))
+            except (AttributeError, self.module.NVMLError):
+                continue
+        return None
+
+    def gpus(self) -> list[Any]:
+        """Return the handles of all GPUs in PCI bus order, those that are lost as None."""
+        return [
+            self.ask("DeviceGetHandleByIndex", index)
+            for index in range(self.ask("DeviceGetCount") or 0)
+        ]
+
+    def parts_of(self, gpu: Any) -> list[Any]:
+        """Return the handles of a GPU's MIG devices, none if it is not divided."""
+        modes = self.ask("DeviceGetMigMode", gpu)
+        if not modes or modes[0] != 1:
+            return []
+        places = range(self.ask("DeviceGetMaxMigDeviceCount", gpu) or 0)
+        parts = [self.ask("DeviceGetMigDeviceHandleByIndex", gpu, place) for place in places]
+        return [part for part in parts if part is not None]
+
+    def name_of(self, device: Any) -> str:
+        """Return the product's name, empty if it is hidden."""
+        return str(self.ask("DeviceGetName", device) or "")
+
+    def memory_of(self, device: Any) -> Any:
+        """Return the memory of a device, with `total` and `used` in bytes; None if unknown."""
+        # the older form of the question counts what the driver reserves for itself as used
+        version = getattr(self.module, "nvmlMemory_v2", None)
+        found = None if version is None else self.ask("DeviceGetMemoryInfo", device, version)
+        return self.ask("DeviceGetMemoryInfo", device) if found is None else found
+
+    def close(self) -> None:
+        """Give the library back; a second call does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self.ask("Shutdown")
+
+
+def code_of(error: Any) -> int:
+    """Return NVML's number of an error, 0 if it has none."""
+    value = getattr(error, "value", 0)
+    return value if isinstance(value, int) else 0
+
+
+def text_of(answer: Any) -> Any:
+    """Return bytes, which older versions of `pynvml` give, as text, and all else as it is."""
+    return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
+
+
+def number_of(answer: Any, factor: float = 1.0) -> float:
+    """Return an answer in another unit, NaN if there is none."""
+    return math.nan if answer is None else float(answer) * factor

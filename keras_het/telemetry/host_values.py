@@ -61,7 +61,6 @@ class HostValues:
         return {name: value for name, value in values.items() if not math.isnan(value)}
 
     def _totals(self, limited: Iterable[Path]) -> dict[str, float]:
-        """What has been used since the start of the process, the group or the machine."""
         totals = {
             "seconds": time.monotonic(),
             "process.cpu": time.process_time(),
@@ -103,7 +102,6 @@ class HostValues:
 
 
 def _rates(rise: Mapping[str, float], quotas: Mapping[Path, float]) -> dict[str, float]:
-    """What was used each second, given what was used since the last sample."""
     seconds = rise.get("seconds", 0.0)
     if seconds <= 0:
         return {}

@@ -43,7 +43,7 @@ class StepRecorder:
         self._steps = np.zeros(0, np.int64)
         self._rows = np.zeros((0, PARTS, len(devices)), np.float32)
         self._samples: deque[tuple[int, np.ndarray]] = deque(maxlen=_KEPT_SAMPLES)
-        self._epoch_start = self._first = 0
+        self._epoch_start = self.first_step = 0
         self._taken = -1
 
     def begin(self, step: int) -> None:
@@ -51,13 +51,8 @@ class StepRecorder:
         self._phases.read_new()
         # Row k of the ring is the step before; the last one of an earlier `fit` comes first.
         self.offset = step - self._phases.count
-        self._epoch_start = self._first = step
+        self._epoch_start = self.first_step = step
         self._taken = step - 1
-
-    @property
-    def first_step(self) -> int:
-        """Number of the first step of this `fit`."""
-        return self._first
 
     @property
     def next_step(self) -> int:
@@ -68,7 +63,7 @@ class StepRecorder:
         """Start the step clock and the epoch's averages again."""
         seconds = self._phases.restart_clock()
         self._epoch_start = self.next_step
-        if self._epoch_start == self._first:
+        if self._epoch_start == self.first_step:
             return None
         self.pauses.append((self._epoch_start, seconds))
         return self.pauses[-1]
@@ -83,7 +78,7 @@ class StepRecorder:
             unknown = ~rows[:, :4].any(axis=1, keepdims=True)
             rows = np.where(unknown, np.nan, rows)
             numbers = np.arange(len(rows)) + first + self.offset
-            own = numbers >= self._first
+            own = numbers >= self.first_step
             self._steps = np.concatenate([self._steps, numbers[own]])[-_KEPT_STEPS:]
             self._rows = np.concatenate([self._rows, rows[own]])[-_KEPT_STEPS:]
 
@@ -103,7 +98,7 @@ class StepRecorder:
     def sample(self) -> tuple[int, np.ndarray] | None:
         """Keep what was sampled last on all workers."""
         count = self._phases.count
-        if count + self.offset <= self._first:
+        if count + self.offset <= self.first_step:
             return None
         step, samples = count + self.offset, self._phases.samples()
         # A replica of a group that this worker does not sum with has zeros, also for its CPUs.
@@ -113,10 +108,7 @@ class StepRecorder:
         return step, samples
 
     def complete(self, strategy: TrainingStrategy) -> None:
-        """Fill in the latest steps of workers that no collective of a step joins.
-
-        Every worker must call it between the same two steps.
-        """
+        """Fill in others' latest steps; every worker must call it between the same two steps."""
         self.read()
         own = np.zeros([1, _COMPLETED_STEPS, *self._rows.shape[1:]])
         with self._lock:
@@ -211,10 +203,7 @@ def devices_of(strategy: TrainingStrategy, models: Sequence[str]) -> list[Device
 
 
 class Background:
-    """A thread that calls a function again and again until it is stopped.
-
-    An error in it ends the calls with one warning, not the training.
-    """
+    """A thread that calls a function until it is stopped; an error is one warning and ends it."""
 
     def __init__(self, work: Callable[[], None], interval_seconds: float) -> None:
         self._work, self._interval_seconds = work, interval_seconds

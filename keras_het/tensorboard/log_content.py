@@ -160,7 +160,6 @@ def _first(messages: dict[str, None]) -> tuple[str, ...]:
 
 
 def _undamaged(values: Iterable[Value], messages: dict[str, None]) -> list[Value]:
-    """Return the values that can be read, and note which cannot."""
     kept: list[Value] = []
     damaged: dict[str, list[int]] = {}
     for each in values:
@@ -278,7 +277,6 @@ def _hardware(values: Sequence[Value], columns: _Columns) -> dict[str, Any]:
 def _pipeline(
     values: Sequence[Value], setup: tuple[float, Setup], messages: dict[str, None]
 ) -> tuple[PipelineRecord | None, tuple[tuple[int, bytes], ...]]:
-    """Return the plan of the latest setup, if it has one, and the passes measured with it."""
     plans = _parsed(values, log_format.PLAN, functools.cache(parse_plan), messages)
     if not plans or plans[-1].time < setup[0]:
         return None, ()

@@ -32,10 +32,7 @@ Parse = Callable[[bytes], Any]
 
 
 def records(content: bytes) -> tuple[list[tuple[Span, bytes]], list[Span]]:
-    """Return the whole records of a file, and the parts of it that are none.
-
-    After a damaged length, reading goes on at the next record whose length has its checksum.
-    """
+    """Return the whole records of a file, also behind damage, and the parts that are none."""
     framed: list[Span] = []
     lost: list[Span] = []
     place = 0
@@ -92,7 +89,6 @@ def _end_of_record(content: bytes, begin: int) -> int | None:
 
 
 def _next_record(content: bytes, begin: int) -> int:
-    """Where the next record begins, or the file ends."""
     view = np.frombuffer(content, np.uint8)
     for start in range(begin, len(content) - _FRAME + 1, _CHUNK):
         lengths = np.lib.stride_tricks.sliding_window_view(view[start : start + _CHUNK + 7], 8)
@@ -190,16 +186,14 @@ def values_of(content: bytes, parse: Parse) -> tuple[list[Value], list[Span]]:
 
 
 def _content(tensor: Any) -> Any:
-    """An array of float32, or bytes; None for what a log has not.
-
-    A tensor may claim a shape of which it has only one value.
-    """
+    """An array of float32, or bytes; None for what a log has not."""
     shape = [each.size for each in tensor.tensor_shape.dim]
     if tensor.dtype == _STRING and len(tensor.string_val) == 1 and not shape:
         return tensor.string_val[0]
     if tensor.dtype != _FLOAT:
         return None
     raw = tensor.tensor_content or np.array(tensor.float_val, "<f4").tobytes()
+    # a tensor may claim a shape of which it has only one value
     if len(raw) != 4 * math.prod(shape) or min(shape, default=0) < 0 or len(shape) > _MOST_AXES:
         return None
     return np.frombuffer(raw, "<f4").reshape(shape)

@@ -127,10 +127,7 @@ def messages(content: LogContent) -> list[str]:
 
 
 def diagnosis(content: LogContent) -> dict[str, Any]:
-    """Return who is slow and why, what that costs, two scores and what balancing has gained.
-
-    "missing" is what the verdict would need to know: the reason, where it has no lines.
-    """
+    """Return who is slow and why, what that costs, two scores and what balancing has gained."""
     if not len(content.recording.steps):
         return {"verdict": [], "missing": [], "what_if": None, "scores": None, "gain": None}
     found = diagnosis_of(content.recording)
@@ -262,7 +259,6 @@ def lanes(
 
 
 def _quantities(recording: Recording) -> Iterator[tuple[str, str, str]]:
-    """Yield name, title and unit of each quantity that there are values of."""
     for name, title in _TIMES.items():
         yield name, title, "s"
     yield "share", "Share of the global batch", "samples"

@@ -12,10 +12,9 @@ import psutil
 import pytest
 
 from keras_het.launch.local.free_ports import ReservedPorts
-from keras_het.launch.local.line_splitter import OutputLine
 from keras_het.launch.local.local_cluster import LocalCluster
 from keras_het.launch.local.worker_environment import secret_names
-from keras_het.launch.local.worker_process import Stream, WorkerProcess, WorkerResult
+from keras_het.launch.local.worker_process import WorkerProcess, WorkerResult
 
 TIMEOUT = 60.0
 
@@ -36,7 +35,7 @@ class Launcher:
         secrets = secret_names(os.environ, [])
         own = {name: value for name, value in os.environ.items() if name not in secrets}
         environment = {**own, **env, "PYTHONUNBUFFERED": "1"}
-        self._process = WorkerProcess(0, command, environment, _ignore, lambda index: None)
+        self._process = WorkerProcess(0, command, environment, lambda *_: None, lambda index: None)
         self.process_id = self._process.process_id
 
     def wait_for_output(self, *texts: str) -> None:
@@ -62,10 +61,6 @@ class Launcher:
     def end(self) -> None:
         self._process.send_signal(9)
         self._process.join(TIMEOUT)
-
-
-def _ignore(index: int, stream: Stream, line: OutputLine) -> None:
-    pass
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from keras_het.launch.local import free_ports
 from keras_het.launch.local.free_ports import ReservedPorts
 
 
@@ -25,8 +26,6 @@ def test_ports_are_distinct_and_held_until_released() -> None:
 def test_two_clusters_never_share_a_port_even_after_release(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from keras_het.launch.local import free_ports
-
     with ReservedPorts(1) as first:
         first.release()
         taken = first.ports[0]
@@ -39,8 +38,6 @@ def test_two_clusters_never_share_a_port_even_after_release(
 
 
 def test_gives_everything_back_when_there_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    from keras_het.launch.local import free_ports
-
     with ReservedPorts(1) as spare:
         only = spare.ports[0]
     monkeypatch.setattr(free_ports, "_candidate", lambda: only)

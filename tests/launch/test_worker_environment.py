@@ -1,4 +1,17 @@
-from keras_het.launch.local.worker_environment import worker_environment
+"""What each local worker is started with: variables, an emulated device, CPUs."""
+
+import json
+import math
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keras_het.launch.local.emulation import Emulation
+from keras_het.launch.local.local_cluster import CpuAssignment, assign_cpus
+from keras_het.launch.local.worker_environment import service_environment, worker_environment
+from keras_het.strategy.measure.emulated_device import read_emulated_devices
 
 
 def test_the_backend_of_keras_is_tensorflow_unless_the_user_says_otherwise() -> None:
@@ -8,3 +21,139 @@ def test_the_backend_of_keras_is_tensorflow_unless_the_user_says_otherwise() -> 
     assert worker_environment(0, address, 1, {"KERAS_BACKEND": ""})["KERAS_BACKEND"] == "tensorflow"
     given = {"KERAS_BACKEND": "jax"}
     assert worker_environment(0, address, 1, given)["KERAS_BACKEND"] == "jax"
+
+
+def test_what_is_written_is_what_a_worker_reads() -> None:
+    emulation = Emulation((4.0, 2.0, 1.0), seconds_per_sample=0.008, fixed_seconds=0.5)
+    for index, seconds in enumerate([0.002, 0.004, 0.008]):
+        devices = read_emulated_devices(emulation.environment_of(index))
+        assert devices is not None
+        (device,) = devices
+        assert device.speed == emulation.speeds[index]
+        assert device.time_model == emulation.time_models()[index]
+        assert math.isclose(device.time_model.seconds(10), 0.5 + 10 * seconds)
+
+
+def test_label_says_emulation_with_the_numbers() -> None:
+    assert Emulation((4.0, 2.0, 0.5)).describe() == (
+        "EMULATION: device speeds 4:2:0.5 are emulated by waiting (1, 2, 8 ms per sample). "
+        "Times of this run are not those of real devices."
+    )
+    assert "plus 5 ms a step" in Emulation((1.0,), fixed_seconds=0.005).describe()
+
+
+@pytest.mark.parametrize("speeds", [(), (0.0,), (1.0, -1.0), (float("nan"),), (float("inf"),)])
+def test_refuses_bad_speeds(speeds: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match=r"positive finite speeds.*Received: speeds="):
+        Emulation(speeds)
+
+
+@pytest.mark.parametrize("name", ["seconds_per_sample", "fixed_seconds"])
+def test_refuses_bad_times(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"`{name}` must be finite and at least 0"):
+        Emulation((1.0,), **{name: -1.0})
+
+
+def test_environment_keeps_what_the_user_set() -> None:
+    inherited = {
+        "TF_NUM_INTRAOP_THREADS": "7",
+        "PYTHONUNBUFFERED": "",
+        "TF_CONFIG": "old",
+        "KERAS_HET_EMULATED_DEVICES": "by hand",
+        "OTHER": "kept",
+    }
+    own = worker_environment(1, ["127.0.0.1:1", "127.0.0.1:2"], 3, inherited)
+    assert own["TF_NUM_INTRAOP_THREADS"] == "7"
+    assert own["PYTHONUNBUFFERED"] == ""
+    assert own["OTHER"] == "kept"
+    assert own["KERAS_HET_EMULATED_DEVICES"] == "by hand"
+    assert (own["TF_NUM_INTEROP_THREADS"], own["OMP_NUM_THREADS"]) == ("3", "3")
+    assert json.loads(own["TF_CONFIG"]) == {
+        "cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]},
+        "task": {"type": "worker", "index": 1},
+    }
+
+
+def test_the_last_workers_may_be_async() -> None:
+    addresses = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]
+    configs = [
+        json.loads(worker_environment(i, addresses, 1, {}, None, 1)["TF_CONFIG"]) for i in range(3)
+    ]
+    assert [config["task"] for config in configs] == [
+        {"type": "worker", "index": 0},
+        {"type": "worker", "index": 1},
+        {"type": "async", "index": 0},
+    ]
+    assert configs[0]["cluster"] == {"worker": addresses[:2], "async": addresses[2:]}
+
+
+def test_a_secret_that_the_user_gave_is_kept() -> None:
+    given = service_environment("127.0.0.1:9", {"KERAS_HET_SERVICE_SECRET_FILE": "secret.txt"})
+    assert given == {"KERAS_HET_SERVICE_ADDRESS": "127.0.0.1:9"}
+    one, two = (service_environment("127.0.0.1:9", {}) for _ in range(2))
+    assert one["KERAS_HET_SERVICE_SECRET"] != two["KERAS_HET_SERVICE_SECRET"]
+
+
+def test_environment_defaults() -> None:
+    own = worker_environment(0, ["127.0.0.1:1"], 1, {}, Emulation((2.0,)))
+    assert own["TF_NUM_INTRAOP_THREADS"] == "1"
+    assert own["TF_NUM_INTEROP_THREADS"] == "3"  # the emulated device waits in one
+    real = worker_environment(0, ["127.0.0.1:1"], 1, {})
+    assert real["TF_NUM_INTEROP_THREADS"] == "2"
+    assert own["PYTHONUNBUFFERED"] == "1"
+    assert read_emulated_devices(own) is not None
+
+
+needs_affinity = pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="this system cannot bind processes to CPUs"
+)
+
+
+@needs_affinity
+def test_known_assignments() -> None:
+    assert assign_cpus(2, [0, 1, 2, 5]) == CpuAssignment(((0, 2), (1, 5)), (2, 2))
+    assert assign_cpus(2, [0, 1, 2]) == CpuAssignment(((0, 2), (1,)), (2, 1))
+    assert assign_cpus(3, [0, 1]) == CpuAssignment(None, (1, 1, 1))
+    assert assign_cpus(3, [0, 1], pin=True) == CpuAssignment(((0,), (1,), (0,)), (1, 1, 1))
+    assert assign_cpus(2, [0, 1], pin=False) == CpuAssignment(None, (1, 1))
+    assert assign_cpus(2, [0, 1, 2], cpus_per_worker=1) == CpuAssignment(((0,), (1,)), (1, 1))
+    assert assign_cpus(2, [0, 1, 2], cpus_per_worker=2) == CpuAssignment(None, (2, 2))
+    assert assign_cpus(2, [0, 1, 2], 2, pin=True) == CpuAssignment(((0, 1), (2, 0)), (2, 2))
+
+
+def test_a_quota_is_divided_into_threads() -> None:
+    def threads(usable: float, **options: int) -> tuple[int, ...]:
+        return assign_cpus(3, range(10), usable=usable, **options).threads_per_worker
+
+    assert threads(10.0) == (4, 3, 3)
+    assert threads(9.5) == (3, 3, 3)
+    assert threads(7.0) == (2, 2, 2)
+    assert threads(1.5) == (1, 1, 1)
+    assert threads(1.5, cpus_per_worker=2) == (2, 2, 2)
+
+
+@needs_affinity
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_every_cpu_is_dealt_once_and_every_worker_has_one(workers: int, cpus: int) -> None:
+    assignment = assign_cpus(workers, range(cpus), pin=True)
+    assert assignment.cpu_sets is not None
+    dealt = [cpu for own in assignment.cpu_sets for cpu in own]
+    assert set(dealt) == set(range(cpus))
+    assert len(dealt) == max(workers, cpus)
+    assert all(assignment.cpu_sets)
+    sizes = assignment.threads_per_worker
+    assert max(sizes) - min(sizes) <= 1
+    assert (assign_cpus(workers, range(cpus)).cpu_sets is not None) == (workers <= cpus)
+
+
+@pytest.mark.parametrize("cpus_per_worker", [0, 3])
+def test_refuses_impossible_numbers(cpus_per_worker: int) -> None:
+    with pytest.raises(ValueError, match=rf"cpus_per_worker={cpus_per_worker}; expected 1 to 2"):
+        assign_cpus(1, [0, 1], cpus_per_worker)
+
+
+def test_says_when_the_system_cannot_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
+    assert assign_cpus(1, [0]).cpu_sets is None
+    with pytest.raises(ValueError, match="cannot bind processes to CPUs"):
+        assign_cpus(1, [0], pin=True)

@@ -413,14 +413,6 @@ def test_a_foreign_file_with_our_name_is_refused(
     assert "cannot be read" in error(capsys, tmp_path)
 
 
-def test_what_is_no_directory_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "and there is nothing" in error(capsys, tmp_path / "none")
-    (tmp_path / "file").write_text("")
-    assert "and there is a file" in error(capsys, tmp_path / "file")
-
-
 def test_a_directory_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom keras_het.launch.command_line import main\n"
@@ -432,30 +424,39 @@ def test_a_directory_that_is_not_there_is_refused_at_once(tmp_path: Path) -> Non
     assert "and there is nothing." in done.stderr
 
 
-def test_a_training_that_is_not_there_is_refused(
-    log_dir: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        (["{file}"], ["and there is a file"]),
+        (
+            ["{logs}", "--run", "third"],
+            ["There is no training 'third'", "first/telemetry, second/telemetry"],
+        ),
+        (
+            ["{logs}", "--html", "{folder}/none/report.html"],
+            ["'{folder}/none/report.html', and there is no directory '{folder}/none': make it"],
+        ),
+        (
+            ["{logs}", "--trace", "{folder}"],
+            [
+                "--trace needs the name of a file in a directory that exists. Received: ",
+                "'{folder}', which is a directory: add a name of a file.",
+            ],
+        ),
+    ],
+    ids=["file", "run", "page", "trace"],
+)
+def test_what_is_not_there_is_refused(
+    log_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    texts: list[str],
 ) -> None:
-    text = error(capsys, log_dir, "--run", "third")
-    assert "There is no training 'third'" in text
-    assert "first/telemetry, second/telemetry" in text
-
-
-def test_a_page_that_cannot_be_written_is_an_error(
-    log_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "none" / "report.html"
-    text = error(capsys, log_dir, "--html", page)
-    assert f"Received: '{page}', and there is no directory '{page.parent}': make it first" in text
-    text = error(capsys, log_dir, "--trace", tmp_path)
-    assert "--trace needs the name of a file in a directory that exists. Received: " in text
-    assert text.endswith(f"'{tmp_path}', which is a directory: add a name of a file.")
-
-
-def test_the_command_line_does_not_import_tensorflow() -> None:
-    code = "import sys, keras_het.launch.arguments as a; a.make_parser(); print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "keras_het.launch.report_command" in run.stdout.split()
-    assert "tensorflow" not in run.stdout.split()
+    (tmp_path / "file").write_text("")
+    names = {"file": tmp_path / "file", "logs": log_dir, "folder": tmp_path}
+    told = error(capsys, *(each.format(**names) for each in arguments))
+    assert all(text.format(**names) in told for text in texts), told
 
 
 @pytest.mark.full

@@ -181,18 +181,9 @@ def test_weights_are_the_same_with_it(logical_devices):
 
 
 @pytest.mark.full
-def test_progress_bar_shows_them(logical_devices, capsys):
+def test_the_progress_bar_and_prometheus_have_the_numbers(logical_devices, capsys):
     _, model = make_model(logical_devices[:2])
-    model.fit(make_data(), epochs=1, verbose=1, callbacks=[Telemetry(progress=True)])
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert "samples_per_second" in last
-    assert f"{STEPS}/{STEPS}" in last
-
-
-@pytest.mark.full
-def test_prometheus_finds_the_metrics_on_loopback(logical_devices):
-    _, model = make_model(logical_devices[:2])
-    telemetry, pages = Telemetry(prometheus_port=0), []
+    telemetry, pages = Telemetry(progress=True, prometheus_port=0), []
 
     class Scrape(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -200,7 +191,9 @@ def test_prometheus_finds_the_metrics_on_loopback(logical_devices):
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as page:
                 pages.append(page.read().decode())
 
-    model.fit(make_data(), epochs=2, verbose=0, callbacks=[telemetry, Scrape()])
+    model.fit(make_data(), epochs=2, verbose=1, callbacks=[telemetry, Scrape()])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "samples_per_second" in last and f"{STEPS}/{STEPS}" in last
     assert 'keras_het_step_seconds{device="worker 0 CPU 1",phase="compute"}' in pages[1]
     assert "keras_het_samples_per_second" in pages[1]
     assert "keras_het_steps_total" in pages[0]
@@ -361,19 +354,12 @@ def test_an_error_of_fit_ends_the_thread(logical_devices, capsys):
     assert not [each for each in threading.enumerate() if each.name == "keras_het-telemetry"]
 
 
-def test_wrong_arguments_fail_at_once():
+def test_wrong_use_is_refused_in_words(logical_devices):
     with pytest.raises(ValueError, match="keep_steps must be a number of at least 1"):
         Telemetry(keep_steps=0)
-
-
-@pytest.mark.full
-def test_two_in_a_fit_are_refused(logical_devices):
     _, model = make_model(logical_devices[:1])
     with pytest.raises(ValueError, match="One Telemetry records a fit"):
         model.fit(make_data(), verbose=0, callbacks=[Telemetry(), Telemetry()])
-
-
-def test_a_model_without_a_strategy_is_refused_in_words() -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     message = "Received: a model that was built under no strategy. Make strategy = keras_het"

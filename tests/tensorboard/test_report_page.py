@@ -18,7 +18,7 @@ from werkzeug.test import Client
 
 from keras_het.planning.diagnosis.recording import Change, Device
 from keras_het.telemetry.event_files import read_log
-from keras_het.tensorboard.log_content import LogContent, log_content
+from keras_het.tensorboard.log_content import log_content
 from keras_het.tensorboard.report_page import report_page
 
 EVIL = "</script><!--<script>alert(1)</script><img src=x onerror=alert(1)>\u2028\ud800"
@@ -121,14 +121,10 @@ def test_a_log_with_hardly_a_step_has_a_page(steps: int) -> None:
     assert content["diagnosis"]["verdict"] == []
 
 
-def large(replicas: int, steps: int) -> LogContent:
-    return log_content(made_training.values(replicas, steps))
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(("replicas", "steps"), [(200, 5000), (1000, 300), (8, 20_000)])
 def test_the_page_of_a_large_training_is_bounded(replicas: int, steps: int) -> None:
-    page = report_page("run", large(replicas, steps))
+    page = report_page("run", log_content(made_training.values(replicas, steps)))
     assert len(page) < 8e6
     content = embedded(page)
     assert len(content["lanes"]["devices"]) == replicas

@@ -14,13 +14,11 @@ from typing import Any
 from keras_het.launch.doctor.addresses import public_addresses
 from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts, ask_tensorflow
 from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
-from keras_het.telemetry.hardware import processor_name
+from keras_het.telemetry.hardware import Nvml, NvmlMissingError, processor_name
 from keras_het.telemetry.host_values import HostValues
-from keras_het.telemetry.nvml import Nvml, NvmlMissingError
 from keras_het.usable_cpus import own_cpus, usable_cpus
 
 OK, NOTE, WARNING, FAULT = "ok", "note", "warning", "fault"
-LEVELS = (OK, NOTE, WARNING, FAULT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +29,6 @@ class Finding:
     text: str
     fix: str = ""
     check: str = ""
-
-    def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise ValueError(f"Received: level={self.level!r}; expected one of {LEVELS}.")
-        if self.level in (WARNING, FAULT) and not self.fix:
-            raise ValueError(f"A problem needs a fix. Received none for {self.text!r}.")
 
 
 def ok(text: str) -> Finding:

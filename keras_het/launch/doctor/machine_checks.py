@@ -109,7 +109,6 @@ def emulation(facts: Facts) -> Iterator[Finding]:
 
 
 def _chosen_backend(facts: Facts) -> tuple[str, str]:
-    """The backend that Keras will choose, and what chooses it."""
     given = facts.environ.get(KERAS_BACKEND)
     if given:
         return given, KERAS_BACKEND

@@ -10,9 +10,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from keras_het.launch.local.line_splitter import OutputLine, strip_ansi
 from keras_het.launch.local.tracebacks import TracebackFolder
-from keras_het.launch.local.worker_process import Stream
+from keras_het.launch.local.worker_process import OutputLine, Stream, strip_ansi
 
 _STYLES = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
 _ERASE_LINE = "\r\x1b[2K"

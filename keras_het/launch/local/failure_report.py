@@ -14,12 +14,7 @@ _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def describe_failures(results: Sequence[WorkerResult], show_last_lines: bool = True) -> str:
-    """Return the message about failed workers, whose last line is the cause.
-
-    The first to exit need not be the first to fail: a worker that lost another may exit before that
-    one does. The time at which each showed its error therefore decides, and an error that only says
-    that another worker is gone is not a cause.
-    """
+    """Return the message about failed workers, whose last line is the cause."""
     first = first_to_fail(results)
     lines = [
         f"worker {result.index} {_effect(result, _error(first))}"

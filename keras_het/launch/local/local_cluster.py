@@ -17,7 +17,6 @@ from typing import Literal
 from keras_het.launch.local import watchdog
 from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.free_ports import ReservedPorts
-from keras_het.launch.local.line_splitter import OutputLine
 from keras_het.launch.local.worker_environment import (
     ADDRESS,
     service_environment,
@@ -98,10 +97,9 @@ class LocalCluster:
         self._worker_env = worker_env or [{}] * self.num_workers
         self._cwd = None if cwd is None else str(cwd)
         self._emulation = emulation
-        self._cpus = assign_cpus(
-            self.num_workers, available_cpus(), cpus_per_worker, pin, usable_cpus()
-        )
-        self._on_line = on_line or _ignore
+        cpus = sorted(own_cpus())
+        self._cpus = assign_cpus(self.num_workers, cpus, cpus_per_worker, pin, usable_cpus())
+        self._on_line = on_line or (lambda index, stream, line: None)
         self._on_stop = on_stop or (lambda signal_number: None)
         self._keep_lines = keep_lines
         self._end_on_failure = end_on_failure
@@ -243,7 +241,7 @@ class LocalCluster:
             self._command,
             environment,
             on_line=self._on_line,
-            on_exit=self._on_exit,
+            on_exit=lambda index: self._events.put(("exit", index)),
             cpus=self._cpus.cpu_sets[index] if self._cpus.cpu_sets else None,
             cwd=self._cwd,
             keep_lines=self._keep_lines,
@@ -259,9 +257,6 @@ class LocalCluster:
             return inherited
         address = own.get(ADDRESS, self._ports.addresses[-1])
         return {**inherited, **service_environment(address, inherited, self._secret)}
-
-    def _on_exit(self, index: int) -> None:
-        self._events.put(("exit", index))
 
     def _next_event(self, due: float) -> tuple[Literal["exit", "stop"], int] | None:
         try:
@@ -375,21 +370,12 @@ def _start_watchdog() -> subprocess.Popen[bytes]:
     )
 
 
-def _ignore(index: int, stream: Stream, line: OutputLine) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class CpuAssignment:
     """CPUs of each worker."""
 
     cpu_sets: tuple[tuple[int, ...], ...] | None
     threads_per_worker: tuple[int, ...]
-
-
-def available_cpus() -> tuple[int, ...]:
-    """Return the ids of the CPUs that this process may use."""
-    return tuple(sorted(own_cpus()))
 
 
 def assign_cpus(

@@ -106,11 +106,7 @@ class Facts:
 
 
 def facts_of(run: str, content: LogContent) -> Facts:
-    """Return the numbers of a training's log.
-
-    Recent steps are those that the verdict is about: the latest ones with the present shares and
-    the present speed.
-    """
+    """Return the numbers of a log; recent steps are those that the verdict is about."""
     recording = plain_recording(content.recording)
     diagnosis = diagnosis_of(recording)
     with np.errstate(all="ignore"):
@@ -212,7 +208,6 @@ def _worst(repairs: list[Repair]) -> list[Repair]:
 
 
 def _exchange_lines(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Say how each async worker exchanges, as it was heard of."""
     by_worker: dict[str, list[Mapping[str, Any]]] = {}
     for each in entries:
         by_worker.setdefault(plain(str(each.get("worker", "?"))), []).append(each)
@@ -242,7 +237,6 @@ def _numbers(entries: Iterable[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def _hardware_texts(recording: Recording) -> list[str]:
-    """Say what was last known of each device's hardware; empty texts where nothing is."""
     last = {name: _last_known(np.asarray(v)) for name, v in recording.hardware.items()}
     return [
         _text({name: values[index] for name, values in last.items() if np.isfinite(values[index])})

@@ -29,11 +29,7 @@ def check_log_dir(
 
 
 def plain(text: str, most: int = _MOST_CHARACTERS) -> str:
-    """Return one line of printable characters.
-
-    Control characters could drive the terminal, and others cannot be written to a file or would
-    turn the direction of the text.
-    """
+    """Return one line of printable characters, which cannot drive a terminal or turn the text."""
     cut = text[: most + 1]
     line = "".join(
         char if char.isprintable() else " " if char in "\n\r\t" else "\N{REPLACEMENT CHARACTER}"

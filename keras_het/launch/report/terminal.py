@@ -55,8 +55,9 @@ def _parts(facts: Facts, width: int) -> Iterator[RenderableType]:
         cause = causes[index] if index < len(causes) else None
         style = "green" if cause is None else "red" if cause.severity == "critical" else "yellow"
         yield Text(line, style=f"bold {style}")
-    for line in _missing_lines(facts):
-        yield Text(line, style="yellow")
+    start = "The verdict does not know all" if facts.diagnosis.verdict.lines else "No verdict"
+    for reason in facts.diagnosis.verdict.missing:
+        yield Text(f"{start}: {reason}.", style="yellow")
     if facts.plan:
         yield Text("\nPlan of the pipeline", style="bold")
         # whole lines: a table that is wrapped cannot be read
@@ -145,7 +146,6 @@ def _exchanges(facts: Facts) -> Iterator[RenderableType]:
 
 
 def _summary_line(facts: Facts) -> str:
-    """Return what was trained how fast, in one line."""
     text = f"{count(len(facts.devices), 'replica')}, {count(facts.num_steps, 'step')}"
     speed, pauses = facts.speed, facts.recording.pauses
     if not speed.step_seconds > 0:
@@ -165,14 +165,7 @@ def _summary_line(facts: Facts) -> str:
     )
 
 
-def _missing_lines(facts: Facts) -> list[str]:
-    """Return what the verdict would need to know; without one, that there is none."""
-    start = "The verdict does not know all" if facts.diagnosis.verdict.lines else "No verdict"
-    return [f"{start}: {reason}." for reason in facts.diagnosis.verdict.missing]
-
-
 def _gain_line(facts: Facts) -> str:
-    """Say what balancing has gained against even shares; empty if that is unknown."""
     costs, gain = facts.diagnosis.costs, facts.diagnosis.gain
     if costs is None or facts.is_even is None:
         return ""
@@ -192,7 +185,6 @@ def _gain_line(facts: Facts) -> str:
 
 
 def _device_numbers(device: DeviceFacts, with_parts: bool) -> list[str]:
-    """Return share, speed, each phase in milliseconds, and both scores."""
     phases = [milliseconds(seconds) for seconds in device.phases]
     if with_parts:
         parts = (f" ({percent(part)})" if part == part else "" for part in device.fractions)

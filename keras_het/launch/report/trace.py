@@ -89,10 +89,7 @@ def _events(facts: Facts, first: int) -> Iterator[Event]:
 def _passes(
     facts: Facts, processes: dict[int, int], threads: list[int], steps: Integers, begins: Floats
 ) -> Iterator[Event]:
-    """Yield the measured passes of a pipeline, in a thread of their own for each device.
-
-    A step's passes begin when its batch is there.
-    """
+    """Yield a pipeline's passes in threads of their own; a step's begin when its batch is there."""
     devices = facts.recording.devices
     for index, device in enumerate(devices if facts.passes else ()):
         process, thread = processes[device.worker], threads[-1] + 1 + index
@@ -147,7 +144,6 @@ def _name(kind: str, process: int, thread: int, name: str) -> Event:
 def _counters(
     devices: tuple[Device, ...], processes: dict[int, int], shares: Floats, begins: Floats
 ) -> Iterator[Event]:
-    """Yield the shares of each replica where they change."""
     for index, device in enumerate(devices):
         column = shares[:, index]
         changed: Integers = np.flatnonzero(np.diff(column, prepend=-1.0))

@@ -1,0 +1,332 @@
+"""The output of workers: split into lines, shown, and what it says of the one that failed first."""
+
+import dataclasses
+import io
+import itertools
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import keras_het
+from keras_het.launch.local.display import Display
+from keras_het.launch.local.failure_report import describe_failures
+from keras_het.launch.local.tracebacks import TracebackFolder, uncaught_error
+from keras_het.launch.local.worker_process import LineSplitter, OutputLine, WorkerResult, strip_ansi
+
+
+def split(*chunks: bytes) -> list[tuple[str, bool]]:
+    splitter = LineSplitter()
+    lines: list[OutputLine] = []
+    for chunk in chunks:
+        lines += splitter.feed(chunk)
+    lines += splitter.finish()
+    return [(line.text, line.is_final) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", []),
+        (b"a\nb\n", [("a", True), ("b", True)]),
+        (b"a\n\nb", [("a", True), ("", True), ("b", True)]),
+        (b"a\r\nb\r\n", [("a", True), ("b", True)]),
+        (b"1%\r2%\r3%\n", [("1%", False), ("2%", False), ("3%", True)]),
+        (b"\r1%\r2%", [("1%", False), ("2%", True)]),
+        (b"1%\r2%\r", [("1%", False), ("2%", True)]),
+        (b"1%\r2%\r\r\n", [("1%", False), ("2%", False), ("2%", True)]),
+        (b"\x08\x08\x08\r1/2\x08\x08\x08\r2/2\n", [("1/2", False), ("2/2", True)]),
+        ("ä€\n".encode(), [("ä€", True)]),
+        (b"\xff\n", [("\ufffd", True)]),
+        (b"\xc3", [("\ufffd", True)]),
+    ],
+)
+def test_known_outputs(data: bytes, expected: list[tuple[str, bool]]) -> None:
+    assert split(data) == expected
+    assert split(*(bytes([byte]) for byte in data)) == expected
+
+
+@given(
+    st.text(alphabet="ab€\r\n\b", max_size=30),
+    st.lists(st.integers(0, 60), max_size=5),
+)
+def test_cuts_do_not_matter(text: str, cuts: list[int]) -> None:
+    data = text.encode()
+    edges = [0, *sorted(cuts), len(data)]
+    assert split(*(data[a:b] for a, b in itertools.pairwise(edges))) == split(data)
+
+
+@given(st.lists(st.text(alphabet="ab ", max_size=5), max_size=5))
+def test_plain_lines_come_back(lines: list[str]) -> None:
+    data = "".join(f"{line}\n" for line in lines).encode()
+    assert split(data) == [(line, True) for line in lines]
+
+
+def test_strip_ansi() -> None:
+    assert strip_ansi("\x1b[1m10/10\x1b[0m \x1b[32m━━\x1b[0m\x1b[37m\x1b[0m [x]") == "10/10 ━━ [x]"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "40")
+
+
+def final(text: str) -> OutputLine:
+    return OutputLine(text, True)
+
+
+def test_plain_output_has_prefixes_only() -> None:
+    stdout, stderr = io.StringIO(), io.StringIO()
+    display = Display(stdout, stderr)
+    display.show(0, "stdout", final("\x1b[1m[bold] text\x1b[0m " + "x" * 200))
+    display.show(1, "stdout", OutputLine("50%", False))
+    display.show(1, "stderr", final("warning"))
+    display.say("one\ntwo")
+    assert stdout.getvalue() == "[worker 0] [bold] text " + "x" * 200 + "\n"
+    assert stderr.getvalue() == "[worker 1] warning\n[keras-het] one\n[keras-het] two\n"
+
+
+def test_tables_in_plain_output_keep_their_tabs() -> None:
+    stdout = io.StringIO()
+    Display(stdout, io.StringIO()).show(0, "stdout", final("a\tb\x0c\x07"))
+    assert stdout.getvalue() == "[worker 0] a\tb\x0c\x07\n"
+
+
+def test_only_chief() -> None:
+    stdout = io.StringIO()
+    display = Display(stdout, io.StringIO(), only_chief=True)
+    display.show(1, "stdout", final("hidden"))
+    display.show(0, "stdout", final("shown"))
+    assert stdout.getvalue() == "[worker 0] shown\n"
+
+
+def screen(text: str) -> list[str]:
+    """What a terminal shows: the erase sequence clears the line it is on."""
+    lines = []
+    for line in text.split("\n"):
+        lines.append(strip_ansi(line.rpartition("\r\x1b[2K")[2]))
+    return lines
+
+
+def test_terminal_has_colours() -> None:
+    stdout = Terminal()
+    display = Display(stdout, Terminal())
+    display.show(0, "stdout", final("text"))
+    assert "\x1b[36m[worker 0] \x1b[0m" in stdout.getvalue()
+    assert screen(stdout.getvalue()) == ["[worker 0] text", ""]
+
+
+def test_terminal_redraws_progress_in_place() -> None:
+    stdout = Terminal()
+    display = Display(stdout, Terminal())
+    display.show(0, "stdout", OutputLine("10%", False))
+    display.show(0, "stdout", OutputLine("20%", False))
+    assert screen(stdout.getvalue()) == ["[worker 0] 20%"]
+    display.show(1, "stdout", final("between"))
+    assert screen(stdout.getvalue()) == ["[worker 1] between", "[worker 0] 20%"]
+    display.show(0, "stdout", final("done"))
+    assert screen(stdout.getvalue()) == ["[worker 1] between", "[worker 0] done", ""]
+
+
+def test_terminal_cuts_progress_to_one_line() -> None:
+    stdout = Terminal()
+    Display(stdout, Terminal()).show(0, "stdout", OutputLine("x" * 100, False))
+    (line,) = screen(stdout.getvalue())
+    assert len(line) == 39
+    assert line.endswith("…")
+
+
+def test_a_closed_reader_does_not_stop_the_workers() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as stdout:
+        stderr = io.StringIO()
+        display = Display(stdout, stderr)
+        display.show(0, "stdout", final("lost"))
+        display.show(0, "stdout", final("lost as well"))
+        display.show(0, "stderr", final("kept"))
+    assert stderr.getvalue() == "[worker 0] kept\n"
+
+
+PACKAGE = Path(keras_het.__file__).parent
+
+
+def lines(text: str) -> list[str]:
+    return textwrap.dedent(text).strip("\n").splitlines()
+
+
+OWN = lines(
+    """
+    Traceback (most recent call last):
+      File "/home/me/train.py", line 13, in <module>
+        model.fit(x, callbacks=[Failing()])
+      File "/venv/lib/python3.11/site-packages/keras/src/utils/traceback_utils.py", line 122, in x
+        raise e.with_traceback(filtered_tb) from None
+      File "/home/me/train.py", line 6, in on_train_batch_end
+        raise ValueError("my callback failed")
+                         ^^^^^^^^^^^^^^^^^^^^
+    ValueError: my callback failed
+    """
+)
+LOST = lines(
+    """
+    Traceback (most recent call last):
+      File "/home/me/train.py", line 13, in <module>
+        model.fit(x)
+    keras_het.strategy.cluster.peer_watch.WorkerLostError: Lost worker 1 (host:1)
+    """
+)
+OF_A_GRAPH = lines(
+    """
+    Traceback (most recent call last):
+      File "/home/me/train.py", line 9, in <module>
+        model.fit(x)
+    tensorflow.python.framework.errors_impl.InvalidArgumentError: Graph execution error:
+
+    Detected at node embedding/GatherV2 defined at (most recent call last):
+      File "/home/me/train.py", line 9, in <module>
+
+    indices[0,1] = 12 is not in [0, 10)
+    \t [[{{node embedding/GatherV2}}]] [Op:__inference_one_step_on_iterator_123]
+    """
+)
+# of an editable installation
+IN_THE_LIBRARY = [
+    *OWN[:3],
+    f'  File "{PACKAGE / "strategy/cluster/agreement.py"}", line 101, in agree',
+    "ValueError: The workers do not agree",
+]
+CHAINED = [
+    *OWN,
+    "",
+    "During handling of the above exception, another exception occurred:",
+    "",
+    *lines(
+        """
+        Traceback (most recent call last):
+          File "/tmp/__autograph_generated_file1x.py", line 2, in tf__step
+        KeyError: 'rows'
+        """
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("output", "error", "place"),
+    [
+        (OWN, "ValueError: my callback failed", "/home/me/train.py:6"),
+        (LOST, "WorkerLostError: Lost worker 1 (host:1)", "/home/me/train.py:13"),
+        (
+            OF_A_GRAPH,
+            "InvalidArgumentError: Graph execution error: indices[0,1] = 12 is not in [0, 10)",
+            "/home/me/train.py:9",
+        ),
+        (CHAINED, "KeyError: 'rows'", None),
+        (["started", *LOST, "caught; on we go", *OWN], "ValueError: my callback failed", None),
+        ([OWN[0], *OWN[1:3], "KeyboardInterrupt"], "KeyboardInterrupt", None),
+        (IN_THE_LIBRARY, "ValueError: The workers do not agree", "/home/me/train.py:13"),
+    ],
+)
+def test_the_error_that_ended_a_worker(output: list[str], error: str, place: str | None) -> None:
+    found = uncaught_error(output)
+    assert found is not None
+    assert found.text == error
+    if place is not None:
+        assert found.place == place
+        assert str(found) == f"{error} ({place})"
+
+
+@pytest.mark.parametrize("output", [[], ["nothing wrong"], OWN[:4]])
+def test_no_error(output: list[str]) -> None:
+    assert uncaught_error(output) is None
+
+
+def shown(folder: TracebackFolder, worker: int, output: list[str]) -> list[str]:
+    return [line for each in output for line in folder.feed(worker, each)]
+
+
+def test_an_error_is_shown_once_and_an_effect_in_one_line() -> None:
+    folder = TracebackFolder()
+    assert shown(folder, 1, ["before", *OWN, "after"]) == ["before", *OWN, "after"]
+    assert shown(folder, 0, LOST) == ["WorkerLostError: Lost worker 1 (host:1)"]
+    assert shown(folder, 2, OWN) == ["ValueError: my callback failed (as on worker 1)"]
+    assert shown(folder, 1, OWN) == OWN, "the same worker may fail again"
+
+
+def test_tracebacks_of_several_workers_do_not_mix() -> None:
+    folder = TracebackFolder()
+    other = ["KeyError".join(line.split("ValueError")) for line in OWN]
+    seen = [
+        folder.feed(index, line)
+        for pair in zip(OWN, other, strict=True)
+        for index, line in enumerate(pair)
+    ]
+    assert [each for each in seen if each] == [OWN, other]
+
+
+def test_a_traceback_that_is_cut_off_is_shown_at_the_end() -> None:
+    folder = TracebackFolder()
+    assert shown(folder, 1, OWN[:3]) == []
+    assert folder.finish() == [(1, line) for line in OWN[:3]]
+    assert folder.finish() == []
+
+
+def test_what_tensorflow_logs_of_its_start_is_hidden_unless_wanted() -> None:
+    logged = [
+        "I0000 00:00:1795642906.107   15351 port.cc:153] oneDNN custom operations are on.",
+        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+        "E0000 00:00:1795642667.204   16284 ring_alg.cc:291] Aborting RingReduce with UNAVAILABLE",
+    ]
+    kept = [
+        "W0000 00:00:1795642667.204   16284 gpu_device.cc:2342] Cannot dlopen some GPU libraries.",
+        "I1125 21:35:22.123456 140 train.py:12] a message of the user's",
+    ]
+    assert shown(TracebackFolder(), 0, logged + kept) == kept
+    assert shown(TracebackFolder(keep_logs=True), 0, logged + kept) == logged + kept
+
+
+FOLLOWS = "Another worker has received {}: all workers end here.\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGTERM", 143), ("SIGTERM", -15), ("SIGINT", -2), ("SIGHUP", -1)]
+)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_the_worker_that_received_a_signal_is_named(name: str, code: int, is_last: bool) -> None:
+    """It may leave after the others, when the launcher is already ending all."""
+    follows = FOLLOWS.format(name)
+    # by the launcher's signal, if that came first
+    asked = (
+        WorkerResult(1, 143, True, 3.0, "", "")
+        if is_last
+        else WorkerResult(1, code, False, 1.0, "", "")
+    )
+    others = [
+        WorkerResult(index, code, index == 2 or not is_last, 2.0, "", follows) for index in (0, 2)
+    ]
+    *effects, cause = describe_failures([others[0], asked, others[1]], False).splitlines()
+    assert effects == ["worker 0 ended with it.", "worker 2 ended with it."]
+    assert cause.startswith(f"worker 1 was ended by {name}, which keras-het did not send; ")
+    assert "BackupAndRestore" in cause
+
+
+@pytest.mark.parametrize("code", [1, -15])
+def test_an_error_goes_before_the_signal_that_follows_it(code: int) -> None:
+    error = 'Traceback (most recent call last):\n  File "a.py", line 2, in f\nValueError: no rows\n'
+    failed = WorkerResult(0, 1, False, 1.0, "", error, 0.5)
+    failed = dataclasses.replace(failed, exit_code=code, was_ended=code < 0)
+    ended = WorkerResult(1, 143, True, 2.0, "", "")
+    *effects, cause = describe_failures([failed, ended], False).splitlines()
+    assert effects == ["worker 1 was ended."]
+    assert cause == "worker 0 failed first: ValueError: no rows (a.py:2)"

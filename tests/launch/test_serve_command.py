@@ -1,0 +1,148 @@
+"""`keras-het serve`: its memory, its threads, and when it ends."""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from keras_het.launch import serve_command
+from keras_het.launch.command_line import main
+from keras_het.launch.serve_command import share_freed_memory
+
+MEMORY_PROGRAM = """
+import ctypes, threading
+from keras_het.launch.serve_command import share_freed_memory
+
+if {shares}:
+    print(share_freed_memory())
+met = threading.Barrier(4)
+
+def use_memory():
+    first = ctypes.create_string_buffer(100_000)
+    met.wait()
+
+threads = [threading.Thread(target=use_memory) for _ in range(4)]
+[each.start() for each in threads]
+[each.join() for each in threads]
+large = ctypes.create_string_buffer(20_000_000)
+del large
+ctypes.CDLL(None).malloc_stats()
+"""
+
+
+def run(shares, **environment):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    return subprocess.run(
+        [sys.executable, "-c", MEMORY_PROGRAM.format(shares=shares)],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+
+def statistics(done):
+    kept = [int(line.split()[-1]) for line in done.stderr.splitlines() if "system bytes" in line]
+    return done.stderr.count("Arena "), kept[-1]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+def test_threads_share_memory_and_freed_memory_is_kept():
+    done = run(shares=True)
+    num_places, kept_bytes = statistics(done)
+    assert done.stdout == "True\n"
+    assert num_places == 1
+    assert kept_bytes > 20_000_000
+    num_places, kept_bytes = statistics(run(shares=False))
+    assert num_places > 1
+    assert kept_bytes < 20_000_000
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+def test_what_the_environment_says_stays():
+    done = run(shares=True, MALLOC_ARENA_MAX="3")
+    assert done.stdout == "False\n"
+    assert statistics(done)[0] == 3
+
+
+def test_elsewhere_it_does_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not share_freed_memory()
+
+
+THREADS_PROGRAM = """
+import tensorflow as tf
+from keras_het.launch.serve_command import compute_without_splitting
+compute_without_splitting()
+threads = tf.config.threading
+print(threads.get_intra_op_parallelism_threads(), threads.get_inter_op_parallelism_threads())
+tf.constant(1.0) + 1.0
+compute_without_splitting()  # has no effect any more, and nothing to do
+tf.config.threading.set_intra_op_parallelism_threads(2)
+"""
+
+
+def test_one_thread_an_operation():
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS_PROGRAM], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "1 0\n"
+    assert "RuntimeError" in done.stderr and "after initialization" in done.stderr
+
+
+def set_up(monkeypatch, address):
+    cluster = {"worker": ["127.0.0.1:1"], "async": ["127.0.0.1:2"], "ps": [address]}
+    task = {"type": "ps", "index": 0}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "0123456789abcdef")
+    monkeypatch.delenv("KERAS_HET_SERVICE_SECRET_FILE", raising=False)
+    monkeypatch.setattr(serve_command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(serve_command, "share_freed_memory", lambda: False)  # not for this process
+    prepared = []  # likewise
+    threads = "keras_het.launch.serve_command.compute_without_splitting"
+    monkeypatch.setattr(threads, lambda: prepared.append(1))
+    return prepared
+
+
+@pytest.mark.parametrize(
+    ("offers_left", "once", "served"),
+    [
+        ([False], True, 1),
+        ([True, False], True, 2),  # the leader was restarted: its second offer was accepted
+        ([False, True, False], False, 3),
+    ],
+)
+def test_how_many_trainings_are_served(monkeypatch, offers_left, once, served):
+    calls = []
+
+    class Process:
+        def __init__(self, *given):
+            pass
+
+        def serve_one(self):
+            calls.append(len(calls))
+            return len(calls) <= len(offers_left)
+
+        @property
+        def is_offered_another(self):
+            return offers_left[len(calls) - 1]
+
+    prepared = set_up(monkeypatch, "127.0.0.1:3")
+    monkeypatch.setattr("keras_het.asynchronous.exchange.hosting.ServingProcess", Process)
+    assert serve_command.serve_parameters(argparse.Namespace(once=once)) == 0
+    assert len(calls) == served + (not once)  # the last one says that it was told to end
+    assert len(prepared) == 1
+
+
+def test_a_port_that_is_taken_is_one_line_of_error(monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        set_up(monkeypatch, address)
+        assert main(["serve"]) == 2
+    message = capsys.readouterr().err
+    assert f"[keras-het] error: The server at {address} did not start" in message
