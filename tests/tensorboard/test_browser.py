@@ -183,14 +183,15 @@ def page_of(folder: Path, run: str) -> str:
     return path.as_uri()
 
 
-SHELLS = pytest.mark.parametrize("shell", ["address", "page"])
+@pytest.fixture(params=["address", "page"])
+def shell(browser: Browser, request: pytest.FixtureRequest) -> str:
+    """The tab and the page of a report: each is open."""
+    browser.open(request.getfixturevalue(request.param))
+    return str(request.param)
 
 
-@SHELLS
-def test_the_page_shows_a_training(
-    browser: Browser, shell: str, request: pytest.FixtureRequest
-) -> None:
-    browser.open(request.getfixturevalue(shell))
+@pytest.mark.usefixtures("shell")
+def test_the_page_shows_a_training(browser: Browser) -> None:
     assert browser.text(".range") == "steps 0 to 999"
     assert browser.text(".verdict .first")
     assert "faster" in browser.text(".facts") or "as fast" in browser.text(".facts")
@@ -206,14 +207,10 @@ def test_the_page_shows_a_training(
 
 
 @pytest.mark.full
-@SHELLS
-def test_zoom_hover_and_keyboard(
-    browser: Browser, shell: str, request: pytest.FixtureRequest
-) -> None:
+def test_zoom_hover_and_keyboard(browser: Browser, shell: str) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 
-    browser.open(request.getfixturevalue(shell))
     canvas = browser.element(".plot canvas")
     ActionChains(browser.driver).move_to_element(canvas).perform()
     until(lambda: "ms" in browser.text(".tip"), "a value beside the pointer")
@@ -266,9 +263,7 @@ def test_the_page_needs_nothing_and_has_the_theme_of_the_system(
 
 
 @pytest.mark.full
-@SHELLS
-def test_choices(browser: Browser, shell: str, request: pytest.FixtureRequest) -> None:
-    browser.open(request.getfixturevalue(shell))
+def test_choices(browser: Browser, shell: str) -> None:
     browser.choose("Quantity", "hw.temperature")
     until(lambda: "°C" in browser.text(".legend"), "the unit of a temperature")
     browser.choose("Value of a column", "highest")

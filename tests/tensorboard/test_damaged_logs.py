@@ -59,9 +59,12 @@ def framed(data: bytes) -> bytes:
     return b"".join([length, crcs[0], data, crcs[1]])
 
 
-def record(tag: str, value: Any, step: int = 60, wall_time: float = 2e9, **claims: Any) -> bytes:
+def record(tag: str, value: Any, step: int = 60, wall_time: float = 2e9) -> bytes:
     """A record that is whole, whatever it says."""
-    tensor = tf.make_tensor_proto(value, **claims)
+    return record_of(tag, tf.make_tensor_proto(value), step, wall_time)
+
+
+def record_of(tag: str, tensor: Any, step: int = 60, wall_time: float = 2e9) -> bytes:
     summary = tf.compat.v1.Summary(value=[tf.compat.v1.Summary.Value(tag=tag, tensor=tensor)])
     event = tf.compat.v1.Event(step=step, wall_time=wall_time, summary=summary)
     return framed(event.SerializeToString())
@@ -72,9 +75,7 @@ def claiming(tag: str, shape: list[int]) -> bytes:
     tensor = tf.make_tensor_proto(np.float32(0.5))
     for size in shape:
         tensor.tensor_shape.dim.add(size=size)
-    summary = tf.compat.v1.Summary(value=[tf.compat.v1.Summary.Value(tag=tag, tensor=tensor)])
-    event = tf.compat.v1.Event(step=60, wall_time=2e9, summary=summary)
-    return framed(event.SerializeToString())
+    return record_of(tag, tensor)
 
 
 def block(value: float = 0.01, steps: int = 5) -> Any:
