@@ -6,7 +6,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -17,7 +17,9 @@ from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, te
 from keras_het.fit.session import FitSession
 from keras_het.fit.shorter_epochs import ShorterEpochs
 from keras_het.strategy.cluster.unfinished_step import StepGuard
-from keras_het.training_strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _logger = logging.getLogger("keras_het")
 
@@ -89,7 +91,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             request = strategy._stop_request
             self._guard = request.guard_steps(session, self._position, self._save_last_step)
 
-    def _restore(self, strategy: TrainingStrategy) -> None:
+    def _restore(self, strategy: HeterogeneousStrategy) -> None:
         state = self._folder.restore(self.model)
         position = json.loads(str(state.pop("position")))
         if state:
@@ -272,7 +274,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             seeds,
         )
 
-    def _lock_folder(self, strategy: TrainingStrategy) -> Exception | None:
+    def _lock_folder(self, strategy: HeterogeneousStrategy) -> Exception | None:
         """Lock the chief's folder for this `fit`, and return what prevents it."""
         session = FitSession.of(self.model)
         if not strategy.is_chief or session is None:
@@ -335,5 +337,5 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             "random_state": self._random_state if pass_step else self._present_random_state(),
         }
 
-    def _strategy(self) -> TrainingStrategy:
+    def _strategy(self) -> HeterogeneousStrategy:
         return heterogeneous_strategy(self.model, self)

@@ -33,12 +33,12 @@ from keras_het.strategy.batches.uneven_per_replica import find_sizes
 from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig
 from keras_het.strategy.keras_calls import SessionCallback
 from keras_het.strategy.measure.compute_times import CAPACITY
-from keras_het.training_strategy import TrainingStrategy
 
 if TYPE_CHECKING:
     from keras_het.loader import GlobalOrderDataset
     from keras_het.loader.input.data_pass import Claims
     from keras_het.loader.nested import StepInput
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _logger = logging.getLogger("keras_het")
 _PERIOD = 8
@@ -344,7 +344,7 @@ class HybridAggregation(SessionCallback):
             self.model.make_train_function(force=True)
         self._participant = None
 
-    def _measures_first(self, strategy: TrainingStrategy) -> bool:
+    def _measures_first(self, strategy: HeterogeneousStrategy) -> bool:
         """Whether the roles are still to be chosen; report those already chosen."""
         chosen = os.environ.get(CHOSEN_ROLES)
         if chosen and strategy.is_chief:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +15,9 @@ from keras_het.local_training import (
     adopt_variables_of_the_chief,
 )
 from keras_het.strategy.keras_calls import SessionCallback
-from keras_het.training_strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 
 class LocalTraining(SessionCallback):
@@ -107,7 +109,7 @@ class LocalTraining(SessionCallback):
         if self._steps is not None:
             self._steps.take_samples()
 
-    def _start(self, strategy: TrainingStrategy) -> None:
+    def _start(self, strategy: HeterogeneousStrategy) -> None:
         """Start from the current weights, which a backup may have restored in the meantime."""
         self._exchange = PeriodicExchange(self.model, strategy, self._rule_of_training)
         if strategy._training_state.restored is not None:
@@ -160,7 +162,7 @@ class LocalTraining(SessionCallback):
         self._exchange = self._steps = None
 
 
-def _combine_logs(strategy: TrainingStrategy, logs: dict[str, float], samples: int) -> None:
+def _combine_logs(strategy: HeterogeneousStrategy, logs: dict[str, float], samples: int) -> None:
     """Average logs over the workers' samples, unless all workers already agree.
 
     Metrics agree: Keras reads their sums over all replicas. Values logged by a custom train step
@@ -186,7 +188,7 @@ def _synchronous(rule: str | dict[str, Any] | SynchronousRule, num_workers: int)
     return found
 
 
-def _check_cluster(strategy: TrainingStrategy) -> None:
+def _check_cluster(strategy: HeterogeneousStrategy) -> None:
     if strategy.num_async_workers:
         raise ValueError(
             "Workers of the job `async` exchange with a parameter service, not with each other. "

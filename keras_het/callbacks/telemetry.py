@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import MutableMapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -26,7 +27,9 @@ from keras_het.telemetry.event_log import EventLog, PipelineLog
 from keras_het.telemetry.hardware import HardwareSampler, describe_devices
 from keras_het.telemetry.prometheus import PrometheusEndpoint
 from keras_het.telemetry.step_recorder import Background, StepRecorder, devices_of
-from keras_het.training_strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _INTERVAL_SECONDS = 0.5
 # Writing takes longer than sampling, and steps wait for the interpreter meanwhile.
@@ -106,7 +109,7 @@ class Telemetry(SessionCallback):
         self._pipeline: PipelineLog | None = None
         self._background: Background | None = None
         self._writing = threading.Lock()
-        self._strategy: TrainingStrategy | None = None
+        self._strategy: HeterogeneousStrategy | None = None
         self._paces: np.ndarray | None = None
         self._samples = 0
         self._shown: dict[str, float] = {}
@@ -224,7 +227,7 @@ class Telemetry(SessionCallback):
         if self._log is not None:
             self._log.flush()
 
-    def _send_samples(self, strategy: TrainingStrategy) -> None:
+    def _send_samples(self, strategy: HeterogeneousStrategy) -> None:
         if self._sampler is not None:
             strategy.compute_times.phases.send_samples(np.asarray(self._sampler.sample()))
 

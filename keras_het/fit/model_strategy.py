@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.keras_backend import check_keras_backend
-from keras_het.training_strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _logger = logging.getLogger("keras_het")
 
@@ -55,7 +57,7 @@ def heterogeneous_strategy(model: keras.Model, callback: object) -> Any:
     return strategy
 
 
-def data_of_fit(model: keras.Model, strategy: TrainingStrategy) -> Any:
+def data_of_fit(model: keras.Model, strategy: HeterogeneousStrategy) -> Any:
     """Return the distributed data set that a running `fit` trains on, None if there is none.
 
     The strategy's most recently iterated data set may be that of another callback's evaluation.

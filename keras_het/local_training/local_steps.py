@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import keras
 import tensorflow as tf
 
 from keras_het.fit.session import Batches, FitSession, Rank, StepFunction
 from keras_het.rpc.vector import Vector
-from keras_het.training_strategy import TrainingStrategy
 from keras_het.value_types import Nest
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 
 class LocalSteps:
     """Local training steps for a session, with a count of their samples."""
 
-    def __init__(self, fit: FitSession, strategy: TrainingStrategy) -> None:
+    def __init__(self, fit: FitSession, strategy: HeterogeneousStrategy) -> None:
         self._fit, self._strategy = fit, strategy
         self._samples = 0
         self._is_left = False
@@ -63,7 +67,7 @@ class _FromTheChief:
 
     adopts_the_chiefs = True
 
-    def __init__(self, model: keras.Model, strategy: TrainingStrategy) -> None:
+    def __init__(self, model: keras.Model, strategy: HeterogeneousStrategy) -> None:
         self._model, self._strategy = model, strategy
 
     def __call__(self, batches: Batches) -> Nest:
@@ -73,7 +77,7 @@ class _FromTheChief:
         return self._model.train_function(batches)
 
 
-def adopt_variables_of_the_chief(model: keras.Model, strategy: TrainingStrategy) -> None:
+def adopt_variables_of_the_chief(model: keras.Model, strategy: HeterogeneousStrategy) -> None:
     """Give every worker the chief's weights, moving statistics and optimizer state.
 
     Synchronous steps keep equal workers equal but do not make them so: with different optimizer
@@ -94,7 +98,7 @@ def _kind(dtype: str) -> tf.DType | None:
     return tf.int64 if kind.is_integer else None
 
 
-def adopt_vector_of_the_chief(variables: Vector, strategy: TrainingStrategy) -> None:
+def adopt_vector_of_the_chief(variables: Vector, strategy: HeterogeneousStrategy) -> None:
     """Give every worker the chief's values, bit for bit."""
     if not variables.size:
         return

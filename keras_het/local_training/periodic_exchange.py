@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -13,7 +14,9 @@ import tensorflow as tf
 from keras_het.asynchronous.rules import SynchronousRule
 from keras_het.local_training.local_steps import adopt_vector_of_the_chief
 from keras_het.rpc.vector import Vector, shared_variables
-from keras_het.training_strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _PREFIX = "local_training/"
 _STATE = "state/"
@@ -28,7 +31,7 @@ class PeriodicExchange:
     """
 
     def __init__(
-        self, model: keras.Model, strategy: TrainingStrategy, rule: SynchronousRule
+        self, model: keras.Model, strategy: HeterogeneousStrategy, rule: SynchronousRule
     ) -> None:
         variables, state = shared_variables(model)
         self._rule = rule
@@ -135,7 +138,7 @@ class Fragment:
 
     def __init__(
         self,
-        strategy: TrainingStrategy,
+        strategy: HeterogeneousStrategy,
         rule: SynchronousRule,
         weights: Vector,
         statistics: Vector,

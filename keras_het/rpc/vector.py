@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_het.training_strategy import TrainingStrategy
 from keras_het.value_types import TensorLike
 
 if TYPE_CHECKING:
     import keras
+
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 LARGEST_MESSAGE_BYTES = 4_096_000
 """Bytes of a partition's values. TensorFlow's RPC takes 4,194,304 bytes per message in total."""
@@ -129,7 +130,7 @@ class Vector:
     def __init__(
         self,
         variables: Sequence[keras.Variable],
-        strategy: TrainingStrategy,
+        strategy: HeterogeneousStrategy,
         dtype: tf.DType = tf.float32,
     ) -> None:
         self._variables, self._strategy, self._dtype = list(variables), strategy, dtype
@@ -200,7 +201,10 @@ class PartitionedVector(Vector):
     """
 
     def __init__(
-        self, variables: Sequence[keras.Variable], strategy: TrainingStrategy, partition_size: int
+        self,
+        variables: Sequence[keras.Variable],
+        strategy: HeterogeneousStrategy,
+        partition_size: int,
     ) -> None:
         shapes = tuple(tuple(variable.shape) for variable in variables)
         self.partitions = Partitions(shapes, partition_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -18,8 +18,10 @@ from keras_het.planning import ReplicaLayout
 from keras_het.strategy.batches.uneven_per_replica import wrap_shares, wrapped_spec
 from keras_het.strategy.cluster import agreement
 from keras_het.strategy.cluster.unfinished_step import StepGuard
-from keras_het.training_strategy import TrainingStrategy
 from keras_het.value_types import Nest
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _Steps = TypeVar("_Steps", bound=DistributedSteps)
 
@@ -27,7 +29,7 @@ _Steps = TypeVar("_Steps", bound=DistributedSteps)
 class DataPath:
     """Factory of the strategy's data sets, which remembers the one being iterated."""
 
-    def __init__(self, strategy: TrainingStrategy, weights: tuple[float, ...]) -> None:
+    def __init__(self, strategy: HeterogeneousStrategy, weights: tuple[float, ...]) -> None:
         self._strategy = weakref.ref(strategy)
         self.weights = weights
         self.on_input_wait: Callable[[float], None] | None = None
@@ -165,7 +167,7 @@ class DataPath:
         local = self.layout.local_replicas
         return slice(local.start, local.stop)
 
-    def _get_strategy(self) -> TrainingStrategy:
+    def _get_strategy(self) -> HeterogeneousStrategy:
         strategy = self._strategy()
         if strategy is None:
             raise RuntimeError(
@@ -176,7 +178,7 @@ class DataPath:
 
 
 def with_own_batches(
-    dataset: tf.distribute.DistributedDataset, strategy: TrainingStrategy
+    dataset: tf.distribute.DistributedDataset, strategy: HeterogeneousStrategy
 ) -> tf.distribute.DistributedDataset:
     """Make a data set with one batch per replica refuse what cannot apply to it."""
     kind = type(dataset)

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +21,9 @@ from keras_het.planning.diagnosis.recording import (
 )
 from keras_het.planning.diagnosis.steps import throughput
 from keras_het.strategy.measure.phase_times import PARTS
-from keras_het.training_strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _KEPT_STEPS = 5000
 _KEPT_SAMPLES = 1000
@@ -32,7 +35,7 @@ _logger = logging.getLogger("keras_het")
 class StepRecorder:
     """Rows of the latest steps, and the hardware's samples of that time."""
 
-    def __init__(self, strategy: TrainingStrategy, devices: Sequence[Device]) -> None:
+    def __init__(self, strategy: HeterogeneousStrategy, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
         self._phases = strategy.compute_times.phases
         self._lock = threading.Lock()
@@ -107,7 +110,7 @@ class StepRecorder:
             self._samples.append((step, samples))
         return step, samples
 
-    def complete(self, strategy: TrainingStrategy) -> None:
+    def complete(self, strategy: HeterogeneousStrategy) -> None:
         """Fill in others' latest steps; every worker must call it between the same two steps."""
         self.read()
         own = np.zeros([1, _COMPLETED_STEPS, *self._rows.shape[1:]])
@@ -173,7 +176,7 @@ class StepRecorder:
         return result
 
 
-def devices_of(strategy: TrainingStrategy, models: Sequence[str]) -> list[Device]:
+def devices_of(strategy: HeterogeneousStrategy, models: Sequence[str]) -> list[Device]:
     """Return the devices of all replicas; every worker must call it."""
     phases = strategy.compute_times.phases
     counts = phases.layout.replicas_per_worker

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import keras
 import tensorflow as tf
@@ -36,7 +37,9 @@ from keras_het.asynchronous.parameter_service.sample_ledger import (
 from keras_het.asynchronous.rules import Signal
 from keras_het.planning.roles.exchange_settings import longest_period
 from keras_het.strategy.cluster.cluster_config import config_of
-from keras_het.training_strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _logger = logging.getLogger("keras_het")
 _POLL_SECONDS = 0.02
@@ -59,7 +62,7 @@ class AsyncWorker(Participant):
     _is_joined = False
 
     def __init__(
-        self, model: keras.Model, strategy: TrainingStrategy, options: HybridOptions
+        self, model: keras.Model, strategy: HeterogeneousStrategy, options: HybridOptions
     ) -> None:
         super().__init__(model, strategy, options)
         self._worker = int(config_of(strategy).task_index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -24,7 +24,9 @@ from keras_het.loader.input.data_pass import Claims
 from keras_het.rpc.secret import read_secret
 from keras_het.rpc.vector import LARGEST_MESSAGE_BYTES, PartitionedVector, shared_variables
 from keras_het.strategy.cluster.cluster_config import config_of
-from keras_het.training_strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 
 class StatisticsAveraging(ElasticAveraging):
@@ -111,7 +113,9 @@ class ModelVectors:
     averaged. Seeds and metrics stay local to each worker.
     """
 
-    def __init__(self, model: keras.Model, strategy: TrainingStrategy, partition_size: int) -> None:
+    def __init__(
+        self, model: keras.Model, strategy: HeterogeneousStrategy, partition_size: int
+    ) -> None:
         weights, state = shared_variables(model)
         self.weights = PartitionedVector(weights, strategy, partition_size)
         self.state = PartitionedVector(state, strategy, partition_size) if state else None
@@ -166,7 +170,7 @@ class MeanGradient:
     def __init__(
         self,
         variables: list[keras.Variable],
-        strategy: TrainingStrategy,
+        strategy: HeterogeneousStrategy,
         partition_size: int,
         user_optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
@@ -232,7 +236,7 @@ class Participant(abc.ABC):
     paces: np.ndarray | None = None
 
     def __init__(
-        self, model: keras.Model, strategy: TrainingStrategy, options: HybridOptions
+        self, model: keras.Model, strategy: HeterogeneousStrategy, options: HybridOptions
     ) -> None:
         self.model, self.strategy, self.options = model, strategy, options
         self.rule = options.rule
@@ -339,7 +343,7 @@ class Participant(abc.ABC):
             self.vectors.weights.write(own)
 
 
-def first_async_participant(strategy: TrainingStrategy) -> int:
+def first_async_participant(strategy: HeterogeneousStrategy) -> int:
     """Number of the first async worker among the participants; a sync group has number 0."""
     return int(config_of(strategy).has_sync_group)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import TYPE_CHECKING
 
 import keras
 import tensorflow as tf
@@ -12,7 +13,9 @@ from keras_het.asynchronous.exchange.center import Center, OpenService, join_ser
 from keras_het.asynchronous.exchange.claims import Grant, GroupClaims
 from keras_het.asynchronous.exchange.participant import HybridOptions, Participant
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
-from keras_het.training_strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _logger = logging.getLogger("keras_het")
 _POLL_SECONDS = 0.05
@@ -28,7 +31,7 @@ class ServiceTask(Participant):
     """
 
     def __init__(
-        self, model: keras.Model, strategy: TrainingStrategy, options: HybridOptions
+        self, model: keras.Model, strategy: HeterogeneousStrategy, options: HybridOptions
     ) -> None:
         super().__init__(model, strategy, options)
         self.center: Center | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import keras
 import tensorflow as tf
@@ -16,7 +17,9 @@ from keras_het.asynchronous.exchange.participant import HybridOptions, Participa
 from keras_het.asynchronous.parameter_service.sample_ledger import Stage
 from keras_het.planning.roles.exchange_settings import longest_period
 from keras_het.rpc.vector import PartitionedVector
-from keras_het.training_strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _logger = logging.getLogger("keras_het")
 _POLL_SECONDS = 0.02
@@ -31,7 +34,7 @@ class SyncGroup(Participant):
     """
 
     def __init__(
-        self, model: keras.Model, strategy: TrainingStrategy, options: HybridOptions
+        self, model: keras.Model, strategy: HeterogeneousStrategy, options: HybridOptions
     ) -> None:
         super().__init__(model, strategy, options)
         self._center: Center | None = None

@@ -6,7 +6,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import keras
 import numpy as np
@@ -19,7 +19,9 @@ from keras_het.rpc.secret import read_secret
 from keras_het.rpc.server import FunctionServer
 from keras_het.strategy.cluster.cluster_config import config_of
 from keras_het.strategy.measure.compute_times import StepTimes
-from keras_het.training_strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _ABOUT = "keras_het link rates 1"
 _TIMEOUT_SECONDS = 60.0
@@ -28,7 +30,7 @@ _PARTS = 4
 """Reading, updating or reporting, claiming batches and writing: all take about equally long."""
 
 
-def measure_link_rates(strategy: TrainingStrategy) -> tuple[float, ...]:
+def measure_link_rates(strategy: HeterogeneousStrategy) -> tuple[float, ...]:
     """Measure one worker's link to the leader after another; all workers must call it.
 
     The leader's own link is assumed to be as fast as the fastest of the others.
@@ -64,7 +66,7 @@ class ExchangeTimes(NamedTuple):
 
 def measure_exchange(
     model: keras.Model,
-    strategy: TrainingStrategy,
+    strategy: HeterogeneousStrategy,
     partition_size: int,
     steps: Sequence[StepTimes],
     clock: Callable[[], float] = time.perf_counter,

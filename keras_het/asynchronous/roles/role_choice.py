@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -29,7 +29,9 @@ from keras_het.strategy.cluster.cluster_config import (
 )
 from keras_het.strategy.cluster.departure import leave_together
 from keras_het.strategy.measure.compute_times import StepTimes
-from keras_het.training_strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _logger = logging.getLogger("keras_het")
 _ROLE_NUMBERS = {"sync": 0, "async": 1, "out": 2}
@@ -50,7 +52,7 @@ class RoleChoice:
     def __init__(
         self,
         model: keras.Model,
-        strategy: TrainingStrategy,
+        strategy: HeterogeneousStrategy,
         options: HybridOptions,
         measured_steps: int,
         noise_scale: float | None = None,
@@ -172,7 +174,7 @@ def environment_of(config: ClusterConfig, roles: Sequence[str]) -> dict[str, str
     return {TF_CONFIG: json.dumps({"cluster": cluster, "task": task})}
 
 
-def start_again(strategy: TrainingStrategy, plan: RolePlan) -> None:
+def start_again(strategy: HeterogeneousStrategy, plan: RolePlan) -> None:
     """Restart this process's script in its new role, or end it if it is left out.
 
     The training of the measured steps is discarded.

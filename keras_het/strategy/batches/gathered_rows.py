@@ -6,7 +6,7 @@ import contextlib
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -14,8 +14,10 @@ import tensorflow as tf
 from keras_het import private_api
 from keras_het.loader.order.rows import is_sliceable
 from keras_het.strategy.batches.uneven_per_replica import with_rows
-from keras_het.training_strategy import TrainingStrategy
 from keras_het.value_types import Leaf, Nest, Rows
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _JOINS = "predict joins the rows of all replicas"
 _RULE = (
@@ -94,7 +96,7 @@ def _traced(function: Callable[[Nest], Nest], data: Nest, rows: int) -> Nest:
 
 
 def gather_rows(
-    strategy: TrainingStrategy,
+    strategy: HeterogeneousStrategy,
     value: tf.distribute.DistributedValues | Rows | None,
     total: tf.Tensor,
     name: str,
@@ -126,7 +128,9 @@ def _required(condition: tf.Tensor, message: list[Any]) -> contextlib.AbstractCo
     return tf.control_dependencies([check])
 
 
-def _gather_ragged_rows(strategy: TrainingStrategy, ragged: tf.RaggedTensor) -> tf.RaggedTensor:
+def _gather_ragged_rows(
+    strategy: HeterogeneousStrategy, ragged: tf.RaggedTensor
+) -> tf.RaggedTensor:
     lengths = _gather_over_workers(strategy, ragged.row_lengths())
     values = ragged.values
     if isinstance(values, tf.RaggedTensor):
@@ -137,7 +141,7 @@ def _gather_ragged_rows(strategy: TrainingStrategy, ragged: tf.RaggedTensor) -> 
 
 
 def _gather_dense_rows(
-    strategy: TrainingStrategy, parts: Sequence[tf.Tensor], name: str
+    strategy: HeterogeneousStrategy, parts: Sequence[tf.Tensor], name: str
 ) -> tf.Tensor:
     shapes = [part.shape for part in parts]
     # eagerly every local shape is known, but not those of the other workers
@@ -148,7 +152,7 @@ def _gather_dense_rows(
 
 
 def _with_equal_inner_shapes(
-    strategy: TrainingStrategy, parts: Sequence[tf.Tensor], name: str
+    strategy: HeterogeneousStrategy, parts: Sequence[tf.Tensor], name: str
 ) -> list[tf.Tensor]:
     """Give parts without rows the inner shape of the others, which must be equal.
 
@@ -178,7 +182,7 @@ def _reshaped_if_empty(part: tf.Tensor, inner: tf.Tensor) -> tf.Tensor:
     return result
 
 
-def _gather_over_workers(strategy: TrainingStrategy, value: tf.Tensor) -> tf.Tensor:
+def _gather_over_workers(strategy: HeterogeneousStrategy, value: tf.Tensor) -> tf.Tensor:
     if strategy.num_workers == 1:
         return value
     return strategy.extended.gather_rows_over_workers(value)

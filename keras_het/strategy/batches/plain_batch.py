@@ -5,6 +5,8 @@ They are global batches, the same on every worker, and are cut into shares withi
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -12,11 +14,13 @@ import tensorflow as tf
 from keras_het.loader.order import rows
 from keras_het.planning import apportion
 from keras_het.strategy.batches.uneven_per_replica import wrap_shares
-from keras_het.training_strategy import TrainingStrategy
 from keras_het.value_types import Leaf, Nest
 
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
-def share_out(strategy: TrainingStrategy, data: Nest) -> Nest:
+
+def share_out(strategy: HeterogeneousStrategy, data: Nest) -> Nest:
     """Cut a plain batch by the share weights in effect when the step runs."""
     leaves = tf.nest.flatten(data)
     if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
@@ -58,7 +62,7 @@ def _has_rows(leaf: Leaf) -> bool:
     return rows.is_sliceable(leaf) and leaf.shape.rank != 0
 
 
-def _sizes(strategy: TrainingStrategy, total: tf.Tensor) -> tf.Tensor:
+def _sizes(strategy: HeterogeneousStrategy, total: tf.Tensor) -> tf.Tensor:
     num_replicas = strategy.layout.num_replicas
     if num_replicas == 1:
         return tf.reshape(total, [1])

@@ -24,11 +24,11 @@ import tensorflow as tf
 
 from keras_het.loader import iterator_adapter
 from keras_het.strategy.cluster.peer_watch import message_in
-from keras_het.training_strategy import TrainingStrategy
 
 if TYPE_CHECKING:
     from keras_het.loader.input.distributed_steps import DistributedSteps
     from keras_het.strategy.extended import HeterogeneousExtended
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 PATIENCE_SECONDS = 30.0
 """How long a worker that has left a loop early waits for the others to leave it too."""
@@ -193,7 +193,9 @@ def share_random_seed(extended: HeterogeneousExtended) -> None:
         np.random.set_state(numpy)
 
 
-def check_same_pass(strategy: TrainingStrategy, dataset: DistributedSteps, shares: str) -> None:
+def check_same_pass(
+    strategy: HeterogeneousStrategy, dataset: DistributedSteps, shares: str
+) -> None:
     """Compare the data that the workers are about to read, and its order."""
     fingerprint = (dataset.fingerprint or 0) & (2**32 - 1)
     strategy.agree(
@@ -217,7 +219,7 @@ def check_same_pass(strategy: TrainingStrategy, dataset: DistributedSteps, share
     )
 
 
-def check_same_end(strategy: TrainingStrategy, steps: int) -> None:
+def check_same_end(strategy: HeterogeneousStrategy, steps: int) -> None:
     """Compare the number of steps when it could not be known in advance."""
     opening = "The workers' data sets have different numbers of batches"
     advice = "Give every worker the same data, all of it; the strategy gives each its share."

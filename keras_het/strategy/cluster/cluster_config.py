@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from keras_het.strategy.cluster.cluster_address import check_address
 
 if TYPE_CHECKING:
-    from keras_het.training_strategy import TrainingStrategy
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 TF_CONFIG = "TF_CONFIG"
 
@@ -201,7 +201,7 @@ def read_cluster_config(environ: Mapping[str, str] | None = None) -> ClusterConf
     )
 
 
-def config_of(strategy: TrainingStrategy) -> ClusterConfig:
+def config_of(strategy: HeterogeneousStrategy) -> ClusterConfig:
     """The configuration of a strategy with several tasks."""
     config = strategy.cluster_config
     if config is None:

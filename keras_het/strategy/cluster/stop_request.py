@@ -9,7 +9,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -18,7 +18,9 @@ from keras_het.fit.session import STEP_FUNCTIONS, Batches, FitSession, Rank, Ste
 from keras_het.strategy.cluster.departure import call_for
 from keras_het.strategy.cluster.stop_signals import SIGNALS, stop_signals
 from keras_het.strategy.cluster.unfinished_step import StepGuard, UnfinishedStep
-from keras_het.training_strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _logger = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ class StopRequest:
     travels in the collective of the next step, and all workers stop after that step.
     """
 
-    def __init__(self, strategy: TrainingStrategy, is_alone: bool) -> None:
+    def __init__(self, strategy: HeterogeneousStrategy, is_alone: bool) -> None:
         # the strategy holds this, and is to be freed with its last reference
         self._strategy, self._is_alone = weakref.ref(strategy), is_alone
         device = strategy.extended.worker_devices[0]

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.training_strategy import TrainingStrategy
 from keras_het.value_types import EitherVariable
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _MOST_NAMES = 5
 
 
-def check_created_in_scope(strategy: TrainingStrategy, variables: Sequence[EitherVariable]) -> None:
+def check_created_in_scope(
+    strategy: HeterogeneousStrategy, variables: Sequence[EitherVariable]
+) -> None:
     """Raise an error if the step changes variables that are not the strategy's own.
 
     A single local replica is the only one that changes them, and may do so if no worker has several
@@ -39,7 +43,7 @@ def check_created_in_scope(strategy: TrainingStrategy, variables: Sequence[Eithe
     )
 
 
-def is_shared(strategy: TrainingStrategy, variable: EitherVariable) -> bool:
+def is_shared(strategy: HeterogeneousStrategy, variable: EitherVariable) -> bool:
     """Tell whether the replicas of a worker share one variable, made outside of the scope."""
     return max(strategy.layout.replicas_per_worker) > 1 and not _is_own(strategy, variable)
 
@@ -94,13 +98,13 @@ def _is_ours(strategy: tf.distribute.Strategy) -> bool:
     return hasattr(strategy, "measure_compute_times")
 
 
-def move_optimizer(strategy: TrainingStrategy, model: keras.Model) -> None:
+def move_optimizer(strategy: HeterogeneousStrategy, model: keras.Model) -> None:
     """Let an optimizer made outside of the scope update variables created in it."""
     for optimizer in _optimizers(getattr(model, "optimizer", None)):
         private_api.move_optimizer(optimizer, strategy)
 
 
-def adopt_compiled(strategy: TrainingStrategy, model: keras.Model) -> None:
+def adopt_compiled(strategy: HeterogeneousStrategy, model: keras.Model) -> None:
     """Make the variables of a model's optimizer and metrics the strategy's own, keeping values.
 
     They are not the strategy's own if `compile` was called outside of the scope, or was given an
@@ -123,7 +127,7 @@ def _optimizers(optimizer: object) -> list[keras.optimizers.Optimizer]:
     return [optimizer, *_optimizers(getattr(optimizer, "inner_optimizer", None))]
 
 
-def _is_own(strategy: TrainingStrategy, variable: EitherVariable) -> bool:
+def _is_own(strategy: HeterogeneousStrategy, variable: EitherVariable) -> bool:
     is_of_keras = isinstance(variable, private_api.KerasTensorFlowVariable)
     value = variable.value if is_of_keras else variable
     return bool(strategy.extended.variable_created_in_scope(value))

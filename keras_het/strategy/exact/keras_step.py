@@ -22,18 +22,18 @@ from keras_het.strategy.exact.metrics import Metrics, flatten_metrics
 from keras_het.strategy.exact.own_state import Assignments, OwnState, tell
 from keras_het.strategy.exact.replica_threads import as_replica
 from keras_het.strategy.exact.step import ExactStep, ReplicaSum, StepSpec
-from keras_het.training_strategy import TrainingStrategy
 from keras_het.value_types import Leaf, Nest
 
 if TYPE_CHECKING:
     from keras_het.strategy.cluster.stop_request import StopRequest
     from keras_het.strategy.cluster.unfinished_step import UnfinishedStep
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 Run = Callable[..., Any]
 
 
 def run_train_or_test_step(
-    strategy: TrainingStrategy, run: Run, function: MethodType, data: Nest
+    strategy: HeterogeneousStrategy, run: Run, function: MethodType, data: Nest
 ) -> Nest:
     """Run `model.train_step` or `model.test_step` on every replica."""
     model: keras.Model = function.__self__
@@ -75,7 +75,7 @@ def run_train_or_test_step(
 
 
 def run_predict_step(
-    strategy: TrainingStrategy, run: Run, function: Callable[[Nest], Nest], data: Nest
+    strategy: HeterogeneousStrategy, run: Run, function: Callable[[Nest], Nest], data: Nest
 ) -> Nest:
     """Run Keras's predict step and return the outputs of all replicas in global order."""
     data = share_out(strategy, data)
@@ -120,7 +120,7 @@ def run_predict_step(
 
 
 def _trace(
-    strategy: TrainingStrategy,
+    strategy: HeterogeneousStrategy,
     step: ExactStep,
     model: keras.Model,
     function: Callable[[Nest], Nest],
@@ -169,7 +169,7 @@ def _trace(
 
 
 def _spec(
-    strategy: TrainingStrategy, data: Nest, sizes: tf.Tensor | None, **facts: Any
+    strategy: HeterogeneousStrategy, data: Nest, sizes: tf.Tensor | None, **facts: Any
 ) -> StepSpec:
     replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
     if tf.is_tensor(replica_id):
@@ -203,7 +203,7 @@ def _spec(
 
 
 def _stages(
-    strategy: TrainingStrategy,
+    strategy: HeterogeneousStrategy,
     spec: StepSpec,
     rows: Nest,
     model: keras.Model | None,
@@ -230,7 +230,7 @@ def _stages(
     )
 
 
-def _is_measured(strategy: TrainingStrategy) -> bool:
+def _is_measured(strategy: HeterogeneousStrategy) -> bool:
     times = strategy.compute_times
     if times.is_measuring and strategy.extended.reduces_within_worker:
         raise ValueError(
@@ -250,7 +250,7 @@ def _wishes(request: StopRequest, is_first: bool, logs: Nest) -> tf.Tensor:
     return request.contribution(is_first, types[0] if types else tf.float32)
 
 
-def _carried_request(strategy: TrainingStrategy) -> StopRequest | None:
+def _carried_request(strategy: HeterogeneousStrategy) -> StopRequest | None:
     return strategy._stop_request if strategy._steps_carry_wishes else None
 
 
@@ -278,7 +278,7 @@ def _tensors(structure: Nest) -> list[Leaf]:
     return [leaf for leaf in tf.nest.flatten(structure) if tf.is_tensor(leaf)]
 
 
-def check_can_compile(strategy: TrainingStrategy, model: keras.Model | None) -> None:
+def check_can_compile(strategy: HeterogeneousStrategy, model: keras.Model | None) -> None:
     """Refuse a model whose step XLA is asked to compile but cannot."""
     if model is None or not model.jit_compile:
         return
