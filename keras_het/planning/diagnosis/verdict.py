@@ -19,8 +19,10 @@ from keras_het.planning.diagnosis.what_if import PHASE_REPAIRS, what_if
 SILENT = 0.1
 """Fraction of a step below which a cause is not named."""
 LEAST = 0.03
-"""The same for a cause that is named along with others. If all are below `SILENT`, they must cost
-that much together in a typical step, so that a few stalls do not count."""
+"""The same for a cause that is named along with others."""
+_TOGETHER = 0.15
+"""Fraction of a usual step that causes must cost together if none costs `SILENT` in most of the
+time: stalls do not count, nor does each phase taking a bit longer beside other programs."""
 CRITICAL = 0.2
 """Fraction of a step above which a cause is critical; between the two it is a note."""
 EXPLAINED = 0.8
@@ -144,7 +146,7 @@ def _verdict(situation: Situation) -> Verdict:
             return Verdict((), (), tuple(missing))
     elif not is_lasting:
         without = usual_seconds(*(each[None] for each in repaired(situation, ranked[:number])))
-        if (situation.usual_seconds - without) / situation.step_seconds < SILENT:
+        if (situation.usual_seconds - without) / situation.step_seconds < _TOGETHER:
             number = 0
     causes = tuple(_cause(situation, suspects[index], costs[index]) for index in order[:number])
     lines = [f"{cause.text} {cause.advice}" for cause in causes[:MOST_LINES]]
