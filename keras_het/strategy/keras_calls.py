@@ -301,10 +301,10 @@ def _open(owner: type, name: str, handlers: tuple[Handler, ...]) -> None:
 
 
 def _average_over_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `tf.nn.compute_average_loss` of custom loops count the samples of all replicas.
+    """Let `tf.nn.compute_average_loss` be right in Keras's steps, and in custom loops.
 
-    Without `global_batch_size` TensorFlow estimates them as the replica's own samples times the
-    number of replicas.
+    Without `global_batch_size` TensorFlow estimates the samples of all replicas as the replica's
+    own times the number of replicas.
     """
 
     @functools.wraps(original)
@@ -313,10 +313,13 @@ def _average_over_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
         sample_weight: TensorLike | None = None,
         global_batch_size: tf.Tensor | int | None = None,
     ) -> tf.Tensor:
+        step = current_step()
+        if step is not None:
+            return step.means.average(original, per_example_loss, sample_weight, global_batch_size)
         context = tf.distribute.get_replica_context()
         layout = getattr(getattr(context, "strategy", None), "layout", None)
         has_shares = layout is not None and layout.num_replicas > 1
-        if global_batch_size is None and has_shares and current_step() is None:
+        if global_batch_size is None and has_shares:
             per_example_loss = tf.convert_to_tensor(per_example_loss)
             if per_example_loss.shape.rank != 0:  # TensorFlow explains what is wrong with a scalar
                 own = tf.shape(per_example_loss, tf.int64)[0]

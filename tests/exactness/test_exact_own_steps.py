@@ -174,6 +174,9 @@ class SynchronizedVectorStep(VectorLossStep):
         )
 
 
+AVERAGE_BY_NAME = tf.nn.compute_average_loss  # as a script imports it, before there is a strategy
+
+
 class AverageLossStep(Base):
     """What losses of samples add up to, as in a custom loop, for the global batch or a share."""
 
@@ -183,7 +186,7 @@ class AverageLossStep(Base):
         with tf.GradientTape() as tape:
             errors = per_sample(y, self(x, training=True))
             loss = tf.nn.compute_average_loss(errors)
-            twice = tf.nn.compute_average_loss(2 * errors, global_batch_size=8)
+            twice = AVERAGE_BY_NAME(2 * errors, global_batch_size=8)
             total = loss + twice
         gradients = tape.gradient(total, self.trainable_weights)
         self.optimizer.apply(gradients, self.trainable_weights)

@@ -75,7 +75,6 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
         *[(module, name, reduce) for module, name in _REDUCTIONS],
         (trainer, "_aggregate_additional_loss", _of_step(lambda s: s.means.sum_added)),
         (tf.GradientTape, "gradient", _of_step(lambda s: s.means.gradient)),
-        (tf.nn, "compute_average_loss", _of_step(lambda s: s.means.average)),
         (metrics.Mean, "update_state", update_scalar),
         (metrics.Sum, "update_state", update_scalar),
         (nn, "_compute_moments_sync", _of_any_step(lambda s: s.means.moments)),

@@ -95,7 +95,7 @@ class Means:
         sample_weight: TensorLike | None = None,
         global_batch_size: tf.Tensor | int | None = None,
     ) -> tf.Tensor:
-        """Hook `tf.nn.compute_average_loss`: the weighted mean over replicas is the average.
+        """Do `tf.nn.compute_average_loss` so that the weighted mean over replicas is the average.
 
         It divides by the global batch, or by the replica's own times the number of replicas, for
         replicas whose losses are summed.
