@@ -135,6 +135,7 @@ def test_times_of_an_exchange():
     others = np.array([[0.5, 3.0, 40.0]])  # what another worker waited, and its time to read
     several = SimpleNamespace(  # stands in for two workers
         layout=layout,
+        scope=strategy.scope,
         experimental_local_results=strategy.experimental_local_results,
         extended=SimpleNamespace(gather_over_workers=lambda own: np.concatenate([own, others])),
     )

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.local_cluster import CpuAssignment, assign_cpus
 from keras_het.launch.local.worker_environment import service_environment, worker_environment
-from keras_het.strategy.measure.emulated_device import read_emulated_devices
 
 
 def test_the_backend_of_keras_is_tensorflow_unless_the_user_says_otherwise() -> None:
@@ -24,6 +23,8 @@ def test_the_backend_of_keras_is_tensorflow_unless_the_user_says_otherwise() -> 
 
 
 def test_what_is_written_is_what_a_worker_reads() -> None:
+    from keras_het.strategy.measure.emulated_device import read_emulated_devices
+
     emulation = Emulation((4.0, 2.0, 1.0), seconds_per_sample=0.008, fixed_seconds=0.5)
     for index, seconds in enumerate([0.002, 0.004, 0.008]):
         devices = read_emulated_devices(emulation.environment_of(index))
@@ -95,6 +96,8 @@ def test_a_secret_that_the_user_gave_is_kept() -> None:
 
 
 def test_environment_defaults() -> None:
+    from keras_het.strategy.measure.emulated_device import read_emulated_devices
+
     own = worker_environment(0, ["127.0.0.1:1"], 1, {}, Emulation((2.0,)))
     assert own["TF_NUM_INTRAOP_THREADS"] == "1"
     assert own["TF_NUM_INTEROP_THREADS"] == "3"  # the emulated device waits in one

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
 from hybrid_clusters import (
     BATCH,
     EPOCHS,
@@ -20,7 +19,6 @@ from hybrid_clusters import (
     run,
     sample_counts,
 )
-from tensorflow.core.framework.tensor_pb2 import TensorProto
 
 from keras_het.fit.backup_folder import BackupFolder
 from keras_het.planning import plan_local_steps
@@ -174,6 +172,9 @@ def test_asynchronous_large_batches_with_all_their_factors(
 
 
 def service_state(backup: str) -> dict[str, Any]:
+    import tensorflow as tf
+    from tensorflow.core.framework.tensor_pb2 import TensorProto
+
     folder = BackupFolder(backup, 1)
     assert folder.find()
     pieces = {

@@ -360,8 +360,7 @@ class OwnState:
             for variable in sums:
                 is_assigned = id(variable) in self._assignments.recorded
                 if is_assigned and not reader.adds_samples(variable, sums):
-                    names = f"{metric.name!r} ({type(metric).__name__})", repr(variable.name)
-                    self._remarks.append(_REMARK_ON_METRIC.format(*names))
+                    self._remarks.append(_remark_on_metric(metric, variable))
 
     def _remark_on_others(self, model: keras.Model, combined: set[int], reader: _Reader) -> None:
         """Name variables that nothing combines, to which replicas assign different values."""
@@ -491,16 +490,6 @@ _REMARK_ON_OTHERS = (
 )
 
 
-_REMARK_ON_METRIC = (
-    "The metric {} assigns its state {} "
-    "a value that is not what it held plus what samples alone say: a maximum, a count of "
-    "steps, or a mean that is updated from what was held, as Welford's. "
-    'Its aggregation is "sum", so that the values of all replicas are added '
-    "up, which is not what one device has. Make it with self.add_variable(..., "
-    'aggregation="mean") if replicas\' values are to be averaged by their samples, with '
-    '"only_first_replica" if all hold the same, or add up sums and counts and compute the rest '
-    "in result(). Keras has no aggregation for maxima: keep them in the state of a layer."
-)
 _REMARK_ON_UNKNOWN = (
     "How state that a layer assigns depends on the samples cannot be read off this step "
     "(run_eagerly=True, a branch, or an operation that is not known). It becomes, which may "
@@ -508,3 +497,16 @@ _REMARK_ON_UNKNOWN = (
     'sum") if changes of replicas add up, as sums and counts of samples do, "mean" for a mean '
     'over samples, "only_first_replica" for what is the same on every replica.'
 )
+
+
+def _remark_on_metric(metric: keras.metrics.Metric, variable: keras.Variable) -> str:
+    return (
+        f"The metric {metric.name!r} ({type(metric).__name__}) assigns its state {variable.name!r} "
+        "a value that is not what it held plus what samples alone say: a maximum, a count of "
+        "steps, or a mean that is updated from what was held, as Welford's. "
+        'Its aggregation is "sum", so that the values of all replicas are added '
+        "up, which is not what one device has. Make it with self.add_variable(..., "
+        'aggregation="mean") if replicas\' values are to be averaged by their samples, with '
+        '"only_first_replica" if all hold the same, or add up sums and counts and compute the rest '
+        "in result(). Keras has no aggregation for maxima: keep them in the state of a layer."
+    )
