@@ -92,18 +92,30 @@ def test_what_cannot_go_back_says_so():
         worker.start_at(0, 0)
 
 
-@pytest.mark.parametrize(("passes", "step"), [(0, 0), (0, 2), ((True,), 0), ((True, False), 3)])
-def test_a_look_at_the_first_batch_does_not_keep_a_worker_from_resuming(passes, step):
-    def build():
-        return indices().shuffle(23, seed=1).filter(lambda i: i >= 0).batch(4)
+CANNOT_GO_BACK = {
+    "filter": lambda shuffled: shuffled.filter(lambda i: i >= 0),
+    "unbatch": lambda shuffled: shuffled.batch(5).unbatch(),
+    "flat_map": lambda shuffled: shuffled.flat_map(tf.data.Dataset.from_tensors),
+    "repeat": lambda shuffled: shuffled.filter(lambda i: i >= 0).repeat(2),
+    "two shuffles": lambda shuffled: shuffled.shuffle(5, seed=2).filter(lambda i: i >= 0),
+}
 
-    whole, looked = (make_workers(build, (1,), [[1]])[0] for _ in range(2))
-    for _ in range(passes if isinstance(passes, int) else len(passes)):
-        one_epoch(whole)
-    expected = one_epoch(whole)
+
+@pytest.mark.parametrize("above", CANNOT_GO_BACK.values(), ids=CANNOT_GO_BACK)
+@pytest.mark.parametrize(
+    ("passes", "step"),
+    [((), 0), ((), 2), ((True,), 0), ((True, True), 3), ((True, False), 1), ((3,), 1)],
+)
+def test_a_look_at_the_first_batch_does_not_keep_a_worker_from_resuming(above, passes, step):
+    def build():
+        return above(indices().shuffle(23, seed=1)).batch(4)
+
+    fresh, looked = (make_workers(build, (1,), [[1]])[0] for _ in range(2))
     next(iter(looked))  # as workers do who compare it
-    looked.start_at(passes, step)
-    assert one_epoch(looked) == expected[step:]
+    for worker in (fresh, looked):
+        worker.start_at(passes, step)
+    assert one_epoch(looked) == one_epoch(fresh)
+    assert one_epoch(looked) == one_epoch(fresh)
 
 
 def test_negative_positions_are_refused():
