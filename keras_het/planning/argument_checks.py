@@ -1,4 +1,4 @@
-"""Errors for arguments that are none of the choices, or out of range."""
+"""Errors for arguments that are not among the choices, or out of range."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def check_one_of(name: str, value: object, choices: Sequence[str], otherwise: str = "") -> None:
-    """Refuse a value that is none of the choices."""
+    """Refuse a value that is not among the choices."""
     if value not in choices:
         *first, last = (f'"{choice}"' for choice in choices)
         expected = f"{', '.join(first)} or {last}{otherwise}"
@@ -26,7 +26,7 @@ def check_number(
     whole: bool = False,
     otherwise: str = "",
 ) -> None:
-    """Refuse what is no number, or out of range; None passes."""
+    """Refuse a value that is not a number, or is out of range; None passes."""
     if value is None:
         return
     is_none = isinstance(value, (str, bool)) or (whole and value % 1 != 0)

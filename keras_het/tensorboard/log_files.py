@@ -32,7 +32,7 @@ Parse = Callable[[bytes], Any]
 
 
 def records(content: bytes) -> tuple[list[tuple[Span, bytes]], list[Span]]:
-    """Return the whole records of a file, also behind damage, and the parts that are none."""
+    """Return the whole records of a file, also behind damage, and the damaged parts."""
     framed: list[Span] = []
     lost: list[Span] = []
     place = 0

@@ -279,7 +279,7 @@ def _series(content: LogContent, name: str) -> tuple[Integers, Integers, Floats,
         return (steps, every, values, values)
     if name == "wall":
         middle, highest = recording.wall, np.sum(content.highest[:, : len(PHASES)], axis=1)
-        # The phases' highest values are of different steps: their sum is no step's.
+        # The phases reach their highest values in different steps: no step took their sum.
         highest = np.where(content.every[:, None] == 1, highest, middle)
     elif name == "seconds_per_sample":
         shares = np.where(recording.shares > 0, recording.shares, np.nan)

@@ -201,7 +201,7 @@ def _unexplained(situation: Situation, explained: float, excess: float) -> str:
 
 
 def _nothing_to_do(situation: Situation) -> str:
-    """Say that there is no cause, beside a table that may know of something to save."""
+    """Say that no cause is named, without contradicting a table that shows something to save."""
     result = what_if(situation.recording, situation.recent)
     names = [device.name for device in situation.recording.devices]
     repairs = {

@@ -60,7 +60,7 @@ class MeasuredSteps:
         self._calls, self._interval = 0, 1
 
     def pause(self) -> None:
-        """Leave the time until the next reading out: it is no step's, but that of a validation."""
+        """Leave out the time until the next reading: it belongs to a validation, not to a step."""
         self._latest_reading = None
 
     def is_due(self) -> bool:
