@@ -26,9 +26,10 @@ ALL_SHARES = ((4, 2, 1), (1, 0, 0), (3, 0, 5), (0, 1, 0), (1, 1, 1))
 SHARES = ((4, 2, 1), (3, 0, 5))
 RTOL = 1e-4
 ATOL = 2e-6
+IS_KERAS_3_16 = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16)
 # In Keras 3.16 one device counts a smaller last batch as one sample in the loss of each of several
 # outputs, since it weighs them by the size that its trace knows.
-ONLY_WHOLE_BATCHES = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16)
+ONLY_WHOLE_BATCHES = IS_KERAS_3_16
 
 Fit = Callable[[Any, list[Any]], Any]
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import arrays, three_replicas
+from equivalence import IS_KERAS_3_16, arrays, three_replicas
 
 import keras_het
 
@@ -281,7 +281,9 @@ def normalized(scope, of_unknown_length):
 def test_the_end_of_data_of_unknown_length_is_no_step(float64):
     """On one device Keras does then what needs no data, such as normalizing a weight."""
     steps, expected = normalized(contextlib.nullcontext, False)
-    assert steps == 6 < normalized(contextlib.nullcontext, True)[0]
+    assert steps == 6
+    # Keras 3.16 begins no further step on one device either.
+    assert (normalized(contextlib.nullcontext, True)[0] > steps) != IS_KERAS_3_16
     strategy = three_replicas()
     for shares in [(1, 0, 0), (1, 0, 1)]:
         strategy.set_shares(shares)

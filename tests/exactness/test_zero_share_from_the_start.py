@@ -4,7 +4,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import Trial, arrays, assert_equivalent, masked_words, three_replicas
+from equivalence import (
+    ONLY_WHOLE_BATCHES,
+    Trial,
+    arrays,
+    assert_equivalent,
+    masked_words,
+    three_replicas,
+)
 
 layers = keras.layers
 SAMPLES = 22
@@ -15,8 +22,8 @@ def compiled(model, loss="mse", **options):
     return model
 
 
-def sliced(*parts):
-    return tf.data.Dataset.from_tensor_slices(parts).batch(8)
+def sliced(*parts, drop_remainder=False):
+    return tf.data.Dataset.from_tensor_slices(parts).batch(8, drop_remainder)
 
 
 def rows(*shape):
@@ -127,7 +134,11 @@ MODELS = {
     "attention": (attention, lambda: sliced(rows(6, 4), rows(1))),
     "dictionaries": (
         dictionaries,
-        lambda: sliced({"one": rows(5), "two": -rows(5)}, {"value": rows(1), "kind": classes()}),
+        lambda: sliced(
+            {"one": rows(5), "two": -rows(5)},
+            {"value": rows(1), "kind": classes()},
+            drop_remainder=ONLY_WHOLE_BATCHES,
+        ),
     ),
     "lazy_metrics": (
         lazy_metrics,
