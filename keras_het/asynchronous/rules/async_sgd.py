@@ -145,6 +145,7 @@ class AsyncSGD(SendsGradient):
         return center.read_value()
 
     def factor(self, meta: PushMeta) -> tf.Tensor:
+        """Give what a push's gradient is scaled by: its samples, warm-up and staleness."""
         factor = tf.constant(1.0)
         if self.reference_samples is not None:
             factor = self._warmed(meta.samples / self.reference_samples, meta)

@@ -1,0 +1,65 @@
+"""What the reference lists has a docstring: each name, and each method that a reader may call."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+LISTED = sorted(
+    name
+    for page in REFERENCE.glob("*.md")
+    for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+)
+
+
+def named(path: str) -> Any:
+    """The module, class or function with this dotted name."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+def _is_ours(member: Any) -> bool:
+    function = member.fget if isinstance(member, property) else member
+    return str(getattr(function, "__module__", "")).startswith("keras_het")
+
+
+def undocumented(path: str, value: Any) -> list[str]:
+    if isinstance(value, ModuleType):
+        return [
+            missing
+            for name in value.__all__
+            for missing in undocumented(f"{path}.{name}", getattr(value, name))
+        ]
+    missing = [] if not callable(value) or inspect.getdoc(value) else [path]
+    if inspect.isclass(value):
+        missing += [
+            f"{path}.{name}"
+            for name, member in inspect.getmembers(value)
+            if not name.startswith("_") and _is_ours(member) and not inspect.getdoc(member)
+        ]
+    return missing
+
+
+@pytest.mark.parametrize("path", LISTED)
+def test_each_name_of_the_reference_has_a_docstring(path):
+    if "validation" in path:
+        pytest.importorskip("tensorflow_data_validation")
+    assert undocumented(path, named(path)) == []
+
+
+def test_a_method_without_a_docstring_is_found():
+    bare = type("Bare", (), {"__doc__": "A class.", "__module__": "keras_het"})
+    bare.run = lambda self: None
+    bare.run.__module__ = "keras_het"
+
+    assert undocumented("Bare", bare) == ["Bare.run"]
