@@ -45,7 +45,6 @@ def nodes_of(graph: Graph) -> list[Node]:
 def call_node(
     node: Node, operation: Any, values: dict[int, Any], training: bool | None
 ) -> list[Any]:
-    """Repeat the call of a layer on other tensors."""
     arguments, options = node.arguments.fill_in(values)
     if training is not None and "training" in getattr(operation, "_call_context_args", ()):
         options["training"] = training
@@ -72,12 +71,10 @@ def outputs_for(graph: Graph, rows: int) -> Nest:
 
 
 def packed_outputs(graph: Graph, outputs: list[Any]) -> Nest:
-    """Return flat outputs in the structure that the model returns."""
     return keras.tree.pack_sequence_as(graph._outputs_struct, outputs)
 
 
 def compiled_loss(model: keras.Model) -> Callable[..., Any] | None:
-    """Return the model's function of all its losses, None without a loss."""
     loss: Callable[..., Any] | None = model._compile_loss
     return loss
 
@@ -141,7 +138,6 @@ def accumulated_gradients(
 def clipping_by(
     optimizer: keras.optimizers.Optimizer, clip: Callable[[list[Any]], list[Any]]
 ) -> Iterator[None]:
-    """Replace the function by which an optimizer clips its gradients."""
     vars(optimizer)["_clip_gradients"] = clip
     try:
         yield

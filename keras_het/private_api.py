@@ -92,42 +92,17 @@ TensorFlowTrainer = getattr(keras_tf_trainer, "TensorFlowTrainer", None) or kera
 BaseTrainer = getattr(keras_base_trainer, "BaseTrainer", None) or keras_base_trainer.Trainer
 regroup = distribute_utils.regroup
 
+# Names imported here for others; those defined below need no entry.
 __all__ = [
-    "GLOBAL_SEED_GENERATOR",
-    "BaseTrainer",
     "CollectiveAllReduce",
     "CollectiveAllReduceExtended",
-    "CollectiveKeys",
-    "CommunicationOptions",
     "CompositeTensor",
-    "ConcreteFunction",
     "DropoutRNNCell",
-    "EpochIterator",
-    "EpochLoop",
-    "IteratorInterface",
     "KerasTensorFlowVariable",
-    "Mirrored",
-    "PerReplica",
     "ResourceVariable",
-    "RpcClient",
-    "RpcServer",
-    "StrategyExtended",
-    "TensorFlowTrainer",
-    "abort_collectives",
-    "bind_captures",
-    "calls_functions",
-    "convert_as_called",
-    "coordination_timeouts",
     "distribute_lib",
     "distribute_utils",
     "distribute_values",
-    "distributed_data_of",
-    "end_collectives_of_all",
-    "epoch_steps_of",
-    "function_being_traced",
-    "has_begun",
-    "is_stateful",
-    "is_too_late_to_join",
     "keras_base_optimizer",
     "keras_batch_normalization",
     "keras_loss",
@@ -136,28 +111,8 @@ __all__ = [
     "keras_nn",
     "keras_reduction_metrics",
     "keras_seed_generator",
-    "keras_state_of_thread",
-    "keras_step_kind",
     "keras_tf_optimizer",
-    "layers_with_state",
-    "learning_rate_of",
-    "move_optimizer",
-    "mutex_of",
-    "order_of_operation",
-    "own_state",
-    "pass_steps_of",
-    "peer_is_healthy",
-    "recreate_variable",
-    "regroup",
-    "repeat_operation",
-    "replace_everywhere",
-    "run_independently",
-    "share_instances",
-    "showing_values",
-    "tell_cluster",
     "type_spec_from_value",
-    "undecorated_step",
-    "wait_for_cluster",
 ]
 
 
@@ -181,7 +136,6 @@ class RpcClient(GrpcClient):
 
     @tf.autograph.experimental.do_not_convert  # frames that it converts outlive the call
     def call(self, *args: object, **kwargs: object) -> RpcAnswer:
-        """Send a call without waiting for the answer."""
         answer = super().call(*args, **kwargs)
         answer.__class__ = RpcAnswer
         return answer
@@ -197,12 +151,10 @@ def replace_everywhere(
 
 
 def bind_captures(function: ConcreteFunction, captures: list[tf.Tensor]) -> None:
-    """Make a concrete function run on `captures` in place of its captured values."""
     function.set_external_captures(captures)
 
 
 def mutex_of(section: tf.CriticalSection) -> tf.Tensor:
-    """Return the resource handle of a `tf.CriticalSection`'s lock."""
     return section._handle
 
 
@@ -273,7 +225,6 @@ def _named_as_step(step: Callable[..., Any], model: keras.Model, function: objec
 
 
 def model_of_step(function: object) -> keras.Model | None:
-    """Return the model whose Keras step `function` is, or None."""
     owner = getattr(function, "__self__", None)
     cells = getattr(getattr(function, "__wrapped__", function), "__closure__", None) or ()
     for candidate in (owner, *(cell.cell_contents for cell in cells)):
@@ -290,7 +241,6 @@ def model_of_prediction(function: object) -> keras.Model | None:
 
 
 def runs_keras_train_step(function: object) -> bool:
-    """Tell whether a bound `train_step` is Keras's own."""
     return getattr(function, "__func__", None) is TensorFlowTrainer.train_step
 
 
@@ -339,7 +289,6 @@ class _SharedInstances(cross_device_utils.CollectiveReplicaLauncher):
         control_input: tf.Tensor | tf.Operation | None = None,
         options: CommunicationOptions | None = None,
     ) -> tf.Tensor:
-        """Add up a dense tensor of each worker."""
         if not input_tensor.shape.is_fully_defined():
             return super().all_reduce(input_tensor, control_input, options)
         with self._launching((input_tensor.dtype, tuple(input_tensor.shape))):

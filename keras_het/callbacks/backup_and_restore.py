@@ -116,7 +116,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         tell(f"Training goes on from {self._folder.newest} at {place}.", strategy, self._verbose)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Record the start of the epoch."""
         super().on_epoch_begin(epoch, logs)
         self.model._initial_epoch = None  # a later fit sets its own
         if epoch != self._epoch:
@@ -136,7 +135,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._shorter_epochs.expect()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Save every `save_freq` batches."""
         self._count(self._first_step + batch + 1)
         super().on_train_batch_end(batch, logs)
         self._save_if_it_ends()
@@ -201,7 +199,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return random.getstate() if is_py_dataset else None
 
     def _check_has_trained(self, epoch: int) -> None:
-        """Raise an error if there was nothing to train on in an epoch after a resume."""
         # The rest of an epoch of unknown length may be empty.
         is_only_the_end = self._first_step > 0 and self._num_steps is None
         if not self._has_resumed or self._step > self._first_step or is_only_the_end:
@@ -217,7 +214,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         )
 
     def _steps_of_epoch(self) -> int | None:
-        """Steps of an epoch, None if unknown."""
         known = [self.params.get("steps"), int(getattr(self._data, "cardinality", -1))]
         return min((steps for steps in known if steps and steps > 0), default=None)
 
@@ -251,7 +247,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return {_SERVICE + name: values for name, values in arrays.items()}
 
     def _check_batch_size(self, position: Mapping[str, Any]) -> None:
-        """Refuse batches of another size within an epoch, whose samples are counted by batches."""
         before = position.get("global_batch_size")
         now = getattr(self._data, "global_batch_size", None)
         if position["pass_step"] and before and now and before != now:

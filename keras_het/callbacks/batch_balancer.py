@@ -140,12 +140,10 @@ class BatchBalancer(SessionCallback):
         self._steps.pause()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Decide after the last step of the epoch."""
         self._steps.pause()  # validation and other callbacks came before this point
         self._balance(self._steps.read())
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
-        """Read the remaining measurements."""
         self._balance(self._steps.read(is_last=True))
 
     def _balance(self, readings: list[Reading]) -> None:

@@ -120,7 +120,6 @@ class DataValidation(SessionCallback):
         self._is_checked = True
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Mark the next batches as the first ones."""
         self._forget()
         self.anomalies, self._is_checked = [], False
         fit = self._fit_session
@@ -129,17 +128,14 @@ class DataValidation(SessionCallback):
             fit.on_end(self._forget)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Start observing the data."""
         self._shards = self._new_shards() if self._compare_shards else None
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Compare the shards of the epoch."""
         shards, self._shards = self._shards, None
         if shards is not None:
             self._compare(epoch, shards.gather())
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
-        """Stop observing batches."""
         self._forget()
 
     def _forget(self) -> None:

@@ -249,7 +249,6 @@ class HybridAggregation(SessionCallback):
         self._begins_pass = True
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Exchange if it is due."""
         if self._choice is not None:
             self._last_batch, steps = batch, batch - self._last_batch
             self._choose_roles(self._choice.steps_done(steps))
@@ -264,7 +263,6 @@ class HybridAggregation(SessionCallback):
         self._participant.steps_done(steps, self._samples)
 
     def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Load the center into the model."""
         if self._participant is not None:
             self._participant.show_center()
 
@@ -442,7 +440,6 @@ def _plans_steps(rule: UpdateRule) -> bool:
 
 
 def _check_options(options: HybridOptions) -> None:
-    """Refuse options that do not fit the rule."""
     rule = options.rule
     if options.goes_on_without_service and rule.uses_gradients:
         raise ValueError(
@@ -466,7 +463,6 @@ def _check_options(options: HybridOptions) -> None:
 def _check_cluster(
     options: HybridOptions, rule: UpdateRule, config: ClusterConfig, num_workers: int
 ) -> None:
-    """Refuse a rule, or a service, that does not fit the cluster."""
     if rule.may_wait and config.has_sync_group:
         raise ValueError(
             f"With the rule {rule.name!r} workers wait for each other, which would hold up the "

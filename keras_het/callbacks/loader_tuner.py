@@ -117,12 +117,6 @@ class LoaderTuner(SessionCallback):
     # --- fit
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Start measuring and tuning.
-
-        Raises:
-            RuntimeError: if a callback within a `fit` that uses this object calls this `fit` with
-                it.
-        """
         if self._session is not None and self._fit is not None:
             raise RuntimeError(
                 "A LoaderTuner tunes one pipeline at a time. Received: the same LoaderTuner in a "
@@ -151,7 +145,6 @@ class LoaderTuner(SessionCallback):
         self._epoch_start = self.meter.seconds, self.meter.input_wait_seconds
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Record the batch number."""
         self._batch = batch
 
     def _end_epoch(self, epoch: int, logs: dict[str, float] | None) -> None:
@@ -163,7 +156,6 @@ class LoaderTuner(SessionCallback):
             logs["input_wait_fraction"] = wait / seconds if seconds else 0.0
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
-        """Restore everything and record the settings."""
         self._release()
         if self._verbose:
             sys.stdout.write(f"\n{self.best_settings()}\n")
@@ -238,7 +230,6 @@ class LoaderTuner(SessionCallback):
     # --- evaluate and predict
 
     def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Start measuring."""
         self._end_of_steps()
         self.replicas = local_replicas(self.model)
         session = FitSession.of(self.model)
@@ -248,7 +239,6 @@ class LoaderTuner(SessionCallback):
             session.on_end(evaluation.end)
 
     def on_predict_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Start measuring."""
         self.replicas = local_replicas(self.model)
         session = FitSession.of(self.model)
         if session is not None:
@@ -403,7 +393,6 @@ class _Evaluation:
         self._live: LiveIterator | None = None
 
     def step(self, step: StepFunction, iterator: Batches) -> object:
-        """Time one of its steps."""
         if isinstance(iterator, list):
             return step(iterator)
         if self._tuner._session is not None:  # keeps its part of the host during long validations
@@ -416,7 +405,6 @@ class _Evaluation:
         return result
 
     def end(self) -> None:
-        """Release its data source."""
         if self._live is not None:
             self._live.release()
 

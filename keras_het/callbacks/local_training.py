@@ -118,7 +118,6 @@ class LocalTraining(SessionCallback):
         strategy._training_state.export = self._exchange.saved
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Exchange if it is due."""
         if self._exchange is None or self._steps is None:
             return
         in_epoch = self.params.get("steps")
@@ -134,7 +133,6 @@ class LocalTraining(SessionCallback):
             self._exchange.wait()
 
     def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Load the center into the model."""
         if self._exchange is not None:
             self._exchange.show_center()
 

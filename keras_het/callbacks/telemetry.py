@@ -120,7 +120,6 @@ class Telemetry(SessionCallback):
             self.on_train_batch_end = self._show_progress
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Start measuring."""
         strategy = self._strategy = heterogeneous_strategy(self.model, self)
         fit = self._required_session()
         if sum(isinstance(each, Telemetry) for each in fit.callbacks) > 1:

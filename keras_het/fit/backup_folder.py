@@ -102,7 +102,6 @@ class BackupFolder:
             file.flush()
 
     def unlock(self) -> None:
-        """Let other processes write here."""
         if self._lock is not None:
             with contextlib.suppress(OSError):
                 (self.path / _LOCK).unlink()
@@ -132,7 +131,6 @@ class BackupFolder:
         return ""
 
     def restore(self, model: keras.Model) -> dict[str, np.ndarray]:
-        """Load the weights of the newest backup, optimizer included."""
         optimizer = model.optimizer
         if optimizer is not None and not optimizer.built:
             with model.distribute_strategy.scope():

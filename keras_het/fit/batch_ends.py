@@ -25,7 +25,6 @@ class BatchEnds:
             self._history.on_train_batch_end = self._note
 
     def begin_epoch(self) -> None:
-        """Restart counting batches from 0."""
         self._last = (-1, 0.0)
 
     def time_of(self, batch: int) -> float | None:
@@ -34,7 +33,6 @@ class BatchEnds:
         return seconds if number >= batch else None
 
     def release(self) -> None:
-        """Restore Keras's state."""
         if self._history is not None:
             vars(self._history).pop("on_train_batch_end", None)
 

@@ -33,7 +33,6 @@ def distribute_strategy(model: keras.Model) -> tf.distribute.Strategy:
 
 
 def heterogeneous_strategy(model: keras.Model, callback: object) -> Any:
-    """Return the `HeterogeneousStrategy` under which a model trains."""
     strategy = distribute_strategy(model)
     if not hasattr(strategy, "measure_compute_times"):
         name = type(callback).__name__
@@ -67,7 +66,6 @@ def data_of_fit(model: keras.Model, strategy: HeterogeneousStrategy) -> Any:
 
 
 def check_keeps_weights(optimizer: keras.optimizers.Optimizer | None, callback: object) -> None:
-    """Refuse an optimizer that replaces the weights at the end of `fit`."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if getattr(inner, "use_ema", False):
         name = type(callback).__name__

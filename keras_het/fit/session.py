@@ -75,11 +75,9 @@ class FitSession:
         self._layers[rank] = layer
 
     def has_layer(self, rank: Rank) -> bool:
-        """Tell whether there is a layer of a rank."""
         return rank in self._layers
 
     def remove_layer(self, rank: Rank) -> None:
-        """Remove the layer of this rank, if there is one."""
         self._layers.pop(rank, None)
 
     def on_end(self, function: Callable[[], None]) -> None:
@@ -112,7 +110,6 @@ class FitSession:
             function(*args)
 
     def step_function(self, function: StepFunction) -> StepFunction:
-        """Wrap the model's step function in the layers of this session."""
         if not self._layers:
             return function
         if self._layered is None or self._layered.function is not function:
@@ -163,7 +160,6 @@ class _LayeredStep:
         self._session, self.function = session, function
 
     def __call__(self, batches: Batches) -> Nest:
-        """Run one execution."""
         return self._session.run_step(self.function, batches)
 
     def __getattr__(self, name: str) -> Any:

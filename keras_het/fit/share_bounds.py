@@ -65,14 +65,8 @@ def start_policy(
 ) -> BalancePolicy:
     """Return a policy within the bounds, which begins with the strategy's shares if it measures.
 
-    Args:
-        policy: its name, or a user's own.
-        strategy: the strategy of the model that trains.
-        total: samples of a global batch; a later one may be larger.
-        options: settings of the policy.
-        min_share: smallest shares; only for a policy's name.
-        max_share: largest shares.
-        memory: replicas with less memory than that: their largest shares.
+    `total` counts the samples of a global batch; `memory` has the largest share of each replica
+    whose memory holds less than `max_share`.
     """
     num_replicas = len(strategy.shares)
     upper = bound_of_each("max_share", max_share, num_replicas, MAX_TOTAL)
@@ -115,7 +109,6 @@ class MemoryBounds:
         return {int(each["replica"]): int(each["max_share"]) for each in known}
 
     def write(self, replica: int, samples: int) -> None:
-        """Remember the largest share of a replica, if there is a directory."""
         if self._directory is None:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -127,12 +120,7 @@ class MemoryBounds:
     def layer(
         self, strategy: HeterogeneousStrategy, measured: Sequence[Mapping[str, Any]]
     ) -> Layer:
-        """Return a layer around the steps of `fit` that notes where memory runs out.
-
-        Args:
-            strategy: the strategy of the model that trains.
-            measured: the latest measured steps, with the shares that fitted.
-        """
+        """Return a layer around the steps of `fit` that notes where memory runs out."""
         return functools.partial(self._step, strategy, measured)
 
     def _step(
@@ -174,7 +162,6 @@ def largest_share_that_fits(
 
 
 def replicas_without_memory(message: str, devices: Sequence[str], first: int) -> list[int]:
-    """Return the local replicas that an error concerns."""
     named = {match.lower() for match in re.findall(r"device:([A-Za-z]+:\d+)", message)}
     hit = [
         first + index

@@ -75,7 +75,6 @@ class StepWatch(keras.callbacks.Callback):
     _trains = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Restart counting batches from 0."""
         self._epoch, self._batches, self._trains = epoch, 0, True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -90,7 +89,6 @@ class StepWatch(keras.callbacks.Callback):
             self._agree(is_early=True)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Agree on what all workers do next."""
         self._agree(is_early=bool(self.model.stop_training))
         self._trains = False
 
@@ -119,7 +117,6 @@ class StepWatch(keras.callbacks.Callback):
 
 
 def _described(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return what must be equal on all workers."""
     plain = {
         name: value
         for name, value in arguments.items()
@@ -175,7 +172,6 @@ def _trains_locally(callbacks: object) -> bool:
 
 
 def _data(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Kind, number of rows and types of the given data."""
     if value is None:
         return
     if isinstance(value, (DistributedSteps, tf.data.Dataset)):
@@ -231,7 +227,6 @@ def _dtype(array: object) -> str:
 
 
 def _compiled(model: keras.Model) -> Iterator[tuple[str, str]]:
-    """Optimizer, loss and metrics."""
     try:
         config = model.get_compile_config() or {}
     except Exception:  # whatever a user-defined class raises
@@ -297,7 +292,6 @@ def _some(weight: keras.Variable) -> np.ndarray:
 
 
 def _workers_with_other_weights(everyone: np.ndarray) -> Sequence[int]:
-    """Return the workers whose weights differ from the chief's by more than rounding."""
     numbers = np.ascontiguousarray(everyone).view(np.float64)
     norms = np.maximum(np.abs(numbers[:, 0]), np.abs(numbers[0, 0]))
     difference = np.abs(numbers - numbers[0]).max(axis=1)

@@ -47,7 +47,6 @@ class DataPath:
     def distribute(
         self, dataset: tf.data.Dataset, global_batch_size: int | None, **options: object
     ) -> GlobalOrderDataset:
-        """Give every replica its share of one global order; see `Strategy.distribute`."""
         drawn = agreement.drawn_seed()
         if self._get_strategy().num_async_workers:
             dataset = with_repeatable_order(dataset, drawn)
@@ -89,7 +88,6 @@ class DataPath:
         global_batch_size: int,
         **options: object,
     ) -> FileShardedDataset:
-        """Give every worker whole files; see `Strategy.distribute_files`."""
         if self._get_strategy().num_async_workers:
             raise ValueError(
                 "Async workers take global batches of one order; files that each worker reads by "
@@ -115,7 +113,6 @@ class DataPath:
         return self._latest() if self._latest is not None else None
 
     def resume(self, passes: int | Sequence[bool], step: int) -> None:
-        """Make the data set that is being iterated continue at `passes` and `step`."""
         dataset = self.iterated()
         if dataset is None:
             raise ValueError(
@@ -153,17 +150,14 @@ class DataPath:
 
     @functools.cached_property
     def layout(self) -> ReplicaLayout:
-        """The strategy's layout."""
         return self._get_strategy().layout
 
     @functools.cached_property
     def devices(self) -> tuple[str, ...]:
-        """Names of this worker's devices."""
         return self._get_strategy().extended.worker_devices
 
     @functools.cached_property
     def own_replicas(self) -> slice:
-        """This worker's places among the shares of all replicas."""
         local = self.layout.local_replicas
         return slice(local.start, local.stop)
 
@@ -198,7 +192,6 @@ def with_own_batches(
 
 
 def refuse_own_batches(what: str) -> None:
-    """Raise an error: the request cannot apply when each replica brings its own batches."""
     raise ValueError(
         "The function that was given to distribute_datasets_from_function makes batches for each "
         f"replica, whose sizes the strategy cannot change. Received: {what}. Give "
@@ -221,7 +214,6 @@ class _Wrapper:
         return _Wrapper(self._data_path, dataset)
 
     def element_spec(self, spec: Nest) -> Nest:
-        """The type of the wrapped batches."""
         layout = self._data_path.layout
         return wrapped_spec(spec, len(layout.local_replicas), layout.num_replicas)
 
@@ -241,7 +233,6 @@ class _Wrapper:
         return wrap_shares(local_batches, self._sizes_tensor(sizes), devices)
 
     def wait_begins(self) -> None:
-        """Report that a step waits for its batch."""
         if self._data_path.guard is not None:
             self._data_path.guard.wait_for_batch()
 

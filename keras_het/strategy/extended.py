@@ -112,7 +112,6 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         return np.asarray(gathered)
 
     def end_of_all(self, message: str) -> None:
-        """Make the collectives of all workers fail with a message."""
         if self.summation is not None:
             self.summation.abort()
         private_api.end_collectives_of_all(message)
@@ -201,7 +200,6 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
 
     @property
     def reduces_within_worker(self) -> bool:
-        """Whether reductions currently stay within this worker."""
         return bool(self._cross_device_ops.stays_within_worker)
 
     @property

@@ -358,14 +358,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     ) -> None:
         """Make the training steps of Keras measure each replica's compute time.
 
-        The measurements travel in the collective that every step has anyway; all workers get those
-        of all replicas. Every worker must call it.
-
-        Args:
-            model: a model that may have been trained before; its step is retraced.
-            gradients: whether to measure squared norms of gradients too, for the noise scale; a
-                single replica has none to compare.
-            stops: whether the caller ends the measurement with `stop_measuring`.
+        Every worker must call it. The step of a model that has been trained is retraced;
+        `gradients` adds squared norms for the noise scale; `stops` tells that `stop_measuring`
+        follows.
         """
         self._compute_times.begin(model, gradients, stops)
 
@@ -373,9 +368,6 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """End a measurement started with `stops`, and that of gradients; others' times continue.
 
         Every worker must call it between the same two steps: a step that measures sums more values.
-
-        Args:
-            model: the model that was measured; its step is retraced.
         """
         self._compute_times.end(model)
 
@@ -405,15 +397,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     def resume_data(self, passes: int | Sequence[bool], step: int) -> None:
         """Make the data set that `fit` iterates continue in the middle of an epoch.
 
-        `keras_het.callbacks.BackupAndRestore` calls it at the start of training.
-
-        Args:
-            passes: completed passes over the data: a number, or the `position` of the interrupted
-                data set.
-            step: completed steps of the next pass.
-
-        Raises:
-            ValueError: if no data set is being iterated, or it cannot continue from there.
+        `passes` is a number of completed passes over the data, or the `position` of the interrupted
+        data set; `step` counts the completed steps of the next pass.
         """
         self._data_path.resume(passes, step)
 
@@ -442,15 +427,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     ) -> np.ndarray:
         """Compare what the workers are about to do; all of them must call it.
 
-        Args:
-            place: what this worker does, such as "strategy.barrier()".
-            described: values that must be equal, each under the name that the error gives it.
-            leaves_loop: message for all workers if some continue a loop that this one has left;
-                None if they arrive in any case, however late.
-            **options: additional arguments of `agreement.agree`.
-
-        Raises:
-            ValueError: on every worker, with the same text, if any value differs.
+        `leaves_loop` is the message for all workers if some continue a loop that this one has left;
+        without it they arrive in any case, however late. See `agreement.agree` for the rest.
         """
         if self.num_workers == 1:
             return np.zeros([1, agreement.NUM_NOTES], np.int64)
@@ -465,14 +443,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         dataset: tf.data.Dataset | DistributedSteps,
         options: tf.distribute.InputOptions | None = None,
     ) -> DistributedSteps:
-        """Distribute a data set of global batches; `fit(dataset)` goes through here.
-
-        Args:
-            dataset: `tf.data.Dataset` of global batches.
-            options: `tf.distribute.InputOptions`; accepted for compatibility, this strategy's data
-                path has nothing to choose.
-        """
-        del options
+        """Distribute a data set of global batches; `fit(dataset)` goes through here."""
+        del options  # this strategy's data path has nothing to choose
         if isinstance(dataset, DistributedSteps):
             return dataset
         return self.distribute(dataset)

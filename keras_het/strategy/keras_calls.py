@@ -235,7 +235,6 @@ class SessionCallback(keras.callbacks.Callback):
         return session if session is not None and session.loop == "fit" else None
 
     def _required_session(self) -> FitSession:
-        """The session of the `fit`."""
         session = self._fit_session
         if session is None:
             raise RuntimeError(
@@ -266,7 +265,6 @@ def _takes_part(call: Call) -> bool:
 
 
 def _open(owner: type, name: str, handlers: tuple[Handler, ...]) -> None:
-    """Replace a function of Keras."""
     original = getattr(owner, name)
     signature = inspect.signature(original)
     has_sessions = _in_session in handlers

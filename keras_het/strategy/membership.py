@@ -60,7 +60,6 @@ class Membership:
 def find_cluster(
     cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
 ) -> Membership:
-    """Find the cluster, in `TF_CONFIG` unless a resolver is given."""
     config = None
     if cluster_resolver is None:
         config = read_cluster_config()
@@ -170,7 +169,6 @@ def _short_name(device: str) -> str:
 
 
 def wait_for_workers(membership: Membership, connect_seconds: float) -> float:
-    """Wait until all workers have started."""
     if membership.own_task is None:
         return connect_seconds
     if private_api.is_too_late_to_join():
@@ -188,7 +186,6 @@ def wait_for_workers(membership: Membership, connect_seconds: float) -> float:
 
 
 def watch_peers(membership: Membership, patience_seconds: float) -> PeerWatch:
-    """Start watching a few of the other workers."""
     tasks = list(membership.workers.items())
     place = [task for task, _ in tasks].index(membership.own_task or "")
     peers = dict(tasks[other] for other in neighbours(place, len(tasks)))
@@ -200,7 +197,6 @@ def watch_peers(membership: Membership, patience_seconds: float) -> PeerWatch:
 
 
 def watch_summation(watch: PeerWatch, summation: SummationGroup) -> None:
-    """Watch the spare machines that sum as well."""
     watch.watch_too(
         summation.spare_machines, summation.is_healthy, lambda message: summation.abort()
     )

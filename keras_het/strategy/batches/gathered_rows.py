@@ -101,7 +101,6 @@ def gather_rows(
     total: tf.Tensor,
     name: str,
 ) -> Rows | None:
-    """Concatenate the rows of all replicas, replica by replica; dense, ragged or sparse tensors."""
     local = strategy.experimental_local_results(value)
     if strategy.layout.num_replicas == 1 or local[0] is None:
         return local[0]

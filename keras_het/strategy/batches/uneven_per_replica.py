@@ -59,7 +59,6 @@ class UnevenPerReplica(private_api.PerReplica):
 
     @property
     def dtype(self) -> tf.DType:
-        """The type of the elements."""
         return self._type_spec.value_specs[0].dtype
 
     @property
@@ -154,8 +153,6 @@ def _on_device(value: Rows, device: str) -> Rows:
 
 
 def wrapped_spec(spec: Nest, num_local: int, num_replicas: int) -> Nest:
-    """Return the type of the result of `wrap_shares`."""
-
     def of_leaf(leaf: tf.TypeSpec | None) -> UnevenPerReplicaSpec | None:
         is_absent = leaf is None or isinstance(leaf, tf.OptionalSpec) or adapter.is_none(leaf)
         return None if is_absent else UnevenPerReplicaSpec((leaf,) * num_local, num_replicas)
@@ -164,7 +161,6 @@ def wrapped_spec(spec: Nest, num_local: int, num_replicas: int) -> Nest:
 
 
 def find_sizes(structure: Nest) -> tf.Tensor | None:
-    """Return the shares carried by a batch, or None if it carries none."""
     for leaf in tf.nest.flatten(structure):
         if isinstance(leaf, UnevenPerReplica):
             return leaf.sizes

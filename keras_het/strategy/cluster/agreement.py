@@ -141,7 +141,6 @@ def _names(workers: Sequence[int]) -> str:
 def check_agreement(
     extended: HeterogeneousExtended, weights: Sequence[float], aggregation: object = None
 ) -> None:
-    """Compare the setup of all workers."""
     described = {
         "share weights": str([float(weight) for weight in weights]),
         "type of device": extended._local_device_type,
@@ -234,7 +233,6 @@ def check_same_end(strategy: HeterogeneousStrategy, steps: int) -> None:
 
 
 def has_equal_value(extended: HeterogeneousExtended, value: tf.Tensor, name: str) -> bool:
-    """Compare a variable that the workers create."""
     described = {"type": f"{value.dtype.name} {value.shape.as_list()}"}
     array = np.ascontiguousarray(value).reshape(-1)
     # strings expose no memory to hash

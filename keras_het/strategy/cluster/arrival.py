@@ -76,7 +76,6 @@ def _names(missing: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def _listening(address: str) -> Iterator[None]:
-    """Accept connections at an address."""
     with contextlib.ExitStack() as open_sockets:
         for family, place in places_of(address)[:1]:
             listener = open_sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))

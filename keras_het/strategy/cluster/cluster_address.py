@@ -6,7 +6,6 @@ _MAXIMUM_PORT = 65535
 
 
 def check_address(address: object, where: str) -> str:
-    """Check that an address is `host:port`."""
     if not isinstance(address, str):
         raise _address_error(address, where, "it is not a string")
     if "://" in address:
@@ -64,7 +63,6 @@ def refuses_connections(address: str, timeout_seconds: float = 1.0) -> bool:
 
 
 def free_port(host: str) -> int:
-    """Return a port of this machine that is currently free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:

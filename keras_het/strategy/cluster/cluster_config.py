@@ -73,7 +73,6 @@ class ClusterConfig:
         return self.task_type == "summation"
 
     def service_address(self, environ: Mapping[str, str] | None = None) -> str:
-        """Return the address at which the parameter service answers."""
         given = (os.environ if environ is None else environ).get(SERVICE_ADDRESS, "")
         if given:
             return check_address(given, SERVICE_ADDRESS)
@@ -100,7 +99,6 @@ class ClusterConfig:
 
     @property
     def is_evaluator(self) -> bool:
-        """Whether this process is the evaluator, which takes no part in training."""
         return self.task_type == "evaluator"
 
     @property
@@ -136,7 +134,6 @@ class ClusterConfig:
         return _task_name(self.task_type, self.task_index)
 
     def address_of(self, worker_index: int) -> str:
-        """Return the address `host:port` of one worker."""
         job, index = self._member(worker_index)
         address = {"chief": self.chief, "evaluator": self.evaluator}.get(job)
         if job in ("worker", "async", "summation"):
@@ -177,7 +174,6 @@ class ClusterConfig:
 
 
 def read_cluster_config(environ: Mapping[str, str] | None = None) -> ClusterConfig | None:
-    """Read and validate TF_CONFIG."""
     text = (os.environ if environ is None else environ).get(TF_CONFIG, "")
     if not text.strip():
         return None

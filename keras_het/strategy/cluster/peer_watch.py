@@ -41,7 +41,6 @@ def neighbours(place: int, number: int, most: int = _MOST_WATCHED) -> tuple[int,
 
 
 def read_peer_timeout(given: float | None) -> float:
-    """Return how long a worker may be silent, in seconds."""
     if given is not None:
         return check_seconds("peer_timeout_seconds", given)
     text = os.environ.get(PEER_TIMEOUT, "").strip()
@@ -57,7 +56,6 @@ def read_peer_timeout(given: float | None) -> float:
 
 
 def check_seconds(name: str, seconds: float) -> float:
-    """Return a time that must be positive and finite."""
     if (
         isinstance(seconds, bool)
         or not isinstance(seconds, (int, float))
@@ -124,7 +122,6 @@ class PeerWatch:
         self._peers = {**self._peers, **peers}
 
     def start(self) -> None:
-        """Start watching in a background thread."""
         self._thread.start()
 
     def share_news(
@@ -144,18 +141,15 @@ class PeerWatch:
         _in_background(hear)
 
     def stop(self) -> None:
-        """Stop watching."""
         self._stop.set()
 
     def wait_for_loss(self, timeout_seconds: float | None = None) -> str | None:
-        """Wait until a worker is known to be lost."""
         if timeout_seconds is None:
             timeout_seconds = self._patience + _SECONDS_FOR_NEWS
         self._found.wait(timeout_seconds)
         return self._message
 
     def raise_if_lost(self) -> None:
-        """Raise the error that a step would raise."""
         if self._message is not None:
             raise WorkerLostError(self._message)
 

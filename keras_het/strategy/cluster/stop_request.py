@@ -102,7 +102,6 @@ class StopRequest:
         return self._agreed is not None
 
     def end_if_agreed(self) -> None:
-        """End the script if the latest step was the last one."""
         if self.is_agreed:
             self._end()
 

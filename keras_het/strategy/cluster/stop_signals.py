@@ -107,7 +107,6 @@ class StopSignals:
 
     @property
     def has_received_sigterm(self) -> bool:
-        """Whether this process itself has received SIGTERM."""
         return signal.SIGTERM in self._numbers_received
 
     def leave(self) -> None:

@@ -129,7 +129,6 @@ class Gradients:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Hook `Optimizer.apply`."""
         if self._update.is_running:
             return original(optimizer, grads, *args, **kwargs)
         variables = args[0] if args else kwargs.get("trainable_variables")
@@ -356,7 +355,6 @@ def _has_unique_indices(gradient: Summand | None) -> bool:
 
 
 def _merge_equal_indices(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Add the slices of equal rows."""
     indices, positions = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, positions, tf.size(indices))
     return tf.IndexedSlices(values, indices, slices.dense_shape)

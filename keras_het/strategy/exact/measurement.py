@@ -49,12 +49,10 @@ class Measurement:
         return [None if gradient is None else next(held) for gradient in gradients]
 
     def add_own_square(self, square: Callable[[], tf.Tensor]) -> None:
-        """Take the squared norm of this replica's mean gradient, if it is measured."""
         if self._measures_squares:
             self._own_square = _plus(self._own_square, square())
 
     def add_global_square(self, square: Callable[[], tf.Tensor]) -> None:
-        """Take the squared norm of the gradient of the whole batch, if it is measured."""
         if self._measures_squares:
             self._global_square = _plus(self._global_square, square())
 
@@ -79,7 +77,6 @@ class Measurement:
         return summands
 
     def record(self, sums: Sequence[tf.Tensor]) -> None:
-        """Keep what all replicas have measured."""
         spec, clock, phases = self._spec, self.clock, self._times.phases
         is_first = spec.local_position == 0
         if self._sends_times and is_first:

@@ -95,7 +95,6 @@ class Metrics:
         return value
 
     def values(self, logs: Nest) -> Nest:
-        """Return logs of tensors."""
         return tf.nest.map_structure(self._value, logs)
 
     def summands(self, logs: Nest) -> Nest:
@@ -112,7 +111,6 @@ class Metrics:
         )
 
     def logs_of_all(self, logs: Nest, sums: Nest) -> Nest:
-        """Return the logs of the whole batch."""
         leaves = tf.nest.flatten(logs)
         records, (summed_states, summed_parts) = self._states(leaves), sums
         self._is_computing = True

@@ -106,7 +106,6 @@ class Rules:
         return Rule(name)
 
     def remarks(self) -> list[str]:
-        """Return what to tell the user of state about which nothing is known."""
         if not self._unknown:
             return []
         becomes = {
@@ -152,7 +151,6 @@ class Assignments:
 
     @contextlib.contextmanager
     def by_keras(self) -> Iterator[None]:
-        """Assign as Keras or keras_het, not as the user."""
         before, self.is_by_keras = self.is_by_keras, True
         try:
             yield

@@ -90,7 +90,6 @@ class SampleDependence:
         self._assigned = assigned
 
     def kind(self, tensor: tf.Tensor) -> Kind:
-        """Return a tensor's relation to the samples of its replica."""
         waiting = [tensor]  # no recursion: a network may be deeper than Python's stack
         while waiting:
             latest = waiting[-1]

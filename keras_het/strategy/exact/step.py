@@ -69,12 +69,10 @@ class StepSpec:
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas reduce together."""
         return len(self.group)
 
     @property
     def position(self) -> int:
-        """This replica's place among them."""
         return self.replica_id - self.group.start
 
     @property
@@ -89,7 +87,6 @@ class StepSpec:
         return tf.math.multiply_no_nan(value, tf.cast(self.weight, value.dtype))
 
     def or_zero(self, value: tf.Tensor) -> tf.Tensor:
-        """Return the value, or zero on a replica without samples."""
         return tf.where(self.has_samples, value, tf.zeros_like(value))
 
     def of_first_replica(self, value: tf.Tensor) -> tf.Tensor:

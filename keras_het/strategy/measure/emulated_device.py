@@ -61,7 +61,6 @@ def describe_emulated_devices(devices: tuple[EmulatedDevice, ...]) -> str:
 def read_emulated_devices(
     environ: Mapping[str, str] | None = None,
 ) -> tuple[EmulatedDevice, ...] | None:
-    """Read the environment variable KERAS_HET_EMULATED_DEVICES."""
     text = (os.environ if environ is None else environ).get(KERAS_HET_EMULATED_DEVICES, "")
     if not text.strip():
         return None
@@ -100,7 +99,6 @@ def _error(problem: str, text: str) -> ValueError:
 def warn_of_emulated_devices(
     devices: tuple[EmulatedDevice, ...] | None, num_local_replicas: int
 ) -> None:
-    """Warn that times are not real if devices are emulated."""
     if devices is None:
         return
     if len(devices) != num_local_replicas:

@@ -64,7 +64,6 @@ class MeasuredSteps:
         self._latest_reading = None
 
     def is_due(self) -> bool:
-        """Tell whether to read now; called after every execution."""
         self._calls += 1
         return self._calls >= self._interval
 
