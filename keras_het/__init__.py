@@ -10,8 +10,8 @@ from keras_het.seen_versions import import_part, warn_of_unseen_versions
 
 if TYPE_CHECKING:
     from keras_het import callbacks, loader, planning
-    from keras_het.strategy import HeterogeneousStrategy
     from keras_het.strategy.exact.gradients import reduce_over_replicas
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
     from keras_het.strategy.pipeline import PipelineStrategy
 
 __version__ = "0.1.0"
@@ -28,7 +28,7 @@ __all__ = [
 
 _MODULES = ("callbacks", "loader", "planning")
 _MODULE_OF = {
-    "HeterogeneousStrategy": "keras_het.strategy",
+    "HeterogeneousStrategy": "keras_het.strategy.heterogeneous_strategy",
     "reduce_over_replicas": "keras_het.strategy.exact.gradients",
     "PipelineStrategy": "keras_het.strategy.pipeline",
 }

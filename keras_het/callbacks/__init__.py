@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from keras_het.keras_backend import check_keras_backend_before_import
@@ -28,22 +29,13 @@ __all__ = [
     "Telemetry",
 ]
 
-_MODULES = {
-    "BackupAndRestore": "backup_and_restore",
-    "BatchBalancer": "batch_balancer",
-    "DataValidation": "data_validation",
-    "HybridAggregation": "hybrid_aggregation",
-    "LoaderTuner": "loader_tuner",
-    "LocalTraining": "local_training",
-    "Telemetry": "telemetry",
-}
-
 
 def __getattr__(name: str) -> type[keras.callbacks.Callback]:
     # A program that only tunes a loader should not load the parameter service.
-    if name in _MODULES:
+    if name in __all__:
         check_keras_backend_before_import()
-        return import_part(f"keras_het.callbacks.{_MODULES[name]}", name)
+        module = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
+        return import_part(f"keras_het.callbacks.{module}", name)
     raise AttributeError(f"module 'keras_het.callbacks' has no attribute {name!r}")
 
 

@@ -200,12 +200,11 @@ class HybridAggregation(SessionCallback):
         check_keeps_weights(self.model.optimizer, self)
         epochs = min(self.params.get("epochs") or LARGEST_EPOCH, LARGEST_EPOCH)
         self._options = dataclasses.replace(self._options, rule=rule, num_epochs=epochs)
-        kinds: tuple[tuple[bool, type[Participant]], ...] = (
-            (strategy.is_async_worker, AsyncWorker),
-            (strategy.is_parameter_service, ServiceTask),
-            (True, SyncGroup),
-        )
-        kind = next(kind for applies, kind in kinds if applies)
+        kind: type[Participant] = SyncGroup
+        if strategy.is_async_worker:
+            kind = AsyncWorker
+        elif strategy.is_parameter_service:
+            kind = ServiceTask
         self._participant = kind(self.model, strategy, self._options)
         _check_steps(self.params.get("steps"), self._participant.num_batches)
         self._participant.data.cut_again()
@@ -214,7 +213,7 @@ class HybridAggregation(SessionCallback):
             self._send_gradients(self._participant)
         self._starts = True
         self._begins_pass = False
-        strategy._take_claimed_batches(self._participant.data, self._claims)
+        strategy._data_path.claim(self._participant.data, self._claims)
         self._fit = fit = self._required_session()
         fit.add_layer(Rank.COUNT_SAMPLES, self._count_samples)
         fit.before_inner(self._refuse_fit_within)
@@ -334,7 +333,7 @@ class HybridAggregation(SessionCallback):
         """Restore model and strategy to their original state."""
         self._shorter_epochs.end()
         strategy = heterogeneous_strategy(self.model, self)
-        strategy._take_claimed_batches(None, None)
+        strategy._data_path.claim(None, None)
         # A training without an epoch leaves its backup unused; the next one must not get it.
         strategy._training_state.forget_center()
         if self._user_optimizer is not None:

@@ -153,38 +153,33 @@ class BackupFolder:
         state: Mapping[str, Any],
         is_valid: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Write a backup, then remove those that are not kept."""
-        with self._writing:
-            return self._add(model, state, is_valid)
-
-    def _add(
-        self, model: keras.Model, state: Mapping[str, Any], is_valid: Callable[[], bool]
-    ) -> bool:
+        """Write a backup, then remove those that are not kept; False if it is not valid then."""
         content = io.BytesIO()
         np.savez(content, **state)
-        present = self._found()
-        aside = self.path / "incomplete.weights.h5"
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            _reserve(aside, _bytes_needed(model) + content.tell())
-            model.save_weights(str(aside), overwrite=True)
-            if not is_valid():
-                aside.unlink()
-                return False
-            with h5py.File(aside, "r+") as file:
-                file[_STATE] = np.frombuffer(content.getvalue(), np.uint8)
-            _to_disk(aside)
-            name = f"backup-{max(present, default=0) + 1}-{_sha256(aside)}.weights.h5"
-            path = aside.rename(self.path / name)
-            _to_disk(self.path)
-        except (OSError, RuntimeError) as error:  # h5py raises both for failed writes
-            with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
-            raise self._error(error, aside) from error
-        self._whole = [*self._whole, path][-self._num_kept :]
-        for earlier, _ in present.values():
-            if earlier not in self._whole:
-                earlier.unlink(missing_ok=True)
+        with self._writing:
+            present = self._found()
+            aside = self.path / "incomplete.weights.h5"
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                _reserve(aside, _bytes_needed(model) + content.tell())
+                model.save_weights(str(aside), overwrite=True)
+                if not is_valid():
+                    aside.unlink()
+                    return False
+                with h5py.File(aside, "r+") as file:
+                    file[_STATE] = np.frombuffer(content.getvalue(), np.uint8)
+                _to_disk(aside)
+                name = f"backup-{max(present, default=0) + 1}-{_sha256(aside)}.weights.h5"
+                path = aside.rename(self.path / name)
+                _to_disk(self.path)
+            except (OSError, RuntimeError) as error:  # h5py raises both for failed writes
+                with contextlib.suppress(OSError):
+                    aside.unlink(missing_ok=True)
+                raise self._error(error, aside) from error
+            self._whole = [*self._whole, path][-self._num_kept :]
+            for earlier, _ in present.values():
+                if earlier not in self._whole:
+                    earlier.unlink(missing_ok=True)
         return True
 
     def _error(self, error: Exception, path: Path) -> OSError:

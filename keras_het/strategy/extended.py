@@ -88,13 +88,8 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self._use_hierarchical_all_reduce((1,) * self._num_workers)
         counts = self.gather_over_workers(np.array([len(self._devices)], np.int64))
         self._use_hierarchical_all_reduce(tuple(int(count) for count in counts))
-        apart = self._hierarchical(
-            (self._worker_device,), self.layout.num_workers, self._new_collective_keys()
-        )
-        self._departure_barrier = apart.new_barrier()
-        self._meeting = self._hierarchical(
-            (self._worker_device,), self.layout.num_workers, self._new_collective_keys()
-        )
+        self._departure_barrier = self._of_hosts(self._new_collective_keys()).new_barrier()
+        self._meeting = self._of_hosts(self._new_collective_keys())
 
     def meet(self, values: np.ndarray) -> np.ndarray:
         """Concatenate an array of every worker; for `agreement` only.
@@ -171,9 +166,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self.layout = ReplicaLayout(replicas_per_worker, self._id_in_cluster)
         self._collective_keys = keys = self._new_collective_keys()
         self._cross_device_ops = self._hierarchical(self._devices, self.layout.num_replicas, keys)
-        self._host_cross_device_ops = self._hierarchical(
-            (self._worker_device,), self.layout.num_workers, keys
-        )
+        self._host_cross_device_ops = self._of_hosts(keys)
 
     def _new_collective_keys(self) -> private_api.CollectiveKeys:
         self._num_key_ranges += 1
@@ -217,6 +210,9 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             options=self._communication_options,
             collective_keys=keys,
         )
+
+    def _of_hosts(self, keys: private_api.CollectiveKeys) -> HierarchicalAllReduce:
+        return self._hierarchical((self._worker_device,), self.layout.num_workers, keys)
 
     def gather_rows_over_workers(self, value: tf.Tensor) -> tf.Tensor:
         """Concatenate a tensor of every worker along its first dimension, in worker order."""

@@ -17,7 +17,6 @@ import tensorflow as tf
 from keras_het import private_api
 from keras_het.keras_backend import check_keras_backend
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
-from keras_het.loader.input.data_pass import Claims
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout
 from keras_het.planning.replica_layout import share_weights
@@ -402,12 +401,6 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """
         self._data_path.resume(passes, step)
 
-    def _take_claimed_batches(
-        self, dataset: DistributedSteps | None, source: Callable[[], Claims | None] | None
-    ) -> None:
-        """Make passes that start from now on take only some of the global batches."""
-        self._data_path.claim(dataset, source)
-
     @property
     def _data_to_be_trained(self) -> Any:
         """Return the distributed data set that a `fit` starting now will iterate."""
@@ -434,7 +427,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             return np.zeros([1, agreement.NUM_NOTES], np.int64)
         with contextlib.ExitStack() as stack:
             if leaves_loop is not None:
-                stack.enter_context(agreement.Patience(leaves_loop, self.extended.end_of_all))
+                stack.enter_context(agreement.patience(leaves_loop, self.extended.end_of_all))
             stack.enter_context(self._naming_lost_workers())
             return agreement.agree(self.extended, place, described, **options)
 

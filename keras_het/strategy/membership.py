@@ -51,11 +51,6 @@ class Membership:
         """Task name to address of every other worker."""
         return {task: at for task, at in self.workers.items() if task != self.own_task}
 
-    @property
-    def is_async_worker(self) -> bool:
-        """Whether this process trains outside of the sync group."""
-        return self.config is not None and self.config.is_async_worker
-
 
 def find_cluster(
     cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,

@@ -250,24 +250,26 @@ def has_equal_value(extended: HeterogeneousExtended, value: tf.Tensor, name: str
     return bool((notes[:, 0] == notes[0, 0]).all())
 
 
-class Patience:
-    """Limit on the wait for workers that continue a loop which this one has left.
+@contextlib.contextmanager
+def patience(message: str, abort: Callable[[str], None]) -> Iterator[None]:
+    """Limit the wait for workers that continue a loop which this one has left.
 
     Their step needs this worker, which waits for them elsewhere: neither would ever end.
     """
-
-    def __init__(self, message: str, abort: Callable[[str], None]) -> None:
-        self._timer = threading.Timer(PATIENCE_SECONDS, abort, [f"[[{message}]]"])
-        self._timer.daemon = True
-
-    def __enter__(self) -> None:
-        self._timer.start()
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        self._timer.cancel()
-        message = message_in(error) if error is not None else None
-        if message is not None:
-            pass_on(message)
+    timer = threading.Timer(PATIENCE_SECONDS, abort, [f"[[{message}]]"])
+    timer.daemon = True
+    timer.start()
+    received = None
+    try:
+        yield
+    except BaseException as error:
+        received = message_in(error)
+        if received is None:
+            raise
+    finally:
+        timer.cancel()
+    if received is not None:
+        pass_on(received)
 
 
 def pass_on(message: str) -> NoReturn:

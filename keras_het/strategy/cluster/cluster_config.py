@@ -134,16 +134,19 @@ class ClusterConfig:
         return _task_name(self.task_type, self.task_index)
 
     def address_of(self, worker_index: int) -> str:
-        job, index = self._member(worker_index)
-        address = {"chief": self.chief, "evaluator": self.evaluator}.get(job)
-        if job in ("worker", "async", "summation"):
-            return self.as_cluster_dict()[job][index]
-        if address is None:
+        if not 0 <= worker_index < self.num_workers:
+            raise ValueError(
+                f"There is no worker {worker_index}. Received: worker_index={worker_index}; "
+                f"expected 0 to {self.num_workers - 1}."
+            )
+        job, index = self._members[worker_index]
+        addresses = self.as_cluster_dict().get(job)
+        if addresses is None:
             raise ValueError(
                 f'TF_CONFIG lists no address for {_task_name(job, index)}. Add "{job}": '
                 '["host:port"] to "cluster".'
             )
-        return address
+        return addresses[index]
 
     def as_cluster_dict(self) -> dict[str, list[str]]:
         """Return job name -> addresses, in the form `tf.train.ClusterSpec` takes."""
@@ -163,14 +166,6 @@ class ClusterConfig:
             return ((self.task_type, self.task_index),)
         chief = (("chief", 0),) if self.chief is not None else ()
         return (*chief, *(("worker", index) for index in range(len(self.workers))))
-
-    def _member(self, worker_index: int) -> tuple[str, int]:
-        if not 0 <= worker_index < self.num_workers:
-            raise ValueError(
-                f"There is no worker {worker_index}. Received: worker_index={worker_index}; "
-                f"expected 0 to {self.num_workers - 1}."
-            )
-        return self._members[worker_index]
 
 
 def read_cluster_config(environ: Mapping[str, str] | None = None) -> ClusterConfig | None:

@@ -19,7 +19,10 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from keras_het.strategy.cluster.stop_request import StopRequest
 
 _logger = logging.getLogger(__name__)
 
@@ -36,27 +39,13 @@ _SECONDS_TO_SEND_AGAIN = 0.05
 _SECONDS_TO_END = 15.0
 
 
-class Stoppable(Protocol):
-    """Something that stops at a step boundary."""
-
-    @property
-    def is_in_steps(self) -> bool:
-        """Whether it will reach a step boundary."""
-
-    def ask(self, number: int) -> None:
-        """Request a stop there; called in a signal handler."""
-
-    def end_now(self, number: int, deadline: float) -> None:
-        """Save what is finished, and cease to be in steps; called in another thread."""
-
-
 class StopSignals:
     """Receiver of this process's signals, which keeps handlers that the user installed."""
 
     def __init__(self) -> None:
         self._is_leaving = False
         self._raised = (0, 0.0)
-        self._stoppables: weakref.WeakSet[Stoppable] = weakref.WeakSet()
+        self._requests: weakref.WeakSet[StopRequest] = weakref.WeakSet()
         self._abort: Callable[[str], None] = lambda message: None
         self._is_installed = False
         self._numbers_received: list[int] = []
@@ -65,9 +54,9 @@ class StopSignals:
         self._was_received = threading.Event()
         self._forking = threading.local()
 
-    def add(self, stoppable: Stoppable) -> None:
-        """Have signals stop something; held by a weak reference only."""
-        self._stoppables.add(stoppable)
+    def add(self, request: StopRequest) -> None:
+        """Have signals stop the loops of a strategy; held by a weak reference only."""
+        self._requests.add(request)
 
     def install(
         self, abort: Callable[[str], None] | None = None, numbers: Sequence[int] = SIGNALS
@@ -150,7 +139,7 @@ class StopSignals:
         self._was_received.set()
         if self._is_leaving:
             os._exit(128 + number)
-        running = [each for each in list(self._stoppables) if each.is_in_steps]
+        running = [each for each in list(self._requests) if each.is_in_steps]
         for each in running:
             each.ask(number)
         if not running:
@@ -187,7 +176,7 @@ class StopSignals:
         if is_again or self._is_leaving:
             os._exit(128 + number)
         time.sleep(_SAME_SIGNAL_SECONDS)  # a second signal sent after the message is deliberate
-        if any(each.is_in_steps for each in list(self._stoppables)):
+        if any(each.is_in_steps for each in list(self._requests)):
             _logger.warning("%s: ends after the next step; once more ends at once.", name)
             if number == signal.SIGTERM:
                 threading.Thread(target=self._end_in_time, args=(now,), daemon=True).start()
@@ -207,7 +196,7 @@ class StopSignals:
 
     def end_now(self, since: float) -> None:
         """Save what is finished, and end: by an exception if Python can still raise it."""
-        for each in list(self._stoppables):
+        for each in list(self._requests):
             each.end_now(signal.SIGTERM, since + _SECONDS_TO_DEADLINE)
         self._send_again(signal.SIGTERM)
         self._end_process(since)
