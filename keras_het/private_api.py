@@ -235,8 +235,10 @@ def model_of_step(function: object) -> keras.Model | None:
 
 def model_of_prediction(function: object) -> keras.Model | None:
     """Return the model whose predict step `function` is, under all its decorators, or None."""
-    while (model := model_of_step(function)) is None and hasattr(function, "__wrapped__"):
+    model = model_of_step(function)  # no `:=`, which AutoGraph warns of in a function of the user's
+    while model is None and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
+        model = model_of_step(function)
     return model
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, tell
-from keras_het.fit.session import Rank
+from keras_het.fit.session import FitSession, Rank
 from keras_het.fit.share_bounds import Bound, MemoryBounds, start_policy
 from keras_het.planning import BalancePlan, BalancePolicy, apportion, make_policy
 from keras_het.planning.balance.summary import summarize
@@ -93,6 +93,7 @@ class BatchBalancer(SessionCallback):
         self._verbose = verbose
         self._strategy: HeterogeneousStrategy
         self._policy: BalancePolicy | None = None
+        self._fit: FitSession | None = None
         self._global_batch_size = 0
         self._used_shares: tuple[int, ...] = ()
         self._steps = MeasuredSteps(keep_measurements)
@@ -102,7 +103,8 @@ class BatchBalancer(SessionCallback):
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Start measuring, with the shares of an earlier fit or those of a first plan."""
         self._strategy = strategy = heterogeneous_strategy(self.model, self)
-        if (fit := self._fit_session) is not None:
+        self._fit = fit = self._fit_session
+        if fit is not None:
             others = [each for each in fit.callbacks if each is not self]
             if any(isinstance(each, BatchBalancer) for each in others):
                 raise ValueError(
@@ -213,9 +215,9 @@ class BatchBalancer(SessionCallback):
         self._tell_change(plan)
 
     def _tell_change(self, plan: BalancePlan) -> None:
-        if (fit := self._fit_session) is not None:
+        if self._fit is not None:
             # a change has a step of its own: the first one after the plan
-            fit.note_change("shares", str(plan).partition(": ")[2])
+            self._fit.note_change("shares", str(plan).partition(": ")[2])
 
     def set_max_share(self, replica: int, samples: int) -> None:
         """Bound a replica's share from the next plan on; call it at least on the chief.

@@ -53,19 +53,24 @@ def backup(folder, save_freq=3, **options):
     return BackupAndRestore(str(folder / "backup"), save_freq=save_freq, **options)
 
 
-def interrupted(devices, data, folder, step, save_freq=3, **options):
+def interrupted(devices, data, folder, step, save_freq=3, others=(), **options):
+    callbacks = [*others, backup(folder, save_freq), Interruption(step)]
     with pytest.raises(InterruptedError):
-        trained(devices, data, [backup(folder, save_freq), Interruption(step)], **options)
+        trained(devices, data, callbacks, **options)
 
 
-def assert_goes_on(devices, make_data, folder, step, save_freq=3, **options):
-    """Trains to the end, and to the same end with an interruption."""
-    expected = trained(devices, make_data(), [], **options)
-    interrupted(devices, make_data(), folder, step, save_freq, **options)
-    found = trained(devices, make_data(), [backup(folder, save_freq)], **options)
+def assert_same(found, expected):
     assert np.array(found.optimizer.iterations) == np.array(expected.optimizer.iterations)
     for one, other in zip(state(found), state(expected), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def assert_goes_on(devices, make_data, folder, step, save_freq=3, others=list, **options):
+    """Trains to the end, and to the same end with an interruption and what `others` makes."""
+    expected = trained(devices, make_data(), [], **options)
+    interrupted(devices, make_data(), folder, step, save_freq, others(), **options)
+    found = trained(devices, make_data(), [*others(), backup(folder, save_freq)], **options)
+    assert_same(found, expected)
 
 
 @pytest.mark.quick("False-14", "True-4")
@@ -142,32 +147,23 @@ def test_a_damaged_backup_is_an_error_or_the_one_before_is_taken(
         trained(logical_devices, rows(), both(Interruption(14)))
     newest = damage_the_newest(tmp_path / "backup")
     if is_double:
-        expected, found = (
-            trained(logical_devices, rows(), []),
-            trained(logical_devices, rows(), both()),
-        )
-        for one, other in zip(state(found), state(expected), strict=True):
-            np.testing.assert_array_equal(one, other)
+        found = trained(logical_devices, rows(), both())
+        assert_same(found, trained(logical_devices, rows(), []))
     else:
         with pytest.raises(OSError, match="damaged") as error:
             trained(logical_devices, rows(), both())
         assert str(newest) in str(error.value)
 
 
-def test_the_next_fit_begins_with_the_first_epoch(logical_devices, tmp_path):
-    interrupted(logical_devices, rows(), tmp_path, 14)
+@pytest.mark.parametrize("all_was_done", [False, True])
+def test_the_next_fit_begins_with_the_first_epoch(logical_devices, tmp_path, all_was_done):
+    if all_was_done:
+        trained(logical_devices, rows(), [backup(tmp_path, delete_checkpoint=False)])
+    else:
+        interrupted(logical_devices, rows(), tmp_path, 14)
     model = linear_model(logical_devices)
     resumed = model.fit(rows(), epochs=3, verbose=0, callbacks=[backup(tmp_path)])
-    assert resumed.epoch == [1, 2]
-    assert model.fit(rows(), epochs=3, verbose=0).epoch == [0, 1, 2]
-
-
-def test_the_next_fit_begins_with_the_first_epoch_where_all_was_done(logical_devices, tmp_path):
-    kept = backup(tmp_path, delete_checkpoint=False)
-    trained(logical_devices, rows(), [kept])
-    model = linear_model(logical_devices)
-    resumed = model.fit(rows(), epochs=3, verbose=0, callbacks=[backup(tmp_path)])
-    assert resumed.epoch == []
+    assert resumed.epoch == ([] if all_was_done else [1, 2])
     assert model.fit(rows(), epochs=3, verbose=0).epoch == [0, 1, 2]
 
 
@@ -177,15 +173,6 @@ class Evaluates(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if batch == 2:
             self.model.evaluate(rows(), verbose=0)
-
-
-def test_an_evaluation_within_the_epoch_is_not_what_is_saved(logical_devices, tmp_path):
-    expected = trained(logical_devices, rows(), [])
-    with pytest.raises(InterruptedError):
-        trained(logical_devices, rows(), [Evaluates(), backup(tmp_path), Interruption(12)])
-    found = trained(logical_devices, rows(), [backup(tmp_path)])
-    for one, other in zip(state(found), state(expected), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 class EvaluatesFirst(keras.callbacks.Callback):
@@ -202,18 +189,17 @@ class EvaluatesFirst(keras.callbacks.Callback):
         self.model.evaluate(data, verbose=0)
 
 
-@pytest.mark.quick("gone")
-@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "gone"])
-def test_what_is_evaluated_before_the_first_step_is_not_what_is_saved(
-    logical_devices, tmp_path, is_kept
-):
-    expected = trained(logical_devices, rows(), [])
-    with pytest.raises(InterruptedError):
-        callbacks = [EvaluatesFirst(is_kept), backup(tmp_path), Interruption(12)]
-        trained(logical_devices, rows(), callbacks)
-    found = trained(logical_devices, rows(), [EvaluatesFirst(is_kept), backup(tmp_path)])
-    for one, other in zip(state(found), state(expected), strict=True):
-        np.testing.assert_array_equal(one, other)
+EVALUATES = {
+    "within the epoch": lambda: [Evaluates()],
+    "before the first step, kept": lambda: [EvaluatesFirst(True)],
+    "before the first step, gone": lambda: [EvaluatesFirst(False)],
+}
+
+
+@pytest.mark.quick("within the epoch", "before the first step, gone")
+@pytest.mark.parametrize("when", EVALUATES)
+def test_what_is_evaluated_is_not_what_is_saved(logical_devices, tmp_path, when):
+    assert_goes_on(logical_devices, rows, tmp_path, 12, others=EVALUATES[when])
 
 
 def test_a_resumed_fit_that_failed_leaves_nothing_behind(logical_devices, tmp_path):
@@ -226,8 +212,7 @@ def test_a_resumed_fit_that_failed_leaves_nothing_behind(logical_devices, tmp_pa
     shutil.rmtree(tmp_path / "backup")
     found = trained(logical_devices, rows().repeat(), [again], **options)
     assert warnings.filters == filters
-    for one, other in zip(state(found), state(expected), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same(found, expected)
 
 
 @pytest.mark.quick("equal-3", "none-3")

@@ -227,48 +227,37 @@ def strategies(devices):
     }
 
 
-@pytest.mark.quick("none", "heterogeneous")
+WAYS = {
+    "fit": ("train", lambda tuner: (tuner.meter, tuner.replica_waits)),
+    "evaluate": ("test", lambda tuner: (tuner.test_meter, tuner.test_replica_waits)),
+    "predict": ("predict", lambda tuner: (tuner.predict_meter, tuner.predict_replica_waits)),
+}
+
+
+@pytest.mark.quick(*(f"{name}-{way}" for name in ("none", "heterogeneous") for way in WAYS))
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["none", "one device", "mirrored", "heterogeneous"])
-def test_the_wait_of_a_step_is_that_of_each_replica_of_the_process(name, logical_devices):
+def test_the_wait_of_a_step_is_that_of_each_replica_of_the_process(name, way, logical_devices):
+    """Each way with a callback that saw no other."""
     strategy, devices = strategies(logical_devices)[name]
     with strategy.scope():
         model = model_of()
     tuner = LoaderTuner("fixed", share_host=False)
-    model.fit(rows_read_in(lambda row: row), verbose=0, callbacks=[tuner])
+    getattr(model, way)(rows_read_in(lambda row: row), verbose=0, callbacks=[tuner])
     found = list(tuner.replicas.values())
     assert [tf.DeviceSpec.from_string(each).to_string()[-5:] for each in found] == [
         tf.DeviceSpec.from_string(each).to_string()[-5:] for each in devices
     ]
-    assert len(tuner.meter.input_waits) == BATCHES
-    for waits in tuner.replica_waits.values():
-        assert waits.tolist() == tuner.meter.input_waits.tolist()
+    kind, results = WAYS[way]
+    meter, waits_of_replicas = results(tuner)
+    assert len(meter.input_waits) == BATCHES
+    assert len(waits_of_replicas) == len(devices)
+    for waits in waits_of_replicas.values():
+        assert waits.tolist() == meter.input_waits.tolist()
+    assert way == "fit" or not any(waits.size for waits in tuner.replica_waits.values())
     report = tuner.to_dict()["replicas"]
     assert [each["device"] for each in report] == found
-    waited = {each["train"]["input_wait_seconds"] for each in report}
-    assert waited == {tuner.meter.input_wait_seconds}
-
-
-@pytest.mark.quick("none-test", "none-predict", "heterogeneous-test", "heterogeneous-predict")
-@pytest.mark.parametrize("way", ["test", "predict"])
-@pytest.mark.parametrize("name", ["none", "one device", "mirrored", "heterogeneous"])
-def test_evaluate_and_predict_tell_the_waits_of_each_replica(name, way, logical_devices):
-    """Of a callback that saw no training."""
-    strategy, devices = strategies(logical_devices)[name]
-    with strategy.scope():
-        model = model_of()
-    tuner = LoaderTuner("fixed", share_host=False)
-    run, meter, waits_of = {
-        "test": (model.evaluate, tuner.test_meter, lambda: tuner.test_replica_waits),
-        "predict": (model.predict, tuner.predict_meter, lambda: tuner.predict_replica_waits),
-    }[way]
-    run(rows_read_in(lambda row: row), verbose=0, callbacks=[tuner])
-    assert len(tuner.replicas) == len(devices) == len(waits_of())
-    for waits in waits_of().values():
-        assert len(waits) == BATCHES and waits.tolist() == meter.input_waits.tolist()
-    assert not any(waits.size for waits in tuner.replica_waits.values())
-    report = tuner.to_dict()["replicas"]
-    assert [each["device"] for each in report] == list(tuner.replicas.values())
-    assert {each[way]["input_wait_seconds"] for each in report} == {meter.input_wait_seconds}
+    assert {each[kind]["input_wait_seconds"] for each in report} == {meter.input_wait_seconds}
 
 
 @pytest.mark.quick("heterogeneous")

@@ -25,12 +25,10 @@ from loader_training import (
     long_slices,
     moving,
     noting_load,
-    slow,
     train,
     train_under_strategy,
 )
 
-import keras_het
 from keras_het.callbacks import LoaderTuner
 from keras_het.loader import Knobs, pipeline
 from keras_het.loader.host.threads import threads_of
@@ -229,25 +227,6 @@ def test_a_process_ends_cleanly_right_after_fit(tmp_path):
     assert "trained 2000" in done.stdout
 
 
-def test_waits_in_fit_evaluate_and_predict():
-    tuner = LoaderTuner("fixed", share_host=False)
-    model = dense()
-    data = slow(0.01)
-    history = model.fit(data, epochs=2, validation_data=data, verbose=0, callbacks=[tuner]).history
-    model.evaluate(slow(0.01), verbose=0, callbacks=[tuner])
-    model.predict(slow(0.01), verbose=0, callbacks=[tuner])
-    assert tuner.meter.steps == 2 * 6
-    assert tuner.test_meter.steps == 3 * 6
-    assert tuner.predict_meter.steps == 6
-    for meter in (tuner.test_meter, tuner.predict_meter):
-        assert len(meter.input_waits) == meter.steps
-        # two rows of 10 ms, of which what runs beside the step is ready
-        assert 0.0 < meter.input_wait_seconds <= meter.seconds
-        assert np.median(meter.input_waits) > 0.005
-    assert tuner.meter.idle_fraction > 0.2
-    assert 0.0 < history["input_wait_fraction"][0] <= 1.0
-
-
 class Watch(keras.callbacks.Callback):
     """Notes what is read, the priorities of its threads, and whether a change is on its way."""
 
@@ -332,27 +311,3 @@ def test_shares_that_change_meanwhile_change_no_bit(logical_devices):
     ]
     for expected, found in zip(*results, strict=True):
         np.testing.assert_array_equal(found, expected)
-
-
-def test_waits_under_the_strategy_are_measured(logical_devices):
-    strategy = keras_het.HeterogeneousStrategy(list(logical_devices[:2]), shares=[3, 1])
-    with strategy.scope():
-        model = dense()
-    tuner = LoaderTuner(share_host=False)
-    data = slow(0.005)
-    model.fit(data, epochs=2, validation_data=data, verbose=0, callbacks=[tuner])
-    assert tuner.meter.steps == 2 * 6
-    assert tuner.meter.input_wait_seconds > 0.0
-    assert tuner.test_meter.steps == 2 * 6
-
-
-def test_a_pipeline_trains_under_the_strategy_too(logical_devices):
-    weights = []
-    for data in (pipeline(build, Knobs(2, 2, 2)), build(Knobs(2, 2, 2))):
-        keras.utils.set_random_seed(3)
-        strategy = keras_het.HeterogeneousStrategy(list(logical_devices[:2]), shares=[3, 1])
-        with strategy.scope():
-            model = dense()
-        model.fit(data, epochs=2, verbose=0, callbacks=[LoaderTuner(share_host=False)])
-        weights.append(model.get_weights()[0])
-    np.testing.assert_allclose(*weights, rtol=1e-6)

@@ -298,8 +298,7 @@ def test_never_fails_in_another_way(config: Any) -> None:
 )
 def test_address_of_the_parameter_service(extra, environ, expected):
     cluster = {"worker": ["a:1", "b:1"], "async": ["s:1", "t:1"], **extra}
-    text = json.dumps({"cluster": cluster, "task": {"type": "async", "index": 1}})
-    config = read_cluster_config({"TF_CONFIG": text})
+    config = read(config_of(cluster, "async", 1))
     assert config.service_address(environ) == expected
     assert config.is_async_worker and not config.is_chief
     assert config.async_workers == ("s:1", "t:1")
@@ -309,8 +308,7 @@ def test_address_of_the_parameter_service(extra, environ, expected):
 
 def test_async_workers_are_no_part_of_the_sync_group():
     cluster = {"worker": ["a:1", "b:1"], "async": ["s:1"]}
-    text = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})
-    config = read_cluster_config({"TF_CONFIG": text})
+    config = read(config_of(cluster))
     assert config.num_workers == 2 and config.is_chief
     assert config.as_cluster_dict() == cluster
 
@@ -318,8 +316,7 @@ def test_async_workers_are_no_part_of_the_sync_group():
 @pytest.mark.parametrize("task", ["ps", "async"])
 def test_async_workers_alone(task):
     cluster = {"ps": ["p:5"], "async": ["s:1", "t:1"]}
-    text = json.dumps({"cluster": cluster, "task": {"type": task, "index": 0}})
-    config = read_cluster_config({"TF_CONFIG": text})
+    config = read(config_of(cluster, task))
     assert config.service_address({}) == "p:5"
     assert not config.has_sync_group and config.num_workers == 1
     assert config.is_parameter_service == config.is_chief == (task == "ps")
@@ -336,8 +333,7 @@ def test_async_workers_alone(task):
 def test_tasks_that_only_serve(jobs, task, serves_only):
     addresses = {"ps": ["p:5", "q:5"], "async": ["s:1"], "worker": ["a:1"]}
     cluster = {job: addresses[job] for job in jobs}
-    text = json.dumps({"cluster": cluster, "task": {"type": "ps", "index": task}})
-    config = read_cluster_config({"TF_CONFIG": text})
+    config = read(config_of(cluster, "ps", task))
     assert config.is_serving_only == serves_only and config.is_chief != serves_only
     assert config.service_addresses({}) == ("p:5", "q:5")
     assert config.service_addresses({"KERAS_HET_SERVICE_ADDRESS": "r:6"}) == ("r:6", "q:5")
@@ -345,22 +341,17 @@ def test_tasks_that_only_serve(jobs, task, serves_only):
 
 
 def test_a_wrong_service_address():
-    cluster = {"worker": ["a:1"], "async": ["s:1"]}
-    text = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})
+    config = read(config_of({"worker": ["a:1"], "async": ["s:1"]}))
     with pytest.raises(ValueError, match="KERAS_HET_SERVICE_ADDRESS"):
-        read_cluster_config({"TF_CONFIG": text}).service_address(
-            {"KERAS_HET_SERVICE_ADDRESS": "no port"}
-        )
+        config.service_address({"KERAS_HET_SERVICE_ADDRESS": "no port"})
 
 
 def test_summation_machines_are_no_part_of_the_sync_group():
     cluster = {"worker": ["a:1", "b:1"], "summation": ["s:1", "t:1"]}
-    text = json.dumps({"cluster": cluster, "task": {"type": "summation", "index": 1}})
-    machine = read_cluster_config({"TF_CONFIG": text})
+    machine = read(config_of(cluster, "summation", 1))
     assert machine.is_summation_machine and not machine.is_chief
     assert machine.address_of(0) == "t:1" and machine.num_workers == 1
     assert machine.as_cluster_dict() == cluster
-    text = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}})
-    worker = read_cluster_config({"TF_CONFIG": text})
+    worker = read(config_of(cluster, index=1))
     assert not worker.is_summation_machine and worker.num_workers == 2
     assert worker.summation_machines == ("s:1", "t:1")

@@ -41,12 +41,6 @@ def make_watch(
     return PeerWatch(PEERS, is_healthy, abort, **options)
 
 
-def test_nobody_is_lost() -> None:
-    watch = make_watch()
-    assert watch.check() is None
-    assert watch.check() is None
-
-
 def test_a_worker_that_refuses_connections_is_lost_in_the_second_round() -> None:
     answers = iter([False, True, False, False])
     watch = make_watch(lambda task, timeout: next(answers) if task == SECOND else True)
@@ -94,13 +88,19 @@ def test_a_silent_worker_is_lost_when_patience_is_at_its_end(
     assert message.startswith("Lost")
 
 
-def test_a_worker_that_stood_still_itself_loses_nobody_by_that(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("while_asking", [False, True])
+def test_the_watchs_own_pause_is_not_the_silence_of_others(
+    monkeypatch: pytest.MonkeyPatch, while_asking: bool
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(peer_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    watch = make_watch(lambda task, timeout: False, refuses=lambda at: False, interval_seconds=0.5)
-    now[0] += 1000.0
+
+    def ask(task: str, timeout: float) -> bool:
+        now[0] += 60.0 if while_asking else 0.0
+        return False
+
+    watch = make_watch(ask, refuses=lambda address: False, interval_seconds=0.5)
+    now[0] += 0.0 if while_asking else 1000.0
     assert watch.check() is None
 
 
@@ -113,18 +113,6 @@ def test_one_answer_ends_a_silence() -> None:
         interval_seconds=0.5,
     )
     assert [watch.check() for _ in range(30)] == [None] * 30
-
-
-def test_the_watchs_own_pause_is_not_the_silence_of_others(monkeypatch: Any) -> None:
-    now = [100.0]
-
-    def ask(task: str, timeout: float) -> bool:
-        now[0] += 60.0  # this process stood still for a minute, while it asked
-        return False
-
-    monkeypatch.setattr("keras_het.strategy.cluster.peer_watch.time.monotonic", lambda: now[0])
-    watch = make_watch(ask, refuses=lambda address: False, patience_seconds=3.0)
-    assert watch.check() is None
 
 
 def test_all_lost_workers_are_named() -> None:
@@ -149,16 +137,6 @@ def test_the_first_news_abort() -> None:
     assert aborted.empty()
 
 
-def test_what_is_found_is_told_once() -> None:
-    told: queue.Queue[str] = queue.Queue()
-    watch = make_watch(lambda task, timeout: task != SECOND)
-    watch.share_news(told.put, lambda: None)
-    watch.start()
-    assert told.get(timeout=TIMEOUT).startswith("Lost worker 1 ")
-    watch._thread.join(TIMEOUT)
-    assert not watch._thread.is_alive() and told.empty()
-
-
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
 def test_the_time_out_in_the_environment_is_checked(
     text: str, monkeypatch: pytest.MonkeyPatch
@@ -176,22 +154,18 @@ def test_the_time_out_is_the_environments_or_half_a_minute(monkeypatch: Any) -> 
     assert read_peer_timeout(None) == 2.5
 
 
-def test_the_watch_aborts_collectives_once_and_ends() -> None:
-    aborted: list[str] = []
-    done = threading.Event()
-
-    def abort(message: str) -> None:
-        aborted.append(message)
-        done.set()
-
-    watch = make_watch(lambda task, timeout: task != FIRST, abort)
+def test_what_is_found_aborts_collectives_and_is_told_once() -> None:
+    aborted: queue.Queue[str] = queue.Queue()
+    told: queue.Queue[str] = queue.Queue()
+    watch = make_watch(lambda task, timeout: task != FIRST, aborted.put)
+    watch.share_news(told.put, lambda: None)
     watch.start()
-    assert done.wait(TIMEOUT)
-    assert watch.wait_for_loss(TIMEOUT) == aborted[0]
+    found = aborted.get(timeout=TIMEOUT)
+    assert found.startswith("Lost worker 0 (host-b:2)")
+    assert told.get(timeout=TIMEOUT) == watch.wait_for_loss(TIMEOUT) == found
     watch._thread.join(TIMEOUT)
     assert not watch._thread.is_alive()
-    assert len(aborted) == 1
-    assert aborted[0].startswith("Lost worker 0 (host-b:2)")
+    assert aborted.empty() and told.empty()
 
 
 def test_a_stopped_watch_asks_no_more() -> None:
