@@ -74,6 +74,12 @@ def strategy(logical_devices):
     return HeterogeneousStrategy(devices=DEVICES[:3])
 
 
+@pytest.fixture
+def model(strategy):
+    with strategy.scope():
+        return dense_model()
+
+
 def test_training_with_it_equals_one_device():
     def with_balancer(model, callbacks):
         if isinstance(model.distribute_strategy, HeterogeneousStrategy):
@@ -113,9 +119,7 @@ def test_several_steps_in_one_execution():
     assert [step for step, _, _ in policy.seen] == list(range(12))
 
 
-def test_a_model_that_was_trained_without_it_is_measured(strategy):
-    with strategy.scope():
-        model = dense_model()
+def test_a_model_that_was_trained_without_it_is_measured(strategy, model):
     data = strategy.distribute(batches(24))
     model.fit(data, verbose=0)
     assert not strategy.compute_times.read_new()
@@ -135,9 +139,7 @@ def test_each_model_is_measured(strategy):
     assert len(balancer.measurements) == 3
 
 
-def test_a_model_is_traced_again_once(strategy):
-    with strategy.scope():
-        model = dense_model()
+def test_a_model_is_traced_again_once(strategy, model):
     data = strategy.distribute(batches(24))
     model.fit(data, verbose=0, callbacks=[BatchBalancer("even")])
     traced = model.train_function
@@ -162,9 +164,7 @@ def test_shares_of_the_strategy_are_the_first_plan(strategy):
     assert balancer.plans[0].reason == "shares that were given"
 
 
-def test_what_is_evaluated_before_the_first_step_changes_no_plan(strategy):
-    with strategy.scope():
-        model = dense_model()
+def test_what_is_evaluated_before_the_first_step_changes_no_plan(model):
     evaluates = keras.callbacks.LambdaCallback(
         on_train_begin=lambda logs: model.evaluate(batches(60, size=20), verbose=0)
     )
@@ -213,15 +213,13 @@ def test_bounds(strategy, bound):
     assert balancer.plans[0].shares[2] >= 2
 
 
-def test_a_bound_that_is_set_in_training(strategy):
+def test_a_bound_that_is_set_in_training(model):
     class Bound(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 1:
                 balancer.set_max_share(0, 1)
 
     balancer = BatchBalancer("static", weights=(6, 1, 1))
-    with strategy.scope():
-        model = dense_model()
     model.fit(batches(64), epochs=1, verbose=0, callbacks=[balancer, Bound()])
     assert balancer.plans[-1].shares[0] == 1
     assert balancer.measurements[-1]["shares"][0] == 1
@@ -284,17 +282,13 @@ def test_mistakes_that_show_before_training(arguments, error, match):
         BatchBalancer(**arguments)
 
 
-def test_two_in_one_fit(strategy):
-    with strategy.scope():
-        model = dense_model()
+def test_two_in_one_fit(strategy, model):
     two = [BatchBalancer("even"), BatchBalancer("boa")]
     with pytest.raises(ValueError, match="Leave one of them out"):
         model.fit(strategy.distribute(batches(16)), verbose=0, callbacks=two)
 
 
-def test_a_second_balancer_starts_over(strategy):
-    with strategy.scope():
-        model = dense_model()
+def test_a_second_balancer_starts_over(strategy, model):
     data = strategy.distribute(batches(64))
     first = BatchBalancer("static", weights=(1, 0, 3))
     model.fit(data, verbose=0, callbacks=[first])
@@ -305,28 +299,17 @@ def test_a_second_balancer_starts_over(strategy):
     assert [row["step"] for row in second.measurements] == list(range(8))
 
 
-def test_a_larger_batch_has_larger_shares(strategy):
-    with strategy.scope():
-        model = dense_model()
-    balancer = BatchBalancer("static", weights=(6, 1, 1))
+@pytest.mark.parametrize(("bound", "shares"), [(None, (24, 4, 4)), (20, (20, 6, 6))])
+def test_a_larger_batch_has_larger_shares(model, bound, shares):
+    """And a bound above the first batch counts for it."""
+    balancer = BatchBalancer("static", weights=(6, 1, 1), max_share=bound)
     model.fit(batches(16), verbose=0, callbacks=[balancer])
     model.fit(batches(128, size=32), verbose=0, callbacks=[balancer])
-    assert balancer.plans[-1].shares == (24, 4, 4)
-    assert balancer.measurements[-1]["shares"] == [24, 4, 4]
+    assert [plan.shares for plan in balancer.plans] == [(6, 1, 1), shares]
+    assert balancer.measurements[-1]["shares"] == list(shares)
 
 
-def test_a_bound_above_the_first_batch_counts_for_a_larger_one(strategy):
-    with strategy.scope():
-        model = dense_model()
-    balancer = BatchBalancer("static", weights=(6, 1, 1), max_share=20)
-    model.fit(batches(16), verbose=0, callbacks=[balancer])
-    model.fit(batches(128, size=32), verbose=0, callbacks=[balancer])
-    assert [plan.shares for plan in balancer.plans] == [(6, 1, 1), (20, 6, 6)]
-
-
-def test_a_later_fit_over_less_than_a_batch_changes_no_plan(strategy):
-    with strategy.scope():
-        model = dense_model()
+def test_a_later_fit_over_less_than_a_batch_changes_no_plan(model):
     balancer = BatchBalancer("static", weights=(2, 1, 1), min_share=2)
     for samples in (16, 5, 16):
         model.fit(batches(samples), verbose=0, callbacks=[balancer])
@@ -334,9 +317,7 @@ def test_a_later_fit_over_less_than_a_batch_changes_no_plan(strategy):
     assert [plan.shares for plan in balancer.plans] == [(4, 2, 2)]
 
 
-def test_a_balancer_goes_on_in_a_later_fit(strategy):
-    with strategy.scope():
-        model = dense_model()
+def test_a_balancer_goes_on_in_a_later_fit(strategy, model):
     balancer = BatchBalancer("static", weights=(2, 1, 1))
     model.fit(batches(64, size=16), verbose=0, callbacks=[balancer])
     strategy.set_shares((1, 1, 1))
@@ -347,9 +328,7 @@ def test_a_balancer_goes_on_in_a_later_fit(strategy):
     assert [row["shares"] for row in balancer.measurements][4:] == [[4, 2, 2]] * 8
 
 
-def test_a_later_fit_may_have_fewer_samples_than_replicas(strategy):
-    with strategy.scope():
-        model = dense_model()
+def test_a_later_fit_may_have_fewer_samples_than_replicas(model):
     balancer = BatchBalancer("boa")
     for samples in (16, 2, 16):
         model.fit(batches(samples), verbose=0, callbacks=[balancer])

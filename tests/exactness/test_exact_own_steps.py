@@ -6,7 +6,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import ALL_SHARES, Trial, arrays, assert_equivalent, batches, three_replicas
+from equivalence import (
+    ALL_SHARES,
+    SHARES,
+    Trial,
+    arrays,
+    assert_equivalent,
+    batches,
+    three_replicas,
+)
 
 
 class Base(keras.Model):
@@ -290,44 +298,6 @@ class VariablesInLogs(LowLevelStep):
         return {**logs, "rate": rate, "steps": steps, "rows": rows, "total": total}
 
 
-def test_step_of_the_guide():
-    assert_equivalent(Trial(compiled(GuideStep)), ALL_SHARES)
-
-
-def test_low_level_step():
-    assert_equivalent(Trial(compiled(LowLevelStep, metrics=None)), ALL_SHARES)
-
-
-DECORATED = [DecoratedStep, DecoratedInstance, RenamedStep, DecoratedRenamedStep]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("model", DECORATED)
-def test_decorated_steps(model):
-    assert_equivalent(Trial(compiled(model, metrics=None)), ALL_SHARES)
-
-
-@pytest.mark.full
-def test_functional_loss_and_values_without_a_tracker():
-    assert_equivalent(Trial(compiled(FunctionalLossStep, metrics=None), evaluate=False), ALL_SHARES)
-
-
-VECTORS = [
-    VectorLossStep,
-    ScaledVectorStep,
-    SeveralTargetsStep,
-    AverageLossStep,
-    InputAndWeightsStep,
-]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("model", VECTORS)
-def test_gradients_of_vectors(model):
-    trial = Trial(compiled(model, sgd, metrics=None), evaluate=False, predict=False)
-    assert_equivalent(trial, ALL_SHARES)
-
-
 class LossOfEachValue(keras.losses.Loss):
     """More values than samples."""
 
@@ -347,37 +317,6 @@ def test_a_loss_with_several_values_for_each_sample(run_eagerly):
         return model
 
     assert_equivalent(Trial(build, evaluate=False, predict=False), [(4, 2, 1)])
-
-
-@pytest.mark.full
-def test_gradient_of_a_vector_in_an_eager_step():
-    build = compiled(VectorLossStep, sgd, metrics=None, run_eagerly=True)
-    assert_equivalent(Trial(build, evaluate=False, predict=False), [(4, 2, 1)])
-
-
-@pytest.mark.full
-def test_gradient_of_a_vector_through_synchronized_statistics():
-    build = compiled(SynchronizedVectorStep, sgd, metrics=None)
-    assert_equivalent(Trial(build, evaluate=False, predict=False))
-
-
-@pytest.mark.full
-def test_own_compute_loss_that_is_a_vector():
-    assert_equivalent(Trial(compiled(VectorOwnLoss, sgd), predict=False))
-
-
-@pytest.mark.full
-def test_loss_object():
-    assert_equivalent(Trial(compiled(LossObjectStep, metrics=None), evaluate=False))
-
-
-@pytest.mark.full
-def test_own_compute_loss_and_predict_step():
-    assert_equivalent(Trial(compiled(OwnLoss)), ALL_SHARES)
-
-
-def test_variables_in_the_logs():
-    assert_equivalent(Trial(compiled(VariablesInLogs, metrics=None)), ALL_SHARES)
 
 
 class AnyLogs(Base):
@@ -427,10 +366,6 @@ def test_whatever_is_in_the_logs_is_a_mean_over_samples(run_eagerly, shares):
             )
     assert evaluated["text"] == ("same" if run_eagerly else b"same")
     assert evaluated["none"] is None
-
-
-def test_step_that_calls_the_step_of_keras():
-    assert_equivalent(Trial(compiled(DelegatingStep)))
 
 
 class Gan(keras.Model):
@@ -508,9 +443,59 @@ class TwoApplies(Base):
         return {"loss": loss}
 
 
-@pytest.mark.full
-def test_one_optimizer_with_a_scaled_loss_and_one_without():
-    assert_equivalent(Trial(compiled(TwoApplies, metrics=None), evaluate=False), ALL_SHARES)
+NO_METRICS = {"metrics": None}
+TRAINING = {"evaluate": False, "predict": False}
+# The model, arguments of `compiled` and of the trial, and the shares.
+STEPS = {
+    "of the guide": (GuideStep, {}, {}, ALL_SHARES),
+    "low level": (LowLevelStep, NO_METRICS, {}, ALL_SHARES),
+    "decorated": (DecoratedStep, NO_METRICS, {}, ALL_SHARES),
+    "decorated instance": (DecoratedInstance, NO_METRICS, {}, ALL_SHARES),
+    "renamed": (RenamedStep, NO_METRICS, {}, ALL_SHARES),
+    "decorated and renamed": (DecoratedRenamedStep, NO_METRICS, {}, ALL_SHARES),
+    "that calls Keras's": (DelegatingStep, {}, {}, SHARES),
+    "functional loss": (FunctionalLossStep, NO_METRICS, {"evaluate": False}, ALL_SHARES),
+    "loss object": (LossObjectStep, NO_METRICS, {"evaluate": False}, SHARES),
+    "own compute_loss": (OwnLoss, {}, {}, ALL_SHARES),
+    "compute_loss of a vector": (VectorOwnLoss, {"optimizer": sgd}, {"predict": False}, SHARES),
+    "variables in the logs": (VariablesInLogs, NO_METRICS, {}, ALL_SHARES),
+    "two optimizers": (TwoApplies, NO_METRICS, {"evaluate": False}, ALL_SHARES),
+    "smaller batches": (
+        GuideStep,
+        {},
+        {"data": functools.partial(batches, 11, size=3)},
+        ALL_SHARES,
+    ),
+    **{
+        model.__name__: (model, {"optimizer": sgd, **NO_METRICS}, TRAINING, ALL_SHARES)
+        for model in (
+            VectorLossStep,
+            ScaledVectorStep,
+            SeveralTargetsStep,
+            AverageLossStep,
+            InputAndWeightsStep,
+        )
+    },
+    "vector through synchronized statistics": (
+        SynchronizedVectorStep,
+        {"optimizer": sgd, **NO_METRICS},
+        TRAINING,
+        SHARES,
+    ),
+    "vector, eagerly": (
+        VectorLossStep,
+        {"optimizer": sgd, "run_eagerly": True, **NO_METRICS},
+        TRAINING,
+        SHARES[:1],
+    ),
+}
+
+
+@pytest.mark.quick("of the guide", "low level", "that calls Keras's", "variables in the logs")
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_of_ones_own(name):
+    model, options, compared, shares = STEPS[name]
+    assert_equivalent(Trial(compiled(model, **options), **compared), shares)
 
 
 @pytest.mark.full
@@ -524,13 +509,6 @@ def test_dictionaries_as_data():
         return tf.data.Dataset.from_tensor_slices(({"x": x}, y)).batch(8)
 
     assert_equivalent(Trial(compiled(DictStep), data), ALL_SHARES)
-
-
-@pytest.mark.full
-def test_regression_on_batches_of_another_size():
-    assert_equivalent(
-        Trial(compiled(GuideStep), functools.partial(batches, 11, size=3)), ALL_SHARES
-    )
 
 
 class SmoothedGradients(Base):
