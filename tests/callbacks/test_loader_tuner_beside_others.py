@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -26,34 +24,6 @@ from keras_het.loader import Knobs, pipeline
 from keras_het.planning.loader import WindowSize
 
 EXTRA = -1.0
-
-
-class Anew(keras.callbacks.Callback):
-    """Replaces the train function, as one does who freezes or unfreezes layers."""
-
-    def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 1:
-            self.model.make_train_function(force=True)
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 5:
-            self.model.make_train_function(force=True)
-
-
-class AnewBeforeSteps(keras.callbacks.Callback):
-    """The same just before a step, when a callback ahead of it has seen the step begin."""
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if batch in (0, 5):
-            self.model.make_train_function(force=True)
-
-
-class TrainsOnBatch(keras.callbacks.Callback):
-    """Trains on something else within an epoch."""
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch in (4, 8):
-            self.model.train_on_batch(np.ones((2, 3), "float32"), np.full(2, EXTRA, "float32"))
 
 
 class FitsWithin(keras.callbacks.Callback):
@@ -88,28 +58,6 @@ def in_epochs(seen):
 
 def data_of(is_built):
     return pipeline(build) if is_built else build(pipeline(build).knobs)
-
-
-@pytest.mark.quick("Anew-True-True", "AnewBeforeSteps-True-False")
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("is_built", [True, False])
-@pytest.mark.parametrize("replaces", [Anew, AnewBeforeSteps])
-def test_a_train_function_that_is_replaced_loses_no_sample(replaces, is_built, first):
-    tuner = moving()
-    model = train(lambda: data_of(is_built), [tuner, replaces()][:: 1 if first else -1])
-    assert all(sorted(epoch) == list(range(ROWS)) for epoch in in_epochs(model.seen))
-    assert tuner.meter.steps == len(model.seen) == 3 * STEPS
-    assert len(done(tuner)) >= 2
-    assert "on_train_batch_begin" not in vars(model.history)
-
-
-def test_train_on_batch_within_fit_takes_nothing_from_the_epoch():
-    tuner = moving()
-    model = train(pipeline(build), [tuner, TrainsOnBatch()])
-    trained = [labels for labels in model.seen if labels != [EXTRA, EXTRA]]
-    assert len(model.seen) - len(trained) == 6
-    assert all(sorted(epoch) == list(range(ROWS)) for epoch in in_epochs(trained))
-    assert tuner.meter.steps == 3 * STEPS
 
 
 @pytest.mark.quick("True-True", "False-False")
@@ -203,33 +151,6 @@ def test_beside_the_balancer_in_any_order(first, logical_devices):
     assert tuner.meter.steps == 3 * 60
     assert len(done(tuner)) >= 2
     assert balancer.measurements
-
-
-def test_what_is_put_around_it_stays_in_later_trainings():
-    """So does the strategy, within the first step, to name workers that are lost."""
-    calls = []
-
-    def around(function):
-        @functools.wraps(function)
-        def step(*arguments):
-            calls.append(function)
-            return function(*arguments)
-
-        return step
-
-    class Around(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if batch == 1:
-                self.model.train_function = around(self.model.train_function)
-
-    model, tuner = dense(), LoaderTuner("fixed", share_host=False)
-    model.fit(slow(0.001), verbose=0, callbacks=[tuner, Around()])
-    assert len(calls) == 5
-    assert tuner.meter.steps == 6
-    for fits in (2, 3):
-        model.fit(slow(0.001), verbose=0, callbacks=[tuner])
-        assert len(calls) == 6 * fits - 1
-        assert tuner.meter.steps == 6 * fits
 
 
 class Patiently(EveryStep):

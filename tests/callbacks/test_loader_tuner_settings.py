@@ -83,21 +83,6 @@ def test_what_was_broken_off_measures_nothing_more(kind):
     assert meter.steps == 2 + 6
 
 
-@pytest.mark.parametrize("kind", ["evaluate", "predict"])
-def test_other_batches_within_are_no_steps(kind):
-    class Looks(keras.callbacks.Callback):
-        def on_test_batch_end(self, batch, logs=None):
-            self.model.test_on_batch(tf.zeros([2, 3]), tf.zeros([2, 1]))
-
-        def on_predict_batch_end(self, batch, logs=None):
-            self.model.predict_on_batch(tf.zeros([2, 3]))
-
-    model, tuner = dense(), LoaderTuner(share_host=False)
-    getattr(model, kind)(slow(0.001), verbose=0, callbacks=[tuner, Looks()])
-    meter = tuner.test_meter if kind == "evaluate" else tuner.predict_meter
-    assert meter.steps == len(meter.input_waits) == 6
-
-
 def test_an_error_in_a_step_ends_the_tuning_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 

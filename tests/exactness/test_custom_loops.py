@@ -51,20 +51,6 @@ def test_loop_of_the_guide_with_unequal_shares(weights):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6)
 
 
-def test_even_batches_give_what_mirrored_strategy_gives(logical_devices):
-    ours = three_replicas()
-    ours.set_shares((1, 1, 1))
-    stock = tf.distribute.MirroredStrategy(
-        DEVICES, cross_device_ops=tf.distribute.ReductionToOneDevice()
-    )
-    results = []
-    for strategy in (ours, stock):
-        data = strategy.experimental_distribute_dataset(batches(24, size=6))
-        results.append(custom_training(strategy, data, 6))
-    for got, want in zip(*results, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-
-
 @functools.cache
 def stock_strategy():
     return tf.distribute.MirroredStrategy(

@@ -11,15 +11,12 @@ import tensorflow as tf
 from equivalence import (
     ALL_SHARES,
     SHARES,
-    StepLogs,
     Trial,
     arrays,
     assert_equivalent,
-    assert_replicas_agree,
     batches,
     dense_model,
     three_replicas,
-    values_of,
 )
 
 import keras_het
@@ -264,18 +261,6 @@ def test_a_plain_batch_is_cut_by_the_shares_of_the_moment():
         model.train_on_batch(x)
     seen = list(zip(*(model.seen[replica] for replica in range(3)), strict=True))
     assert seen == [(5, 2, 1), (8, 1, 1), (3, 1, 5), (1, 8, 1), (3, 3, 2)]
-
-
-def test_reset_between_runs_of_this_harness_starts_again():
-    strategy = three_replicas()
-    strategy.set_shares((4, 2, 1))
-    recorder = StepLogs()
-    with strategy.scope():
-        model = dense_model()
-    model.fit(batches(), verbose=0, callbacks=[recorder])
-    assert [log["batch"] for log in recorder.logs] == [0, 1, 2]
-    assert_replicas_agree(strategy, model)
-    assert values_of(model.weights)
 
 
 def of_own_batches(strategy, rows=24):

@@ -6,11 +6,9 @@ import gc
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from devices import DEVICES
 from equivalence import (
     Trial,
-    arrays,
     assert_equivalent,
     batches,
     dense_model,
@@ -95,50 +93,6 @@ def test_jit_compile_of_one_gpu_with_a_summation_is_refused(monkeypatch):
         check_can_compile(strategy, model)
     with extended.reductions_within_worker():
         check_can_compile(strategy, model)
-
-
-def test_automatic_jit_compile_is_off_for_several_replicas():
-    # "auto" is the default of compile(); XLA cannot compile what runs on several devices
-    with three_replicas().scope():
-        model = dense_model(jit_compile="auto")
-    model.fit(batches(), verbose=0)
-
-
-def test_a_layer_that_gives_each_sample_its_number():
-    # Order of `predict` for outputs in a structure, one of them with rows of unknown length
-    class Numbers(keras.Model):
-        def call(self, x):
-            number = x[:, 0]
-            return {"number": number, "pair": (x[:, :1], tf.cast(number, tf.int32))}
-
-        def predict_step(self, data):
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-            return self(x, training=False)
-
-    x = np.arange(22, dtype="float32").reshape(22, 1)
-    strategy = three_replicas()
-    for weights in ((4, 2, 1), (0, 1, 0), (3, 0, 5)):
-        strategy.set_shares(weights)
-        with strategy.scope():
-            outputs = Numbers().predict(x, batch_size=8, verbose=0)
-        np.testing.assert_array_equal(outputs["number"], x[:, 0])
-        np.testing.assert_array_equal(outputs["pair"][0], x)
-        np.testing.assert_array_equal(outputs["pair"][1], x[:, 0].astype("int32"))
-
-
-def test_predict_of_unlabelled_arrays():
-    model = dense_model()
-    with three_replicas().scope():
-        replicated = dense_model()
-    replicated.set_weights(model.get_weights())
-    three_replicas().set_shares((4, 2, 1))
-    x, _ = arrays()
-    np.testing.assert_allclose(
-        replicated.predict(x, batch_size=8, verbose=0),
-        model.predict(x, batch_size=8, verbose=0),
-        rtol=1e-5,
-        atol=1e-6,
-    )
 
 
 def test_nothing_keeps_the_graphs_of_a_model():

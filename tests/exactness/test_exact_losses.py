@@ -75,7 +75,7 @@ def test_every_reduction_with_sample_weights(reduction):
 
 @pytest.mark.quick("None-sum_over_batch_size", "per time step-mean_with_sample_weight")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("weights", [None, "per time step"])
+@pytest.mark.parametrize("weights", [None, "per sample", "per time step"])
 def test_every_reduction_with_masks(reduction, weights):
     build = functools.partial(masked_model, reduction)
     assert_equivalent(Trial(build, functools.partial(sequences, weights)))
@@ -86,12 +86,6 @@ def test_every_reduction_with_masks(reduction, weights):
 def test_per_time_step_losses_without_masks(weights):
     build = functools.partial(masked_model, "mean_with_sample_weight", mask_zero=False)
     assert_equivalent(Trial(build, functools.partial(sequences, weights)))
-
-
-@pytest.mark.full
-def test_weights_per_sample_with_masks():
-    build = functools.partial(masked_model, "mean_with_sample_weight")
-    assert_equivalent(Trial(build, functools.partial(sequences, "per sample")))
 
 
 @pytest.mark.full

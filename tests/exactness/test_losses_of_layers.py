@@ -140,21 +140,6 @@ def test_behind_a_mask():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("reduction", ["mean_with_sample_weight", "mean", "sum"])
-def test_beside_a_loss_whose_divisor_is_summed(reduction):
-    def data():
-        weights = np.random.default_rng(4).uniform(0.1, 3.0, 22).astype("float32")
-        return tf.data.Dataset.from_tensor_slices((*arrays(), weights)).batch(8)
-
-    def build():
-        loss = keras.losses.MeanSquaredError(reduction=reduction)
-        model = keras.Sequential([keras.Input((5,)), dense(), layers.Dense(1)])
-        return compiled(model, loss, weighted_metrics=["mse"])
-
-    assert_equivalent(Trial(build, data))
-
-
-@pytest.mark.full
 def test_several_outputs_and_evaluation_within_the_fit():
     def build():
         inputs = keras.Input((5,))

@@ -84,7 +84,13 @@ def test_layers_stand_in_the_order_of_their_ranks(model):
 
 def replace_by_what_hides(model):
     inner = model.train_function
-    model.train_function = lambda batches: inner(batches)
+
+    def hides(batches):
+        hides.calls += 1
+        return inner(batches)
+
+    hides.calls = 0
+    model.train_function = hides
 
 
 def put_back(model):
@@ -102,9 +108,10 @@ def test_a_step_function_that_is_replaced_stays_within_the_layers(model, replace
     layers = Layers({Rank.NOTE_MEMORY: "layer"}, **{place: replace})
     fit(model, layers)
     assert layers.notes == [*["layer"] * STEPS, "end"]
-    before = list(layers.notes)
+    before, calls = list(layers.notes), getattr(model.train_function, "calls", None)
     fit(model)
     assert layers.notes == before
+    assert calls is None or model.train_function.calls == calls + STEPS, "what hides stays"
 
 
 @pytest.mark.parametrize(
