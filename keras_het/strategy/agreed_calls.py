@@ -27,6 +27,10 @@ _MOST_SAMPLED = 4
 _MOST_READ = 1_000_000
 # Rounding differs between devices; a different initial value is off by more than a hundredth.
 _TOLERANCE = 0.01
+_STOP_TOGETHER = (
+    "Stop training on all workers after the same step: decide from what all of them know, such as "
+    "the logs, not from a clock, a signal or a file of one machine."
+)
 _compared: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -101,15 +105,10 @@ class StepWatch(keras.callbacks.Callback):
             "the end of an epoch",
             {"steps": f"{batches} of epoch {epoch}", "model.stop_training": str(stops)},
             opening="The workers do not train on together",
-            advice=(
-                "Stop training on all workers after the same step: decide from what all of them "
-                "know, such as the logs, not from a clock, a signal or a file of one machine."
-            ),
+            advice=_STOP_TOGETHER,
             leaves_loop=(
                 f"The workers do not train on together: worker {strategy.worker_index} has stopped "
-                f"at {where} (model.stop_training is set), and others go on. Stop training on all "
-                "workers after the same step: decide from what all of them know, such as the logs, "
-                "not from a clock, a signal or a file of one machine."
+                f"at {where} (model.stop_training is set), and others go on. {_STOP_TOGETHER}"
             )
             if is_early
             else None,

@@ -517,13 +517,19 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """Whether a step traced now has a collective of all workers."""
         return self.num_workers > 1 and not self.extended.reduces_within_worker
 
+    @property
+    def _steps_are_timed(self) -> bool:
+        """Whether the training steps that are traced now read the clock."""
+        times = self._compute_times
+        return times.is_measuring or times.phases.is_measuring
+
     def _needs_exact_step(self, model: keras.Model | None) -> bool:
         optimizer = getattr(model, "optimizer", None)
         return (
             self.num_replicas_in_sync > 1
             or self.is_async_worker
             or self._emulated_devices is not None
-            or self._compute_times.needs_clock
+            or self._steps_are_timed
             # its `cond` must not merge replicas, not even one
             or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         )

@@ -29,6 +29,14 @@ class Exchange:
         self.waited_after.append(self.steps)
 
 
+def small_model(devices):
+    strategy = keras_het.HeterogeneousStrategy(devices)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    return strategy, model
+
+
 def ends_of_executions(num_steps, each):
     return [first + each - 1 for first in range(0, num_steps, each)]
 
@@ -56,10 +64,7 @@ def test_without_a_known_end_every_step_may_be_the_last():
 
 
 def test_what_callbacks_predict_does_not_count(logical_devices):
-    strategy = keras_het.HeterogeneousStrategy(logical_devices[:2])
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    strategy, model = small_model(logical_devices[:2])
     x = np.ones((SAMPLES, 3), np.float32)
     counted = []
 
@@ -128,10 +133,7 @@ def test_what_was_restored_is_not_that_of_a_later_training(logical_devices):
 
 
 def test_a_failed_training_is_in_no_later_backup(logical_devices):
-    strategy = keras_het.HeterogeneousStrategy(logical_devices[:1])
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    strategy, model = small_model(logical_devices[:1])
     x = np.ones((SAMPLES, 3), np.float32)
 
     class Fails(keras.callbacks.Callback):
@@ -150,10 +152,7 @@ def test_a_failed_training_is_in_no_later_backup(logical_devices):
 
 @pytest.mark.parametrize("loop", ["fit", "train_on_batch"])
 def test_other_training_within_a_local_one_is_refused(logical_devices, loop):
-    strategy = keras_het.HeterogeneousStrategy(logical_devices[:1])
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    strategy, model = small_model(logical_devices[:1])
     x = np.ones((BATCH, 3), np.float32)
 
     class Trains(keras.callbacks.Callback):

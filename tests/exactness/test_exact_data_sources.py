@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 
 import keras
 import numpy as np
@@ -50,49 +49,6 @@ def test_validation_data_set():
     build = functools.partial(dense_model, metrics=["mae"])
     expected = assert_equivalent(Trial(build, options=options, predict=False))
     assert set(expected.history) == {"loss", "mae", "val_loss", "val_mae"}
-
-
-class Batches(keras.utils.PyDataset):
-    def __init__(self):
-        super().__init__()
-        self.x, self.y = arrays()
-
-    def __len__(self):
-        return math.ceil(len(self.x) / 8)
-
-    def __getitem__(self, index):
-        rows = slice(8 * index, 8 * index + 8)
-        return self.x[rows], self.y[rows]
-
-
-def test_py_dataset():
-    def fit(model, callbacks):
-        return model.fit(Batches(), epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
-
-    assert_equivalent(Trial(dense_model, fit=fit, evaluate=False, predict=False))
-
-
-SHUFFLED = {
-    "arrays": lambda samples: samples.shuffle(22, seed=1).batch(8),
-    "mapped": lambda samples: samples.shuffle(9, seed=1).map(lambda x, y: (x * 2, y)).batch(8),
-    "repeated": lambda samples: samples.shuffle(9, seed=1).repeat(2).batch(8),
-    "shuffled twice": lambda samples: samples.shuffle(9, seed=1).shuffle(5, seed=2).batch(8),
-    "whole batches": lambda samples: samples.batch(8).shuffle(3, seed=1),
-}
-
-
-@pytest.mark.quick("mapped", "shuffled twice")
-@pytest.mark.parametrize("name", SHUFFLED)
-def test_every_epoch_has_the_order_of_one_device(name):
-    # Keras starts each of these once more than it uses them in every epoch.
-    def fit(model, callbacks):
-        data = SHUFFLED[name](tf.data.Dataset.from_tensor_slices(arrays()))
-        first = model.fit(data, epochs=3, validation_data=data, verbose=0, callbacks=callbacks)
-        model.fit(data, epochs=2, steps_per_epoch=2, verbose=0, callbacks=callbacks)
-        model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
-        return first
-
-    assert_equivalent(Trial(dense_model, fit=fit, evaluate=False, predict=False), [(4, 2, 1)])
 
 
 class ChangeShares(keras.callbacks.Callback):

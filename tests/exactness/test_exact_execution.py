@@ -32,18 +32,6 @@ def test_steps_per_execution(steps, data):
     assert_equivalent(Trial(build, data))
 
 
-@pytest.mark.full
-def test_unknown_cardinality_step_by_step():
-    # One device gets the data set of known length: with an unknown one, stock Keras counts one
-    # iteration of the optimizer too many an epoch, in the step that finds the end of the data.
-    trial = Trial(
-        dense_model,
-        functools.partial(batches, 34),
-        distribute=lambda strategy, data: strategy.distribute(unknown_cardinality()),
-    )
-    assert_equivalent(trial)
-
-
 def test_run_eagerly():
     build = functools.partial(dense_model, run_eagerly=True, metrics=["mae"])
     assert_equivalent(Trial(build))

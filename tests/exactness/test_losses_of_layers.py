@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import (
-    ALL_SHARES,
     Trial,
     arrays,
     assert_equivalent,
-    masked_words,
     three_replicas,
 )
 
@@ -108,13 +106,6 @@ def test_behind_synchronized_statistics(name):
 
 
 @pytest.mark.full
-def test_every_kind_of_share():
-    trial = Trial(lambda: compiled(behind_statistics()), infer_always=True)
-    # statistics of one replica's share are those of the batch, too
-    assert_equivalent(trial, ALL_SHARES)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 3}])
 def test_other_ways_to_run(options):
     # eager replicas must know the number of samples, which the last batch has fewer of
@@ -123,20 +114,6 @@ def test_other_ways_to_run(options):
 
 def test_a_step_of_ones_own():
     assert_equivalent(Trial(lambda: compiled(own_step()), evaluate=False))
-
-
-def test_behind_a_mask():
-    def build():
-        recurrent = layers.LSTM(3, activity_regularizer=penalty())
-        embedding = layers.Embedding(9, 4, mask_zero=True, embeddings_regularizer="l2")
-        middle = layers.BatchNormalization(synchronized=True, epsilon=0.1)
-        return compiled(
-            keras.Sequential(
-                [keras.Input((4,), dtype="int32"), embedding, middle, recurrent, layers.Dense(1)]
-            )
-        )
-
-    assert_equivalent(Trial(build, masked_words), rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.full

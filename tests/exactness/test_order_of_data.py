@@ -317,6 +317,9 @@ DATA_SETS: dict[str, Callable[[Any, Any], None]] = {
     ),
     "infinite": fits_in_a_row(lambda: shuffled().repeat().batch(BATCH), **INFINITE),
     "repeated": fits_in_a_row(lambda: shuffled().repeat(2).batch(BATCH)),
+    "mapped": fits_in_a_row(lambda: shuffled().map(lambda x, y: (x, 2 * y)).batch(BATCH)),
+    "shuffled_twice": fits_in_a_row(lambda: shuffled().shuffle(5, seed=2).batch(BATCH)),
+    "whole_batches": fits_in_a_row(lambda: shuffled().batch(BATCH).shuffle(3, seed=1)),
     "filtered": fits_in_a_row(
         lambda: shuffled().filter(lambda x, y: True).batch(BATCH), class_weight=WEIGHTS
     ),

@@ -150,18 +150,6 @@ def test_state_is_that_of_one_device(name, caplog):
     assert not said(caplog)
 
 
-@pytest.mark.full
-def test_a_counter_counts_every_sample_once():
-    strategy = three_replicas()
-    strategy.set_shares((5, 0, 3))
-    with strategy.scope():
-        model = with_state(Counters)
-    model.fit(*arrays(22), batch_size=8, epochs=2, verbose=0)
-    own = model.get_layer("own")
-    counted = [np.array(each).item() for each in (own.steps, own.rows, own.float_rows)]
-    assert counted == [6, 44, 44.0]
-
-
 class Always(State):
     """Counts in predictions too."""
 

@@ -26,7 +26,8 @@ class UnevenPerReplica(private_api.PerReplica):
     ) -> None:
         super().__init__(values)
         self._values: tuple[Rows, ...]
-        self._sizes = sizes
+        self.sizes = sizes
+        """The shares of all replicas, int64 of shape [num_replicas]."""
         self._targets = devices
         self._spec: UnevenPerReplicaSpec | None = None
 
@@ -48,11 +49,6 @@ class UnevenPerReplica(private_api.PerReplica):
         return self._values
 
     @property
-    def sizes(self) -> tf.Tensor:
-        """The shares of all replicas, int64 of shape [num_replicas]."""
-        return self._sizes
-
-    @property
     def shape(self) -> tf.TensorShape:
         """The shape of any replica's part: its number of rows is None."""
         return self._type_spec.value_specs[0].shape
@@ -64,33 +60,29 @@ class UnevenPerReplica(private_api.PerReplica):
     @property
     def global_spec(self) -> tf.TypeSpec:
         """The type of the whole global batch, rows counted; the same on every worker."""
-        return with_rows(self._type_spec.value_specs[0], int(tf.reduce_sum(self._sizes)))
+        return with_rows(self._type_spec.value_specs[0], int(tf.reduce_sum(self.sizes)))
 
     @property
     def _type_spec(self) -> UnevenPerReplicaSpec:
         # TensorFlow asks several times for each call of a function.
         if self._spec is None:
             specs = tuple(_any_number_of_rows(value) for value in self._values)
-            self._spec = UnevenPerReplicaSpec(specs, int(self._sizes.shape[0]))
+            self._spec = UnevenPerReplicaSpec(specs, int(self.sizes.shape[0]))
         return self._spec
 
 
 class UnevenPerReplicaSpec(tf.TypeSpec):
     """The type of an `UnevenPerReplica`."""
 
-    __slots__ = ["_hash", "_num_replicas", "_value_specs"]
+    __slots__ = ["_hash", "_num_replicas", "value_specs"]
 
     value_type = property(lambda self: UnevenPerReplica)
 
     def __init__(self, value_specs: Sequence[tf.TypeSpec], num_replicas: int) -> None:
-        self._value_specs = tuple(value_specs)
-        self._num_replicas = num_replicas
-        self._hash = hash((UnevenPerReplicaSpec, self._value_specs, num_replicas))
-
-    @property
-    def value_specs(self) -> tuple[tf.TypeSpec, ...]:
+        self.value_specs = tuple(value_specs)
         """One type per local replica."""
-        return self._value_specs
+        self._num_replicas = num_replicas
+        self._hash = hash((UnevenPerReplicaSpec, self.value_specs, num_replicas))
 
     # The inherited methods walk the whole type each time, in every step.
     def __hash__(self) -> int:
@@ -104,11 +96,11 @@ class UnevenPerReplicaSpec(tf.TypeSpec):
         )
 
     def _serialize(self) -> tuple[tuple[tf.TypeSpec, ...], int]:
-        return (self._value_specs, self._num_replicas)
+        return (self.value_specs, self._num_replicas)
 
     @property
     def _component_specs(self) -> tuple[tuple[tf.TypeSpec, ...], tf.TensorSpec]:
-        return (self._value_specs, tf.TensorSpec([self._num_replicas], tf.int64))
+        return (self.value_specs, tf.TensorSpec([self._num_replicas], tf.int64))
 
     def _to_components(self, value: UnevenPerReplica) -> tuple[tuple[Rows, ...], tf.Tensor]:
         return (value.host_values, value.sizes)

@@ -231,8 +231,7 @@ def _stages(
 
 
 def _is_measured(strategy: HeterogeneousStrategy) -> bool:
-    times = strategy.compute_times
-    if times.is_measuring and strategy.extended.reduces_within_worker:
+    if strategy.compute_times.is_measuring and strategy.extended.reduces_within_worker:
         raise ValueError(
             "Compute times travel in the collective of each step, which local training does not "
             "have. Received: LocalTraining together with BatchBalancer, or after it under the same "
@@ -240,7 +239,7 @@ def _is_measured(strategy: HeterogeneousStrategy) -> bool:
             "BatchBalancer out, set shares by hand (strategy.set_shares), and use a strategy of "
             "its own."
         )
-    return times.needs_clock
+    return strategy._steps_are_timed
 
 
 def _wishes(request: StopRequest, is_first: bool, logs: Nest) -> tf.Tensor:

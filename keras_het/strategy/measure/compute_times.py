@@ -56,11 +56,6 @@ class ComputeTimes:
             self._count = tf.Variable(0, trainable=False, dtype=tf.int64)
             self._wanted_shares = tf.Variable(tf.zeros([num_replicas]), trainable=False)
 
-    @property
-    def needs_clock(self) -> bool:
-        """Whether the training steps that are traced now read the clock."""
-        return self.is_measuring or self.phases.is_measuring
-
     def begin(self, model: keras.Model | None, gradients: bool, stops: bool) -> None:
         """Make training steps measure, see `HeterogeneousStrategy.measure_compute_times`."""
         gradients = gradients and self._num_replicas > 1
