@@ -242,6 +242,12 @@ def compare_lists(
         close(got, want, rtol, atol, f"{what} {position} of shape {np.shape(want)}")
 
 
+def assert_all_close(
+    actual: Sequence[Any], expected: Sequence[Any], rtol: float = RTOL, atol: float = ATOL
+) -> None:
+    compare_lists(actual, expected, rtol, atol, "value")
+
+
 def compare_structures(actual: Any, expected: Any, rtol: float, atol: float, what: str) -> None:
     keras.tree.assert_same_structure(actual, expected)
     compare_lists(keras.tree.flatten(actual), keras.tree.flatten(expected), rtol, atol, what)

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import IS_KERAS_3_16, arrays, three_replicas
+from equivalence import IS_KERAS_3_16, arrays, assert_all_close, three_replicas
 
 import keras_het
 
@@ -250,8 +250,7 @@ def test_sharpness_aware_minimization_is_exact_with_the_sum_over_replicas(float6
     strategy = three_replicas()
     for shares in [(4, 0, 1), (0, 3, 5)]:
         strategy.set_shares(shares)
-        for got, want in zip(trained_by_sam(strategy.scope), expected, strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
+        assert_all_close(trained_by_sam(strategy.scope), expected, rtol=1e-9, atol=1e-11)
     assert not said(caplog)
 
 
@@ -289,8 +288,7 @@ def test_the_end_of_data_of_unknown_length_is_no_step(float64):
         strategy.set_shares(shares)
         found_steps, found = normalized(strategy.scope, True)
         assert found_steps == steps
-        for got, want in zip(found, expected, strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
+        assert_all_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_weights_that_each_replica_moves_by_its_own_gradient_are_named(caplog):

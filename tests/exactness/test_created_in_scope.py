@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import DEVICES, arrays, batches, three_replicas
+from equivalence import DEVICES, arrays, assert_all_close, batches, three_replicas
 
 from keras_het import HeterogeneousStrategy
 
@@ -19,6 +19,14 @@ def model_around(layer, strategy=None):
     with (strategy or three_replicas()).scope():
         model = keras.Sequential([keras.Input((5,)), layer, keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def linear(scope, *compiled):
+    with scope:
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        if compiled:
+            model.compile(*compiled)
     return model
 
 
@@ -69,15 +77,13 @@ def called_first_outside(strategy, x):
 
 
 def weight_added_outside(strategy, x):
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    model = linear(strategy.scope())
     model.extra = model.add_weight(shape=(), name="extra")
     return model
 
 
 def lora_outside(strategy, x):
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    model = linear(strategy.scope())
     model.layers[0].enable_lora(2)
     return model
 
@@ -109,8 +115,7 @@ def test_one_replica_gives_slots_to_what_was_created_outside():
         model.compile(keras.optimizers.Adam(0.1), "mse")
         model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
         weights.append(model.get_weights())
-    for ours, one_device in zip(*weights, strict=True):
-        np.testing.assert_allclose(ours, one_device, rtol=1e-4, atol=2e-6)
+    assert_all_close(*weights)
 
 
 def loop(model, optimizer, x, y):
@@ -132,19 +137,15 @@ def test_an_eager_loop_outside_of_the_scope_is_that_of_one_device():
     weights = []
     for scope in (three_replicas().scope(), contextlib.nullcontext()):
         keras.utils.set_random_seed(3)
-        with scope:
-            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-            model.compile("adam", "mse")
+        model = linear(scope, "adam", "mse")
         loop(model, model.optimizer, *arrays())
         model.fit(*arrays(), batch_size=8, shuffle=False, verbose=0)
         weights.append(model.get_weights())
-    for ours, one_device in zip(*weights, strict=True):
-        np.testing.assert_allclose(ours, one_device, rtol=1e-4, atol=2e-6)
+    assert_all_close(*weights)
 
 
 def compiled_in(scope):
-    with three_replicas().scope():
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    model = linear(three_replicas().scope())
     with scope:
         model.compile("adam", "mse")
     model.fit(*arrays(), verbose=0)
@@ -199,9 +200,8 @@ def test_one_replica_may_train_layers_built_outside():
 def compiled_again(strategy, metrics, first):
     """The model compiled again outside of the scope, after training or before; and its logs."""
     keras.utils.set_random_seed(3)
-    with strategy.scope() if strategy else contextlib.nullcontext():
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-        model.compile("adam", "mse")
+    scope = strategy.scope() if strategy else contextlib.nullcontext()
+    model = linear(scope, "adam", "mse")
     x, y = arrays()
     if first == "fit":
         model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
@@ -223,15 +223,13 @@ def test_compiled_again_outside_of_the_scope(metrics, first):
         HeterogeneousStrategy(devices=DEVICES, shares=[3, 1, 0]), metrics, first
     )
     expected = compiled_again(None, metrics, first)
-    for ours, one_device in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(np.array(ours), np.array(one_device), rtol=1e-4, atol=2e-6)
+    assert_all_close(actual, expected)
 
 
 def test_an_optimizer_of_mixed_precision_from_outside():
     inner = keras.optimizers.SGD(0.1)
     optimizer = keras.optimizers.LossScaleOptimizer(inner)
-    with three_replicas().scope():
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    model = linear(three_replicas().scope())
     model.compile(optimizer, "mse")
     x, y = arrays()
     model.fit(x, y, batch_size=8, verbose=0)

@@ -12,6 +12,7 @@ from equivalence import (
     SHARES,
     Trial,
     arrays,
+    assert_all_close,
     assert_equivalent,
     batches,
     dense_model,
@@ -243,8 +244,7 @@ def test_batches_of_replicas_under_equal_shares():
     ours, one_device = linear_model(strategy), linear_model(None)
     ours.fit(of_own_batches(strategy), verbose=0)
     one_device.fit(*arrays(24), batch_size=12, shuffle=False, verbose=0)
-    for actual, expected in zip(ours.get_weights(), one_device.get_weights(), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    assert_all_close(ours.get_weights(), one_device.get_weights(), rtol=1e-5, atol=1e-6)
 
 
 def test_batches_of_replicas_refuse_what_cannot_apply():

@@ -4,11 +4,11 @@ import functools
 import gc
 
 import keras
-import numpy as np
 import pytest
 from devices import DEVICES
 from equivalence import (
     Trial,
+    assert_all_close,
     assert_equivalent,
     batches,
     dense_model,
@@ -57,8 +57,7 @@ def test_jit_compile_of_one_replica():
                 model = dense_model(jit_compile=True)
         history = model.fit(batches(16), epochs=2, verbose=0)
         results.append((history.history["loss"], *model.get_weights()))
-    for compiled, plain in zip(*results, strict=True):
-        np.testing.assert_allclose(compiled, plain, rtol=1e-4, atol=2e-6)
+    assert_all_close(*results)
 
 
 def test_jit_compile_of_several_replicas_is_refused():

@@ -7,7 +7,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import ALL_SHARES, Trial, arrays, assert_equivalent, dense_model, three_replicas
+from equivalence import (
+    ALL_SHARES,
+    Trial,
+    arrays,
+    assert_all_close,
+    assert_equivalent,
+    dense_model,
+    three_replicas,
+)
 
 ops = keras.ops
 
@@ -174,8 +182,7 @@ def test_predictions_change_state_as_on_one_device():
             models[-1].predict(arrays(11)[0], batch_size=7, verbose=0)
     single, replicated = ([np.array(v) for v in m.get_layer("own").weights] for m in models)
     assert replicated[0] == 22
-    for got, want in zip(replicated, single, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert_all_close(replicated, single, rtol=1e-5)
 
 
 class OfTensorFlow(keras.layers.Layer):
