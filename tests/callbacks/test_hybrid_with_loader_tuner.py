@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 from loader_training import STEPS, Patient, build, done, moving
 
-from keras_het.asynchronous.rules import AsyncSGD
 from keras_het.callbacks import HybridAggregation
 from keras_het.loader import Knobs, pipeline
 
@@ -41,25 +40,3 @@ def test_a_hybrid_training_is_observed_only(strategy, is_builder, tuner_is_first
     assert not done(tuner)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-class Fails(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        raise ValueError("in a callback")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("tuner_is_first", [True, False], ids=["tuner first", "hybrid first"])
-def test_a_hybrid_training_after_one_that_failed_sees_through_the_tuner(strategy, tuner_is_first):
-    """The tuner's function is around the one that knows how to end what failed."""
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.01), "mse")
-    optimizer, before = model.optimizer, model.get_weights()[0]
-    failed = HybridAggregation(AsyncSGD(0.01), period=2)
-    both = [failed, moving()][:: -1 if tuner_is_first else 1]
-    with pytest.raises(ValueError, match="in a callback"):
-        model.fit(build(KNOBS), verbose=0, callbacks=[*both, Fails()])
-    model.fit(build(KNOBS), verbose=0, callbacks=[HybridAggregation(AsyncSGD(0.01), period=2)])
-    assert model.optimizer is optimizer and failed.participant is None
-    assert np.abs(model.get_weights()[0] - before).min() > 1e-4

@@ -88,14 +88,6 @@ def test_per_time_step_losses_without_masks(weights):
     assert_equivalent(Trial(build, functools.partial(sequences, weights)))
 
 
-@pytest.mark.full
-def test_loss_that_is_a_function():
-    def cubic(y_true, y_pred):
-        return keras.ops.mean(keras.ops.abs(y_true - y_pred) ** 3, axis=-1)
-
-    assert_equivalent(Trial(functools.partial(dense_model, cubic, sgd)))
-
-
 def classes(samples=22):
     random = np.random.default_rng(3)
     x = random.normal(size=(samples, 5)).astype("float32")
@@ -255,20 +247,6 @@ def test_add_loss_without_another_loss():
     assert_equivalent(Trial(build))
 
 
-@pytest.mark.full
-def test_activity_regularizer():
-    # Keras divides an activity regulariser's loss by the number of samples it has seen
-    def layers():
-        return [keras.layers.Dense(4, activity_regularizer=keras.regularizers.L2(0.3))]
-
-    assert_equivalent(Trial(functools.partial(dense_model, "mse", sgd, layers)))
-
-
-@pytest.mark.full
-def test_loss_weights():
-    assert_equivalent(Trial(functools.partial(dense_model, "mse", sgd, loss_weights=0.3)))
-
-
 def test_every_kind_of_share_with_inference():
     build = functools.partial(dense_model, metrics=["mae"])
     assert_equivalent(Trial(build, infer_always=True), ALL_SHARES)
@@ -276,8 +254,3 @@ def test_every_kind_of_share_with_inference():
 
 def test_fewer_samples_than_replicas():
     assert_equivalent(Trial(dense_model, functools.partial(batches, 5, size=2)), ALL_SHARES)
-
-
-@pytest.mark.full
-def test_fit_on_a_plain_data_set_of_global_batches():
-    assert_equivalent(Trial(dense_model, distribute=lambda strategy, data: data), ALL_SHARES)

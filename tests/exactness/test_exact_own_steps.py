@@ -1,7 +1,5 @@
 """Models with a train step of their own, in the styles of the Keras guides."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -460,12 +458,6 @@ STEPS = {
     "compute_loss of a vector": (VectorOwnLoss, {"optimizer": sgd}, {"predict": False}, SHARES),
     "variables in the logs": (VariablesInLogs, NO_METRICS, {}, ALL_SHARES),
     "two optimizers": (TwoApplies, NO_METRICS, {"evaluate": False}, ALL_SHARES),
-    "smaller batches": (
-        GuideStep,
-        {},
-        {"data": functools.partial(batches, 11, size=3)},
-        ALL_SHARES,
-    ),
     **{
         model.__name__: (model, {"optimizer": sgd, **NO_METRICS}, TRAINING, ALL_SHARES)
         for model in (
@@ -496,19 +488,6 @@ STEPS = {
 def test_a_step_of_ones_own(name):
     model, options, compared, shares = STEPS[name]
     assert_equivalent(Trial(compiled(model, **options), **compared), shares)
-
-
-@pytest.mark.full
-def test_dictionaries_as_data():
-    class DictStep(Base):
-        def call(self, x, training=False):
-            return super().call(x["x"] if isinstance(x, dict) else x)
-
-    def data():
-        x, y = arrays()
-        return tf.data.Dataset.from_tensor_slices(({"x": x}, y)).batch(8)
-
-    assert_equivalent(Trial(compiled(DictStep), data), ALL_SHARES)
 
 
 class SmoothedGradients(Base):
