@@ -17,10 +17,10 @@ from keras_het.loader.order.keras_arrays import with_order_of_epoch, with_repeat
 from keras_het.planning import ReplicaLayout
 from keras_het.strategy.batches.uneven_per_replica import wrap_shares, wrapped_spec
 from keras_het.strategy.cluster import agreement
-from keras_het.strategy.cluster.unfinished_step import StepGuard
 from keras_het.value_types import Nest
 
 if TYPE_CHECKING:
+    from keras_het.strategy.cluster.stop_request import StepGuard
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _Steps = TypeVar("_Steps", bound=DistributedSteps)

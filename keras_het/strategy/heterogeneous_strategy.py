@@ -35,13 +35,12 @@ from keras_het.strategy.cluster.peer_watch import (
 from keras_het.strategy.cluster.stop_request import StopRequest
 from keras_het.strategy.cluster.stop_signals import SIGNALS, stop_signals
 from keras_het.strategy.data_path import DataPath, with_own_batches
-from keras_het.strategy.exact.keras_hooks import keras_hooks
+from keras_het.strategy.exact.keras_hooks import keras_hooks, own_function
 from keras_het.strategy.exact.keras_step import (
     check_can_compile,
     run_predict_step,
     run_train_or_test_step,
 )
-from keras_het.strategy.exact.replica_threads import own_function
 from keras_het.strategy.extended import HeterogeneousExtended
 from keras_het.strategy.measure.compute_times import ComputeTimes
 from keras_het.strategy.measure.emulated_device import (

@@ -9,7 +9,7 @@ import tensorflow as tf
 from devices import DEVICES
 
 from keras_het import HeterogeneousStrategy
-from keras_het.strategy.batches.plain_batch import refuse_compiled_batch, share_out
+from keras_het.strategy.batches.uneven_per_replica import refuse_compiled_batch, share_out
 
 
 @pytest.fixture

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.order import rows
+from keras_het.planning import apportion
 from keras_het.value_types import Leaf, Nest, Rows
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 
 class UnevenPerReplica(private_api.PerReplica):
@@ -165,11 +172,11 @@ def _any_number_of_rows(value: Rows) -> tf.TypeSpec:
     return with_rows(private_api.type_spec_from_value(value), None)
 
 
-def with_rows(spec: tf.TypeSpec, rows: int | None) -> tf.TypeSpec:
+def with_rows(spec: tf.TypeSpec, number: int | None) -> tf.TypeSpec:
     """Return the type of a tensor with so many rows, None for any number."""
     if not spec.shape.rank:
         return spec
-    shape = [rows, *spec.shape.as_list()[1:]]
+    shape = [number, *spec.shape.as_list()[1:]]
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(
             shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype, spec.flat_values_spec
@@ -182,3 +189,60 @@ def with_rows(spec: tf.TypeSpec, rows: int | None) -> tf.TypeSpec:
 @functools.lru_cache(maxsize=256)
 def _dense_spec(dtype: tf.DType, inner_shape: tuple[int | None, ...]) -> tf.TensorSpec:
     return tf.TensorSpec([None, *inner_shape], dtype)
+
+
+def share_out(strategy: HeterogeneousStrategy, data: Nest) -> Nest:
+    """Cut a plain batch, as of `train_on_batch`, by the share weights in effect when it runs.
+
+    It is a global batch, the same on every worker.
+    """
+    leaves = tf.nest.flatten(data)
+    if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
+        return data
+    leaves = [_as_tensor(leaf) for leaf in leaves]
+    to_cut = [leaf for leaf in leaves if _has_rows(leaf)]
+    if not to_cut:
+        return data
+    sizes = _sizes(strategy, rows.count_rows(to_cut))
+    starts = tf.cumsum(sizes, exclusive=True)
+
+    def part(replica: int) -> Nest:
+        cut = iter(rows.slice_rows(to_cut, starts[replica], sizes[replica]))
+        own = [next(cut) if _has_rows(leaf) else leaf for leaf in leaves]
+        return tf.nest.pack_sequence_as(data, own)
+
+    return wrap_shares([part(replica) for replica in strategy.layout.local_replicas], sizes)
+
+
+def refuse_compiled_batch(model: keras.Model, data: Nest) -> None:
+    """Refuse plain batches in a step compiled by XLA, which cannot ask for the shares."""
+    leaves = tf.nest.flatten(data)
+    is_cut = any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves)
+    if model.jit_compile and not model.run_eagerly and not is_cut:
+        raise ValueError(
+            "A step that XLA compiles cannot cut a batch into the shares of several replicas. "
+            "Received: train_on_batch or test_on_batch of a model with jit_compile=True. Give a "
+            "tf.data.Dataset of one batch to fit or evaluate, or leave jit_compile out of "
+            "model.compile()."
+        )
+
+
+def _as_tensor(leaf: Leaf) -> Leaf:
+    is_array = hasattr(leaf, "__array__") and not rows.is_sliceable(leaf)
+    return tf.convert_to_tensor(leaf) if is_array else leaf
+
+
+def _has_rows(leaf: Leaf) -> bool:
+    return rows.is_sliceable(leaf) and leaf.shape.rank != 0
+
+
+def _sizes(strategy: HeterogeneousStrategy, total: tf.Tensor) -> tf.Tensor:
+    num_replicas = strategy.layout.num_replicas
+    if num_replicas == 1:
+        return tf.reshape(total, [1])
+
+    # Called in every step: one trace serves all shares.
+    def apportioned(total: np.int64 | np.ndarray) -> np.ndarray:
+        return np.asarray(apportion(int(total), strategy.shares), np.int64)
+
+    return tf.ensure_shape(tf.numpy_function(apportioned, [total], tf.int64), [num_replicas])

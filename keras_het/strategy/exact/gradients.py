@@ -24,8 +24,8 @@ from keras_het.strategy.exact.step import Original, ReplicaSum, StepSpec, runnin
 from keras_het.value_types import EitherVariable, Leaf, Nest, Summand
 
 if TYPE_CHECKING:
-    from keras_het.strategy.cluster.unfinished_step import UnfinishedStep
-    from keras_het.strategy.exact.measurement import Measurement
+    from keras_het.strategy.cluster.stop_request import UnfinishedStep
+    from keras_het.strategy.measure.step_clock import Measurement
 
 _Given: TypeAlias = "Summand | EitherVariable | None"
 """A gradient that is given to an optimizer, which may keep it in a variable; or none."""

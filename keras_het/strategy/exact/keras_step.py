@@ -11,22 +11,23 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.batches.gathered_rows import check_predictions, gather_rows, name_of
-from keras_het.strategy.batches.plain_batch import refuse_compiled_batch, share_out
-from keras_het.strategy.batches.uneven_per_replica import find_sizes
+from keras_het.strategy.batches.uneven_per_replica import (
+    find_sizes,
+    refuse_compiled_batch,
+    share_out,
+)
 from keras_het.strategy.exact.created_in_scope import adopt_compiled, check_created_in_scope
 from keras_het.strategy.exact.gradients import Gradients, Update
-from keras_het.strategy.exact.keras_hooks import keras_hooks, recorded_results
+from keras_het.strategy.exact.keras_hooks import as_replica, keras_hooks, recorded_results
 from keras_het.strategy.exact.means import Means
-from keras_het.strategy.exact.measurement import Measurement
 from keras_het.strategy.exact.metrics import Metrics, flatten_metrics
 from keras_het.strategy.exact.own_state import Assignments, OwnState, tell
-from keras_het.strategy.exact.replica_threads import as_replica
 from keras_het.strategy.exact.step import ExactStep, ReplicaSum, StepSpec
+from keras_het.strategy.measure.step_clock import Measurement
 from keras_het.value_types import Leaf, Nest
 
 if TYPE_CHECKING:
-    from keras_het.strategy.cluster.stop_request import StopRequest
-    from keras_het.strategy.cluster.unfinished_step import UnfinishedStep
+    from keras_het.strategy.cluster.stop_request import StopRequest, UnfinishedStep
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 Run = Callable[..., Any]

@@ -28,9 +28,9 @@ from keras_het.value_types import Nest, Summand
 if TYPE_CHECKING:
     from keras_het.strategy.exact.gradients import Gradients, Update
     from keras_het.strategy.exact.means import Means
-    from keras_het.strategy.exact.measurement import Measurement
     from keras_het.strategy.exact.metrics import Metrics
     from keras_het.strategy.exact.own_state import Assignments, OwnState
+    from keras_het.strategy.measure.step_clock import Measurement
 
 Original: TypeAlias = Callable[..., Any]
 """The function of Keras or TensorFlow that a hook replaces."""
