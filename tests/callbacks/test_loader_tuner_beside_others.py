@@ -1,14 +1,17 @@
-"""LoaderTuner beside callbacks that touch the same step functions, and steps that are not fit's."""
+"""LoaderTuner beside other callbacks, and steps that are not those of its fit."""
 
 from __future__ import annotations
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from interruption import Interruption
 from loader_training import (
     ROWS,
     STEPS,
     EveryStep,
+    Patient,
     build,
     dense,
     done,
@@ -19,11 +22,18 @@ from loader_training import (
     train_under_strategy,
 )
 
-from keras_het.callbacks import BatchBalancer, LoaderTuner
+import keras_het
+from keras_het.callbacks import (
+    BackupAndRestore,
+    BatchBalancer,
+    HybridAggregation,
+    LoaderTuner,
+)
 from keras_het.loader import Knobs, pipeline
 from keras_het.planning.loader import WindowSize
 
 EXTRA = -1.0
+KNOBS = Knobs(2, 2, 2)
 
 
 class FitsWithin(keras.callbacks.Callback):
@@ -180,3 +190,72 @@ def test_a_validation_is_in_no_window_also_behind_an_epoch_of_unknown_length(is_
     data = data if is_known else data.filter(lambda *batch: True)
     train(data, [tuner, looks], validation_data=slow(0.0))
     assert looks.is_measured == [False] * 3
+
+
+def seeded(is_builder):
+    tf.random.set_seed(5)
+    return pipeline(build, KNOBS) if is_builder else build(KNOBS)
+
+
+def trained(strategy, data, callbacks):
+    """Weights and optimizer state after three epochs."""
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+    model.fit(data, epochs=3, verbose=0, callbacks=callbacks)
+    return [np.array(variable) for variable in (*model.weights, *model.optimizer.variables)]
+
+
+def beside(other, tuner_is_first):
+    """A tuner that moves, and the callbacks of a fit with it and another one."""
+    tuner = moving()
+    return tuner, [*[tuner, other][:: 1 if tuner_is_first else -1], Patient(tuner)]
+
+
+def assert_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_builder", [True, False], ids=["builder", "data set"])
+@pytest.mark.parametrize("tuner_is_first", [True, False], ids=["tuner first", "hybrid first"])
+def test_a_hybrid_training_is_observed_only(strategy, is_builder, tuner_is_first):
+    """It says why, and changes nothing."""
+    alone = [HybridAggregation("delta", period=2)]
+    expected = trained(strategy, seeded(is_builder), alone)
+    tuner, callbacks = beside(HybridAggregation("delta", period=2), tuner_is_first)
+    assert_equal(trained(strategy, seeded(is_builder), callbacks), expected)
+    assert tuner.meter.steps == 3 * STEPS
+    assert "async workers" in tuner.observes_only
+    assert not done(tuner)
+
+
+@pytest.mark.quick("builder-in the second epoch, tuner first")
+@pytest.mark.parametrize(
+    ("step", "tuner_is_first"),
+    [
+        pytest.param(20, True, id="in the second epoch, tuner first"),
+        pytest.param(31, False, id="in the third, backup first"),
+    ],
+)
+@pytest.mark.parametrize("is_builder", [True, False], ids=["builder", "data set"])
+def test_a_tuned_training_goes_on_from_its_backup(
+    logical_devices, tmp_path, is_builder, step, tuner_is_first
+):
+    def train(*callbacks):
+        strategy = keras_het.HeterogeneousStrategy(list(logical_devices[:2]), shares=[3, 1])
+        return trained(strategy, seeded(is_builder), callbacks)
+
+    def with_backup():
+        return beside(BackupAndRestore(str(tmp_path / "backup"), save_freq=2), tuner_is_first)
+
+    expected = train()
+    first, callbacks = with_backup()
+    with pytest.raises(InterruptedError):
+        train(*callbacks, Interruption(step))
+    assert done(first)
+    second, callbacks = with_backup()
+    assert_equal(train(*callbacks), expected)
+    assert done(second)

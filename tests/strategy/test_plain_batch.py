@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -58,15 +57,3 @@ def test_compiled_steps_refuse_plain_batches(strategy):
         refuse_compiled_batch(compiled, batch)
     refuse_compiled_batch(compiled, share_out(strategy, batch))
     refuse_compiled_batch(SimpleNamespace(jit_compile=False, run_eagerly=False), batch)
-
-
-def test_compute_times_are_those_of_the_data_set(strategy):
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    strategy.measure_compute_times(model)
-    x, y = np.ones((6, 2), "float32"), np.ones((6, 1), "float32")
-    model.train_on_batch(x, y)
-    assert strategy.compute_times.latest(4) == []
-    model.fit(x, y, batch_size=6, verbose=0)
-    assert len(strategy.compute_times.latest(4)) == 1

@@ -92,6 +92,9 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
     of_optimizer = _hooks_of_optimizers()
     aggregate = _of_any_step(lambda s: s.own_state.aggregate)
     assign_plain = _of_any_step(lambda s: s.assignments.assign_plain)
+    keep_losses = functools.partial(_with_own, attributes={"_losses": list})
+    masks = ("_dropout_mask", "_recurrent_dropout_mask")
+    keep_masks = functools.partial(_with_own, attributes=dict.fromkeys(masks, lambda: None))
     assigns = ("assign", "scatter_", "batch_scatter_", "_strided_slice_assign")
     return [
         # weights of samples
@@ -205,18 +208,6 @@ def _remove() -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
-
-
-def keep_losses(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook a layer's methods that write and read its list of losses: one list per replica."""
-    return _with_own(original, {"_losses": list})
-
-
-def keep_masks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook a recurrent cell's methods that create, return and drop its dropout masks."""
-    return _with_own(
-        original, dict.fromkeys(("_dropout_mask", "_recurrent_dropout_mask"), lambda: None)
-    )
 
 
 def _with_own(

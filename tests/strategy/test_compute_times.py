@@ -1,4 +1,6 @@
-"""Squared norms of the replicas' gradients and of the whole one, which tell how noisy they are."""
+"""What the steps of a training measure: waits, and squared norms of gradients, for their noise."""
+
+import json
 
 import keras
 import numpy as np
@@ -7,9 +9,11 @@ import tensorflow as tf
 from devices import DEVICES
 
 from keras_het import HeterogeneousStrategy
+from keras_het.asynchronous.roles.measurements import waited
 from keras_het.planning.noise_scale import noise_scale_estimate
 
 FEATURES = 5
+SLOWER = 0.2  # seconds
 
 
 class OwnStep(keras.Model):
@@ -58,3 +62,39 @@ def test_measured_norms_are_those_of_the_shares(logical_devices, own_step):
     whole = (gradient(slice(0, 14)) ** 2).sum()
     np.testing.assert_allclose(step.global_gradient_square, whole, rtol=1e-4)
     assert noise_scale_estimate(step.shares, expected, whole).variance > 0
+
+
+@pytest.mark.quick("order0")
+@pytest.mark.parametrize("order", [(0.0, SLOWER), (SLOWER, 0.0)])
+def test_who_computes_longer_waits_less(logical_devices, monkeypatch, order):
+    devices = [{"speed": 1.0, "fixed_seconds": f, "seconds_per_sample": 0.0} for f in order]
+    monkeypatch.setenv("KERAS_HET_EMULATED_DEVICES", json.dumps(devices))
+    strategy = HeterogeneousStrategy(logical_devices[:2])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((24, 3), np.float32)
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(4)
+    strategy.measure_compute_times()
+    model.fit(data, verbose=0)
+    steps = strategy.compute_times.read_new()
+    assert len(steps) == 6
+    waits = [step.collective_seconds for step in steps]  # those of the first replica are kept
+    assert all(step.seconds.max() > 0.9 * SLOWER for step in steps)
+    # In some step: on a busy machine the faster replica may come late, or both wait for a core.
+    assert max(waits) > SLOWER / 2 or order[0] > 0
+    assert min(waits) < SLOWER / 2 or order[0] == 0
+    assert min(waited(step, range(2)) for step in steps) < SLOWER / 2
+
+
+def test_compute_times_are_those_of_the_data_set(logical_devices):
+    strategy = HeterogeneousStrategy(devices=DEVICES[:2], shares=[1, 2])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    strategy.measure_compute_times(model)
+    x, y = np.ones((6, 2), "float32"), np.ones((6, 1), "float32")
+    model.train_on_batch(x, y)
+    assert strategy.compute_times.latest(4) == []
+    model.fit(x, y, batch_size=6, verbose=0)
+    assert len(strategy.compute_times.latest(4)) == 1

@@ -1,11 +1,41 @@
-"""Signals concern the process that gets them, also while it is being forked."""
+"""The end of a process is short and loses nothing; signals concern the one that gets them."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
-PROGRAM = """
+LEAVES = """
+import atexit, gc, sys
+atexit.register(lambda: print("searches:", gc.isenabled(), gc.get_freeze_count() > 1000))
+from keras_het.strategy.cluster.departure import leave_quickly
+
+leave_quickly()
+leave_quickly()
+
+class Holder:
+    pass
+
+holder = Holder()
+holder.itself, holder.file = holder, open(sys.argv[1], "w")
+holder.file.write("written")
+print("last line")
+sys.exit(7)
+"""
+
+
+def test_files_are_written_and_the_exit_code_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    ended = subprocess.run(
+        [sys.executable, "-c", LEAVES, str(path)], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 7, ended.stderr
+    assert ended.stdout.splitlines() == ["last line", "searches: False True"]
+    assert path.read_text() == "written"
+
+
+FORKS = """
 import faulthandler, os, signal, threading
 from keras_het.strategy.cluster.stop_signals import stop_signals
 
@@ -30,7 +60,7 @@ threading.Event().wait(30)
 
 def test_a_process_that_was_just_forked_ends_by_its_own_signal() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 143, done.stderr
     assert done.stdout == "still here\n"
