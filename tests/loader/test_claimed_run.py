@@ -81,19 +81,6 @@ def test_nothing_is_claimed_before_it_is_needed():
     iterator.close()
 
 
-def test_together_they_use_every_row_once():
-    group = group_claims((0, 3, 3), (4, 2, 2), (7, 0, 1))
-    numbers = iter([3, 6])
-    other = AsyncClaims((), 2, lambda: next(numbers, None))
-    rows = [
-        row
-        for claims, replicas, shares in ((group, 2, (1, 1)), (other, 1, (1,)))
-        for step, _ in steps_of(distributed(shuffled(True), claims, replicas, shares))
-        for row in step
-    ]
-    assert sorted(rows) == list(range(ROWS))
-
-
 def test_passes_have_the_order_of_their_number():
     """Pass 2 is the third order of the shuffle, whoever iterates it and however often."""
     source = shuffled(True)

@@ -29,7 +29,7 @@ Weights = Callable[[], Sequence[float]]
 class DataPass(abc.ABC):
     """A pass over the data."""
 
-    def __init__(self, number: int, first_step: int, num_steps: int) -> None:
+    def __init__(self, number: int, first_step: int = 0, num_steps: int = -1) -> None:
         self.number = number
         self.first_step = first_step
         self._num_steps = num_steps
@@ -43,7 +43,6 @@ class DataPass(abc.ABC):
         self._closed = False
 
     def next_element(self) -> Element:
-        """Return the next batches of the local replicas and all sizes."""
         first, self._first = self._first, None
         if first is not None and self._rewound:
             return first
@@ -90,11 +89,9 @@ class DataPass(abc.ABC):
 
     @property
     def is_over(self) -> bool:
-        """Whether the pass has ended, at the end of the data or before."""
         return self.ended or self._closed
 
     def close(self) -> None:
-        """End the pass; prepared elements are dropped."""
         if not self._closed:
             self._closed = True
             self._free()
@@ -108,11 +105,26 @@ class DataPass(abc.ABC):
         """Release the resources of the pass; called once."""
 
 
-class SlicedPass(DataPass):
-    """A pass that runs the user's pipeline unchanged and cuts each batch on request.
+class OrderedPass(DataPass):
+    """A pass whose batches are ordered some steps before they are read."""
 
-    A cut shares the batch's memory, so it costs the same whatever the size of the rows.
-    """
+    held: HeldIterator
+
+    @abc.abstractmethod
+    def order(self, wanted: bool = True) -> None:
+        """Order the next batch, by the present weights, or for nobody."""
+
+    @abc.abstractmethod
+    def read(self) -> Element:
+        """Return the next batch that was ordered."""
+
+    @abc.abstractmethod
+    def skip(self) -> None:
+        """Drop the next batch, which nobody wanted."""
+
+
+class SlicedPass(OrderedPass):
+    """A pass of the user's unchanged pipeline; a cut shares the memory of its batch."""
 
     def __init__(
         self,
@@ -122,16 +134,16 @@ class SlicedPass(DataPass):
         lookahead: int,
         *,
         number: int,
-        first_step: int,
-        num_steps: int,
-        wants_fingerprint: bool,
         keep_alive: object,
+        first_step: int = 0,
+        num_steps: int = -1,
+        wants_fingerprint: bool = False,
     ) -> None:
         super().__init__(number, first_step, num_steps)
         self._layout = layout
         self._weights = weights
         self._wants_fingerprint = wants_fingerprint
-        self._read = collections.deque(tuple(weights()) for _ in range(lookahead))
+        self._ordered = collections.deque(tuple(weights()) for _ in range(lookahead))
         self.batch_bytes = 0
         self._latest: tuple[tuple[tuple[float, ...], int], IntArray, tf.Tensor] | None = None
         self._first_batch: Batch = None
@@ -143,16 +155,27 @@ class SlicedPass(DataPass):
         keep_alive: object,
         prepared: tf.data.Iterator | None = None,
     ) -> None:
-        """Continue in another pipeline, keeping the buffered elements."""
         old = self.held.iterator
         new = hand_over(old, pipeline, prepared)
         self.held = HeldIterator(pipeline, keep_alive, new)
         release(old)
 
+    def order(self, wanted: bool = True) -> None:
+        self._ordered.append(tuple(self._weights()) if wanted else ())
+
+    def read(self) -> Element:
+        return self._cut(*self._take())
+
+    def skip(self) -> None:
+        self._take()
+
+    def _take(self) -> tuple[Batch, tuple[float, ...]]:
+        weights = self._ordered.popleft()
+        return self.held.read(), weights
+
     def _produce(self) -> Element:
-        self._read.append(tuple(self._weights()))
-        weights = self._read.popleft()
-        batch = self.held.read()
+        self.order()
+        batch, weights = self._take()
         if not self.batch_bytes:
             self.batch_bytes = count_bytes(batch)
         if self.delivered == 0 and self._wants_fingerprint:
@@ -163,7 +186,7 @@ class SlicedPass(DataPass):
     def cut_first_again(self) -> bool:
         """Cut the first batch by the present weights, which count from there on."""
         weights = tuple(self._weights())
-        self._read = collections.deque(weights for _ in self._read)
+        self._ordered = collections.deque(weights for _ in self._ordered)
         if self._first is not None:
             self._first = self._cut(self._first_batch, weights)
         return True
@@ -197,10 +220,7 @@ class Claims(Protocol):
 
     @property
     def passes_before(self) -> tuple[bool, ...]:
-        """Passes over the data before this one, for each whether it was iterated.
-
-        They determine the order of samples, and are the same on all workers that share the pass.
-        """
+        """Passes before this one, for each whether it was iterated; the same on all workers."""
 
     @property
     def num_parts(self) -> int:
@@ -208,11 +228,7 @@ class Claims(Protocol):
 
     @property
     def left_over(self) -> collections.deque[Element]:
-        """Steps of own batches that are still to be delivered.
-
-        A pass begins with them, and leaves in it what it does not get to: Keras may end its epoch
-        in the middle of a batch.
-        """
+        """Steps of own batches to deliver first, left by an epoch that ended within a batch."""
 
     def is_known(self, batch: int) -> bool:
         """Tell whether the owner of this batch is known already."""
@@ -224,28 +240,11 @@ class Claims(Protocol):
         """Tell whether this batch and all later ones belong to others."""
 
 
-class BatchSource(Protocol):
-    """Source of the global batches of a pass, one by one, cut if they are wanted."""
-
-    def order(self, wanted: bool) -> None:
-        """Announce whether the next unannounced batch will be wanted."""
-
-    def read(self) -> Element | None:
-        """Return the next batch, cut for the local replicas, None if it was not wanted."""
-
-    def close(self) -> None:
-        """End the pass."""
-
-
 class ClaimedPass(DataPass):
-    """A pass that delivers the batches of this process and skips the others.
+    """A pass that skips the batches of others and delivers each of its own in one or more steps."""
 
-    A batch may be delivered in several parts, each a separate step, for a worker with less memory
-    or patience than the sync group.
-    """
-
-    def __init__(self, source: BatchSource, claims: Claims, lookahead: int, number: int) -> None:
-        super().__init__(number, first_step=0, num_steps=-1)
+    def __init__(self, source: OrderedPass, claims: Claims, lookahead: int, number: int) -> None:
+        super().__init__(number)
         self._source = source
         self._claims = claims
         self._lookahead = lookahead
@@ -258,10 +257,10 @@ class ClaimedPass(DataPass):
             self._announce()
             if not self._announced:
                 raise StopIteration
-            self._announced.popleft()
-            element = self._source.read()
-            if element is not None:
-                self._parts.extend(split_element(element, self._claims.num_parts))
+            if self._announced.popleft():
+                self._parts.extend(split_element(self._source.read(), self._claims.num_parts))
+            else:
+                self._source.skip()
         return self._parts.popleft()
 
     def _announce(self) -> None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.input.data_pass import DataPass
-from keras_het.loader.input.in_graph import GraphDataset, GraphIterator, InputSpec, State, number_of
+from keras_het.loader.input.in_graph import GraphIterator, State, Traced
 from keras_het.loader.input.step_iterator import StepIterator, Wrap
 from keras_het.loader.nested import Spec, StepInput
 from keras_het.loader.order.pass_counter import Pass, PassCounter
@@ -21,26 +21,25 @@ from keras_het.loader.order.replay import advance
 logger = logging.getLogger("keras_het")
 
 
-class DistributedSteps(adapter.DistributedDataset):
+class DistributedSteps(Traced, adapter.DistributedDataset):
     """Base of the data sets that yield one element per training step of all workers.
 
-    Keras's `fit` accepts an instance like one of TensorFlow's own distributed data sets. Iterators
-    are light until their first step. Keras draws one element of a throw-away iterator to build a
-    model before it trains: an epoch of which only one element was drawn, and whose iterator is
-    gone, is handed to the next iterator from its start, so the look costs neither an epoch's order
-    nor a second start of the pipeline.
+    Keras draws one element of a throw-away iterator to build a model before it trains: an epoch of
+    which only one element was drawn, and whose iterator is gone, is handed to the next iterator
+    from its start, so the look costs neither an epoch's order nor a second start of the pipeline.
 
     Args:
         element_spec: specs of the batch of one replica.
         cardinality: steps in an epoch, or one of tf.data's two negative constants.
         wrap: makes the training step's input from the local batches and all sizes. If it has a
-            method `bound_to`, the result of calling that for this data set is used instead; its
-            `element_spec` turns the type of a batch into the type of that input.
-        may_be_looked_at: whether the first element may be drawn to build a model, before the source
-            is told that its epoch begins; after a look the epoch is handed over.
+            method `bound_to`, its result for this data set is used instead; its `element_spec`
+            turns the type of a batch into the type of that input.
+        may_be_looked_at: False if the source must be told first that its epoch begins.
         passes: counts the passes over the source, which other instances may have started.
         draws_once: whether a new pass would miss the elements that an earlier one has read.
     """
+
+    _is_iterator = False
 
     # The parent's constructor builds TensorFlow's own input pipeline, which ours replaces.
     def __init__(
@@ -52,6 +51,7 @@ class DistributedSteps(adapter.DistributedDataset):
         passes: PassCounter | None = None,
         draws_once: bool = False,
     ) -> None:
+        self.graph_number = None  # of a copy, a new one
         self.samples_delivered = 0
         self.input_wait_seconds = 0.0
         self._steps = np.int64(cardinality)
@@ -69,19 +69,6 @@ class DistributedSteps(adapter.DistributedDataset):
         self._last_fingerprint: int | None = None
         self.passes_started = 0
 
-    @property
-    def element_spec(self) -> Spec:
-        """The type of the elements; the number of rows is None."""
-        return self._element_spec
-
-    @property
-    def _type_spec(self) -> InputSpec:
-        return InputSpec(self._element_spec, is_iterator=False)
-
-    def __tf_tracing_type__(self, context: object) -> InputSpec:
-        del context
-        return self._type_spec
-
     def reduce(self, initial_state: State, reduce_fn: Callable[[State, StepInput], State]) -> State:
         """Fold a function over all elements; AutoGraph turns `for batch in data_set` into this."""
         if not tf.executing_eagerly():
@@ -89,9 +76,6 @@ class DistributedSteps(adapter.DistributedDataset):
         for element in self:
             initial_state = reduce_fn(initial_state, element)
         return initial_state
-
-    def _in_graph(self) -> GraphDataset:
-        return GraphDataset(tf.constant(number_of(self), tf.int64), self._element_spec)
 
     @property
     def takes_keras_arrays(self) -> bool:

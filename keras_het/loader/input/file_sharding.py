@@ -227,7 +227,6 @@ class FileShardedDataset(DistributedSteps):
 def _next_shares(
     layout: ReplicaLayout, samples: int, weights: Sequence[float], remaining: list[int]
 ) -> tuple[int, ...]:
-    """Return the shares of the next step, and take them from what each worker has left."""
     shares = shares_of_own_samples(samples, weights, layout.replicas_per_worker, remaining)
     for worker in range(layout.num_workers):
         ids = layout.replicas_of(worker)

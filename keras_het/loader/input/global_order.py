@@ -12,21 +12,16 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.input.batch_sources import (
-    PipelineSource,
-    SlicedSource,
-    recall,
-    remember,
-)
 from keras_het.loader.input.data_pass import (
-    BatchSource,
     ClaimedPass,
     Claims,
     DataPass,
+    OrderedPass,
     SlicedPass,
     Weights,
 )
 from keras_het.loader.input.distributed_steps import DistributedSteps
+from keras_het.loader.input.known_forms import recall, remember
 from keras_het.loader.input.local_pipeline import (
     build_local_pipeline,
     global_batches,
@@ -108,7 +103,14 @@ class GlobalOrderDataset(DistributedSteps):
         lookahead: int = 2,
         claims: Callable[[GlobalOrderDataset], Claims | None] | None = None,
     ) -> None:
-        _check_arguments(dataset, global_batch_size, lookahead)
+        if not isinstance(dataset, tf.data.Dataset):
+            raise TypeError(
+                f"dataset must be a tf.data.Dataset. Received: {dataset!r} of type "
+                f"{type(dataset)}. Arrays can be given to fit directly, or made one by "
+                "Dataset.from_tensor_slices."
+            )
+        check_number("global_batch_size", global_batch_size, least=1)
+        check_number("lookahead", lookahead, least=0)
         if global_batch_size is None:
             rows.check_batched(dataset.element_spec)
         self.form, passes = recall(dataset, global_batch_size, self)
@@ -234,7 +236,7 @@ class GlobalOrderDataset(DistributedSteps):
     def _batch_spec(self) -> Spec:
         if self.only_slices:
             return self.form.stream.element_spec
-        self._idle.append(self.build(0))
+        self._idle.append(self._build(self.form))
         return self._idle[0][0].element_spec[0][0]
 
     def _pass_to_start(self, number: int) -> int:
@@ -265,14 +267,12 @@ class GlobalOrderDataset(DistributedSteps):
             "keep_alive": self.form,
         }
         if self.only_slices:
-            self.pipelines_built += 1
-            pipeline = whole_batches(self.form, self.lookahead, first_step)
-            layout, lookahead = self.layout, self.lookahead
-            run = SlicedPass(pipeline, layout, self._weights, lookahead, **arguments)
+            pipeline = self._whole_batches(first_step)
+            run = SlicedPass(pipeline, self.layout, self._weights, self.lookahead, **arguments)
             self.tuning.start_moved(run)
             return run
         fits = bool(self._idle) and first_step == 0
-        pipeline, orders = self._idle.pop() if fits else self.build(first_step)
+        pipeline, orders = self._idle.pop() if fits else self._build(self.form, first_step)
         idle = None if first_step else weakref.ref(self)
         return PipelinePass(
             pipeline,
@@ -286,38 +286,49 @@ class GlobalOrderDataset(DistributedSteps):
         )
 
     def _claimed_run(self, claims: Claims, number: int) -> DataPass:
-        """Return a pass in which others take some of the batches."""
-        parts = claims.num_parts
+        parts, form = claims.num_parts, self.form
         own_weights = self._weights
 
         def weights() -> tuple[float, ...]:
             return tuple(own_weights()) * parts  # of all replicas in each of the parts
 
-        self.pipelines_built += 1
         # with several parts all replicas are local: an async worker is alone in its group
         layout = ReplicaLayout((self.layout.num_replicas * parts,)) if parts > 1 else self.layout
+        source: OrderedPass
         if self.only_slices:
-            whole = whole_batches(self.form, self.lookahead)
-            source: BatchSource = SlicedSource(whole, weights, layout.local_replicas, self.form)
-        else:
-            admits = not self.form.reads_ahead
-            orders = ShareQueue(layout.num_replicas, self.lookahead, admits)
-            pipeline = build_local_pipeline(
-                self.form, layout, orders, self.lookahead, 0, self._row_functions
+            source = SlicedPass(
+                self._whole_batches(), layout, weights, 0, number=number, keep_alive=form
             )
-            batch_rows = self.form.batch_size or 0
-            source = PipelineSource(pipeline, orders, weights, batch_rows, self.form)
+        else:
+            built = self._build(form, layout=layout)
+            rows_of_batch = form.batch_size or 0
+            source = PipelinePass(*built, weights, 0, rows_of_batch, number=number, keep_alive=form)
         return ClaimedPass(source, claims, self.lookahead, number)
 
-    def build(
-        self, skip: int, form: PipelineForm | None = None
-    ) -> tuple[tf.data.Dataset, ShareQueue]:
-        """Build this worker's pipeline, which skips some batches; return it and its orders."""
+    def successor(self, run: DataPass, form: PipelineForm, first_step: int) -> PipelinePass:
+        """A pass that catches up with a running one, whose place it takes then."""
+        return PipelinePass(
+            *self._build(form, first_step),
+            self._weights,
+            0,
+            form.batch_size or 0,
+            number=run.number,
+            first_step=first_step,
+            keep_alive=form,
+        )
+
+    def _whole_batches(self, skip: int = 0) -> tf.data.Dataset:
         self.pipelines_built += 1
-        form = form or self.form
-        orders = ShareQueue(self.layout.num_replicas, self.lookahead, not form.reads_ahead)
+        return whole_batches(self.form, self.lookahead, skip)
+
+    def _build(
+        self, form: PipelineForm, skip: int = 0, layout: ReplicaLayout | None = None
+    ) -> tuple[tf.data.Dataset, ShareQueue]:
+        self.pipelines_built += 1
+        layout = layout or self.layout
+        orders = ShareQueue(layout.num_replicas, self.lookahead, not form.reads_ahead)
         pipeline = build_local_pipeline(
-            form, self.layout, orders, self.lookahead, skip, self._row_functions
+            form, layout, orders, self.lookahead, skip, self._row_functions
         )
         return pipeline, orders
 
@@ -347,18 +358,6 @@ class GlobalOrderDataset(DistributedSteps):
             )
         elif self.form.options.deterministic is False:
             logger.info("The option deterministic=False is not used: workers need one order.")
-
-
-def _check_arguments(
-    dataset: tf.data.Dataset, global_batch_size: int | None, lookahead: int
-) -> None:
-    if not isinstance(dataset, tf.data.Dataset):
-        raise TypeError(
-            f"dataset must be a tf.data.Dataset. Received: {dataset!r} of type {type(dataset)}. "
-            "Arrays can be given to fit directly, or made one by Dataset.from_tensor_slices."
-        )
-    check_number("global_batch_size", global_batch_size, least=1)
-    check_number("lookahead", lookahead, least=0)
 
 
 def _keep_idle(

@@ -20,18 +20,15 @@ if TYPE_CHECKING:
 State = TypeVar("State")
 _END = "End of the data."
 _numbers = itertools.count(1)
-_inputs: weakref.WeakValueDictionary[int, DistributedSteps | StepIterator] = (
-    weakref.WeakValueDictionary()
-)
+_inputs: weakref.WeakValueDictionary[int, Traced] = weakref.WeakValueDictionary()
 
 
-def number_of(source: DistributedSteps | StepIterator) -> int:
+def number_of(source: Traced) -> int:
     """Return the number by which a graph finds a data set or an iterator while that exists."""
-    number: int | None = getattr(source, "graph_number", None)
-    if number is None:
-        number = source.graph_number = next(_numbers)
-        _inputs[number] = source
-    return number
+    if source.graph_number is None:
+        source.graph_number = next(_numbers)
+        _inputs[source.graph_number] = source
+    return source.graph_number
 
 
 class InputSpec(tf.TypeSpec):
@@ -44,7 +41,6 @@ class InputSpec(tf.TypeSpec):
 
     @property
     def value_type(self) -> type[_InGraph]:
-        """The type in a graph."""
         return GraphIterator if self._is_iterator else GraphDataset
 
     def _serialize(self) -> tuple[Any, ...]:
@@ -63,26 +59,38 @@ class InputSpec(tf.TypeSpec):
         return self.value_type(components, self._element_spec)
 
 
-class _InGraph:
-    """Stand-in for a distributed data set or its iterator in a graph."""
+class Traced:
+    """Base of what a `tf.function` takes by its `InputSpec`."""
 
     _is_iterator: bool
-
-    def __init__(self, number: tf.Tensor, element_spec: Spec) -> None:
-        self.number, self._element_spec = number, element_spec
+    _element_spec: Spec
+    graph_number: int | None = None
 
     @property
     def element_spec(self) -> Spec:
-        """The type of its elements."""
+        """The type of the elements, for example for the `input_signature` of a `tf.function`.
+
+        The number of rows is None.
+        """
         return self._element_spec
 
     @property
     def _type_spec(self) -> InputSpec:
-        return InputSpec(self._element_spec, is_iterator=self._is_iterator)
+        return InputSpec(self.element_spec, is_iterator=self._is_iterator)
 
     def __tf_tracing_type__(self, context: object) -> InputSpec:
         del context
         return self._type_spec
+
+    def _in_graph(self) -> Any:
+        return self._type_spec._from_components(tf.constant(number_of(self), tf.int64))
+
+
+class _InGraph(Traced):
+    """Stand-in for a distributed data set or its iterator in a graph."""
+
+    def __init__(self, number: tf.Tensor, element_spec: Spec) -> None:
+        self.number, self._element_spec = number, element_spec
 
 
 class GraphIterator(_InGraph, tf.distribute.DistributedIterator, private_api.CompositeTensor):
@@ -101,7 +109,6 @@ class GraphIterator(_InGraph, tf.distribute.DistributedIterator, private_api.Com
         return self._fetch(may_end=False)[1]
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
-        """The next element as a `tf.experimental.Optional`, empty at the end."""
         has_value, element = self._fetch(may_end=True)
         return tf.cond(
             has_value,

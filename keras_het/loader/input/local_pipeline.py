@@ -98,7 +98,6 @@ def _finish_function(
 def _own_rows(
     batch: Batch, form: PipelineForm, layout: ReplicaLayout, orders: ShareQueue
 ) -> tuple[Batch, tf.Tensor, tf.Tensor]:
-    """Own rows of a global batch before their maps, the sizes, and the batch's fingerprint."""
     cut, rest = cast("tuple[Batch, Batch]", batch) if form.gathers_indices else (batch, None)
     total = rows.count_rows(cut)
     sizes, wants_fingerprint = orders.sizes(orders.take(), total)
@@ -116,10 +115,7 @@ def _own_rows(
 
 
 def _needs_probe(form: PipelineForm) -> bool:
-    """Tell whether only a mapped sample can reveal the shapes of an empty batch.
-
-    A replica without a share then maps one sample and drops it.
-    """
+    """Tell whether a replica without a share maps a sample, and drops it, to know its shapes."""
     if not form.element_maps:
         return False
     specs = [

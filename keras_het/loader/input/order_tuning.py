@@ -16,9 +16,9 @@ import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host.threads import LoaderThreads
-from keras_het.loader.input.data_pass import ClaimedPass, DataPass, SlicedPass
+from keras_het.loader.input.data_pass import ClaimedPass, DataPass, OrderedPass, SlicedPass
 from keras_het.loader.input.local_pipeline import global_batches, whole_batches
-from keras_het.loader.input.pipeline_pass import NextPipeline, PipelinePass
+from keras_het.loader.input.pipeline_pass import PipelinePass
 from keras_het.loader.inspection.inspection import PipelineReport, read_report, with_own_rows_named
 from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline, prefetch_size
 from keras_het.loader.iterators.handover import HandoverError, difference, has_memory_cache, why_not
@@ -41,10 +41,9 @@ logger = logging.getLogger("keras_het")
 class OrderTuning:
     """Other knobs for a `GlobalOrderDataset`, whose order of samples stays.
 
-    In element mode another pipeline rereads the part that every worker reads from the start of the
-    pass, without the maps of samples, and takes over at a step whose shares are not settled yet. If
-    whole batches are only cut, the running iterator is handed over with its buffers. Neither needs
-    the other workers.
+    In element mode another pipeline rereads what every worker reads, without the maps, and takes
+    over at a step whose shares are not settled yet. If whole batches are only cut, the running
+    iterator is handed over with its buffers. Neither needs the other workers.
     """
 
     def __init__(self, data: GlobalOrderDataset, source: tf.data.Dataset) -> None:
@@ -58,14 +57,12 @@ class OrderTuning:
 
     @property
     def data(self) -> GlobalOrderDataset:
-        """The data set."""
         data = self._data()
         if data is None:
             raise HandoverError("The data set that was tuned no longer exists.")
         return data
 
     def refusal(self) -> str | None:
-        """The reason why nothing can be changed, None if something can."""
         data, form = self.data, self.data.form
         if isinstance(data.running, ClaimedPass):
             return "async workers take a part of its batches"
@@ -84,53 +81,41 @@ class OrderTuning:
 
     @property
     def weight(self) -> float:
-        """The weight of this worker's steps among the jobs of a host.
-
-        A worker with a larger share prepares more samples for the same step. If batches are cut,
-        each worker prepares all of them.
-        """
+        """The weight of this worker's steps among a host's jobs, by the samples it prepares."""
         return 1.0 if self.data.only_slices else self.data.own_weight
 
     @property
     def batch_bytes(self) -> int:
-        """Size of a batch that waits, 0 if buffer sizes are fixed."""
         run = self.data.running
         return run.batch_bytes if isinstance(run, SlicedPass) else 0
 
     @property
     def threads(self) -> LoaderThreads | None:
-        """Threads of the running pipeline's own pool, None if it has none."""
         data = self._data()
-        held = getattr(data.running, "held", None) if data is not None else None
+        run = data.running if data is not None else None
+        held = getattr(run, "held", None)
         return held.threads if held is not None else None
 
     def report(self) -> PipelineReport | None:
-        """Activity of the running pipeline, None if there is none to show."""
         data = self._data()
         run = data.running if data is not None else None
-        if not isinstance(run, (PipelinePass, SlicedPass)) or run.is_over:
+        if not isinstance(run, OrderedPass) or run.is_over:
             return None
         report = read_report(run.held.iterator)
         return with_own_rows_named(report) if isinstance(run, PipelinePass) else report
 
     def lower_priority(self, nice: int) -> bool:
-        """Set the priority of the pipeline's own threads."""
         threads = self.threads
         return threads is None or threads.lower_priority(nice)
 
     def prepare(self, knobs: Knobs, executor: concurrent.futures.ThreadPoolExecutor) -> KnobChange:
-        """Begin to put other knobs into effect."""
         kind = SlicedPreparation if self.data.only_slices else JoiningPreparation
         return kind(self, knobs, executor)
 
     # --- forms
 
     def moved_form(self, knobs: Knobs) -> PipelineForm:
-        """Return the data set's form with other knobs.
-
-        In element mode its shuffles are at their first pass, or are those of the present form if it
-        has none that reshuffles.
-        """
+        """Return the form with other knobs; in element mode with shuffles at their first pass."""
         built = self._built_form(knobs)
         form = self.data.form
         if self.data.only_slices:
@@ -152,10 +137,7 @@ class OrderTuning:
         return dataclasses.replace(built, stream=copied, arrays=form.arrays)
 
     def shares_orders(self, stream: tf.data.Dataset) -> bool:
-        """Tell whether an iterator of this stream would take an order from the data set's shuffles.
-
-        It would if the builder reads from a shuffle that was made outside of it.
-        """
+        """Tell whether an iterator of this stream would take an order from the data's shuffles."""
         return self.is_plain or shares_a_shuffle(self._source, stream)
 
     def _with_pool(self, form: PipelineForm, knobs: Knobs) -> PipelineForm:
@@ -196,10 +178,7 @@ class OrderTuning:
         return whole_batches(form, self.data.lookahead, skip, knobs.prefetch)
 
     def start_moved(self, run: SlicedPass) -> None:
-        """Hand a new pass over to the knobs in effect, before its first element.
-
-        Its shuffle takes the order from the sequence of the user's data set, as on every worker.
-        """
+        """Hand a new pass over before its first element, with the order of the user's data set."""
         if self._moved is None:
             return
         try:
@@ -210,7 +189,6 @@ class OrderTuning:
             logger.warning("This pass runs with the first settings of its loader: %s", error)
 
     def adopt(self, form: PipelineForm, knobs: Knobs) -> None:
-        """Make the next passes those of other knobs."""
         self.knobs, self.has_own_threads = knobs, True
         if self.data.only_slices:
             self._moved = form
@@ -219,10 +197,7 @@ class OrderTuning:
 
 
 class KnobChange(abc.ABC):
-    """A change that works in the background and switches between two steps of training.
-
-    If the pass ends first, another attempt follows in the next one.
-    """
+    """A change made in the background and between two steps; it starts again with the next pass."""
 
     def __init__(
         self, tuning: OrderTuning, knobs: Knobs, executor: concurrent.futures.ThreadPoolExecutor
@@ -230,7 +205,7 @@ class KnobChange(abc.ABC):
         self._tuning = tuning
         self.knobs = knobs
         self._executor = executor
-        self._run: DataPass | None = None
+        self._run: Any = None  # of the kind that the data set makes
         self._future: concurrent.futures.Future[Any] | None = None
         self._cancelled = threading.Event()
         self._in_effect = False
@@ -250,12 +225,10 @@ class KnobChange(abc.ABC):
         return self._in_effect
 
     def wait(self, seconds: float) -> None:
-        """Wait for the background work, at most this long."""
         if self._future is not None:
             concurrent.futures.wait([self._future], seconds)
 
     def cancel(self) -> None:
-        """Give up; prepared work is discarded."""
         self._cancelled.set()
         if self._future is not None and not self._future.cancel():
             self._future.add_done_callback(_drop_result)
@@ -274,7 +247,7 @@ class KnobChange(abc.ABC):
         self._future = self._executor.submit(function, *arguments)
 
     @abc.abstractmethod
-    def _prepare(self, run: DataPass, cancelled: threading.Event) -> object:
+    def _prepare(self, run: Any, cancelled: threading.Event) -> object:
         """Do all that can be done before the switch, in the background."""
 
     @abc.abstractmethod
@@ -286,7 +259,7 @@ class SlicedPreparation(KnobChange):
     """Handover of the running iterator of whole batches."""
 
     def _prepare(
-        self, run: DataPass, cancelled: threading.Event
+        self, run: SlicedPass, cancelled: threading.Event
     ) -> tuple[PipelineForm, tf.data.Dataset, tf.data.Iterator | None]:
         form = self._tuning.moved_form(self.knobs)
         batches = self._tuning.moved_batches(form, self.knobs, run.first_step)
@@ -297,10 +270,9 @@ class SlicedPreparation(KnobChange):
         self, prepared: tuple[PipelineForm, tf.data.Dataset, tf.data.Iterator | None]
     ) -> None:
         form, batches, iterator = prepared
-        if isinstance(self._run, SlicedPass):
-            self._run.move_to(batches, form, iterator)
-            self._tuning.adopt(form, self.knobs)
-            self._in_effect = True
+        self._run.move_to(batches, form, iterator)
+        self._tuning.adopt(form, self.knobs)
+        self._in_effect = True
 
 
 class JoiningPreparation(KnobChange):
@@ -308,51 +280,46 @@ class JoiningPreparation(KnobChange):
 
     # steps by which the other pipeline gets ahead; more if the running one was quicker
     _margin = 0
+    _form: PipelineForm
 
-    def _prepare(self, run: DataPass, cancelled: threading.Event) -> NextPipeline | None:
-        if not isinstance(run, PipelinePass):
-            raise HandoverError("This pass cannot be joined.")
+    def _prepare(self, run: PipelinePass, cancelled: threading.Event) -> PipelinePass | None:
         data = self._tuning.data
         self._check_count(run)
-        form = self._tuning.moved_form(self.knobs)
+        self._form = form = self._tuning.moved_form(self.knobs)
         advance(global_batches(form), data.passes_before(run))
-        start = run.ordered
-        pipeline, orders = data.build(start, form)
-        adopt = functools.partial(self._adopt, form)
-        replicas = data.layout.num_replicas
-        next_pipeline = NextPipeline(pipeline, orders, replicas, start, form, adopt)
-        return self._catch_up(next_pipeline, run, cancelled)
+        return self._catch_up(data.successor(run, form, run.ordered), run, cancelled)
 
     def _catch_up(
-        self, next_pipeline: NextPipeline, run: PipelinePass, cancelled: threading.Event
-    ) -> NextPipeline | None:
+        self, successor: PipelinePass, run: PipelinePass, cancelled: threading.Event
+    ) -> PipelinePass | None:
         try:
             while not cancelled.is_set():
-                if next_pipeline.position >= run.ordered + self._margin:
-                    return next_pipeline
-                next_pipeline.skip(run.batch_rows)
+                if successor.ordered >= run.ordered + self._margin:
+                    return successor
+                successor.order(wanted=False)
+                successor.skip()
         except StopIteration:
             pass  # the pass ends first: the next one begins with these knobs
         except BaseException:
-            next_pipeline.drop()
+            successor.close()
             raise
-        next_pipeline.drop()
+        successor.close()
         return None
 
-    def _switch(self, prepared: NextPipeline | None) -> None:
-        run = self._run
-        if prepared is None or not isinstance(run, PipelinePass):
+    def _switch(self, prepared: PipelinePass | None) -> None:
+        run: PipelinePass = self._run
+        if prepared is None:
             return
         try:
             self._check_count(run)
         except HandoverError:
-            prepared.drop()
+            prepared.close()
             raise
-        if prepared.position < run.ordered:
+        if prepared.ordered < run.ordered:
             self._margin = max(1, 2 * self._margin)
             self._submit(self._catch_up, prepared, run, self._cancelled)
             return
-        run.join(prepared)
+        run.join(prepared, functools.partial(self._adopt, self._form))
 
     def _check_count(self, run: PipelinePass) -> None:
         if self._tuning.data.has_lost_count(run):
@@ -371,8 +338,8 @@ def _drop_result(future: concurrent.futures.Future[Any]) -> None:
     if future.cancelled() or future.exception() is not None:
         return
     result = future.result()
-    if isinstance(result, NextPipeline):
-        result.drop()
+    if isinstance(result, PipelinePass):
+        result.close()
 
 
 def _knobs_of(source: tf.data.Dataset, form: PipelineForm) -> Knobs:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from keras_het.loader.input.data_pass import DataPass, Element, Weights
+from keras_het.loader.input.data_pass import Element, OrderedPass, Weights
 from keras_het.loader.iterators.held_iterator import HeldIterator
 from keras_het.loader.order.share_queue import ShareQueue
 
@@ -15,48 +15,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 
-class NextPipeline:
-    """A pipeline that catches up with a running pass, without work for own rows only."""
-
-    def __init__(
-        self,
-        pipeline: tf.data.Dataset,
-        orders: ShareQueue,
-        num_replicas: int,
-        position: int,
-        keep_alive: object,
-        adopt: Callable[[], None],
-    ) -> None:
-        self.orders = orders
-        self.position = position
-        self._nobody = (0.0,) * num_replicas
-        self._adopt = adopt
-        self.held = HeldIterator(pipeline, keep_alive)
-        _alive.add(self)
-
-    def skip(self, expected_rows: int) -> None:
-        """Skip one global batch without using any of its rows."""
-        self.orders.put(self._nobody, expected_rows, False)
-        self.held.read()
-        self.position += 1
-
-    def come_into_effect(self) -> None:
-        """Take effect; called by the run that continues in this pipeline."""
-        _alive.discard(self)
-        self._adopt()
-
-    def abandon(self) -> None:
-        """Let its threads end, at the end of the process."""
-        self.orders.close()
-
-    def drop(self) -> None:
-        """End a pipeline that is no longer needed."""
-        _alive.discard(self)
-        self.orders.close()
-        self.held.release()
-
-
-class PipelinePass(DataPass):
+class PipelinePass(OrderedPass):
     """A running pipeline that cuts each batch by the weights of its step."""
 
     def __init__(
@@ -68,11 +27,11 @@ class PipelinePass(DataPass):
         batch_rows: int,
         *,
         number: int,
-        first_step: int,
-        num_steps: int,
-        wants_fingerprint: bool,
-        give_back: Callable[[], None],
         keep_alive: object,
+        first_step: int = 0,
+        num_steps: int = -1,
+        wants_fingerprint: bool = False,
+        give_back: Callable[[], None] | None = None,
         epoch_steps: Callable[[], int | None] | None = None,
     ) -> None:
         super().__init__(number, first_step, num_steps)
@@ -80,11 +39,12 @@ class PipelinePass(DataPass):
         self._epoch_steps = epoch_steps
         self._orders = orders
         self._weights = weights
-        self.batch_rows = batch_rows
+        self._batch_rows = batch_rows
         self._give_back = give_back
         self._wants_fingerprint = wants_fingerprint
         self._ordered = 0
-        self._next_pipeline: NextPipeline | None = None
+        # of which `ordered` stays, because its orders then come from this pass
+        self._successor: tuple[PipelinePass, Callable[[], None]] | None = None
         self.latest_weights: Sequence[float] = ()
         self._order_until(lookahead)
         self.held = HeldIterator(pipeline, keep_alive)
@@ -95,43 +55,61 @@ class PipelinePass(DataPass):
         """Steps of the pass with settled shares, including those skipped."""
         return self.first_step + self._ordered
 
-    def join(self, next_pipeline: NextPipeline) -> None:
-        """Let another pipeline continue from its position.
+    def join(self, successor: PipelinePass, in_effect: Callable[[], None]) -> None:
+        """Let another pipeline continue from the step up to which it has caught up.
 
         The steps before, which are ordered already, come from the running pipeline while the other
         one starts working: no step is made twice, and each has the shares it would have without it.
         """
-        if next_pipeline.position < self.ordered or self._next_pipeline is not None or self.is_over:
+        if successor.ordered < self.ordered or self._successor is not None or self.is_over:
             raise ValueError(
                 "A pipeline can take over from the next step to be ordered on, one at a time. "
-                f"Received: one at step {next_pipeline.position}; {self.ordered} steps are ordered."
+                f"Received: one at step {successor.ordered}; {self.ordered} steps are ordered."
             )
-        self._next_pipeline = next_pipeline
+        self._successor = successor, in_effect
 
-    def _produce(self) -> Element:
-        self._order_until(self.delivered + 1 + self._lookahead)
-        next_pipeline = self._next_pipeline
-        if next_pipeline is not None and self.first_step + self.delivered == next_pipeline.position:
-            self._continue_in(next_pipeline)
+    def order(self, wanted: bool = True) -> None:
+        first = self._wants_fingerprint and self._ordered == 0
+        orders = self._orders
+        if self._successor is not None and self.ordered >= self._successor[0].ordered:
+            orders = self._successor[0]._orders
+        self._ordered += 1
+        weights = None
+        if wanted:
+            weights = self.latest_weights = self._weights()
+        orders.put(weights, self._batch_rows, first)
+
+    def read(self) -> Element:
         batches, sizes, fingerprint = self.held.read()
         sizes = sizes.numpy()
-        self.batch_rows = self.batch_rows or int(sizes.sum())
+        self._batch_rows = self._batch_rows or int(sizes.sum())
         if self.delivered == 0 and self._wants_fingerprint:
             self.fingerprint = int(fingerprint)
         return list(batches), sizes
 
-    def _continue_in(self, next_pipeline: NextPipeline) -> None:
-        next_pipeline.come_into_effect()  # first: what is released now must not be kept for later
+    def skip(self) -> None:
+        self.held.read()
+
+    def _produce(self) -> Element:
+        self._order_until(self.delivered + 1 + self._lookahead)
+        if self._successor is not None:
+            successor, in_effect = self._successor
+            if self.first_step + self.delivered == successor.ordered:
+                self._continue_in(successor, in_effect)
+        return self.read()
+
+    def _continue_in(self, successor: PipelinePass, in_effect: Callable[[], None]) -> None:
+        in_effect()  # first: what is released now must not be kept for later
         self._release()
-        self.held, self._orders = next_pipeline.held, next_pipeline.orders
-        self._give_back = lambda: None  # a pipeline that begins within a pass is of no further use
-        self._next_pipeline = None
+        self.held, self._orders = successor.held, successor._orders
+        self._give_back = None  # a pipeline that begins within a pass is of no further use
+        self._successor = None
 
     def _free(self) -> None:
         _alive.discard(self)
-        if self._next_pipeline is not None:
-            self._next_pipeline.drop()
-            self._next_pipeline = None
+        if self._successor is not None:
+            self._successor[0].close()
+            self._successor = None
         self._release()
 
     def _release(self) -> None:
@@ -139,7 +117,8 @@ class PipelinePass(DataPass):
 
         def reuse() -> None:
             orders.clear()
-            give_back()
+            if give_back is not None:
+                give_back()
 
         try:
             self.held.release(reuse)
@@ -157,19 +136,10 @@ class PipelinePass(DataPass):
             at = self.first_step + self.delivered
             steps = min(steps, at - at % length + length - self.first_step)
         while self._ordered < steps:
-            self._order_step()
-
-    def _order_step(self) -> None:
-        first = self._wants_fingerprint and self._ordered == 0
-        next_pipeline = self._next_pipeline
-        is_of_next = next_pipeline is not None and self.ordered >= next_pipeline.position
-        orders = next_pipeline.orders if next_pipeline is not None and is_of_next else self._orders
-        self._ordered += 1
-        self.latest_weights = self._weights()
-        orders.put(self.latest_weights, self.batch_rows, first)
+            self.order()
 
 
-_alive: weakref.WeakSet[NextPipeline | PipelinePass] = weakref.WeakSet()
+_alive: weakref.WeakSet[PipelinePass] = weakref.WeakSet()
 
 
 @atexit.register

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.loader.input.data_pass import DataPass
-from keras_het.loader.input.in_graph import GraphIterator, InputSpec, number_of
-from keras_het.loader.nested import Batch, Spec, StepInput
+from keras_het.loader.input.in_graph import GraphIterator, Traced
+from keras_het.loader.nested import Batch, StepInput
 from keras_het.planning.bounded_shares import IntArray
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ Wrap = Callable[[list[Batch], IntArray], StepInput]
 """Makes the training step's input from the local batches and all sizes."""
 
 
-class StepIterator(private_api.IteratorInterface):
+class StepIterator(Traced, private_api.IteratorInterface):
     """Iterator over one epoch in Python, one element per step; also in a graph.
 
     Keras runs `for step, data in zip(range(steps_per_execution), iterator)` for an iterator that is
@@ -44,6 +44,8 @@ class StepIterator(private_api.IteratorInterface):
         input_wait_seconds: time that the last step waited for its element.
     """
 
+    _is_iterator = True
+
     def __init__(
         self,
         open_run: Callable[[], DataPass],
@@ -52,6 +54,7 @@ class StepIterator(private_api.IteratorInterface):
         source: DistributedSteps,
     ) -> None:
         self.source = source
+        self._element_spec = source.element_spec
         self._open_run = open_run
         self._drop_run = drop_run
         self._wrap = wrap
@@ -77,19 +80,6 @@ class StepIterator(private_api.IteratorInterface):
         """Hash of the first global batch, as in `DistributedSteps.fingerprint`."""
         return self._run.fingerprint if self._run else None
 
-    @property
-    def element_spec(self) -> Spec:
-        """The type of the elements, for example for the `input_signature` of a `tf.function`."""
-        return self.source.element_spec
-
-    @property
-    def _type_spec(self) -> InputSpec:
-        return InputSpec(self.element_spec, is_iterator=True)
-
-    def __tf_tracing_type__(self, context: object) -> InputSpec:
-        del context
-        return self._type_spec
-
     def get_next(self) -> StepInput:
         """Return the next element, like `next`, or raise `OutOfRangeError`."""
         if not tf.executing_eagerly():
@@ -107,9 +97,6 @@ class StepIterator(private_api.IteratorInterface):
             return tf.experimental.Optional.from_value(self.get_next())
         except tf.errors.OutOfRangeError:
             return tf.experimental.Optional.empty(self.element_spec)
-
-    def _in_graph(self) -> GraphIterator:
-        return GraphIterator(tf.constant(number_of(self), tf.int64), self.element_spec)
 
     def __iter__(self) -> StepIterator | GraphIterator:
         if not tf.executing_eagerly():
@@ -134,8 +121,7 @@ class StepIterator(private_api.IteratorInterface):
                 raise tf.errors.OutOfRangeError(None, None, "End of the data.") from None
             raise
         self.input_wait_seconds = time.perf_counter() - start
-        if self.source is not None:
-            self.source.input_wait_seconds = self.input_wait_seconds
+        self.source.input_wait_seconds = self.input_wait_seconds
         self._first_of_execution = False
         self._delivered += 1
         self.samples += int(sizes.sum())

@@ -33,8 +33,9 @@ class ShareQueue:
             # the number of the input to read from, which is 0, for each order in the queue
             self._admissions = tf.queue.FIFOQueue(lookahead + 2, tf.int64, [[]]) if admits else None
 
-    def put(self, weights: Sequence[float], expected_rows: int, fingerprint: bool) -> None:
-        """Order the next global batch."""
+    def put(self, weights: Sequence[float] | None, expected_rows: int, fingerprint: bool) -> None:
+        """Order the next global batch, of which nobody gets a row if the weights are None."""
+        weights = (0.0,) * self._num_replicas if weights is None else weights
         key = (tuple(weights), expected_rows, fingerprint)
         if self._latest is None or self._latest[0] != key:
             # Most steps repeat the previous order; making one costs more than a small step.
@@ -65,11 +66,8 @@ class ShareQueue:
         return self._queue.dequeue()
 
     def admit(self, batches: tf.data.Dataset) -> tf.data.Dataset:
-        """Read a batch only after it was ordered, even while the iterator is destroyed.
-
-        A zip of orders and batches would not do: when waiting for an order is cancelled, tf.data
-        still reads from the other input.
-        """
+        """Read a batch only after it was ordered, even while the iterator is destroyed."""
+        # not by a zip of orders and batches: tf.data reads the other input after a cancelled wait
         if self._admissions is None:
             return batches
         admissions = tf.data.Dataset.range(tf.int64.max).map(lambda _: self._admissions.dequeue())
@@ -93,7 +91,6 @@ class ShareQueue:
                 queue.dequeue_many(left)
 
     def close(self) -> None:
-        """Close the queue for good and wake up a pipeline that waits for an order."""
         for queue in self._queues():
             with contextlib.suppress(tf.errors.OpError):
                 queue.close(cancel_pending_enqueues=True)

@@ -21,7 +21,7 @@ from workers import _one_step, make_workers
 from keras_het.asynchronous.exchange.claims import GroupClaims
 from keras_het.loader import HandoverError, Knobs, pipeline
 from keras_het.loader.input.data_pass import ClaimedPass
-from keras_het.loader.input.pipeline_pass import NextPipeline
+from keras_het.loader.input.pipeline_pass import PipelinePass
 
 COUNTS = (1, 2)
 WEIGHTS = [[1, 2, 1]] * 3 + [[0, 1, 5]] * 4 + [[3, 1, 1]] * 2 + [[1, 0, 2]]
@@ -244,11 +244,6 @@ def test_any_moves_of_an_ordinary_pipeline_change_nothing(moves, name, executor)
     assert run(ALL[name], moves, executor)[0] == run(ALL[name], [], executor)[0]
 
 
-def test_a_pipeline_that_was_built_maps_only_own_rows():
-    worker = make_workers(lambda: pipeline(shuffled, FIRST), (1, 1), [[1, 1]])[0]
-    assert worker.mode == "element"
-
-
 def test_the_pool_and_the_calls_are_those_of_the_knobs(executor):
     (worker,) = make_workers(
         lambda: tf.data.Dataset.range(40).map(row, tf.data.AUTOTUNE).batch(4), (1,), [[1]]
@@ -296,8 +291,8 @@ def test_a_pass_that_ends_before_is_followed_by_another_attempt(executor):
 
 def test_what_is_given_up_is_dropped(executor, monkeypatch):
     dropped = []
-    drop = NextPipeline.drop
-    monkeypatch.setattr(NextPipeline, "drop", lambda self: (dropped.append(self), drop(self)))
+    close = PipelinePass.close
+    monkeypatch.setattr(PipelinePass, "close", lambda self: (dropped.append(self), close(self)))
     (worker,) = make_workers(ELEMENT["map"], (1,), [[1]])
     iterator = iter(worker)
     next(iterator)
@@ -313,11 +308,10 @@ def test_settled_shares_cannot_be_taken_over():
     (worker,) = make_workers(ELEMENT["map"], (1,), [[1]])
     iterator = iter(worker)
     next(iterator)
-    form, position = worker.form, worker.running.ordered - 1
-    late = NextPipeline(*worker.build(position, form), 1, position, form, lambda: None)
+    late = worker.successor(worker.running, worker.form, worker.running.ordered - 1)
     with pytest.raises(ValueError, match="steps are ordered"):
-        worker.running.join(late)
-    late.drop()
+        worker.running.join(late, lambda: None)
+    late.close()
     iterator.close()
 
 
