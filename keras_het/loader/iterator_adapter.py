@@ -28,16 +28,13 @@ SeedState: TypeAlias = tuple[int, tuple[int, ...], float | None]
 
 
 def data_set_variant(dataset: tf.data.Dataset) -> tf.Tensor:
-    """Return the tensor that represents a `tf.data.Dataset` in TensorFlow's runtime."""
     return dataset._variant_tensor
 
 
 def free_graph_with(mapped: tf.data.Dataset) -> None:
-    """Free the graphs of a mapped data set together with it, not at some later garbage collection.
-
-    A graph and its operations refer to each other. Python's collector examines long-lived objects
-    only when their number has grown by a quarter: that is a hundred pipelines later.
-    """
+    """Free the graphs of a mapped data set together with it, not at some later collection."""
+    # A graph and its operations refer to each other. Python's collector examines long-lived objects
+    # only when their number has grown by a quarter: that is a hundred pipelines later.
     graph = mapped._map_func.function.graph
     weakref.finalize(mapped, _dismantle, graph).atexit = False
 
@@ -61,10 +58,7 @@ def iterated_data_set(iterator: tf.data.Iterator) -> tf.data.Dataset | None:
 
 
 def save_iterator(iterator: tf.data.Iterator) -> tf.Tensor:
-    """Save the state of a `tf.data.Iterator`, buffers included, in memory.
-
-    Tensors are shared, not copied. Waits for pending calls.
-    """
+    """Save a `tf.data.Iterator` with its buffers, sharing tensors, once pending calls are done."""
     return tf.raw_ops.SerializeIterator(
         resource_handle=iterator._iterator_resource,
         external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE.value,
@@ -72,7 +66,6 @@ def save_iterator(iterator: tf.data.Iterator) -> tf.Tensor:
 
 
 def restore_iterator(iterator: tf.data.Iterator, state: tf.Tensor) -> None:
-    """Make a new `tf.data.Iterator` continue where another was saved."""
     tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
 
 
@@ -128,11 +121,8 @@ def operation_seed_state() -> SeedState | None:
 
 @contextlib.contextmanager
 def separate_operation_seeds(state: SeedState | None) -> Iterator[None]:
-    """Make operations created by this thread take their seeds from a separate sequence.
-
-    The process has one sequence for all its threads. Saving it before and restoring it after would
-    lose what another thread draws meanwhile.
-    """
+    """Make operations created by this thread take their seeds from a separate sequence."""
+    # the process has one sequence: restoring it afterwards would lose what other threads draw
     generator = random.Random(0)
     if state is not None:
         generator.setstate(state)

@@ -97,7 +97,6 @@ _REBUILT_BY: dict[type, Callable[[Dataset, Dataset], Dataset]] = {
 
 
 def constant(tensor: tf.Tensor) -> Any:
-    """Return the Python value of a data set node's tensor, or None if it has none yet."""
     value = tensor_util.constant_value(tensor)
     return None if value is None else value.item()
 
@@ -131,34 +130,28 @@ def _small_constant(leaf: object) -> Any:
 
 
 def inputs_of(node: Dataset) -> list[Dataset]:
-    """Return the data sets that `node` reads from."""
     return list(node._inputs())
 
 
 def upstream_of(node: Dataset) -> Iterator[Dataset]:
-    """Yield `node` and everything it reads from, directly or not."""
     yield node
     for source in inputs_of(node):
         yield from upstream_of(source)
 
 
 def is_none(spec: tf.TypeSpec) -> bool:
-    """Tell whether `spec` is the spec of a None in an element."""
     return type(spec).__name__ == "NoneTensorSpec"
 
 
 def is_map(node: Dataset) -> bool:
-    """Tell whether `node` is a `map`, sequential or parallel."""
     return isinstance(node, (*_MAPS, AppliedMap))
 
 
 def is_batch(node: Dataset) -> bool:
-    """Tell whether `node` is a `batch`, sequential or parallel, of dense elements."""
     return isinstance(node, _BATCHES)
 
 
 def is_prefetch(node: Dataset) -> bool:
-    """Tell whether `node` is a `prefetch`."""
     return isinstance(node, prefetch_op._PrefetchDataset)
 
 
@@ -168,7 +161,6 @@ def is_prefetch_or_options(node: Dataset) -> bool:
 
 
 def is_options(node: Dataset) -> bool:
-    """Tell whether `node` only sets options."""
     return isinstance(node, dataset_ops._OptionsDataset)
 
 
@@ -194,7 +186,6 @@ def first_reshuffled(dataset: Dataset) -> Dataset | None:
 
 
 def is_shuffle(node: Dataset) -> bool:
-    """Tell whether `node` is a `shuffle`."""
     return isinstance(node, shuffle_op._ShuffleDataset)
 
 
@@ -227,7 +218,6 @@ def _may_name_files(name: tf.Tensor) -> bool:
 
 
 def is_repeat(node: Dataset) -> bool:
-    """Tell whether `node` is a `repeat`."""
     return isinstance(node, repeat_op._RepeatDataset)
 
 
@@ -237,12 +227,10 @@ def is_nondeterministic(node: Dataset) -> bool:
 
 
 def batch_arguments(node: Dataset) -> tuple[int | None, bool]:
-    """Return batch size and `drop_remainder` of a `batch` node."""
     return constant(node._batch_size), bool(constant(node._drop_remainder))
 
 
 def map_function(node: Dataset) -> Callable[..., Any]:
-    """Return the Python function that was given to a `map`."""
     return node._map_func._func
 
 
@@ -270,10 +258,7 @@ def rebuild_on(node: Dataset, source: Dataset) -> Dataset:
 
 
 class AppliedMap(dataset_ops.UnaryDataset):
-    """The traced function of an existing `map`, applied to another source without a new trace.
-
-    Output keeps the order of the input even if the original map was allowed not to.
-    """
+    """The traced function of a `map`, applied in order to another source without a new trace."""
 
     def __init__(self, node: Dataset, source: Dataset, autotuned_calls: int | None = None) -> None:
         self._input_dataset = source
@@ -305,16 +290,12 @@ class AppliedMap(dataset_ops.UnaryDataset):
 
     @property
     def element_spec(self) -> Spec:
-        """Structure of the elements, that of the original map."""
         return self._map_func.output_structure
 
 
 def parallel_calls(node: Dataset, autotuned: int | None = None) -> int | None:
-    """Return the number of parallel calls of a `map`, None if it is sequential.
-
-    AUTOTUNE becomes `autotuned`, or the number of cores this process may use: nothing tunes a
-    pipeline that runs inside a function.
-    """
+    """Return the number of parallel calls of a `map`, None if it is sequential."""
+    # nothing tunes a pipeline that runs inside a function: AUTOTUNE needs a number
     if isinstance(node, AppliedMap):
         return node._parallel_calls
     if not isinstance(node, map_op._ParallelMapDataset):
@@ -352,10 +333,7 @@ class KerasArrays(NamedTuple):
 
 
 def keras_arrays(node: Dataset) -> KerasArrays | None:
-    """Return the arrays behind a `map` of `keras_array_indices`, None for any other node.
-
-    Also None if Keras cuts or shuffles the arrays in an unknown way.
-    """
+    """Return the arrays behind a `map` of `keras_array_indices`, None if Keras's use is unknown."""
     if not keras_array_indices(node):
         return None
     indices, repeated = inputs_of(inputs_of(node)[0])
@@ -392,10 +370,7 @@ def keras_class_weight(node: Dataset) -> bool:
 
 
 def sliced_arrays(node: Dataset) -> list[tf.Tensor] | None:
-    """Return the dense arrays of a `Dataset.from_tensor_slices`, None for any other node.
-
-    They are in the order of the flattened element structure of `node`.
-    """
+    """Return the dense arrays of a `from_tensor_slices`, flattened like its elements, else None."""
     if type(node) is not from_tensor_slices_op._TensorSliceDataset:
         return None
     dense = all(type(spec) is tf.TensorSpec for spec in tf.nest.flatten(node.element_spec))
@@ -411,11 +386,8 @@ def tensors_of(node: Dataset) -> list[tf.Tensor]:
 
 
 def element_reader(iterator: tf.data.Iterator) -> Callable[[], Any]:
-    """Return a function that yields an eager iterator's next element, or raises StopIteration.
-
-    For structures of tuples, dicts and dense tensors it avoids most of the Python of
-    `next(iterator)`, which takes longer than a small step.
-    """
+    """Return a function that yields an eager iterator's next element, or raises StopIteration."""
+    # the Python of `next(iterator)`, most of which it avoids, takes longer than a small step
     spec = iterator.element_spec
     leaves = tf.nest.flatten(spec)
     if not all(type(leaf) is tf.TensorSpec for leaf in leaves) or not _is_plain(spec):
@@ -461,18 +433,12 @@ def draws_from_generator(node: Dataset) -> bool:
 
 
 def is_keras_generator(node: Dataset) -> bool:
-    """Tell whether `node` draws from a Python generator that was given to `fit` itself.
-
-    It can be drawn from only once.
-    """
+    """Tell whether `node` draws from a generator given to `fit` itself: only once."""
     return _drawn_function(node).startswith("GeneratorDataAdapter.")
 
 
 def is_keras_py_dataset(node: Dataset) -> bool:
-    """Tell whether `node` draws from a `keras.utils.PyDataset`.
-
-    Keras tells it when an epoch begins and ends, and its iterators share one queue of batches.
-    """
+    """Tell whether `node` draws from a `PyDataset`, whose iterators share one queue of batches."""
     return _drawn_function(node).startswith("PyDatasetAdapter.")
 
 

@@ -17,12 +17,12 @@ from loader_training import dense
 import keras_het
 from keras_het.callbacks import LoaderTuner, loader_tuner
 from keras_het.loader import Knobs, inspect, pipeline
-from keras_het.loader.host.cpus import usable_cpus
 from keras_het.loader.host.threads import ForeignLoad
 from keras_het.loader.iterators import knobs
 from keras_het.loader.tuning import session as tuning_session
 from keras_het.loader.tuning.session import TuningSession
 from keras_het.planning.loader import FixedController, LoaderPlan, LoaderWindow, WindowSize
+from keras_het.usable_cpus import usable_cpus
 
 TASKS = Path("/proc/self/task")
 THREADS = 3

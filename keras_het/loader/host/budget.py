@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 
-from keras_het.loader.host.cpus import own_cpus, own_quotas, usable_cpus
 from keras_het.loader.host.files import ignore, locked, own_folder, read_json, write_json
 from keras_het.planning.loader import JobModel, ReadingNeed, allocate_loaders, allocate_readers
+from keras_het.usable_cpus import own_cpus, own_quotas, usable_cpus
 
 logger = logging.getLogger("keras_het")
 
@@ -72,7 +72,6 @@ class HostBudget:
         return self._part
 
     def leave(self) -> None:
-        """Return this job's part to the others."""
         with contextlib.suppress(OSError), locked(self._path.with_suffix(".lock")):
             entries = self._read()
             entries.pop(self._name, None)
@@ -135,7 +134,6 @@ class CpuPart:
 
     @property
     def reading_loaders(self) -> int | None:
-        """Maximum number of loaders that may wait for I/O, None if nothing bounds them."""
         return None if self._budget is None else self._budget.reading_loaders
 
     @property
@@ -159,7 +157,6 @@ class CpuPart:
         return self._write(_SECONDS_OF_SILENCE)
 
     def leave(self) -> None:
-        """Return the part."""
         if self._budget is not None:
             self._budget.leave()
 
@@ -200,7 +197,6 @@ class Bound:
     cpus: float
 
     def is_exceeded_by(self, parts: Mapping[str, float]) -> bool:
-        """Tell whether these parts are too much; insensitive to the order of summation."""
         return sum(parts[name] for name in self.names) > self.cpus * (1 + 1e-9)
 
     def among(self, names: Collection[str]) -> list[Bound]:
@@ -272,7 +268,6 @@ class Entry:
             raise ValueError(f"A job must have CPUs. Received: {self.cpus} of {self.cpu_set}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry as plain Python values, for JSON."""
         return {
             "job": dataclasses.asdict(self.job),
             "cpus": self.cpus,

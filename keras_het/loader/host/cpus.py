@@ -9,16 +9,11 @@ from pathlib import Path
 import psutil
 
 from keras_het.cgroups import CGROUPS, controller_folders, cpu_seconds_of, memory_of
-from keras_het.usable_cpus import own_cpus, own_quotas, quota_of, usable_cpus
-
-__all__ = ["IdleCpus", "own_cpus", "own_quotas", "usable_cpus"]
+from keras_het.usable_cpus import own_cpus, quota_of
 
 
 class IdleCpus:
-    """Number of CPUs usable by this process that were idle since the last query.
-
-    In a container with a CPU quota, no more than what the quota leaves is idle.
-    """
+    """CPUs usable by this process that were idle since the last query, within its quotas."""
 
     def __init__(self, cgroups: Path = CGROUPS, membership: Path | None = None) -> None:
         folders = {
@@ -30,7 +25,6 @@ class IdleCpus:
         self._last = self._sample()
 
     def read(self) -> float:
-        """Average number of idle CPUs since the last call; 0 or more."""
         last, self._last = self._last, self._sample()
         seconds = self._last[0] - last[0]
         if seconds <= 0:
@@ -60,10 +54,7 @@ def busy_and_idle_seconds(cpus: frozenset[int]) -> tuple[float, float]:
 
 
 def available_memory(cgroups: Path = CGROUPS, membership: Path | None = None) -> int:
-    """Return the available bytes: of the host, bounded by what the limits of the cgroups leave.
-
-    Files that the kernel caches in memory and no process uses count as available.
-    """
+    """Available bytes of the host, unused cached files included, bounded by the cgroups' limits."""
     available = int(psutil.virtual_memory().available)
     for folder in controller_folders("memory", cgroups, membership):
         bounds = memory_of(folder)

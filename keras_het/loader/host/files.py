@@ -48,10 +48,8 @@ def own_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock, which the end of the process releases.
-
-    The training step waits for it, so a process that was stopped with the lock must not stop it.
-    """
+    """Hold a lock, which the end of the process releases."""
+    # the training step waits for it: a process that was stopped with the lock must not stop it
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_symlink():  # versions of filelock before 3.20 follow it
         raise OSError(f"{path} is a link. Received: one to {path.readlink()}. Remove it.")
@@ -87,10 +85,7 @@ def ignore(path: Path, error: BaseException, what: str = "what it holds") -> Non
 
 
 def write_json(path: Path, values: object) -> None:
-    """Replace a file, and whatever else is in its place, with one that holds `values`.
-
-    A process that is killed meanwhile leaves the old file or the new one.
-    """
+    """Replace a file, whatever it is; a process killed meanwhile leaves the old one or the new."""
     new = path.with_suffix(f"{path.suffix}.new")
     new.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NEITHER_FOLLOW_NOR_WAIT

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from keras_het.loader.host.cpus import IdleCpus, busy_and_idle_seconds, own_cpus
+from keras_het.loader.host.cpus import IdleCpus, busy_and_idle_seconds
+from keras_het.usable_cpus import own_cpus
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -40,10 +41,7 @@ class LoaderThreads:
         self.ids = frozenset(started - of_python)
 
     def times(self) -> tuple[float, float] | None:
-        """CPU time that they used so far, and time that they waited for a CPU.
-
-        None if the operating system does not tell.
-        """
+        """CPU time used so far, and time waited for a CPU; None if the system hides it."""
         if not self.ids:
             return None
         runs = queues = 0
@@ -79,17 +77,11 @@ def start(dataset: tf.data.Dataset) -> tf.data.Iterator:
     threads = LoaderThreads()
     with threads.started_here():
         iterator = iter(dataset)
-    return with_threads(iterator, threads)
-
-
-def with_threads(iterator: tf.data.Iterator, threads: LoaderThreads) -> tf.data.Iterator:
-    """Return the same iterator, with these threads as the result of `threads_of`."""
     iterator.keras_het_threads = threads
     return iterator
 
 
 def threads_of(iterator: object) -> LoaderThreads | None:
-    """Return the threads of an iterator's own pool, None without one or if unknown."""
     return getattr(iterator, "keras_het_threads", None)
 
 
@@ -109,17 +101,14 @@ class HostSums:
         self._clear()
 
     def begin(self, threads: LoaderThreads | None) -> None:
-        """Start a new window."""
         self._clear()
         self.mark(threads)
 
     def mark(self, threads: LoaderThreads | None) -> None:
-        """Start a part."""
         self._idle.read()
         self._mark = time.monotonic(), threads.times() if threads is not None else None
 
     def add(self, threads: LoaderThreads | None) -> None:
-        """End a part."""
         if self._mark is None:
             return
         start, before = self._mark
@@ -136,17 +125,14 @@ class HostSums:
 
     @property
     def idle_cpus(self) -> float:
-        """Average number of idle CPUs."""
         return self._idle_seconds / self._seconds if self._seconds > 0 else 0.0
 
     @property
     def loader_cpu_seconds(self) -> float | None:
-        """CPU time of the pipeline's threads; None if unknown."""
         return self._cpu if self._knows_cpu else None
 
     @property
     def loader_queue_seconds(self) -> float | None:
-        """Time that the pipeline's threads waited for a CPU; None if unknown."""
         return self._queue if self._knows_cpu else None
 
     def _clear(self) -> None:
@@ -155,10 +141,7 @@ class HostSums:
 
 
 class ForeignLoad:
-    """CPUs usable by this process that other processes used, and idle ones.
-
-    Other processes are all except this one and those that share the host with it by `HostBudget`.
-    """
+    """CPUs usable by this process that programs used which do not share the host with it."""
 
     def __init__(self) -> None:
         self.cpus = own_cpus()
@@ -166,7 +149,6 @@ class ForeignLoad:
 
     @property
     def seconds(self) -> float:
-        """Time since the last reading."""
         return time.monotonic() - self._last[0]
 
     def read(self, friends: Collection[int] = ()) -> tuple[float, float] | None:
@@ -188,7 +170,6 @@ class ForeignLoad:
 
 
 def _cpu_seconds(process: int | None) -> float | None:
-    """CPU time of a process, by default this one; None if it is gone."""
     try:
         times = psutil.Process(process).cpu_times()
     except (psutil.Error, OSError, RuntimeError, ValueError):

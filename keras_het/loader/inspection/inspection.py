@@ -13,11 +13,11 @@ from rich.table import Table
 
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.host.cpus import own_cpus
 from keras_het.loader.inspection.stages import CONSUMER, PipelineStage, read_stages
 from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline
 from keras_het.loader.iterators.handover import was_handed_over
 from keras_het.loader.iterators.held_iterator import hold_functions_of, release
+from keras_het.usable_cpus import own_cpus
 
 _WRITES_FILES = (
     "The pipeline writes files when it runs, so that it was not read. Call LoaderTuner.inspect "
@@ -149,7 +149,6 @@ def _pool_threads(iterator: tf.data.Iterator) -> int:
 
 
 def is_unread(iterator: tf.data.Iterator) -> bool:
-    """Tell whether an iterator is known to have yielded no element."""
     model = None if _is_without_model(iterator) else iterator_adapter.iterator_model(iterator)
     return model is not None and not model.nodes[model.output].num_elements
 
@@ -215,7 +214,6 @@ def inspect(
 
 
 def show(report: PipelineReport, file: IO[str] | None = None) -> None:
-    """Print a report."""
     console = Console(file=file)
     if report.stages:
         console.print(_table(report))
@@ -298,12 +296,10 @@ class Limit:
 
     @property
     def seconds_per_batch(self) -> float:
-        """Least time per batch."""
         return sum(stage.seconds_per_batch for stage in self.stages) / self.at_once
 
     @property
     def largest(self) -> PipelineStage:
-        """The stage that takes the most time."""
         return max(self.stages, key=lambda stage: stage.seconds_per_batch)
 
     @property
@@ -313,13 +309,11 @@ class Limit:
 
     @property
     def named(self) -> tuple[PipelineStage, ...]:
-        """The stages that take a noticeable part of the time."""
         least = _NAMED * sum(stage.seconds_per_batch for stage in self.stages)
         return tuple(stage for stage in self.stages if stage.seconds_per_batch >= least)
 
     @property
     def description(self) -> str:
-        """Its stages, its time and its threads."""
         named = self.named
         text = _enumerated([stage.name for stage in named])
         is_in_pool = self.stages[0].thread is None
@@ -335,7 +329,6 @@ class Limit:
 
 
 def limits_of(stages: Iterable[PipelineStage]) -> tuple[Limit, ...]:
-    """Return all limits of a pipeline."""
     threads: dict[int, list[PipelineStage]] = {}
     pool: list[PipelineStage] = []
     for stage in stages:
@@ -362,7 +355,6 @@ def limits_of(stages: Iterable[PipelineStage]) -> tuple[Limit, ...]:
 
 
 def slowest_of(limits: Iterable[Limit]) -> Limit | None:
-    """Return the limit that takes longest; None if there is none."""
     return max(limits, key=lambda limit: limit.seconds_per_batch, default=None)
 
 
@@ -388,10 +380,7 @@ _CUT_DEPTH = 3
 
 
 class KeptReports:
-    """Occasional looks at a running pipeline, for a report once it is gone.
-
-    TensorFlow forgets its records when an iterator is handed over, or ends.
-    """
+    """Looks at a pipeline now and then, of which TensorFlow forgets all once it is handed over."""
 
     def __init__(self, read: Callable[[], PipelineReport | None]) -> None:
         self._read = read
@@ -399,7 +388,6 @@ class KeptReports:
         self._next_look = 0.0
 
     def after_step(self, step: int) -> None:
-        """Look if it is time."""
         now = time.monotonic()
         # after the first few steps too: a training may be short
         if now >= self._next_look or not step & (step - 1):
@@ -408,7 +396,6 @@ class KeptReports:
             self._next_look = end + max(_SECONDS_BETWEEN_KEPT_LOOKS, _PAUSE * (end - now))
 
     def look(self, step: int) -> PipelineReport | None:
-        """Look now; return the present state."""
         report = self._read()
         if report is not None and report.stages and report.batches:
             before = self._kept[0] if self._kept is not None else None
@@ -417,14 +404,12 @@ class KeptReports:
         return report
 
     def latest(self, step: int) -> PipelineReport | None:
-        """Return the present state, else the last one seen; None if there is none."""
         report = self.look(step)
         has_stages = report is not None and report.stages
         return report if has_stages else self.last_seen or report
 
     @property
     def last_seen(self) -> PipelineReport | None:
-        """The last state seen, None if there is none."""
         if self._kept is None:
             return None
         report, step = self._kept
@@ -432,11 +417,8 @@ class KeptReports:
 
 
 def with_own_rows_named(report: PipelineReport) -> PipelineReport:
-    """Name the two stages of a worker's pipeline that takes its own rows, in a report.
-
-    The stage that cuts batches waits until the shares of the step are settled, which the consumer
-    does: that time is not its own.
-    """
+    """Name the two stages of a worker's pipeline that takes its own rows."""
+    # the one that cuts waits until the consumer settles the shares: that time is not its own
     stages = list(report.stages)
     for place, stage in enumerate(stages):
         if stage.depth == _CUT_DEPTH - 1:

@@ -23,11 +23,7 @@ _Spare: TypeAlias = "tuple[tf.data.Dataset, tf.data.Iterator]"
 
 
 class SpareIterators:
-    """Iterators handed out in the order in which they were begun, as one thread would make them.
-
-    A shuffle takes the order of a pass when its iterator is made, so unused spares must be the next
-    ones to be used: they are kept.
-    """
+    """Iterators handed out in the order in which they were begun, which is that of their orders."""
 
     def __init__(self) -> None:
         self._waiting: collections.deque[concurrent.futures.Future[_Spare]] = collections.deque()
@@ -35,12 +31,10 @@ class SpareIterators:
     def begin(
         self, make: Callable[[], _Spare], count: int, executor: concurrent.futures.Executor
     ) -> None:
-        """Start making iterators until there are `count`."""
         while len(self._waiting) < count:
             self._waiting.append(executor.submit(make))
 
     def clear(self) -> None:
-        """Drop all spares."""
         while self._waiting:
             self._waiting.popleft().cancel()
 
@@ -84,7 +78,6 @@ def pipeline(build: Build, knobs: Knobs | None = None) -> AdjustablePipeline:
 
 
 def build_tuned(build: Build, knobs: Knobs) -> tf.data.Dataset:
-    """The data set of `build` with the options of the knobs."""
     dataset = build(knobs)
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError(
@@ -188,7 +181,6 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
             self._spares.begin(self._make, count, executor)
 
     def _make(self) -> _Spare:
-        """Make an iterator; return the data set that it iterates, then the iterator."""
         dataset = self._current
         if dataset is self._original or self._is_direct:
             return dataset, start(dataset)
@@ -196,16 +188,11 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
 
 
 def pipeline_of(iterator: object) -> AdjustablePipeline | None:
-    """Return the adjustable pipeline that an iterator was made from, None for any other."""
     return getattr(iterator, "keras_het_pipeline", None)
 
 
 def plain_pipeline(dataset: tf.data.Dataset) -> AdjustablePipeline:
-    """Wrap an ordinary data set as an adjustable one, with only some knobs.
-
-    These are its private thread pool, in which calls with AUTOTUNE may outnumber the cores, and the
-    size of a `prefetch` at its end, if the user gave a number.
-    """
+    """Wrap an ordinary data set, whose thread pool and final `prefetch` of a number can change."""
     options = dataset.options()
     node = dataset
     while adapter.is_options(node):
@@ -225,7 +212,6 @@ def plain_pipeline(dataset: tf.data.Dataset) -> AdjustablePipeline:
 
 
 def prefetch_size(dataset: tf.data.Dataset) -> int | None:
-    """Number of batches in the `prefetch` at the end of a data set."""
     node = dataset
     while adapter.is_options(node):
         (node,) = adapter.inputs_of(node)

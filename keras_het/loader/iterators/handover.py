@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.host.threads import LoaderThreads, with_threads
+from keras_het.loader.host.threads import LoaderThreads
 
 _WITHOUT_STATE = {
     "DirectedInterleave": (
@@ -47,10 +47,7 @@ def why_not(dataset: tf.data.Dataset) -> str | None:
 
 
 def has_memory_cache(dataset: tf.data.Dataset) -> bool:
-    """Tell whether elements of a data set are cached in memory.
-
-    A handover is still exact then, but the cache starts over.
-    """
+    """Tell whether elements are cached in memory: after a handover the cache starts over."""
     return any("Cache" in type(node).__name__ for node in adapter.upstream_of(dataset))
 
 
@@ -75,10 +72,7 @@ def difference(running: tf.data.Dataset, other: tf.data.Dataset) -> str | None:
 def hand_over(
     iterator: tf.data.Iterator, dataset: tf.data.Dataset, prepared: tf.data.Iterator | None = None
 ) -> tf.data.Iterator:
-    """Move a running iterator to another pipeline.
-
-    Waits for pending calls. The caller releases the old iterator.
-    """
+    """Move an iterator, once its pending calls are done, to another pipeline; release it then."""
     running = iterator_adapter.iterated_data_set(iterator)
     if running is None:
         raise HandoverError("It is not known which data set the iterator belongs to.")
@@ -95,8 +89,8 @@ def hand_over(
     except tf.errors.OpError as error:
         text = str(error.message).splitlines()[0][:300]
         raise HandoverError(f"TensorFlow refused to hand the pipeline over: {text}") from error
-    new.keras_het_was_handed_over = True
-    return with_threads(new, threads)
+    new.keras_het_was_handed_over, new.keras_het_threads = True, threads
+    return new
 
 
 def was_handed_over(iterator: tf.data.Iterator) -> bool:

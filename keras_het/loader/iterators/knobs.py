@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from keras_het.loader.host.cpus import usable_cpus
 from keras_het.planning.loader import LoaderPlan
+from keras_het.usable_cpus import usable_cpus
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,11 +20,7 @@ _Result = TypeVar("_Result")
 
 
 class MeteredIterator:
-    """Stand-in for another iterator in one execution of a step function.
-
-    An execution that got nothing ends with `OutOfRangeError`: after StopIteration Keras would
-    continue with a result that it does not have.
-    """
+    """Stand-in for another iterator in one execution of a step function."""
 
     def __init__(self, iterator: Iterable[StepInput]) -> None:
         self._given = iterator
@@ -41,7 +37,7 @@ class MeteredIterator:
         try:
             element = next(self._iterator)
         except StopIteration:
-            if not self.steps:
+            if not self.steps:  # after StopIteration Keras goes on with a result it does not have
                 raise tf.errors.OutOfRangeError(None, None, "End of the data.") from None
             raise
         finally:
@@ -64,7 +60,6 @@ class LiveIterator:
 
     @property
     def is_tf_data(self) -> bool:
-        """Whether this is a tf.data iterator, which can be handed over."""
         return isinstance(self.given, tf.data.Iterator)
 
     @property
@@ -73,7 +68,6 @@ class LiveIterator:
         return pipeline_of(self.given)
 
     def take(self, count: int) -> list[StepInput]:
-        """Return the next batches, fewer at the end."""
         batches: list[StepInput] = []
         start = time.perf_counter()
         try:
@@ -99,7 +93,6 @@ class LiveIterator:
         return step(metered), metered.input_wait_seconds, metered.steps
 
     def move_to(self, dataset: tf.data.Dataset, prepared: tf.data.Iterator | None = None) -> None:
-        """Continue in another pipeline."""
         self._go_on_in(hand_over(self.iterator, dataset, prepared), dataset)
 
     def begin_in(self, dataset: tf.data.Dataset) -> None:
@@ -121,7 +114,6 @@ class LiveIterator:
             release(iterator)
 
     def lower_priority(self, nice: int) -> bool:
-        """Set the priority of the pipeline's own threads, and of those of its successors."""
         self._nice = nice
         threads = threads_of(self.iterator)
         return threads is None or threads.lower_priority(nice)

@@ -66,11 +66,7 @@ def draws_an_order(dataset: adapter.Dataset) -> bool:
 
 
 def takes_a_place(dataset: adapter.Dataset) -> bool:
-    """Tell whether each new iterator takes the next of a seeded sequence of orders.
-
-    An additional iterator would then change the orders of later ones. Without a seed there is no
-    sequence to reproduce.
-    """
+    """Tell whether one more iterator would change the orders of later ones, given seeds."""
     return any(_takes_a_place(node) for node in adapter.upstream_of(dataset))
 
 
@@ -82,7 +78,6 @@ def _takes_a_place(node: adapter.Dataset) -> bool:
 
 
 def _interleaves_in_any_order(node: adapter.Dataset) -> bool:
-    """Tell whether `node` is a parallel interleave with deterministic=False, from its graph."""
     if "ParallelInterleave" not in type(node).__name__:
         return False
     text = tf.raw_ops.DatasetToGraphV2(input_dataset=iterator_adapter.data_set_variant(node))
@@ -95,10 +90,7 @@ def _interleaves_in_any_order(node: adapter.Dataset) -> bool:
 
 
 def has_one_order_a_pass(stream: adapter.Dataset) -> bool:
-    """Tell whether each pass takes exactly one order from the sequence of at most one shuffle.
-
-    Then a pass that is left half-way and continues elsewhere does not affect later passes' orders.
-    """
+    """Tell whether a pass left half-way, to go on elsewhere, does not affect later orders."""
     nodes = list(adapter.upstream_of(stream))
     shuffles = [node for node in nodes if adapter.is_reshuffled(node)]
     if not shuffles:

@@ -18,11 +18,7 @@ _MOST_ROWS = 16
 
 
 def describe_content(dataset: tf.data.Dataset, form: PipelineForm) -> dict[str, str]:
-    """Describe what tells a pipeline's data from other data.
-
-    Nothing of the passes that a training sees is read: neither their orders nor sources that can be
-    read only once advance.
-    """
+    """Describe what tells data from other data, without a read that training would notice."""
     found: dict[str, str] = {}
     upstream = list(adapter.upstream_of(dataset))
     for number, array in enumerate(_arrays(upstream)):
@@ -46,8 +42,8 @@ def _arrays(upstream: list[tf.data.Dataset]) -> Iterator[tf.Tensor]:
 
 
 def _chooses_rows(node: tf.data.Dataset) -> bool:
-    is_alike = adapter.is_prefetch_or_options(node) or adapter.is_map(node)
-    return (adapter.commutes_with_map(node) or adapter.is_batch(node)) and not is_alike
+    changes_rows = adapter.commutes_with_map(node) or adapter.is_batch(node)
+    return changes_rows and not adapter.is_prefetch_or_options(node)
 
 
 def _first_mapped_sample(form: PipelineForm) -> str | None:

@@ -9,11 +9,9 @@ from keras_het.loader import tf_data_adapter as adapter
 
 
 def with_repeatable_order(dataset: tf.data.Dataset, seed: int | None = None) -> tf.data.Dataset:
-    """Return the samples of Keras's arrays, but shuffled by tf.data's `shuffle`.
-
-    Keras draws the order of an epoch from TensorFlow's generator of random numbers, which cannot be
-    set to a later epoch; and nothing tells how many batches there are.
-    """
+    """Return the samples of Keras's arrays, but shuffled by tf.data's `shuffle`."""
+    # Keras draws the order of an epoch from TensorFlow's generator of random numbers, which cannot
+    # be set to a later epoch; and nothing tells how many batches there are.
     found = adapter.keras_arrays(_without_prefetch(dataset))
     if found is None or found.arrays is None:
         return dataset
@@ -24,10 +22,7 @@ def with_repeatable_order(dataset: tf.data.Dataset, seed: int | None = None) -> 
 
 
 def with_order_of_epoch(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
-    """Reorder arrays that Keras shuffles in each epoch, even under a global seed.
-
-    With a global seed, Keras's shuffling gives all epochs the same order.
-    """
+    """Reorder arrays that Keras shuffles in each epoch; a global seed gives all the same order."""
     node = _without_prefetch(dataset)
     found = adapter.keras_arrays(node)
     if found is None or not found.is_shuffled:
@@ -39,10 +34,7 @@ def with_order_of_epoch(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
 
 
 def seeds_of_orders(dataset: tf.data.Dataset) -> list[list[int | None]]:
-    """Return the two seeds of each shuffle of a pipeline, None if they are unknown.
-
-    Both are 0 if an order cannot be restored.
-    """
+    """Return the two seeds of each shuffle, None if unknown, 0 if an order cannot be restored."""
     found: list[list[int | None]] = []
     for node in adapter.upstream_of(dataset):
         if adapter.is_shuffle(node):

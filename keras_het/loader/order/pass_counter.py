@@ -33,7 +33,6 @@ class PassCounter:
         self._places: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKeyDictionary()
 
     def reserve(self) -> int:
-        """Number a pass whose iterator is being made."""
         self._reserved += 1
         return self._reserved - 1
 
@@ -43,7 +42,6 @@ class PassCounter:
             self._reserved = number
 
     def start(self, number: int) -> int:
-        """Start the pass `number`."""
         self.gone_by += [False] * max(0, number - len(self.gone_by)) + [True]
         self._reserved = max(self._reserved, len(self.gone_by))
         self.unfinished.add(len(self.gone_by) - 1)
@@ -60,7 +58,6 @@ class PassCounter:
         self._places[shuffle] = number
 
     def finish(self, number: int) -> None:
-        """Record that a pass has finished."""
         self.unfinished.discard(number)
 
     def leave(self, number: int, steps: int) -> None:
@@ -92,7 +89,6 @@ class PassEnd:
         self._left: int | None = None
 
     def begin(self, steps: int | None) -> None:
-        """Start a pass."""
         self._left = steps
 
     def is_near(self, seconds: float, steps: int) -> bool:

@@ -23,12 +23,12 @@ class PipelineForm:
     mode: str
     reason: str
     stream: Dataset
-    element_maps: tuple[Dataset, ...]
-    batch_size: int | None
-    drop_remainder: bool
-    row_functions: tuple[Callable[..., Any], ...]
-    gathers_indices: bool
     options: tf.data.Options
+    batch_size: int | None
+    drop_remainder: bool = False
+    element_maps: tuple[Dataset, ...] = ()
+    row_functions: tuple[Callable[..., Any], ...] = ()
+    gathers_indices: bool = False
     arrays: tuple[tf.Tensor, ...] = ()
     sample_spec: Spec | None = None
     autotuned_calls: int | None = None
@@ -54,50 +54,50 @@ def recognise(dataset: Dataset) -> PipelineForm:
     if adapter.keras_array_indices(node):
         row_functions = (adapter.map_function(node), *row_functions)
         reason = "Keras arrays: each worker gathers only its own rows by their indices"
-        return _slices(adapter.inputs_of(node)[0], reason, row_functions, options, True)
+        indices = adapter.inputs_of(node)[0]
+        return _slices(indices, reason, options, row_functions, gathers_indices=True)
     shows = any(map(adapter.draws_from_generator, adapter.upstream_of(dataset)))
     shows |= not starts_once(dataset)
     if not adapter.is_batch(node):
         reason = f"the global batch comes from {type(node).__name__}, not from a plain batch()"
-        return _slices(dataset, reason, (), options, reads_ahead=not shows)
+        return _slices(dataset, reason, options, reads_ahead=not shows)
     size, drop_remainder = adapter.batch_arguments(node)
-    own = _own_work(adapter.inputs_of(node)[0])
+    stream, maps, arrays, sample_spec = _own_work(adapter.inputs_of(node)[0])
     threads = options.threading.private_threadpool_size
-    if size is None or not own.reasons:
+    reasons = ["rows of arrays are gathered"] if arrays else []
+    reasons += [f"{len(maps)} map(s) of single samples run"] if maps else []
+    if size is None or not reasons:
         reason = "no map of single samples with fixed dense input shapes right before batch()"
         reads_ahead = not shows or any(map(adapter.is_prefetch, _nodes_until(dataset, node)))
-        return _slices(node, reason, row_functions, options, reads_ahead=reads_ahead)
+        return _slices(node, reason, options, row_functions, reads_ahead=reads_ahead)
     return PipelineForm(
         mode="element",
-        reason=f"{' and '.join(own.reasons)} only where the sample is used",
-        stream=own.stream,
-        element_maps=own.maps,
+        reason=f"{' and '.join(reasons)} only where the sample is used",
+        stream=stream,
+        options=options,
         batch_size=size,
         drop_remainder=drop_remainder,
+        element_maps=maps,
         row_functions=row_functions,
-        gathers_indices=False,
-        options=options,
-        arrays=own.arrays,
-        sample_spec=own.sample_spec,
+        arrays=arrays,
+        sample_spec=sample_spec,
         # as many as the tuner that found them had; otherwise as many as CPUs, whatever the threads
         autotuned_calls=2 * threads if threads else None,
-        reads_ahead=starts_once(own.stream),
+        reads_ahead=starts_once(stream),
     )
 
 
 def _slices(
     stream: Dataset,
     reason: str,
-    row_functions: tuple[Callable[..., Any], ...],
     options: tf.data.Options,
-    gathers_indices: bool = False,
-    reads_ahead: bool = True,
+    row_functions: tuple[Callable[..., Any], ...] = (),
+    **flags: Any,
 ) -> PipelineForm:
     size = adapter.batch_arguments(stream)[0] if adapter.is_batch(stream) else None
-    form = PipelineForm(
-        "slice", reason, stream, (), size, False, row_functions, gathers_indices, options
+    return PipelineForm(
+        "slice", reason, stream, options, size, row_functions=row_functions, **flags
     )
-    return dataclasses.replace(form, reads_ahead=reads_ahead)
 
 
 def _nodes_until(node: Dataset, last: Dataset) -> Iterator[Dataset]:
@@ -128,22 +128,10 @@ def _is_adjustable(node: Dataset) -> bool:
     return is_ours and isinstance(node, iterator_adapter.UnchangedElementsDataset)
 
 
-@dataclasses.dataclass(frozen=True)
-class _OwnWork:
-    """Work for own samples only, and the stream of samples it applies to."""
-
-    stream: Dataset
-    maps: tuple[Dataset, ...]
-    arrays: tuple[tf.Tensor, ...] = ()
-    sample_spec: Spec | None = None
-
-    @property
-    def reasons(self) -> list[str]:
-        gather = ["rows of arrays are gathered"] if self.arrays else []
-        return gather + ([f"{len(self.maps)} map(s) of single samples run"] if self.maps else [])
-
-
-def _own_work(top: Dataset) -> _OwnWork:
+def _own_work(
+    top: Dataset,
+) -> tuple[Dataset, tuple[Dataset, ...], tuple[tf.Tensor, ...], Spec | None]:
+    """Return the stream without its maps, these, and the arrays and the spec of their rows."""
     walked: list[Dataset] = []
     node = top
     lowest = 0
@@ -156,24 +144,20 @@ def _own_work(top: Dataset) -> _OwnWork:
     if arrays is not None:
         # row numbers take the path of the rows: less to shuffle, and one gather per batch
         source, spec = tf.data.Dataset.range(int(arrays[0].shape[0])), node.element_spec
-        return _OwnWork(_rebuilt(source, _kept(walked)), _maps(walked), tuple(arrays), spec)
+        return _without_maps(source, walked), _maps(walked), tuple(arrays), spec
     walked = walked[:lowest]
     source = adapter.inputs_of(walked[-1])[0] if walked else top
-    return _OwnWork(_rebuilt(source, _kept(walked)), _maps(walked))
+    return _without_maps(source, walked), _maps(walked), (), None
 
 
 def _maps(walked: list[Dataset]) -> tuple[Dataset, ...]:
     return tuple(node for node in reversed(walked) if adapter.is_map(node))
 
 
-def _kept(walked: list[Dataset]) -> list[Dataset]:
-    # options are reapplied at the end of the pipeline
-    return [node for node in walked if not adapter.is_map(node) and not adapter.is_options(node)]
-
-
-def _rebuilt(source: Dataset, nodes: list[Dataset]) -> Dataset:
-    for node in reversed(nodes):
-        source = adapter.rebuild_on(node, source)
+def _without_maps(source: Dataset, walked: list[Dataset]) -> Dataset:
+    for node in reversed(walked):
+        if not adapter.is_map(node) and not adapter.is_options(node):  # set again at the end
+            source = adapter.rebuild_on(node, source)
     return source
 
 

@@ -67,5 +67,4 @@ def starts_once(node: Dataset) -> bool:
 
 
 def nests_shuffles(node: Dataset) -> bool:
-    """Tell whether a shuffle reads from another."""
     return sum(map(adapter.is_shuffle, adapter.upstream_of(node))) > 1

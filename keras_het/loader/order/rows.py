@@ -30,14 +30,12 @@ def count_rows(batch: Batch) -> tf.Tensor:
 
 
 def slice_rows(batch: _Same, start: tf.Tensor | int, count: tf.Tensor | int) -> _Same:
-    """Return rows `start` to `start + count` of every leaf."""
     return tf.nest.map_structure(
         lambda leaf: _slice_leaf(leaf, start, count) if is_sliceable(leaf) else leaf, batch
     )
 
 
 def split_rows(batch: _Same, sizes: tf.Tensor, parts: int) -> tuple[_Same, ...]:
-    """Cut a batch into consecutive parts."""
     if parts == 1:
         return (batch,)
     starts = tf.cumsum(sizes, exclusive=True)
@@ -89,7 +87,6 @@ def hash_rows(batch: Batch) -> tf.Tensor:
 
 
 def check_batched(element_spec: Spec) -> None:
-    """Refuse elements that have no rows to share out."""
     specs = [
         spec
         for spec in tf.nest.flatten(element_spec)
@@ -110,7 +107,6 @@ def _differ(specs: list[Any]) -> bool:
 
 
 def relax_rows(element_spec: Spec) -> Spec:
-    """Return the same specs with an unknown number of rows."""
     return tf.nest.map_structure(_relax, element_spec)
 
 
@@ -146,7 +142,6 @@ def _slice_leaf(leaf: Rows, start: tf.Tensor | int, count: tf.Tensor | int) -> R
 
 
 def concat_rows(batches: list[_Same]) -> _Same:
-    """Join batches one after the other."""
     filled = [batch for batch in batches if int(count_rows(batch))] or batches[:1]
     if len(filled) == 1:
         return filled[0]

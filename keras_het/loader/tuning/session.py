@@ -71,7 +71,6 @@ class Move:
     refused: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The move as plain Python values, for JSON."""
         return {**dataclasses.asdict(self), "reason": self.plan.reason}
 
 
@@ -83,18 +82,15 @@ class Handover:
     switch: Callable[[_Prepared], None]
 
     def poll(self) -> bool:
-        """Let the pipeline take over once it is built."""
         if not self.future.done():
             return False
         self.switch(self.future.result())
         return True
 
     def wait(self, seconds: float) -> None:
-        """Wait for the background work, at most this long."""
         concurrent.futures.wait([self.future], seconds)
 
     def cancel(self) -> None:
-        """Give up."""
         self.future.cancel()
 
 
@@ -134,7 +130,6 @@ class TuningSession:
         self._epochs = 0
 
     def begin_epoch(self, steps: int | None) -> None:
-        """Record the start of an epoch, before its first step."""
         self._end.begin(steps)
         self._steps_before = self._steps
         self._epochs += 1
@@ -144,7 +139,6 @@ class TuningSession:
             self._only_observe("its cache in memory is full after the first epoch")
 
     def open(self, iterator: Iterator[StepInput]) -> LiveIterator:
-        """Begin to read an iterator that the training loop was given."""
         if self.live is not None:
             self._pause(_STEPS_TO_START)
             self.live.release()
@@ -197,7 +191,6 @@ class TuningSession:
             self._pause(max(min(_STEPS_TO_START, self._steps - self._steps_before - 1), 1))
 
     def close(self) -> None:
-        """End the session; iterators are released in the background."""
         if self.live is not None:
             self.live.release()
             self.live = None
@@ -209,11 +202,9 @@ class TuningSession:
         self._built.clear()
 
     def report(self) -> PipelineReport | None:
-        """Return the pipeline's activity, present or last seen; None if nothing is known."""
         return self._reports.latest(self._steps)
 
     def last_report(self) -> PipelineReport | None:
-        """Return the last known activity of the pipeline, at the end of the training."""
         report = self._reports.look(self._steps)
         return self._reports.last_seen or report
 
@@ -225,15 +216,11 @@ class TuningSession:
 
     @property
     def nice(self) -> int:
-        """Nice value of the pipeline's own threads at present."""
         return self._priority.value
 
     @property
     def knobs(self) -> Knobs | None:
-        """The settings in effect, or the previous ones while these must still prove themselves.
-
-        None if they are still the user's.
-        """
+        """The settings in effect, or those before while unproven; None if they are the user's."""
         tuned = self.order or self.pipeline
         if tuned is None or (self.is_plain and not self.has_changed):
             return None
@@ -246,7 +233,6 @@ class TuningSession:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the data set is an ordinary one, without a builder."""
         if self.order is not None:
             return self.order.is_plain
         return self.live is None or self.live.pipeline is None
@@ -294,7 +280,6 @@ class TuningSession:
         self._begin(knobs, why_not(adjustable.current), knobs.prefetch if is_fixed else None)
 
     def _begin(self, knobs: Knobs, refusal: str | None, most_prefetch: int | None) -> None:
-        """Begin to tune another pipeline, or only to observe it."""
         self._first_knobs = knobs
         if refusal is not None:
             self._only_observe(refusal)
@@ -375,7 +360,6 @@ class TuningSession:
             self._build(plan, window)
 
     def _lower_priority(self) -> bool:
-        """Set the priority of the loader's threads; return whether it was permitted."""
         reader = self.order or self.live
         return reader is None or reader.lower_priority(self._priority.value)
 
@@ -432,10 +416,7 @@ class TuningSession:
         self.pipeline.adopt(knobs, prepared[0])
 
     def _make_spares(self) -> None:
-        """Make the iterators of the next epoch while this one still trains.
-
-        If Keras makes none because the user's number of steps is not a whole pass, they wait.
-        """
+        """Make the iterators of the next epoch while this one still trains; unused ones wait."""
         pipeline = self.live.pipeline if self.live is not None else None
         if self.observes_only is None and pipeline is not None:
             pipeline.make_spares(_ITERATORS_OF_AN_EPOCH, self._background())
@@ -483,10 +464,7 @@ def prepare_iterator(
 
 
 def _begins_alike(dataset: adapter.Dataset) -> bool:
-    """Tell whether one more iterator changes nothing, for the others or for later ones.
-
-    With `warm_start` the existing one has begun to work.
-    """
+    """Tell whether one more iterator changes nothing; one with `warm_start` has begun to work."""
     options = dataset.options()
     return not (options.experimental_warm_start or has_memory_cache(dataset)) and not takes_a_place(
         dataset
@@ -494,7 +472,6 @@ def _begins_alike(dataset: adapter.Dataset) -> bool:
 
 
 def _order_of(iterator: Iterator[StepInput]) -> OrderTuning | None:
-    """Return the tunable part of a strategy's data set, None for any other iterator."""
     source = iterator.source if isinstance(iterator, StepIterator) else None
     return getattr(source, "tuning", None)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import numpy as np
 
 from keras_het.planning.bounded_shares import FloatArray
@@ -23,9 +25,7 @@ class StallMeter:
     """
 
     def __init__(self, memory: int = 4096) -> None:
-        self._seconds = np.zeros(memory)
-        self._waits = np.zeros(memory)
-        self._records = 0
+        self._latest: collections.deque[tuple[float, float]] = collections.deque(maxlen=memory)
         self.steps = 0
         self.seconds = self.input_wait_seconds = 0.0
 
@@ -37,9 +37,7 @@ class StallMeter:
             input_wait_seconds: part of that time in which they waited.
             steps: number of steps.
         """
-        place = self._records % len(self._waits)
-        self._seconds[place], self._waits[place] = seconds, input_wait_seconds
-        self._records += 1
+        self._latest.append((seconds, input_wait_seconds))
         self.steps += steps
         self.seconds += seconds
         self.input_wait_seconds += input_wait_seconds
@@ -52,12 +50,12 @@ class StallMeter:
     @property
     def input_waits(self) -> FloatArray:
         """Wait of the latest executions in seconds, the oldest first, float64."""
-        return self._in_order(self._waits)
+        return np.array([wait for _, wait in self._latest])
 
     @property
     def step_times(self) -> FloatArray:
         """Times of the latest executions in seconds, waits included, the oldest first, float64."""
-        return self._in_order(self._seconds)
+        return np.array([seconds for seconds, _ in self._latest])
 
     def to_dict(self) -> dict[str, float]:
         """The sums and the quantiles of the latest waits, for JSON."""
@@ -71,9 +69,3 @@ class StallMeter:
             "median_wait_seconds": float(median),
             "p95_wait_seconds": float(high),
         }
-
-    def _in_order(self, ring: FloatArray) -> FloatArray:
-        place = self._records % len(ring)
-        if self._records <= len(ring):
-            return ring[: self._records].copy()
-        return np.concatenate([ring[place:], ring[:place]])

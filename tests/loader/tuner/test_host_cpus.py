@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from keras_het.loader.host.cpus import IdleCpus, own_quotas, usable_cpus
+from keras_het.loader.host.cpus import IdleCpus
+from keras_het.usable_cpus import own_quotas, usable_cpus
 
 AFFINITY = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
