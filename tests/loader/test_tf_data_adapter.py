@@ -174,11 +174,6 @@ def test_keras_functions_are_recognised_and_others_are_not():
         assert not adapter.keras_class_weight(node)
 
 
-def test_none_in_elements():
-    spec = tf.data.Dataset.from_tensors((1, None)).element_spec
-    assert [adapter.is_none(leaf) for leaf in spec] == [False, True]
-
-
 def test_keras_takes_our_base_class_for_a_distributed_data_set():
     assert issubclass(DistributedSteps, tf.distribute.DistributedDataset)
     steps = GlobalOrderDataset(

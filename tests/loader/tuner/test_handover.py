@@ -32,7 +32,6 @@ from keras_het.loader.iterators.handover import (
     HandoverError,
     difference,
     hand_over,
-    has_memory_cache,
     why_not,
 )
 from keras_het.loader.iterators.held_iterator import release
@@ -132,12 +131,6 @@ def test_a_cached_pipeline_keeps_its_order_too_if_handed_over_within_an_epoch():
     assert epochs_of(build, moves) == epochs_of(build)
 
 
-def test_a_move_in_every_step():
-    moves = [(0, step, Knobs(1 + step % 7, 1 + step % 5, 1 + step % 4)) for step in range(16)]
-    build = ORDERED["shuffled"]
-    assert epochs_of(build, moves, 1) == epochs_of(build, (), 1)
-
-
 def test_an_order_really_is_random():
     """Or else the tests above could not tell a lost sequence of seeds."""
     first, second, third = epochs_of(ORDERED["shuffled"])
@@ -195,13 +188,6 @@ def test_what_tensorflow_itself_refuses_goes_on():
         assert "TensorFlow refused" in str(error)
     rest = [as_lists(element) for element in iterator]
     assert [first, *rest] == [as_lists(element) for element in build(Knobs(2, 2, 2))]
-
-
-def test_reasons_are_known_before():
-    assert why_not(REFUSED["from_generator"][0](Knobs(2, 2, 2)))
-    assert why_not(plain(Knobs(2, 2, 2))) is None
-    assert has_memory_cache(cached(Knobs(2, 2, 2)))
-    assert not has_memory_cache(plain(Knobs(2, 2, 2)))
 
 
 def test_a_cache_in_files_is_refused_while_it_fills_and_later(tmp_path):

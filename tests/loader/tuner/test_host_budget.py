@@ -20,7 +20,7 @@ import pytest
 from keras_het.callbacks import LoaderTuner
 from keras_het.loader.host import budget as host_budget
 from keras_het.loader.host import files as host_files
-from keras_het.loader.host.budget import CpuPart, Entry, HostBudget, entry_of
+from keras_het.loader.host.budget import CpuPart, HostBudget
 from keras_het.planning.loader import JobModel, ReadingNeed
 
 HUNGRY = JobModel(0.040, 0.002, cpu_seconds=0.040)
@@ -50,10 +50,6 @@ def parts(jobs, model=None):
     return [job.update(model or HUNGRY) for job in jobs]
 
 
-def test_a_job_alone_has_the_host(path):
-    assert job_on(path).update(HUNGRY) == 8.0
-
-
 def test_two_equal_jobs_have_half_each_until_one_leaves(path):
     first, second = job_on(path), job_on(path)
     first.update(HUNGRY)
@@ -63,12 +59,6 @@ def test_two_equal_jobs_have_half_each_until_one_leaves(path):
     second.leave()
     assert first.update(HUNGRY) == 8.0
     second.leave()
-
-
-def test_a_job_that_needs_little_leaves_the_rest(path):
-    first, second = job_on(path), job_on(path)
-    second.update(SATISFIED)
-    assert first.update(HUNGRY) > 6.0
 
 
 def test_a_killed_job_gives_back(path, tmp_path):
@@ -121,6 +111,7 @@ CPUS = {
         [2.0, 2.0, 2.0, 2.0],
         [3, 3, 3, 1],
     ),
+    "in part": ([range(6), range(2, 8)], [4.0, 4.0], [2, 2]),
     "one within all": ([range(8), [7]], [7.0, 1.0], [2, 2]),
 }
 
@@ -130,14 +121,6 @@ def test_jobs_divide_the_cpus_for_which_they_compete(cpus, expected, numbers, pa
     jobs = [job_on(path, each) for each in cpus]
     assert parts(jobs) == pytest.approx(expected)
     assert [job.jobs for job in jobs] == numbers
-
-
-@pytest.mark.parametrize("cpus", [(range(8), range(8)), (range(6), range(2, 8)), (range(8), [7])])
-def test_the_parts_are_no_more_than_there_are(cpus, path):
-    jobs = [job_on(path, own) for own in cpus]
-    given = parts(jobs)
-    assert sum(given) <= 8.0 + 1e-9
-    assert all(part <= len(own) for part, own in zip(given, cpus, strict=True))
 
 
 QUOTAS = {
@@ -169,41 +152,50 @@ def test_by_default_the_groups_of_the_process_count(path, monkeypatch):
     assert entry["quotas"] == {"7:12": 0.5}
 
 
-OTHER_VERSIONS = {
+UNREADABLE = {
     "a field more": lambda entry: entry["job"].update(patience=1.0),
     "a field less": lambda entry: entry["job"].pop("loader_seconds"),
     "no CPUs": lambda entry: entry.pop("cpu_set"),
+    "a wrong CPU": lambda entry: entry.update(cpu_set=[-1]),
+    "infinitely many CPUs": lambda entry: entry.update(cpus=math.inf),
     "no model": lambda entry: entry.pop("job"),
     "another model": lambda entry: entry.update(job=[1, 2]),
     "no number": lambda entry: entry["job"].update(device_seconds=None),
+    "below zero": lambda entry: entry["job"].update(device_seconds=-1.0),
     "quotas of another form": lambda entry: entry.update(quotas=[4.0]),
     "a quota of nothing": lambda entry: entry.update(quotas={"a": 0.0}),
-    "below zero": lambda entry: entry["job"].update(device_seconds=-1.0),
+    "a wrong budget": lambda entry: entry.update(io_budget=-5),
+    "half a need": lambda entry: entry["reading"].pop("until"),
+    "a list of needs": lambda entry: entry.update(reading=[1]),
+    "a number of needs": lambda entry: entry.update(reading=5),
+    "no need": lambda entry: entry["reading"].update(threads=0),
 }
 
 
-@pytest.mark.parametrize("change", OTHER_VERSIONS.values(), ids=OTHER_VERSIONS)
-def test_entries_of_another_version_do_not_count_and_stay(change, path, caplog):
-    first, second, third = job_on(path), job_on(path), job_on(path)
-    first.update(HUNGRY)
-    entries = json.loads(path.read_text())
-    (name,) = entries
-    change(entries[name])
-    path.write_text(json.dumps(entries))
-    second.update(HUNGRY)
-    with caplog.at_level(logging.DEBUG, "keras_het"):
-        assert third.update(HUNGRY) == pytest.approx(4.0)
-    assert "cannot be read" in caplog.text
-    assert json.loads(path.read_text())[name] == entries[name]
+@pytest.mark.parametrize("change", UNREADABLE.values(), ids=UNREADABLE)
+def test_an_entry_of_another_version_does_not_count_and_stays(change, path, caplog):
+    first, second = job_on(path, io_budget=4), job_on(path)
+    first.update(HUNGRY, need())
+    ((name, entry),) = json.loads(path.read_text()).items()
+    change(entry)
+    path.write_text(json.dumps({name: entry}))
+    for _ in range(2):
+        assert second.update(HUNGRY, need()) == 8.0
+        assert second.reading_loaders is None
+    (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert str(path) in record.getMessage() and "cannot be read" in record.getMessage()
+    assert json.loads(path.read_text())[name] == entry
 
 
-def test_what_tells_no_process_goes_alone(path):
+@pytest.mark.parametrize("values", [{"pid": "y"}, {"pid": math.inf}, {"pid": -5}, 1], ids=str)
+def test_what_tells_no_process_goes_alone(values, path):
     first, second = job_on(path), job_on(path)
     first.update(HUNGRY)
-    entries = {**json.loads(path.read_text()), "x": {"pid": "y"}, "z": 1}
-    path.write_text(json.dumps(entries))
+    ((name, entry),) = json.loads(path.read_text()).items()
+    values = {**entry, **values} if isinstance(values, dict) else values
+    path.write_text(json.dumps({name: entry, "x": values}))
     assert second.update(HUNGRY) == pytest.approx(4.0)
-    assert len(json.loads(path.read_text())) == 2
+    assert "x" not in json.loads(path.read_text())
 
 
 def test_a_process_that_is_stopped_with_the_lock_holds_nobody_up(path, tmp_path):
@@ -341,23 +333,6 @@ def places_of(values, way=()):
             yield from places_of(value, (*way, key))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"pid": math.inf}, {"pid": -5}, {"io_budget": -5}, {"cpus": math.inf}, {"cpu_set": [-1]}],
-    ids=str,
-)
-def test_a_job_with_a_wild_value_does_not_count_with_one_warning(path, caplog, change):
-    first, second = job_on(path), job_on(path)
-    first.update(HUNGRY)
-    ((name, entry),) = json.loads(path.read_text()).items()
-    path.write_text(json.dumps({name: {**entry, **change}}))
-    for _ in range(2):
-        assert second.update(HUNGRY, need()) == 8.0
-        assert second.reading_loaders is None
-    (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
-    assert str(path) in record.getMessage()
-
-
 def something_else(kind, place, elsewhere):
     elsewhere.mkdir()
     if kind == "a link":
@@ -421,10 +396,6 @@ def test_an_entry_whose_process_tells_nothing_does_not_count(path, monkeypatch):
 # --- reading threads
 
 
-def reader(path, io_budget=None):
-    return job_on(path, io_budget=io_budget)
-
-
 def bounds(jobs, *needs):
     """What each job has once all are there."""
     for _ in range(2):
@@ -433,54 +404,39 @@ def bounds(jobs, *needs):
     return [job.reading_loaders for job in jobs]
 
 
-def test_without_a_budget_nobody_is_bounded(path):
-    assert bounds([reader(path), reader(path)], need(), need()) == [None, None]
+PARTS = {
+    "nobody gave a budget": ([None, None], [{}, {}], [None, None]),
+    "the smallest counts": ([10, 6], [{}, {}], [3, 3]),
+    "one computes": ([10, 10], [{}, None], [10, None]),
+    "one will read on": ([10, 10], [{}, {"seconds": 60.0}], [5, 5]),
+    "one did not read for a while": ([10, 10], [{}, {"seconds": -45.0}], [10, None]),
+}
+
+
+@pytest.mark.parametrize(("budgets", "needs", "expected"), PARTS.values(), ids=PARTS)
+def test_reading_threads_are_divided_among_those_that_read(budgets, needs, expected, path):
+    jobs = [job_on(path, io_budget=each) for each in budgets]
+    assert bounds(jobs, *(each if each is None else need(**each) for each in needs)) == expected
 
 
 def test_a_budget_is_divided_by_what_the_devices_need_and_returns(path):
-    first, second = reader(path, 10), reader(path)
+    first, second = job_on(path, io_budget=10), job_on(path)
     assert bounds([first, second], need(160.0), need(160.0)) == [5, 5]
     assert bounds([first, second], need(80.0), need(20.0)) == [8, 2]
     second.leave()
     assert bounds([first], need()) == [10]
 
 
-def test_the_smallest_budget_counts(path):
-    assert sum(bounds([reader(path, 10), reader(path, 6)], need(), need())) == 6
-
-
 def test_a_budget_goes_with_who_gave_it(path):
     """A job that computes has given it, and ends."""
-    reads, computes = reader(path), reader(path, 4)
+    reads, computes = job_on(path), job_on(path, io_budget=4)
     assert bounds([reads, computes], need(), None) == [4, None]
     computes.leave()
     assert bounds([reads], need()) == [None]
 
 
-def test_a_job_that_computes_has_no_part_and_takes_none(path):
-    assert bounds([reader(path, 10), reader(path, 10)], need(), None) == [10, None]
-
-
-@pytest.mark.parametrize(("seconds", "counts"), [(15.0, True), (-45.0, False), (60.0, True)])
-def test_a_job_that_does_not_read_for_a_while_has_no_part_meanwhile(seconds, counts, path):
-    jobs = [reader(path, 10), reader(path, 10)]
-    assert bounds(jobs, need(), need(seconds=seconds)) == ([5, 5] if counts else [10, None])
-
-
 def test_a_budget_beyond_any_use_takes_no_time(path):
     start = time.monotonic()
-    first, second = bounds([reader(path, 10**12), reader(path)], need(), need())
+    first, second = bounds([job_on(path, io_budget=10**12), job_on(path)], need(), need())
     assert first == second >= 1000
     assert time.monotonic() - start < 5.0
-
-
-def test_an_entry_says_everything_in_json(path):
-    entry = Entry(HUNGRY, 8.0, frozenset({0, 1}), need(), 12)
-    assert entry_of(json.loads(json.dumps(entry.to_dict())), path) == entry
-
-
-@pytest.mark.parametrize("reading", [{"threads": 1}, [1], 5, {**vars(need()), "threads": 0}])
-def test_needs_of_another_version_do_not_count(reading, path):
-    values = Entry(HUNGRY, 8.0, frozenset({0})).to_dict()
-    assert entry_of(values, path) is not None
-    assert entry_of({**values, "reading": reading}, path) is None

@@ -91,61 +91,6 @@ def maps(*times, below=None):
     return tree
 
 
-def test_stages_of_one_thread_are_added(report_of):
-    verdict = report_of(prefetch(50, maps(4.0, 4.0, 4.0)), 6.0).verdict
-    assert "Map, Map and Map one after the other, 12.00 ms a batch" in verdict
-    assert "it waits for data" in verdict
-
-
-def test_a_buffer_between_two_stages_makes_them_threads_of_their_own(report_of):
-    below = prefetch(50, maps(4.0))
-    report = report_of(prefetch(50, maps(3.0, 2.0, below=below)), 6.0)
-    assert "Map and Map one after the other, 5.00 ms" in report.verdict
-    assert "the pipeline keeps up" in report.verdict
-
-
-def test_what_the_consumer_does_itself_makes_it_wait(report_of):
-    report = report_of(maps(4.0, below=prefetch(50, maps(5.0))), 6.0)
-    assert report.bottleneck.seconds_per_batch == pytest.approx(0.004)
-    assert "it waits, as it does this itself" in report.verdict
-    # the thread below has the time of both
-    assert "Map, 10.10 ms" in report_of(maps(4.0, below=prefetch(50, maps(10.1))), 6.0).verdict
-
-
-@pytest.mark.parametrize("calls", [2, 4, 64])
-def test_calls_without_a_thread_do_not_run(report_of, calls):
-    report = report_of(prefetch(20, batch(20, parallel_map(160, 10.0, calls, 2, source(200)))), 30)
-    assert report.bottleneck.at_once == 2
-    assert report.bottleneck.seconds_per_batch_in_parallel == pytest.approx(0.04)
-    assert "40.00 ms a batch" in report.verdict
-    assert "it waits for data" in report.verdict
-
-
-def test_fewer_calls_than_threads_are_what_runs(report_of):
-    report = report_of(prefetch(20, batch(20, parallel_map(160, 10.0, 4, 8, source(200)))), 30)
-    assert "20.00 ms a batch (4 calls at once)" in report.verdict
-    assert "the pipeline keeps up" in report.verdict
-
-
-def test_parallel_maps_share_the_threads(report_of):
-    first = parallel_map(160, 10.0, 4, 2, source(200))
-    report = report_of(prefetch(20, batch(20, parallel_map(160, 5.0, 4, 2, first))), 50)
-    assert "ParallelMap and ParallelMap in the same 2 threads, 60.00 ms" in report.verdict
-    assert "it waits for data" in report.verdict
-
-
-def test_work_for_what_waits_in_a_buffer_is_not_that_of_the_batches_taken(report_of):
-    calls = parallel_map(16, 10.0, 64, 8, source(80), buffered=48)
-    assert "10.00 ms a batch" in report_of(prefetch(2, batch(2, calls)), 30).verdict
-
-
-def test_rounds_that_have_ended_do_not_make_a_stage_fast(report_of):
-    round_now = batch(3, node("Map", 24, 4.0, source(25)))
-    report = report_of(prefetch(43, node("ForeverRepeat", 43, 0.0, round_now)), 6.0)
-    assert "Map, 32.00 ms a batch" in report.verdict
-    assert "it waits for data" in report.verdict
-
-
 def files(elements, ms, *, kind, counts=(3, 5, 0), names=None, **parameters):
     """An interleave in the middle of some files."""
     names = source(40) if names is None else names
@@ -154,102 +99,144 @@ def files(elements, ms, *, kind, counts=(3, 5, 0), names=None, **parameters):
     return node(name, elements, 0.0, names, *inner, kind=kind, ratio=0.0, **parameters)
 
 
+def readers(count):
+    return [node("TFRecord", 4, 4.0, ratio=0.0) for _ in range(count)]
+
+
+def parallel(name, *inputs, **parameters):
+    return node(name, 160, 0.0, *inputs, kind=ASYNC_INTERLEAVE, ratio=0.0, **parameters)
+
+
+def behind_batches(*inputs):
+    return prefetch(20, batch(20, *inputs))
+
+
+WAITS, KEEPS_UP = "it waits for data", "the pipeline keeps up"
+VERDICTS = {
+    "stages of one thread are added": (
+        prefetch(50, maps(4.0, 4.0, 4.0)),
+        6.0,
+        ["Map, Map and Map one after the other, 12.00 ms a batch", WAITS],
+    ),
+    "a buffer between two stages gives each a thread": (
+        prefetch(50, maps(3.0, 2.0, below=prefetch(50, maps(4.0)))),
+        6.0,
+        ["Map and Map one after the other, 5.00 ms", KEEPS_UP],
+    ),
+    "the consumer waits for what it does itself": (
+        maps(4.0, below=prefetch(50, maps(5.0))),
+        6.0,
+        ["Map, 4.00 ms", "it waits, as it does this itself"],
+    ),
+    "the thread below has the time of both": (
+        maps(4.0, below=prefetch(50, maps(10.1))),
+        6.0,
+        ["Map, 10.10 ms", WAITS],
+    ),
+    "as many calls as threads": (
+        behind_batches(parallel_map(160, 10.0, 2, 2, source(200))),
+        30.0,
+        ["ParallelMap, 40.00 ms a batch (2 calls at once)", WAITS],
+    ),
+    "calls without a thread do not run": (
+        behind_batches(parallel_map(160, 10.0, 64, 2, source(200))),
+        30.0,
+        ["ParallelMap, 40.00 ms a batch (64 calls, 2 at once)", WAITS],
+    ),
+    "fewer calls than threads": (
+        behind_batches(parallel_map(160, 10.0, 4, 8, source(200))),
+        30.0,
+        ["20.00 ms a batch (4 calls at once)", KEEPS_UP],
+    ),
+    "parallel maps share the threads": (
+        behind_batches(parallel_map(160, 5.0, 4, 2, parallel_map(160, 10.0, 4, 2, source(200)))),
+        50.0,
+        ["ParallelMap and ParallelMap in the same 2 threads, 60.00 ms", WAITS],
+    ),
+    "work for what is in a buffer is not that of the batches taken": (
+        prefetch(2, batch(2, parallel_map(16, 10.0, 64, 8, source(80), buffered=48))),
+        30.0,
+        ["10.00 ms a batch"],
+    ),
+    "rounds that have ended do not make a stage fast": (
+        prefetch(43, node("ForeverRepeat", 43, 0.0, batch(3, node("Map", 24, 4.0, source(25))))),
+        6.0,
+        ["Map, 32.00 ms a batch", WAITS],
+    ),
+    "the last files when their names have ended": (
+        behind_batches(
+            parallel("LegacyParallelInterleaveV2", GONE, *readers(2), cycle_length=(4.0, 4.0))
+        ),
+        6.0,
+        ["TFRecord, 8.00 ms a batch (4 at once)"],
+    ),
+    "maps of files in parallel need threads": (
+        behind_batches(files(160, 4.0, kind=ASYNC_INTERLEAVE, parallelism=(8.0, 8.0))),
+        6.0,
+        ["Map, 16.00 ms a batch (2 at once)"],
+    ),
+    "a thread for each of two files": (
+        behind_batches(files(160, 4.0, kind=ASYNC_INTERLEAVE, parallelism=(2.0, 8.0))),
+        6.0,
+        ["Map, 16.00 ms a batch (2 at once)"],
+    ),
+    "files in parallel have threads to read them": (
+        behind_batches(
+            parallel("ParallelInterleaveV4", source(40), *readers(8), parallelism=(8.0, 8.0))
+        ),
+        6.0,
+        ["TFRecord, 4.00 ms a batch (8 at once)", KEEPS_UP],
+    ),
+    "an unknown ratio is that of the elements": (
+        prefetch(
+            50,
+            node("Filter", 50, 0.0, node("Map", 100, 4.0, source(100)), kind=UNKNOWN, ratio=0.0),
+        ),
+        6.0,
+        ["Map, 8.00 ms a batch"],
+    ),
+    "a full cache reads nothing more": (
+        prefetch(8, node("MemoryCache", 8, 0.001, node("MemoryCacheImpl", 8, 0.001))),
+        6.0,
+        ["Bottleneck: ", KEEPS_UP],
+    ),
+    "a data service is a source": (prefetch(50, node("DataService", 50, 1.0)), 6.0, [KEEPS_UP]),
+    "of what is concatenated the last is read": (
+        prefetch(100, node("Concatenate", 100, 0.0, maps(4.0), maps(3.0))),
+        5.0,
+        ["Map, 3.00 ms", KEEPS_UP],
+    ),
+    "the rest of a pass is in a full shuffle": (
+        prefetch(50, node("Shuffle", 50, 1.0, GONE, buffered=20)),
+        6.0,
+        ["keeps up for the rest of the pass. What Shuffle read has ended: the rest of the pass"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("tree", "consumer_ms", "texts"), VERDICTS.values(), ids=VERDICTS)
+def test_a_verdict_names_what_bounds_the_pipeline(report_of, tree, consumer_ms, texts):
+    verdict = report_of(tree, consumer_ms).verdict
+    assert [text for text in texts if text not in verdict] == []
+
+
 def test_files_of_an_interleave_are_one_stage(report_of):
     tree = files(160, 4.0, kind=INTERLEAVE, cycle_length=(4.0, 4.0))
-    report = report_of(prefetch(20, batch(20, tree)), 6.0)
-    (stage,) = [stage for stage in report.stages if stage.name == "Map"]
-    assert stage.elements == 8
+    report = report_of(behind_batches(tree), 6.0)
+    elements = {stage.name: stage.elements for stage in report.stages}
+    assert (elements["Map"], elements["Range"]) == (8, 40)
     assert "Map, 32.00 ms a batch" in report.verdict
-    (outer,) = [stage for stage in report.stages if stage.name == "Range"]
-    assert outer.elements == 40
-
-
-def test_the_last_files_are_known_when_their_names_have_ended(report_of):
-    inner = [node("TFRecord", 4, 4.0, ratio=0.0) for _ in range(2)]
-    tree = node(
-        "LegacyParallelInterleaveV2",
-        160,
-        0.0,
-        GONE,
-        *inner,
-        kind=ASYNC_INTERLEAVE,
-        ratio=0.0,
-        cycle_length=(4.0, 4.0),
-    )
-    report = report_of(prefetch(20, batch(20, tree)), 6.0)
-    assert "TFRecord, 8.00 ms a batch (4 at once)" in report.verdict
-
-
-@pytest.mark.parametrize("workers", [2, 8])
-def test_files_in_parallel_need_threads_for_their_maps(report_of, workers):
-    tree = files(
-        160,
-        4.0,
-        kind=ASYNC_INTERLEAVE,
-        cycle_length=(8.0, 8.0),
-        parallelism=(workers, 8.0),
-    )
-    report = report_of(prefetch(20, batch(20, tree)), 6.0)
-    assert "Map, 16.00 ms a batch (2 at once)" in report.verdict
-
-
-def test_files_in_parallel_are_read_by_threads_of_their_own(report_of):
-    inner = [node("TFRecord", 4, 4.0, ratio=0.0) for _ in range(8)]
-    tree = node(
-        "ParallelInterleaveV4",
-        160,
-        0.0,
-        source(40),
-        *inner,
-        kind=ASYNC_INTERLEAVE,
-        ratio=0.0,
-        parallelism=(8.0, 8.0),
-    )
-    report = report_of(prefetch(20, batch(20, tree)), 6.0)
-    assert "TFRecord, 4.00 ms a batch (8 at once)" in report.verdict
-    assert "the pipeline keeps up" in report.verdict
-
-
-def test_an_operation_of_unknown_ratio_has_that_of_its_elements(report_of):
-    tree = node("Filter", 50, 0.0, node("Map", 100, 4.0, source(100)), kind=UNKNOWN, ratio=0.0)
-    assert "Map, 8.00 ms a batch" in report_of(prefetch(50, tree), 6.0).verdict
 
 
 @pytest.mark.parametrize("counts", [(), (0, 0)])
 def test_files_that_have_ended_are_no_proof_that_the_pipeline_keeps_up(report_of, counts):
-    tree = files(160, 4.0, kind=INTERLEAVE, counts=counts)
-    report = report_of(prefetch(20, batch(20, tree)), 6.0)
+    report = report_of(behind_batches(files(160, 4.0, kind=INTERLEAVE, counts=counts)), 6.0)
     assert not report.is_complete
     assert "keeps up" not in report.verdict
     assert "Of what Interleave read nothing is recorded" in report.verdict
-
-
-def test_a_full_cache_reads_nothing_more(report_of):
-    cache = node("MemoryCache", 8, 0.001, node("MemoryCacheImpl", 8, 0.001))
-    report = report_of(prefetch(8, cache), 6.0)
-    assert report.is_complete
-    assert "keeps up" in report.verdict
 
 
 def test_a_full_cache_takes_its_time_for_what_it_gives(report_of):
     cache = node("MemoryCacheImpl", 50, 4.0)
     cache[0].buffered_elements = 10_000
     assert "MemoryCacheImpl, 4.00 ms" in report_of(prefetch(50, cache), 6.0).verdict
-
-
-def test_a_data_service_is_a_source(report_of):
-    report = report_of(prefetch(50, node("DataService", 50, 1.0)), 6.0)
-    assert "the pipeline keeps up" in report.verdict
-
-
-def test_of_what_is_concatenated_the_last_is_read(report_of):
-    both = node("Concatenate", 100, 0.0, maps(4.0), maps(3.0))
-    assert "Map, 3.00 ms" in report_of(prefetch(100, both), 5.0).verdict
-    assert "keeps up" in report_of(prefetch(100, both), 5.0).verdict
-
-
-def test_the_rest_of_a_pass_is_in_a_full_shuffle(report_of):
-    report = report_of(prefetch(50, node("Shuffle", 50, 1.0, GONE, buffered=20)), 6.0)
-    assert "keeps up for the rest of the pass" in report.verdict
-    assert "What Shuffle read has ended" in report.verdict
-    assert "Look again" not in report.verdict

@@ -184,17 +184,3 @@ def test_reading_threads_are_divided_by_need_and_return(make_session):
     assert train_until(is_divided, waits)
     sessions[0].close()
     assert train_until(lambda: sessions[1].share.reading_loaders == 10, waits[1:])
-
-
-def test_a_file_that_cannot_be_written_leaves_each_job_alone(make_session, caplog):
-    controller = Scripted(LoaderPlan(2, 2))
-    session = begun(make_session(controller))
-
-    def fails(job, reading):
-        raise OSError("read-only file system")
-
-    session.share._budget.update = fails
-    for _ in range(2):
-        session.after_step(SECONDS_OF_A_WINDOW, 0.5, 1)
-    assert controller.cpus == []
-    assert caplog.text.count("do not share it: read-only file system") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,28 +108,16 @@ class BrokenOff(keras.callbacks.Callback):
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("callbacks", [[], [keras.callbacks.History()]])
-def test_a_training_that_was_broken_off_leaves_no_batches(callbacks: list[Any]) -> None:
-    weights = []
-    for first in ([DataValidation(schema())], []):
-        model = make_model()
-        with pytest.raises(KeyboardInterrupt):
-            model.fit(batches(*samples()), verbose=0, callbacks=[*first, BrokenOff(), *callbacks])
-        model.fit(batches(*samples(1)), verbose=0, callbacks=callbacks)
-        weights.append(model.get_weights())
-    for actual, expected in zip(*weights, strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("tunes_again", [True, False])
-def test_what_two_callbacks_left_is_undone(tunes_again: bool) -> None:
+@pytest.mark.parametrize("tunes", ["never", "before", "before and after"])
+def test_a_training_that_was_broken_off_leaves_no_batches(tunes: str) -> None:
     weights = []
     for is_plain in (False, True):
         model, tuner = make_model(), LoaderTuner(share_host=False)
-        first = [] if is_plain else [tuner, DataValidation(schema())]
+        tuners = [tuner] if tunes != "never" else []
+        first = [] if is_plain else [*tuners, DataValidation(schema())]
         with pytest.raises(KeyboardInterrupt):
             model.fit(batches(*samples()), verbose=0, callbacks=[*first, BrokenOff()])
-        second = [tuner] if tunes_again and not is_plain else []
+        second = [tuner] if tunes == "before and after" and not is_plain else []
         model.fit(batches(*samples(1)), epochs=2, verbose=0, callbacks=second)
         weights.append(model.get_weights())
     for actual, expected in zip(*weights, strict=True):
@@ -364,39 +353,25 @@ def test_arguments_that_are_none(tmp_path: Path) -> None:
         DataValidation(3)
 
 
-def replaces(model: keras.Model, at: int = 0) -> keras.callbacks.Callback:
-    def make(batch: int, logs: Any) -> None:
-        if batch == at:
-            model.make_train_function(force=True)
+def replaces(event: str, at: int | None = None) -> Callable[[keras.Model], Any]:
+    """Makes a callback that replaces the train function at a batch, or at each event."""
 
-    return keras.callbacks.LambdaCallback(on_train_batch_begin=make)
+    def make(model: keras.Model) -> keras.callbacks.Callback:
+        def replace(number: int, logs: Any = None) -> None:
+            if at in (None, number):
+                model.make_train_function(force=True)
+
+        return keras.callbacks.LambdaCallback(**{event: replace})
+
+    return make
 
 
-@pytest.mark.parametrize("at", [0, 5])
-def test_another_callback_cannot_take_it_out(at: int, tmp_path: Path) -> None:
+def test_another_callback_cannot_take_it_out() -> None:
     model = make_model()
-    validation = DataValidation(schema(), compare_shards=True, directory=tmp_path)
     x, y = samples()
-    model.fit(batches(x, y), verbose=0, callbacks=[validation, replaces(model, at)])
-    path = tmp_path / "epoch-0001-replica-0.stats"
-    assert read_statistics(path).datasets[0].num_examples == ROWS
+    callbacks = [DataValidation(schema()), replaces("on_train_batch_begin", 0)(model)]
     with pytest.raises(DataAnomalyError):
-        model.fit(batches(spoil(x, 1), y), verbose=0, callbacks=[validation, replaces(model)])
-
-
-class Unfreeze(keras.callbacks.Callback):
-    """Replaces the train function at a batch of each epoch (-1: at its beginning)."""
-
-    def __init__(self, batch: int) -> None:
-        super().__init__()
-        self._batch = batch
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.on_train_batch_end(-1)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if batch == self._batch:
-            self.model.make_train_function(force=True)
+        model.fit(batches(spoil(x, 1), y), verbose=0, callbacks=callbacks)
 
 
 class OtherFit(keras.callbacks.Callback):
@@ -408,14 +383,22 @@ class OtherFit(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize(
-    ("other", "is_last"),
-    [(Unfreeze(-1), True), (Unfreeze(1), False), (Unfreeze(5), True), (OtherFit(), True)],
+    ("make", "is_last"),
+    [
+        (replaces("on_epoch_begin"), True),
+        (replaces("on_train_batch_begin", 0), False),
+        (replaces("on_train_batch_begin", 5), False),
+        (replaces("on_train_batch_end", 1), False),
+        (replaces("on_train_batch_end", 5), True),
+        (lambda model: OtherFit(), True),
+    ],
 )
 def test_shards_are_compared_though_the_train_function_is_replaced(
-    other: Any, is_last: bool, tmp_path: Path
+    make: Callable[[keras.Model], Any], is_last: bool, tmp_path: Path
 ) -> None:
     validation = DataValidation(schema(), compare_shards=True, directory=tmp_path)
     model = make_model()
+    other = make(model)
     callbacks = [other, validation] if is_last else [validation, other]
     model.fit(batches(*samples()), epochs=2, verbose=0, callbacks=callbacks)
     of_other = 2 if isinstance(other, OtherFit) else 0
