@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras.src.trainers import data_adapters
+from workers import adapted
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.order.keras_arrays import with_order_of_epoch, with_repeatable_order
@@ -14,10 +14,6 @@ from keras_het.loader.order.pipeline_form import recognise
 
 SAMPLES, BATCH = 23, 5
 X, Y = np.arange(46, dtype="float32").reshape(SAMPLES, 2), np.arange(SAMPLES)
-
-
-def adapted(*arguments, **options):
-    return data_adapters.get_data_adapter(*arguments, **options).get_tf_dataset()
 
 
 def labels(dataset):

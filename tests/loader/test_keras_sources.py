@@ -7,15 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.trainers import data_adapters
-from workers import collect, make_workers, reference
+from workers import adapted, collect, make_workers, reference
 
 import keras_het
 from keras_het.loader import Knobs, pipeline
-
-
-def adapted(*arguments, **options):
-    return data_adapters.get_data_adapter(*arguments, **options).get_tf_dataset()
-
 
 X = np.arange(46, dtype="float32").reshape(23, 2)
 Y = np.arange(23) % 4

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from keras.src.trainers import data_adapters
 from pipelines import ALL
+from workers import adapted
 
 from keras_het.loader import GlobalOrderDataset
 from keras_het.loader import tf_data_adapter as adapter
@@ -133,7 +134,7 @@ def test_a_callable_that_makes_generators_is_none_of_fit(make):
 
 def test_a_generator_of_fit_is_told_from_others():
     batches = ((np.zeros([2, 3]), np.zeros([2])) for _ in range(4))
-    given = data_adapters.get_data_adapter(batches).get_tf_dataset()
+    given = adapted(batches)
     assert any(adapter.is_keras_generator(node) for node in adapter.upstream_of(given))
     assert not any(adapter.is_keras_py_dataset(node) for node in adapter.upstream_of(given))
 
@@ -144,7 +145,7 @@ def test_a_generator_of_fit_is_told_from_others():
         def __getitem__(self, index):
             return np.zeros([2, 3]), np.zeros([2])
 
-    for other in (ALL["generator"](), data_adapters.get_data_adapter(Batches()).get_tf_dataset()):
+    for other in (ALL["generator"](), adapted(Batches())):
         assert any(adapter.draws_from_generator(node) for node in adapter.upstream_of(other))
         assert not any(adapter.is_keras_generator(node) for node in adapter.upstream_of(other))
     assert any(adapter.is_keras_py_dataset(node) for node in adapter.upstream_of(other))
@@ -161,13 +162,13 @@ def test_what_counts_its_iterators():
 
 
 def test_keras_functions_are_recognised_and_others_are_not():
-    arrays = data_adapters.get_data_adapter(np.zeros([4, 2]), np.zeros([4])).get_tf_dataset()
+    arrays = adapted(np.zeros([4, 2]), np.zeros([4]))
     assert any(adapter.keras_array_indices(node) for node in adapter.upstream_of(arrays))
     (found,) = filter(None, map(adapter.keras_arrays, adapter.upstream_of(arrays)))
     assert found.batch_size == 32 and not found.is_shuffled
     assert [tuple(array.shape) for array in found.arrays] == [(4, 2), (4,)]
     batches = tf.data.Dataset.from_tensors((np.zeros([4, 2]), np.zeros([4])))
-    weighted = data_adapters.get_data_adapter(batches, class_weight={0: 1.0}).get_tf_dataset()
+    weighted = adapted(batches, class_weight={0: 1.0})
     assert any(adapter.keras_class_weight(node) for node in adapter.upstream_of(weighted))
     for node in adapter.upstream_of(batches.map(lambda x, y: (x, y))):
         assert not adapter.keras_array_indices(node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import tensorflow as tf
+from keras.src.trainers import data_adapters
 
 from keras_het.loader import GlobalOrderDataset
 from keras_het.planning import ReplicaLayout
@@ -33,6 +34,11 @@ def make_workers(build, replicas_per_worker, weights_by_call, **options):
         )
         for index in range(len(replicas_per_worker))
     ]
+
+
+def adapted(*arguments, **options):
+    """The data set that Keras makes of what `fit` is given."""
+    return data_adapters.get_data_adapter(*arguments, **options).get_tf_dataset()
 
 
 def plain(value):

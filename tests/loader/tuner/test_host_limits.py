@@ -1,4 +1,4 @@
-"""CPU quotas of containers are seen, and what is idle within them."""
+"""CPU quotas and memory limits of containers are seen, and what is idle within them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import itertools
 import math
 import os
 import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from keras_het.loader.host.cpus import IdleCpus
+from keras_het.loader.host.cpus import IdleCpus, available_memory
 from keras_het.usable_cpus import own_quotas, usable_cpus
 
 AFFINITY = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -170,3 +172,54 @@ def test_the_group_whose_quota_is_used_up_decides(tmp_path, nobody_works):
 def test_a_real_quota_is_read():
     """Whatever this machine has: a number above zero, at most the affinity."""
     assert 0.0 < usable_cpus() <= AFFINITY < math.inf
+
+
+# --- memory
+
+HOST = 1000  # bytes that are available on it
+UNLIMITED = 9223372036854771712
+CLEAN = "anon 80\ninactive_file 70\nactive_file 50\n"
+TOTAL = "inactive_file 1\ntotal_inactive_file 20\n"
+
+
+def memory_files(limit, used, stat="", version=2):
+    names = ("memory__max", "memory__current")
+    if version == 1:
+        names = ("memory__limit_in_bytes", "memory__usage_in_bytes")
+    return {names[0]: f"{limit}\n", names[1]: f"{used}\n", "memory__stat": stat}
+
+
+@pytest.mark.parametrize(
+    ("groups", "text", "expected"),
+    [
+        pytest.param({}, "0::/\n", HOST, id="no groups"),
+        pytest.param({"own": (500, 200)}, "0::/own\n", 300, id="what the limit leaves"),
+        pytest.param({"own": (500, 600)}, "0::/own\n", 0, id="more than the limit"),
+        pytest.param({"own": (500, 200, CLEAN)}, "0::/own\n", 370, id="unused files"),
+        pytest.param({"own": ("max", 200)}, "0::/own\n", HOST, id="max"),
+        pytest.param({"own": ("nonsense", 200)}, "0::/own\n", HOST, id="nonsense"),
+        pytest.param({"own": (10**18, 200)}, "0::/own\n", HOST, id="above the host"),
+        pytest.param(
+            {"pod": (600, 500), "pod/own": (500, 200)}, "0::/pod/own\n", 100, id="groups around"
+        ),
+        pytest.param(
+            {"memory/own": (500, 200, TOTAL, 1)},
+            "3:cpu,cpuacct:/else\n2:memory:/own\n0::/\n",
+            320,
+            id="version 1",
+        ),
+        pytest.param(
+            {"memory/own": (UNLIMITED, 200, "", 1)}, "2:memory:/own\n", HOST, id="version 1, none"
+        ),
+        pytest.param({"": (400, 100)}, "0::/docker/1a2b\n", 300, id="in a container"),
+    ],
+)
+def test_limits_of_groups_bound_the_memory(groups, text, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=HOST))
+    for folder, values in groups.items():
+        group(tmp_path / folder, **memory_files(*values))
+    assert available_memory(tmp_path, membership(tmp_path, text)) == expected
+
+
+def test_this_process_has_memory():
+    assert 0 < available_memory() <= psutil.virtual_memory().total
