@@ -37,7 +37,6 @@ class LocalSteps:
                 self._samples += self._strategy.own_samples_delivered - before
 
     def take_samples(self) -> int:
-        """Return the samples this worker's replicas have used since the last call."""
         samples, self._samples = self._samples, 0
         return samples
 

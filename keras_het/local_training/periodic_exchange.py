@@ -50,7 +50,6 @@ class PeriodicExchange:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="keras_het_exchange")
 
     def steps_done(self, steps: int, samples: int) -> None:
-        """Merge and start the exchanges that are due."""
         passed = range(self._step + 1, self._step + steps + 1)
         self._step += steps
         for fragment in self.fragments:
@@ -79,7 +78,6 @@ class PeriodicExchange:
             fragment.show_center()
 
     def hide_center(self) -> None:
-        """Restore this worker's own weights in the model."""
         for fragment in self.fragments:
             fragment.hide_center()
 
@@ -158,7 +156,6 @@ class Fragment:
 
     @property
     def center(self) -> tf.Tensor:
-        """The center, a float32 vector."""
         return self.state["center"]
 
     def _traced(self) -> tf.types.experimental.ConcreteFunction:
@@ -183,7 +180,6 @@ class Fragment:
         samples: tf.Tensor,
         state: dict[str, tf.Tensor],
     ) -> tuple[tf.Tensor, tf.Tensor, dict[str, tf.Tensor]]:
-        """Run one exchange in the graph; return the weights, statistics and state after it."""
         mean = statistics
 
         def all_reduce_sum(vector: tf.Tensor) -> tf.Tensor:
@@ -204,7 +200,6 @@ class Fragment:
         return weights, mean, state
 
     def start(self, executor: Executor, step: int) -> None:
-        """Start an exchange of the current weights."""
         sent = self._weights.read(), self._statistics.read()
         samples = tf.constant(float(self.samples), tf.float32)
         self.samples = self.steps = 0
@@ -221,7 +216,6 @@ class Fragment:
         return weights, mean
 
     def wait(self) -> None:
-        """Wait until the sum in flight is complete."""
         if self._pending is not None:
             self._pending.combined.result()
 
@@ -231,7 +225,6 @@ class Fragment:
             self.merge()
 
     def merge(self) -> None:
-        """Continue from the result of the exchange in flight."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -250,7 +243,6 @@ class Fragment:
         )
 
     def show_center(self) -> None:
-        """Load the center, with the statistics of the last exchange, into the model; idempotent."""
         if self._own is None:
             self.wait()
             self._own = self._weights.read(), self._statistics.read()
@@ -258,14 +250,12 @@ class Fragment:
             self._statistics.write(self._mean_statistics)
 
     def hide_center(self) -> None:
-        """Restore this worker's own weights in the model."""
         own, self._own = self._own, None
         if own is not None:
             self._weights.write(own[0])
             self._statistics.write(own[1])
 
     def saved(self) -> dict[str, np.ndarray]:
-        """State that a backup keeps in addition to the model's weights: name to array."""
         self.wait()
         found = {f"{_STATE}{name}": np.asarray(value) for name, value in self.state.items()}
         found["mean_statistics"] = np.asarray(self._mean_statistics)
@@ -279,7 +269,6 @@ class Fragment:
         return found
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Restore the result of `saved`; the model's weights are already restored."""
         state = {
             name.removeprefix(_STATE): tf.constant(value)
             for name, value in saved.items()

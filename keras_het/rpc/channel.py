@@ -99,7 +99,6 @@ class FunctionClient(Channel):
         specs: Nest,
         timeout_seconds: tf.Tensor | float | None = None,
     ) -> Call:
-        """Send a call without waiting for the answer; works in a `tf.function` too."""
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         with tf.device("CPU:0"):
             proof = token(self.credential, function, tf.timestamp() + self._clock_ahead)
@@ -132,7 +131,6 @@ class FunctionClient(Channel):
         return is_other
 
     def value(self, answer: Call, timeout_seconds: float | None = None) -> Nest:
-        """Wait for the answer to a `call`."""
         if not bool(answer.is_ok()):
             seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
             code, text = error_of(answer)
@@ -177,7 +175,6 @@ class LocalChannel(Channel):
         specs: Nest,
         timeout_seconds: tf.Tensor | float | None = None,
     ) -> Call:
-        """Run a function."""
         with tf.device("CPU:0"):
             if function not in self._traced:
                 self._traced[function] = self._functions[function].get_concrete_function()
@@ -185,7 +182,6 @@ class LocalChannel(Channel):
 
 
 def error_of(answer: Call) -> tuple[int, str]:
-    """Return the code and text of the error that arrived instead of an answer."""
     code, message = answer.get_error()
     return int(code), message.numpy().decode(errors="replace")
 

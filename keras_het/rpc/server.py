@@ -211,8 +211,6 @@ def served_function(
 
 
 def hello_function() -> TfFunction:
-    """Return a function that tells its caller that it is admitted."""
-
     @tf.function(input_signature=[], autograph=False)
     def hello() -> tf.Tensor:
         return tf.constant(int(Status.OK))

@@ -149,11 +149,9 @@ class Vector:
                 self._write = write.get_concrete_function(specs)
 
     def read(self) -> tf.Tensor:
-        """Return the values, of shape [size]."""
         return self._read() if self._variables else tf.zeros([0], self._dtype)
 
     def write(self, vector: tf.Tensor) -> None:
-        """Set the values on every local replica."""
         if self._variables:
             with self._strategy.scope():
                 self._write(vector)
@@ -213,14 +211,12 @@ class PartitionedVector(Vector):
         super().__init__(variables, strategy)
 
     def read(self) -> list[tf.Tensor]:
-        """Return the values, a vector for each partition."""
         held = list(super().read())
         if self._rest is None:
             return held
         return [own + rest for own, rest in zip(held, self._rest, strict=True)]
 
     def write(self, parts: Sequence[tf.Tensor]) -> None:
-        """Set the values on every local replica."""
         super().write(list(parts))
         if self._rounds:
             self._rest = [

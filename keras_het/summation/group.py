@@ -302,7 +302,6 @@ class SummationClient:
         )
 
     def join(self, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> None:
-        """Begin the run on the machine."""
         run, spec = tf.constant(self._run, tf.int64), tf.TensorSpec([], tf.int32)
         end = time.monotonic() + timeout_seconds
         try:
@@ -330,7 +329,6 @@ class SummationClient:
             )
 
     def is_healthy(self, timeout_seconds: float) -> bool:
-        """Return whether the machine answers."""
         spec = tf.TensorSpec([], tf.int32)
         call = self._client.call("sum_hello", [], spec, timeout_seconds)
         return bool(call.is_ok())

@@ -36,12 +36,9 @@ class GroupSize:
 
     @property
     def wanted(self) -> int:
-        """The most recently announced number of workers."""
         return int(self._wanted)
 
     def register_on(self, server: FunctionServer) -> None:
-        """Listen on a server that has not started."""
-
         @tf.function(input_signature=[_SPEC], autograph=False)
         def tell(num_workers: tf.Tensor) -> tf.Tensor:
             def take() -> tf.Tensor:

@@ -253,7 +253,6 @@ class SlotTable:
         return tf.while_loop(lambda place: place < 2 * self._num_slots, body, [tf.constant(0)])
 
     def close(self) -> None:
-        """Make all waiting calls fail."""
         for place in range(2 * self._num_slots):
             tf.raw_ops.QueueCloseV2(handle=self._tokens[place], cancel_pending_enqueues=True)
 

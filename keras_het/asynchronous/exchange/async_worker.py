@@ -112,17 +112,14 @@ class AsyncWorker(Participant):
             return 0
 
     def claims(self) -> AsyncClaims | None:
-        """Return the batches that this worker takes."""
         return self._claims
 
     @property
     def period(self) -> int:
-        """Steps between two exchanges."""
         planned = self._plan.steps(self._stage) if self._plan is not None else None
         return planned or self._planned_period or self.options.period_of(self._worker, self._stage)
 
     def steps_done(self, steps: int, samples: int) -> None:
-        """Exchange every `period` steps."""
         self._pace.computed(steps, samples)
         self._steps += steps
         self._samples += samples
@@ -171,7 +168,6 @@ class AsyncWorker(Participant):
         self._report(Presence.TRAINING)
 
     def _make_plan(self, plan: LocalStepTuner) -> None:
-        """Report this worker's pace, ask for the others' paces, and plan by them."""
         if self._pace.is_due:
             plan.pull(self._engine.weights.pull)
         own = self._own_pace()
@@ -202,7 +198,6 @@ class AsyncWorker(Participant):
         return pace and pace._replace(staleness=self._engine.weights.staleness)
 
     def note_loss(self, loss: float) -> None:
-        """Record the training loss, for rules with stages."""
         self._loss = loss
 
     def _tell_loss(self) -> None:
@@ -269,7 +264,6 @@ class AsyncWorker(Participant):
         self._report(Presence.GONE)
 
     def _join(self) -> None:
-        """Connect and start from the center."""
         self.rule = self.options.rule.for_steps_of(1 / self._num_parts())
         seconds = self.options.connect_seconds
         connected = connect(lambda: open_connection(self, self._number), seconds, _HAS_IT_ENDED)

@@ -92,7 +92,6 @@ class Center:
         push: bool,
         wait: bool = False,
     ) -> list[tf.Tensor]:
-        """Exchange the group's weights and moving statistics with the center."""
         if self.engine.is_away:
             return [*weights, *state]
         try:
@@ -114,21 +113,17 @@ class Center:
         return grant
 
     def add_used(self, samples: int) -> None:
-        """Count samples that the group has used."""
         self.ledger.add_used(samples)
         self._try(self.ledger.tell_used, None)
 
     def pace(self, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Report the group's pace and return paces and silence of all; None without a service."""
         return self._try(lambda: self.ledger.pace(pace), None)
 
     def weights(self) -> list[tf.Tensor]:
-        """The center, one vector for each partition; the group's weights without a service."""
         own = self._leader.vectors.weights.read()
         return self._try(lambda: self.engine.weights.pull(exact=True), own)
 
     def state(self) -> list[tf.Tensor]:
-        """The center of the moving statistics, in the same form."""
         state, own = self.engine.state, self._leader.vectors.state
         return [] if state is None or own is None else self._try(state.pull, own.read())
 
@@ -139,11 +134,9 @@ class Center:
         return self.engine.weights.latest_versions
 
     def training_workers(self) -> list[int]:
-        """Async workers that are training."""
         return self._present(Presence.TRAINING)
 
     def waiting_workers(self) -> list[int]:
-        """Async workers that have finished and wait for the final weights."""
         return self._present(Presence.WAITING)
 
     def skip(self, worker: int) -> bool:
@@ -159,7 +152,6 @@ class Center:
         self._is_closed = True
 
     def close(self) -> None:
-        """End the service; tell the tasks that hold it."""
         self.engine.watch.stop()
         if not self.engine.is_given_up:
             self._parts.close(_LONGEST_FAREWELL_SECONDS if self.engine.is_away else None)
@@ -171,7 +163,6 @@ class Center:
     def _exchange(
         self, weights: list[tf.Tensor], state: list[tf.Tensor], samples: int, push: bool, wait: bool
     ) -> list[tf.Tensor]:
-        """Continue from the last answer, and send again."""
         engine = self.engine
         state = engine.exchange_state(state, samples)
         weights = engine.weights.receive(weights)
@@ -190,7 +181,6 @@ class Center:
         return Grant(first, granted, granted < count)
 
     def _meet_again(self) -> None:
-        """Resume with the service after a loss."""
         restarted = self._parts.restarted()
         if restarted or self._parts.awaits_center:
             self._parts.begin_again(restarted)

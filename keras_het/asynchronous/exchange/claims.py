@@ -25,7 +25,6 @@ class Grant:
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float]) -> Grant:
-        """Restore the grant from the result of `to_numbers`."""
         digit, rest, count, is_last = (int(number) for number in numbers)
         return cls(digit * _DIGIT + rest, count, bool(is_last))
 
@@ -43,23 +42,19 @@ class GroupClaims:
         self.is_complete = False
 
     def add(self, grant: Grant) -> None:
-        """Record batches that were handed out to the group."""
         if grant.count:
             self._firsts.append(grant.first)
             self._stops.append(grant.first + grant.count)
         self.is_complete |= grant.is_last
 
     def is_known(self, batch: int) -> bool:
-        """Whether the owner of a batch is already known."""
         return batch < self.known_until or self.is_complete
 
     def owns(self, batch: int) -> bool:
-        """Whether a batch belongs to the group."""
         place = bisect.bisect_right(self._firsts, batch) - 1
         return place >= 0 and batch < self._stops[place]
 
     def is_over(self, batch: int) -> bool:
-        """Whether this batch and all later ones belong to others."""
         return self.is_complete and batch >= self.known_until
 
     @property
@@ -90,7 +85,6 @@ class AsyncClaims:
         self.is_exhausted = False
 
     def is_known(self, batch: int) -> bool:
-        """Whether the owner of a batch is already known."""
         return batch <= self._latest or self.is_exhausted
 
     def owns(self, batch: int) -> bool:
@@ -106,5 +100,4 @@ class AsyncClaims:
         return batch == self._latest
 
     def is_over(self, batch: int) -> bool:
-        """Whether this batch and all later ones belong to others."""
         return self.is_exhausted and batch > self._latest

@@ -74,7 +74,6 @@ class Connection:
 
 
 def open_connection(participant: Participant, number: int) -> Connection:
-    """Connect to weights, moving statistics and ledger of a service."""
     options, vectors = participant.options, participant.vectors
     first = config_of(participant.strategy).service_address()
     access = participant.credential, number, options.timeout_seconds
@@ -143,7 +142,6 @@ class LeaderConnection:
 
     @property
     def answers_at_once(self) -> bool:
-        """Whether the center is in this process."""
         return self.weights.answers_at_once
 
     def bring_center(self, saved: Mapping[str, np.ndarray] | None = None) -> None:
@@ -154,7 +152,6 @@ class LeaderConnection:
             self.state.restore(vectors.state.read())
 
     def exported(self) -> dict[str, np.ndarray]:
-        """Return versions and rule state, as arrays that a backup can keep."""
         try:
             return self.weights.export()
         except ConnectionError as error:
@@ -186,7 +183,6 @@ class LeaderConnection:
             raise ServiceLostError(str(error)) from error
 
     def open_directory(self) -> None:
-        """Admit async workers: tell them where the parts are."""
         text = tf.constant(",".join(self.addresses))
         specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.string))
         try:
@@ -195,7 +191,6 @@ class LeaderConnection:
             raise ServiceLostError(f"The parameter service at {error}") from error
 
     def close_training(self) -> None:
-        """Make all processes reject further pushes."""
         try:
             for client in (self.weights, self.state):
                 if client is not None:

@@ -104,7 +104,6 @@ class ExchangeEngine:
             self.state.pending = None
 
     def meet_again(self) -> None:
-        """Wait until all parts answer after a loss; pushes in flight are sent again."""
         for each in self._exchanges:
             each.meet_again()
 
@@ -184,7 +183,6 @@ class VectorExchange:
         return self._transport.signal(signal)
 
     def pull(self, exact: bool = False) -> list[tf.Tensor]:
-        """Fetch the center."""
         fallback = (tf.zeros([size]) for size in self._transport.partitions.sizes)
         answer = self._transport.pull(fallback, exact)
         statuses = answer.statuses.numpy()
@@ -203,7 +201,6 @@ class VectorExchange:
         self._versions = self._latest_versions
 
     def after_absence(self, weights: list[tf.Tensor], num_workers: int) -> list[tf.Tensor]:
-        """Return the weights to continue from once the service is back: `after_absence`."""
         starts = self.seen if self.pending is None else self.pending.sent
         pairs = zip(weights, starts, strict=True)
         return [self._rule.after_absence(own, start, num_workers) for own, start in pairs]
@@ -399,7 +396,6 @@ class ReturnWatch:
 
     @property
     def has_answered(self) -> bool:
-        """Whether the service has answered since the latest loss."""
         return self._answered.is_set()
 
     def start(self) -> None:

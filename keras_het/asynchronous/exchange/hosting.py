@@ -49,7 +49,6 @@ class ServiceSpec:
     partition_size: int
 
     def make_rules(self) -> tuple[UpdateRule, UpdateRule]:
-        """Create the rules of weights and moving statistics."""
         rules = [get(dict(described)) for described in (self.rule, self.state_rule)]
         for rule in rules:
             if not isinstance(rule, UpdateRule):
@@ -59,12 +58,10 @@ class ServiceSpec:
         return rules[0], rules[1]  # type: ignore[return-value]
 
     def to_json(self) -> str:
-        """Return the description as JSON text."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> ServiceSpec:
-        """Restore a description from the result of `to_json`."""
         values = json.loads(text)
         for name in ("shapes", "state_shapes"):
             values[name] = tuple(tuple(map(int, shape)) for shape in values[name])
@@ -72,7 +69,6 @@ class ServiceSpec:
 
 
 def spec_of(participant: Participant, num_services: int) -> ServiceSpec:
-    """Describe the training of a participant."""
     vectors, options = participant.vectors, participant.options
     state = vectors.state.partitions.shapes if vectors.state is not None else ()
     return ServiceSpec(
@@ -121,16 +117,13 @@ class HostedParts:
         self.server.register(CLOSE, self._close_function(), gate)
 
     def start(self) -> None:
-        """Start answering."""
         self.server.start()
 
     def close(self) -> None:
-        """Stop answering and release the port."""
         self.server.close()
 
     @property
     def is_closed(self) -> bool:
-        """Whether the leader has announced the end of training."""
         return bool(self._is_closed)
 
     def _service(
@@ -183,8 +176,6 @@ class Offers:
             self._text = tf.Variable("", trainable=False)
 
     def register_on(self, server: FunctionServer) -> None:
-        """Accept offers on a server that has not started."""
-
         @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
         def offer(text: tf.Tensor) -> tf.Tensor:
             self._text.assign(text)
@@ -194,7 +185,6 @@ class Offers:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there is a pending offer."""
         return bool(self._text.numpy())
 
     def take(self) -> tuple[ServiceSpec, int]:
@@ -226,7 +216,6 @@ class Offers:
 def make_offer(
     address: str, secret: bytes, spec: ServiceSpec, place: int, timeout_seconds: float
 ) -> None:
-    """Offer a training to a process that runs `keras-het serve`."""
     client = FunctionClient(address, credential(secret, _ABOUT), timeout_seconds)
     text = tf.constant(json.dumps([place, spec.to_json()]))
     try:

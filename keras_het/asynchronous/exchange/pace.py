@@ -56,7 +56,6 @@ class PushPace:
         self._sent_at: float | None = None
 
     def computed(self, steps: int, samples: int) -> None:
-        """Record steps that have just ended."""
         now = self._clock()
         seconds, self._since = now - self._since, now
         self._num_steps += steps
@@ -85,7 +84,6 @@ class PushPace:
         self._took_early += self._since - started
 
     def sent(self) -> None:
-        """Record that a message leaves now."""
         self._sent_at = self._clock()
 
     @contextlib.contextmanager
@@ -103,7 +101,6 @@ class PushPace:
 
     @property
     def latest_answer_seconds(self) -> float:
-        """Time from the latest message to its answer."""
         return self._answers[-1] if self._answers else 0.0
 
     @property
@@ -113,7 +110,6 @@ class PushPace:
 
     @property
     def pace(self) -> Pace | None:
-        """The measured pace; None before the first steps that count."""
         if not self._steps:
             return None
         step = statistics.median(seconds for seconds, _ in self._steps)
@@ -167,11 +163,9 @@ class LocalStepTuner:
         self._part = 1.0
 
     def steps(self, stage: int) -> int | None:
-        """Return the local steps of a stage, None before the first plan."""
         return None if self._chosen is None else self._chosen[stage].steps
 
     def next_ratio(self, stage: int) -> float:
-        """Return the fraction of the values in the following messages, by the latest plan."""
         if self._chosen is not None:
             self._part = self._chosen[stage].ratio
         return self._part
@@ -183,7 +177,6 @@ class LocalStepTuner:
             self._pushes.append((seconds, self._part))
 
     def pull(self, pull: Callable[[], object]) -> None:
-        """Measure how long the center takes to arrive."""
         started = self._clock()
         pull()
         self._pulls.append(self._clock() - started)
@@ -197,7 +190,6 @@ class LocalStepTuner:
         return pace._replace(exchange_seconds=full + pull, pull_seconds=pull)
 
     def choose(self, paces: np.ndarray, silence: np.ndarray, longest_silence: float) -> None:
-        """Make the plan of both stages."""
         paces = np.asarray(paces, np.float64)
         counts = (paces[:, 0] > 0) & (paces[:, 1] >= 1) & (np.asarray(silence) < longest_silence)
         counts[self._participant] = True

@@ -39,7 +39,6 @@ class StatisticsAveraging(ElasticAveraging):
     """
 
     def receive(self, weights: tf.Tensor, sent_weights: tf.Tensor, answer: tf.Tensor) -> tf.Tensor:
-        """Move the worker's statistics towards the center as it moved, but not beyond it."""
         if self.alpha == 1:  # only this worker moves the center, which equals its message
             return weights
         pulled = super().receive(weights, sent_weights, answer)
@@ -85,7 +84,6 @@ class HybridOptions:
         return self.rule.is_measured and ratio is not None
 
     def period_of(self, worker: int, stage: int) -> int:
-        """Return the steps of an async worker between two exchanges."""
         return self.rule.local_steps(worker, stage) or self.period
 
     @property
@@ -147,7 +145,6 @@ class GradientSum(keras.optimizers.Optimizer):
         self.sums: list[keras.Variable] = []
 
     def build(self, variables: list[keras.Variable]) -> None:
-        """Create a sum for each variable."""
         if self.built:
             return
         super().build(variables)
@@ -159,7 +156,6 @@ class GradientSum(keras.optimizers.Optimizer):
         variable: keras.Variable,
         learning_rate: object,
     ) -> None:
-        """Add the gradient of one step."""
         total = self.sums[self._get_variable_index(variable)]
         self.assign_add(total, keras.ops.cast(gradient, total.dtype))
 
@@ -194,7 +190,6 @@ class MeanGradient:
         return means
 
     def forget(self) -> None:
-        """Restart the sum."""
         self._vectors.write([total * 0.0 for total in self._vectors.read()])
         self._taken = self._steps()
 
@@ -275,7 +270,6 @@ class Participant(abc.ABC):
             self._mean_gradient.forget()
 
     def check_rate(self) -> None:
-        """Refuse a learning rate set by a callback if the service takes the steps."""
         if self._mean_gradient is not None:
             self._mean_gradient.check_rate(self.rule.name)
 
@@ -287,7 +281,6 @@ class Participant(abc.ABC):
 
     @property
     def facts(self) -> TrainingFacts:
-        """Return the facts about this participant's training."""
         return TrainingFacts(
             self.num_batches,
             self.fingerprint,
@@ -337,7 +330,6 @@ class Participant(abc.ABC):
         self.vectors.weights.write(center)
 
     def hide_center(self) -> None:
-        """Restore the model's own weights."""
         own, self._own = self._own, None
         if own is not None:
             self.vectors.weights.write(own)
@@ -349,7 +341,6 @@ def first_async_participant(strategy: HeterogeneousStrategy) -> int:
 
 
 def check_can_be_shared(data: Any) -> None:
-    """Refuse data whose epochs the tasks could not share."""
     num_batches = int(data.cardinality)
     if data.takes_keras_arrays:
         raise ValueError(

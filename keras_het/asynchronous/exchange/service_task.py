@@ -75,7 +75,6 @@ class ServiceTask(Participant):
                     )
 
     def claims(self) -> GroupClaims:
-        """Return claims without any batch."""
         claims = GroupClaims(self.passes_before(self._epoch))
         claims.add(Grant(0, 0, True))
         return claims
@@ -84,7 +83,6 @@ class ServiceTask(Participant):
         """Do nothing: this task trains nothing."""
 
     def meet_center(self) -> list[tf.Tensor]:
-        """Return the center, and load it into the model."""
         center = self.center.weights() if self.center is not None else self.vectors.weights.read()
         self.vectors.weights.write(center)
         if self.center is not None and self.vectors.state is not None:
@@ -105,7 +103,6 @@ class ServiceTask(Participant):
         self.leave()
 
     def leave(self) -> None:
-        """End the service."""
         membership, self._open_service = self._open_service, OpenService()
         membership.close()
 

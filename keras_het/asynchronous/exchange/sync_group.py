@@ -71,11 +71,9 @@ class SyncGroup(Participant):
         self._exchange(push=False)
 
     def claims(self) -> GroupClaims | None:
-        """Return the group's batches of the current epoch."""
         return self._claims
 
     def steps_done(self, steps: int, samples: int) -> None:
-        """Exchange every `period` steps."""
         self._pace.computed(steps, samples)
         self._steps += steps
         self._num_known -= steps
@@ -165,7 +163,6 @@ class SyncGroup(Participant):
         return center.claim(self._epoch, wanted) if wanted > 0 else Grant(0, 0, False)
 
     def _next_period(self) -> int:
-        """Return the leader's choice, from the pace of all tasks, or the current period."""
         pace, center = self._pace.pace, self._center
         may_ask = (self.options.adapts_period or self.shows_paces) and self._pace.is_due
         found = center.pace(pace) if may_ask and pace is not None and center is not None else None

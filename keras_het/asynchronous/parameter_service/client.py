@@ -263,7 +263,6 @@ class ParameterClient:
     def _ask_all(
         self, method: str, arguments: list[tf.Tensor], spec: tf.TensorSpec
     ) -> list[tf.Tensor]:
-        """Return each partition's answer after its status."""
         messages = [arguments] * len(self.partitions.sizes)
         return [values[0] for values in self._ask_each(method, messages, (spec,), None)]
 
@@ -424,7 +423,6 @@ class PendingPush:
     _watcher: list[threading.Thread] = dataclasses.field(default_factory=list)
 
     def send(self, work: Callable[[], Any]) -> None:
-        """Send in the background."""
         self._sender.append(_start_thread(work))
 
     def watch(self) -> None:
@@ -437,14 +435,12 @@ class PendingPush:
         return bool(self._watcher) and not self._watcher[0].is_alive()
 
     def wait(self) -> None:
-        """Wait for the answer."""
         for thread in self._sender:
             thread.join()
         for call in self.calls:
             call.is_ok()
 
     def answer(self, fallback: Iterable[tf.Tensor]) -> Answer:
-        """Wait for the answer and return it."""
         for thread in self._sender:
             thread.join()
         answer = _collect(self.calls, fallback, self.wire)

@@ -72,8 +72,6 @@ class Part:
         return tuple(int(variable.shape.num_elements()) for variable in self._state())
 
     def state_piece(self, place: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
-        """Return a piece of a variable as a serialized tensor; in the graph."""
-
         def read(variable: tf.Variable) -> tf.Tensor:
             values = tf.reshape(variable.read_value(), [-1])
             return tf.io.serialize_tensor(values[start : start + LARGEST_PIECE])
@@ -115,7 +113,6 @@ class Part:
 
 
 def export(part: Part, place: tf.Tensor, start: tf.Tensor) -> Nest:
-    """Return variable sizes and a piece of one variable; in the graph."""
     sizes = part.state_sizes
     known = (place >= 0) & (place < len(sizes)) & (start >= 0)
     return answer_if(
@@ -131,7 +128,6 @@ def export(part: Part, place: tf.Tensor, start: tf.Tensor) -> Nest:
 def set_state(
     part: Part, saved_sizes: tf.Tensor, place: tf.Tensor, start: tf.Tensor, piece: tf.Tensor
 ) -> Nest:
-    """Accept a piece of a variable of an equally sized partition; in the graph."""
     sizes = part.state_sizes
     fits = tf.cond(
         tf.equal(tf.size(saved_sizes), len(sizes)),
@@ -159,7 +155,6 @@ class BoundFunction:
         self.function, self.captures = function, list(captures)
 
     def __call__(self, *arguments: tf.Tensor) -> Any:
-        """Run the function."""
         private_api.bind_captures(self.function, self.captures)
         return self.function(*arguments)
 
@@ -177,7 +172,6 @@ class PartFunction:
         self._traced: dict[Any, tuple[Any, list[Any], list[Any]]] = {}
 
     def of(self, part: Part) -> BoundFunction:
-        """Return the function of a partition."""
         if part.kind not in self._traced:
             function = self._trace(part)
             captures = list(function.captured_inputs)
@@ -299,7 +293,6 @@ class Updates:
         return result
 
     def is_turn(self, part: Part, meta: PushMeta) -> tf.Tensor:
-        """Whether a worker may push, for a rule whose workers wait for each other; bool scalar."""
         with tf.control_dependencies([self._rule.note_presence(part.slots, meta.worker)]):
             return self._rule.is_turn(part.slots, meta)
 
@@ -339,7 +332,6 @@ class Updates:
 
 
 def nothing(status: tf.Tensor) -> Taken:
-    """Return an answer without version and values."""
     return tf.identity(status), tf.constant(-1, tf.int64), tf.zeros([0])
 
 
@@ -429,7 +421,6 @@ class Undo:
         self._old = self._read()
 
     def is_needed(self) -> tf.Tensor:
-        """Whether the center is not finite, or the rule's state no longer is; bool scalar."""
         now = {n: value for n, value in self._read().items() if value.dtype.is_floating}
         finite = {name: is_finite(value) for name, value in now.items()}
         is_center_finite = is_finite(self._center.read_value())
@@ -442,7 +433,6 @@ class Undo:
         return ~tf.cond(are_all, lambda: tf.constant(True), state_is_as_before)
 
     def undo(self) -> None:
-        """Restore the partition."""
         # Without a lock, the snapshot may hold another push's center that has been undone since.
         was_finite = is_finite(self._old_center)
         self._center.assign(tf.where(was_finite, self._old_center, self._center.read_value()))

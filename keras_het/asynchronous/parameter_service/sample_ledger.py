@@ -88,8 +88,6 @@ class SampleLedger:
     def _take(
         self, participant: tf.Tensor, epoch: tf.Tensor, count: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Hand out batches; in the graph."""
-
         def take() -> Any:
             first = tf.gather(self._next, epoch)  # avoids a copy of the whole variable
             left = tf.where(epoch < self._facts[_NUM_EPOCHS], self._facts[_TOTAL] - first, 0)
@@ -144,7 +142,6 @@ class SampleLedger:
         return tf.where(closed, int(Status.CLOSED), int(Status.REFUSED))
 
     def _note_pace(self, participant: tf.Tensor, pace: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Record a pace and return all; in the graph."""
         noted = [
             self._paces.scatter_nd_update([[participant]], [pace]),
             self._paced.scatter_nd_update([[participant]], [tf.timestamp()]),
@@ -254,7 +251,6 @@ class LedgerConnection:
         self._used = UsedSamples()
 
     def claim(self, epoch: int, count: int = 1) -> tuple[Status, int, int]:
-        """Claim the next batches of an epoch."""
         return self.answer_to(self.start_claim(epoch, count))
 
     def start_claim(self, epoch: int, count: int = 1) -> Call:
@@ -265,12 +261,10 @@ class LedgerConnection:
         return self._service.call(f"{PREFIX}claim", [self._participant, *arguments], specs)
 
     def answer_to(self, answer: Call) -> tuple[Status, int, int]:
-        """Wait for the answer to `start_claim`."""
         status, first, granted = self._admitted(lambda: self._service.value(answer))
         return Status(int(status)), int(first), int(granted)
 
     def report(self, presence: Presence, used: int = 0) -> LedgerFacts:
-        """Report this worker's activity and samples, and ask for the state of training."""
         self._used.add(used)
         facts = self._report(presence)
         while not self._used.is_empty:
@@ -293,14 +287,12 @@ class LedgerConnection:
         return LedgerFacts(Stage(stage), epoch, TrainingFacts(*numbers))
 
     def pace(self, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-        """Report this worker's pace and return pace and silence of all participants."""
         numbers = tf.TensorSpec(None, tf.float64)
         specs = (tf.TensorSpec([], tf.int32), numbers, numbers)
         _, paces, silence = self.ask("pace", [tf.constant(pace, tf.float64)], specs)
         return paces.numpy(), silence.numpy()
 
     def ask(self, method: str, arguments: list[tf.Tensor], specs: tuple[tf.TensorSpec, ...]) -> Any:
-        """Call a function of the ledger."""
         name, message = f"{PREFIX}{method}", [self._participant, *arguments]
         return self._admitted(lambda: self._service.ask(name, message, specs))
 
@@ -334,23 +326,18 @@ class LeaderLedger(LedgerConnection):
         self._is_kept = False
 
     def start_epoch(self, epoch: int, training: TrainingFacts) -> None:
-        """Store an epoch of the sync group for `tell`."""
         self._epoch, self._training = epoch, training
 
     def set_stage(self, stage: Stage) -> None:
-        """Store the stage of training for `tell`."""
         self._stage = stage
 
     def tell(self, taken_until: int = 0) -> None:
-        """Send the latest stored facts to the ledger."""
         self._lead(stage=int(self._stage), taken_until=taken_until)
 
     def is_handed_out(self, epoch: int) -> bool:
-        """Whether all batches of an epoch have been handed out."""
         return bool(epoch == self._epoch and self._lead()[0, 4] <= 0)
 
     def add_used(self, samples: int) -> None:
-        """Store samples that the leader's group has used, for `tell_used`."""
         self._used.add(samples)
 
     def tell_used(self) -> None:
@@ -359,7 +346,6 @@ class LeaderLedger(LedgerConnection):
             self._lead()
 
     def present(self, presence: Presence, within_seconds: float) -> list[int]:
-        """Return participants heard from recently."""
         overview = self._lead()
         chosen = (overview[:, 0] == int(presence)) & (overview[:, 1] < within_seconds)
         return [int(participant) for participant in np.flatnonzero(chosen)]
@@ -399,7 +385,6 @@ class EarlyClaim:
         self._is_of_lost_service = False
 
     def ask(self, epoch: int) -> None:
-        """Ask for the next batch of an epoch, once, without waiting."""
         if self._answer is None:
             self._epoch, self._answer = epoch, self._ledger.start_claim(epoch)
 
@@ -408,7 +393,6 @@ class EarlyClaim:
         self._is_of_lost_service = self._answer is not None
 
     def take(self, epoch: int, after: int) -> tuple[Status, int, int]:
-        """Return the requested batch, or the next one."""
         answer, self._answer = self._answer, None
         is_doubtful, self._is_of_lost_service = self._is_of_lost_service, False
         if answer is None or self._epoch != epoch:
@@ -437,12 +421,10 @@ class UsedSamples:
         self._latest: int | None = None
 
     def add(self, samples: int) -> None:
-        """Record samples to be reported."""
         self._waiting += samples
 
     @property
     def is_empty(self) -> bool:
-        """Whether all samples have been reported and answered."""
         return self._report is None and not self._waiting
 
     def report(self) -> tuple[int, int]:
@@ -454,7 +436,6 @@ class UsedSamples:
         return self._report or (0, 0)
 
     def answered(self, latest: int) -> None:
-        """Record that the answer to the latest `report` has arrived."""
         if self._latest is None:
             self._latest = latest + _ROOM_FOR_STRAGGLERS
         self._report = None

@@ -127,7 +127,6 @@ class ParameterService:
         return function.served(parts, len(self.partitions.sizes))
 
     def _served(self) -> dict[str, PartFunction]:
-        """Return what clients may call on a partition, by name."""
         vector = tf.TensorSpec([self.partitions.sizes[0]], tf.float32)
         sizes, text = tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.string)
         served = {

@@ -129,7 +129,6 @@ class RoleChoice:
         return None if measured is None else EXPECTED_GROWTH * measured
 
     def _exchange(self, busy_seconds: float) -> ExchangeSettings:
-        """Return the exchange settings of the training being started."""
         options = self._options
         return ExchangeSettings(
             period=None if options.adapts_period else options.period,
@@ -142,7 +141,6 @@ class RoleChoice:
 
 
 def noise_scale_of(steps: Sequence[StepTimes]) -> float | None:
-    """Return the gradient noise scale that some steps show."""
     average = SmoothedNoiseScale()
     for step in steps:
         if (step.shares > 0).sum() > 1:
