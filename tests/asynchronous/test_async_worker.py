@@ -66,16 +66,17 @@ class Worker(AsyncWorker):
         self.options = HybridOptions(self.rule, **({"period": 1} | options))
         weights, state = Values(), Values()
         self.vectors = SimpleNamespace(weights=weights, state=state, all=[weights, state])
-        center = client_of(service, client, self.rule)
-        of_state = client_of(state_service, client, state_service._rule)
-        self._engine = ExchangeEngine(
-            center, of_state, center.greet, self.options, "Training", self._note_loss
-        )
+        exchanges = [
+            client_of(service, client, self.rule),
+            client_of(state_service, client, state_service._rule),
+        ]
+        ask = exchanges[0].transport.greet
+        self._engine = ExchangeEngine(exchanges, ask, self.options, "Training", self._note_loss)
         self._ledger, self._plan, self._mean_gradient = Ledger(), None, None
         self._planned_period = self._loss = None
         self._steps = self._samples = self._unreported = self._stage = self._worker = 0
         self.num_participants = 2
-        self._claims = self._early_claim = None
+        self._claims, self._early_claim = None, Early()
         self._pace = PushPace()
         self._start_from_center()
 
@@ -128,7 +129,7 @@ def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(log
     """The ledger answers, and a part of the center does not."""
     service, state = start(Delta())
     worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
-    connection = worker._engine.weights._transport
+    connection = worker._engine.weights.transport
     push_again = connection.push_again
     connection.push_again = lambda push, indices: None
     worker.train(1.0)
@@ -169,7 +170,7 @@ def test_a_service_without_a_leader_is_not_attached_to(logical_devices):
 def test_without_a_push_under_way_nothing_is_scaled_before_the_center_answers(logical_devices):
     service, state = start(Delta())
     worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
-    connection = worker._engine.weights._transport
+    connection = worker._engine.weights.transport
     pull = connection.pull
     lost = SimpleNamespace(statuses=tf.constant([NO_ANSWER]))
     connection.pull = lambda fallback, exact: lost
@@ -419,13 +420,16 @@ class Early:
     def take(self, epoch, after):
         return Status.OK, after + 1, 1
 
+    def service_lost(self):
+        pass
+
 
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_the_next_batch_is_asked_for_while_the_last_part_is_trained_on(logical_devices, parts):
     service, state = start(Delta())
     worker = Worker(service, state, period=100)
-    worker._early_claim, worker._epoch, worker._latest_batch = Early(), 7, -1
+    worker._epoch, worker._latest_batch = 7, -1
     worker.num_batches, worker._num_parts = 2, lambda: parts
     worker._steps_at_hand = 1 - parts  # it is the last batch, not the end of the pass, that ends it
     worker._claims = SimpleNamespace(left_over=list(range(parts - 1)), is_exhausted=False)
@@ -448,7 +452,7 @@ def test_no_batch_is_asked_for_that_the_pass_does_not_come_to(logical_devices):
     """Keras ends it after 4 steps, of which two batches in parts have as many."""
     service, state = start(Delta())
     worker = Worker(service, state, period=100)
-    worker._early_claim, worker._epoch, worker._latest_batch = Early(), 7, -1
+    worker._epoch, worker._latest_batch = 7, -1
     worker.num_batches, worker._num_parts, worker._steps_at_hand = 4, lambda: 2, 0
     worker._claims = SimpleNamespace(left_over=[], is_exhausted=False)
     assert worker._next_batch() == 0
@@ -476,7 +480,7 @@ class Question:
 def test_it_trains_on_while_a_silent_service_is_asked(logical_devices):
     service, state = start(Delta())
     worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=2.0)
-    connection, periods, deadline = worker._engine.weights._transport, 0, time.monotonic() + 60
+    connection, periods, deadline = worker._engine.weights.transport, 0, time.monotonic() + 60
     services = connection._services
     worker.train(1.0)
     worker._engine.weights.pending.push.wait()
@@ -510,8 +514,7 @@ def test_a_service_that_is_lost_while_a_batch_is_awaited_leaves_the_worker_alone
         raise ServiceLostError("silent")
 
     worker._ledger = SimpleNamespace(report=report)
-    waits = lambda epoch, after: (Status.WAIT, 0, 0)  # noqa: E731
-    worker._early_claim = SimpleNamespace(take=waits, service_lost=lambda: None)
+    worker._early_claim.take = lambda epoch, after: (Status.WAIT, 0, 0)
     assert worker._claim() == 4
     assert worker._engine.is_lost
     worker._engine.watch.stop()

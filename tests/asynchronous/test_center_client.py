@@ -269,13 +269,13 @@ def wait_for_turn(monkeypatch, worker, events, change=ONES):
     """Finishes a push; the weights, the partitions of each message that was sent, and pauses."""
     pauses, sent = Pauses(events), []
     monkeypatch.setattr(exchange_engine, "time", pauses)
-    push_again = worker._transport.push_again
+    push_again = worker.transport.push_again
 
     def note(push, indices):
         sent.append(list(indices))
         push_again(push, indices)
 
-    monkeypatch.setattr(worker._transport, "push_again", note)
+    monkeypatch.setattr(worker.transport, "push_again", note)
     pending = worker.send(change, 8)
     weights = worker.receive(change)
     assert pending.had_to_wait
@@ -319,12 +319,12 @@ def test_a_part_that_is_lost_is_noticed_while_others_say_to_wait(logical_devices
     """Whoever has the turn of those may have gone on alone, for the same loss."""
     service = start(RoundRobinEASGD(3, alpha=0.5))
     worker = join(service, 1, RoundRobinEASGD(3, alpha=0.5))
-    ask = worker._transport.ask_turns
+    ask = worker.transport.ask_turns
 
     def ask_with_last_lost(push, indices):
         return [NO_ANSWER if index == 2 else ask(push, [index])[0] for index in indices]
 
-    monkeypatch.setattr(worker._transport, "ask_turns", ask_with_last_lost)
+    monkeypatch.setattr(worker.transport, "ask_turns", ask_with_last_lost)
     with pytest.raises(ServiceLostError):
         worker.send(ONES, 8)
         worker.receive(ONES)
@@ -333,7 +333,7 @@ def test_a_part_that_is_lost_is_noticed_while_others_say_to_wait(logical_devices
 def test_a_lost_service_is_not_waited_for(logical_devices, monkeypatch):
     service = start(RoundRobinEASGD(3, alpha=0.5))
     worker = join(service, 1, RoundRobinEASGD(3, alpha=0.5))
-    monkeypatch.setattr(worker._transport, "ask_turns", lambda push, indices: [NO_ANSWER])
+    monkeypatch.setattr(worker.transport, "ask_turns", lambda push, indices: [NO_ANSWER])
     worker.send(ONES, 8)
     with pytest.raises(ServiceLostError):
         worker.receive(ONES)

@@ -1,6 +1,7 @@
 """The sync group knows its batches before it needs them, whatever its period becomes."""
 
 import dataclasses
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -53,22 +54,14 @@ class Group(SyncGroup):
         weights = SimpleNamespace(read=lambda: [tf.constant([0.0])], write=lambda values: None)
         self.vectors = SimpleNamespace(weights=weights, state=None, all=[weights])
         self._mean_gradient, self._claims = None, None
-        self._pace = SimpleNamespace(computed=lambda steps, samples: None, exchanging=Nothing)
-        self._open_service, self._center = SimpleNamespace(), CenterOfBatches()
+        self._pace = SimpleNamespace(computed=lambda steps, samples: None, exchanging=nullcontext)
+        self._service, self.center = ExitStack(), CenterOfBatches()
         self._epoch = self._steps = self._samples = self._num_known = self._counted = 0
         self._sum = list
-        self._period, self._periods = periods[0], iter(periods)
+        self.period, self._periods = periods[0], iter(periods)
 
     def _next_period(self):
-        return next(self._periods, self._period)
-
-
-class Nothing:
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return None
+        return next(self._periods, self.period)
 
 
 class Batches:
@@ -126,7 +119,7 @@ def test_every_batch_is_taken_once(periods, steps_per_execution):
     for epoch in range(2):
         group.start_epoch(epoch)
         taken = train(group, steps_per_execution)
-        assert sorted(taken + group._center.theirs) == list(range(NUM_BATCHES))
+        assert sorted(taken + group.center.theirs) == list(range(NUM_BATCHES))
 
 
 def test_batches_are_not_claimed_further_ahead_than_needed():
@@ -189,8 +182,7 @@ def test_who_is_still_training_gets_the_final_weights(
     monkeypatch.setattr(sync_group, "time", clock)
     group = Group([1], 1)
     group.options = dataclasses.replace(group.options, end_seconds=1.0)
-    group._open_service = SimpleNamespace(close=lambda: None)
-    group._center = center = CenterOfOneWorker(clock, trains_until, waits_until)
+    group.center = center = CenterOfOneWorker(clock, trains_until, waits_until)
     group.end()
     assert center.stages == [Stage.ENDING, Stage.CLOSED]
     assert center.concluded == pytest.approx(concluded, abs=0.05)

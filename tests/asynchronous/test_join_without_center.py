@@ -11,7 +11,6 @@ from addresses import free_address
 
 from keras_het.asynchronous.exchange import async_worker
 from keras_het.asynchronous.exchange.async_worker import AsyncWorker
-from keras_het.asynchronous.exchange.connection import Connection
 from keras_het.asynchronous.exchange.exchange_engine import NoCenterError, VectorExchange
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.parameter_service import (
@@ -45,7 +44,6 @@ class Worker(AsyncWorker):
         weights = SimpleNamespace(write=self.written.append)
         self.vectors = SimpleNamespace(weights=weights, state=None, all=[weights])
         self._number, self._unreported, self._heartbeat = 1, 0, None
-        self._early_claim = None
 
     def _num_parts(self) -> int:
         return 1
@@ -66,7 +64,7 @@ def joins(worker: Worker, service: ParameterService, refusals: int) -> int:
             raise
 
     center.pull = pull_and_note  # type: ignore[method-assign]
-    connection = Connection(center, None, Ledger(), Ledger())  # type: ignore[arg-type]
+    connection = [center], Ledger(), Ledger()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_worker, "open_connection", lambda worker, client: connection)
         try:

@@ -42,7 +42,7 @@ class Task(ServiceTask):
         self.vectors = SimpleNamespace(
             weights=Vectors([1.0]), state=None, fingerprint=lambda rule: f"model {rule.name}"
         )
-        self.center, self._own, self._epoch = None, None, 0
+        self.center, self._own, self._service, self._epoch = None, None, None, 0
         self._came, self._passed_over = set(), set()
 
     def meet_center(self):
@@ -94,7 +94,7 @@ def serve(monkeypatch, silences):
         # what the others go by: silent for two time-outs
         training_workers=lambda: ledger.present(Presence.TRAINING, 4.0),
     )
-    monkeypatch.setattr(service_task, "join_service", lambda task: SimpleNamespace(center=center))
+    monkeypatch.setattr(service_task, "join_service", lambda task, service: center)
     task = Task(Delta(), timeout_seconds=2.0, end_seconds=60.0)
     task.start_epoch(0)
     assert task.model.stop_training

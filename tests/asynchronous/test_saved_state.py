@@ -10,8 +10,7 @@ from addresses import free_address
 
 from keras_het.asynchronous.exchange import HybridOptions
 from keras_het.asynchronous.exchange.center import Center
-from keras_het.asynchronous.exchange.connection import LeaderConnection
-from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine
+from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine, VectorExchange
 from keras_het.asynchronous.parameter_service import (
     ParameterClient,
     ParameterService,
@@ -116,15 +115,13 @@ def test_state_with_which_no_push_could_be_taken_is_refused(logical_devices, nam
 
 def leader_of(client, goes_on):
     """As a leader is whose service other processes hold, as far as backups are concerned."""
-    parts = object.__new__(LeaderConnection)
-    parts.weights, parts.state = client, None
     center = object.__new__(Center)
     options = HybridOptions(
         AsyncSGD(0.1), goes_on_without_service=goes_on, timeout_seconds=3600.0
     )  # it asks after the test
-    center._parts = parts
+    exchange = VectorExchange(client, options.rule)
     center.engine = ExchangeEngine(
-        None, None, lambda: None, options, "The sync group", center._note_loss
+        [exchange], lambda: None, options, "The sync group", center._note_loss
     )
     return center
 
@@ -141,7 +138,9 @@ def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(
     before = backup._service_state()
     assert set(before) == {f"service/{name}" for name in client.export()}
     # nobody needs to wait long for one that is gone
-    center._parts.weights = ParameterClient(service.address, SMALL, GOOD, 0, timeout_seconds=1.0)
+    center.engine.weights.transport = ParameterClient(
+        service.address, SMALL, GOOD, 0, timeout_seconds=1.0
+    )
     service.close()
     for _ in range(2):  # the second time nobody is asked
         backup._folder.add(model, {"position": np.array("{}"), **before})

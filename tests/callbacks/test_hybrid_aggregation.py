@@ -80,7 +80,7 @@ class Used(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self.center = self.hybrid.participant.center
-        client = self.center._parts.weights
+        client = self.center.engine.weights.transport
         push = client.start_push
 
         def push_and_note(changes, versions, samples, sequence):

@@ -59,6 +59,8 @@ class AsyncWorker(Participant):
 
     _engine: ExchangeEngine
     _ledger: LedgerConnection
+    _early_claim: EarlyClaim
+    _claims: AsyncClaims | None
     _is_joined = False
 
     def __init__(
@@ -69,9 +71,7 @@ class AsyncWorker(Participant):
         self._number = first_async_participant(strategy) + self._worker
         self._stage = 0
         self._loss: float | None = None
-        self._early_claim: EarlyClaim | None = None
         self._heartbeat: Heartbeat | None = None
-        self._claims: AsyncClaims | None = None
         self._epoch = -1
         self._steps = self._samples = self._unreported = 0
         self._latest_batch = -1
@@ -103,16 +103,10 @@ class AsyncWorker(Participant):
         )
 
     def _epoch_of_the_group(self) -> int:
-        if self._engine.is_away:
-            return 0
-        try:
-            return self._report(Presence.TRAINING).epoch
-        except ServiceLostError as error:
-            self._engine.lose(error)
-            return 0
-
-    def claims(self) -> AsyncClaims | None:
-        return self._claims
+        if not self._engine.is_away:
+            with self._engine.losing():
+                return self._report(Presence.TRAINING).epoch
+        return 0
 
     @property
     def period(self) -> int:
@@ -132,36 +126,29 @@ class AsyncWorker(Participant):
         if self._engine.is_away:
             return
         self.check_rate()
-        with self._pace.exchanging():
+        with self._pace.exchanging(), self._engine.losing():
             self._exchange()
 
     def _exchange(self) -> None:
-        try:
-            self._attach_again()
+        self._attach_again()
+        self._receive()
+        if self.options.waits_for_answer:  # the next steps must start from the new weights
+            self._send()
             self._receive()
-            if self.options.waits_for_answer:  # the next steps must start from the new weights
-                self._send()
-                self._receive()
-                self._tell()
-            else:  # short messages first: they would wait behind the weights on a slow link
-                self._tell()
-                self._send()
-            if self._plan is not None:
-                self._make_plan(self._plan)
-            elif self._pace.is_due and (self.options.adapts_period or self.shows_paces):
-                self._tell_pace()
-        except ServiceLostError as error:
-            self._engine.lose(error)
+            self._tell()
+        else:  # short messages first: they would wait behind the weights on a slow link
+            self._tell()
+            self._send()
+        if self._plan is not None:
+            self._make_plan(self._plan)
+        elif self._pace.is_due and (self.options.adapts_period or self.shows_paces):
+            self._tell_pace()
 
     def _take_early(self) -> None:
         """Continue from the answer on arrival: older weights make staler steps."""
-        if self._engine.is_lost or not self._engine.has_answer:
-            return
-        try:
-            with self._pace.taking_early():
+        if not self._engine.is_lost and self._engine.has_answer:
+            with self._engine.losing(), self._pace.taking_early():
                 self._receive()
-        except ServiceLostError as error:
-            self._engine.lose(error)
 
     def _tell(self) -> None:
         self._tell_loss()
@@ -204,7 +191,8 @@ class AsyncWorker(Participant):
         if self.rule.local_steps(self._worker, self._stage) is None:
             return
         is_over = self._loss is not None and self.rule.is_stage_over(self._loss)
-        stage = self._engine.weights.signal(Signal.LOSS_REACHED if is_over else Signal.NOTHING)
+        signal = Signal.LOSS_REACHED if is_over else Signal.NOTHING
+        stage = self._engine.weights.transport.signal(signal)
         self._stage = self._stage if stage is None else stage
 
     def meet_center(self) -> list[tf.Tensor]:
@@ -214,7 +202,7 @@ class AsyncWorker(Participant):
         return self._meet(sends=not self.rule.uses_gradients)
 
     def _meet(self, sends: bool) -> list[tf.Tensor]:
-        try:
+        with self._engine.losing():
             self._attach_again()
             self._receive()
             for _ in range(LARGEST_TRIES if sends else 0):
@@ -224,19 +212,16 @@ class AsyncWorker(Participant):
                 self._send()
                 self._receive()
             return self._engine.weights.pull()
-        except ServiceLostError as error:
-            self._engine.lose(error)
-            return self.vectors.weights.read()
+        return self.vectors.weights.read()
 
     def end(self) -> None:
         """Send the last change, wait for the sync group's end, and fetch the center."""
         self._meet(sends=True)  # partial gradients too, which are final now
         try:
-            if self.rule.may_wait and not self._engine.is_lost:
-                self._engine.weights.signal(Signal.LEAVE)
-            self._wait_for_the_end()
-        except ServiceLostError as error:
-            self._engine.lose(error)
+            with self._engine.losing():
+                if self.rule.may_wait and not self._engine.is_lost:
+                    self._engine.weights.transport.signal(Signal.LEAVE)
+                self._wait_for_the_end()
         finally:
             self.leave()
 
@@ -266,23 +251,19 @@ class AsyncWorker(Participant):
     def _join(self) -> None:
         self.rule = self.options.rule.for_steps_of(1 / self._num_parts())
         seconds = self.options.connect_seconds
-        connected = connect(lambda: open_connection(self, self._number), seconds, _HAS_IT_ENDED)
-        self._engine = ExchangeEngine(
-            connected.weights,
-            connected.state,
-            connected.weights.greet,
-            self.options,
-            "Training",
-            self._note_loss,
+        exchanges, self._ledger, heartbeat = connect(
+            lambda: open_connection(self, self._number), seconds, _HAS_IT_ENDED
         )
-        self._ledger, self._is_joined = connected.ledger, True
-        self._early_claim = EarlyClaim(connected.ledger)
+        ask = exchanges[0].transport.greet
+        self._engine = ExchangeEngine(exchanges, ask, self.options, "Training", self._note_loss)
+        self._is_joined = True
+        self._early_claim = EarlyClaim(self._ledger)
         facts = self._report(Presence.TRAINING)
         self._check_same_data(facts)
         # After a fit or a backup, the leader may have made another number of passes.
         self.first_pass = facts.training.first_pass
         interval = self.options.timeout_seconds / _BEATS_IN_TIMEOUT
-        self._heartbeat = Heartbeat(connected.heartbeat, interval)
+        self._heartbeat = Heartbeat(heartbeat, interval)
         connect(self._start_from_center, seconds)
         _logger.info("Async worker %d trains from epoch %d on.", self._number, facts.epoch + 1)
 
@@ -355,31 +336,28 @@ class AsyncWorker(Participant):
         It does not ask for a batch that would be left over: Keras ends a pass after as many steps
         as there are batches.
         """
-        claims, early = self._claims, self._early_claim
-        if claims is None or early is None or claims.is_exhausted or self._engine.is_lost:
+        claims = self._claims
+        if claims is None or claims.is_exhausted or self._engine.is_lost:
             return
         is_needed = max(self._latest_batch + 1, self._steps_at_hand) < self.num_batches
         if is_needed and len(claims.left_over) <= 1:
-            early.ask(self._epoch)
+            self._early_claim.ask(self._epoch)
 
     def _claim(self) -> int | None:
         """Return the next batch of the epoch, None if there is none.
 
         Without a service the worker trains on all batches, because it cannot know which are taken.
         """
-        while self._early_claim is not None and not self._engine.is_lost:
-            try:
+        while not self._engine.is_lost:
+            with self._engine.losing():
                 status, first, granted = self._early_claim.take(self._epoch, self._latest_batch)
                 if status == Status.OK:
                     return first if granted else None
                 stage = self._report(Presence.TRAINING).stage
-            except ServiceLostError as error:
-                self._engine.lose(error)
-                break
-            if stage in (Stage.ENDING, Stage.CLOSED):
-                self.model.stop_training = True
-                return None
-            time.sleep(_POLL_SECONDS)
+                if stage in (Stage.ENDING, Stage.CLOSED):
+                    self.model.stop_training = True
+                    return None
+                time.sleep(_POLL_SECONDS)
         following = self._latest_batch + 1
         return following if following < self.num_batches else None
 
@@ -428,8 +406,7 @@ class AsyncWorker(Participant):
         return self._ledger.report(presence, used)
 
     def _note_loss(self, error: ServiceLostError) -> None:
-        if self._early_claim is not None:
-            self._early_claim.service_lost()
+        self._early_claim.service_lost()
 
 
 class Heartbeat:

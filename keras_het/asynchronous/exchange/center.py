@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from keras_het.asynchronous.exchange.claims import Grant
-from keras_het.asynchronous.exchange.connection import LeaderConnection
+from keras_het.asynchronous.exchange.connection import connect, connect_vectors, exchanges_of
 from keras_het.asynchronous.exchange.exchange_engine import (
     LARGEST_TRIES,
     ExchangeEngine,
     NoCenterError,
-    VectorExchange,
 )
-from keras_het.asynchronous.exchange.hosting import HostedParts, spec_of
-from keras_het.asynchronous.exchange.participant import Participant
+from keras_het.asynchronous.exchange.hosting import (
+    CLOSE,
+    DIRECTORY,
+    HostedParts,
+    make_offer,
+    spec_of,
+)
+from keras_het.asynchronous.exchange.participant import WEIGHTS_PREFIX, Participant
 from keras_het.asynchronous.parameter_service.sample_ledger import (
+    LEADER,
+    LeaderLedger,
     Presence,
     ServiceLostError,
     Stage,
 )
 from keras_het.asynchronous.rules import Signal
+from keras_het.rpc.channel import Channel, FunctionClient, LocalChannel, NoAnswerError
 from keras_het.strategy.cluster.cluster_address import free_port
 from keras_het.strategy.cluster.cluster_config import config_of
 
 _logger = logging.getLogger("keras_het")
 _LONGEST_FAREWELL_SECONDS = 1.0  # a lost service may not answer
+_STATUS, _TEXT = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.string)
 ResultT = TypeVar("ResultT")
 
 
@@ -41,34 +51,54 @@ class Center:
     if the options say so, the group trains on alone, takes all batches, and resumes with the
     service at the first exchange after it answers again; until then a thread polls it, and no step
     waits. A restarted service gets the group's weights.
+
+    Args:
+        leader: the participant that leads.
+        addresses: of the processes that hold parts.
+        tasks: those of them that run `keras-het serve`.
+        own: the parts of this process if it holds all: the channel to them is one within it.
     """
 
-    def __init__(self, leader: Participant, parts: LeaderConnection) -> None:
-        self._leader, self._options, self._parts = leader, leader.options, parts
-        self._waits = leader.rule.uses_gradients or parts.answers_at_once
+    _awaits_center = False
+
+    def __init__(
+        self,
+        leader: Participant,
+        addresses: Sequence[str],
+        tasks: Sequence[str] = (),
+        own: HostedParts | None = None,
+    ) -> None:
+        self._leader, self._options = leader, leader.options
+        self._addresses, self._tasks = list(addresses), list(tasks)
+        self._own = None if own is None else LocalChannel(own.server)
+        seconds = leader.options.connect_seconds
+        self._offer(self._tasks, seconds)
+        wire = leader.options.weights_wire if own is None else None  # within it nothing is rounded
+        channels = [] if self._own is None else [self._own]
+        self._clients = connect(
+            lambda: connect_vectors(leader, LEADER, self._addresses, wire, channels), seconds
+        )
+        self.ledger = LeaderLedger(self._channel(self._addresses[0]))
+        self._waits = leader.rule.uses_gradients or self._own is not None
         training_state = leader.strategy._training_state
-        parts.bring_center(training_state.restored)
+        self._bring_center(training_state.restored)
         training_state.restored = None
-        weights = VectorExchange(parts.weights, leader.rule)
-        state = None if parts.state is None else VectorExchange(parts.state, leader.state_rule)
         self.engine = ExchangeEngine(
-            weights,
-            state,
-            lambda: self._parts.restarted(),
+            exchanges_of(leader, self._clients),
+            self._find_restarted,
             leader.options,
             "The sync group",
             self._note_loss,
         )
         self.engine.attach()
         training_state.export = self.exported
-        self.ledger = parts.ledger
         self._taken_until = 0
         self._is_closed = False
-        _logger.info("The parameter service is at %s.", ", ".join(parts.addresses))
+        _logger.info("The parameter service is at %s.", ", ".join(self._addresses))
 
     def exported(self) -> dict[str, np.ndarray] | None:
         """Return versions and rule state for a backup, as arrays; None without a service."""
-        return self._try(self._parts.exported, None)
+        return self._try(self.engine.weights.transport.export, None)
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch; the first one also admits async workers."""
@@ -80,7 +110,7 @@ class Center:
     def set_stage(self, stage: Stage) -> None:
         """Announce the stage to all async workers; in the last stage they change nothing."""
         if stage == Stage.CLOSED:
-            self._try(self._parts.close_training, None)
+            self._try(self._close_training, None)
         self.ledger.set_stage(stage)
         self._try(self.ledger.tell, None)
 
@@ -92,16 +122,13 @@ class Center:
         push: bool,
         wait: bool = False,
     ) -> list[tf.Tensor]:
-        if self.engine.is_away:
-            return [*weights, *state]
-        try:
-            if self.engine.is_lost:
-                self._meet_again()
-                weights = self.engine.attached_again(weights, self._leader.num_participants)
-            return self._exchange(weights, state, samples, push, wait or self._waits)
-        except ServiceLostError as error:
-            self.engine.lose(error)
-            return [*weights, *state]
+        if not self.engine.is_away:
+            with self.engine.losing():
+                if self.engine.is_lost:
+                    self._meet_again()
+                    weights = self.engine.attached_again(weights, self._leader.num_participants)
+                return self._exchange(weights, state, samples, push, wait or self._waits)
+        return [*weights, *state]
 
     def claim(self, epoch: int, count: int) -> Grant:
         """Claim batches of an epoch; without a service, the group gets all that follow."""
@@ -141,8 +168,8 @@ class Center:
 
     def skip(self, worker: int) -> bool:
         """Stop all waiting for a worker that is gone."""
-        stage = self._try(lambda: self._parts.weights.signal(Signal.LEAVE, worker), None)
-        return stage is not None
+        client = self.engine.weights.transport
+        return self._try(lambda: client.signal(Signal.LEAVE, worker), None) is not None
 
     def conclude(self) -> None:
         """Keep versions and counts readable after the end of the service."""
@@ -153,12 +180,23 @@ class Center:
 
     def close(self) -> None:
         self.engine.watch.stop()
-        if not self.engine.is_given_up:
-            self._parts.close(_LONGEST_FAREWELL_SECONDS if self.engine.is_away else None)
+        if self.engine.is_given_up:
+            return
+        seconds = self._options.timeout_seconds
+        seconds = _LONGEST_FAREWELL_SECONDS if self.engine.is_away else seconds
+        clients = [FunctionClient(task, self._leader.credential, seconds) for task in self._tasks]
+        for call in [client.call(CLOSE, [], _STATUS) for client in clients]:  # all at once
+            bool(call.is_ok())  # waits; the answer may be lost with the ending server
 
     def _open(self) -> None:
+        """Admit async workers: tell them where the parts are."""
         self.ledger.tell(self._taken_until)
-        self._parts.open_directory()
+        text = tf.constant(",".join(self._addresses))
+        self._channel(self._addresses[0]).ask(DIRECTORY, [text], (_STATUS, _TEXT))
+
+    def _close_training(self) -> None:
+        for client in self._clients:
+            client.close_training()
 
     def _exchange(
         self, weights: list[tf.Tensor], state: list[tf.Tensor], samples: int, push: bool, wait: bool
@@ -181,14 +219,50 @@ class Center:
         return Grant(first, granted, granted < count)
 
     def _meet_again(self) -> None:
-        restarted = self._parts.restarted()
-        if restarted or self._parts.awaits_center:
-            self._parts.begin_again(restarted)
+        restarted = self._find_restarted()
+        if restarted or self._awaits_center:
+            self._awaits_center = True  # until all have it: another try must redo everything
+            self._offer(restarted, self._options.timeout_seconds)
+            for client in self._clients:
+                connect(client.greet, self._options.timeout_seconds)
+            self._bring_center()
             self.engine.attach()
-            self._parts.awaits_center = False
+            self._awaits_center = False
         else:
             self.engine.meet_again()
         self._open()
+
+    def _find_restarted(self) -> list[str]:
+        """Return the addresses of restarted processes that do not know this training."""
+        found = []
+        for address in self._addresses:
+            try:
+                self._channel(address).ask(f"{WEIGHTS_PREFIX}hello", [], _STATUS)
+            except NoAnswerError as error:
+                if not error.is_unknown_function:
+                    raise
+                found.append(address)
+        return found
+
+    def _bring_center(self, saved: Mapping[str, np.ndarray] | None = None) -> None:
+        """Make the leader's current weights and moving statistics the center."""
+        for client, own in zip(self._clients, self._leader.vectors.all, strict=True):
+            client.restore(own.read(), saved)
+            saved = None  # moving statistics have no other state
+
+    def _offer(self, tasks: Sequence[str], patience: float) -> None:
+        leader = self._leader
+        spec = spec_of(leader, len(self._addresses))
+        for address in tasks:
+            place = self._addresses.index(address)
+            offer = address, leader.secret, spec, place, leader.options.timeout_seconds
+            connect(functools.partial(make_offer, *offer), patience)
+
+    def _channel(self, address: str) -> Channel:
+        """Return a new channel to a process, or the one within this process."""
+        if self._own is not None:
+            return self._own
+        return FunctionClient(address, self._leader.credential, self._options.timeout_seconds)
 
     def _present(self, presence: Presence) -> list[int]:
         seconds = self._options.presence_seconds
@@ -199,49 +273,37 @@ class Center:
 
     def _note_loss(self, error: ServiceLostError) -> None:
         if isinstance(error, NoCenterError):  # it may know this training, from an earlier offer
-            self._parts.awaits_center = True
+            self._awaits_center = True
 
 
-@dataclasses.dataclass
-class OpenService:
-    """One participant's view of the service."""
+def join_service(participant: Participant, service: contextlib.ExitStack) -> Center | None:
+    """Start the parts of the service that belong to this task; the leader then connects.
 
-    center: Center | None = None
-    parts: HostedParts | None = None
-
-    def close(self) -> None:
-        """Close everything that this participant holds."""
-        if self.center is not None:
-            self.center.close()
-        if self.parts is not None:
-            self.parts.close()
-
-
-def join_service(participant: Participant) -> OpenService:
-    """Start the parts of the service that belong to this task; the leader then connects."""
+    Closing `service` ends what this task holds of it.
+    """
     strategy, options = participant.strategy, participant.options
     config = config_of(strategy)
     tasks = list(config.service_addresses())
     if options.spreads_service:
-        return _spread(participant, tasks)
+        return _spread(participant, service, tasks)
     if not config.has_sync_group and len(tasks) > 1:
-        parts = _start_parts(participant, tasks[0], 0, len(tasks))
-        return OpenService(
-            Center(participant, LeaderConnection(participant, tasks, tasks[1:])), parts
-        )
+        _make_parts(participant, service, tasks[0], 0, len(tasks)).start()
+        return _lead(service, Center(participant, tasks, tasks[1:]))
     if not strategy.is_chief:
-        return OpenService()
+        return None
     if config.has_sync_group and tasks:
-        return OpenService(Center(participant, LeaderConnection(participant, tasks, tasks)))
+        return _lead(service, Center(participant, tasks, tasks))
     address = config.service_address()
-    parts = _make_parts(participant, address, 0, 1)
+    parts = _make_parts(participant, service, address, 0, 1)
     # Served once it has the center: async workers wait for a server more quietly than for a center.
-    center = Center(participant, LeaderConnection(participant, [address], own=parts))
+    center = _lead(service, Center(participant, [address], own=parts))
     parts.start()
-    return OpenService(center, parts)
+    return center
 
 
-def _spread(participant: Participant, tasks: list[str]) -> OpenService:
+def _spread(
+    participant: Participant, service: contextlib.ExitStack, tasks: list[str]
+) -> Center | None:
     """Give a part to every member of the sync group and every task of the job `ps`."""
     strategy = participant.strategy
     config, extended = config_of(strategy), strategy.extended
@@ -256,18 +318,19 @@ def _spread(participant: Participant, tasks: list[str]) -> OpenService:
         members[0] = config.service_address()
     everyone = [*tasks, *members]
     place = len(tasks) + strategy.worker_index
-    parts = _start_parts(participant, everyone[place], place, len(everyone))
-    if not strategy.is_chief:
-        return OpenService(None, parts)
-    return OpenService(Center(participant, LeaderConnection(participant, everyone, tasks)), parts)
+    _make_parts(participant, service, everyone[place], place, len(everyone)).start()
+    return _lead(service, Center(participant, everyone, tasks)) if strategy.is_chief else None
 
 
-def _start_parts(participant: Participant, address: str, place: int, count: int) -> HostedParts:
-    parts = _make_parts(participant, address, place, count)
-    parts.start()
-    return parts
+def _lead(service: contextlib.ExitStack, center: Center) -> Center:
+    service.callback(center.close)
+    return center
 
 
-def _make_parts(participant: Participant, address: str, place: int, count: int) -> HostedParts:
+def _make_parts(
+    participant: Participant, service: contextlib.ExitStack, address: str, place: int, count: int
+) -> HostedParts:
     rules = participant.rule, participant.state_rule
-    return HostedParts(address, place, spec_of(participant, count), participant.secret, rules)
+    parts = HostedParts(address, place, spec_of(participant, count), participant.secret, rules)
+    service.callback(parts.close)
+    return parts

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -22,8 +23,9 @@ from keras_het.asynchronous.parameter_service import (
 )
 from keras_het.asynchronous.parameter_service.client import PendingPush
 from keras_het.asynchronous.parameter_service.sample_ledger import ServiceLostError
-from keras_het.asynchronous.rules import Signal, UpdateRule
+from keras_het.asynchronous.rules import UpdateRule
 from keras_het.rpc.admission import DIVERGED
+from keras_het.rpc.channel import NoAnswerError
 
 LARGEST_TRIES = 100
 """Pushes of the same change if others push in between, with a bound on staleness."""
@@ -55,15 +57,15 @@ class ExchangeEngine:
 
     def __init__(
         self,
-        weights: VectorExchange,
-        state: VectorExchange | None,
+        exchanges: Sequence[VectorExchange],
         ask: Callable[[], object],
         options: HybridOptions,
         name: str,
         note_loss: Callable[[ServiceLostError], None],
     ) -> None:
-        self.weights, self.state = weights, state
-        self._exchanges = [weights] if state is None else [weights, state]
+        self._exchanges = exchanges
+        self.weights, *state = exchanges
+        self.state = state[0] if state else None
         self.is_lost = self.is_given_up = False
         self.watch = ReturnWatch(ask, options.timeout_seconds)
         self._goes_on, self._name = options.goes_on_without_service, name
@@ -117,16 +119,24 @@ class ExchangeEngine:
 
     def attempt(self, ask: Callable[[], ResultT], otherwise: ResultT) -> ResultT:
         """Return an answer of the service, or something else while it is lost."""
-        if self.is_lost:
-            return otherwise
-        try:
-            return ask()
-        except ServiceLostError as error:
-            self.lose(error)
-            return otherwise
+        if not self.is_lost:
+            with self.losing():
+                return ask()
+        return otherwise
 
-    def lose(self, error: ServiceLostError) -> None:
-        """Go on alone, and ask until the service answers."""
+    @contextlib.contextmanager
+    def losing(self) -> Iterator[None]:
+        """Where the service is lost, go on alone after this block, and ask until it answers."""
+        try:
+            yield
+        except NoAnswerError as error:
+            self._lose(ServiceLostError(f"The parameter service at {error}"))
+        except ConnectionError as error:
+            self._lose(ServiceLostError(str(error)))
+        except ServiceLostError as error:
+            self._lose(error)
+
+    def _lose(self, error: ServiceLostError) -> None:
         if not self._goes_on:
             self.is_given_up = True
             raise error
@@ -152,10 +162,10 @@ class VectorExchange:
     """The exchange of one participant's vectors with the center."""
 
     def __init__(self, transport: ParameterClient, rule: UpdateRule) -> None:
-        self._transport, self._rule = transport, rule
+        self.transport, self._rule = transport, rule
         self.seen: list[tf.Tensor] = []
         self._versions = np.zeros(len(transport.partitions.sizes), np.int64)
-        self._latest_versions = self._versions
+        self.latest_versions = self._versions  # known ones; the weights may have older ones
         self._residuals: list[tf.Tensor] | None = None
         # An earlier process with this number may still have messages in flight.
         self._sequence = transport.latest_sequence() + _ROOM_FOR_STRAGGLERS
@@ -169,36 +179,23 @@ class VectorExchange:
         """Whether the latest push was too stale: the center lacks the worker's progress."""
         return self._was_stale and not self._rule.uses_gradients
 
-    @property
-    def latest_versions(self) -> np.ndarray:
-        """Latest known version of each partition; the weights may have an older one."""
-        return self._latest_versions
-
-    def greet(self) -> None:
-        """Check that the entire service is present."""
-        self._transport.greet()
-
-    def signal(self, signal: Signal) -> int | None:
-        """Send a signal to the rule; return the stage of training, None without a timely answer."""
-        return self._transport.signal(signal)
-
     def pull(self, exact: bool = False) -> list[tf.Tensor]:
-        fallback = (tf.zeros([size]) for size in self._transport.partitions.sizes)
-        answer = self._transport.pull(fallback, exact)
+        fallback = (tf.zeros([size]) for size in self.transport.partitions.sizes)
+        answer = self.transport.pull(fallback, exact)
         statuses = answer.statuses.numpy()
         if (statuses != int(Status.OK)).any():
             raise _lost(statuses)
-        self._latest_versions = answer.versions.numpy()
+        self.latest_versions = answer.versions.numpy()
         return list(answer.partitions)
 
     def compress(self, ratio: float) -> None:
         """Send only the largest values from now on; earlier residuals are kept."""
-        self._transport.use_wire(TopKWire(ratio))
+        self.transport.use_wire(TopKWire(ratio))
 
     def adopt(self, center: list[tf.Tensor]) -> None:
         """Treat the center that was just pulled as the last one seen; forget the push in flight."""
         self.seen, self._residuals, self.pending = center, None, None
-        self._versions = self._latest_versions
+        self._versions = self.latest_versions
 
     def after_absence(self, weights: list[tf.Tensor], num_workers: int) -> list[tf.Tensor]:
         starts = self.seen if self.pending is None else self.pending.sent
@@ -212,7 +209,7 @@ class VectorExchange:
             messages = [m + r for m, r in zip(messages, self._residuals, strict=True)]
         self._sequence += 1
         versions = self._versions.copy()
-        push = self._transport.start_push(messages, versions, samples, self._sequence)
+        push = self.transport.start_push(messages, versions, samples, self._sequence)
         self.pending = Pending(push, samples, versions, sent)
         return self.pending
 
@@ -243,7 +240,7 @@ class VectorExchange:
             behind = (versions - pending.versions)[taken] - (statuses[taken] != int(Status.STALE))
             self.staleness = float(np.maximum(behind, 0).mean())
         self._versions = np.where(taken, versions, self._versions)
-        self._latest_versions = np.maximum(self._latest_versions, self._versions)
+        self.latest_versions = np.maximum(self.latest_versions, self._versions)
         self._residuals = self._left_over(statuses, answer)
         self._was_stale = bool((statuses == int(Status.STALE)).any())
         self._note_lost_gradient(statuses)
@@ -274,7 +271,7 @@ class VectorExchange:
             if not waiting:
                 return answer
             pending.had_to_wait = True
-            self._transport.push_again(pending.push, self._in_turn(pending.push, waiting))
+            self.transport.push_again(pending.push, self._in_turn(pending.push, waiting))
 
     def _in_turn(self, push: PendingPush, waiting: list[int]) -> list[int]:
         """Wait until it is the turn of some parts, and return these.
@@ -284,7 +281,7 @@ class VectorExchange:
         """
         pause, longest = _TURN_SECONDS
         while True:
-            statuses = self._transport.ask_turns(push, waiting)
+            statuses = self.transport.ask_turns(push, waiting)
             _check_answered(np.array(statuses))
             turns = zip(waiting, statuses, strict=True)
             if found := [index for index, status in turns if status != Status.WAIT]:
@@ -303,7 +300,7 @@ class VectorExchange:
             return
         statuses = self.pending.push.answer(self.seen).statuses.numpy()
         again = np.flatnonzero(np.isin(statuses, (*_UNANSWERED, int(Status.WAIT))))
-        self._transport.push_again(self.pending.push, again.tolist())
+        self.transport.push_again(self.pending.push, again.tolist())
         self._final_answer(self.pending)
 
     def _check_statuses(self, statuses: np.ndarray) -> None:
@@ -340,7 +337,7 @@ class VectorExchange:
 
         Untaken changes are still in the weights, except for earlier residuals.
         """
-        if self._transport.wire_is_exact:
+        if self.transport.wire_is_exact:
             return None
         before = self._residuals or [tf.zeros_like(residual) for residual in answer.residuals]
         return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import keras
 import tensorflow as tf
 
-from keras_het.asynchronous.exchange.center import Center, OpenService, join_service
+from keras_het.asynchronous.exchange.center import Center, join_service
 from keras_het.asynchronous.exchange.claims import Grant, GroupClaims
 from keras_het.asynchronous.exchange.participant import HybridOptions, Participant
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
@@ -35,7 +36,7 @@ class ServiceTask(Participant):
     ) -> None:
         super().__init__(model, strategy, options)
         self.center: Center | None = None
-        self._open_service = OpenService()
+        self._service = contextlib.ExitStack()
         self._epoch = 0
         self._came: set[int] = set()
         self._passed_over: set[int] = set()
@@ -45,8 +46,7 @@ class ServiceTask(Participant):
         if self.center is not None:
             return
         self._epoch = epoch
-        self._open_service = join_service(self)
-        self.center = self._open_service.center
+        self.center = join_service(self, self._service)
         if self.center is None:
             return
         self.center.start_epoch(epoch)
@@ -103,8 +103,7 @@ class ServiceTask(Participant):
         self.leave()
 
     def leave(self) -> None:
-        membership, self._open_service = self._open_service, OpenService()
-        membership.close()
+        self._service.close()
 
     def _all_have_ended(self, center: Center) -> bool:
         """Whether every worker that connected has reported its end; a silent one may come back."""

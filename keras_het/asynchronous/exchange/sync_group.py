@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import keras
 import tensorflow as tf
 
-from keras_het.asynchronous.exchange.center import Center, OpenService, join_service
+from keras_het.asynchronous.exchange.center import Center, join_service
 from keras_het.asynchronous.exchange.claims import Grant, GroupClaims
 from keras_het.asynchronous.exchange.pace import PushPace, choose_period
 from keras_het.asynchronous.exchange.participant import HybridOptions, Participant
@@ -33,52 +34,40 @@ class SyncGroup(Participant):
     travel with it.
     """
 
+    _claims: GroupClaims | None
+
     def __init__(
         self, model: keras.Model, strategy: HeterogeneousStrategy, options: HybridOptions
     ) -> None:
         super().__init__(model, strategy, options)
-        self._center: Center | None = None
-        self._open_service: OpenService | None = None
-        self._claims: GroupClaims | None = None
+        self.center: Center | None = None  # on the leader
+        self._service: contextlib.ExitStack | None = None
         self._epoch = 0
         self._steps = self._samples = 0
         self._num_known = 0  # batches of the group not used yet
         self._counted = 0  # number of samples that the ledger knows
         self._sum = tf.function(self._sum_over_members, autograph=False)
         self._pace = PushPace(waits=options.waits_for_answer)
-        self._period = options.period
-
-    @property
-    def period(self) -> int:
-        """Steps between two exchanges."""
-        return self._period
-
-    @property
-    def center(self) -> Center | None:
-        """The parameter service, on the leader."""
-        return self._center
+        self.period = options.period
 
     def start_epoch(self, epoch: int) -> None:
         """Open the service before the first epoch, and claim the first batches of this one."""
-        if self._open_service is None:
-            self._open_service = join_service(self)
-            self._center = self._open_service.center
-        if self._center is not None:
-            self._center.start_epoch(epoch)
+        if self._service is None:
+            self._service = contextlib.ExitStack()
+            self.center = join_service(self, self._service)
+        if self.center is not None:
+            self.center.start_epoch(epoch)
         self._epoch = epoch
         self._claims = GroupClaims(self.passes_before(epoch))
         self._num_known = 0
         self._exchange(push=False)
-
-    def claims(self) -> GroupClaims | None:
-        return self._claims
 
     def steps_done(self, steps: int, samples: int) -> None:
         self._pace.computed(steps, samples)
         self._steps += steps
         self._num_known -= steps
         self._samples += samples
-        if self._steps >= self._period:
+        if self._steps >= self.period:
             self.check_rate()
             with self._pace.exchanging():
                 self._exchange(push=True)
@@ -86,7 +75,7 @@ class SyncGroup(Participant):
     def meet_center(self) -> list[tf.Tensor]:
         """Exchange now; gradients still being accumulated stay in place."""
         self._exchange(push=self._steps > 0 and not self.rule.uses_gradients, wait=True)
-        center = self._center
+        center = self.center
         return self._agreed(self.vectors.weights, center.weights if center is not None else None)
 
     def end(self) -> None:
@@ -94,7 +83,7 @@ class SyncGroup(Participant):
         if self._steps:  # partial gradients too, which are final now
             self._exchange(push=True, wait=True)
         self.meet_center()
-        center = self._center
+        center = self.center
         if center is not None:
             center.set_stage(Stage.ENDING)
             self._wait_until(lambda: not center.training_workers(), "to send their last changes")
@@ -105,15 +94,13 @@ class SyncGroup(Participant):
         if center is not None:
             self._wait_until(lambda: not _are_here(center), "to fetch the final weights")
             center.conclude()
-        if self._open_service is not None:
-            self._sum([tf.zeros([1])])  # members hold parts until the last worker has fetched them
+        self._sum([tf.zeros([1])])  # members hold parts until the last worker has fetched them
         self.leave()
 
     def leave(self) -> None:
         """End the service: async workers learn that they have no leader."""
-        membership, self._open_service = self._open_service, None
-        if membership is not None:
-            membership.close()
+        if self._service is not None:
+            self._service.close()
 
     def _wait_until(self, is_done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self.options.end_seconds
@@ -133,13 +120,13 @@ class SyncGroup(Participant):
         claims = self._claims if self._claims is not None and not self._claims.is_complete else None
         header = [0, 0, 0, 0, 0]
         answer = [tf.zeros_like(part) for part in (*weights, *state)]
-        if self._center is not None:
-            answer = self._center.exchange(weights, state, self._samples, push, wait)
+        if self.center is not None:
+            answer = self.center.exchange(weights, state, self._samples, push, wait)
             if claims is not None:
                 period = self._next_period()
-                grant = self._claim(self._center, period)
+                grant = self._claim(self.center, period)
                 header = [period, *grant.to_numbers()]
-            self._center.add_used(self._samples - self._counted)
+            self.center.add_used(self._samples - self._counted)
         *values, header = self._sum([*answer, tf.constant(header, tf.float32)])
         self._counted = self._samples
         if push or not self.rule.uses_gradients:  # gradients may be half accumulated
@@ -149,7 +136,7 @@ class SyncGroup(Participant):
             vector.write(part)
         if claims is not None:
             period, *numbers = header.numpy().tolist()
-            self._period, grant = int(period), Grant.of_numbers(numbers)
+            self.period, grant = int(period), Grant.of_numbers(numbers)
             claims.add(grant)
             self._num_known += grant.count
 
@@ -163,14 +150,14 @@ class SyncGroup(Participant):
         return center.claim(self._epoch, wanted) if wanted > 0 else Grant(0, 0, False)
 
     def _next_period(self) -> int:
-        pace, center = self._pace.pace, self._center
+        pace, center = self._pace.pace, self.center
         may_ask = (self.options.adapts_period or self.shows_paces) and self._pace.is_due
         found = center.pace(pace) if may_ask and pace is not None and center is not None else None
         if found is None:
-            return self._period
+            return self.period
         self.paces = found[0]
         if not self.options.adapts_period:
-            return self._period
+            return self.period
         limits = self.options.presence_seconds, longest_period(self.num_batches)
         return choose_period(*found, 0, limits)
 
