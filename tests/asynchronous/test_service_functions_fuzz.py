@@ -12,7 +12,6 @@ from wrong_tokens import wrong_token
 from keras_het import private_api
 from keras_het.asynchronous.exchange.hosting import (
     HostedParts,
-    Offers,
     ServiceSpec,
     ServingProcess,
     make_offer,
@@ -205,11 +204,11 @@ def test_the_same_requests_without_a_fault_are_accepted(registered, service):
 def parts_of_a_hybrid_training(address):
     """What such a process answers with, and what may not change."""
     parts = HostedParts(address, 0, dataclasses.replace(spec(), state_shapes=((3,),)), SECRET)
-    offers = Offers(SECRET)
-    offers.register_on(parts.server)
+    process = ServingProcess(address, SECRET, lambda: True)
+    process.take_offers_on(parts.server)
     parts.start()
     of_parts = [*parts.weights._parts, *parts.state._parts]
-    owners = (*of_parts, parts.ledger, parts, offers)
+    owners = (*of_parts, parts.ledger, parts, process)
     return parts, [variable for owner in owners for variable in variables_of(owner)]
 
 
@@ -338,19 +337,22 @@ def spec():
 @pytest.mark.full
 def test_a_process_that_serves_survives_offers_that_it_cannot_read(logical_devices):
     address, said = free_address(), []
-    offers = Offers(SECRET)
+    process = ServingProcess(address, SECRET, lambda: "not taken" in said[-1], said.append)
     server = FunctionServer(address)
-    offers.register_on(server)
+    process.take_offers_on(server)
     server.start()
     with pytest.raises(PermissionError, match="secret differs"):
         make_offer(address, b"another secret!!", spec(), 0, 10)
-    assert not offers.is_pending
+    assert not process.is_offered_another
     make_offer(address, SECRET, spec(), 0, 10)
-    assert offers.is_pending and offers.take()[1] == 0 and not offers.is_pending
+    assert process.is_offered_another
     server.close()
-    process = ServingProcess(address, SECRET, lambda: "not taken" in said[-1], said.append)
+    parts = process._make_parts()
+    assert (parts.spec, parts.ledger is not None) == (spec(), True)
+    assert not process.is_offered_another
+    parts.close()
     for text in ("[0, 17", "17", '[0, "{}"]'):
-        process._offers._text.assign(text)
+        process._offer.assign(text)
         assert process.serve_one() is False
         assert "cannot be read" in said.pop()
     # of another version: values of other types
@@ -361,7 +363,7 @@ def test_a_process_that_serves_survives_offers_that_it_cannot_read(logical_devic
         {"partition_size": None},
     ):
         text = json.dumps([0, dataclasses.replace(spec(), **changed).to_json()])
-        process._offers._text.assign(text)
+        process._offer.assign(text)
         assert process.serve_one() is False
         assert "an offer was not taken" in said.pop()
 

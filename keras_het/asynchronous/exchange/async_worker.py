@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 import keras
@@ -92,15 +93,10 @@ class AsyncWorker(Participant):
         else:  # Keras may have counted several of its epochs in one of these: skip none
             epoch = max(self._epoch + 1, self._epoch_of_the_group())
         self._epoch, self._latest_batch = epoch, -1
-        left_over = self._claims.left_over if self._claims is not None else None
-        self._steps_at_hand = len(left_over or ())
-        self._claims = AsyncClaims(
-            self.passes_before(epoch),
-            self._num_parts(),
-            self._next_batch,
-            self.num_batches,
-            left_over,
-        )
+        left_over = deque() if self._claims is None else self._claims.left_over
+        self._steps_at_hand = len(left_over)
+        passes, parts = self.passes_before(epoch), self._num_parts()
+        self._claims = AsyncClaims(passes, parts, self._next_batch, self.num_batches, left_over)
 
     def _epoch_of_the_group(self) -> int:
         if not self._engine.is_away:

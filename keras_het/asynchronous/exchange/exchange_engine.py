@@ -204,7 +204,13 @@ class VectorExchange:
 
     def send(self, weights: list[tf.Tensor], samples: int) -> Pending:
         """Send the rule's message; the worker continues from the pending push's `sent`."""
-        messages, sent = _outgoing(self._rule, weights, self.seen)
+        rule, pairs = self._rule, list(zip(weights, self.seen, strict=True))
+        if rule.uses_gradients:  # the weights are unchanged since the last answer
+            messages = [rule.message_of_gradient(gradient, seen) for gradient, seen in pairs]
+            sent = [rule.after_sending(seen, seen) for seen in self.seen]
+        else:
+            messages = [rule.message(own, seen) for own, seen in pairs]
+            sent = [rule.after_sending(own, seen) for own, seen in pairs]
         if self._residuals is not None:
             messages = [m + r for m, r in zip(messages, self._residuals, strict=True)]
         self._sequence += 1
@@ -344,18 +350,6 @@ class VectorExchange:
             residual if status in (Status.OK, Status.REPEATED) else old
             for status, residual, old in zip(statuses, answer.residuals, before, strict=True)
         ]
-
-
-def _outgoing(
-    rule: UpdateRule, progress: Sequence[tf.Tensor], seen: Sequence[tf.Tensor]
-) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Return a worker's message for each partition, and the weights from which it continues."""
-    pairs = list(zip(progress, seen, strict=True))
-    if rule.uses_gradients:  # the weights are unchanged since the last answer
-        messages = [rule.message_of_gradient(gradient, s) for gradient, s in pairs]
-        return messages, [rule.after_sending(s, s) for s in seen]
-    messages = [rule.message(weights, s) for weights, s in pairs]
-    return messages, [rule.after_sending(weights, s) for weights, s in pairs]
 
 
 def _check_answered(statuses: np.ndarray) -> None:

@@ -23,13 +23,14 @@ from keras_het.asynchronous.parameter_service.wire import wire_named
 from keras_het.asynchronous.rules import UpdateRule, get, serialize
 from keras_het.rpc.admission import Gate, Status
 from keras_het.rpc.channel import FunctionClient, NoAnswerError
-from keras_het.rpc.server import FunctionServer, TfFunction
+from keras_het.rpc.server import FunctionServer
 from keras_het.rpc.vector import spread_partitions
 
 DIRECTORY, CLOSE, OFFER = "directory", "close", "offer"
 Shapes = tuple[tuple[int, ...], ...]
 _ABOUT = "keras_het parameter service 1"
 _POLL_SECONDS = 0.05
+_TEXT = tf.TensorSpec([], tf.string)
 _logger = logging.getLogger("keras_het")
 
 
@@ -113,8 +114,10 @@ class HostedParts:
         with tf.init_scope(), tf.device("CPU:0"):
             self._addresses = tf.Variable("", trainable=False)
             self._is_closed = tf.Variable(False, trainable=False)
-        self.server.register(DIRECTORY, self._directory_function(), gate)
-        self.server.register(CLOSE, self._close_function(), gate)
+        directory = tf.function(self._directory, input_signature=[_TEXT], autograph=False)
+        self.server.register(DIRECTORY, directory, gate)
+        close = tf.function(self._close, input_signature=[], autograph=False)
+        self.server.register(CLOSE, close, gate)
 
     def start(self) -> None:
         self.server.start()
@@ -144,73 +147,18 @@ class HostedParts:
             **options,
         )
 
-    def _directory_function(self) -> TfFunction:
-        @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
-        def directory(addresses: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            """Return the location of the parts; the leader sets it by passing `addresses`."""
-            is_set = tf.greater(tf.strings.length(addresses), 0)
-            latest = tf.cond(
-                is_set,
-                lambda: tf.identity(self._addresses.assign(addresses, read_value=True)),
-                self._addresses.read_value,
-            )
-            return tf.constant(int(Status.OK)), latest
+    def _directory(self, addresses: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the location of the parts; the leader sets it by passing `addresses`."""
+        latest = tf.cond(
+            tf.greater(tf.strings.length(addresses), 0),
+            lambda: tf.identity(self._addresses.assign(addresses, read_value=True)),
+            self._addresses.read_value,
+        )
+        return tf.constant(int(Status.OK)), latest
 
-        return directory
-
-    def _close_function(self) -> TfFunction:
-        @tf.function(input_signature=[], autograph=False)
-        def close() -> tf.Tensor:
-            self._is_closed.assign(True)
-            return tf.constant(int(Status.OK))
-
-        return close
-
-
-class Offers:
-    """Receiver of a training's description from its leader."""
-
-    def __init__(self, secret: bytes) -> None:
-        self._gate = Gate(credential(secret, _ABOUT))
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._text = tf.Variable("", trainable=False)
-
-    def register_on(self, server: FunctionServer) -> None:
-        @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
-        def offer(text: tf.Tensor) -> tf.Tensor:
-            self._text.assign(text)
-            return tf.constant(int(Status.OK))
-
-        server.register(OFFER, offer, self._gate)
-
-    @property
-    def is_pending(self) -> bool:
-        return bool(self._text.numpy())
-
-    def take(self) -> tuple[ServiceSpec, int]:
-        """Return the offered training and the index of the service that this process is to be."""
-        text = self._text.numpy().decode()
-        self._text.assign("")
-        try:
-            place, described = json.loads(text)
-            return ServiceSpec.from_json(described), int(place)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"The offer of a training cannot be read. Received: {text[:200]!r} ({error}). Use "
-                "the same version of keras_het on every task."
-            ) from error
-
-    def wait_at(self, address: str, is_stopped: Callable[[], bool]) -> bool:
-        """Listen until there is an offer; return whether there is one."""
-        if self.is_pending:
-            return True
-        server = FunctionServer(address)
-        self.register_on(server)
-        server.start()
-        while not self.is_pending and not is_stopped():
-            time.sleep(_POLL_SECONDS)
-        server.close()
-        return self.is_pending
+    def _close(self) -> tf.Tensor:
+        self._is_closed.assign(True)
+        return tf.constant(int(Status.OK))
 
 
 def make_offer(
@@ -232,8 +180,20 @@ def make_offer(
         )
 
 
+def _read_offer(text: str) -> tuple[int, ServiceSpec]:
+    """Return which of its services a process is to be of the offered training, and that."""
+    try:
+        place, described = json.loads(text)
+        return int(place), ServiceSpec.from_json(described)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"The offer of a training cannot be read. Received: {text[:200]!r} ({error}). Use "
+            "the same version of keras_het on every task."
+        ) from error
+
+
 class ServingProcess:
-    """A process that serves one training after another."""
+    """A process that serves one training after another, each as its leader has offered it."""
 
     def __init__(
         self,
@@ -244,12 +204,14 @@ class ServingProcess:
     ) -> None:
         self.address, self._secret = address, secret
         self._is_stopped, self._say = is_stopped, say
-        self._offers = Offers(secret)
+        self._gate = Gate(credential(secret, _ABOUT))
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._offer = tf.Variable("", trainable=False)
 
     @property
     def is_offered_another(self) -> bool:
         """Whether a waiting leader has offered a training, having abandoned the previous one."""
-        return self._offers.is_pending
+        return bool(self._offer.numpy())
 
     def serve_one(self) -> bool:
         """Wait for a training and serve it to its end; return whether there was one.
@@ -259,28 +221,50 @@ class ServingProcess:
         self._say(f"waiting for a training at {self.address}")
         parts = None
         while parts is None:
-            if not self._offers.wait_at(self.address, self._is_stopped):
+            if not self._wait_for_offer():
                 return False
             parts = self._make_parts()
         spec = parts.spec
-        self._offers.register_on(parts.server)
+        self.take_offers_on(parts.server)
         parts.start()
         held = len(parts.weights.indices)
         self._say(
             f"serving {held} partition{'s' * (held != 1)} of {len(spec.shapes)} variables to "
             f"{spec.num_participants} participants, rule {parts.rule.name}"
         )
-        while not (parts.is_closed or self._offers.is_pending or self._is_stopped()):
+        while not (parts.is_closed or self.is_offered_another or self._is_stopped()):
             time.sleep(_POLL_SECONDS)
         self._say("training has ended" if parts.is_closed else "training was left")
         parts.close()
         return True
 
+    def take_offers_on(self, server: FunctionServer) -> None:
+        """Accept offers on a server that has not started."""
+
+        @tf.function(input_signature=[_TEXT], autograph=False)
+        def offer(text: tf.Tensor) -> tf.Tensor:
+            self._offer.assign(text)
+            return tf.constant(int(Status.OK))
+
+        server.register(OFFER, offer, self._gate)
+
+    def _wait_for_offer(self) -> bool:
+        """Listen until there is an offer; return whether there is one."""
+        if not self.is_offered_another:
+            server = FunctionServer(self.address)
+            self.take_offers_on(server)
+            server.start()
+            while not self.is_offered_another and not self._is_stopped():
+                time.sleep(_POLL_SECONDS)
+            server.close()
+        return self.is_offered_another
+
     def _make_parts(self) -> HostedParts | None:
         """Create the parts that the leader requests; None if the request cannot be read."""
+        text = self._offer.numpy().decode()
+        self._offer.assign("")
         try:
-            spec, place = self._offers.take()
-            return HostedParts(self.address, place, spec, self._secret)
+            return HostedParts(self.address, *_read_offer(text), self._secret)
         except (AttributeError, TypeError, ValueError) as error:  # as from another version
             self._say(f"an offer was not taken: {error}")
         # TensorFlow ends a server with its last reference, and with it a later one at its address.

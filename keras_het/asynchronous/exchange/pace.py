@@ -137,13 +137,6 @@ def choose_period(
     return max(1, min(plan.samples[place] // batches[place], limits[1]))
 
 
-class OwnPlan(NamedTuple):
-    """One worker's plan between two exchanges."""
-
-    steps: int
-    ratio: float
-
-
 class LocalStepTuner:
     """The plan of this worker, by a rule that derives it from measured times.
 
@@ -158,16 +151,16 @@ class LocalStepTuner:
         self._rule, self._participant, self._clock = rule, participant, clock
         self._pulls: deque[float] = deque(maxlen=_KEPT_TIMES)
         self._pushes: deque[tuple[float, float]] = deque(maxlen=_KEPT_TIMES)
-        self._chosen: tuple[OwnPlan, OwnPlan] | None = None
+        self._chosen: list[tuple[int, float]] = []  # local steps and ratio of each stage
         self._num_pushes = 0
         self._part = 1.0
 
     def steps(self, stage: int) -> int | None:
-        return None if self._chosen is None else self._chosen[stage].steps
+        return self._chosen[stage][0] if self._chosen else None
 
     def next_ratio(self, stage: int) -> float:
-        if self._chosen is not None:
-            self._part = self._chosen[stage].ratio
+        if self._chosen:
+            self._part = self._chosen[stage][1]
         return self._part
 
     def took_at_once(self, seconds: float) -> None:
@@ -197,9 +190,6 @@ class LocalStepTuner:
         pushes = np.maximum(exchanges - pulls, 0.0)
         place = int(counts[: self._participant].sum())
         plans = [self._rule.plan(batches / speeds, pushes, pulls, stage) for stage in (0, 1)]
-        first, second = (
-            OwnPlan(plan.steps[place], plan.compression_ratios[place])
-            for plan in plans
-            if plan is not None
-        )
-        self._chosen = first, second
+        self._chosen = [
+            (plan.steps[place], plan.compression_ratios[place]) for plan in plans if plan
+        ]

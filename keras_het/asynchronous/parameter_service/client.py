@@ -241,18 +241,17 @@ class ParameterClient:
             ConnectionError: if a part does not answer in time, or refuses.
         """
         found: dict[str, np.ndarray] = {}
+        pieces: dict[str, tf.Tensor] = {}
+        following: dict[str, tuple[int, int, int]] = {}
         firsts = self._export([(index, 0, 0) for index in range(len(self.partitions.sizes))])
-        rest: list[tuple[int, int, int]] = []
-        for index, (sizes, _) in enumerate(firsts):
+        for index, (sizes, first) in enumerate(firsts):
             found[f"part_{index}/sizes"] = sizes.numpy()
-            rest += [(index, *place) for place in _piece_places(sizes.numpy())[1:]]
-        numbers = [0] * len(firsts)
-        pieces = zip(range(len(firsts)), firsts, strict=True)
-        others = zip((index for index, *_ in rest), self._export(rest), strict=True)
-        for index, (_, piece) in (*pieces, *others):
-            found[f"part_{index}/{numbers[index]}"] = np.frombuffer(piece.numpy(), np.uint8)
-            numbers[index] += 1
-        return found
+            pieces[f"part_{index}/0"] = first
+            for number, place in enumerate(_piece_places(sizes.numpy())[1:], start=1):
+                following[f"part_{index}/{number}"] = index, *place
+        answers = self._export(list(following.values()))
+        pieces |= {name: piece for name, (_, piece) in zip(following, answers, strict=True)}
+        return found | {n: np.frombuffer(piece.numpy(), np.uint8) for n, piece in pieces.items()}
 
     def _export(self, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """Fetch variable sizes and the piece, for given partitions, variables and elements."""

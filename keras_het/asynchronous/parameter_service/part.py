@@ -71,15 +71,43 @@ class Part:
         """Number of elements of the version and of each of the rule's variables, by name."""
         return tuple(int(variable.shape.num_elements()) for variable in self._state())
 
-    def state_piece(self, place: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
+    def export(self, place: tf.Tensor, start: tf.Tensor) -> Nest:
+        """Return variable sizes and a serialized piece of one variable; in the graph."""
+        sizes = self.state_sizes
+
         def read(variable: tf.Variable) -> tf.Tensor:
             values = tf.reshape(variable.read_value(), [-1])
             return tf.io.serialize_tensor(values[start : start + LARGEST_PIECE])
 
-        return tf.switch_case(place, [functools.partial(read, own) for own in self._state()])
+        return answer_if(
+            (place >= 0) & (place < len(sizes)) & (start >= 0),
+            lambda: (
+                tf.constant(int(Status.OK)),
+                tf.constant(sizes, tf.int64),
+                tf.switch_case(place, [functools.partial(read, own) for own in self._state()]),
+            ),
+        )
 
-    def set_state_piece(self, place: tf.Tensor, start: tf.Tensor, piece: tf.Tensor) -> tf.Tensor:
-        """Set a piece of a variable; in the graph, under the lock.
+    def set_state(
+        self, saved_sizes: tf.Tensor, place: tf.Tensor, start: tf.Tensor, piece: tf.Tensor
+    ) -> Nest:
+        """Accept a piece of a variable of an equally sized partition; in the graph."""
+        sizes = self.state_sizes
+        fits = tf.cond(
+            tf.equal(tf.size(saved_sizes), len(sizes)),
+            lambda: tf.reduce_all(tf.equal(saved_sizes, sizes)),
+            lambda: tf.constant(False),
+        )
+
+        def take() -> tf.Tensor:
+            # Two pieces of a variable are in flight at a time.
+            taken = self.lock.execute(lambda: self._set_piece(place, start, piece))
+            return tf.where(taken, int(Status.OK), int(Status.NOT_FINITE))
+
+        return answer_if((place >= 0) & (place < len(sizes)) & (start >= 0) & fits, take)
+
+    def _set_piece(self, place: tf.Tensor, start: tf.Tensor, piece: tf.Tensor) -> tf.Tensor:
+        """Set a piece of a variable under the lock.
 
         Nothing changes if the piece cannot be read, is not finite, or has a version below 0.
         """
@@ -110,37 +138,6 @@ class Part:
 
     def _state(self) -> list[tf.Variable]:
         return [self.version, *(self.slots[name] for name in sorted(self.slots))]
-
-
-def export(part: Part, place: tf.Tensor, start: tf.Tensor) -> Nest:
-    sizes = part.state_sizes
-    known = (place >= 0) & (place < len(sizes)) & (start >= 0)
-    return answer_if(
-        known,
-        lambda: (
-            tf.constant(int(Status.OK)),
-            tf.constant(sizes, tf.int64),
-            part.state_piece(place, start),
-        ),
-    )
-
-
-def set_state(
-    part: Part, saved_sizes: tf.Tensor, place: tf.Tensor, start: tf.Tensor, piece: tf.Tensor
-) -> Nest:
-    sizes = part.state_sizes
-    fits = tf.cond(
-        tf.equal(tf.size(saved_sizes), len(sizes)),
-        lambda: tf.reduce_all(tf.equal(saved_sizes, sizes)),
-        lambda: tf.constant(False),
-    )
-
-    def take() -> tf.Tensor:
-        # Two pieces of a variable are in flight at a time.
-        taken = part.lock.execute(lambda: part.set_state_piece(place, start, piece))
-        return tf.where(taken, int(Status.OK), int(Status.NOT_FINITE))
-
-    return answer_if((place >= 0) & (place < len(sizes)) & (start >= 0) & fits, take)
 
 
 class BoundFunction:

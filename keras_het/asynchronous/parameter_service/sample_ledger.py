@@ -85,10 +85,14 @@ class SampleLedger:
         server.register(f"{PREFIX}lead", _graph(self._served_lead, lead), gate)
         server.register(f"{PREFIX}pace", _graph(self._served_pace, pace), gate)
 
-    def _take(
+    def _served_claim(
         self, participant: tf.Tensor, epoch: tf.Tensor, count: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        def take() -> Any:
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        known = self._is_known(participant) & (count > 0) & (epoch >= 0) & (epoch < LARGEST_EPOCH)
+        running = tf.equal(self._facts[_STAGE], int(Stage.RUNNING))
+        running &= epoch <= self._facts[_EPOCH] + 1
+
+        def hand_out() -> Any:
             first = tf.gather(self._next, epoch)  # avoids a copy of the whole variable
             left = tf.where(epoch < self._facts[_NUM_EPOCHS], self._facts[_TOTAL] - first, 0)
             granted = tf.clip_by_value(left, 0, count)
@@ -97,17 +101,8 @@ class SampleLedger:
             with tf.control_dependencies([taken, counted]):
                 return tf.identity(first), tf.identity(granted)
 
-        return self._lock.execute(take)
-
-    def _served_claim(
-        self, participant: tf.Tensor, epoch: tf.Tensor, count: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        known = self._is_known(participant) & (count > 0) & (epoch >= 0) & (epoch < LARGEST_EPOCH)
-        running = tf.equal(self._facts[_STAGE], int(Stage.RUNNING))
-        running &= epoch <= self._facts[_EPOCH] + 1
-
         def take() -> Any:
-            return _status(Status.OK), *self._take(participant, epoch, count)
+            return _status(Status.OK), *self._lock.execute(hand_out)
 
         return answer_if(
             known, lambda: answer_if(running, take, Status.WAIT), Status.UNKNOWN_CLIENT
@@ -119,47 +114,42 @@ class SampleLedger:
         known = self._is_known(participant) & tf.reduce_all(used >= 0)
         known &= (presence >= 0) & (presence <= max(Presence))
 
-        def note() -> tf.Tensor:
+        def note() -> Any:
             place = [[participant]]
+            counted = self._lock.execute(lambda: self._count(participant, used))
             notes = [
-                self._lock.execute(lambda: self._count(participant, used)),
+                counted,
                 self._last_seen.scatter_nd_update(place, [tf.timestamp()]),
                 self._presence.scatter_nd_update(place, [presence]),
             ]
             with tf.control_dependencies(notes):
-                return _status(Status.OK)
+                facts = tf.concat([self._facts.read_value(), counted[None]], axis=0)
+                return _status(Status.OK), facts
 
-        code = tf.cond(known, note, lambda: _status(Status.UNKNOWN_CLIENT))
-        with tf.control_dependencies([code]):
-            admitted = tf.equal(code, int(Status.OK))
-            latest = self._counted[tf.where(admitted, participant, 0)]
-            facts = tf.concat([self._facts.read_value(), latest[None]], axis=0)
-            return code, tf.where(admitted, facts, tf.fill([8], tf.constant(-1, tf.int64)))
+        return answer_if(known, note, Status.UNKNOWN_CLIENT)
 
     def _refused(self) -> tf.Tensor:
         """Refuse a worker of the next training, which may ask before this one is gone."""
         closed = tf.equal(self._facts[_STAGE], int(Stage.CLOSED))
         return tf.where(closed, int(Status.CLOSED), int(Status.REFUSED))
 
-    def _note_pace(self, participant: tf.Tensor, pace: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        noted = [
-            self._paces.scatter_nd_update([[participant]], [pace]),
-            self._paced.scatter_nd_update([[participant]], [tf.timestamp()]),
-        ]
-        with tf.control_dependencies(noted):
-            latest = tf.maximum(self._paced.read_value(), self._last_seen.read_value())
-            return self._paces.read_value(), tf.timestamp() - latest
-
     def _served_pace(
         self, participant: tf.Tensor, pace: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         known = self._is_known(participant) & tf.reduce_all(tf.math.is_finite(pace)) & (pace[0] > 0)
         known &= (pace[1] >= 1) & tf.reduce_all(pace[2:] >= 0)
-        return answer_if(
-            known,
-            lambda: (_status(Status.OK), *self._note_pace(participant, pace)),
-            Status.UNKNOWN_CLIENT,
-        )
+
+        def note() -> Any:
+            noted = [
+                self._paces.scatter_nd_update([[participant]], [pace]),
+                self._paced.scatter_nd_update([[participant]], [tf.timestamp()]),
+            ]
+            with tf.control_dependencies(noted):
+                latest = tf.maximum(self._paced.read_value(), self._last_seen.read_value())
+                silence = tf.timestamp() - latest
+                return _status(Status.OK), self._paces.read_value(), silence
+
+        return answer_if(known, note, Status.UNKNOWN_CLIENT)
 
     def _served_lead(
         self, participant: tf.Tensor, used: tf.Tensor, facts: tf.Tensor

@@ -14,9 +14,7 @@ from keras_het.asynchronous.parameter_service.part import (
     PartFunction,
     Taken,
     Updates,
-    export,
     nothing,
-    set_state,
 )
 from keras_het.asynchronous.parameter_service.wire import FloatWire, Wire, check_fits
 from keras_het.asynchronous.rules import PushMeta, Signal, UpdateRule
@@ -133,9 +131,9 @@ class ParameterService:
             "push": self._push_function(self._wire, self._updates),
             "pull": PartFunction([], functools.partial(self._pull, self._wire)),
             "center": PartFunction([], functools.partial(self._pull, FloatWire())),
-            "export": PartFunction(_PLACE, export),
+            "export": PartFunction(_PLACE, Part.export),
             "restore": PartFunction([vector], functools.partial(self._restore, True)),
-            "set_state": PartFunction([sizes, *_PLACE, text], set_state),
+            "set_state": PartFunction([sizes, *_PLACE, text], Part.set_state),
             "signal": PartFunction([_INT, _INT], self._signal),
             "latest": PartFunction([_INT], self._latest),
             "close": PartFunction([], _close),
@@ -188,7 +186,7 @@ class ParameterService:
 
     def center(self) -> list[tf.Tensor]:
         """Return the weights, one float32 tensor for each variable."""
-        return self.partitions.unpack([part.center.read_value() for part in self._parts])
+        return self.partitions.unpack(self.center_partitions())
 
     def slots(self) -> list[dict[str, tf.Variable]]:
         """State of the rule for each partition: name to variable."""
