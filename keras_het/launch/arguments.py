@@ -30,7 +30,6 @@ unshare --map-root-user --net sh -c 'ip link set lo up; keras-het run ...'
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command `keras-het`."""
     parser = argparse.ArgumentParser(
         prog="keras-het",
         description="Train Keras 3 models over workers of different speed.",
@@ -58,7 +57,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse and check a command line; exit with code 2 if it is wrong."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.command != "run":
@@ -89,7 +87,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def worker_command(options: argparse.Namespace) -> list[str]:
-    """Return the command that each worker runs."""
     if options.module is not None:
         return [options.python, "-m", *options.module]
     return [options.python, options.script, *options.script_arguments]

@@ -26,7 +26,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command `keras-het`."""
     options = parse_arguments(arguments)
     is_run = options.command == "run"
     shown = {"only_chief": options.only_chief, "tf_logs": options.tf_logs} if is_run else {}

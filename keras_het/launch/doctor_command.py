@@ -27,7 +27,6 @@ Exit code: 1 if training would fail, else 0, also with warnings.
 
 
 def add_doctor_command(commands: Commands) -> None:
-    """Add the command to those of `keras-het`."""
     summary = "say what is on this machine, what is wrong, and how to fix it"
     parser = add_command(commands, "doctor", summary, _DESCRIPTION, _EPILOG)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -46,7 +45,6 @@ def add_doctor_command(commands: Commands) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Examine this machine and print the report; return the exit code."""
     # late: other commands need none of it
     from keras_het.launch.doctor.cluster_checks import other_tasks
     from keras_het.launch.doctor.examination import report_on, run_checks, show

@@ -15,7 +15,6 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def add_command(
     commands: Commands, name: str, summary: str, description: str, epilog: str = ""
 ) -> argparse.ArgumentParser:
-    """Add a command's parser, and return it."""
     return commands.add_parser(
         name,
         help=summary,

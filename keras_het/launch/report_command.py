@@ -24,7 +24,6 @@ examples:
 
 
 def add_report_command(commands: Commands) -> None:
-    """Add the command to those of `keras-het`."""
     summary = "tell the story of a training from its log"
     parser = add_command(commands, "report", summary, _DESCRIPTION, _EPILOG)
     parser.add_argument("log_dir", metavar="LOGDIR", help="directory of the log")
@@ -44,7 +43,6 @@ def add_report_command(commands: Commands) -> None:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Print the report, and write the files; return the exit code."""
     for option, path in (("--html", options.html), ("--trace", options.trace)):
         if path and (path.is_dir() or not path.parent.is_dir()):
             what = "which is a directory: add a name of a file"

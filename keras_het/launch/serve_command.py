@@ -56,7 +56,6 @@ def compute_without_splitting() -> None:
 
 
 def add_serve(commands: Commands) -> None:
-    """Add the command to those of `keras-het`."""
     serve = add_command(
         commands,
         "serve",
@@ -71,7 +70,6 @@ def add_serve(commands: Commands) -> None:
 
 
 def serve_parameters(options: argparse.Namespace) -> int:
-    """Serve until told to end; return the exit code."""
     share_freed_memory()  # before TensorFlow's threads
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the center is in host memory

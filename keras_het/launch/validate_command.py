@@ -29,7 +29,6 @@ wrong usage.
 
 
 def add_validate_command(commands: Commands) -> None:
-    """Add the command to those of `keras-het`."""
     parser = add_command(
         commands,
         "validate",
@@ -57,7 +56,6 @@ def add_validate_command(commands: Commands) -> None:
 
 
 def run_validate(options: argparse.Namespace) -> int:
-    """Run `keras-het validate`."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     expected: tuple[type[Exception], ...] = (ImportError, ValueError, OSError)
     try:

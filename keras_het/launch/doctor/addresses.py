@@ -23,14 +23,12 @@ HOW_TO_CLOSE = (
 
 
 def public_addresses() -> tuple[str, ...]:
-    """Return the addresses of this machine that the whole Internet may reach."""
     found = [each for interface in psutil.net_if_addrs().values() for each in interface]
     texts = [each.address.partition("%")[0] for each in found if each.family in _INTERNET]
     return tuple(text for text in texts if ipaddress.ip_address(text).is_global)
 
 
 def open_to(public: Sequence[str]) -> str:
-    """Say what it means that this machine has public addresses."""
     return (
         "TensorFlow's servers listen on every interface of this machine, also on "
         f"{', '.join(public)}. Who reaches a worker's port reads files and environment, and writes."

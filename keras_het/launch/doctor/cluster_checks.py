@@ -20,7 +20,6 @@ _NO_PROXY = ("no_grpc_proxy", "no_proxy")
 
 
 def listening_tasks(config: ClusterConfig) -> dict[str, str]:
-    """Return the address of each task at which something listens, by a name such as "worker 1"."""
     return {
         f"{job} {index}": address
         for job, places in config.as_cluster_dict().items()
@@ -30,7 +29,6 @@ def listening_tasks(config: ClusterConfig) -> dict[str, str]:
 
 
 def own_task(config: ClusterConfig) -> str:
-    """Return the name of this process's task, such as "worker 1"."""
     return f"{config.task_type} {config.task_index}"
 
 
@@ -48,7 +46,6 @@ def tasks_here(facts: Facts) -> tuple[str, ...]:
 
 
 def tf_config(facts: Facts) -> Iterator[Finding]:
-    """Whether TF_CONFIG says who this process is."""
     if facts.cluster_problem:
         yield fault(
             facts.cluster_problem,
@@ -65,7 +62,6 @@ def tf_config(facts: Facts) -> Iterator[Finding]:
 
 
 def own_address(facts: Facts) -> Iterator[Finding]:
-    """Whether this process can listen where the others expect it."""
     for name, address in _own_addresses(facts).items():
         if not places_of(address):
             yield _unknown_host(f"this machine ({name})", address)
@@ -92,7 +88,6 @@ def own_address(facts: Facts) -> Iterator[Finding]:
 
 
 def other_names(facts: Facts) -> Iterator[Finding]:
-    """Whether this machine knows the hosts of the others."""
     others = other_tasks(facts.cluster)
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(places_of, others.values()))
@@ -122,7 +117,6 @@ def loopback(facts: Facts) -> Iterator[Finding]:
 
 
 def secret(facts: Facts) -> Iterator[Finding]:
-    """Whether tasks that exchange with a parameter service have its secret."""
     config = facts.cluster
     if config is None or not (config.async_workers or config.parameter_services):
         return
@@ -135,7 +129,6 @@ def secret(facts: Facts) -> Iterator[Finding]:
 
 
 def proxies(facts: Facts) -> Iterator[Finding]:
-    """Whether gRPC would look for the other workers behind a web proxy."""
     others = other_tasks(facts.cluster)
     used = _first_set(facts.environ, _PROXIES)
     if not others or used is None:

@@ -67,15 +67,12 @@ class Report:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """All findings in their order."""
         return tuple(finding for section in self.sections.values() for finding in section)
 
     def count(self, level: str) -> int:
-        """Return the number of findings of a level."""
         return sum(finding.level == level for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as values that JSON has."""
         facts = self.facts
         return {
             "keras_het": __version__,
@@ -102,7 +99,6 @@ class Report:
 
 
 def run_checks(facts: Facts) -> dict[str, tuple[Finding, ...]]:
-    """Return what all checks of this machine find, by heading."""
     return {
         heading: tuple(
             finding for check in checks for finding in _named(check.__name__, check(facts))
@@ -114,7 +110,6 @@ def run_checks(facts: Facts) -> dict[str, tuple[Finding, ...]]:
 def report_on(
     facts: Facts, sections: Mapping[str, tuple[Finding, ...]], measurement: Measurement
 ) -> Report:
-    """Return the report."""
     found = tuple(_named(LINKS.lower(), links(facts, measurement)))
     return Report(
         facts, {**sections, **({LINKS: found} if found else {})}, measurement.links, plan_of(facts)
@@ -153,7 +148,6 @@ _NO_END = 100_000
 
 
 def show(report: Report, stream: TextIO) -> None:
-    """Print a report, in colour and in lines that fit on a terminal."""
     console = Console(file=stream, highlight=False)
     if not console.is_terminal:
         console.width = _NO_END

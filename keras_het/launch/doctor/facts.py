@@ -32,22 +32,18 @@ class Finding:
 
 
 def ok(text: str) -> Finding:
-    """Return that something is right."""
     return Finding(OK, text)
 
 
 def note(text: str, fix: str = "") -> Finding:
-    """Return what is good to know."""
     return Finding(NOTE, text, fix)
 
 
 def warning(text: str, fix: str) -> Finding:
-    """Return what makes training slower than it could be."""
     return Finding(WARNING, text, fix)
 
 
 def fault(text: str, fix: str) -> Finding:
-    """Return what makes training fail."""
     return Finding(FAULT, text, fix)
 
 

@@ -16,7 +16,6 @@ _TOO_NEW = 12
 
 
 def driver(facts: Facts) -> Iterator[Finding]:
-    """Whether NVIDIA's driver answers."""
     found = facts.tensorflow
     if facts.driver or facts.gpus:
         yield ok(f"NVIDIA's driver {facts.driver} answers (NVML); GPUs: {len(facts.gpus)}.")
@@ -36,7 +35,6 @@ def driver(facts: Facts) -> Iterator[Finding]:
 
 
 def driver_age(facts: Facts) -> Iterator[Finding]:
-    """Whether the driver is new enough for the CUDA that TensorFlow was built for."""
     found = facts.tensorflow
     major = facts.driver_cuda[0]
     if found is None or not found.cuda or not major:
@@ -53,7 +51,6 @@ def driver_age(facts: Facts) -> Iterator[Finding]:
 
 
 def tensorflow_build(facts: Facts) -> Iterator[Finding]:
-    """Whether TensorFlow can use GPUs where there are some."""
     found = facts.tensorflow
     has_gpus = bool(facts.gpus or facts.gpu_boards)
     if has_gpus and found is not None and not found.problem and not found.cuda:
@@ -65,7 +62,6 @@ def tensorflow_build(facts: Facts) -> Iterator[Finding]:
 
 
 def hidden_gpus(facts: Facts) -> Iterator[Finding]:
-    """Whether the environment hides GPUs."""
     text = facts.environ.get(VISIBLE)
     if text is None or not facts.gpus:
         return
@@ -88,7 +84,6 @@ def hidden_gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def kernels(facts: Facts) -> Iterator[Finding]:
-    """Whether this build of TensorFlow has kernels for each GPU."""
     found = facts.tensorflow
     if found is None or not found.kernels:
         return
@@ -118,7 +113,6 @@ def kernels(facts: Facts) -> Iterator[Finding]:
 
 
 def used_gpus(facts: Facts) -> Iterator[Finding]:
-    """Whether TensorFlow uses the GPUs that it could."""
     found = facts.tensorflow
     if found is None or found.problem or not found.cuda or not facts.gpus:
         return
@@ -144,7 +138,6 @@ def used_gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def gpus_in_use(facts: Facts) -> Iterator[Finding]:
-    """Whether other programs hold memory of the GPUs."""
     for gpu in facts.gpus:
         if gpu.memory_bytes and gpu.used_bytes > _USED_PART * gpu.memory_bytes:
             yield warning(

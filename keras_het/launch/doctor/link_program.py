@@ -61,7 +61,6 @@ class Desk:
 
 
 def measure(address: str, key: bytes, own_index: int) -> dict[str, Any]:
-    """Measure the link to another node."""
     # a client of TensorFlow's that has found nobody waits ever longer before it tries again
     reached, seconds = reach(address, 1.0)
     if reached != LISTENS:
@@ -130,7 +129,6 @@ def main() -> None:
 def measure_all(
     others: Mapping[str, str], key: bytes, own_index: int, deadline: float
 ) -> dict[str, dict[str, Any]]:
-    """Measure the links to all other nodes, each as soon as it answers."""
     found: dict[str, dict[str, Any]] = {}
     waiting = list(others)
     while waiting:

@@ -59,7 +59,6 @@ def describe_node(facts: Facts) -> dict[str, Any]:
 
 
 def measure_links(facts: Facts, wait_seconds: float) -> Measurement:
-    """Serve the doctors of the other nodes, and measure the links to them."""
     config, found = facts.cluster, facts.tensorflow
     others = other_tasks(config)
     if config is None or not others:
@@ -113,7 +112,6 @@ _SYNC_JOBS = ("chief", "worker")
 
 
 def links(facts: Facts, measurement: Measurement) -> Iterator[Finding]:
-    """Whether the other nodes answer, and how fast."""
     if measurement.problem:
         yield warning(
             f"The links are not measured. Received: {measurement.problem}.",

@@ -28,7 +28,6 @@ _FOR = {
 
 
 def keras_backend(facts: Facts) -> Iterator[Finding]:
-    """Whether Keras will run on TensorFlow."""
     chosen, place = _chosen_backend(facts)
     if chosen == NEEDED_BACKEND:
         yield ok(f"Keras runs on TensorFlow ({place}).")
@@ -42,7 +41,6 @@ def keras_backend(facts: Facts) -> Iterator[Finding]:
 
 
 def tensorflow_import(facts: Facts) -> Iterator[Finding]:
-    """Whether TensorFlow and Keras can be imported."""
     found = facts.tensorflow
     if found is None:
         return
@@ -58,7 +56,6 @@ def tensorflow_import(facts: Facts) -> Iterator[Finding]:
 
 
 def versions(facts: Facts) -> Iterator[Finding]:
-    """Whether the tests have seen these versions."""
     found = facts.tensorflow
     if found is None or found.problem:
         return
@@ -76,7 +73,6 @@ def versions(facts: Facts) -> Iterator[Finding]:
 
 
 def extras(facts: Facts) -> Iterator[Finding]:
-    """Which optional parts are installed."""
     installed = [f"{extra} {version}" for extra, version in facts.extras.items() if version]
     if installed:
         yield ok(f"Extras installed: {', '.join(installed)}.")
@@ -100,7 +96,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def emulation(facts: Facts) -> Iterator[Finding]:
-    """Whether devices are slowed down on purpose."""
     if facts.environ.get("KERAS_HET_EMULATED_DEVICES"):
         yield warning(
             "KERAS_HET_EMULATED_DEVICES is set: this process's devices wait, to emulate others.",
@@ -130,7 +125,6 @@ _THREADS = "TF_NUM_INTRAOP_THREADS"
 
 
 def cpu_budget(facts: Facts) -> Iterator[Finding]:
-    """How many CPUs each worker on this machine has."""
     here = max(1, len(tasks_here(facts)))
     each = facts.cpus / here
     quota = f", of which a cgroup's quota leaves {facts.cpus:g}" if _has_quota(facts) else ""
@@ -146,7 +140,6 @@ def cpu_budget(facts: Facts) -> Iterator[Finding]:
 
 
 def cpu_quota(facts: Facts) -> Iterator[Finding]:
-    """Whether TensorFlow starts more threads than a quota lets run."""
     if not _has_quota(facts):
         return
     text = facts.environ.get(_THREADS, "")
@@ -163,7 +156,6 @@ def cpu_quota(facts: Facts) -> Iterator[Finding]:
 
 
 def memory(facts: Facts) -> Iterator[Finding]:
-    """Whether there is memory for TensorFlow and data."""
     if not facts.memory_limit:
         return
     left = facts.memory_limit - facts.memory_used
@@ -178,7 +170,6 @@ def memory(facts: Facts) -> Iterator[Finding]:
 
 
 def shared_memory(facts: Facts) -> Iterator[Finding]:
-    """Whether NCCL has room for what GPUs of one machine exchange."""
     num_gpus = len(facts.gpus)
     if num_gpus < 2 or not SHARED_MEMORY.is_dir():
         return
@@ -193,14 +184,12 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def room_for_logs(facts: Facts) -> Iterator[Finding]:
-    """Whether logs, backups and temporary files can be written."""
     if facts.log_dir is not None:
         yield from _room("The folder for logs", facts.log_dir, "--log-dir")
     yield from _room("The folder for temporary files", Path(tempfile.gettempdir()), "TMPDIR")
 
 
 def public_address(facts: Facts) -> Iterator[Finding]:
-    """Whether the whole Internet may reach TensorFlow's servers."""
     if facts.public_addresses:
         yield warning(open_to(facts.public_addresses), HOW_TO_CLOSE)
 

@@ -96,7 +96,6 @@ def run_program(
 
 
 def say(answer: Mapping[str, Any]) -> None:
-    """Print the answer of a program of the doctor."""
     sys.stdout.write(f"\n{_MARK}{json.dumps(answer)}\n")
     sys.stdout.flush()
 
@@ -128,7 +127,6 @@ def _about_gpus(stderr: str) -> str:
 
 
 def main() -> None:
-    """Import TensorFlow and Keras, and print what they are built for and what they see."""
     import keras
     import tensorflow as tf
 

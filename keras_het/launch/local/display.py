@@ -40,7 +40,6 @@ class Display:
         self._redrawn: tuple[int, Stream, Text] | None = None
 
     def show(self, worker_index: int, stream: Stream, line: OutputLine) -> None:
-        """Show one line of a worker."""
         if self._only_chief and worker_index != 0:
             return
         if stream == "stderr" and line.is_final:

@@ -31,7 +31,6 @@ class Emulation:
         self.time_models()
 
     def time_models(self) -> tuple[LinearTimeModel, ...]:
-        """Return the time model of each worker's device."""
         return tuple(
             LinearTimeModel(self.fixed_seconds, self.seconds_per_sample / speed)
             for speed in self.speeds
@@ -48,7 +47,6 @@ class Emulation:
         return {KERAS_HET_EMULATED_DEVICES: json.dumps([device])}
 
     def describe(self) -> str:
-        """Return the line that labels every output of an emulated run."""
         speeds = ":".join(f"{speed:g}" for speed in self.speeds)
         times = ", ".join(f"{1000 * model.seconds_per_sample:g}" for model in self.time_models())
         fixed = f" plus {1000 * self.fixed_seconds:g} ms a step" if self.fixed_seconds else ""

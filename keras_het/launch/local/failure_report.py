@@ -14,7 +14,6 @@ _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def describe_failures(results: Sequence[WorkerResult], show_last_lines: bool = True) -> str:
-    """Return the message about failed workers, whose last line is the cause."""
     first = first_to_fail(results)
     lines = [
         f"worker {result.index} {_effect(result, _error(first))}"

@@ -35,7 +35,6 @@ class ReservedPorts:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The ports as `127.0.0.1:port`."""
         return tuple(f"{HOST}:{port}" for port in self.ports)
 
     def release(self) -> None:

@@ -48,7 +48,6 @@ class UncaughtError:
 
 
 def uncaught_error(lines: Sequence[str]) -> UncaughtError | None:
-    """Return the error of the last traceback, or `None`."""
     starts = [index for index, line in enumerate(lines) if line.startswith(TRACEBACK)]
     if not starts:
         return None
@@ -76,7 +75,6 @@ class TracebackFolder:
         self._first_with: dict[str, int] = {}
 
     def feed(self, worker_index: int, line: str) -> list[str]:
-        """Return the lines to show now."""
         held = self._held.get(worker_index)
         if held is None:
             if line.startswith(TRACEBACK):

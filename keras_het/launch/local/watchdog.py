@@ -13,7 +13,6 @@ from typing import TextIO
 
 
 def watch(commands: TextIO) -> set[int]:
-    """Read commands until the pipe ends."""
     groups: set[int] = set()
     for line in commands:
         change, group = line[:1], int(line[1:])
@@ -25,7 +24,6 @@ def watch(commands: TextIO) -> set[int]:
 
 
 def main() -> None:
-    """Wait for the launcher's end and kill the process groups that it left behind."""
     for group in watch(sys.stdin):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)

@@ -71,7 +71,6 @@ def worker_environment(
 def service_environment(
     address: str, inherited: Mapping[str, str], secret: str | None = None
 ) -> dict[str, str]:
-    """Return the variables that all workers of a local cluster need for the parameter service."""
     given = any(inherited.get(name) for name in (_SECRET, f"{_SECRET}_FILE"))
     own = {} if given else {_SECRET: secret or secrets.token_hex(32)}
     return {ADDRESS: address, **own}

@@ -48,7 +48,6 @@ class LineSplitter:
         self._redrawn = ""
 
     def feed(self, data: bytes) -> Iterator[OutputLine]:
-        """Yield the lines that `data` completes."""
         self._pending += self._decoder.decode(data)
         position = 0
         for end in _LINE_END.finditer(self._pending):
@@ -60,7 +59,6 @@ class LineSplitter:
         self._pending = self._pending[position:]
 
     def finish(self) -> Iterator[OutputLine]:
-        """Yield the remainder at the end of the stream."""
         rest = self._pending + self._decoder.decode(b"", final=True)
         self._pending = ""
         if rest or self._redrawn:
@@ -76,7 +74,6 @@ class LineSplitter:
 
 
 def strip_ansi(text: str) -> str:
-    """Return the text without terminal control sequences such as colours."""
     return _CONTROL_SEQUENCE.sub("", text)
 
 
@@ -153,7 +150,6 @@ class WorkerResult:
 
 
 def signal_name(number: int) -> str:
-    """Return `SIGTERM` for 15, and `signal 35` for a number without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -201,7 +197,6 @@ class WorkerProcess:
 
     @property
     def has_exited(self) -> bool:
-        """Whether the worker itself has exited."""
         return self._process.returncode is not None
 
     def send_signal(self, number: int) -> None:
@@ -215,12 +210,10 @@ class WorkerProcess:
         return not self._waiter.is_alive()
 
     def text(self, stream: Stream) -> str:
-        """Return the captured lines of one stream so far."""
         with self._changed:
             return "\n".join(self._lines[stream])
 
     def wait_for_output(self, text: str, timeout: float) -> bool:
-        """Wait until a captured line of either stream contains `text`."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_complete or self._contains(text), timeout)
             return self._contains(text)

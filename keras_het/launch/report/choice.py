@@ -26,7 +26,6 @@ class Choice:
 
 
 def choose_run(log_dir: str, name: str | None = None) -> Choice:
-    """Read the logs below a directory and choose one."""
     try:
         return _choose_run(log_dir, name)
     except tf.errors.OpError as error:
@@ -64,7 +63,6 @@ def _named(name: str, runs: list[str], unreadable: Mapping[str, str]) -> str:
 
 
 def _written(log_dir: str, run: str) -> float:
-    """Return when a training's log was written last."""
     latest = 0.0
     for path in event_files(os.path.normpath(f"{log_dir}/{run}") if run != "." else log_dir):
         try:

@@ -86,12 +86,10 @@ class Facts:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that the log tells of."""
         return int(self.every.sum())
 
     @property
     def of_recent(self) -> str:
-        """Which steps the tables are about."""
         first, last = self.recent or (0, -1)
         which = f"steps {first} to {last}, without stalls" if last > first else f"step {first}"
         return which if last >= first else "no steps"

@@ -19,7 +19,6 @@ _LARGEST_WORKER = 2**31 - 1
 def check_log_dir(
     log_dir: str, is_dir: Callable[[str], bool], exists: Callable[[str], bool]
 ) -> None:
-    """Refuse a log directory that is none."""
     if not is_dir(log_dir):
         what = "a file" if exists(log_dir) else "nothing"
         raise FileNotFoundError(
@@ -57,7 +56,6 @@ def plain_recording(recording: Recording) -> Recording:
 
 
 def number(value: float) -> str:
-    """Return a number with three digits, or whole; a dash for an unknown one."""
     if not math.isfinite(value):
         return UNKNOWN
     if _WITHOUT_DECIMALS <= abs(value) < _LARGE:
@@ -71,19 +69,16 @@ def milliseconds(seconds: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """Return a fraction in percent."""
     return f"{number(round(fraction * 100, 0) + 0.0)} %" if math.isfinite(fraction) else UNKNOWN
 
 
 def difference(fraction: float) -> str:
-    """Return how much more or less something is in percent, with a sign."""
     whole = round(fraction * 100) if math.isfinite(fraction) else 0
     sign = "+" if whole > 0 else ""
     return f"{sign}{whole} %" if math.isfinite(fraction) else UNKNOWN
 
 
 def score(value: float) -> str:
-    """Return a score from 0 to 1 with two digits."""
     return f"{value:.2f}" if math.isfinite(value) else UNKNOWN
 
 
@@ -93,6 +88,5 @@ def count(amount: int, one: str, several: str = "") -> str:
 
 
 def change_text(change: Change) -> str:
-    """Return what was changed and why."""
     text = change.text
     return text if text.startswith(change.kind) else f"{change.kind}: {text}"

@@ -33,7 +33,6 @@ _SAME = 0.005
 
 
 def show(facts: Facts, console: Console) -> None:
-    """Print a report."""
     for each in _parts(facts, console.width):
         console.print(each)
 

@@ -79,7 +79,6 @@ class Candidates:
         self._known: dict[tuple[tuple[int, int, Group], ...], PipelinePlan | None] = {}
 
     def best(self) -> PipelinePlan | None:
-        """Return the fastest plan so far."""
         plans = [plan for plan in self._known.values() if plan is not None]
         return min(plans, key=lambda plan: plan.step_seconds, default=None)
 

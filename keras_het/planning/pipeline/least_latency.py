@@ -113,7 +113,6 @@ class ChainCost:
 
     @property
     def seconds(self) -> float:
-        """Estimated time of a step."""
         return self.steady + self.latency + self.all_reduce
 
 
@@ -214,7 +213,6 @@ class LeastLatency:
         return known
 
     def cost(self, chain: Chain) -> ChainCost:
-        """Return the estimate of a chain."""
         steady = latency = reduce = 0.0
         for number, stage in enumerate(chain):
             costs, place = self._costs[stage.group], (stage.row, stage.column)

@@ -175,7 +175,6 @@ def least_short(problem: Problem) -> tuple[Problem, Chain]:
 
 
 def explain_shortage(problem: Problem, chain: Chain) -> str:
-    """Return the message that even these stages do not fit."""
     lacking = sorted(_lacking(problem, chain), key=lambda pair: -pair[1])
     parts = [
         f"{problem.devices.names[device]} lacks {readable_bytes(missing)} ({missing:.0f} bytes)"

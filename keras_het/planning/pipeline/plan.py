@@ -11,7 +11,6 @@ RECOMPUTE = ("auto", "never", "always")
 
 
 def check_wishes(micro_batches: int, schedule: str, recompute: str) -> None:
-    """Refuse what no plan can have."""
     check_number("micro_batches", micro_batches, least=1, whole=True)
     check_one_of("schedule", schedule, SCHEDULES)
     check_one_of("recompute", recompute, RECOMPUTE)
@@ -116,7 +115,6 @@ class PipelinePlan:
 
 
 def readable_bytes(number: float) -> str:
-    """Return a number of bytes for people to read, as "1.5 GB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(number) < 1000:
             return f"{number:.3g} {unit}"
@@ -125,7 +123,6 @@ def readable_bytes(number: float) -> str:
 
 
 def readable_seconds(seconds: float) -> str:
-    """Return a time for people to read, as "12.5 ms"."""
     if seconds == float("inf"):
         return "does not fit"
     return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"

@@ -38,7 +38,6 @@ _ROUNDING = 1e-9
 def stage_memory(
     profile: ModelProfile, first: int, end: int, in_flight: int, recomputed: Sequence[int] = ()
 ) -> float:
-    """Return the bytes that a replica of a stage holds."""
     chosen = np.zeros(profile.num_units + 1, bool)
     chosen[list(recomputed)] = True
     units = slice(first, end)
@@ -53,7 +52,6 @@ def stage_memory(
 
 
 def fits(needed: float, limit: float) -> bool:
-    """Return whether a device can hold so many bytes."""
     return needed <= limit * (1 + _ROUNDING)
 
 

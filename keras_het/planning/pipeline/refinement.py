@@ -38,7 +38,6 @@ class _Box:
 
     @property
     def bound(self) -> float:
-        """No plan has a lower estimate."""
         return self.latency + self.steady[0] + self.all_reduce[0]
 
     def below(self, seconds: float) -> _Box:
@@ -206,7 +205,6 @@ def _looks(profile: ModelProfile, devices: Devices, order: tuple[int, ...]) -> b
 
 
 def find_chains(problem: Problem, tolerance: float) -> list[Chain]:
-    """Return chains of stages with little estimated time, the best first."""
     orders = device_orders(problem.profile, problem.devices)
     if problem.all_cuts or len(problem.cuts) <= _MOST_CUTS:
         return [chain for _, _, chain in _search(problem, orders, tolerance)[0].chains]

@@ -22,7 +22,6 @@ REFUSED_CALLBACKS = {
 
 
 def check_has_no_async_workers(number: int) -> None:
-    """Refuse a cluster with workers outside of the sync group."""
     if number:
         raise ValueError(
             "All workers of a pipeline train together: each has a part of the model. Received: "
@@ -32,7 +31,6 @@ def check_has_no_async_workers(number: int) -> None:
 
 
 def check_can_be_cut(units: ModelUnits) -> None:
-    """Refuse a model whose step in stages would not be that of one device."""
     model = units.model
     if method := keras_graphs_adapter.own_step_of(model):
         raise ValueError(
@@ -62,7 +60,6 @@ def check_can_be_cut(units: ModelUnits) -> None:
 
 
 def check_inputs(inputs: Iterable[Rows | None]) -> None:
-    """Refuse a batch that lacks an input of the model."""
     if any(value is None for value in inputs):
         raise ValueError(
             "A pipeline needs a tensor for each input of the model. Received: None for an optional "

@@ -62,7 +62,6 @@ class Processes:
         return np.concatenate([everyone[i, :count] for i, count in enumerate(counts)]).T
 
     def devices(self, memory: FloatArray) -> Devices:
-        """Return all devices and their links, measured."""
         owners = [place.process for place in self.places]
         rate, latency = np.full([1, 1], np.inf), np.zeros([1, 1])
         if self.transport is not None:
@@ -198,7 +197,6 @@ def _as_tuple(value: Any) -> Any:
 
 
 def check_plan(plan: PipelinePlan, units: ModelUnits, num_devices: int) -> None:
-    """Refuse a user's plan that does not fit the model or the devices."""
     bounds = [0, *(stage.end for stage in plan.stages)]
     begins = [stage.first for stage in plan.stages]
     if begins != bounds[:-1] or bounds[-1] != len(units.units) or sorted(set(bounds)) != bounds:

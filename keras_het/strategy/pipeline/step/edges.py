@@ -67,11 +67,9 @@ class Edges:
         return self.replica(len(self.stages) - 1, 0)
 
     def replica(self, stage: int, replica: int) -> Place:
-        """Return the place of a stage's replica."""
         return self._places[self.plan.stages[stage].devices[replica]]
 
     def place(self, stage: int, micro_batch: int) -> Place:
-        """Return where a stage runs a micro-batch."""
         return self.replica(stage, self.plan.stages[stage].routes[micro_batch])
 
     def takers(
@@ -162,7 +160,6 @@ class Messages:
             yield message, value, masks.get(message._replace(kind="mask"))
 
     def send(self, message: Message, value: tf.Tensor) -> None:
-        """Send a tensor, if a process other than this one takes it."""
         if self._transport is not None and message in self._numbers:
             target, number = self._numbers[message]
             with tf.control_dependencies(None):

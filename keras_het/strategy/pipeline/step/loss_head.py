@@ -36,7 +36,6 @@ class LossHead:
         return self._model.optimizer.scale_loss(value)
 
     def of_micro_batch(self, number: int, outputs: list[tf.Tensor]) -> list[tf.Tensor | None]:
-        """Return the gradients of a micro-batch's part of the loss."""
         targets = self._batches.part(number, self._targets)
         weight = self._sample_weight
         weights = None if weight is None else self._batches.part(number, weight)
@@ -50,7 +49,6 @@ class LossHead:
     def of_whole_batch(
         self, outputs: dict[int, list[tf.Tensor]], masks: dict[int, list[tf.Tensor | None]]
     ) -> dict[int, list[tf.Tensor | None]]:
-        """Return the gradients of the batch's loss, by micro-batch."""
         whole = join(self._batches, outputs, masks)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([value for value in whole if value.dtype.is_floating])

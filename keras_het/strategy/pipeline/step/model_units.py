@@ -27,17 +27,14 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Name of the layer or operation."""
         return str(self.operation.name)
 
     @property
     def layer(self) -> keras.layers.Layer | None:
-        """The layer, None for an operation that has no state."""
         return self.operation if isinstance(self.operation, keras.layers.Layer) else None
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """Weights and state of the layer."""
         return [] if self.layer is None else list(self.layer.variables)
 
 
@@ -119,7 +116,6 @@ class ModelUnits:
         return tuple(sorted(pairs))
 
     def cut_behind(self, name: str) -> int:
-        """Return the cut behind the last call of a layer."""
         found = [i for i, unit in enumerate(self.units) if unit.name == name]
         if not found:
             names = ", ".join(dict.fromkeys(unit.name for unit in self.units))

@@ -61,7 +61,6 @@ class PassGraph:
         self.output_masks: dict[int, list[tf.Tensor | None]] = {}
 
     def run(self, batches: MicroBatches, inputs: list[tf.Tensor], head: LossHead | None) -> None:
-        """Build all passes; the attributes hold the results."""
         self._batches, self._head = batches, head
         self._inputs = [
             dict(zip(self._units.inputs, batches.part(m, inputs), strict=True))
@@ -353,7 +352,6 @@ class PassGraph:
             return [add_gradients([part[i] for part in parts]) for i in range(len(weights))]
 
     def changes(self, stage: int) -> list[StateChange]:
-        """Return what a stage's layers assign in this process's micro-batches."""
         with tf.device(self.homes[stage]):
             return self._stages[stage].changes(
                 self._state_before[stage],

@@ -89,7 +89,6 @@ class Pipeline:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """Weights and state of all stages."""
         return [v for stage in self.stages for v in (*stage.weights, *stage.state)]
 
     def homes(self) -> list[str]:
@@ -106,7 +105,6 @@ class Pipeline:
         return self.edges.collector.process == self._process
 
     def train_step(self, data: Nest) -> dict[str, tf.Tensor]:
-        """Run Keras's train step; returns the logs."""
         inputs, targets, weight = keras.utils.unpack_x_y_sample_weight(data)
         passes = self._run("train", inputs, targets, weight)
         for stage, gradients in passes.gradients.items():
@@ -127,7 +125,6 @@ class Pipeline:
         return self._logs(inputs, targets, weight)
 
     def test_step(self, data: Nest) -> dict[str, tf.Tensor]:
-        """Run Keras's test step; returns the logs."""
         inputs, targets, weight = keras.utils.unpack_x_y_sample_weight(data)
         passes = self._run("test", inputs, targets, weight)
         self._count_loss(passes, targets, weight, None)
@@ -279,7 +276,6 @@ class Pipeline:
 
 
 def slots_of(optimizer: keras.optimizers.Optimizer | None) -> dict[int, list[keras.Variable]]:
-    """Return what an optimizer keeps for each variable, by the variable's id."""
     if optimizer is None or not optimizer.built:
         return {}
     pairs = keras_graphs_adapter.variables_of_optimizer(optimizer)
@@ -287,7 +283,6 @@ def slots_of(optimizer: keras.optimizers.Optimizer | None) -> dict[int, list[ker
 
 
 def _tensors(passes: PassGraph) -> list[tf.Tensor]:
-    """Return all that the passes have made for the update."""
     flat = tf.nest.flatten(passes.gradients, expand_composites=True)
     return [value for value in flat if value is not None]
 

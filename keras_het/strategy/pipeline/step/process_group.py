@@ -74,8 +74,6 @@ class CollectiveTransport:
     def sum(
         self, values: list[tf.Tensor], group: Sequence[int], stage: int, number: int
     ) -> list[tf.Tensor]:
-        """Add up tensors over some processes; in the graph, on the host."""
-
         def add(flat: tf.Tensor, place: int) -> tf.Tensor:
             return private_api.run_independently(
                 collective_ops.all_reduce_v2(
@@ -152,7 +150,6 @@ class ProcessGroup:
         return sums
 
     def sum_over_all(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Add up tensors of static shapes over all processes; in the graph."""
         return _sum_by_type(values, lambda flat, _: self._sum_over_all(flat))
 
     def sum_gradients(
@@ -195,7 +192,6 @@ class ProcessGroup:
     def share_outputs(
         self, outputs: list[tf.Tensor] | None, like: Sequence[tf.TensorSpec], source: int
     ) -> list[tf.Tensor]:
-        """Give all processes the model's outputs; in the graph."""
         if outputs is None:
             return [
                 self.transport.receive(spec.shape.rank, spec.dtype, source, _OUTPUTS + i)

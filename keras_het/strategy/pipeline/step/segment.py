@@ -54,7 +54,6 @@ class Segment(keras.layers.Layer):
         masks: list[tf.Tensor | None],
         training: bool | None = None,
     ) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
-        """Run the layer calls."""
         values = {}
         for token, tensor, mask in zip(self.taken, tensors, masks, strict=True):
             values[token] = _with_mask(tensor, mask)

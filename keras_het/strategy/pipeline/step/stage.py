@@ -82,7 +82,6 @@ class Stage:
             )
 
     def regularization(self, weights: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the losses of the weights' regularizers."""
         return [
             variable.regularizer(value)
             for variable, value in zip(self.weights, weights, strict=True)
@@ -194,7 +193,6 @@ def _rules_of(
     rows: Sequence[tf.Tensor],
     equal: Sequence[tf.Tensor],
 ) -> tuple[list[Rule], list[str]]:
-    """Return the rule of each variable that layers assign, and what the user should know."""
     parts = tf.nest.flatten(list(rows), expand_composites=True)
     rows = [value for value in parts if value.shape.rank != 0]
     dependence = SampleDependence(rows, equal, [], {}, keeps_equal=True)
