@@ -108,9 +108,8 @@ class GroupCosts:
     def _in_flight(self, times: FloatArray, counts: IntArray, windows: IntArray) -> IntArray:
         """Return at least the micro-batches in flight, int64 [windows, replicas, stages].
 
-        Micro-batches that a replica finishes one after the other, c of them, span c - 1 times its
-        own time; meanwhile replica k finishes at least floor((c - 1) t / t_k) others, and all of
-        them are in the window.
+        While a replica finishes c of them, replica k finishes at least floor((c - 1) t / t_k)
+        others, and all of them are in the window.
         """
         if np.isinf(self._limits).all():
             return np.ones((len(windows), *counts.shape), np.int64)
@@ -134,10 +133,7 @@ class GroupCosts:
         return np.minimum(counts, flights[:, kind])
 
     def _recomputation(self) -> tuple[FloatArray, FloatArray]:
-        """Return a lower bound of the time to recompute, and 1 where it is exact.
-
-        Both are float64 of shape [variants, stages]; infinite where nothing helps.
-        """
+        """Return a lower bound of the time to recompute, [variants, stages], and 1 where exact."""
         profile, recompute = self._problem.profile, self._problem.recompute
         flights = self._flights.swapaxes(0, 1)
         limits = self._limits[:, None, None]
@@ -172,15 +168,9 @@ def _times(seconds: FloatArray, factor: FloatArray) -> FloatArray:
 
 
 def _counts(times: FloatArray, micro_batches: int) -> IntArray:
-    """Return how many micro-batches `routes` gives to each replica, int64 [replicas, stages].
-
-    All that end before the time of a perfectly even distribution are among the first M to end; what
-    is left is given away one by one.
-    """
-    replicas = len(times)
-    if (times == times[0]).all():
-        more = np.arange(replicas) < micro_batches % replicas
-        return np.repeat((micro_batches // replicas + more)[:, None], times.shape[1], axis=1)
+    """Return how many micro-batches `routes` gives to each replica, int64 [replicas, stages]."""
+    # All that end before the time of a perfectly even distribution are among the first M to end;
+    # what is left is given away one by one.
     even = micro_batches / (1 / times).sum(axis=0) * (1 - 1e-12)
     counts = np.floor(even / times).astype(np.int64)
     columns = np.arange(times.shape[1])

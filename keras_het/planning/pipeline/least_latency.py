@@ -27,9 +27,7 @@ from keras_het.planning.pipeline.problem import Problem
 def _transfers(
     problem: Problem, groups: Sequence[tuple[int, ...]], after: Sequence[int]
 ) -> list[tuple[FloatArray, FloatArray]]:
-    r"""Return steady and latency, in seconds, of the transfers from each group to later ones.
-
-    Both are float64 of shape [groups from `after` on, Q], for every cut.
+    r"""Return steady and latency of the transfers from each group to those from `after` on, [., Q].
 
     Micro-batches are spread evenly over all pairs of a sender and a taker. A transfer of b bytes
     takes the mean of latency + b / rate over the pairs, forward and backward. A link carries all
@@ -103,19 +101,6 @@ class ChainStage:
 Chain = tuple[ChainStage, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class ChainCost:
-    """The estimate of a chain, in seconds."""
-
-    steady: float
-    latency: float
-    all_reduce: float
-
-    @property
-    def seconds(self) -> float:
-        return self.steady + self.latency + self.all_reduce
-
-
 class LeastLatency:
     """The dynamic program for one order of the devices."""
 
@@ -152,10 +137,7 @@ class LeastLatency:
         self._rest: FloatArray = np.zeros(0)
 
     def solve(self, beta: float, rho: float) -> tuple[float, Chain]:
-        """Return the least latency with steady <= beta and all-reduce <= rho, and its chain.
-
-        The latency is infinite, and the chain empty, where there is none.
-        """
+        """Return the least latency within both bounds, and its chain; infinite and () for none."""
         size, groups = len(self._problem.cuts), len(self._groups)
         depth = max(self._most_used) + 1 if self._counts_devices else 1
         # A and B above, [group, n, cut].
@@ -212,7 +194,8 @@ class LeastLatency:
             known &= costs.exact(variant, stage.row, stage.column)
         return known
 
-    def cost(self, chain: Chain) -> ChainCost:
+    def cost(self, chain: Chain) -> tuple[float, float, float]:
+        """Return steady, latency and all-reduce of a chain; their sum estimates the step."""
         steady = latency = reduce = 0.0
         for number, stage in enumerate(chain):
             costs, place = self._costs[stage.group], (stage.row, stage.column)
@@ -225,7 +208,7 @@ class LeastLatency:
                 taker = self._groups.index(stage.group) - self._after[sender]
                 steady = max(steady, self._links[sender][0][taker, stage.row])
                 latency += self._links[sender][1][taker, stage.row]
-        return ChainCost(float(steady), float(latency), float(reduce))
+        return float(steady), float(latency), float(reduce)
 
 
 def _bounded(steady: FloatArray, latency: FloatArray, beta: float) -> FloatArray:

@@ -162,12 +162,12 @@ def least_short(problem: Problem) -> tuple[Problem, Chain]:
     the first order of the devices and, of a model with many units, few cuts.
     """
     level = dataclasses.replace(problem, cuts=coarse_cuts(problem))
-    profile = problem.profile
+    profile, order = problem.profile, device_orders(problem.profile, problem.devices)[0]
     low, high = 0.0, stage_memory(profile, 0, profile.num_units, problem.micro_batches)
-    chain = _first_that_fits(level, 2 * high)
+    chain = _first_that_fits(level, order, 2 * high)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if other := _first_that_fits(level, middle):
+        if other := _first_that_fits(level, order, middle):
             chain, high = other, middle
         else:
             low = middle
@@ -195,12 +195,10 @@ def explain_shortage(problem: Problem, chain: Chain) -> str:
     )
 
 
-def _first_that_fits(problem: Problem, more_bytes: float) -> Chain:
+def _first_that_fits(problem: Problem, order: tuple[int, ...], more_bytes: float) -> Chain:
     devices = problem.devices
     larger = dataclasses.replace(devices, memory_bytes=devices.memory_bytes + more_bytes)
-    larger_problem = dataclasses.replace(problem, devices=larger)
-    order = device_orders(problem.profile, devices, 1)[0]
-    program = LeastLatency(larger_problem, order)
+    program = LeastLatency(dataclasses.replace(problem, devices=larger), order)
     while True:
         _, chain = program.solve(np.inf, np.inf)
         if not chain or program.exact(chain):
@@ -209,18 +207,16 @@ def _first_that_fits(problem: Problem, more_bytes: float) -> Chain:
 
 def _lacking(problem: Problem, chain: Chain) -> list[tuple[int, float]]:
     """Return what the plan lacks with as much recomputation as it may use."""
-    profile, devices = problem.profile, problem.devices
-    candidates = Candidates(problem)
-    stages = candidates.stages(chain)
+    stages = Candidates(problem).stages(chain)
     result = []
     for number, stage in enumerate(stages):
-        every = tuple(range(stage.first, stage.end))
+        first, end = stage.first, stage.end
+        every = tuple(range(first, end))
+        ways = {"auto": ((), every), "never": ((),), "always": (every,)}[problem.recompute]
         for replica, device in enumerate(stage.devices):
             held = in_flight(stages, number, replica, problem.schedule)
-            ways = {"auto": ((), every), "never": ((),), "always": (every,)}[problem.recompute]
-            needed = min(
-                stage_memory(profile, stage.first, stage.end, held, units) for units in ways
-            )
-            if not fits(needed, float(devices.memory_bytes[device])):
-                result.append((device, needed - float(devices.memory_bytes[device])))
+            needed = min(stage_memory(problem.profile, first, end, held, way) for way in ways)
+            limit = float(problem.devices.memory_bytes[device])
+            if not fits(needed, limit):
+                result.append((device, needed - limit))
     return result

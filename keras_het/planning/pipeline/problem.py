@@ -229,13 +229,9 @@ class Problem:
         return result
 
     def recomputation_seconds(self, group: tuple[int, ...]) -> FloatArray:
-        """Return what recomputing each unit costs a micro-batch, float64 [L], in seconds.
-
-        The mean over replicas, weighted by their speed.
-        """
-        members = list(group)
-        forward = self.profile.forward_seconds[:, members]
-        seconds = (forward + self.profile.backward_seconds[:, members]).sum(axis=0)
+        """Return the seconds that recomputing a unit costs: a mean weighted by speed, [L]."""
+        forward = self.profile.forward_seconds[:, group]
+        seconds = (forward + self.profile.backward_seconds[:, group]).sum(axis=0)
         speeds = 1 / np.maximum(seconds, TINY)
         cost: FloatArray = forward @ (speeds / speeds.sum())
         return cost

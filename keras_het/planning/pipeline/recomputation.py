@@ -58,10 +58,9 @@ def fits(needed: float, limit: float) -> bool:
 def needed_savings(
     without: FloatArray, limits: FloatArray, in_flight: FloatArray | IntArray
 ) -> tuple[FloatArray, float]:
-    """Return the activation bytes of one micro-batch that X must have, as one condition.
+    """Return need and ratio of the one condition a(X) - ratio c(X) >= need.
 
-    The condition of replica k is (d_k - 1) a(X) - d_k c(X) >= excess_k; divided by d_k - 1 and with
-    the strictest of both sides, a(X) - ratio c(X) >= need.
+    It has the strictest sides of (d_k - 1) a(X) - d_k c(X) >= excess_k, divided by d_k - 1, over k.
     """
     excess = np.asarray(without - limits * (1 + _ROUNDING))
     over = excess > 0
@@ -174,8 +173,7 @@ def least_recomputation_seconds(
     """Return lower bounds of the time to recompute: that of the cheapest fractions of units.
 
     `bounds` has the first unit and the end of every stage, and `starts` the fewest bytes that cross
-    a cut in it, where at least one run of units begins. The result is float64, a number for each of
-    `stages`, which may repeat; infinite if nothing helps.
+    a cut in it. There is a number for each of `stages`, which may repeat; infinite if none helps.
     """
     useful = np.flatnonzero(activations > 0)
     rates = unit_seconds[useful] / activations[useful]

@@ -18,13 +18,8 @@ from keras_het.planning.pipeline.group_costs import GroupCosts
 from keras_het.planning.pipeline.least_latency import Chain, Group, LeastLatency
 from keras_het.planning.pipeline.problem import Devices, ModelProfile, Problem
 
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """Result of a search."""
-
-    chains: tuple[tuple[float, int, Chain], ...]
-    bound: float
+Found = list[tuple[float, int, Chain]]
+"""Estimated seconds, number of the program, and chain; the best first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +87,7 @@ def search(
     best = known
     whole = (0.0, np.inf)
     queue = [(0.0, n, _Box(n, whole, whole)) for n in range(len(programs))]
-    number, evaluations, bound = len(queue), 0, 0.0
+    number, evaluations = len(queue), 0
     while queue:
         bound, _, box = heapq.heappop(queue)
         goal = best * (1 - tolerance)
@@ -106,18 +101,16 @@ def search(
             continue
         box = dataclasses.replace(box, latency=latency)
         were_exact = program.exact(chain)
-        cost = program.cost(chain)
-        if np.isfinite(cost.seconds):
-            found[chain] = cost.seconds, box.program
-            best = min(best, cost.seconds)
-        for part in box.rest(cost.steady, cost.all_reduce) if were_exact else [box]:
+        steady, spent, all_reduce = program.cost(chain)
+        seconds = steady + spent + all_reduce
+        if np.isfinite(seconds):
+            found[chain] = seconds, box.program
+            best = min(best, seconds)
+        for part in box.rest(steady, all_reduce) if were_exact else [box]:
             if part.bound < best * (1 - tolerance):
                 heapq.heappush(queue, (max(bound, part.bound), number, part))
                 number += 1
-    else:
-        bound = best
-    chains = sorted(((*value, chain) for chain, value in found.items()), key=lambda f: f[0])
-    return Found(tuple(chains), min(bound, best))
+    return sorted(((*value, chain) for chain, value in found.items()), key=lambda f: f[0])
 
 
 _MOST_CUTS = 33
@@ -138,12 +131,11 @@ Order = tuple[int, ...]
 _MOST_HOSTS = 6
 
 
-def device_orders(profile: ModelProfile, devices: Devices, most: int | None = None) -> list[Order]:
+def device_orders(profile: ModelProfile, devices: Devices) -> list[Order]:
     """Return orders of all devices, those with the fastest links between neighbours first.
 
     The devices of a host are neighbours, the fastest first. Up to 6 hosts come in every order, more
-    hosts each by the nearest neighbour from every start. Orders that differ only in the names of
-    devices are given once.
+    hosts each by the nearest neighbour from every start; equal devices are not told apart.
     """
     seconds = (profile.forward_seconds + profile.backward_seconds).sum(axis=0)
     hosts = sorted(set(devices.hosts))
@@ -170,12 +162,10 @@ def device_orders(profile: ModelProfile, devices: Devices, most: int | None = No
     else:
         chains = [_nearest(start, hosts, link) for start in hosts]
         candidates = [*chains, *(chain[::-1] for chain in chains)]
-    found: dict[bytes, tuple[int, ...]] = {}
+    found: dict[bytes, Order] = {}
     for order in sorted(candidates, key=lambda order: (length(order), order)):
         chosen = tuple(device for host in order for device in inside[host])
         found.setdefault(_looks(profile, devices, chosen), chosen)
-        if len(found) == most:
-            break
     return list(found.values())
 
 
@@ -205,16 +195,16 @@ def _looks(profile: ModelProfile, devices: Devices, order: tuple[int, ...]) -> b
 
 
 def find_chains(problem: Problem, tolerance: float) -> list[Chain]:
-    orders = device_orders(problem.profile, problem.devices)
-    if problem.all_cuts or len(problem.cuts) <= _MOST_CUTS:
-        return [chain for _, _, chain in _search(problem, orders, tolerance)[0].chains]
-    level = dataclasses.replace(problem, cuts=coarse_cuts(problem))
+    orders, coarse = device_orders(problem.profile, problem.devices), coarse_cuts(problem)
+    if coarse == problem.cuts:
+        return [chain for _, _, chain in _search(problem, orders, tolerance)[0]]
+    level = dataclasses.replace(problem, cuts=coarse)
     found, orders = _search(level, orders, max(tolerance, _COARSE_TOLERANCE))
     ranked = _translated(found, level, problem, orders)
     if not ranked:
         # Memory may need cuts in between.
         found, orders = _search(problem, orders[:_REFINED_ORDERS], tolerance)
-        return [chain for _, _, chain in found.chains]
+        return [chain for _, _, chain in found]
     reach = len(problem.cuts) // _COARSE_BLOCKS
     while True:
         near = _near(problem, [chain for _, _, chain in ranked[:_REFINED]], reach)
@@ -230,7 +220,7 @@ def find_chains(problem: Problem, tolerance: float) -> list[Chain]:
 def _search(
     problem: Problem, orders: list[Order], tolerance: float, known: float = np.inf
 ) -> tuple[Found, list[Order]]:
-    """Search as many orders as there is time for; return them too."""
+    """Search as many orders as there is time for, which come with the result."""
     most = int(np.clip(_WORK / _work(problem), 60, 20_000))
     costs: dict[Group, GroupCosts] = {}
     programs: list[LeastLatency] = []
@@ -253,10 +243,7 @@ def _work(problem: Problem) -> float:
 
 
 def coarse_cuts(problem: Problem) -> tuple[int, ...]:
-    """Return cuts at about equal distances in time, each where the fewest bytes cross nearby.
-
-    A problem with few cuts, or whose cuts were all named, keeps them.
-    """
+    """Return few cuts at about equal distances in time, each where few bytes cross, or all cuts."""
     if problem.all_cuts or len(problem.cuts) <= _MOST_CUTS:
         return problem.cuts
     profile, cuts = problem.profile, np.asarray(problem.cuts)
@@ -291,7 +278,7 @@ def _translated(
     place = {cut: number for number, cut in enumerate(problem.cuts)}
     rows = [place[cut] for cut in level.cuts]
     result = []
-    for seconds, program, chain in found.chains:
+    for seconds, program, chain in found:
         moved = (
             dataclasses.replace(stage, row=rows[stage.row], column=rows[stage.column])
             for stage in chain

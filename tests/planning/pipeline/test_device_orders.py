@@ -27,7 +27,6 @@ def test_all_orders_of_unequal_hosts_and_the_fastest_device_first():
         assert sum(changes) == hosts - 1
         for (before, after), other in zip(pairs, changes, strict=True):
             assert other or seconds[before] <= seconds[after]
-    assert device_orders(profile, devices, 1) == orders[:1]
 
 
 def test_many_hosts_follow_their_fastest_links():

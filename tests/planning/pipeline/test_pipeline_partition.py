@@ -40,10 +40,9 @@ def check(seed):
     order = tuple(np.random.default_rng(seed).permutation(problem.devices.num_devices).tolist())
     best, found = exhaustive(problem, order), least_estimate(problem, order)
     if not np.isfinite(best):
-        assert found.chains == ()
+        assert found == []
         return False
-    assert found.chains[0][0] == pytest.approx(best, rel=1e-9)
-    assert found.bound == pytest.approx(best, rel=1e-9)
+    assert found[0][0] == pytest.approx(best, rel=1e-9)
     return True
 
 
@@ -61,10 +60,9 @@ def test_twelve_units_on_eight_devices_are_within_a_percent(limited, seed):
     problem = Problem(profile, devices, 8, "1f1b", "auto", profile.allowed_cuts())
     order = device_orders(profile, devices)[0]
     exact, found = least_estimate(problem, order), least_estimate(problem, order, 0.002)
-    assert bool(exact.chains) == bool(found.chains)
-    if exact.chains:
-        best = exact.chains[0][0]
-        assert best * (1 - 1e-9) <= found.chains[0][0] <= best * 1.01
+    assert bool(exact) == bool(found)
+    if exact:
+        assert exact[0][0] * (1 - 1e-9) <= found[0][0] <= exact[0][0] * 1.01
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -137,7 +135,7 @@ def test_one_stage_is_estimated_exactly():
         if plan is None or len(plan.stages[0].devices) < 3:
             continue
         chain = (ChainStage(0, len(problem.cuts) - 1, (0, 1, 2), 3),)
-        assert program.cost(chain).seconds == pytest.approx(plan.step_seconds)
+        assert sum(program.cost(chain)) == pytest.approx(plan.step_seconds)
 
 
 def test_small_weights_and_wide_activations_are_not_pipelined():
@@ -225,7 +223,7 @@ def cost_of(program, chain):
     """The estimate of a chain, infinite if it does not follow the program's order."""
     try:
         program.exact(chain)
-        return program.cost(chain).seconds
+        return sum(program.cost(chain))
     except (KeyError, ValueError, IndexError):
         return np.inf
 
@@ -239,8 +237,7 @@ def test_looking_more_closely_finds_what_all_cuts_have(seed):
     every = search(programs, 0.002)
     chain = find_chains(problem, 0.002)[0]
     estimate = min(cost_of(program, chain) for program in programs)
-    assert every.bound <= estimate * (1 + 1e-9)
-    assert estimate <= 1.01 * every.chains[0][0]
+    assert every[0][0] * (1 - 0.002) <= estimate <= 1.01 * every[0][0]
 
 
 def test_the_local_search_balances_stages():
