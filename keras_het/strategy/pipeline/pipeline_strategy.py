@@ -36,7 +36,7 @@ from keras_het.strategy.pipeline.step.edges import Place
 from keras_het.strategy.pipeline.step.emulated_pass import Emulation
 from keras_het.strategy.pipeline.step.model_units import ModelUnits
 from keras_het.strategy.pipeline.step.pipeline import Pipeline, slots_of
-from keras_het.strategy.pipeline.step.process_group import GROUPS, CollectiveTransport, ProcessGroup
+from keras_het.strategy.pipeline.step.process_group import GROUPS, ProcessGroup
 from keras_het.value_types import Nest
 
 
@@ -191,8 +191,13 @@ class PipelineStrategy(HeterogeneousStrategy):
             return None
         first = _FIRST_GROUP + self._collective_key_base + GROUPS * self._num_pipelines
         self._num_pipelines += 1
-        transport = CollectiveTransport(self.worker_index, self.num_workers, first)
-        return ProcessGroup(transport, self.extended.sum_over_workers, self._stop_request)
+        return ProcessGroup(
+            self.worker_index,
+            self.num_workers,
+            first,
+            self.extended.sum_over_workers,
+            self._stop_request,
+        )
 
     def _find_places(self) -> list[Place]:
         """Return the devices of all processes, worker by worker."""
@@ -349,9 +354,7 @@ class PipelineStrategy(HeterogeneousStrategy):
             times = measured.forward_seconds[:, 0], measured.backward_seconds[:, 0]
             emulation = Emulation(emulated, *times)
             measured = slowed(measured, emulation, devices, rows)
-        group = self._new_group()
-        transport = None if group is None else group.transport
-        processes = Processes(self._places, self.worker_index, transport, self._gather)
+        processes = Processes(self._places, self._new_group(), self._gather)
         plan, self._timeline = make_plan(units, measured, self._wishes, processes)
         return plan, emulation
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from keras_het.rpc.links import measure_link
 from keras_het.strategy.pipeline.measurement.profiling import Measured, cut_bytes, unit_bytes
 from keras_het.strategy.pipeline.step.edges import Place
 from keras_het.strategy.pipeline.step.model_units import ModelUnits
-from keras_het.strategy.pipeline.step.process_group import CollectiveTransport
+from keras_het.strategy.pipeline.step.process_group import ProcessGroup
 
 _plans = itertools.count()
 
@@ -47,15 +48,14 @@ class Processes:
     """What planning needs of the other processes."""
 
     places: Sequence[Place]
-    process: int
-    transport: CollectiveTransport | None
+    group: ProcessGroup | None
     gather: Callable[[np.ndarray], np.ndarray]
 
     def columns(self, own: np.ndarray) -> np.ndarray:
         """Concatenate columns, one for each own device, of all processes."""
-        if self.transport is None:
+        if self.group is None:
             return own
-        counts = [sum(p.process == i for p in self.places) for i in range(self.transport.processes)]
+        counts = [sum(p.process == i for p in self.places) for i in range(self.group.processes)]
         padded = np.zeros([1, max(counts), len(own)])
         padded[0, : own.shape[1]] = own.T
         everyone = self.gather(padded)
@@ -64,10 +64,10 @@ class Processes:
     def devices(self, memory: FloatArray) -> Devices:
         owners = [place.process for place in self.places]
         rate, latency = np.full([1, 1], np.inf), np.zeros([1, 1])
-        if self.transport is not None:
-            rate, latency = measure_links(self.transport, self.gather)
+        if self.group is not None:
+            rate, latency = measure_links(self.group, self.gather)
         names = [
-            place.device if self.transport is None else f"worker {place.process} {place.device}"
+            place.device if self.group is None else f"worker {place.process} {place.device}"
             for place in self.places
         ]
         return Devices(
@@ -76,18 +76,15 @@ class Processes:
 
 
 def measure_links(
-    transport: CollectiveTransport, gather: Callable[[np.ndarray], np.ndarray]
+    group: ProcessGroup, gather: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[FloatArray, FloatArray]:
-    """Return rates and latencies of every pair of processes; all of them must call it.
-
-    They are measured one after the other, by a message that goes there and comes back.
-    """
-    own, number = transport.process, transport.processes
+    """Measure rates and latencies of pairs of processes one after the other; all must call it."""
+    own, number = group.process, group.processes
     mine = np.zeros([1, number, 2])
     for pair, (first, second) in enumerate(itertools.combinations(range(number), 2)):
         if own in (first, second):
             other = second if own == first else first
-            exchange = _exchange(transport, other, own == first, 2 * pair)
+            exchange = _exchange(group, other, own == first, 2 * pair)
             latency, rate = measure_link(exchange, comes_back=True)
             mine[0, other] = rate, latency
     everyone = gather(mine)
@@ -99,15 +96,15 @@ def measure_links(
 
 
 def _exchange(
-    transport: CollectiveTransport, other: int, begins: bool, number: int
+    group: ProcessGroup, other: int, begins: bool, number: int
 ) -> Callable[[tf.Tensor], object]:
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)], autograph=False)
     def exchange(value: tf.Tensor) -> tf.Tensor:
         if begins:
-            with tf.control_dependencies([transport.send(value, other, number)]):
-                return transport.receive(1, tf.float32, other, number + 1)
-        received = transport.receive(1, tf.float32, other, number)
-        with tf.control_dependencies([transport.send(received, other, number + 1)]):
+            with tf.control_dependencies([group.send(value, other, number)]):
+                return group.receive(1, tf.float32, other, number + 1)
+        received = group.receive(1, tf.float32, other, number)
+        with tf.control_dependencies([group.send(received, other, number + 1)]):
             return tf.identity(received)
 
     return lambda value: exchange(value).numpy()
@@ -123,11 +120,11 @@ def make_plan(
     columns = processes.columns(
         np.concatenate([measured.forward_seconds, measured.backward_seconds, memory])
     )
-    number = len(units.units)
+    forward_seconds, backward_seconds = np.split(columns[:-1], 2)
     profile = ModelProfile(
         tuple(unit.name for unit in units.units),
-        columns[:number],
-        columns[number : 2 * number],
+        forward_seconds,
+        backward_seconds,
         measured.activation_bytes,
         weights,
         state,
@@ -136,12 +133,9 @@ def make_plan(
         units.together,
     )
     devices = processes.devices(columns[-1])
-    plan = (
-        _plan(units, profile, devices, wishes)
-        if processes.transport is None
-        else _agreed(lambda: _plan(units, profile, devices, wishes), processes.process == 0)
-    )
-    return plan, simulate(profile, devices, plan)
+    plan = functools.partial(_plan, units, profile, devices, wishes)
+    agreed = plan() if processes.group is None else _agreed(plan, processes.group.process == 0)
+    return agreed, simulate(profile, devices, agreed)
 
 
 def _plan(

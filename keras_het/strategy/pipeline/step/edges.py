@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_het.planning.pipeline.plan import PipelinePlan
 from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token
-from keras_het.strategy.pipeline.step.process_group import CollectiveTransport
+from keras_het.strategy.pipeline.step.process_group import ProcessGroup
 from keras_het.strategy.pipeline.step.stage import Stage
 
 HEAD, COLLECTOR = -1, -2
@@ -60,17 +60,23 @@ class Edges:
             for token, maker in self.maker.items()
         }
         self.outputs = [token for token in units.outputs if token in self.maker]
-
-    @property
-    def collector(self) -> Place:
-        """Where the outputs of all micro-batches come together."""
-        return self.replica(len(self.stages) - 1, 0)
+        # where the outputs of all micro-batches come together
+        self.collector = self.replica(len(self.stages) - 1, 0)
 
     def replica(self, stage: int, replica: int) -> Place:
         return self._places[self.plan.stages[stage].devices[replica]]
 
     def place(self, stage: int, micro_batch: int) -> Place:
         return self.replica(stage, self.plan.stages[stage].routes[micro_batch])
+
+    def homes(self, process: int) -> dict[int, str]:
+        """Return the stages of a process, the last one first, by the device of a first replica."""
+        return {
+            s: place.device
+            for s, stage in reversed(list(enumerate(self.plan.stages)))
+            for r in reversed(range(len(stage.devices)))
+            if (place := self.replica(s, r)).process == process
+        }
 
     def takers(
         self, token: Token, micro_batch: int, training: bool, is_additive: bool
@@ -125,12 +131,12 @@ class Messages:
     def __init__(
         self,
         edges: Edges,
-        transport: CollectiveTransport | None,
+        group: ProcessGroup | None,
         specs: dict[Token, Spec],
         first_number: int,
     ) -> None:
-        self._edges, self._transport, self._specs = edges, transport, specs
-        self.process = 0 if transport is None else transport.process
+        self._edges, self._group, self._specs = edges, group, specs
+        self.process = 0 if group is None else group.process
         self._first_number = first_number
         self._numbers: dict[Message, tuple[int, int]] = {}
         self.sends: list[tf.Operation] = []
@@ -139,37 +145,40 @@ class Messages:
         self, training: bool, is_additive: bool
     ) -> Iterator[tuple[Message, tf.Tensor, tf.Tensor | None]]:
         """Receive all messages of the step; each waits for its sender by itself."""
-        if self._transport is None:
+        if self._group is None:
             return
-        masks, others = dict[Message, tf.Tensor](), dict[Message, tf.Tensor]()
+        found: dict[Message, tf.Tensor] = {}
         messages = self._edges.messages(self._specs, training, is_additive)
         for message, source, target, number in messages:
+            number += self._first_number
             if source == self.process:
-                self._numbers[message] = target, self._first_number + number
+                self._numbers[message] = target, number
             elif target == self.process:
-                spec, is_mask = self._specs[message.token], message.kind == "mask"
-                rank, dtype = spec.shape.rank, spec.dtype
-                if is_mask:
-                    rank, dtype = spec.mask_rank or 0, tf.bool
-                received = self._transport.receive(rank, dtype, source, self._first_number + number)
-                if not is_mask:
+                spec = self._specs[message.token]
+                if message.kind == "mask":
+                    rank = spec.mask_rank or 0
+                    found[message] = self._group.receive(rank, tf.bool, source, number)
+                else:
+                    value = self._group.receive(spec.shape.rank, spec.dtype, source, number)
                     # layers may need the sizes that are known, as LayerNormalization does
-                    received.set_shape(spec.shape)
-                (masks if is_mask else others)[message] = received
-        for message, value in others.items():
-            yield message, value, masks.get(message._replace(kind="mask"))
+                    value.set_shape(spec.shape)
+                    found[message] = value
+        for message, value in found.items():
+            if message.kind != "mask":
+                yield message, value, found.get(message._replace(kind="mask"))
 
     def send(self, message: Message, value: tf.Tensor) -> None:
-        if self._transport is not None and message in self._numbers:
+        """Send a tensor, if a process other than this one takes it."""
+        if self._group is not None and message in self._numbers:
             target, number = self._numbers[message]
             with tf.control_dependencies(None):
-                self.sends.append(self._transport.send(value, target, number))
+                self.sends.append(self._group.send(value, target, number))
 
     def send_everywhere(
         self, token: Token, number: int, value: tf.Tensor, mask: tf.Tensor | None
     ) -> None:
         """Send a tensor and its mask to the other processes that take it."""
-        for process in range(0 if self._transport is None else self._transport.processes):
+        for process in range(0 if self._group is None else self._group.processes):
             self.send(Message("tensor", token, number, process), value)
             if mask is not None:
                 self.send(Message("mask", token, number, process), mask)

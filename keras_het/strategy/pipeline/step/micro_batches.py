@@ -17,7 +17,7 @@ class MicroBatches:
     """The parts of one batch, in the graph."""
 
     def __init__(self, batch: Nest, count: int) -> None:
-        self._batch, self.count = batch, count
+        self.count = count
         self.rows = tf.cast(count_rows(batch), tf.int32)
         self._bounds = [self.rows * m // count for m in range(count + 1)]
 

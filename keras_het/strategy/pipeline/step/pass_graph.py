@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -29,8 +30,7 @@ class _Given:
     masks: dict[Token, tf.Tensor] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass
-class _Pending:
+class _Pending(NamedTuple):
     """A forward pass that waits for its backward pass."""
 
     tape: tf.GradientTape
@@ -61,7 +61,10 @@ class PassGraph:
         self.output_masks: dict[int, list[tf.Tensor | None]] = {}
 
     def run(self, batches: MicroBatches, inputs: list[tf.Tensor], head: LossHead | None) -> None:
-        self._batches, self._head = batches, head
+        self._batches, self._training = batches, head is not None
+        self._is_additive = head is None or head.is_additive
+        if head is not None:
+            self._loss = head
         self._inputs = [
             dict(zip(self._units.inputs, batches.part(m, inputs), strict=True))
             for m in range(self._plan.micro_batches)
@@ -72,8 +75,7 @@ class PassGraph:
             for r in range(len(stage.devices))
             if self._edges.replica(s, r).process == self._process
         ]
-        # the stages of this process, each with the device of its first replica here
-        self.homes = {s: self._edges.replica(s, r).device for s, r in reversed(here)}
+        self.homes = self._edges.homes(self._process)
         # a further replica of a stage has a copy of the weights for the time of the step
         self._weights = {
             (s, r): _read(self._stages[s].weights, self._edges.replica(s, r).device)
@@ -88,12 +90,12 @@ class PassGraph:
         self._returned = collections.defaultdict(lambda: collections.defaultdict(list))
         self._answers: dict[tuple[int, int], set[tuple[Token, int]]] = collections.defaultdict(set)
         self._pending: dict[tuple[int, int], _Pending] = {}
-        self._sums: dict[int, list[list[Summand | None]]] = collections.defaultdict(list)
+        self._sums: dict[int, list[list[Summand | None]]] = {s: [] for s in self.homes}
         self._last: dict[tuple[int, int], tf.Operation] = {}
         for message, value, mask in self._messages.receive(self._training, self._is_additive):
             token, number = message.token, message.micro_batch
             if message.kind == "gradient":
-                self._answer(self._edges.maker[token], token, number, message.reader, value)
+                self._answer(token, number, message.reader, value)
             else:
                 self._deliver(token, number, value, mask)
         schedule = self._plan.schedule if self._is_additive else "gpipe"
@@ -108,22 +110,6 @@ class PassGraph:
             }
         )
         self.gradients = {s: self._total_gradients(s) for s in self.homes}
-
-    @property
-    def _loss(self) -> LossHead:
-        if self._head is None:
-            raise RuntimeError("Passes without a loss have no backward pass.")
-        return self._head
-
-    @property
-    def _training(self) -> bool:
-        return self._head is not None
-
-    @property
-    def _is_additive(self) -> bool:
-        return self._head is None or self._head.is_additive
-
-    # ---------------------------------------------------------------- order of the passes
 
     def _build(self, queues: dict[tuple[int, int], collections.deque[tuple[str, int]]]) -> None:
         """Build the passes of all devices, each as soon as what it takes exists."""
@@ -158,8 +144,6 @@ class PassGraph:
             for reader in self._edges.answering(token, made[token].dtype)
         }
         return expected <= self._answers[stage, number]
-
-    # ---------------------------------------------------------------- forward
 
     def _forward(
         self, stage: int, replica: int, number: int, after: list[tf.Operation]
@@ -259,12 +243,10 @@ class PassGraph:
                 self._return_from_head(number, self._loss.of_micro_batch(number, outputs))
 
     def _return_from_head(self, number: int, gradients: list[tf.Tensor | None]) -> None:
+        taken = self._given[HEAD if self._is_additive else COLLECTOR, number].tensors
         for token, gradient in zip(self._units.outputs, gradients, strict=True):
             if token in self._edges.maker:
-                like = self._given[COLLECTOR if not self._is_additive else HEAD, number]
-                self._return(token, number, HEAD, gradient, like.tensors[token])
-
-    # ---------------------------------------------------------------- backward
+                self._return(token, number, HEAD, gradient, taken[token])
 
     def _backward(
         self, stage: int, replica: int, number: int, after: list[tf.Operation]
@@ -304,28 +286,17 @@ class PassGraph:
         return tf.group(*ends, *after)
 
     def _return(
-        self,
-        token: Token,
-        number: int,
-        reader: int,
-        gradient: tf.Tensor | None,
-        like: tf.Tensor,
+        self, token: Token, number: int, reader: int, gradient: tf.Tensor | None, like: tf.Tensor
     ) -> None:
         """Give the gradient of a tensor to the stage that made it."""
-        if reader != HEAD and reader not in self._edges.readers[token]:
-            return
-        maker = self._edges.maker[token]
-        home = self._edges.place(maker, number)
-        if home.process == self._process:
-            self._answer(maker, token, number, reader, gradient)
-            return
-        if like.dtype.is_floating:
+        if self._edges.place(self._edges.maker[token], number).process == self._process:
+            self._answer(token, number, reader, gradient)
+        elif like.dtype.is_floating:
             value = tf.zeros_like(like) if gradient is None else tf.convert_to_tensor(gradient)
             self._messages.send(Message("gradient", token, number, reader), value)
 
-    def _answer(
-        self, maker: int, token: Token, number: int, reader: int, gradient: tf.Tensor | None
-    ) -> None:
+    def _answer(self, token: Token, number: int, reader: int, gradient: tf.Tensor | None) -> None:
+        maker = self._edges.maker[token]
         self._answers[maker, number].add((token, reader))
         if gradient is not None:
             with tf.device(self._edges.place(maker, number).device):
@@ -335,8 +306,7 @@ class PassGraph:
     def _total_gradients(self, stage: int) -> list[Summand | None]:
         """Add up the gradients of this process's replicas of a stage, and of regularizers."""
         own = self._stages[stage]
-        first = next(r for s, r in self._weights if s == stage)
-        weights = self._weights[stage, first]
+        weights = next(values for (s, _), values in self._weights.items() if s == stage)
         is_owner = self._edges.processes_of(stage)[0] == self._process
         with tf.device(self.homes[stage]):
             with tf.GradientTape(watch_accessed_variables=False) as tape:

@@ -43,7 +43,6 @@ class Pipeline:
         phases: PhaseTimes,
     ) -> None:
         self.units, self.plan, self.group = units, plan, group
-        self._transport = None if group is None else group.transport
         self._emulation = emulation
         self.stages = [Stage(units, planned) for planned in plan.stages]
         self.edges = Edges(units, self.stages, plan, places)
@@ -93,12 +92,8 @@ class Pipeline:
 
     def homes(self) -> list[str]:
         """Return where this process keeps each stage's variables: the host without a replica."""
-        result = []
-        for number, stage in enumerate(self.plan.stages):
-            places = [self.edges.replica(number, r) for r in range(len(stage.devices))]
-            own = [place.device for place in places if place.process == self._process]
-            result.append(own[0] if own else "CPU:0")
-        return result
+        own = self.edges.homes(self._process)
+        return [own.get(number, "CPU:0") for number in range(len(self.stages))]
 
     @property
     def _is_collector(self) -> bool:
@@ -152,9 +147,9 @@ class Pipeline:
         if kind == "train" and self.times.phases.is_measuring:
             self._clock = PassClock(flat)
             flat = self._clock.inputs
-        specs = self._specs(flat) if self._transport is not None else {}
+        specs = self._specs(flat) if self.group is not None else {}
         number = _KINDS.index(kind)
-        self._messages = Messages(self.edges, self._transport, specs, number * _MESSAGES_PER_KIND)
+        self._messages = Messages(self.edges, self.group, specs, number * _MESSAGES_PER_KIND)
         passes = PassGraph(self.edges, self._messages, self._emulation, self._clock)
         passes.run(batches, flat, head)
         if self._is_collector:
@@ -198,8 +193,8 @@ class Pipeline:
         if len(processes) > 1:
             own.check_may_be_shared(_KINDS[kind] == "train")
         summands = [each for change in changes for each in change.summands]
-        if self._transport is not None and len(processes) > 1 and summands:
-            summands = self._transport.sum(summands, processes, stage, 1 + kind)
+        if self.group is not None and len(processes) > 1 and summands:
+            summands = self.group.sum(summands, processes, stage, 1 + kind)
         sums = iter(summands)
         for change in changes:
             change.variable.assign(change.finish([next(sums) for _ in change.summands]))
@@ -220,7 +215,8 @@ class Pipeline:
             dtype = losses[0].dtype if losses else keras.config.floatx()
             total = tf.add_n([tf.cast(each, dtype) for each in losses] or [tf.zeros([], dtype)])
             measured = [] if self._clock is None else [self.times.contribution()]
-            results = [total, *_tensors(passes)]
+            flat = tf.nest.flatten(passes.gradients, expand_composites=True)
+            results = [total, *(value for value in flat if value is not None)]
             if self.group is not None:
                 sent = [tf.cast(total, tf.float64), *measured]
                 sent += [] if square is None else [square]
@@ -280,11 +276,6 @@ def slots_of(optimizer: keras.optimizers.Optimizer | None) -> dict[int, list[ker
         return {}
     pairs = keras_graphs_adapter.variables_of_optimizer(optimizer)
     return {id(variable): slots for variable, slots in pairs}
-
-
-def _tensors(passes: PassGraph) -> list[tf.Tensor]:
-    flat = tf.nest.flatten(passes.gradients, expand_composites=True)
-    return [value for value in flat if value is not None]
 
 
 def square_norm(

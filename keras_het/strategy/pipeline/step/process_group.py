@@ -15,17 +15,30 @@ from keras_het.value_types import Summand
 _HOST = "CPU:0"
 _GROUPS_OF_STAGES = 10_000
 GROUPS = 20_000
-"""How many groups a transport may use."""
+"""How many groups of collectives the processes of a pipeline may use."""
 _MOST_PROCESSES = 90
 _MOST_TYPES = 10
 _MOST_BUCKETS = 1024
 _EXACT, _STEPS = 64, 32
+# numbers of messages that no edge of a plan reaches
+_SPARSE, _OUTPUTS = 1_600_000, 2_000_000
+_MOST_WEIGHTS = 2_000
 
 
-class CollectiveTransport:
-    """Transport by broadcasts in groups of two, which need not start in any order."""
+class ProcessGroup:
+    """The processes of a pipeline.
 
-    def __init__(self, process: int, processes: int, first_group: int) -> None:
+    Tensors travel by broadcasts in groups of two, which need not start in any order.
+    """
+
+    def __init__(
+        self,
+        process: int,
+        processes: int,
+        first_group: int,
+        sum_over_all: Callable[[tf.Tensor], tf.Tensor],
+        stop_request: StopRequest,
+    ) -> None:
         if processes > _MOST_PROCESSES:
             raise ValueError(
                 f"A pipeline has at most {_MOST_PROCESSES} processes. Received: {processes}. Give "
@@ -33,6 +46,7 @@ class CollectiveTransport:
             )
         self.process, self.processes = process, processes
         self._first_group = first_group
+        self._sum_over_all, self._stop_request = sum_over_all, stop_request
 
     def _pair(self, source: int, target: int) -> tf.Tensor:
         return tf.constant(self._first_group + _MOST_PROCESSES * source + target)
@@ -87,6 +101,81 @@ class CollectiveTransport:
 
         return _sum_by_type(values, add)
 
+    def sum_of_step(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Add up what a step has to, and tell all processes who wants to stop; in the graph."""
+        wish = self._stop_request.contribution(True, tf.float64)
+        *sums, wishes = self.sum_over_all([*values, wish])
+        self._stop_request.record(wishes)
+        return sums
+
+    def sum_over_all(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return _sum_by_type(values, lambda flat, _: self._sum_over_all(flat))
+
+    def sum_gradients(
+        self, gradients: list[Summand | None], group: Sequence[int], stage: int
+    ) -> list[Summand | None]:
+        """Add up the gradients of a stage over the processes that hold it; in the graph."""
+        dense = [i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.Tensor)]
+        result = list(gradients)
+        if dense:
+            sums = self.sum([gradients[i] for i in dense], group, stage, 0)
+            result = [sums.pop(0) if i in dense else g for i, g in enumerate(gradients)]
+        for i, gradient in enumerate(gradients):
+            if isinstance(gradient, tf.IndexedSlices):
+                number = _SPARSE + _MOST_WEIGHTS * stage + 2 * i
+                result[i] = self._gather(gradient, group, number)
+        return result
+
+    def _gather(
+        self, gradient: tf.IndexedSlices, group: Sequence[int], number: int
+    ) -> tf.IndexedSlices:
+        """Put the rows of all processes one after the other, in the order of the group."""
+        values, indices = [], []
+        for process in group:
+            if process == self.process:
+                values.append(gradient.values)
+                indices.append(gradient.indices)
+                continue
+            sends = [
+                self.send(gradient.values, process, number),
+                self.send(gradient.indices, process, number + 1),
+            ]
+            rank, dtype = gradient.values.shape.rank, gradient.indices.dtype
+            received = self.receive(rank, gradient.values.dtype, process, number)
+            rows = self.receive(1, dtype, process, number + 1)
+            with tf.control_dependencies(sends):
+                values.append(tf.identity(received))
+                indices.append(tf.identity(rows))
+        return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), gradient.dense_shape)
+
+    def share_outputs(
+        self, outputs: list[tf.Tensor] | None, like: Sequence[tf.TensorSpec], source: int
+    ) -> list[tf.Tensor]:
+        if outputs is None:
+            return [
+                self.receive(spec.shape.rank, spec.dtype, source, _OUTPUTS + i)
+                for i, spec in enumerate(like)
+            ]
+        sends = [
+            self.send(value, process, _OUTPUTS + i)
+            for i, value in enumerate(outputs)
+            for process in range(self.processes)
+            if process != self.process
+        ]
+        with tf.control_dependencies(sends):
+            return [tf.identity(value) for value in outputs]
+
+    def share_state(self, variables: Sequence[keras.Variable], source: int) -> None:
+        """Give all processes the values that variables have on one; in the graph."""
+        if not variables:
+            return
+        values = [tf.convert_to_tensor(variable.value) for variable in variables]
+        wire = [tf.cast(v, tf.int32) if v.dtype == tf.bool else v for v in values]
+        if self.process != source:
+            wire = [tf.zeros_like(value) for value in wire]
+        for variable, value in zip(variables, self.sum_over_all(wire), strict=True):
+            variable.assign(tf.cast(value, variable.dtype))
+
 
 def _sum_by_type(
     values: Sequence[tf.Tensor], add: Callable[[tf.Tensor, int], tf.Tensor]
@@ -123,96 +212,3 @@ def _bucket(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     steps = (size + step - 1) // step
     bucket = _EXACT + 1 + (exponent - 6) * (_STEPS + 1) + steps - _STEPS
     return tf.where(size < _EXACT, size, steps * step), tf.where(size < _EXACT, size, bucket)
-
-
-# numbers of messages that no edge of a plan reaches
-_SPARSE, _OUTPUTS = 1_600_000, 2_000_000
-_MOST_WEIGHTS = 2_000
-
-
-class ProcessGroup:
-    """The processes of a pipeline."""
-
-    def __init__(
-        self,
-        transport: CollectiveTransport,
-        sum_over_all: Callable[[tf.Tensor], tf.Tensor],
-        stop_request: StopRequest,
-    ) -> None:
-        self.transport, self.process = transport, transport.process
-        self._sum_over_all, self._stop_request = sum_over_all, stop_request
-
-    def sum_of_step(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Add up what a step has to, and tell all processes who wants to stop; in the graph."""
-        wish = self._stop_request.contribution(True, tf.float64)
-        *sums, wishes = self.sum_over_all([*values, wish])
-        self._stop_request.record(wishes)
-        return sums
-
-    def sum_over_all(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return _sum_by_type(values, lambda flat, _: self._sum_over_all(flat))
-
-    def sum_gradients(
-        self, gradients: list[Summand | None], group: Sequence[int], stage: int
-    ) -> list[Summand | None]:
-        """Add up the gradients of a stage over the processes that hold it; in the graph."""
-        dense = [i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.Tensor)]
-        result = list(gradients)
-        if dense:
-            sums = self.transport.sum([gradients[i] for i in dense], group, stage, 0)
-            result = [sums.pop(0) if i in dense else g for i, g in enumerate(gradients)]
-        for i, gradient in enumerate(gradients):
-            if isinstance(gradient, tf.IndexedSlices):
-                number = _SPARSE + _MOST_WEIGHTS * stage + 2 * i
-                result[i] = self._gather(gradient, group, number)
-        return result
-
-    def _gather(
-        self, gradient: tf.IndexedSlices, group: Sequence[int], number: int
-    ) -> tf.IndexedSlices:
-        """Put the rows of all processes one after the other, in the order of the group."""
-        values, indices = [], []
-        for process in group:
-            if process == self.process:
-                values.append(gradient.values)
-                indices.append(gradient.indices)
-                continue
-            sends = [
-                self.transport.send(gradient.values, process, number),
-                self.transport.send(gradient.indices, process, number + 1),
-            ]
-            rank, dtype = gradient.values.shape.rank, gradient.indices.dtype
-            received = self.transport.receive(rank, gradient.values.dtype, process, number)
-            rows = self.transport.receive(1, dtype, process, number + 1)
-            with tf.control_dependencies(sends):
-                values.append(tf.identity(received))
-                indices.append(tf.identity(rows))
-        return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), gradient.dense_shape)
-
-    def share_outputs(
-        self, outputs: list[tf.Tensor] | None, like: Sequence[tf.TensorSpec], source: int
-    ) -> list[tf.Tensor]:
-        if outputs is None:
-            return [
-                self.transport.receive(spec.shape.rank, spec.dtype, source, _OUTPUTS + i)
-                for i, spec in enumerate(like)
-            ]
-        sends = [
-            self.transport.send(value, process, _OUTPUTS + i)
-            for i, value in enumerate(outputs)
-            for process in range(self.transport.processes)
-            if process != self.process
-        ]
-        with tf.control_dependencies(sends):
-            return [tf.identity(value) for value in outputs]
-
-    def share_state(self, variables: Sequence[keras.Variable], source: int) -> None:
-        """Give all processes the values that variables have on one; in the graph."""
-        if not variables:
-            return
-        values = [tf.convert_to_tensor(variable.value) for variable in variables]
-        wire = [tf.cast(v, tf.int32) if v.dtype == tf.bool else v for v in values]
-        if self.process != source:
-            wire = [tf.zeros_like(value) for value in wire]
-        for variable, value in zip(variables, self.sum_over_all(wire), strict=True):
-            variable.assign(tf.cast(value, variable.dtype))
