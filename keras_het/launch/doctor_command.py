@@ -28,7 +28,7 @@ Exit code: 1 if training would fail, else 0, also with warnings.
 
 def add_doctor_command(commands: Commands) -> None:
     summary = "say what is on this machine, what is wrong, and how to fix it"
-    parser = add_command(commands, "doctor", summary, _DESCRIPTION, _EPILOG)
+    parser = add_command(commands, "doctor", run_doctor, summary, _DESCRIPTION, _EPILOG)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--log-dir", type=Path, metavar="DIRECTORY", help="where training will write: is there room"
@@ -41,7 +41,6 @@ def add_doctor_command(commands: Commands) -> None:
         help="how long to wait for the doctors of the other machines (default: 30; 0: only see "
         "whether their addresses can be reached)",
     )
-    parser.set_defaults(execute=run_doctor)
 
 
 def run_doctor(options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from collections.abc import Callable
 from typing import TypeAlias
 
 _WIDTH = 96
@@ -13,9 +14,15 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add_command(
-    commands: Commands, name: str, summary: str, description: str, epilog: str = ""
+    commands: Commands,
+    name: str,
+    execute: Callable[[argparse.Namespace], int],
+    summary: str,
+    description: str,
+    epilog: str = "",
 ) -> argparse.ArgumentParser:
-    return commands.add_parser(
+    """Add a command; `execute` returns its exit code."""
+    parser = commands.add_parser(
         name,
         help=summary,
         description=textwrap.fill(description, _WIDTH),
@@ -23,6 +30,8 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.set_defaults(execute=execute)
+    return parser
 
 
 def number(text: str) -> float:

@@ -25,7 +25,7 @@ examples:
 
 def add_report_command(commands: Commands) -> None:
     summary = "tell the story of a training from its log"
-    parser = add_command(commands, "report", summary, _DESCRIPTION, _EPILOG)
+    parser = add_command(commands, "report", run_report, summary, _DESCRIPTION, _EPILOG)
     parser.add_argument("log_dir", metavar="LOGDIR", help="directory of the log")
     parser.add_argument(
         "--html",
@@ -39,7 +39,6 @@ def add_report_command(commands: Commands) -> None:
     parser.add_argument(
         "--run", metavar="NAME", help="which training, of several (default: the latest one)"
     )
-    parser.set_defaults(execute=run_report)
 
 
 def run_report(options: argparse.Namespace) -> int:

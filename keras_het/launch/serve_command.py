@@ -55,10 +55,11 @@ def compute_without_splitting() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
-def add_serve(commands: Commands) -> None:
+def add_serve_command(commands: Commands) -> None:
     serve = add_command(
         commands,
         "serve",
+        serve_parameters,
         "hold a part of the parameter service (job ps in TF_CONFIG)",
         "Holds a part of the center weights of a hybrid training, on a machine that "
         "needs neither script nor data. The leader of the sync group says what to hold. Reads "
@@ -66,7 +67,6 @@ def add_serve(commands: Commands) -> None:
         "with Ctrl-C or SIGTERM.",
     )
     serve.add_argument("--once", action="store_true", help="end after one training")
-    serve.set_defaults(execute=serve_parameters)
 
 
 def serve_parameters(options: argparse.Namespace) -> int:

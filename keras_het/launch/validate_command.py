@@ -32,6 +32,7 @@ def add_validate_command(commands: Commands) -> None:
     parser = add_command(
         commands,
         "validate",
+        run_validate,
         "check data against a schema, and compare shards",
         "Checks data against a schema and compares it with each other (TensorFlow Data "
         "Validation). DATA is a TFRecord file or pattern of tf.train.Examples, a .stats file, "
@@ -52,7 +53,6 @@ def add_validate_command(commands: Commands) -> None:
     add("--numeric-ranges", action="store_true", help="infer ranges of numbers, too")
     add("--reference", metavar="NAME", help="what others are compared with (default: most rows)")
     add("--epoch", type=int, metavar="N", help="of directories, from 1 (default: the last one)")
-    parser.set_defaults(execute=run_validate)
 
 
 def run_validate(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from pages import GIVEN, PAGES, REPOSITORY, blocks_of, commands_of, name, script_of
 
-from keras_het.launch.arguments import parse_arguments
+from keras_het.launch.command_line import parse_arguments
 
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=name)
 SMALL = {

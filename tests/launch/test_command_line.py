@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from keras_het import __version__
-from keras_het.launch import command_line
+from keras_het.launch import run_command
 from keras_het.launch.command_line import main
 from keras_het.launch.doctor.addresses import public_addresses
 from keras_het.launch.local.worker_environment import secret_names
@@ -145,8 +145,8 @@ def test_a_public_address_is_warned_of_in_the_first_line(
 ) -> None:
     path = script("")
     for public in ((), ("8.8.8.8",)):
-        monkeypatch.setattr(command_line, "public_addresses", lambda public=public: public)
-        assert command_line.main(["run", "-w", "1", path]) == 0
+        monkeypatch.setattr(run_command, "public_addresses", lambda public=public: public)
+        assert main(["run", "-w", "1", path]) == 0
         output = capsys.readouterr().err
         expected = "[keras-het] warning: TensorFlow's servers listen on every interface of this"
         assert output.startswith(expected) == bool(public)

@@ -511,8 +511,8 @@ def test_wrong_usage(text, capsys):
 
 def test_the_command_line_does_not_import_tensorflow():
     program = (
-        "import sys, keras_het.launch.arguments as a, keras_het.launch.command_line, "
-        "keras_het.launch.doctor.examination, keras_het.launch.doctor.links; a.make_parser(); "
+        "import sys, keras_het.launch.command_line as c, "
+        "keras_het.launch.doctor.examination, keras_het.launch.doctor.links; c.make_parser(); "
         "assert not {'tensorflow', 'keras'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

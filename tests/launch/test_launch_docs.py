@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from keras_het.launch.arguments import make_parser
+from keras_het.launch.command_line import make_parser
 from keras_het.launch.local.emulation import Emulation
 
 DOCS = Path(__file__).parents[2] / "docs"

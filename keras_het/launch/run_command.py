@@ -1,0 +1,333 @@
+"""The command `keras-het run`: a script as several workers on this machine."""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
+from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to, public_addresses
+from keras_het.launch.grammar import Commands, add_command, not_negative, number
+from keras_het.launch.local.display import Display, WorkerLogs
+from keras_het.launch.local.emulation import Emulation
+from keras_het.launch.local.failure_report import describe_failures, first_to_fail
+from keras_het.launch.local.local_cluster import LocalCluster
+from keras_het.launch.local.worker_environment import secret_names
+from keras_het.launch.local.worker_process import OutputLine, Stream, WorkerResult, signal_name
+
+_KEEP_LINES = 2000
+# Hides TensorFlow's information messages, of which each worker prints some 50 lines at startup.
+_QUIET_TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "1"}
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_EPILOG = """\
+examples:
+  keras-het run --workers 3 train.py --epochs 5
+  keras-het run --speeds 4,2,1 train.py         three emulated devices, 4 : 2 : 1
+  keras-het run --workers 2 -m package.train
+  keras-het run --speeds 4,4,1 --async-workers 1 train.py    the slow one trains on its own
+
+Options of keras-het stand before the script; everything after it belongs to the script.
+
+Security: workers meet on 127.0.0.1, but TensorFlow's servers listen on every interface of this
+machine, and cannot be bound to one. Who reaches their ports reads files and environment, and
+writes: let a firewall keep others out, or start the command in a network of its own:
+unshare --map-root-user --net sh -c 'ip link set lo up; keras-het run ...'
+"""
+
+
+def add_run_command(commands: Commands) -> None:
+    run = add_command(
+        commands,
+        "run",
+        run_workers,
+        "start a script as several workers on this machine",
+        "Starts a script as several workers on this machine, with TF_CONFIG on "
+        "127.0.0.1 and free ports. Ends all when one fails and says which and why.",
+        _EPILOG,
+    )
+    _add_target(run)
+    _add_emulation(run)
+    _add_processors(run)
+    _add_output(run)
+
+
+def _add_target(run: argparse.ArgumentParser) -> None:
+    run.add_argument(
+        "-w",
+        "--workers",
+        type=_positive_integer,
+        metavar="N",
+        help="number of workers (default: the number of speeds)",
+    )
+    run.add_argument(
+        "--async-workers",
+        type=_positive_integer,
+        metavar="N",
+        default=0,
+        help="how many of the workers, the last ones, train outside of the synchronous group and "
+        "exchange with its leader (see keras_het.callbacks.HybridAggregation)",
+    )
+    run.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        help="MODULE [ARGUMENTS]: run a module, as python -m does, instead of a script; all that "
+        "follows belongs to it",
+    )
+    run.add_argument(
+        "--python",
+        default=sys.executable,
+        metavar="PROGRAM",
+        help="Python interpreter of the workers (default: this one)",
+    )
+    run.add_argument("script", nargs="?", metavar="SCRIPT", help="script that each worker runs")
+    run.add_argument(
+        "script_arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script"
+    )
+
+
+def _add_emulation(run: argparse.ArgumentParser) -> None:
+    group = run.add_argument_group("emulation of devices of different speed")
+    group.add_argument(
+        "--speeds",
+        type=_speeds,
+        metavar="A,B,...",
+        help="relative speed of each worker's device in samples per second, such as 4,2,1",
+    )
+    group.add_argument(
+        "--sample-milliseconds",
+        type=not_negative,
+        metavar="MS",
+        help="time of one sample on a device of speed 1 (default: 4)",
+    )
+    group.add_argument(
+        "--fixed-milliseconds",
+        type=not_negative,
+        metavar="MS",
+        help="time of a step without samples, on every device (default: 0)",
+    )
+
+
+def _add_processors(run: argparse.ArgumentParser) -> None:
+    group = run.add_argument_group("processors")
+    group.add_argument(
+        "--cpus-per-worker",
+        type=_positive_integer,
+        metavar="N",
+        help="CPUs of each worker (default: all CPUs dealt out evenly)",
+    )
+    group.add_argument(
+        "--pin",
+        action=argparse.BooleanOptionalAction,
+        help="bind each worker to its CPUs (default: yes if no CPU has to be shared)",
+    )
+
+
+def _add_output(run: argparse.ArgumentParser) -> None:
+    run.add_argument(
+        "--keep-env",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="pass a variable that looks like a secret (TOKEN, SECRET, PASSWORD, "
+        "API_KEY and the like in its name) to the workers all the same; may be a pattern such as "
+        "'AWS_*', and may come several times",
+    )
+    group = run.add_argument_group("output and end")
+    group.add_argument(
+        "--only-chief",
+        "--quiet-workers",
+        action="store_true",
+        help="show the output of worker 0 only; a failed worker's last lines are shown anyway",
+    )
+    group.add_argument(
+        "--tf-logs",
+        action="store_true",
+        help="show also what TensorFlow logs of its start (its warnings are shown anyway)",
+    )
+    group.add_argument(
+        "--log-dir", type=Path, metavar="DIRECTORY", help="write worker-N.log for each worker"
+    )
+    group.add_argument(
+        "--grace-seconds",
+        type=not_negative,
+        default=10.0,
+        metavar="S",
+        help="time to obey a signal before a stronger one follows (default: 10)",
+    )
+
+
+def check_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Exit with code 2 if options contradict each other."""
+    if options.speeds is None and not (
+        options.sample_milliseconds is None and options.fixed_milliseconds is None
+    ):
+        parser.error("--sample-milliseconds and --fixed-milliseconds need --speeds")
+    if options.speeds and options.workers not in (None, len(options.speeds)):
+        parser.error(
+            f"--speeds has {len(options.speeds)} speeds, but --workers is {options.workers}: give "
+            "as many speeds as workers, or leave out --workers"
+        )
+    if options.workers is None and options.speeds is None:
+        parser.error("give --workers N, or --speeds A,B,... to emulate devices")
+    num_workers = options.workers or len(options.speeds)
+    if options.async_workers >= num_workers:
+        parser.error(
+            f"--async-workers {options.async_workers} leaves no worker of {num_workers} for the "
+            "synchronous group; give less"
+        )
+    if options.module == []:
+        parser.error("-m needs a MODULE")
+    if options.module is not None:
+        return
+    if options.script == "--" and options.script_arguments:
+        options.script, *options.script_arguments = options.script_arguments
+    if not options.script:
+        parser.error("give the script that each worker runs, or -m MODULE")
+    # Path.is_file raises an error for names that are too long
+    if not os.path.isfile(options.script):  # noqa: PTH113
+        parser.error(f"there is no file {options.script!r}; give a script, or -m MODULE")
+
+
+def run_workers(options: argparse.Namespace) -> int:
+    display = Display(sys.stdout, sys.stderr, options.only_chief, options.tf_logs)
+    withheld = secret_names(os.environ, options.keep_env)
+    if public := public_addresses():
+        display.say(f"warning: {open_to(public)} {HOW_TO_CLOSE}")
+    if withheld:
+        display.say(f"not passed to the workers: {', '.join(withheld)} (see --keep-env).")
+    _warn_of_another_backend(display)
+    emulation = _emulation(options)
+    label = emulation.describe() if emulation else None
+    with contextlib.ExitStack() as stack:
+        logs: WorkerLogs | None = None
+        if options.log_dir is not None:
+            workers = options.workers or len(options.speeds)
+            logs = stack.enter_context(WorkerLogs(options.log_dir, workers, label))
+        cluster = _make_cluster(options, emulation, display, logs, withheld)
+        stack.enter_context(_signals_forwarded(cluster))
+        if label:
+            display.say(label, stream="stdout")
+        with cluster:
+            results = cluster.wait()
+        display.finish()
+        return _report(cluster, results, display, options.only_chief)
+
+
+def _warn_of_another_backend(display: Display) -> None:
+    """Warn only: a script may set its own before importing keras; the strategy checks that."""
+    backend = os.environ.get(KERAS_BACKEND) or NEEDED_BACKEND
+    if backend != NEEDED_BACKEND:
+        display.say(
+            f"{KERAS_BACKEND} is {backend!r} here, and keras_het needs {NEEDED_BACKEND!r}: unless "
+            "the script sets that before it imports keras, HeterogeneousStrategy refuses to be "
+            "made, and without a strategy each worker trains alone. To set it for all workers: "
+            f"{KERAS_BACKEND}={NEEDED_BACKEND} keras-het run ..."
+        )
+
+
+def _make_cluster(
+    options: argparse.Namespace,
+    emulation: Emulation | None,
+    display: Display,
+    logs: WorkerLogs | None,
+    withheld: Sequence[str],
+) -> LocalCluster:
+    def on_line(worker_index: int, stream: Stream, line: OutputLine) -> None:
+        if logs is not None:
+            logs.write(worker_index, stream, line)
+        display.show(worker_index, stream, line)
+
+    def on_stop(number: int) -> None:
+        display.say(f"forwarding {signal_name(number)} to all workers; send it again to hurry.")
+
+    target = [options.script, *options.script_arguments]
+    if options.module is not None:
+        target = ["-m", *options.module]
+    return LocalCluster(
+        [options.python, *target],
+        options.workers,
+        num_async_workers=options.async_workers,
+        env={}
+        if options.tf_logs
+        else {n: os.environ.get(n, v) for n, v in _QUIET_TENSORFLOW.items()},
+        withheld=withheld,
+        emulation=emulation,
+        cpus_per_worker=options.cpus_per_worker,
+        pin=options.pin,
+        on_line=on_line,
+        on_stop=on_stop,
+        keep_lines=_KEEP_LINES,
+        grace_seconds=options.grace_seconds,
+    )
+
+
+def _emulation(options: argparse.Namespace) -> Emulation | None:
+    if options.speeds is None:
+        return None
+    times: dict[str, float] = {}
+    if options.sample_milliseconds is not None:
+        times["seconds_per_sample"] = options.sample_milliseconds / 1000
+    if options.fixed_milliseconds is not None:
+        times["fixed_seconds"] = options.fixed_milliseconds / 1000
+    return Emulation(options.speeds, **times)
+
+
+@contextlib.contextmanager
+def _signals_forwarded(cluster: LocalCluster) -> Iterator[None]:
+    def forward(number: int, frame: FrameType | None) -> None:
+        cluster.request_stop(number)
+
+    before = {
+        number: signal.signal(number, forward)
+        for number in _SIGNALS
+        # nohup makes the process ignore it, and that must stay
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _report(
+    cluster: LocalCluster, results: Sequence[WorkerResult], display: Display, only_chief: bool
+) -> int:
+    if cluster.stopped_by is not None:
+        display.say(f"stopped by {signal_name(cluster.stopped_by)}; all workers have ended.")
+        return 128 + cluster.stopped_by
+    if not cluster.failures:
+        return 0
+    first = first_to_fail(results)
+    display.say(describe_failures(results, only_chief and first.index != 0))
+    ended_training = [result for result in cluster.failures if cluster.is_needed(result)]
+    if not ended_training:
+        display.say("the other workers have trained to the end without it, which is no failure.")
+        return 0
+    return (first if first in ended_training else ended_training[0]).shell_exit_code
+
+
+def _positive_integer(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number of at least 1, received {text!r}"
+        )
+    return number
+
+
+def _speeds(text: str) -> tuple[float, ...]:
+    speeds = tuple(number(part) for part in text.split(","))
+    if not all(0 < speed < float("inf") for speed in speeds):
+        raise argparse.ArgumentTypeError(
+            f"expected positive numbers with commas, such as 4,2,1; received {text!r}"
+        )
+    return speeds
