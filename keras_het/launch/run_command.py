@@ -239,7 +239,7 @@ def _make_cluster(
 ) -> LocalCluster:
     def on_line(worker_index: int, stream: Stream, line: OutputLine) -> None:
         if logs is not None:
-            logs.write(worker_index, stream, line)
+            logs.write(worker_index, line)
         display.show(worker_index, stream, line)
 
     def on_stop(number: int) -> None:

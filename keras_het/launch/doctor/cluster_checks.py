@@ -19,30 +19,29 @@ _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _NO_PROXY = ("no_grpc_proxy", "no_proxy")
 
 
-def listening_tasks(config: ClusterConfig) -> dict[str, str]:
+def _tasks_of(config: ClusterConfig) -> dict[str, str]:
     return {
         f"{job} {index}": address
         for job, places in config.as_cluster_dict().items()
-        if job in _LISTENING_JOBS
         for index, address in enumerate(places)
     }
+
+
+def listening_tasks(config: ClusterConfig) -> dict[str, str]:
+    tasks = _tasks_of(config).items()
+    return {name: address for name, address in tasks if name.startswith(_LISTENING_JOBS)}
 
 
 def own_task(config: ClusterConfig) -> str:
     return f"{config.task_type} {config.task_index}"
 
 
-def tasks_here(facts: Facts) -> tuple[str, ...]:
-    """Return the names of the tasks that have the host of this one, this one included."""
-    if facts.cluster is None:
-        return ()
-    own = own_task(facts.cluster)
-    tasks = {
-        f"{job} {index}": address.rpartition(":")[0]
-        for job, places in facts.cluster.as_cluster_dict().items()
-        for index, address in enumerate(places)
-    }
-    return tuple(name for name, host in tasks.items() if host == tasks.get(own)) or (own,)
+def num_tasks_here(config: ClusterConfig | None) -> int:
+    """Return how many tasks have the host of this one, itself included."""
+    if config is None:
+        return 1
+    hosts = {name: address.rpartition(":")[0] for name, address in _tasks_of(config).items()}
+    return max(1, list(hosts.values()).count(hosts.get(own_task(config), "")))
 
 
 def tf_config(facts: Facts) -> Iterator[Finding]:
@@ -82,7 +81,7 @@ def own_address(facts: Facts) -> Iterator[Finding]:
                 f"Give it a port of 1024 or above in {TF_CONFIG} on all machines.",
             )
         elif problem:
-            yield from _foreign(facts, name, address, problem)
+            yield _foreign(facts, name, address, problem)
         else:
             yield ok(f"{name} can listen at {address}.")
 
@@ -174,7 +173,7 @@ def _unknown_host(name: str, address: str) -> Finding:
     )
 
 
-def _foreign(facts: Facts, name: str, address: str, problem: int) -> Iterator[Finding]:
+def _foreign(facts: Facts, name: str, address: str, problem: int) -> Finding:
     text = (
         f"The address of {name} is not one of this machine. Received: {address} "
         f"({os.strerror(problem)}); expected: an address of {facts.host or 'this machine'}."
@@ -185,9 +184,8 @@ def _foreign(facts: Facts, name: str, address: str, problem: int) -> Iterator[Fi
     )
     if facts.environ.get("KUBERNETES_SERVICE_HOST"):
         # a service forwards its port to the pod
-        yield warning(text, f"{fix} A service with a virtual address should be headless.")
-    else:
-        yield fault(text, fix)
+        return warning(text, f"{fix} A service with a virtual address should be headless.")
+    return fault(text, fix)
 
 
 def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -31,21 +32,10 @@ class Finding:
     check: str = ""
 
 
-def ok(text: str) -> Finding:
-    return Finding(OK, text)
-
-
-def note(text: str, fix: str = "") -> Finding:
-    return Finding(NOTE, text, fix)
-
-
-def warning(text: str, fix: str) -> Finding:
-    return Finding(WARNING, text, fix)
-
-
-def fault(text: str, fix: str) -> Finding:
-    return Finding(FAULT, text, fix)
-
+# right; good to know; makes training slower than it could be; makes it fail
+ok, note, warning, fault = (
+    functools.partial(Finding, level) for level in (OK, NOTE, WARNING, FAULT)
+)
 
 _PCI = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY_CLASSES = "0x10de", ("0x0300", "0x0302")
@@ -99,7 +89,11 @@ class Facts:
 def gather(environ: Mapping[str, str] | None = None, log_dir: Path | None = None) -> Facts:
     """Look at this machine; nothing is changed, and TensorFlow runs in another process."""
     environ = dict(os.environ if environ is None else environ)
-    cluster, problem = _cluster(environ)
+    cluster, problem = None, ""
+    try:
+        cluster = read_cluster_config(environ)
+    except ValueError as error:
+        problem = str(error)
     # before TensorFlow takes memory of the GPUs
     listed = list_gpus()
     host = HostValues().read()
@@ -166,13 +160,6 @@ def _gpu(nvml: Nvml, index: int, handle: Any) -> Gpu:
         int(getattr(memory, "used", 0)),
         len(nvml.parts_of(handle)),
     )
-
-
-def _cluster(environ: Mapping[str, str]) -> tuple[ClusterConfig | None, str]:
-    try:
-        return read_cluster_config(environ), ""
-    except ValueError as error:
-        return None, str(error)
 
 
 def _version(package: str) -> str:

@@ -75,7 +75,7 @@ def measure_links(facts: Facts, wait_seconds: float) -> Measurement:
     measured, problem = _run(request, facts.environ, wait_seconds)
     if measured is None:
         return Measurement(_plain(others), problem=problem)
-    links = [Link(task, address, **measured[task]) for task, address in others.items()]
+    links = (Link(task, address, **measured[task]) for task, address in others.items())
     return Measurement(tuple(links), wait_seconds)
 
 
@@ -184,11 +184,8 @@ def _differences(facts: Facts, link: Link, name: str) -> Iterator[Finding]:
                 "Install the same versions everywhere, for example from one lock file.",
             )
     is_in_group = facts.cluster is not None and facts.cluster.task_type in _SYNC_JOBS
-    if (
-        is_in_group
-        and link.task.startswith(_SYNC_JOBS)
-        and link.node.get("device") != own["device"]
-    ):
+    both = is_in_group and link.task.startswith(_SYNC_JOBS)
+    if both and link.node.get("device") != own["device"]:
         yield fault(
             f"{name} would train on {link.node.get('device')}s and this process on "
             f"{own['device']}s: a collective group has one type of device.",

@@ -13,7 +13,7 @@ from pathlib import Path
 from keras_het import __version__
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to
-from keras_het.launch.doctor.cluster_checks import tasks_here
+from keras_het.launch.doctor.cluster_checks import num_tasks_here
 from keras_het.launch.doctor.facts import Facts, Finding, fault, note, ok, warning
 from keras_het.seen_versions import FIRST_UNSEEN
 
@@ -125,7 +125,7 @@ _THREADS = "TF_NUM_INTRAOP_THREADS"
 
 
 def cpu_budget(facts: Facts) -> Iterator[Finding]:
-    here = max(1, len(tasks_here(facts)))
+    here = num_tasks_here(facts.cluster)
     each = facts.cpus / here
     quota = f", of which a cgroup's quota leaves {facts.cpus:g}" if _has_quota(facts) else ""
     workers = f" for each of {here} tasks on this machine" if here > 1 else ""

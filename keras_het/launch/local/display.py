@@ -20,10 +20,8 @@ _ERASE_LINE = "\r\x1b[2K"
 class Display:
     """Printer of the workers' lines, in colour on a terminal and plain otherwise.
 
-    Standard output and standard error stay separate. A state of a progress bar is redrawn in place
-    on a terminal and omitted otherwise. An error that several workers have, or that only says that
-    another worker is gone, is shown without its traceback. When a stream is closed (`| head`), its
-    lines are dropped and the workers continue.
+    A state of a progress bar is redrawn in place on a terminal and omitted otherwise. When a stream
+    is closed (`| head`), its lines are dropped and the workers continue.
     """
 
     def __init__(
@@ -42,13 +40,13 @@ class Display:
     def show(self, worker_index: int, stream: Stream, line: OutputLine) -> None:
         if self._only_chief and worker_index != 0:
             return
+        lines = [line]
         if stream == "stderr" and line.is_final:
+            text = strip_ansi(line.text)
             with self._lock:
-                shown = self._folder.feed(worker_index, strip_ansi(line.text))
-            is_same = shown == [strip_ansi(line.text)]
-            lines = [line] if is_same else [OutputLine(text, True) for text in shown]
-        else:
-            lines = [line]
+                shown = self._folder.feed(worker_index, text)
+            if shown != [text]:
+                lines = [OutputLine(each, True) for each in shown]
         for each in lines:
             self._show(worker_index, stream, each)
 
@@ -152,13 +150,12 @@ class WorkerLogs:
         for file in self._files:
             file.write(f"{label}\n" if label else "")
 
-    def write(self, worker_index: int, stream: Stream, line: OutputLine) -> None:
+    def write(self, worker_index: int, line: OutputLine) -> None:
         """Write one line, without colours; overwritten states of progress bars are omitted.
 
-        After an error, for example because of a full disk, nothing more is written to that file.
-        The thread that reads the worker's output continues: a worker with a full pipe would stall.
+        After an error nothing more is written to that file, but the thread that reads the worker's
+        output goes on: a worker with a full pipe would stall.
         """
-        del stream
         if not line.is_final:
             return
         with self._lock:

@@ -15,10 +15,9 @@ _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 class ReservedPorts:
     """Distinct free TCP ports on 127.0.0.1.
 
-    Each port is held on TCP until `release`, when the worker may bind it, and on UDP until `close`.
-    Workers do not use UDP, so the second reservation is only a lock: two clusters started at the
-    same time never get the same port, however long a worker takes to bind its own. Ports that the
-    system assigns to outgoing connections are avoided for the same reason.
+    Each is held on TCP until `release`, when the worker may bind it, and on UDP until `close`, as a
+    lock: clusters that start at the same time never get the same port. Ports that the system
+    assigns to outgoing connections are avoided for the same reason.
     """
 
     def __init__(self, count: int) -> None:
@@ -39,12 +38,14 @@ class ReservedPorts:
 
     def release(self) -> None:
         """Free the TCP ports for the workers; call it just before they start."""
-        _close_all(self._tcp)
+        while self._tcp:
+            self._tcp.pop().close()
 
     def close(self) -> None:
         """Return everything; call it when the workers are gone."""
-        _close_all(self._tcp)
-        _close_all(self._udp)
+        self.release()
+        while self._udp:
+            self._udp.pop().close()
 
     def __enter__(self) -> "ReservedPorts":
         return self
@@ -55,8 +56,7 @@ class ReservedPorts:
     def _reserve_one(self) -> None:
         error: OSError | None = None
         for _ in range(_ATTEMPTS_PER_PORT):
-            tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            tcp, udp = socket.socket(), socket.socket(type=socket.SOCK_DGRAM)
             try:
                 tcp.bind((HOST, _candidate()))
                 udp.bind(tcp.getsockname())
@@ -83,8 +83,3 @@ def _candidate() -> int:
     if end <= 2 * _LOWEST_PORT:
         return 0
     return _LOWEST_PORT + secrets.randbelow(end - _LOWEST_PORT)
-
-
-def _close_all(sockets: list[socket.socket]) -> None:
-    while sockets:
-        sockets.pop().close()

@@ -89,7 +89,13 @@ class LocalCluster:
         grace_seconds: float = 10.0,
     ) -> None:
         self.num_workers = _number_of_workers(num_workers, emulation, worker_env)
-        self.num_async_workers = _number_of_async_workers(num_async_workers, self.num_workers)
+        if not 0 <= num_async_workers < self.num_workers:
+            raise ValueError(
+                "Some of the workers, but not all, may be async. Received: num_async_workers="
+                f"{num_async_workers} of {self.num_workers} workers. Leave one for the sync group "
+                "at least."
+            )
+        self.num_async_workers = num_async_workers
         self.stopped_by: int | None = None
         self._command = list(command)
         self._env = dict(env or {})
@@ -226,13 +232,11 @@ class LocalCluster:
         self.close()
 
     def _start_worker(self, index: int) -> None:
-        inherited = self._inherited_environment(index)
-        threads = self._cpus.threads_per_worker[index]
         environment = worker_environment(
             index,
             self._addresses,
-            threads,
-            inherited,
+            self._cpus.threads_per_worker[index],
+            self._inherited_environment(index),
             self._emulation,
             self.num_async_workers,
         )
@@ -348,15 +352,6 @@ def _number_of_workers(
     return num_workers
 
 
-def _number_of_async_workers(num_async_workers: int, num_workers: int) -> int:
-    if not 0 <= num_async_workers < num_workers:
-        raise ValueError(
-            "Some of the workers, but not all, may be async. Received: num_async_workers="
-            f"{num_async_workers} of {num_workers} workers. Leave one for the sync group at least."
-        )
-    return num_async_workers
-
-
 def _start_watchdog() -> subprocess.Popen[bytes]:
     # -I -S: standard library only, so it starts at once and nothing can interfere.
     command = [sys.executable, "-I", "-S", str(Path(watchdog.__file__))]
@@ -385,12 +380,9 @@ def assign_cpus(
     pin: bool | None = None,
     usable: float = math.inf,
 ) -> CpuAssignment:
-    """Assign the CPUs to the workers round robin.
+    """Assign the CPUs to the workers round robin: all of them, or `cpus_per_worker` to each.
 
-    Without `cpus_per_worker` every CPU goes to exactly one worker, or, if there are more workers
-    than CPUs, worker `i` gets CPU `i` modulo their number. With it, each worker gets that many, and
-    CPUs are shared once all are assigned. A quota below the number of CPUs is divided too, into
-    threads: the system would only throttle more.
+    A quota below the number of CPUs is divided too, into threads: the system would throttle more.
     """
     if cpus_per_worker is not None and not 1 <= cpus_per_worker <= len(cpus):
         raise ValueError(

@@ -65,8 +65,7 @@ def uncaught_error(lines: Sequence[str]) -> UncaughtError | None:
 class TracebackFolder:
     """Filter of the workers' standard error: each error is shown once, effects in one line.
 
-    A traceback is held back until its error is known. If that only says that another worker is
-    gone, or if another worker has shown the same error, only the error is shown.
+    A traceback is held back until its error is known.
     """
 
     def __init__(self, keep_logs: bool = False) -> None:
@@ -99,8 +98,7 @@ class TracebackFolder:
 
 
 def _ends_traceback(line: str) -> bool:
-    is_inside = not line or line[0].isspace() or line.startswith((TRACEBACK, *_CHAIN))
-    return not is_inside
+    return bool(line) and not line[0].isspace() and not line.startswith((TRACEBACK, *_CHAIN))
 
 
 def _error_text(line: str) -> str:

@@ -18,10 +18,7 @@ _OURS = "KERAS_HET_*"
 
 
 def secret_names(environ: Iterable[str], kept: Iterable[str]) -> list[str]:
-    """Return names that look like those of secrets; workers need not have them.
-
-    Whoever reaches a worker's port can read its environment.
-    """
+    """Return names like those of secrets: who reaches a worker's port reads its environment."""
     patterns = [_OURS, *kept]
     return sorted(
         name
@@ -38,11 +35,6 @@ def worker_environment(
     emulation: Emulation | None = None,
     num_async_workers: int = 0,
 ) -> dict[str, str]:
-    """Return the whole environment of one worker.
-
-    TF_CONFIG and, when emulating, KERAS_HET_EMULATED_DEVICES are always ours. The numbers of
-    threads, Python's buffering and Keras's backend are set only if the user has not set them.
-    """
     num_sync = len(addresses) - num_async_workers
     cluster = {"worker": list(addresses[:num_sync])}
     task = {"type": "worker", "index": worker_index}
@@ -59,12 +51,11 @@ def worker_environment(
         "OMP_NUM_THREADS": str(threads),
         # Without a terminal Python would buffer its output until the worker ends.
         "PYTHONUNBUFFERED": "1",
-        # overrides the user's keras.json
-        KERAS_BACKEND: NEEDED_BACKEND,
     }
     emulated = emulation.environment_of(worker_index) if emulation else {}
     environment = {**defaults, **inherited, **emulated, "TF_CONFIG": json.dumps(tf_config)}
-    environment[KERAS_BACKEND] = environment[KERAS_BACKEND] or NEEDED_BACKEND  # as Keras does
+    # as Keras does; the default overrides the user's keras.json
+    environment[KERAS_BACKEND] = environment.get(KERAS_BACKEND) or NEEDED_BACKEND
     return environment
 
 

@@ -37,9 +37,8 @@ class OutputLine:
 class LineSplitter:
     r"""Splitter of a stream of UTF-8 bytes at `\n`, `\r\n` and `\r`.
 
-    A terminal shows only the last of several texts separated by `\r`; to keep progress bars
-    readable in files, every earlier one is marked as not final. Backspaces are dropped: Keras
-    prints them only to go back to the start of the line.
+    A terminal shows only the last of several texts separated by `\r`, so the earlier ones are not
+    final. Backspaces are dropped: Keras prints them only to go back to the start of the line.
     """
 
     def __init__(self) -> None:
