@@ -172,22 +172,14 @@ def _agreed(plan: Callable[[], PipelinePlan], is_chief: bool) -> PipelinePlan:
     found = json.loads(told)
     if "error" in found:
         raise ValueError(found["error"])
-    return plan_from_dict(found["plan"])
+    return PipelinePlan(**{name: _from_json(value) for name, value in found["plan"].items()})
 
 
-def plan_from_dict(values: dict[str, Any]) -> PipelinePlan:
-    """Return the plan of which `dataclasses.asdict` made a dictionary, read from JSON."""
-    stages = [
-        Stage(**{key: _as_tuple(value) for key, value in stage.items()})
-        for stage in values["stages"]
-    ]
-    others = {key: _as_tuple(value) for key, value in values.items()}
-    others["alternatives"] = tuple(map(tuple, values.get("alternatives", ())))
-    return PipelinePlan(**{**others, "stages": tuple(stages)})
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _from_json(value: Any) -> Any:
+    """Return what a plan has: tuples for lists, and stages for the dictionaries in them."""
+    if isinstance(value, dict):
+        return Stage(**{name: _from_json(each) for name, each in value.items()})
+    return tuple(map(_from_json, value)) if isinstance(value, list) else value
 
 
 def check_plan(plan: PipelinePlan, units: ModelUnits, num_devices: int) -> None:

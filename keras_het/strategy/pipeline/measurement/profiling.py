@@ -35,8 +35,7 @@ def measure(units: ModelUnits, inputs: Sequence[tf.TensorSpec], devices: Sequenc
     """Run every layer call by itself, forward and backward, on each distinct device.
 
     Times are lower quartiles, less what a call takes that does nothing: whatever else the
-    processor does adds to short times, and to some layers more than to others. Values of no meaning
-    are used: random numbers, and ones for integers.
+    processor does adds to short times, and to some layers more than to others.
     """
     kinds = [_kind(device) for device in devices]
     forward, backward, kept = ({} for _ in range(3))
@@ -133,10 +132,7 @@ class _Measurement:
 def unit_bytes(
     units: ModelUnits, optimizer: keras.optimizers.Optimizer | None
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the bytes of the weights of each unit, and of all it needs to train them.
-
-    A layer that is called several times counts at its first call.
-    """
+    """Return the bytes of each unit's weights, and of all it trains them with, at a first call."""
     is_built = optimizer is not None and bool(optimizer.built)
     pairs = keras_graphs_adapter.variables_of_optimizer(optimizer) if is_built else []
     slots = {id(variable): sum(_bytes(s.value) for s in kept) for variable, kept in pairs}

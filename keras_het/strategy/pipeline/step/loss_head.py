@@ -17,9 +17,8 @@ _COUPLED = ("Circle", "Dice", "Tversky", "circle", "dice", "tversky")
 class LossHead:
     """The loss behind a pipeline's last stage.
 
-    If the loss is a mean over samples, each micro-batch goes back as soon as it is through;
-    otherwise (masks, sample weights in the divisor, a user's own function) the gradient is taken of
-    the whole batch's loss, when all micro-batches are through.
+    If it is a mean over samples, each micro-batch goes back as soon as it is through; otherwise the
+    gradient is taken of the whole batch's loss, when all micro-batches are through.
     """
 
     def __init__(
@@ -39,21 +38,13 @@ class LossHead:
         targets = self._batches.part(number, self._targets)
         weight = self._sample_weight
         weights = None if weight is None else self._batches.part(number, weight)
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            watched = [value for value in outputs if value.dtype.is_floating]
-            tape.watch(watched)
-            loss = self._detached_loss(targets, outputs, weights)
-        part = tf.cast(self._batches.weight(number), loss.dtype)
-        return self._gradients(tape, loss, self.scale(part), outputs)
+        return self._gradients(targets, outputs, weights, self._batches.weight(number))
 
     def of_whole_batch(
         self, outputs: dict[int, list[tf.Tensor]], masks: dict[int, list[tf.Tensor | None]]
     ) -> dict[int, list[tf.Tensor | None]]:
         whole = join(self._batches, outputs, masks)
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch([value for value in whole if value.dtype.is_floating])
-            loss = self._detached_loss(self._targets, whole, self._sample_weight)
-        found = self._gradients(tape, loss, self.scale(tf.ones([], loss.dtype)), whole)
+        found = self._gradients(self._targets, whole, self._sample_weight, None)
         result = {}
         for number in outputs:
             begin, end = self._batches.offset(number)
@@ -62,19 +53,20 @@ class LossHead:
             ]
         return result
 
-    def _detached_loss(self, targets: Nest, outputs: list[tf.Tensor], weights: Nest) -> tf.Tensor:
-        """Return the compiled loss without counting it in the metrics of single outputs."""
-        compiled = keras_graphs_adapter.compiled_loss(self._model)
-        packed = keras_graphs_adapter.packed_outputs(self._units.graph, outputs)
-        with keras.StatelessScope():
-            loss = None if compiled is None else compiled(targets, packed, weights)
-        return tf.zeros([], keras.config.floatx()) if loss is None else loss
-
     def _gradients(
-        self, tape: tf.GradientTape, loss: tf.Tensor, seed: tf.Tensor, outputs: list[tf.Tensor]
+        self, targets: Nest, outputs: list[tf.Tensor], weights: Nest, part: tf.Tensor | None
     ) -> list[tf.Tensor | None]:
+        """Return the gradients of a part of the loss; metrics of single outputs do not count it."""
         floats = [value for value in outputs if value.dtype.is_floating]
-        found = iter(tape.gradient(loss, floats, output_gradients=seed))
+        compiled = keras_graphs_adapter.compiled_loss(self._model)
+        with tf.GradientTape(watch_accessed_variables=False) as tape, keras.StatelessScope():
+            tape.watch(floats)
+            packed = keras_graphs_adapter.packed_outputs(self._units.graph, outputs)
+            loss = None if compiled is None else compiled(targets, packed, weights)
+            if loss is None:
+                loss = tf.zeros([], keras.config.floatx())
+        seed = tf.ones([], loss.dtype) if part is None else tf.cast(part, loss.dtype)
+        found = iter(tape.gradient(loss, floats, output_gradients=self.scale(seed)))
         return [next(found) if value.dtype.is_floating else None for value in outputs]
 
 

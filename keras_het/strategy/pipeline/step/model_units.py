@@ -39,11 +39,7 @@ class Unit:
 
 
 class ModelUnits:
-    """Layer calls of a model in an order in which each follows those that it depends on.
-
-    A nested Functional or Sequential model is replaced by its layer calls. Any prefix of the list
-    may be a stage.
-    """
+    """Layer calls of a model and its nested models, each after those that it depends on."""
 
     def __init__(self, model: keras.Model) -> None:
         graph = keras_graphs_adapter.graph_of(model)

@@ -41,8 +41,7 @@ class _Pending(NamedTuple):
 class PassGraph:
     """Builds this process's passes of one step into the graph that is being traced.
 
-    A device runs its passes in the order of the schedule; transfers start as soon as their value
-    exists.
+    A device runs its passes in the order of the schedule; transfers start as soon as they can.
     """
 
     def __init__(
@@ -337,14 +336,12 @@ def _read(variables: Sequence[keras.Variable], device: str) -> list[tf.Tensor]:
 
 
 def add_gradients(parts: Sequence[Summand | None]) -> Summand | None:
-    """Add gradients of one weight; None if the loss does not depend on it.
-
-    Sparse ones are put one after the other: Keras takes the norm of their rows for clipping
-    without adding rows of the same number first.
-    """
+    """Add gradients of one weight; None if the loss does not depend on it."""
     found = [part for part in parts if part is not None]
     if not found:
         return None
+    # sparse ones one after the other: for clipping, Keras takes the norm of their rows without
+    # adding rows of the same number first
     if all(isinstance(part, tf.IndexedSlices) for part in found):
         return tf.IndexedSlices(
             tf.concat([part.values for part in found], 0),

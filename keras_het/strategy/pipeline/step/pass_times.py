@@ -130,10 +130,7 @@ class PassTimes:
             self._latest_own.assign(own, read_value=False)
 
     def latest(self) -> tuple[int, Timeline] | None:
-        """Return the latest step that is known to all, by the number in `PhaseTimes`, and when.
-
-        Events are those of each device by their begin; None before the second step.
-        """
+        """Return the latest step that all know, numbered as in `PhaseTimes`; None before two."""
         values = self._latest.numpy()
         if values[0] < 0:
             return None

@@ -282,11 +282,10 @@ def square_norm(
     optimizer: keras.optimizers.Optimizer | None,
     gradients: Sequence[tuple[Summand | None, keras.Variable]],
 ) -> tf.Tensor:
-    """Return the sum of the squares of all elements, float64 scalar; not finite if one is not.
+    """Return the sum of the squares of what the optimizer would clip, float64 scalar.
 
-    The gradients are those that the optimizer would clip: without its scale, and with those that
-    wait for their update. Rows of the same number in a sparse gradient count each by itself, as in
-    Keras's clipping.
+    That is without its scale, with gradients that wait for their update, and each row of a sparse
+    gradient by itself.
     """
     found = [(gradient, variable) for gradient, variable in gradients if gradient is not None]
     if optimizer is None or not found:
@@ -313,8 +312,7 @@ def apply_own_gradients(
 ) -> None:
     """Update this process's variables as an optimizer that has all gradients does.
 
-    Clipping by the norm of all gradients, and the check of `LossScaleOptimizer` that all are
-    finite, need those of all processes.
+    Clipping by their norm, and `LossScaleOptimizer`'s check that they are finite, need all of them.
     """
     norm = tf.sqrt(square)
     if not gradients:

@@ -180,10 +180,7 @@ class ProcessGroup:
 def _sum_by_type(
     values: Sequence[tf.Tensor], add: Callable[[tf.Tensor, int], tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Add up tensors of static shapes, all of one type at once, on the host.
-
-    `add` gets them as one vector, and the number of their type.
-    """
+    """Add up tensors of static shapes: `add` gets all of a type as one vector, and its number."""
     result = list(values)
     dtypes = sorted({value.dtype for value in values}, key=lambda dtype: dtype.name)
     for place, dtype in enumerate(dtypes):
@@ -203,8 +200,7 @@ def _on_wire(dtype: tf.DType) -> tf.DType:
 def _bucket(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Round a number of elements up by at most a 32nd.
 
-    TensorFlow allows one shape for each instance of a collective, and remembers all instances:
-    there must not be one for each length of a sequence.
+    TensorFlow remembers an instance of a collective for each shape: not each length can have one.
     """
     size = tf.maximum(size, 1)
     exponent = tf.reduce_sum(tf.cast(size >= tf.constant([2**i for i in range(1, 31)]), tf.int32))
