@@ -25,9 +25,8 @@ Event = dict[str, Any]
 def write_trace(path: Path, facts: Facts) -> int | None:
     """Write a trace: a process for each worker, a thread for each replica.
 
-    The phases of a step are slices, shares and samples/s counters, and changes instants. The log
-    has the length of each phase, not when it began: all replicas begin a step together. A row that
-    stands for several old steps is one slice of their length.
+    The log has the length of each phase, not when it began: all replicas begin a step together. A
+    row that stands for several old steps is one slice of their length.
     """
     replicas = max(len(facts.devices), 1)
     rows = max(MOST_SLICES // (len(_ORDER) * replicas), 1)
@@ -45,7 +44,9 @@ def write_trace(path: Path, facts: Facts) -> int | None:
 
 def _events(facts: Facts, first: int) -> Iterator[Event]:
     recording = facts.recording
-    processes = _processes(recording.devices)
+    workers = sorted({device.worker for device in recording.devices})
+    # process 0 has a meaning of its own in traces
+    processes = {worker: number for number, worker in enumerate(workers, start=1)}
     threads = [len(processes) + 2 + index for index in range(len(recording.devices))]
     training = len(processes) + 1
     yield from _names(recording.devices, processes, threads, training)
@@ -60,30 +61,22 @@ def _events(facts: Facts, first: int) -> Iterator[Event]:
                     continue
                 # rounded ends: slices of a track must not overlap
                 begin, end = _micro(end), min(end + seconds * every[row], begins[row + 1])
-                yield {
-                    **{"ph": "X", "name": name, "cat": "step"},
-                    **{"pid": processes[device.worker], "tid": threads[index]},
-                    **{"ts": begin, "dur": round(_micro(end) - begin, 1), "args": {"step": step}},
-                }
+                place = {"pid": processes[device.worker], "tid": threads[index], "cat": "step"}
+                yield _slice(name, begin, _micro(end), {"step": step}, **place)
     shares = checked(recording.shares[first:], np.inf)
     shares = np.where(np.isfinite(shares), shares, 0.0)
     yield from _counters(recording.devices, processes, shares, begins)
     stages = 1 if recording.pipeline is None else max(len(recording.pipeline.stages), 1)
     yield from _speeds(training, shares / stages, begins, every)
     yield from _passes(facts, processes, threads, steps, begins)
+    instant = {"ph": "i", "s": "g", "pid": training, "tid": training}
     for message in facts.messages:
-        yield {
-            **{"ph": "i", "s": "g", "name": f"Log: {message}", "cat": "log"},
-            **{"pid": training, "tid": training, "ts": 0.0, "args": {}},
-        }
+        yield {**instant, "name": f"Log: {message}", "cat": "log", "ts": 0.0, "args": {}}
     for change in sorted(recording.changes, key=lambda each: each.step):
         if len(steps) and change.step >= steps[0]:
-            row = int(np.searchsorted(steps, change.step))
-            yield {
-                **{"ph": "i", "s": "g", "name": change_text(change), "cat": change.kind},
-                **{"pid": training, "tid": training, "ts": _micro(begins[row])},
-                "args": {"step": change.step},
-            }
+            named = {**instant, "name": change_text(change), "cat": change.kind}
+            time = _micro(begins[int(np.searchsorted(steps, change.step))])
+            yield {**named, "ts": time, "args": {"step": change.step}}
 
 
 def _passes(
@@ -105,17 +98,9 @@ def _passes(
                 begin = max(end, _micro(origin + each.begin))
                 end = max(begin, _micro(min(origin + each.end, begins[row + 1])))
                 if end > begin:
-                    yield {
-                        **{"ph": "X", "name": plain(each.kind), "cat": "pass", "pid": process},
-                        **{"tid": thread, "ts": begin, "dur": round(end - begin, 1)},
-                        "args": {"step": step, "stage": each.stage, "micro": each.micro_batch},
-                    }
-
-
-def _processes(devices: tuple[Device, ...]) -> dict[int, int]:
-    """Return a process number for each worker; 0 has a meaning of its own in traces."""
-    workers = sorted({device.worker for device in devices})
-    return {worker: number for number, worker in enumerate(workers, start=1)}
+                    which = {"step": step, "stage": each.stage, "micro": each.micro_batch}
+                    place = {"pid": process, "tid": thread, "cat": "pass"}
+                    yield _slice(plain(each.kind), begin, end, which, **place)
 
 
 def _begins(phases: Floats, every: Floats) -> Floats:
@@ -148,20 +133,25 @@ def _counters(
         column = shares[:, index]
         changed: Integers = np.flatnonzero(np.diff(column, prepend=-1.0))
         for row in changed.tolist():
-            yield {
-                **{"ph": "C", "name": f"share {device.name}", "pid": processes[device.worker]},
-                **{"ts": _micro(begins[row]), "args": {"samples": float(column[row])}},
-            }
+            value = {"samples": float(column[row])}
+            yield _counter(f"share {device.name}", processes[device.worker], begins[row], value)
 
 
 def _speeds(training: int, shares: Floats, begins: Floats, every: Floats) -> Iterator[Event]:
     for row, seconds in enumerate(np.diff(begins).tolist()):
         if seconds > 0:
             speed = float(shares[row].sum() * every[row] / seconds)
-            yield {
-                **{"ph": "C", "name": "samples/s", "pid": training, "ts": _micro(begins[row])},
-                "args": {"samples/s": speed if np.isfinite(speed) else 0.0},
-            }
+            value = {"samples/s": speed if np.isfinite(speed) else 0.0}
+            yield _counter("samples/s", training, begins[row], value)
+
+
+def _slice(name: str, begin: float, end: float, arguments: Event, **place: Any) -> Event:
+    duration = round(end - begin, 1)
+    return {"ph": "X", "name": name, **place, "ts": begin, "dur": duration, "args": arguments}
+
+
+def _counter(name: str, process: int, seconds: float, value: Event) -> Event:
+    return {"ph": "C", "name": name, "pid": process, "ts": _micro(seconds), "args": value}
 
 
 def _micro(seconds: float) -> float:

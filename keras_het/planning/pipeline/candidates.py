@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from keras_het.planning.pipeline.least_latency import Chain, ChainStage, Group
+from keras_het.planning.pipeline.least_latency import Chain, Group
 from keras_het.planning.pipeline.plan import PipelinePlan, Stage
 from keras_het.planning.pipeline.problem import Problem
 from keras_het.planning.pipeline.recomputation import cheapest_recomputation, fits, stage_memory
@@ -17,47 +17,35 @@ from keras_het.planning.pipeline.simulation import simulate
 
 def neighbours(chain: Chain, num_devices: int) -> Iterator[Chain]:
     """Yield chains that differ by one cut, one device, or two stages that become one."""
-    for number in range(1, len(chain)):
-        yield from _moved_cuts(chain, number)
-    groups = [stage.group for stage in chain]
+    rows, groups = chain
+    for number in range(1, len(groups)):
+        for row in (rows[number] - 1, rows[number] + 1):
+            if rows[number - 1] < row < rows[number + 1]:
+                yield Chain((*rows[:number], row, *rows[number + 1 :]), groups)
     used = {device for group in groups for device in group}
     unused = [device for device in range(num_devices) if device not in used]
     for number, group in enumerate(groups):
         for device in group:
+            rest = tuple(member for member in group if member != device)
             for other in unused:
-                yield _with_groups(chain, {number: _without(group, device, other)})
-            if len(group) > 1:
-                yield _with_groups(chain, {number: _without(group, device)})
+                yield _with_groups(chain, {number: (*rest, other)})
+            if rest:
+                yield _with_groups(chain, {number: rest})
                 for to in (number - 1, number + 1):
                     if 0 <= to < len(groups):
-                        moved = _sorted((*groups[to], device))
-                        yield _with_groups(chain, {number: _without(group, device), to: moved})
+                        yield _with_groups(chain, {number: rest, to: (*groups[to], device)})
         for device in unused:
-            yield _with_groups(chain, {number: _sorted((*group, device))})
-    for number in range(1, len(chain)):
-        before, after = chain[number - 1], chain[number]
-        for group in (before.group, after.group, _sorted(before.group + after.group)):
-            merged = ChainStage(before.row, after.column, group, 0)
-            yield (*chain[: number - 1], merged, *chain[number + 1 :])
+            yield _with_groups(chain, {number: (*group, device)})
+    for number in range(1, len(groups)):
+        before, after = groups[number - 1 : number + 1]
+        for group in (before, after, before + after):
+            merged = (*groups[: number - 1], _sorted(group), *groups[number + 1 :])
+            yield Chain((*rows[:number], *rows[number + 1 :]), merged)
 
 
-def _moved_cuts(chain: Chain, number: int) -> Iterator[Chain]:
-    before, after = chain[number - 1], chain[number]
-    for row in (after.row - 1, after.row + 1):
-        if before.row < row < after.column:
-            stages = dataclasses.replace(before, column=row), dataclasses.replace(after, row=row)
-            yield (*chain[: number - 1], *stages, *chain[number + 1 :])
-
-
-def _with_groups(chain: Chain, groups: dict[int, Group]) -> Chain:
-    return tuple(
-        dataclasses.replace(stage, group=groups.get(number, stage.group))
-        for number, stage in enumerate(chain)
-    )
-
-
-def _without(group: Group, device: int, *others: int) -> Group:
-    return _sorted((*(member for member in group if member != device), *others))
+def _with_groups(chain: Chain, changed: dict[int, Group]) -> Chain:
+    groups = enumerate(chain.groups)
+    return chain._replace(groups=tuple(_sorted(changed.get(n, group)) for n, group in groups))
 
 
 def _sorted(group: Iterable[int]) -> Group:
@@ -76,7 +64,7 @@ class Candidates:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._choices: dict[tuple[int, int, Group, tuple[int, ...]], tuple[int, ...] | None] = {}
-        self._known: dict[tuple[tuple[int, int, Group], ...], PipelinePlan | None] = {}
+        self._known: dict[Chain, PipelinePlan | None] = {}
 
     def best(self) -> PipelinePlan | None:
         plans = [plan for plan in self._known.values() if plan is not None]
@@ -84,9 +72,8 @@ class Candidates:
 
     def add(self, chain: Chain, ahead: Sequence[int] = AHEAD_PER_CUT) -> PipelinePlan | None:
         """Return the fastest plan with these stages, or None if it does not fit."""
-        key = _key(chain)
-        if key not in self._known:
-            if self._problem.schedule != "1f1b" or len(chain) == 1:
+        if chain not in self._known:
+            if self._problem.schedule != "1f1b" or len(chain.groups) == 1:
                 ahead = (0,)
             best: PipelinePlan | None = None
             for more in ahead:
@@ -95,8 +82,8 @@ class Candidates:
                     best is None or plan.step_seconds < _WORTH_MEMORY * best.step_seconds
                 ):
                     best = plan
-            self._known[key] = best
-        return self._known[key]
+            self._known[chain] = best
+        return self._known[chain]
 
     def add_one_stage(self, group: Iterable[int]) -> PipelinePlan | None:
         """Return the plan of data parallelism on a group; without those that would get nothing."""
@@ -104,12 +91,12 @@ class Candidates:
         profile = self._problem.profile
         seconds = (profile.forward_seconds + profile.backward_seconds).sum(axis=0)[members]
         used = sorted(set(routes(seconds, self._problem.micro_batches)))
-        chosen = tuple(sorted(members[position] for position in used))
-        return self.add((ChainStage(0, len(self._problem.cuts) - 1, chosen, len(chosen)),))
+        chosen = _sorted(members[position] for position in used)
+        return self.add(Chain((0, len(self._problem.cuts) - 1), (chosen,)))
 
     def improve(self, chains: Iterable[Chain], most_plans: int) -> None:
         """Change the fastest of some chains a little while the simulated step gets shorter."""
-        known = [(plan, chain) for chain in chains if (plan := self._known.get(_key(chain)))]
+        known = [(plan, chain) for chain in chains if (plan := self._known.get(chain))]
         known.sort(key=lambda pair: pair[0].step_seconds)
         for plan, chain in known[:_STARTS]:
             limit = len(self._known) + most_plans // min(len(known), _STARTS)
@@ -117,7 +104,7 @@ class Candidates:
 
     def _descend(self, plan: PipelinePlan, chain: Chain, limit: int) -> None:
         first, used = plan.stages[0], sum(len(stage.devices) for stage in plan.stages)
-        more = 0 if first.ahead is None else (first.ahead - used + 1) // (len(chain) - 1)
+        more = 0 if first.ahead is None else (first.ahead - used + 1) // (len(plan.stages) - 1)
         ahead = tuple({0, more})
         improved = True
         while improved:
@@ -136,15 +123,16 @@ class Candidates:
         seconds = problem.profile.forward_seconds + problem.profile.backward_seconds
         if problem.recompute == "always":
             seconds = seconds + problem.profile.forward_seconds
+        cuts = [problem.cuts[row] for row in chain.rows]
         result = []
-        for number, stage in enumerate(chain):
-            first, end = problem.cuts[stage.row], problem.cuts[stage.column]
-            taken = seconds[first:end, list(stage.group)].sum(axis=0)
-            later = sum(len(other.group) for other in chain[number + 1 :])
-            more = ahead_per_cut * (len(chain) - 1 - number)
-            ahead = later + len(stage.group) - 1 + more if later and more else None
+        for number, group in enumerate(chain.groups):
+            first, end = cuts[number : number + 2]
+            taken = seconds[first:end, list(group)].sum(axis=0)
+            later = sum(map(len, chain.groups[number + 1 :]))
+            more = ahead_per_cut * (len(chain.groups) - 1 - number)
+            ahead = later + len(group) - 1 + more if later and more else None
             turns = routes(taken, problem.micro_batches)
-            result.append(Stage(first, end, stage.group, turns, ahead=ahead))
+            result.append(Stage(first, end, group, turns, ahead=ahead))
         return tuple(result)
 
     def _recomputed(self, stage: Stage, held: list[int]) -> tuple[int, ...] | None:
@@ -187,7 +175,3 @@ class Candidates:
         )
         seconds = simulate(problem.profile, problem.devices, plan).step_seconds
         return dataclasses.replace(plan, step_seconds=seconds)
-
-
-def _key(chain: Chain) -> tuple[tuple[int, int, Group], ...]:
-    return tuple((stage.row, stage.column, stage.group) for stage in chain)

@@ -14,8 +14,8 @@ last cut. Stages and transfers with steady > beta or all-reduce > rho are left o
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -88,17 +88,11 @@ def _busiest(members: FloatArray, hosts: IntArray, table: FloatArray) -> FloatAr
 Group = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class ChainStage:
-    """A stage from cut `row` to cut `column` on a group, with `used` devices from it on."""
+class Chain(NamedTuple):
+    """Stages: stage s has the units from cut `rows[s]` to cut `rows[s + 1]`, on `groups[s]`."""
 
-    row: int
-    column: int
-    group: Group
-    used: int
-
-
-Chain = tuple[ChainStage, ...]
+    rows: tuple[int, ...]
+    groups: tuple[Group, ...]
 
 
 class LeastLatency:
@@ -137,7 +131,7 @@ class LeastLatency:
         self._rest: FloatArray = np.zeros(0)
 
     def solve(self, beta: float, rho: float) -> tuple[float, Chain]:
-        """Return the least latency within both bounds, and its chain; infinite and () for none."""
+        """Return the least latency within both bounds, and its chain; infinite without stages."""
         size, groups = len(self._problem.cuts), len(self._groups)
         depth = max(self._most_used) + 1 if self._counts_devices else 1
         # A and B above, [group, n, cut].
@@ -164,51 +158,53 @@ class LeastLatency:
         flat = int(best[:, :, 0].argmin())
         seconds = float(best[:, :, 0].flat[flat])
         if not np.isfinite(seconds):
-            return np.inf, ()
+            return np.inf, Chain((), ())
         return seconds, self._chain(*divmod(flat, depth), beta, rho)
 
     def _chain(self, number: int, used: int, beta: float, rho: float) -> Chain:
         """Follow the minima from the first stage to the last."""
-        chain, row, last = [], 0, len(self._problem.cuts) - 1
+        rows, groups, last = [0], [], len(self._problem.cuts) - 1
         while True:
             group, costs = self._groups[number], self._group_costs[number]
             before = used - len(group) if self._counts_devices else 0
-            variant = costs.variants[before]
+            variant, row = costs.variants[before], rows[-1]
             stages = _bounded(costs.steady[variant, row], costs.latency[variant, row], beta)
             stages = np.where(costs.all_reduce[row] <= rho, stages, np.inf)
             column = int((stages + self._rest[number, before]).argmin())
-            chain.append(ChainStage(row, column, group, before + len(group)))
+            rows.append(column)
+            groups.append(group)
             if column == last:
-                return tuple(chain)
+                return Chain(tuple(rows), tuple(groups))
             links = _bounded(*self._links[number], beta)[:, column]
             after = self._after[number]
             number = after + int((self._best[after:, before, column] + links).argmin())
-            row, used = column, before
+            used = before
 
     def exact(self, chain: Chain) -> bool:
         """Make the costs of a chain's stages exact; return whether they were so already."""
-        known = True
-        for stage in chain:
-            costs = self._costs[stage.group]
-            variant = int(costs.variants[stage.used - len(stage.group)])
-            known &= costs.exact(variant, stage.row, stage.column)
-        return known
+        return all([costs.exact(*place) for costs, *place in self._stages(chain)])
 
     def cost(self, chain: Chain) -> tuple[float, float, float]:
         """Return steady, latency and all-reduce of a chain; their sum estimates the step."""
         steady = latency = reduce = 0.0
-        for number, stage in enumerate(chain):
-            costs, place = self._costs[stage.group], (stage.row, stage.column)
-            variant = costs.variants[stage.used - len(stage.group)]
-            steady = max(steady, costs.steady[variant][place])
-            latency += costs.latency[variant][place]
-            reduce = max(reduce, costs.all_reduce[place])
+        places = [self._groups.index(group) for group in chain.groups]
+        for number, (costs, *stage) in enumerate(self._stages(chain)):
+            steady = max(steady, costs.steady[tuple(stage)])
+            latency += costs.latency[tuple(stage)]
+            reduce = max(reduce, costs.all_reduce[tuple(stage[1:])])
             if number:
-                sender = self._groups.index(chain[number - 1].group)
-                taker = self._groups.index(stage.group) - self._after[sender]
-                steady = max(steady, self._links[sender][0][taker, stage.row])
-                latency += self._links[sender][1][taker, stage.row]
+                sender, row = places[number - 1], chain.rows[number]
+                taker = places[number] - self._after[sender]
+                steady = max(steady, self._links[sender][0][taker, row])
+                latency += self._links[sender][1][taker, row]
         return float(steady), float(latency), float(reduce)
+
+    def _stages(self, chain: Chain) -> Iterator[tuple[GroupCosts, int, int, int]]:
+        """Yield the costs of each stage, and its variant, row and column in their tables."""
+        for number, group in enumerate(chain.groups):
+            costs, later = self._costs[group], sum(map(len, chain.groups[number + 1 :]))
+            row, column = chain.rows[number : number + 2]
+            yield costs, int(costs.variants[later]), row, column
 
 
 def _bounded(steady: FloatArray, latency: FloatArray, beta: float) -> FloatArray:

@@ -113,7 +113,7 @@ def plan_with_cuts(
 def _plan(problem: Problem, tolerance: float) -> PipelinePlan:
     candidates = Candidates(problem)
     chains = find_chains(problem, tolerance)
-    plans = _SIMULATED_PASSES / (problem.micro_batches * len(chains[0])) if chains else 0
+    plans = _SIMULATED_PASSES / (problem.micro_batches * len(chains[0].groups)) if chains else 0
     for chain in chains[: int(np.clip(plans / 8, *_SIMULATED))]:
         candidates.add(chain)
     if chains and not problem.all_cuts:
@@ -167,7 +167,8 @@ def least_short(problem: Problem) -> tuple[Problem, Chain]:
     chain = _first_that_fits(level, order, 2 * high)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if other := _first_that_fits(level, order, middle):
+        other = _first_that_fits(level, order, middle)
+        if other.groups:
             chain, high = other, middle
         else:
             low = middle
@@ -201,7 +202,7 @@ def _first_that_fits(problem: Problem, order: tuple[int, ...], more_bytes: float
     program = LeastLatency(dataclasses.replace(problem, devices=larger), order)
     while True:
         _, chain = program.solve(np.inf, np.inf)
-        if not chain or program.exact(chain):
+        if not chain.groups or program.exact(chain):
             return chain
 
 

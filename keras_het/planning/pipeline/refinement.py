@@ -97,7 +97,7 @@ def search(
         program = programs[box.program]
         latency, chain = program.solve(box.steady[1], box.all_reduce[1])
         evaluations += 1
-        if not chain:
+        if not chain.groups:
             continue
         box = dataclasses.replace(box, latency=latency)
         were_exact = program.exact(chain)
@@ -265,9 +265,9 @@ def _near(problem: Problem, chains: Iterable[Chain], reach: int) -> tuple[int, .
     chosen = {0, last}
     for chain in chains:
         for step in (0, reach, -reach):
-            for stage in chain[1:]:
+            for row in chain.rows[1:-1]:
                 if len(chosen) < _MOST_CUTS:
-                    chosen.add(min(max(stage.row + step, 0), last))
+                    chosen.add(min(max(row + step, 0), last))
     return tuple(problem.cuts[row] for row in sorted(chosen))
 
 
@@ -277,11 +277,7 @@ def _translated(
     """Return estimates, orders and chains, with rows and columns in the cuts of the problem."""
     place = {cut: number for number, cut in enumerate(problem.cuts)}
     rows = [place[cut] for cut in level.cuts]
-    result = []
-    for seconds, program, chain in found:
-        moved = (
-            dataclasses.replace(stage, row=rows[stage.row], column=rows[stage.column])
-            for stage in chain
-        )
-        result.append((seconds, orders[program], tuple(moved)))
-    return result
+    return [
+        (seconds, orders[program], chain._replace(rows=tuple(rows[row] for row in chain.rows)))
+        for seconds, program, chain in found
+    ]

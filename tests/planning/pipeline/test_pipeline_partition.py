@@ -10,7 +10,7 @@ from pipeline_plants import even_devices, even_profile, random_case
 
 from keras_het.planning.pipeline import in_flight, plan_pipeline, plan_with_cuts, simulate
 from keras_het.planning.pipeline.candidates import Candidates
-from keras_het.planning.pipeline.least_latency import ChainStage, LeastLatency
+from keras_het.planning.pipeline.least_latency import Chain, LeastLatency
 from keras_het.planning.pipeline.problem import Problem
 from keras_het.planning.pipeline.recomputation import stage_memory
 from keras_het.planning.pipeline.refinement import device_orders, find_chains, search
@@ -96,13 +96,9 @@ def simulated_best(problem):
     """The least simulated step of all chains, for every order of the hosts."""
     candidates = Candidates(problem)
     for order in device_orders(problem.profile, problem.devices):
-        for chain in chains(problem.cuts, order):
-            candidates.add(
-                tuple(
-                    ChainStage(problem.cuts.index(first), problem.cuts.index(end), group, 0)
-                    for first, end, group in chain
-                )
-            )
+        for stages in chains(problem.cuts, order):
+            _, ends, groups = zip(*stages, strict=True)
+            candidates.add(Chain((0, *map(problem.cuts.index, ends)), groups))
     return candidates.best()
 
 
@@ -134,7 +130,7 @@ def test_one_stage_is_estimated_exactly():
         plan = Candidates(problem).add_one_stage([0, 1, 2])
         if plan is None or len(plan.stages[0].devices) < 3:
             continue
-        chain = (ChainStage(0, len(problem.cuts) - 1, (0, 1, 2), 3),)
+        chain = Chain((0, len(problem.cuts) - 1), ((0, 1, 2),))
         assert sum(program.cost(chain)) == pytest.approx(plan.step_seconds)
 
 
@@ -244,7 +240,7 @@ def test_the_local_search_balances_stages():
     profile, devices = even_profile(6, 2, cut=0.001, weights=100.0), even_devices(2)
     problem = Problem(profile, devices, 8, "1f1b", "auto", profile.allowed_cuts())
     candidates = Candidates(problem)
-    start = (ChainStage(0, 1, (0,), 2), ChainStage(1, 6, (1,), 1))
+    start = Chain((0, 1, 6), ((0,), (1,)))
     candidates.add(start)
     candidates.improve([start], 100)
     assert [stage.first for stage in candidates.best().stages] == [0, 3]
