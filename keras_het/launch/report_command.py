@@ -6,9 +6,9 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TextIO
 
 from keras_het.launch.grammar import Commands, add_command
+from keras_het.launch.local.display import discard, printable
 
 _DESCRIPTION = """\
 Tells from the log of a training which device is slow and why, where the time of a step goes, what
@@ -79,23 +79,13 @@ def run_report(options: argparse.Namespace) -> int:
         first = write_trace(options.trace, facts)
         part = f", from step {first} on" if first is not None else ""
         notes.append(f"Trace{part}: {options.trace} (https://ui.perfetto.dev opens it)")
-    stream = _safe(sys.stdout)
-    console = console_for(stream)
+    console = console_for(sys.stdout)
     with console.capture() as captured:
         show(facts, console)
     text = captured.get() + "".join(f"\n{note}" for note in notes) + ("\n" if notes else "")
     try:
-        stream.write(text)
-        stream.flush()
+        sys.stdout.write(printable(text, sys.stdout))
+        sys.stdout.flush()
     except BrokenPipeError:  # | head: all that was asked for was shown
-        with Path(os.devnull).open("w") as nowhere:  # what is left goes there at the end
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        discard(sys.stdout)
     return 0
-
-
-def _safe(stream: TextIO) -> TextIO:
-    """Let a stream write something in the place of characters that its encoding has not."""
-    reconfigure = getattr(stream, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")
-    return stream

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from keras_het.launch.local.tracebacks import TracebackFolder
-from keras_het.launch.local.worker_process import OutputLine, Stream, strip_ansi
+from keras_het.launch.local.worker_process import STREAMS, OutputLine, Stream, strip_ansi
 
 _STYLES = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
 _ERASE_LINE = "\r\x1b[2K"
@@ -27,10 +27,8 @@ class Display:
     def __init__(
         self, stdout: TextIO, stderr: TextIO, only_chief: bool = False, tf_logs: bool = False
     ) -> None:
-        self._consoles: dict[Stream, Console] = {
-            "stdout": Console(file=stdout, highlight=False, soft_wrap=True),
-            "stderr": Console(file=stderr, highlight=False, soft_wrap=True),
-        }
+        files = zip(STREAMS, (stdout, stderr), strict=True)
+        self._consoles = {s: Console(file=f, highlight=False, soft_wrap=True) for s, f in files}
         self._only_chief = only_chief
         self._lock = threading.Lock()
         self._folder = TracebackFolder(keep_logs=tf_logs)
@@ -111,7 +109,7 @@ class Display:
             console.file.write(printable(before + text + after, console.file))
             console.file.flush()
         except OSError:
-            _discard(console.file)
+            discard(console.file)
 
 
 def printable(text: str, stream: object) -> str:
@@ -120,7 +118,7 @@ def printable(text: str, stream: object) -> str:
     return text.encode(encoding, "replace").decode(encoding)
 
 
-def _discard(stream: object) -> None:
+def discard(stream: object) -> None:
     """Discard pending writes to a closed pipe, as Python's documentation advises."""
     fileno = getattr(stream, "fileno", None)
     if fileno is None:

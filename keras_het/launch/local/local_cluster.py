@@ -23,9 +23,9 @@ from keras_het.launch.local.worker_environment import (
     worker_environment,
 )
 from keras_het.launch.local.worker_process import (
+    STREAMS,
     Escalation,
     OnLine,
-    Stream,
     WorkerProcess,
     WorkerResult,
 )
@@ -165,7 +165,7 @@ class LocalCluster:
             TimeoutError: If workers still run after `timeout`, with their last lines; they continue
                 until the cluster closes.
         """
-        end = float("inf") if timeout is None else time.monotonic() + timeout
+        end = math.inf if timeout is None else time.monotonic() + timeout
         while len(self._results) < len(self._workers):
             event = self._next_event(min(end, self._escalation.due))
             if event is not None:
@@ -256,17 +256,16 @@ class LocalCluster:
     def _inherited_environment(self, index: int) -> dict[str, str]:
         own = {**self._env, **self._worker_env[index]}
         passed = {name: os.environ[name] for name in os.environ if name not in self._withheld}
-        inherited = {**passed, **own}
-        if self._ports is None or not self.num_async_workers:
-            return inherited
-        address = own.get(ADDRESS, self._ports.addresses[-1])
-        return {**inherited, **service_environment(address, inherited, self._secret)}
+        inherited = passed | own
+        if self._ports is not None and self.num_async_workers:
+            address = own.get(ADDRESS, self._ports.addresses[-1])
+            inherited |= service_environment(address, inherited, self._secret)
+        return inherited
 
     def _next_event(self, due: float) -> tuple[Literal["exit", "stop"], int] | None:
+        left = None if due == math.inf else max(0.0, due - time.monotonic())
         try:
-            if due == float("inf"):
-                return self._events.get()
-            return self._events.get(timeout=max(0.0, due - time.monotonic()))
+            return self._events.get(timeout=left)
         except queue.Empty:
             return None
 
@@ -313,10 +312,9 @@ class LocalCluster:
         return f"Workers {indices} still run after {timeout:g} s.\n{details}"
 
     def _last_lines(self, worker: WorkerProcess) -> str:
-        streams: tuple[Stream, ...] = ("stdout", "stderr")
         return "\n".join(
             f"  {stream}: {line}"
-            for stream in streams
+            for stream in STREAMS
             for line in worker.text(stream).splitlines()[-_TIMEOUT_LINES:]
         )
 

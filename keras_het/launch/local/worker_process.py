@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Literal
+from typing import Literal
 
 from keras_het.launch.local.tracebacks import TRACEBACK
 
@@ -24,6 +24,7 @@ _DRAIN_SECONDS = 5.0
 _ENDING = (signal.SIGTERM, signal.SIGKILL)
 
 Stream = Literal["stdout", "stderr"]
+STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 
 @dataclass(frozen=True)
@@ -175,18 +176,12 @@ class WorkerProcess:
         self._on_exit = on_exit
         self._exited_at = 0.0
         self._error_at: float | None = None
-        self._lines: dict[Stream, deque[str]] = {
-            "stdout": deque(maxlen=keep_lines),
-            "stderr": deque(maxlen=keep_lines),
-        }
+        self._lines: dict[Stream, deque[str]] = {s: deque(maxlen=keep_lines) for s in STREAMS}
         self._changed = threading.Condition()
         self._is_complete = False
         with _affinity(cpus):
             self._process = _start(command, environment, cwd)
-        self._readers = (
-            self._thread(self._read, self._process.stdout, "stdout"),
-            self._thread(self._read, self._process.stderr, "stderr"),
-        )
+        self._readers = [self._thread(self._read, stream) for stream in STREAMS]
         self._waiter = self._thread(self._wait)
 
     @property
@@ -238,8 +233,8 @@ class WorkerProcess:
         thread.start()
         return thread
 
-    def _read(self, pipe: IO[bytes], stream: Stream) -> None:
-        splitter = LineSplitter()
+    def _read(self, stream: Stream) -> None:
+        splitter, pipe = LineSplitter(), getattr(self._process, stream)
         while data := os.read(pipe.fileno(), _READ_SIZE):
             for line in splitter.feed(data):
                 self._take(stream, line)

@@ -38,28 +38,26 @@ def measure(units: ModelUnits, inputs: Sequence[tf.TensorSpec], devices: Sequenc
     processor does adds to short times, and to some layers more than to others.
     """
     kinds = [_kind(device) for device in devices]
-    forward, backward, kept = ({} for _ in range(3))
-    made_bytes: dict[Token, float] = {}
-    for kind in dict.fromkeys(kinds):
-        device = devices[kinds.index(kind)]
-        with tf.device(device):
-            values = Values(dict(zip(units.inputs, map(_example, inputs), strict=True)))
-            timed = [_Measurement(unit, values) for unit in units.units]
-        forward[kind] = [each.forward for each in timed]
-        backward[kind] = [each.backward for each in timed]
-        needed = {token for each in timed for token in each.needed}
-        kept[kind] = [
-            each.inner_bytes + sum(_bytes(values.tensors[t]) for t in unit.outputs if t in needed)
-            for unit, each in zip(units.units, timed, strict=True)
-        ]
-        for token in units.maker:
-            mask = values.masks.get(token)
-            sizes = [_bytes(v) for v in (values.tensors[token], mask) if v is not None]
-            made_bytes[token] = float(sum(sizes))
+    timed: dict[str, list[_Measurement]] = {}
+    for kind, device in zip(kinds, devices, strict=True):
+        if kind not in timed:
+            with tf.device(device):
+                values = Values(dict(zip(units.inputs, map(_example, inputs), strict=True)))
+                timed[kind] = [_Measurement(unit, values) for unit in units.units]
+    # the devices keep, and send, alike
+    needed = {token for each in timed[kinds[0]] for token in each.needed}
+    kept = [
+        each.inner_bytes + sum(_bytes(values.tensors[t]) for t in unit.outputs if t in needed)
+        for unit, each in zip(units.units, timed[kinds[0]], strict=True)
+    ]
+    made_bytes = {}
+    for token in units.maker:
+        mask = values.masks.get(token)
+        made_bytes[token] = _bytes(values.tensors[token]) + (0 if mask is None else _bytes(mask))
     return Measured(
-        np.array([forward[kind] for kind in kinds]).T,
-        np.array([backward[kind] for kind in kinds]).T,
-        np.array(kept[kinds[0]], np.float64),
+        np.array([[each.forward for each in timed[kind]] for kind in kinds]).T,
+        np.array([[each.backward for each in timed[kind]] for kind in kinds]).T,
+        np.array(kept, np.float64),
         made_bytes,
     )
 
