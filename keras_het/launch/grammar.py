@@ -35,7 +35,6 @@ def add_command(
 
 
 def number(text: str) -> float:
-    """Return a number, NaN for what is none."""
     try:
         return float(text)
     except ValueError:
@@ -43,7 +42,6 @@ def number(text: str) -> float:
 
 
 def not_negative(text: str) -> float:
-    """Return a finite number of at least 0."""
     if not 0 <= number(text) < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number of at least 0, received {text!r}")
     return number(text)

@@ -118,7 +118,6 @@ def _validate(options: argparse.Namespace, validation: ModuleType) -> int:
 def _read(
     argument: str, options: argparse.Namespace, validation: ModuleType, schema: Schema | None
 ) -> dict[str, Statistics]:
-    """Return the statistics of an argument by name: one, or those of a directory's replicas."""
     name, path, is_given = _name_and_path(argument)
     if Path(path).is_dir():
         prefix = f"{name} " if is_given else ""
@@ -147,7 +146,6 @@ def _name_and_path(argument: str) -> tuple[str, str, bool]:
 
 
 def _files_of_epoch(directory: Path, epoch: int | None) -> dict[int, Path]:
-    """Return the files of an epoch, by default the last one, by the number of their replica."""
     files: dict[int, dict[int, Path]] = {}
     for path in sorted(directory.glob("*.stats")):
         match = re.fullmatch(r"epoch-(\d+)-replica-(\d+)\.stats", path.name)

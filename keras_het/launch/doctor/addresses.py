@@ -36,7 +36,6 @@ def open_to(public: Sequence[str]) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether only processes of the same machine reach an address."""
     places = places_of(address)
     hosts = [ipaddress.ip_address(place[0].partition("%")[0]) for _, place in places]
     return bool(hosts) and all(host.is_loopback for host in hosts)

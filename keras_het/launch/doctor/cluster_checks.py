@@ -37,7 +37,6 @@ def own_task(config: ClusterConfig) -> str:
 
 
 def num_tasks_here(config: ClusterConfig | None) -> int:
-    """Return how many tasks have the host of this one, itself included."""
     if config is None:
         return 1
     hosts = {name: address.rpartition(":")[0] for name, address in _tasks_of(config).items()}
@@ -156,7 +155,6 @@ def _own_addresses(facts: Facts) -> dict[str, str]:
 
 
 def other_tasks(config: ClusterConfig | None) -> dict[str, str]:
-    """Return the addresses of the other tasks that listen, by name; none without a cluster."""
     if config is None:
         return {}
     tasks = listening_tasks(config)

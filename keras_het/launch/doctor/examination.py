@@ -117,7 +117,6 @@ def report_on(
 
 
 def plan_of(facts: Facts) -> str:
-    """Return what keras_het would do on this machine."""
     node, config = describe_node(facts), facts.cluster
     number = node["replicas"]
     replicas = f"{number} replica{'s' if number > 1 else ''} on {node['device']}"

@@ -118,7 +118,6 @@ def gather(environ: Mapping[str, str] | None = None, log_dir: Path | None = None
 
 
 def list_gpus() -> dict[str, Any]:
-    """Return what NVIDIA's driver says: the fields of `Facts` that come from it."""
     try:
         nvml = Nvml()
     except NvmlMissingError as error:

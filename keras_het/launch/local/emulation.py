@@ -37,7 +37,6 @@ class Emulation:
         )
 
     def environment_of(self, worker_index: int) -> dict[str, str]:
-        """Return the variable that makes a worker emulate its device."""
         model = self.time_models()[worker_index]
         device = {
             "speed": self.speeds[worker_index],

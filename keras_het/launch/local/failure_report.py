@@ -26,7 +26,6 @@ def describe_failures(results: Sequence[WorkerResult], show_last_lines: bool = T
 
 
 def first_to_fail(results: Sequence[WorkerResult]) -> WorkerResult:
-    """Return the worker whose failure, or early end, made the others fail."""
     failed = [result for result in results if result.has_failed]
     with_error = [result for result in failed if _error(result) or result.exit_code < 0]
     # A traceback that a worker only logged looks the same, so errors that ended a worker go first.
@@ -44,7 +43,6 @@ def first_to_fail(results: Sequence[WorkerResult]) -> WorkerResult:
 
 
 def last_words(result: WorkerResult) -> list[str]:
-    """Return the last lines of a worker's standard error, or else of its standard output."""
     for name, text in (("standard error", result.stderr), ("standard output", result.stdout)):
         lines = text.splitlines()[-_LINES:]
         if lines:

@@ -40,7 +40,6 @@ class UncaughtError:
 
     @property
     def is_effect(self) -> bool:
-        """Whether it only says that another worker is gone."""
         return bool(_EFFECT.match(self.text))
 
     def __str__(self) -> str:

@@ -213,7 +213,6 @@ class WorkerProcess:
             return self._contains(text)
 
     def result(self) -> WorkerResult:
-        """Return how the worker ended; call it after `join`."""
         return WorkerResult(
             index=self.index,
             exit_code=self._process.returncode,

@@ -46,7 +46,6 @@ def _choose_run(log_dir: str, name: str | None) -> Choice:
 
 
 def listed(names: list[str] | tuple[str, ...]) -> str:
-    """Return names with commas, the first ones if there are many."""
     shown = ", ".join(plain(each) for each in names[:_MOST_NAMES])
     more = len(names) - _MOST_NAMES
     return f"{shown} and {more} more" if more > 0 else shown

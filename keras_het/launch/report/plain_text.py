@@ -64,7 +64,6 @@ def number(value: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time in milliseconds, without the unit."""
     return number(seconds * _SECONDS_TO_MS)
 
 
@@ -83,7 +82,6 @@ def score(value: float) -> str:
 
 
 def count(amount: int, one: str, several: str = "") -> str:
-    """Return a number of things, such as "1 step" and "2 steps"."""
     return f"{amount} {one if amount == 1 else several or f'{one}s'}"
 
 

@@ -118,7 +118,6 @@ class Candidates:
                     break
 
     def stages(self, chain: Chain, ahead_per_cut: int = 0) -> tuple[Stage, ...]:
-        """Return the stages of a chain, without recomputation."""
         problem = self._problem
         seconds = problem.profile.forward_seconds + problem.profile.backward_seconds
         if problem.recompute == "always":
@@ -136,7 +135,6 @@ class Candidates:
         return tuple(result)
 
     def _recomputed(self, stage: Stage, held: list[int]) -> tuple[int, ...] | None:
-        """Return the units that a stage recomputes, or None if it does not fit."""
         problem, (first, end) = self._problem, (stage.first, stage.end)
         limits = problem.devices.memory_bytes[list(stage.devices)].tolist()
         if problem.recompute == "auto":

@@ -162,7 +162,6 @@ class LeastLatency:
         return seconds, self._chain(*divmod(flat, depth), beta, rho)
 
     def _chain(self, number: int, used: int, beta: float, rho: float) -> Chain:
-        """Follow the minima from the first stage to the last."""
         rows, groups, last = [0], [], len(self._problem.cuts) - 1
         while True:
             group, costs = self._groups[number], self._group_costs[number]

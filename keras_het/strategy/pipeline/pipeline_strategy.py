@@ -47,7 +47,6 @@ class PipelineExtended(HeterogeneousExtended):
 
     @contextlib.contextmanager
     def variables_on(self, device: str) -> Iterator[None]:
-        """Create the variables of this block on a device."""
         before, self._target = self._target, device
         try:
             with tf.device(device):
@@ -200,7 +199,6 @@ class PipelineStrategy(HeterogeneousStrategy):
         )
 
     def _find_places(self) -> list[Place]:
-        """Return the devices of all processes, worker by worker."""
         if self.num_workers == 1:
             return [Place(0, name) for name in self._own_devices]
         text = ",".join(self._own_devices).encode()
@@ -265,7 +263,6 @@ class PipelineStrategy(HeterogeneousStrategy):
 
     @property
     def _layer_names(self) -> list[str]:
-        """Names of the layer calls of the model that was trained last, as a plan numbers them."""
         pipeline = self._latest()
         return [] if pipeline is None else [unit.name for unit in pipeline.units.units]
 

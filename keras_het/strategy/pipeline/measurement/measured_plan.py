@@ -52,7 +52,6 @@ class Processes:
     gather: Callable[[np.ndarray], np.ndarray]
 
     def columns(self, own: np.ndarray) -> np.ndarray:
-        """Concatenate columns, one for each own device, of all processes."""
         if self.group is None:
             return own
         counts = [sum(p.process == i for p in self.places) for i in range(self.group.processes)]

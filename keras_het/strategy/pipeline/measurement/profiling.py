@@ -63,7 +63,6 @@ def measure(units: ModelUnits, inputs: Sequence[tf.TensorSpec], devices: Sequenc
 
 
 def slowed(measured: Measured, emulation: Emulation, devices: Sequence[str], rows: int) -> Measured:
-    """Return what emulated devices take."""
     each = [emulation.seconds_per_sample(device) for device in devices]
     forward, backward = (rows * np.array([times[i] for times in each]).T for i in range(2))
     return dataclasses.replace(

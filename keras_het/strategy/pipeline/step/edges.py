@@ -177,7 +177,6 @@ class Messages:
     def send_everywhere(
         self, token: Token, number: int, value: tf.Tensor, mask: tf.Tensor | None
     ) -> None:
-        """Send a tensor and its mask to the other processes that take it."""
         for process in range(0 if self._group is None else self._group.processes):
             self.send(Message("tensor", token, number, process), value)
             if mask is not None:

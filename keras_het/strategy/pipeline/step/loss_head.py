@@ -31,7 +31,6 @@ class LossHead:
         self.is_additive = not has_masks and is_mean_over_samples(self._model)
 
     def scale(self, value: tf.Tensor) -> tf.Tensor:
-        """Scale a gradient as the optimizer scales the loss, against underflow."""
         return self._model.optimizer.scale_loss(value)
 
     def of_micro_batch(self, number: int, outputs: list[tf.Tensor]) -> list[tf.Tensor | None]:

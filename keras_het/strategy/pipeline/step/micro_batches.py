@@ -43,7 +43,6 @@ class MicroBatches:
         return self._bounds[number], self._bounds[number + 1]
 
     def sizes(self) -> tf.Tensor:
-        """Return the rows of each micro-batch that count, int32 [M]."""
         bounds = tf.stack(self._bounds)
         return bounds[1:] - bounds[:-1]
 

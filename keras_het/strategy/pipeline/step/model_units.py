@@ -91,7 +91,6 @@ class ModelUnits:
 
     @functools.cached_property
     def maker(self) -> dict[Token, int]:
-        """The unit that makes each tensor, inputs left out."""
         return {token: i for i, unit in enumerate(self.units) for token in unit.outputs}
 
     @functools.cached_property

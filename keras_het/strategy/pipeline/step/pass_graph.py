@@ -287,7 +287,6 @@ class PassGraph:
     def _return(
         self, token: Token, number: int, reader: int, gradient: tf.Tensor | None, like: tf.Tensor
     ) -> None:
-        """Give the gradient of a tensor to the stage that made it."""
         if self._edges.place(self._edges.maker[token], number).process == self._process:
             self._answer(token, number, reader, gradient)
         elif like.dtype.is_floating:

@@ -91,7 +91,6 @@ class PassTimes:
             return tf.concat([rows, self._latest_own.value()], 0)
 
     def record(self, summed: tf.Tensor) -> None:
-        """Write the step before; in the graph."""
         with tf.device(_HOST):
             step = tf.cast(self.phases.latest_step(), tf.float64)
             rows, passes = summed[: -self._size], summed[-self._size :]

@@ -126,7 +126,6 @@ class Pipeline:
         return self._logs(inputs, targets, weight)
 
     def predict_step(self, data: Nest) -> Nest:
-        """Return the model's outputs, on every process."""
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         self._run("predict", inputs)
         whole = self._whole if self._is_collector else None
@@ -139,7 +138,6 @@ class Pipeline:
         return keras_graphs_adapter.packed_outputs(self.units.graph, whole)
 
     def _run(self, kind: str, inputs: Nest, targets: Nest = None, weight: Nest = None) -> PassGraph:
-        """Build the passes, and assign the state that they leave."""
         self._batches = batches = MicroBatches(inputs, self.plan.micro_batches)
         head = LossHead(self.units, batches, targets, weight) if kind == "train" else None
         flat = keras_graphs_adapter.flat_inputs(self.units.graph, inputs)

@@ -68,7 +68,6 @@ class ProcessGroup:
         return private_api.run_independently(sent).op
 
     def receive(self, rank: int, dtype: tf.DType, source: int, number: int) -> tf.Tensor:
-        """Receive a tensor; in the graph, on the host."""
         with tf.device(_HOST):
             first, pair = _MOST_BUCKETS * number, self._pair(source, self.process)
             shape = self._receive([rank], tf.int32, pair, tf.constant(first))
@@ -114,7 +113,6 @@ class ProcessGroup:
     def sum_gradients(
         self, gradients: list[Summand | None], group: Sequence[int], stage: int
     ) -> list[Summand | None]:
-        """Add up the gradients of a stage over the processes that hold it; in the graph."""
         dense = [i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.Tensor)]
         result = list(gradients)
         if dense:

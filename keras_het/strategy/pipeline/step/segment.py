@@ -45,7 +45,6 @@ class Segment(keras.layers.Layer):
 
     @property
     def state(self) -> list[keras.Variable]:
-        """The variables that its layers may assign when they are called."""
         return list(self.non_trainable_variables)
 
     def call(
