@@ -24,7 +24,6 @@ from keras_het.launch.local.worker_environment import (
 )
 from keras_het.launch.local.worker_process import (
     STREAMS,
-    Escalation,
     OnLine,
     WorkerProcess,
     WorkerResult,
@@ -109,7 +108,10 @@ class LocalCluster:
         self._on_stop = on_stop or (lambda signal_number: None)
         self._keep_lines = keep_lines
         self._end_on_failure = end_on_failure
-        self._escalation = Escalation(self._end_running, grace_seconds)
+        self._grace_seconds = grace_seconds
+        # Signals that are left to send until no worker is left, once it has begun, and when.
+        self._escalation: list[int] | None = None
+        self._due = math.inf
         # SimpleQueue because a signal handler may put while the main thread gets.
         self._events: queue.SimpleQueue[tuple[Literal["exit", "stop"], int]] = queue.SimpleQueue()
         self._workers: list[WorkerProcess] = []
@@ -167,13 +169,13 @@ class LocalCluster:
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         while len(self._results) < len(self._workers):
-            event = self._next_event(min(end, self._escalation.due))
+            event = self._next_event(min(end, self._due))
             if event is not None:
                 self._handle(*event)
             elif time.monotonic() >= end:
                 raise TimeoutError(self._timeout_message(timeout))
             else:
-                self._escalation.advance()
+                self._escalate()
         return tuple(self._results[index] for index in range(len(self._workers)))
 
     def request_stop(self, signal_number: int = signal.SIGINT) -> None:
@@ -273,15 +275,25 @@ class LocalCluster:
         if kind == "exit":
             self._tell_watchdog("-", self._workers[value])
             self._results[value] = self._workers[value].result()
-            if self._end_on_failure and any(map(self.is_needed, self.failures)):
-                self._escalation.begin([signal.SIGTERM, signal.SIGKILL])
-        elif self._escalation.has_begun:
-            self._escalation.advance()
+            is_over = self._end_on_failure and any(map(self.is_needed, self.failures))
+            if is_over and self._escalation is None:
+                self._escalate(signal.SIGTERM, signal.SIGKILL)
+        elif self._escalation is not None:
+            self._escalate()
         else:
             self.stopped_by = value
             self._on_stop(value)
             gentler = [] if value == signal.SIGTERM else [value]
-            self._escalation.begin([*gentler, signal.SIGTERM, signal.SIGKILL])
+            self._escalate(*gentler, signal.SIGTERM, signal.SIGKILL)
+
+    def _escalate(self, *signals: int) -> None:
+        """Send the next signal, of those given or left."""
+        self._escalation = [*(self._escalation or []), *signals]
+        self._due = math.inf
+        if self._escalation:
+            self._end_running(self._escalation.pop(0))
+        if self._escalation:
+            self._due = time.monotonic() + self._grace_seconds
 
     def is_needed(self, result: WorkerResult) -> bool:
         """Tell whether the others cannot continue without this worker: it is no async one."""

@@ -77,32 +77,6 @@ def strip_ansi(text: str) -> str:
     return _CONTROL_SEQUENCE.sub("", text)
 
 
-class Escalation:
-    """Sequence of signals, sent one after the other until no worker is left."""
-
-    def __init__(self, send: Callable[[int], None], grace_seconds: float) -> None:
-        self._send = send
-        self._grace_seconds = grace_seconds
-        self._signals: deque[int] = deque()
-        self.has_begun = False
-        self.due = float("inf")
-
-    def begin(self, signals: Sequence[int]) -> None:
-        """Send the first signal; does nothing if it has begun already."""
-        if not self.has_begun:
-            self.has_begun = True
-            self._signals.extend(signals)
-            self.advance()
-
-    def advance(self) -> None:
-        """Send the next signal; does nothing after the last one."""
-        self.due = float("inf")
-        if self._signals:
-            self._send(self._signals.popleft())
-        if self._signals:
-            self.due = time.monotonic() + self._grace_seconds
-
-
 OnLine = Callable[[int, Stream, OutputLine], None]
 
 
