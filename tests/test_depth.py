@@ -11,10 +11,13 @@ import pytest
 
 TESTS = Path(__file__).parent
 WITHOUT_TENSORFLOW = ("planning", "launch", "benchmarks", "recipes", "multi_process")
-CONFTEST = f"""
-import sys
-sys.path.insert(0, {str(TESTS)!r})
-pytest_plugins = ["depth"]
+INI = f"""
+[pytest]
+pythonpath = {TESTS}
+markers =
+  full
+  alone
+  quick
 """
 SOME_TESTS = """
 import pytest
@@ -55,9 +58,9 @@ def run(folder: Path, *arguments: str) -> str:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "room").mkdir()
-    (tmp_path / "room/conftest.py").write_text(CONFTEST)
+    (tmp_path / "room/conftest.py").write_text('pytest_plugins = ["depth"]\n')
     (tmp_path / "room/test_some.py").write_text(SOME_TESTS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\n  alone\n  quick\n")
+    (tmp_path / "pytest.ini").write_text(INI)
     return tmp_path
 
 

@@ -3,12 +3,8 @@
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 from _namespaces import limited_hosts, why_not
 
 SIZE = 2_000_000

@@ -1,14 +1,7 @@
 """The published policies against a second writing of their equations."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.append(str(Path(__file__).parents[1] / "planning"))
-
 from _peer_policies import PEERS
 from plants import by_speeds, simulate
 

@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import keras
@@ -12,9 +10,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from devices import DEVICES
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
-
 from equivalence import Trial, assert_equivalent, batches, dense_model, three_replicas
 
 from keras_het import HeterogeneousStrategy

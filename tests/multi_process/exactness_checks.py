@@ -6,9 +6,7 @@ replicas; where a cluster has more, the others get the share 1.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -18,7 +16,6 @@ from recorded import ONLY_WORKERS, OWN, arrays
 from recording import Recording, batches, check, small_model
 
 NUM_REPLICAS = 3
-sys.path.append(str(Path(__file__).parents[1]))
 
 
 @check

@@ -95,7 +95,6 @@ if __name__ == "__main__":
     _say({"ready": True})
     job = _next_worker()
     if job is not None:
-        sys.path.insert(0, os.path.dirname(job["script"]))  # noqa: PTH120 - as Python itself does
         runpy.run_path(job["script"], run_name="__main__")
     else:
         for child in list(_children):

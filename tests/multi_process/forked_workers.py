@@ -38,6 +38,8 @@ class ForkServer:
             [sys.executable, str(FOLDER / "fork_server.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # Workers import what tests import: `pythonpath` of pytest's settings.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)

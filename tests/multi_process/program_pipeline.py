@@ -21,14 +21,12 @@ import h5py
 import keras
 import numpy as np
 import tensorflow as tf
-
-import keras_het
-from keras_het.strategy.pipeline.step.model_units import ModelUnits
-
-sys.path += [str(Path(__file__).parents[1] / room) for room in (".", "pipeline")]
 from pipeline_models import MODELS
 from pipeline_optimizers import normalizing, perceptron, rows
 from pipeline_training import Outcome, floatx, plan_of, train
+
+import keras_het
+from keras_het.strategy.pipeline.step.model_units import ModelUnits
 
 IS_CLUSTER = "TF_CONFIG" in os.environ
 DEVICES = ("CPU:0", "CPU:1")

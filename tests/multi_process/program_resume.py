@@ -19,14 +19,12 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from file_operations import Watch
 from recorded import arrays
 from recording import small_model
 
 import keras_het
 from keras_het.fit.backup_folder import BackupFolder
-
-sys.path.append(str(Path(__file__).parents[1]))
-from file_operations import Watch
 
 
 class Interruption(keras.callbacks.Callback):

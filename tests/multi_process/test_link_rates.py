@@ -9,11 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from hybrid_clusters import SECRET
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 from _namespaces import limited_hosts, why_not
+from hybrid_clusters import SECRET
 
 PROGRAM = Path(__file__).parent / "program_link_rates.py"
 PORT, SERVICE_PORT = 7100, 7101

@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _namespaces import limited_hosts, why_not
 from hybrid_clusters import MANY, SAMPLES, SECRET, assert_equal_weights, sample_counts, wait_until
 
 from keras_het.launch.local.emulation import Emulation
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from _namespaces import limited_hosts, why_not
 
 PROGRAM = Path(__file__).parent / "program_hybrid.py"
 PORT, SERVICE_PORT = 7100, 7101

@@ -1,14 +1,9 @@
 """How fast and how well the default policy balances."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
 from _peer_policies import PEERS
 from plants import CURVED, STATIC, Plant, by_speeds, simulate, slow_down
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "planning" / "diagnosis"))
-
 from step_recordings import Fault, Training
 
 from keras_het.planning.diagnosis.recording import PHASES, Change, Recording

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +10,6 @@ import tensorflow as tf
 from depth import examples
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from pipelines import ALL, ELEMENT
 from workers import _one_step, make_workers
 

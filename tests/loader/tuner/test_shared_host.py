@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import tensorflow as tf
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from workers import make_workers
 
 from keras_het.loader import Knobs, pipeline
