@@ -31,7 +31,8 @@ class SyncGroup(Participant):
 
     One collective passes the result to the other members, in which they add zeros to the leader's
     values: all members have the same bits afterwards. The batches that the group may take next
-    travel with it.
+    travel with it. The group waits for its exchange: one hidden behind the next step, in a thread
+    and a collective group of its own, slowed that step by as much and left weights a step staler.
     """
 
     _claims: GroupClaims | None
