@@ -1,7 +1,8 @@
 """Program: one worker of a cluster that trains until something happens to it.
 
 Its single argument is a JSON object: "steps" of training, "shares", how long it waits for others
-("connect_seconds"), how many workers it watches beside worker 0 ("most_watched"), what this worker
+("connect_seconds"), how many workers it watches beside worker 0 ("most_watched"), "aggregation" (a
+task of the job "summation" is a machine that sums), what this worker
 does ("raise_at", "hold_at", "exit_late", "lingers", "custom_loop", "predicts"), or what it does
 wrong before training ("seed", "use_tensorflow_first"). Each may be a list with one entry a worker.
 """
@@ -22,6 +23,7 @@ import tensorflow as tf
 
 import keras_het
 from keras_het.strategy.cluster import peer_watch
+from keras_het.summation import machine
 
 config = json.loads(os.environ.get("TF_CONFIG") or '{"task": {"index": 0}}')
 PLACE = config["task"]["index"] + (
@@ -62,6 +64,9 @@ def train_without_fit(strategy: Any, model: Any, data: Any) -> None:
 
 
 def main() -> None:
+    if config["task"].get("type") == "summation":
+        machine.main()
+        return
     if option("use_tensorflow_first"):
         print("used", float(tf.constant(1.0) + 1.0))
     if option("seed") is not None:
@@ -72,6 +77,7 @@ def main() -> None:
     strategy = keras_het.HeterogeneousStrategy(
         shares=None if shares is None else [float(share) for share in shares.split(":")],
         connect_seconds=option("connect_seconds") or 300.0,
+        aggregation=option("aggregation") or "all_reduce",
     )
     print(f"strategy of {strategy.num_workers} worker(s)", flush=True)
     with strategy.scope():

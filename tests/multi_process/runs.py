@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from forked_workers import cluster_environments
 from recorded import ONLY_WORKERS, OWN
 
 # Float32 sums in another order, see tests/exactness/equivalence.py.
@@ -26,6 +28,9 @@ class Runs:
         checks: their names.
         jobs: name of each job to its number of tasks.
         devices: number of devices of each worker, separated by commas.
+        summation: settings of the summation; None for all-reduce.
+        environment: variables of all tasks.
+        has_single: whether one device runs the checks too.
     """
 
     def __init__(
@@ -36,20 +41,37 @@ class Runs:
         checks: Sequence[str],
         jobs: Mapping[str, int],
         devices: str,
+        summation: dict[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        has_single: bool = True,
     ) -> None:
         self._folder = folder
-        self._num_workers = sum(jobs.values())
-        self.single = start("program_exactness.py", None, [folder, module, "0", *checks])
-        self.workers = start("program_exactness.py", jobs, [folder, module, devices, *checks])
-        for processes in (self.single, self.workers):
+        self.checks = checks
+        self.num_workers = len(devices.split(","))
+        settings = json.dumps(summation)
+        program = "program_exactness.py"
+        started = []
+        if has_single:
+            arguments = [folder, module, "0", settings, *checks]
+            started.append((start(program, arguments=arguments), 1))
+        self.workers = start(
+            program,
+            arguments=[folder, module, devices, settings, *checks],
+            environments=cluster_environments(jobs, environment),
+        )
+        # machines that sum go on
+        started.append((self.workers, self.num_workers))
+        for processes, number in started:
             try:
-                processes.wait()
+                for index in range(number):
+                    processes.wait_for(index)
             except TimeoutError:
                 # The checks that were reached are still worth comparing; the others fail.
                 processes.close()
+        self._tails = [processes.tails for processes, _ in started]
 
     def of_workers(self, check: str) -> list[Results]:
-        return [self._load(check, f"worker_{index}") for index in range(self._num_workers)]
+        return [self._load(check, f"worker_{index}") for index in range(self.num_workers)]
 
     def of_one_device(self, check: str) -> Results:
         return self._load(check, "single")
@@ -72,7 +94,7 @@ class Runs:
     def _load(self, check: str, name: str) -> Results:
         path = self._folder / f"{check}-{name}.npz"
         if not path.exists():
-            tails = f"{self.workers.tails()}\n{self.single.tails()}"
+            tails = "\n".join(tails() for tails in self._tails)
             pytest.fail(f"{name} did not come to the end of {check}:\n{tails}")
         with np.load(path) as stored:
             results = dict(stored)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from runs import Runs
 
-WORKERS = 3
-# Parts of what every worker is told; worker 1 is the odd one.
+# Parts of what each of three workers is told; worker 1 is the odd one.
 TOLD = {
     "batch_size": [
         "do not agree on model.fit: batch size 8 on the chief and worker 2, 10 on worker 1"
@@ -59,35 +57,21 @@ TOLD = {
 
 
 @pytest.fixture(scope="module")
-def told(
+def runs(
     start_for_session: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Any:
-    """Runs the checks that are asked for on one cluster; gives what each worker was told."""
+) -> Runs:
+    """The checks that are asked for, on one cluster."""
     items = [item for item in request.session.items if item.path == request.path]
-    checks = [item.callspec.params["check"] for item in items if "told" in item.fixturenames]
-    folder: Path = tmp_path_factory.mktemp("disagreements")
-    module, devices = "disagreement_checks", ",".join(["1"] * WORKERS)
-    program = [folder, module, devices, *checks]
-    workers = start_for_session("program_exactness.py", {"worker": WORKERS}, program)
-    workers.wait()
-
-    def messages(check: str) -> list[str]:
-        found = []
-        for index in range(WORKERS):
-            path = folder / f"{check}-worker_{index}.npz"
-            assert path.exists(), workers.tails()
-            with np.load(path) as stored:
-                assert "failed" not in stored, f"worker {index}: {stored['failed']}"
-                found.append(str(stored["message"]))
-        return found
-
-    return messages
+    checks = [item.callspec.params["check"] for item in items if "runs" in item.fixturenames]
+    folder, module = tmp_path_factory.mktemp("disagreements"), "disagreement_checks"
+    jobs = {"worker": 3}
+    return Runs(start_for_session, folder, module, checks, jobs, "1,1,1", has_single=False)
 
 
 @pytest.mark.quick("batch_size", "rows_in_slices", "sizes_of_layers", "model_outside")
 @pytest.mark.parametrize("check", TOLD)
-def test_all_workers_are_told_what_differs(told: Any, check: str) -> None:
-    messages = told(check)
+def test_all_workers_are_told_what_differs(runs: Runs, check: str) -> None:
+    messages = [str(results["message"]) for results in runs.of_workers(check)]
     assert len(set(messages)) == 1, messages
     for part in TOLD[check]:
         assert part in messages[0]
