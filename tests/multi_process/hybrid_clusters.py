@@ -23,8 +23,11 @@ SECRET = {"KERAS_HET_SERVICE_SECRET": "a secret that only tests know"}
 def environments(
     jobs: dict[str, int], slow: float | tuple[float, ...] = 0.002, fast: float = 0.001
 ) -> list[dict[str, str]]:
-    """One environment a task; async workers take `slow` seconds a sample, or each its own."""
-    common = {**SECRET, "KERAS_HET_SERVICE_ADDRESS": free_address()}
+    """One environment a task; async workers take `slow` seconds a sample, or each its own.
+
+    Without a job `ps` the service gets an address of its own.
+    """
+    common = SECRET if "ps" in jobs else {**SECRET, "KERAS_HET_SERVICE_ADDRESS": free_address()}
     found = cluster_environments(jobs, common)
     for environment in found:
         task = json.loads(environment["TF_CONFIG"])["task"]
@@ -43,23 +46,44 @@ def run(
     slow: float | tuple[float, ...] = 0.002,
     **options: Any,
 ) -> dict[str, Any]:
-    """Trains with all tasks at once; what each of them wrote, by its name."""
+    """Trains with all tasks at once; what each of them wrote, by its name.
+
+    Beside a sync group, tasks of the job `ps` run `keras-het serve`.
+    """
+    folder.mkdir(exist_ok=True)
     options = {"epochs": EPOCHS, "timeout_seconds": 60, **options}
+    tasks = environments(jobs, slow, fast)
+    serving = [task for task in tasks if "worker" in jobs and '"type": "ps"' in task["TF_CONFIG"]]
+    services = start("program_serve.py", arguments=["--once"], environments=serving)
     workers = start(
         "program_hybrid.py",
         arguments=[folder, json.dumps(options)],
-        environments=environments(jobs, slow, fast),
+        environments=[task for task in tasks if task not in serving],
     )
-    for worker in workers.wait():
-        assert worker.exit_code == 0, worker.output
-        assert "ran out of data" not in worker.output  # Keras's, of epochs that others share
+    outputs = ended_well(workers, services)
+    assert not any("ran out of data" in output for output in outputs)  # Keras's, of shared epochs
+    assert all("training has ended" in service.output for service in services.wait())
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def ended_well(*clusters: Any) -> list[str]:
+    """Waits for all tasks, which end without an error; what they have said."""
+    results = [result for cluster in clusters for result in cluster.wait()]
+    for result in results:
+        assert result.exit_code == 0, result.output
+    return [result.output for result in results]
 
 
 def sample_counts(results: dict[str, Any]) -> np.ndarray:
     """How often each sample was used, over all tasks that have a share of their own."""
     seen = [i for result in results.values() for epoch in result["seen"] for i in epoch]
     return np.bincount(seen, minlength=SAMPLES)
+
+
+def assert_shared(results: dict[str, Any], epochs: int = EPOCHS) -> None:
+    """Each sample was used once in each epoch, and all tasks ended with the center."""
+    assert sample_counts(results).tolist() == [epochs] * SAMPLES
+    assert_equal_weights(results)
 
 
 def assert_equal_weights(results: dict[str, Any], rtol: float = 0.0) -> None:
@@ -79,12 +103,9 @@ class Cluster:
         self._start = start
         self._options = {"epochs": MANY, "period": 2, **options}
         # slow enough that the test can act while they train
-        environments_of_tasks = environments(jobs, slow=0.008, fast=0.008)
-        if "ps" in jobs:
-            for environment in environments_of_tasks:
-                del environment["KERAS_HET_SERVICE_ADDRESS"]
+        tasks = environments(jobs, slow=0.008, fast=0.008)
         names = [f"{job}_{index}" for job, count in jobs.items() for index in range(count)]
-        self.environments = dict(zip(names, environments_of_tasks, strict=True))
+        self.environments = dict(zip(names, tasks, strict=True))
 
     def start(self, *names: str, **other_options: Any) -> Any:
         """Starts tasks; those of the job ps run `keras-het serve`, or the first one the script."""

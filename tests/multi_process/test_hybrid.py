@@ -15,6 +15,7 @@ from hybrid_clusters import (
     SAMPLES,
     VARIANCE,
     assert_equal_weights,
+    assert_shared,
     environments,
     run,
     sample_counts,
@@ -22,11 +23,6 @@ from hybrid_clusters import (
 
 from keras_het.fit.backup_folder import BackupFolder
 from keras_het.planning import plan_local_steps
-
-
-def with_variants(names: Any, kept: str) -> list[Any]:
-    """Parameters, all but one of which only `make test-all` runs."""
-    return [pytest.param(n, marks=() if n == kept else pytest.mark.full) for n in names]
 
 
 @pytest.mark.parametrize(
@@ -42,12 +38,11 @@ def test_every_sample_is_used_once_an_epoch_and_all_end_with_the_center(
     # slow enough that every async worker gets its part, however late it starts
     results = run(start_workers, tmp_path, jobs, fast=0.01, period=3, arrays=arrays)
     assert len(results) == sum(jobs.values())
-    assert sample_counts(results).tolist() == [EPOCHS] * SAMPLES
+    assert_shared(results)
     leader = results["worker_0"]
     assert sum(leader["used"]) == EPOCHS * SAMPLES
     assert sum(leader["claimed"]) == EPOCHS * SAMPLES // BATCH
     assert all(count > 0 for count in leader["used"])
-    assert_equal_weights(results)
     assert leader["history"]["val_loss"][-1] < 0.4 * VARIANCE
     # a batch of the group is a step of each member, and as many steps of an async worker
     fractions = {name: result["step_fraction"] for name, result in results.items()}
@@ -79,7 +74,7 @@ ADAPTING = {"changes": {"rule": "delta"}, "gradients": GRADIENTS}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rule", with_variants(ADAPTING, "changes"))
+@pytest.mark.parametrize("rule", ADAPTING)
 def test_each_task_finds_its_period(start_workers: Any, tmp_path: Path, rule: str) -> None:
     # a step takes the async worker 0.3 s, the group 0.07 s
     jobs = {"worker": 2, "async": 1}
@@ -91,40 +86,59 @@ def test_each_task_finds_its_period(start_workers: Any, tmp_path: Path, rule: st
 
     # waiting for the answers counts, and takes long where all tasks share two CPUs
     assert periods["async_0"] < FIRST_PERIOD if rule == "changes" else 1 <= periods["async_0"] <= 7
-    assert sample_counts(results).tolist() == [MANY] * SAMPLES
-    assert_equal_weights(results)
+    assert_shared(results, MANY)
 
 
-RULES = {
-    "server-side Adam": {
-        "rule": {"optimizer": {"class_name": "Adam", "config": {"learning_rate": 0.05}}}
-    },
-    "gradients": GRADIENTS,
-    "delay compensated": {
-        "rule": {
-            "class_name": "DelayCompensated",
-            "config": {"learning_rate": 0.02, "compensation": 0.04, "num_workers": 2},
-        }
-    },
-    "elastic": {"rule": "async_easgd"},
-    "bounded staleness": {"rule": "delta", "staleness_bound": 1},
-    "several steps at once": {"rule": "delta", "steps_per_execution": 4},
-    "more steps at once than two periods": {"rule": "delta", "steps_per_execution": 10},
-    "gradients, several steps at once": {**GRADIENTS, "steps_per_execution": 4},
+PAIR, GROUP, ALONE = {"worker": 1, "async": 1}, {"worker": 2, "async": 1}, {"ps": 1, "async": 2}
+ADAM = {"optimizer": {"class_name": "Adam", "config": {"learning_rate": 0.05}}}
+COMPENSATION = {"learning_rate": 0.02, "compensation": 0.04, "num_workers": 2}
+STEPS = {"data_shares": [0.4, 0.6], "steps": [2, 3], "second_steps": [1, 2], "loss_threshold": 10.0}
+ASHL = {"class_name": "ASHL", "config": STEPS}
+COMPRESSED = {"class_name": "ASHL", "config": {**STEPS, "compression_ratios": [0.5, 0.8]}}
+# Fast enough for either to get its part, and so many parts that each task holds some.
+BESIDE, IN_PARTS = {"fast": 0.004}, {"fast": 0.006, "partition_bytes": 64}
+TRAININGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "server-side Adam": (PAIR, {**BESIDE, "rule": ADAM}),
+    "gradients": (PAIR, {**BESIDE, **GRADIENTS}),
+    "delay compensated": (
+        PAIR,
+        {**BESIDE, "rule": {"class_name": "DelayCompensated", "config": COMPENSATION}},
+    ),
+    "elastic": (PAIR, {**BESIDE, "rule": "async_easgd"}),
+    "bounded staleness": (PAIR, {**BESIDE, "staleness_bound": 1}),
+    "several steps at once": (PAIR, {**BESIDE, "steps_per_execution": 4}),
+    "more steps at once than two periods": (PAIR, {**BESIDE, "steps_per_execution": 10}),
+    "gradients, several steps at once": (PAIR, {**BESIDE, **GRADIENTS, "steps_per_execution": 4}),
+    "alone": (ALONE, {}),
+    "alone, elastic": (ALONE, {"rule": "async_easgd"}),
+    "alone, round robin": (ALONE, {"rule": "round_robin_easgd"}),
+    "alone, ashl": (ALONE, {"rule": ASHL}),
+    "alone, compressed ashl": (ALONE, {"rule": COMPRESSED}),
+    "service on a task": ({**PAIR, "ps": 1}, IN_PARTS),
+    "service on two tasks": ({**GROUP, "ps": 2}, {**IN_PARTS, "rule": "async_easgd"}),
+    "service of gradients": ({**PAIR, "ps": 2}, {**IN_PARTS, **GRADIENTS}),
+    "service on members and a task": ({**GROUP, "ps": 1}, {**IN_PARTS, "service": "spread"}),
+    "service on members": (GROUP, {**IN_PARTS, "service": "spread"}),
+    "two fits": (GROUP, {"fast": 0.006, "period": 3, "fits": 2}),
+    "alone, two fits": (ALONE, {"fast": 0.006, "period": 3, "fits": 2}),
 }
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rule", with_variants(RULES, "gradients"))
-def test_rules(start_workers: Any, tmp_path: Path, rule: str) -> None:
-    jobs = {"worker": 1, "async": 1}
-    results = run(start_workers, tmp_path, jobs, fast=0.004, period=2, **RULES[rule])
-    counts = sample_counts(results)
-    assert counts.tolist() == [EPOCHS] * SAMPLES
-    assert_equal_weights(results)
-    leader = results["worker_0"]
-    assert sum(leader["used"]) == EPOCHS * SAMPLES
+@pytest.mark.parametrize("name", TRAININGS)
+def test_trainings(start_workers: Any, tmp_path: Path, name: str) -> None:
+    jobs, options = TRAININGS[name]
+    results = run(start_workers, tmp_path, jobs, **{"period": 2, **options})
+    serving = jobs.get("ps", 0) if "worker" in jobs else 0
+    assert len(results) == sum(jobs.values()) - serving
+    assert_shared(results, EPOCHS * options.get("fits", 1))
+    leader = results["worker_0" if "worker" in jobs else "ps_0"]
     assert leader["history"]["val_loss"][-1] < 0.5 * VARIANCE
+    assert sum(leader["used"]) == EPOCHS * SAMPLES  # in the last fit
+    if "ps" in jobs:
+        assert min(leader["used"]) > 0
+    if serving:
+        assert len(leader["versions"]) > 4 and min(leader["versions"]) > EPOCHS
 
 
 @pytest.mark.full
@@ -133,11 +147,9 @@ def test_elastic_averaging_without_a_lock_and_with_momentum(
 ) -> None:
     # one start for two trainings
     options = {"earlier_rules": ["hogwild_easgd"], "rule": "async_measgd", "momentum": 0.5}
-    jobs = {"worker": 1, "async": 1}
-    results = run(start_workers, tmp_path, jobs, 0.004, period=2, rate=0.01, **options)
-    assert sample_counts(results).tolist() == [2 * EPOCHS] * SAMPLES
+    results = run(start_workers, tmp_path, PAIR, 0.004, period=2, rate=0.01, **options)
+    assert_shared(results, 2 * EPOCHS)
     assert_equal_weights({name: result["earlier"][0] for name, result in results.items()})
-    assert_equal_weights(results)
     leader = results["worker_0"]
     assert sum(leader["used"]) == EPOCHS * SAMPLES and min(leader["used"]) > 0
     assert leader["earlier"][0]["loss"][-1] < 0.5 * VARIANCE
@@ -154,8 +166,7 @@ def test_asynchronous_large_batches_with_all_their_factors(
     jobs, slow = {"worker": 1, "async": 2}, (0.01, 0.03)
     options = {"period": "auto", "epochs": MANY, "rule": rule, "validates": False}
     results = run(start_workers, tmp_path, jobs, 0.005, slow, keeps_factors=True, **options)
-    assert sample_counts(results).tolist() == [MANY] * SAMPLES
-    assert_equal_weights(results)
+    assert_shared(results, MANY)
     leader = results["worker_0"]
     assert min(leader["used"]) > 0
     assert all(1 <= result["period"] <= SAMPLES for result in results.values())
@@ -191,45 +202,36 @@ def versions_in(saved: dict[str, Any]) -> Any:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("jobs", [PAIR, {**PAIR, "ps": 2}], ids=["leader", "tasks"])
 def test_a_backup_has_center_versions_and_the_services_optimizer(
-    start_workers: Any, tmp_path: Path
+    start_workers: Any, tmp_path: Path, jobs: dict[str, int]
 ) -> None:
-    adam = {"optimizer": {"class_name": "Adam", "config": {"learning_rate": 0.05}}}
-    jobs, backup = {"worker": 1, "async": 1}, str(tmp_path / "backup")
-    common = {"rule": adam, "period": 2, "backup": backup}
-    folders = [tmp_path / name for name in ("first", "second")]
-    for folder in folders:
-        folder.mkdir()
+    backup = str(tmp_path / "backup")
     # slow enough that the async worker comes before the only epoch is over
-    first = run(start_workers, folders[0], jobs, fast=0.03, **{**common, "epochs": 1})
+    common = {**IN_PARTS, "fast": 0.03, "rule": ADAM, "period": 2, "backup": backup}
+    first = run(start_workers, tmp_path / "first", jobs, **{**common, "epochs": 1})["worker_0"]
     saved = service_state(backup)
     # of the epoch's end; each task may have something left to send at the end of training
-    later = np.array(first["worker_0"]["versions"]) - versions_in(saved)
+    later = np.array(first["versions"]) - versions_in(saved)
     assert later.min() >= 0 and later.max() <= 3
     assert any(np.abs(array).max() > 0 for name, array in saved.items() if name[-2:] != "/0")
-    second = run(start_workers, folders[1], jobs, fast=0.03, **{**common, "epochs": 3})
+    results = run(start_workers, tmp_path / "second", jobs, **{**common, "epochs": 3})
+    assert_shared(results, 2)
     # the first epoch is not trained again, and versions go on
-    assert len(second["worker_0"]["seen"]) == 2
-    assert sample_counts(second).tolist() == [2] * SAMPLES
-    pushes = np.array(second["worker_0"]["versions"]) - versions_in(saved)
-    assert pushes.min() > 20
-    assert (
-        second["worker_0"]["history"]["val_loss"][0] < first["worker_0"]["history"]["val_loss"][0]
-    )
-    assert_equal_weights(second)
+    second = results["worker_0"]
+    assert len(second["seen"]) == 2
+    assert (np.array(second["versions"]) - versions_in(saved)).min() > 20
+    assert second["history"]["val_loss"][0] < first["history"]["val_loss"][0]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("wire", with_variants(["float16", "bfloat16", "top-0.25"], "top-0.25"))
+@pytest.mark.parametrize("wire", ["float16", "bfloat16", "top-0.25"])
 def test_formats_of_messages(start_workers: Any, tmp_path: Path, wire: str) -> None:
-    jobs, options = {"worker": 1, "async": 1}, {"period": 2, "epochs": 6}
+    options = {"fast": 0.004, "period": 2, "epochs": 6}
     results = {}
     for name in ("float32", wire):
-        folder = tmp_path / name
-        folder.mkdir()
-        results[name] = run(start_workers, folder, jobs, fast=0.004, wire=name, **options)
-        assert sample_counts(results[name]).tolist() == [6] * SAMPLES
-        assert_equal_weights(results[name])  # the last message has all bits
+        results[name] = run(start_workers, tmp_path / name, PAIR, wire=name, **options)
+        assert_shared(results[name], 6)  # the last message has all bits
         assert min(results[name]["worker_0"]["used"]) > 0
     losses = {name: result["worker_0"]["history"]["val_loss"] for name, result in results.items()}
     # what a message leaves out comes with the next one; who takes which batch differs anyway, so
@@ -237,31 +239,6 @@ def test_formats_of_messages(start_workers: Any, tmp_path: Path, wire: str) -> N
     plain, packed = (np.mean(losses[name][-3:]) for name in ("float32", wire))
     assert packed < 0.25 * VARIANCE
     assert abs(packed - plain) < 0.15 * VARIANCE
-
-
-SHARES = {"data_shares": [0.4, 0.6], "steps": [2, 3], "second_steps": [1, 2]}
-ALONE = {
-    "async_easgd": "async_easgd",
-    "delta": "delta",
-    "round_robin_easgd": "round_robin_easgd",
-    "ashl": {"class_name": "ASHL", "config": {**SHARES, "loss_threshold": 10.0}},
-    "compressed ashl": {
-        "class_name": "ASHL",
-        "config": {**SHARES, "loss_threshold": 10.0, "compression_ratios": [0.5, 0.8]},
-    },
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", with_variants(ALONE, "ashl"))
-def test_async_workers_alone(start_workers: Any, tmp_path: Path, name: str) -> None:
-    rule = ALONE[name]
-    results = run(start_workers, tmp_path, {"ps": 1, "async": 2}, period=2, rule=rule)
-    assert sample_counts(results).tolist() == [EPOCHS] * SAMPLES
-    assert_equal_weights(results)
-    service = results["ps_0"]
-    assert sum(service["used"]) == EPOCHS * SAMPLES and min(service["used"]) > 0
-    assert service["history"]["val_loss"][-1] < 0.5 * VARIANCE
 
 
 @pytest.mark.full
@@ -273,8 +250,7 @@ def test_steps_and_compression_follow_from_measured_times(
     jobs, options = {"ps": 1, "async": 2}, {"rule": rule, "epochs": MANY, "validates": False}
     # a step takes the first one 36 ms, the second one 144 ms
     results = run(start_workers, tmp_path, jobs, slow=(0.003, 0.012), **options)
-    assert sample_counts(results).tolist() == [MANY] * SAMPLES
-    assert_equal_weights(results)
+    assert_shared(results, MANY)
     for client, name in enumerate(("async_0", "async_1")):
         plans = [plan for plan in results[name]["plans"] if min(plan[0])[0] > 0 and all(plan[1])]
         assert plans  # of both workers
@@ -294,8 +270,7 @@ def test_one_async_worker_alone_leaves_no_epoch_out(start_workers: Any, tmp_path
     # Keras ends its epoch with the last batch, and does not ask for another
     results = run(start_workers, tmp_path, {"ps": 1, "async": 1}, period=2)
     assert [len(epoch) for epoch in results["async_0"]["seen"]] == [SAMPLES] * EPOCHS
-    assert sample_counts(results).tolist() == [EPOCHS] * SAMPLES
-    assert_equal_weights(results)
+    assert_shared(results)
 
 
 @pytest.mark.full
@@ -318,75 +293,6 @@ def test_async_workers_alone_do_not_spread_the_service(start_workers: Any, tmp_p
     assert service.exit_code != 0 and "a TF_CONFIG without sync group" in service.output
 
 
-def run_with_service(
-    start: Any, folder: Path, jobs: dict[str, int], **options: Any
-) -> dict[str, Any]:
-    """Runs a cluster whose tasks of the job `ps` run `keras-het serve`."""
-    options = {"epochs": EPOCHS, "timeout_seconds": 60, "partition_bytes": 64, **options}
-    tasks = environments(jobs, fast=0.006)
-    for environment in tasks:
-        del environment["KERAS_HET_SERVICE_ADDRESS"]
-    serving = [e for e in tasks if json.loads(e["TF_CONFIG"])["task"]["type"] == "ps"]
-    training = [e for e in tasks if e not in serving]
-    arguments = [folder, json.dumps(options)]
-    services = start("program_serve.py", arguments=["--once"], environments=serving)
-    workers = start("program_hybrid.py", arguments=arguments, environments=training)
-    for each in [*workers.wait(), *services.wait()]:
-        assert each.exit_code == 0, each.output
-    assert all("training has ended" in each.output for each in services.wait())
-    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-
-
-SERVICES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "one task": ({"worker": 1, "async": 1, "ps": 1}, {}),
-    "two tasks": ({"worker": 2, "async": 1, "ps": 2}, {"rule": "async_easgd"}),
-    "gradients": (
-        {"worker": 1, "async": 1, "ps": 2},
-        {"rule": {"class_name": "AsyncSGD", "config": {"learning_rate": 0.02}}},
-    ),
-    "members and a task": ({"worker": 2, "async": 1, "ps": 1}, {"service": "spread"}),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", with_variants(SERVICES, "two tasks"))
-def test_service_on_tasks_of_its_own(start_workers: Any, tmp_path: Path, name: str) -> None:
-    jobs, options = SERVICES[name]
-    results = run_with_service(start_workers, tmp_path, jobs, period=2, **options)
-    assert len(results) == jobs["worker"] + jobs["async"]
-    assert sample_counts(results).tolist() == [EPOCHS] * SAMPLES
-    leader = results["worker_0"]
-    assert sum(leader["used"]) == EPOCHS * SAMPLES and min(leader["used"]) > 0
-    assert len(leader["versions"]) > 4 and min(leader["versions"]) > EPOCHS
-    assert_equal_weights(results)
-    assert leader["history"]["val_loss"][-1] < 0.5 * VARIANCE
-
-
-@pytest.mark.full
-def test_service_spread_over_the_sync_group(start_workers: Any, tmp_path: Path) -> None:
-    jobs = {"worker": 2, "async": 1}
-    options = {"service": "spread", "partition_bytes": 64, "period": 2}
-    results = run(start_workers, tmp_path, jobs, fast=0.006, **options)
-    assert sample_counts(results).tolist() == [EPOCHS] * SAMPLES
-    assert_equal_weights(results)
-
-
-@pytest.mark.full
-def test_a_backup_of_a_service_on_other_tasks(start_workers: Any, tmp_path: Path) -> None:
-    adam = {"optimizer": {"class_name": "Adam", "config": {"learning_rate": 0.05}}}
-    jobs, backup = {"worker": 1, "async": 1, "ps": 2}, str(tmp_path / "backup")
-    common = {"rule": adam, "period": 2, "backup": backup}
-    folders = [tmp_path / name for name in ("first", "second")]
-    for folder in folders:
-        folder.mkdir()
-    first = run_with_service(start_workers, folders[0], jobs, **{**common, "epochs": 1})
-    second = run_with_service(start_workers, folders[1], jobs, **{**common, "epochs": 3})
-    assert sample_counts(second).tolist() == [2] * SAMPLES
-    pushes = np.array(second["worker_0"]["versions"]) - first["worker_0"]["versions"]
-    assert pushes.min() > 20  # versions go on where they were
-    assert_equal_weights(second)
-
-
 @pytest.mark.full
 def test_an_epoch_without_own_batches(start_workers: Any, tmp_path: Path) -> None:
     # the group claims two periods ahead: the whole first epoch
@@ -396,14 +302,3 @@ def test_an_epoch_without_own_batches(start_workers: Any, tmp_path: Path) -> Non
     assert all(seen[0] == [] for seen in of_async)
     assert sum(len(epoch) for seen in of_async for epoch in seen) > 0
     assert sample_counts(results).tolist() == [4] * SAMPLES
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "jobs",
-    [{"worker": 2, "async": 1}, pytest.param({"ps": 1, "async": 2}, marks=pytest.mark.full)],
-)
-def test_two_fits(start_workers: Any, tmp_path: Path, jobs: dict[str, int]) -> None:
-    results = run(start_workers, tmp_path, jobs, fast=0.006, period=3, fits=2)
-    assert sample_counts(results).tolist() == [2 * EPOCHS] * SAMPLES
-    assert_equal_weights(results)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,13 @@ from hybrid_clusters import (
     VARIANCE,
     Cluster,
     assert_equal_weights,
-    environments,
+    assert_shared,
+    ended_well,
+    run,
     sample_counts,
 )
+
+PAIR, GROUP = {"worker": 1, "async": 1}, {"worker": 2, "async": 1}
 
 TIMEOUT_SECONDS = 2
 """Of what loses its service here."""
@@ -29,14 +32,8 @@ LONGEST_SECONDS = 60.0
 @pytest.mark.full
 def test_a_slow_worker_is_not_gone(start_workers: Any, tmp_path: Path) -> None:
     # its exchange takes longer than the silence after which a worker counts as gone
-    jobs, seconds = {"worker": 1, "async": 1}, 2.0
-    tasks = environments(jobs, slow=0.02, fast=0.015)
-    options = {"epochs": EPOCHS, "timeout_seconds": seconds, "period": 20}
-    arguments = [tmp_path, json.dumps(options)]
-    workers = start_workers("program_hybrid.py", arguments=arguments, environments=tasks)
-    for worker in workers.wait():
-        assert worker.exit_code == 0, worker.output
-    results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    options = {"timeout_seconds": 2.0, "period": 20}
+    results = run(start_workers, tmp_path, PAIR, slow=0.02, fast=0.015, **options)
     leader = results["worker_0"]
     assert leader["used"][1] > 0
     assert sum(leader["used"]) == EPOCHS * SAMPLES
@@ -44,24 +41,21 @@ def test_a_slow_worker_is_not_gone(start_workers: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("comes_back", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("comes_back", [False, True])
 def test_a_killed_async_worker_holds_nobody_up(
     start_workers: Any, tmp_path: Path, comes_back: bool
 ) -> None:
-    cluster = Cluster(start_workers, tmp_path, {"worker": 2, "async": 1}, timeout_seconds=2)
-    group = cluster.start("worker_0", "worker_1")
+    cluster = Cluster(start_workers, tmp_path, GROUP, timeout_seconds=2)
+    names = ["worker_0", "worker_1"]
+    others = [cluster.start(*names)]
     victim = cluster.start("async_0")
     cluster.wait_for_step("async_0", 3)
     victim.send_signal(0)
-    others = group.wait
-    names = ["worker_0", "worker_1"]
     if comes_back:
         victim.wait_for(0)
-        again = cluster.start("async_0")
-        others = lambda: [*group.wait(), *again.wait()]  # noqa: E731
+        others.append(cluster.start("async_0"))
         names.append("async_0")
-    for worker in others():
-        assert worker.exit_code == 0, worker.output
+    ended_well(*others)
     results = {name: cluster.result(name) for name in names}
     assert_equal_weights(results)
     leader = results["worker_0"]
@@ -73,45 +67,30 @@ def test_a_killed_async_worker_holds_nobody_up(
 
 
 @pytest.mark.full
-def test_a_stopped_async_worker_goes_on_later(start_workers: Any, tmp_path: Path) -> None:
-    cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1})
-    group, worker = cluster.start("worker_0"), cluster.start("async_0")
-    cluster.wait_for_step("async_0", 2)
-    worker.send_signal(0, signal.SIGSTOP)
-    before = cluster.step("worker_0")
-    cluster.wait_for_step("worker_0", before + 15)
-    worker.send_signal(0, signal.SIGCONT)
-    for each in [*group.wait(), *worker.wait()]:
-        assert each.exit_code == 0, each.output
-    results = {name: cluster.result(name) for name in ("worker_0", "async_0")}
-    assert_equal_weights(results)
-    assert sample_counts(results).tolist() == [MANY] * SAMPLES
-
-
-@pytest.mark.full
-def test_a_late_worker_joins(start_workers: Any, tmp_path: Path) -> None:
-    cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1})
+@pytest.mark.parametrize("is_late", [False, True], ids=["stopped", "late"])
+def test_a_stopped_or_late_async_worker_has_its_part(
+    start_workers: Any, tmp_path: Path, is_late: bool
+) -> None:
+    cluster = Cluster(start_workers, tmp_path, PAIR)
     group = cluster.start("worker_0")
-    cluster.wait_for_step("worker_0", 12)
-    late = cluster.start("async_0")
-    for each in [*group.wait(), *late.wait()]:
-        assert each.exit_code == 0, each.output
-    results = {name: cluster.result(name) for name in ("worker_0", "async_0")}
-    assert_equal_weights(results)
-    assert sample_counts(results).tolist() == [MANY] * SAMPLES
+    if is_late:
+        cluster.wait_for_step("worker_0", 12)
+        worker = cluster.start("async_0")
+    else:
+        worker = cluster.start("async_0")
+        cluster.wait_for_step("async_0", 2)
+        worker.send_signal(0, signal.SIGSTOP)
+        cluster.wait_for_step("worker_0", cluster.step("worker_0") + 15)
+        worker.send_signal(0, signal.SIGCONT)
+    ended_well(group, worker)
+    assert_shared({name: cluster.result(name) for name in ("worker_0", "async_0")}, MANY)
 
 
 @pytest.mark.quick("raise")
 @pytest.mark.parametrize("on_loss", ["raise", "continue"])
 def test_the_service_is_lost(start_workers: Any, tmp_path: Path, on_loss: str) -> None:
-    cluster = Cluster(
-        start_workers,
-        tmp_path,
-        {"worker": 1, "async": 1},
-        timeout_seconds=TIMEOUT_SECONDS,
-        on_service_loss=on_loss,
-        epochs=4,
-    )
+    options = {"timeout_seconds": TIMEOUT_SECONDS, "on_service_loss": on_loss, "epochs": 4}
+    cluster = Cluster(start_workers, tmp_path, PAIR, **options)
     leader, worker = cluster.start("worker_0"), cluster.start("async_0")
     cluster.wait_for_step("async_0", 3)
     leader.send_signal(0)
@@ -128,29 +107,18 @@ def test_the_service_is_lost(start_workers: Any, tmp_path: Path, on_loss: str) -
 
 
 @pytest.mark.full
-def test_another_secret_is_refused(start_workers: Any, tmp_path: Path) -> None:
-    cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1}, epochs=2)
-    cluster.environments["async_0"]["KERAS_HET_SERVICE_SECRET"] = "one that was guessed"
-    group, worker = cluster.start("worker_0"), cluster.start("async_0")
+@pytest.mark.parametrize("what", ["secret", "messages (wire, partition_bytes)"])
+def test_what_is_not_the_leaders_is_refused(start_workers: Any, tmp_path: Path, what: str) -> None:
+    cluster = Cluster(start_workers, tmp_path, PAIR, epochs=2)
+    options = {"wire": "float16"}
+    if what == "secret":
+        options = {}
+        cluster.environments["async_0"]["KERAS_HET_SERVICE_SECRET"] = "one that was guessed"
+    group, worker = cluster.start("worker_0"), cluster.start("async_0", **options)
     (refused,) = worker.wait()
     assert refused.exit_code != 0
-    assert "PermissionError" in refused.output and "secret" in refused.output
-    (leader,) = group.wait()
-    assert leader.exit_code == 0, leader.output
-    assert cluster.result("worker_0")["used"] == [2 * SAMPLES, 0]
-
-
-@pytest.mark.full
-def test_another_format_of_messages_is_refused(start_workers: Any, tmp_path: Path) -> None:
-    cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1}, epochs=2)
-    group, worker = cluster.start("worker_0"), cluster.start("async_0", wire="float16")
-    (refused,) = worker.wait()
-    assert refused.exit_code != 0
-    assert (
-        "PermissionError" in refused.output and "messages (wire, partition_bytes)" in refused.output
-    )
-    (leader,) = group.wait()
-    assert leader.exit_code == 0, leader.output
+    assert "PermissionError" in refused.output and what in refused.output
+    ended_well(group)
     assert cluster.result("worker_0")["used"] == [2 * SAMPLES, 0]
 
 
@@ -159,7 +127,7 @@ def test_a_rule_for_another_number_of_workers_is_refused(
 ) -> None:
     settings = {"learning_rate": 0.02, "compensation": 0.04, "num_workers": 7}
     rule = {"class_name": "DelayCompensated", "config": settings}
-    cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1}, rule=rule)
+    cluster = Cluster(start_workers, tmp_path, PAIR, rule=rule)
     (leader,) = cluster.start("worker_0").wait()
     assert leader.exit_code != 0
     assert "was made for 7 workers. Received: a TF_CONFIG with 2" in leader.output
@@ -167,7 +135,7 @@ def test_a_rule_for_another_number_of_workers_is_refused(
 
 @pytest.mark.full
 def test_a_lost_service_on_another_task_is_an_error(start_workers: Any, tmp_path: Path) -> None:
-    jobs = {"worker": 1, "async": 1, "ps": 1}
+    jobs = {**PAIR, "ps": 1}
     cluster = Cluster(start_workers, tmp_path, jobs, timeout_seconds=TIMEOUT_SECONDS)
     service = cluster.start("ps_0")
     workers = cluster.start("worker_0", "async_0")
@@ -192,10 +160,7 @@ WAITING = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n.startswith("ashl") else pytest.mark.full) for n in WAITING],
-)
+@pytest.mark.parametrize("name", WAITING)
 def test_a_worker_that_others_wait_for_is_given_up_and_returns(
     start_workers: Any, tmp_path: Path, name: str
 ) -> None:
@@ -213,10 +178,8 @@ def test_a_worker_that_others_wait_for_is_given_up_and_returns(
     (tmp_path / "async_1.step").unlink()
     again = cluster.start("async_1")
     cluster.wait_for_step("async_1", 3)
-    for each in [*stays.wait(), *again.wait(), *(done for s in serving for done in s.wait())]:
-        assert each.exit_code == 0, each.output
-    (service,) = serving[0].wait()
-    assert "Async worker 1 is gone; the others do not wait for it." in service.output
+    service, *_ = ended_well(*serving, stays, again)
+    assert "Async worker 1 is gone; the others do not wait for it." in service
     results = {task: cluster.result(task) for task in ("ps_0", "async_0", "async_1")}
     assert_equal_weights(results)
     claimed, used = results["ps_0"]["claimed"], results["ps_0"]["used"]
@@ -226,14 +189,13 @@ def test_a_worker_that_others_wait_for_is_given_up_and_returns(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["stopped", pytest.param("killed", marks=pytest.mark.full)])
+@pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_training_attaches_again_to_a_service_that_returns(
     start_workers: Any, tmp_path: Path, how: str
 ) -> None:
     options = {"on_service_loss": "continue", "partition_bytes": 64}
-    options["timeout_seconds"] = TIMEOUT_SECONDS
-    jobs = {"worker": 1, "async": 1, "ps": 2}
-    cluster = Cluster(start_workers, tmp_path, jobs, **options)
+    jobs = {**PAIR, "ps": 2}
+    cluster = Cluster(start_workers, tmp_path, jobs, timeout_seconds=TIMEOUT_SECONDS, **options)
     first, second = cluster.start("ps_0"), cluster.start("ps_1")
     group, worker = cluster.start("worker_0"), cluster.start("async_0")
     cluster.wait_for_step("async_0", 3)
@@ -246,9 +208,7 @@ def test_training_attaches_again_to_a_service_that_returns(
         first.send_signal(0, signal.SIGCONT)
     else:
         first = cluster.start("ps_0")
-    for each in [*group.wait(), *worker.wait(), *first.wait(), *second.wait()]:
-        assert each.exit_code == 0, each.output
-    (output,) = (each.output for each in group.wait())
+    output, *_ = ended_well(group, worker, first, second)
     assert "goes on alone" in output and "answers again" in output, output
     results = {name: cluster.result(name) for name in ("worker_0", "async_0")}
     assert_equal_weights(results)
