@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import keras
@@ -12,45 +11,6 @@ import tensorflow as tf
 
 from keras_het import keras_graphs_adapter as adapter
 from keras_het import private_api
-
-SIGNATURES: list[tuple[Any, str, list[str]]] = [
-    (adapter.Node, "__init__", ["self", "operation", "call_args", "call_kwargs", "outputs"]),
-    (adapter.Functional, "call", ["self", "inputs", "training", "mask"]),
-    (adapter.Functional, "_standardize_inputs", ["self", "inputs"]),
-    (
-        adapter.collective_ops,
-        "broadcast_send_v2",
-        ["t", "group_size", "group_key", "instance_key", "communication_hint", "timeout"],
-    ),
-    (
-        adapter.collective_ops,
-        "broadcast_recv_v2",
-        ["shape", "dtype", "group_size", "group_key", "instance_key"],
-    ),
-    (adapter.collective_ops, "all_reduce_v2", ["t", "group_size", "group_key", "instance_key"]),
-    (adapter.device_lib, "list_local_devices", []),
-    (private_api.keras_base_optimizer.BaseOptimizer, "_clip_gradients", ["self", "grads"]),
-    (private_api.keras_base_optimizer.BaseOptimizer, "_get_variable_index", ["self", "variable"]),
-    (private_api.keras_base_optimizer.BaseOptimizer, "_var_key", ["self", "variable"]),
-    (
-        keras.optimizers.LossScaleOptimizer,
-        "_stateful_handle_finite_grads",
-        ["self", "grads", "trainable_variables"],
-    ),
-    (keras.optimizers.LossScaleOptimizer, "_stateful_handle_non_finite_grads", ["self"]),
-    (private_api.BaseTrainer, "compute_loss", ["self", "x", "y", "y_pred", "sample_weight"]),
-    (private_api.BaseTrainer, "_compute_loss", ["self", "x", "y", "y_pred", "sample_weight"]),
-    (private_api.TensorFlowTrainer, "predict_step", ["self", "data"]),
-]
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "parameters"),
-    SIGNATURES,
-    ids=[f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in SIGNATURES],
-)
-def test_signature(owner: Any, name: str, parameters: list[str]) -> None:
-    assert list(inspect.signature(getattr(owner, name)).parameters)[: len(parameters)] == parameters
 
 
 def two_layers(**options: Any) -> keras.Model:
