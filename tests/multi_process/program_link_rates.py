@@ -16,7 +16,7 @@ from keras_het.asynchronous.roles.measurements import measure_link_rates
 def main() -> None:
     strategy = keras_het.HeterogeneousStrategy()
     rates = measure_link_rates(strategy)
-    Path(sys.argv[1], f"{strategy.worker_index}.json").write_text(json.dumps(rates))
+    Path(sys.argv[1], f"worker_{strategy.worker_index}.json").write_text(json.dumps(rates))
 
 
 if __name__ == "__main__":
