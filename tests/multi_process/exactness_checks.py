@@ -397,6 +397,40 @@ def collectives_in_replica_context(run: Recording) -> None:
 
 
 @check
+def sums_of_all_types(run: Recording) -> None:
+    """Of whole numbers, which have the same sum in whatever order they are added."""
+    random = np.random.default_rng(0)
+    shapes = {"large": ((70_000,), "float32"), "matrix": ((7, 3), "float32")}
+    shapes |= {"scalar": ((), "float32"), "double": ((5,), "float64"), "half": ((9,), "float16")}
+    shapes["whole"] = ((4,), "int64")
+    of_replicas = {
+        name: random.integers(-9, 9, (NUM_REPLICAS, *shape)).astype(kind)
+        for name, (shape, kind) in shapes.items()
+    }
+    sums = {name: values.sum(axis=0) for name, values in of_replicas.items()}
+    means = [sums[name] / NUM_REPLICAS for name in ("matrix", "double")]
+    packed = [sums["matrix"], sums["large"]]
+
+    def replica_function() -> Any:
+        context = tf.distribute.get_replica_context()
+        own = {
+            name: tf.gather(values, context.replica_id_in_sync_group)
+            for name, values in of_replicas.items()
+        }
+        sums = {name: context.all_reduce("SUM", value) for name, value in own.items()}
+        means = [context.all_reduce("MEAN", own[name]) for name in ("matrix", "double")]
+        return sums, means, context.all_reduce("SUM", [own["matrix"], own["large"]])
+
+    found = sums, means, packed
+    if run.strategy is not None:
+        step = tf.function(lambda: run.strategy.run(replica_function))
+        found = tf.nest.map_structure(
+            lambda value: run.strategy.experimental_local_results(value)[0], step()
+        )
+    run.keep("reduced", found)
+
+
+@check
 def ragged_predictions(run: Recording) -> None:
     class Ragged(keras.Model):
         def __init__(self) -> None:

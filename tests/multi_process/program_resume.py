@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from file_operations import Watch
 from recorded import arrays
-from recording import small_model
+from recording import save_variables, small_model
 
 import keras_het
 from keras_het.fit.backup_folder import BackupFolder
@@ -103,9 +102,7 @@ def main() -> None:
     with killed_at(int(operation) if strategy.is_chief else 0, backup):
         model.fit(**inputs(kind), epochs=3, verbose=0, callbacks=callbacks)
     if strategy.is_chief:
-        variables = [*model.weights, *model.optimizer.variables]
-        values = {f"variable_{position}": np.array(v) for position, v in enumerate(variables)}
-        np.savez(Path(result), **values)
+        save_variables(model, result)
 
 
 main()

@@ -14,14 +14,12 @@ import os
 import signal
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from recorded import arrays
-from recording import small_model
+from recording import save_variables, small_model
 
 import keras_het
 from keras_het.planning.pipeline import PipelinePlan, Stage
@@ -168,9 +166,7 @@ def main() -> None:
         raise
     print("trained", flush=True)
     if (result := option("result")) and strategy.is_chief:
-        variables = [*model.weights, *model.optimizer.variables]
-        values = {f"variable_{position}": np.array(v) for position, v in enumerate(variables)}
-        np.savez(Path(result), **values)
+        save_variables(model, result)
 
 
 main()

@@ -99,3 +99,9 @@ def small_model(optimizer: Any, *hidden: Any, **compile_options: Any) -> Any:
     model = keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(1)])
     model.compile(optimizer, **{"loss": "mse", "metrics": ["mae"], **compile_options})
     return model
+
+
+def save_variables(model: Any, path: str) -> None:
+    """Writes what `assert_same_variables` compares."""
+    variables = [*model.weights, *model.optimizer.variables]
+    np.savez(path, **{f"variable_{position}": np.array(v) for position, v in enumerate(variables)})

@@ -25,6 +25,7 @@ UNEQUAL_DEVICES = (
     "loops_in_functions",
     "every_way_to_iterate",
     "collectives_in_replica_context",
+    "sums_of_all_types",
     "ragged_predictions",
     "predictions_of_other_types",
 )

@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from recorded import assert_same_variables
 
 PROGRAM = "program_resume.py"
 
@@ -21,13 +21,6 @@ def expected(start_for_session: Any, tmp_path_factory: Any) -> Path:
     (worker,) = start_for_session(PROGRAM, arguments=["", path, 0, 0]).wait()
     assert worker.exit_code == 0, worker.output
     return path
-
-
-def assert_equal(found: Path, expected: Path) -> None:
-    with np.load(found) as ours, np.load(expected) as theirs:
-        assert ours.keys() == theirs.keys()
-        for name in theirs:
-            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=2e-6)
 
 
 def test_an_interrupted_cluster_goes_on_at_the_right_sample(
@@ -50,7 +43,7 @@ def test_an_interrupted_cluster_goes_on_at_the_right_sample(
     resumed = start_workers(PROGRAM, {"worker": 2}, [shared, result, 0, 0])
     for worker in resumed.wait():
         assert worker.exit_code == 0, worker.output
-    assert_equal(result, expected)
+    assert_same_variables(result, expected)
     assert not shared.exists()
 
 
@@ -63,7 +56,7 @@ def test_a_backup_of_the_end_is_read_by_all_before_the_chief_deletes_it(
         assert worker.exit_code == -signal.SIGKILL
     for worker in start_workers(PROGRAM, {"worker": 2}, [backup, result, 0, 0, "late", 6]).wait():
         assert worker.exit_code == 0, worker.output
-    assert_equal(result, expected)
+    assert_same_variables(result, expected)
     assert not backup.exists()
 
 
@@ -82,7 +75,7 @@ def test_a_kill_at_every_file_operation_of_two_saves(
         killed_before.add(killed.output.split("killed before ")[-1].strip())
         (resumed,) = start_workers(PROGRAM, arguments=[backup, result, 0, 0]).wait()
         assert resumed.exit_code == 0, resumed.output
-        assert_equal(result, expected)
+        assert_same_variables(result, expected)
     assert {"os.mkdir", "os.rename", "os.remove", "fsync", "after save_weights"} <= killed_before
 
 
@@ -100,7 +93,7 @@ def test_a_cluster_whose_chief_is_killed_within_a_save(
         backup = tmp_path / "backup-{}"
     for worker in start_workers(PROGRAM, {"worker": 2}, [backup, result, 0, 0]).wait():
         assert worker.exit_code == 0, worker.output
-    assert_equal(result, expected)
+    assert_same_variables(result, expected)
 
 
 @pytest.mark.full
@@ -132,4 +125,4 @@ def test_three_workers_that_are_killed(
         for worker in start_workers(PROGRAM, cluster, arguments).wait():
             # One that is killed last may have noticed that the others are gone.
             assert (worker.exit_code != 0) == bool(at), worker.output
-    assert_equal(result, one)
+    assert_same_variables(result, one)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from forked_workers import Workers
 from hybrid_clusters import environments
+from recorded import assert_same_variables
 
 from keras_het.launch.local.worker_process import WorkerProcess
 
@@ -67,11 +67,7 @@ def test_training_goes_on_from_the_backup_at_the_right_sample(
     resumed = start({"worker": 2}, result=str(result), **common)
     for worker in [*resumed.wait(), *single.wait()]:
         assert worker.exit_code == 0, worker.output
-    with np.load(result) as ours, np.load(expected) as theirs:
-        assert ours.keys() == theirs.keys()
-        assert ours["variable_4"] == 18  # steps
-        for name in theirs:
-            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=2e-6)
+    assert_same_variables(result, expected, steps=18)
 
 
 WAITS = {
@@ -102,9 +98,7 @@ def test_what_waits_ends_in_time_and_saves_the_last_finished_step(
     resumed = start(jobs, **common, result=str(result), backup=str(backup), save_freq=1000)
     for worker in [*resumed.wait(), *whole.wait()]:
         assert worker.exit_code == 0, worker.output
-    with np.load(result) as ours, np.load(expected) as theirs:
-        for name in theirs:
-            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
+    assert_same_variables(result, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.full
