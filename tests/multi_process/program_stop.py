@@ -1,27 +1,36 @@
-"""Program: trains, or does something else, until a signal ends it.
+"""Program: trains, or does something else, until it ends or is ended.
 
 Its single argument is a JSON object: "mode" ("fit", "evaluate", "predict", "custom_loop",
-"wait_at_start", "handler", "fork"), "backup" and "result" (paths), "validate", and for each worker
-a list: "waits_at" (a row of the data that never comes), "signal_at" (its signal at a step, the
-number of the step), "stuck_at" (a step in which it stays), "saves_at" (a step after which it
-saves), "signal". With "plan", stages of numbers of devices, the workers train a pipeline.
+"wait_at_start", "handler", "fork"), "backup" (a path, with {} for the worker's index), "save_freq",
+"result" (a path for the variables at the end), "validate", "input" (a kind), "shares", and one
+value, or a list of one for each worker: "waits_at" (a row of the data that never comes),
+"signal_at" (its signal at a step, the number of the step), "signal", "fails_at" and "stuck_at" (a
+step in which it fails, or stays), "saves_at" (a step after which it saves), "killed_before" (a
+file operation, counted from the first save on, before which the chief is killed), "reads_late"
+(only the chief reads its backup at once). With "plan", stages of numbers of devices, the workers
+train a pipeline.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
+from file_operations import Watch
 from recorded import arrays
 from recording import save_variables, small_model
 
 import keras_het
+from keras_het.fit.backup_folder import BackupFolder
 from keras_het.planning.pipeline import PipelinePlan, Stage
 
 OPTIONS = json.loads(sys.argv[1])
@@ -46,6 +55,8 @@ class Happens(keras.callbacks.Callback):
             print("training", flush=True)
         if self.step == option("signal_at"):
             os.kill(os.getpid(), option("signal") or signal.SIGTERM)
+        if self.step == option("fails_at"):
+            raise InterruptedError("the power went out")
         if self.step == option("saves_at"):
             self.model.save_weights("mine.weights.h5")
         print(f"step {self.step}", flush=True)
@@ -53,10 +64,12 @@ class Happens(keras.callbacks.Callback):
             print("stuck", flush=True)
             threading.Event().wait()
 
-    on_test_batch_end = on_predict_batch_end = on_train_batch_end
+    on_predict_batch_end = on_train_batch_end
 
 
 class HappensInValidation(Happens):
+    on_test_batch_end = Happens.on_train_batch_end
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Counts no steps of training."""
 
@@ -94,6 +107,58 @@ def pipeline(plan: list[list[int]]) -> Any:
     return keras_het.PipelineStrategy(PipelinePlan(stages, 2, "1f1b", 0.0, memory), 2, ["CPU:0"])
 
 
+class Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(part[8 * index : 8 * index + 8] for part in arrays(44))
+
+
+def inputs() -> dict[str, Any]:
+    """What the model is fitted to."""
+    kind = option("input")
+    x, y = arrays(44)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(44, seed=3)
+    whole = data.batch(8)
+    if kind == "arrays":
+        return {"x": x, "y": y, "batch_size": 8, "validation_data": (x[:8], y[:8])}
+    if kind == "PyDataset":
+        return {"x": Batches(workers=2)}
+    if kind == "unknown size":
+        return {"x": data.filter(lambda *_: True).batch(8)}
+    if "waits_at" not in OPTIONS:
+        return {"x": whole, "validation_data": whole if option("validate") else None}
+    if option("validate"):
+        return {"x": whole, "validation_data": slow((x, y))}
+    return {"x": slow((x, y))}
+
+
+def killed_before(operation: int, backup: str) -> Watch:
+    """A context in which the process is killed before a file operation below `backup`."""
+
+    def look(number: int) -> None:
+        if number == operation:
+            print("killed before", watch.seen[-1], flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    watch = Watch(Path(backup), look)
+    return watch
+
+
+def read_late() -> None:
+    """Let this worker read its backup after the chief has deleted it, or has had the time to."""
+    restore = BackupFolder.restore
+
+    def late(folder: BackupFolder, model: keras.Model) -> Any:
+        end = time.monotonic() + 3.0
+        while folder.newest is not None and folder.newest.exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        return restore(folder, model)
+
+    BackupFolder.restore = late  # type: ignore[method-assign]
+
+
 def train_without_fit(strategy: Any, model: Any, data: Any) -> None:
     @tf.function
     def step(batch: Any) -> Any:
@@ -119,6 +184,10 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda *_: print("my own handler", flush=True))
     plan = option("plan") and json.loads(option("plan"))
     strategy = pipeline(plan) if plan else keras_het.HeterogeneousStrategy()
+    if option("shares"):
+        strategy.set_shares(OPTIONS["shares"][: strategy.num_workers])
+    if option("reads_late") and not strategy.is_chief:
+        read_late()
     keras.utils.set_random_seed(7)
     print("joined", flush=True)
     if mode == "wait_at_start" and strategy.is_chief:
@@ -130,20 +199,19 @@ def main() -> None:
         model = small_model(keras.optimizers.SGD(0.1, momentum=0.9))
         if "waits_at" in OPTIONS:
             model = model_with_state()
-    data = tf.data.Dataset.from_tensor_slices(arrays(44)).shuffle(44, seed=3).batch(8)
+    fitted = inputs()
     if mode == "custom_loop":
-        train_without_fit(strategy, model, data)
+        train_without_fit(strategy, model, fitted["x"])
     if mode == "evaluate":
-        model.evaluate(data.repeat(), steps=FOR_EVER, verbose=0, callbacks=[Happens()])
+        happens = HappensInValidation()
+        model.evaluate(fitted["x"].repeat(), steps=FOR_EVER, verbose=0, callbacks=[happens])
     if mode == "predict":
         x, _ = arrays(44)
         endless = tf.data.Dataset.from_tensor_slices(x).batch(8).repeat()
         model.predict(endless, steps=FOR_EVER, verbose=0, callbacks=[Happens()])
-    if "waits_at" in OPTIONS:
-        data = data if option("validate") else slow(arrays(44))
-    validates = option("validate")
-    callbacks: list[Any] = [HappensInValidation() if validates else Happens()]
+    callbacks: list[Any] = [HappensInValidation() if option("validate") else Happens()]
     if backup := option("backup"):
+        backup = backup.format(strategy.worker_index)
         save_freq = option("save_freq") or "epoch"
         place = len(callbacks) if option("backup_last") else 0
         callbacks.insert(place, keras_het.callbacks.BackupAndRestore(backup, save_freq))
@@ -151,16 +219,13 @@ def main() -> None:
         callbacks.append(keras_het.callbacks.LocalTraining(local))
     if TASK["type"] == "async" or option("hybrid"):
         callbacks.append(keras_het.callbacks.HybridAggregation(timeout_seconds=10))
+    watch: Any = contextlib.nullcontext()
+    if option("killed_before") and strategy.is_chief:
+        watch = killed_before(option("killed_before"), backup)
     try:
-        model.fit(
-            data,
-            epochs=option("epochs") or FOR_EVER,
-            verbose=0,
-            callbacks=callbacks,
-            validation_data=(slow(arrays(44)) if "waits_at" in OPTIONS else data)
-            if validates
-            else None,
-        )
+        with watch:
+            epochs = option("epochs") or FOR_EVER
+            model.fit(**fitted, epochs=epochs, verbose=0, callbacks=callbacks)
     except BaseException as error:
         print(f"raised {type(error).__name__} after {callbacks[0].__class__.__name__}", flush=True)
         raise

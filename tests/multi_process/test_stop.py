@@ -18,6 +18,8 @@ from recorded import assert_same_variables
 from keras_het.launch.local.worker_process import WorkerProcess
 
 TERMINATED = 128 + signal.SIGTERM
+# Devices of both stages of a pipeline: one is that of worker 0, the other that of worker 1.
+PLAN, REVERSED, TOGETHER = "[[0], [1]]", "[[1], [0]]", "[[1], [1, 0]]"
 SCRIPT = str(Path(__file__).with_name("program_stop.py"))
 
 
@@ -48,26 +50,62 @@ def assert_one_ends_at_once(workers: Workers, index: int, number: int, code: int
     assert result.exit_code == code, result.output
 
 
+# What workers do, and what those do that go on from their backup.
+RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "in-training": ({}, {}),
+    "in-validation": ({"validate": True}, {"validate": True}),
+    "pipeline": ({"plan": PLAN}, {"plan": PLAN}),
+    "reversed-pipeline": ({"plan": PLAN}, {"plan": REVERSED}),
+    "pipeline-of-replicas": ({"plan": PLAN}, {"plan": TOGETHER}),
+    "killed-pipeline": (
+        {"plan": PLAN, "save_freq": 2, "signal_at": 9, "signal": int(signal.SIGKILL)},
+        {"plan": REVERSED},
+    ),
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("validate", [False, True], ids=["in-training", "in-validation"])
+@pytest.mark.parametrize(("before", "after"), RESUMED.values(), ids=RESUMED)
 def test_training_goes_on_from_the_backup_at_the_right_sample(
-    start: Any, start_workers: Any, tmp_path: Path, validate: bool
+    start: Any, start_workers: Any, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
     backup, result, expected = (tmp_path / name for name in ("backup", "result.npz", "one.npz"))
-    common = {"epochs": 3, "validate": validate}
-    single = start_workers(
-        "program_stop.py", arguments=[json.dumps({**common, "result": str(expected)})]
-    )
-    common["backup"] = str(backup)
-    # six steps an epoch; the tenth of validation is in that of the second epoch
-    stopped = start({"worker": 2}, signal_at=[None, 10], **common)
-    assert_all_end(stopped)
-    assert "Another worker has received SIGTERM" in stopped.output(0)
+    common = {"epochs": 3, "backup": str(backup)}
+    alone = {"epochs": 3, "validate": after.get("validate", False), "result": str(expected)}
+    single = start_workers("program_stop.py", arguments=[json.dumps(alone)])
+    # six steps an epoch: within the second one, or in its validation
+    stopped = start({"worker": 2}, **{"signal_at": [None, 10], **common, **before})
+    if "signal" in before:
+        stopped.wait()
+    else:
+        assert_all_end(stopped)
+        assert "Another worker has received SIGTERM" in stopped.output(0)
     assert backup.exists()
-    resumed = start({"worker": 2}, result=str(result), **common)
+    resumed = start({"worker": 2}, result=str(result), **common, **after)
     for worker in [*resumed.wait(), *single.wait()]:
         assert worker.exit_code == 0, worker.output
     assert_same_variables(result, expected, steps=18)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_other_worker_of_a_pipeline_names_the_one_that_is_killed(start: Any, lost: int) -> None:
+    workers = start({"worker": 2}, plan=PLAN)
+    workers.wait_for_outputs(range(2), "training")
+    workers.send_signal(lost, signal.SIGKILL)
+    result = workers.wait_for(1 - lost)
+    assert result.exit_code == 1, result.output
+    assert f"WorkerLostError: Lost worker {lost} (127.0.0.1:" in result.output
+    assert "errors_impl" not in result.output
+
+
+@pytest.mark.full
+def test_a_worker_of_a_pipeline_that_saves_alone_within_an_epoch_is_told(start: Any) -> None:
+    workers = start({"worker": 2}, plan=PLAN, saves_at=[8, None])
+    for result in workers.wait():
+        assert result.exit_code == 1, result.output
+        assert "ValueError: The workers have each trained their own stages" in result.output
+        assert "save_weights within an epoch on worker 0, but not on all workers" in result.output
 
 
 WAITS = {
@@ -121,13 +159,26 @@ def test_a_second_training_with_the_folder_of_a_first_says_so_and_the_first_goes
     restarted.wait_for_output(0, "training")
 
 
-@pytest.mark.quick("fit-2")
+@pytest.mark.quick("fit-2-SIGINT-None")
 @pytest.mark.parametrize(
-    ("mode", "number"), [("fit", 2), ("fit", 3), ("evaluate", 2), ("predict", 2)]
+    ("mode", "number", "name", "plan"),
+    [
+        ("fit", 2, "SIGINT", None),
+        ("fit", 3, "SIGINT", None),
+        ("evaluate", 2, "SIGINT", None),
+        ("predict", 2, "SIGINT", None),
+        *((mode, 2, "SIGTERM", PLAN) for mode in ("fit", "evaluate", "predict")),
+    ],
 )
-def test_ctrl_c_on_one_worker_ends_all(start: Any, mode: str, number: int) -> None:
+def test_a_signal_to_one_worker_ends_all(
+    start: Any, mode: str, number: int, name: str, plan: str | None
+) -> None:
+    sent = int(signal.Signals[name])
     at = [None, 10, None][:number]
-    workers = start({"worker": number}, mode=mode, signal_at=at, signal=int(signal.SIGINT))
+    workers = start({"worker": number}, mode=mode, plan=plan, signal_at=at, signal=sent)
+    if name == "SIGTERM":
+        assert_all_end(workers)
+        return
     assert_all_end(workers, -signal.SIGINT)
     assert all("KeyboardInterrupt" in workers.output(index) for index in range(number))
 
