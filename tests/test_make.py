@@ -66,14 +66,28 @@ def install_oldest(folder: Path, minor: int) -> None:
     (folder / ".venv-oldest/installed").touch()
 
 
-@pytest.mark.parametrize("minor", [10, 12, 13])
-def test_another_python_is_refused_before_an_environment_is_made(folder: Path, minor: int) -> None:
+@pytest.mark.parametrize(
+    ("target", "minor", "received", "expected"),
+    [
+        ("demo", 9, "Python 3.9.7", "3.10 to 3.13 (TensorFlow"),
+        ("demo", None, "not found", "3.10 to 3.13 (TensorFlow"),
+        *(
+            ("test-validation", minor, f"Python 3.{minor}.7", "3.11 (TensorFlow Data Validation")
+            for minor in (10, 12, 13)
+        ),
+    ],
+)
+def test_another_python_is_refused_before_an_environment_is_made(
+    folder: Path, target: str, minor: int | None, received: str, expected: str
+) -> None:
     python = folder / "another-python"
-    write_python(python, minor)
-    made = make(folder, "test-validation", f"PYTHON={python}")
+    if minor is not None:
+        write_python(python, minor)
+    made = make(folder, target, f"PYTHON={python}")
     assert made.returncode != 0
-    assert re.search(rf"received: {python} .*Python 3\.{minor}\.7", made.stderr)
-    assert "expected: a command that starts Python 3.11 (TensorFlow Data Validation" in made.stderr
+    assert re.search(rf"received: {python} .*{re.escape(received)}", made.stderr)
+    assert f"expected: a command that starts Python {expected}" in made.stderr
+    assert "to fix it: install Python 3.11" in made.stderr
     assert not (folder / ".venv-oldest").exists()
 
 

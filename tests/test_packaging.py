@@ -235,28 +235,3 @@ def test_the_wheel_holds_every_module_the_licence_and_the_command(tmp_path: Path
     assert {str(path.relative_to(ROOT)) for path in page} <= names
     assert "keras_het/tensorboard/static/uPlot.LICENSE.txt" in names
     assert {"keras_het/py.typed", f"{info}/licenses/LICENSE"} <= names
-
-
-@pytest.mark.parametrize(
-    ("python", "received"),
-    [("no-such-python", "not found"), ("{folder}/python3.9", "Python 3.9.18")],
-)
-def test_make_says_what_is_wrong_with_a_python_that_does_not_fit(
-    python: str, received: str, tmp_path: Path
-) -> None:
-    too_old = tmp_path / "python3.9"
-    too_old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.9.18" && exit\nexit 1\n')
-    too_old.chmod(0o755)
-    name = python.format(folder=tmp_path)
-    made = subprocess.run(
-        ["make", "demo", f"PYTHON={name}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert made.returncode != 0
-    assert re.search(rf"received: {re.escape(name)} .*{received}", made.stderr)
-    assert "expected: a command that starts Python 3.10 to 3.13" in made.stderr
-    assert "to fix it: install Python 3.11" in made.stderr

@@ -1,17 +1,13 @@
 """What a row of benchmarks/hybrid.py says of trainings that do not reach the target."""
 
 import importlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def hybrid(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
+def hybrid():
     return importlib.import_module("hybrid")
 
 

@@ -1,7 +1,6 @@
 """The parameter service's benchmark: kinds that do not fit into memory together take turns."""
 
 import importlib
-from pathlib import Path
 
 import pytest
 
@@ -9,8 +8,7 @@ SECONDS = {"service": 0.2, "remote_variables": 0.4, "socket": 0.1, "echo": 0.16}
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+def benchmark():
     return importlib.import_module("parameter_service")
 
 
