@@ -7,25 +7,19 @@ none; names of the checks. A task of the job "summation" is a machine that sums.
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import json
 import os
 import sys
-import time
-import traceback
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
-from recording import CHECKS, Recording
+from recording import CHECKS, Recording, run_each
 
 import keras_het
 from keras_het.summation import Summation, machine
-
-LONGEST_CHECK_SECONDS = 100
 
 
 def create_strategy(num_devices: int, summation: dict[str, Any] | None) -> Any:
@@ -36,6 +30,12 @@ def create_strategy(num_devices: int, summation: dict[str, Any] | None) -> Any:
         devices=[f"CPU:{index}" for index in range(num_devices)],
         aggregation="all_reduce" if summation is None else Summation(**summation),
     )
+
+
+def results_of(check: str, strategy: Any) -> dict[str, np.ndarray]:
+    recording = Recording(strategy)
+    CHECKS[check](recording)
+    return recording.results
 
 
 def main() -> None:
@@ -53,20 +53,7 @@ def main() -> None:
             place += len(config["cluster"].get("chief", []))
         strategy = create_strategy(int(devices.split(",")[place]), json.loads(summation))
         name = f"worker_{strategy.worker_index}"
-    for check in names:
-        # A worker that waits for ever is ended, with a stack trace in its output.
-        faulthandler.dump_traceback_later(LONGEST_CHECK_SECONDS, exit=True)
-        keras.backend.clear_session()
-        started = time.monotonic()
-        recording = Recording(strategy)
-        try:
-            CHECKS[check](recording)
-        except Exception:
-            traceback.print_exc()
-            recording.results = {"failed": np.array(traceback.format_exc())}
-        np.savez(Path(folder) / f"{check}-{name}.npz", **recording.results)
-        print(f"{check}: {time.monotonic() - started:.1f} s", flush=True)
-    faulthandler.cancel_dump_traceback_later()
+    run_each(names, lambda check: results_of(check, strategy), Path(folder), name)
     if strategy is not None and strategy.extended.summation is not None:
         print("partitions", json.dumps(strategy.extended.summation.num_partitions), flush=True)
 

@@ -1,15 +1,15 @@
 """Program: trains with async workers and writes what each task did.
 
-Arguments: folder for the results, JSON of options: "rule", "period", "epochs", "wire" (its name)
-and others; what is not the program's is given to `HybridAggregation`.
+Arguments: folder for the results, JSON of options: `OWN`; the others are those of
+`HybridAggregation` ("wire": its name).
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -23,6 +23,20 @@ from keras_het.asynchronous.parameter_service.wire import wire_named
 from keras_het.callbacks import HybridAggregation
 
 SAMPLES, BATCH = 360, 12
+OWN = {
+    "rule": "delta",
+    "epochs": 3,
+    "rate": 0.02,
+    "momentum": 0.0,
+    "steps_per_execution": 1,
+    "arrays": False,
+    "validates": True,
+    "fits": 1,
+    "earlier_rules": (),
+    "backup": None,
+    "telemetry": None,
+    "keeps_factors": False,
+}
 
 
 class Recorded(keras.Model):
@@ -55,23 +69,17 @@ class Recorded(keras.Model):
 
 
 class Epochs(keras.callbacks.Callback):
-    """Notes the samples of each epoch, and runs orders of the test."""
+    """Notes the samples of each epoch, and writes the number of each step."""
 
-    def __init__(self, folder: Path, name: str, orders: dict[str, Any]) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
         self.seen: list[list[int]] = []
         self.steps = 0
-        self.seconds: list[float] = []
-        self._folder, self._name, self._orders = folder, name, orders
-        self._last = 0.0
+        self._path = path
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        now = time.perf_counter()
-        self.seconds.append(now - self._last)
-        self._last = now
         self.steps += 1
-        # the test waits for this
-        (self._folder / f"{self._name}.step").write_text(str(self.steps))
+        self._path.write_text(str(self.steps))  # the test waits for this
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.seen.append(list(self.model.seen))
@@ -122,29 +130,20 @@ def keep_factors() -> list[list[float]]:
 def main() -> None:
     keras.config.disable_traceback_filtering()
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
-    rule = options.pop("rule", "delta")
-    epochs = options.pop("epochs", 3)
-    rate = options.pop("rate", 0.02)
-    backup = options.pop("backup", None)
-    fits = options.pop("fits", 1)
-    validates = options.pop("validates", True)
-    steps_per_execution = options.pop("steps_per_execution", 1)
+    own = SimpleNamespace(**{name: options.pop(name, value) for name, value in OWN.items()})
     if "wire" in options:
         options["wire"] = wire_named(options["wire"])
-    earlier_rules = options.pop("earlier_rules", ())
-    momentum = options.pop("momentum", 0.0)
-    takes_arrays = options.pop("arrays", False)
-    log = options.pop("telemetry", None)
-    factors = keep_factors() if options.pop("keeps_factors", False) else []
+    factors = keep_factors() if own.keeps_factors else []
     plans = keep_plans()
+    rule = own.rule
     if isinstance(rule, dict) and rule.get("optimizer"):
         rule = rules.AsyncSGD(optimizer=keras.optimizers.get(rule["optimizer"]))
     strategy = keras_het.HeterogeneousStrategy()
     keras.utils.set_random_seed(7)
     with strategy.scope():
         model = Recorded()
-        optimizer = keras.optimizers.SGD(rate, momentum)
-        model.compile(optimizer, "mse", steps_per_execution=steps_per_execution)
+        optimizer = keras.optimizers.SGD(own.rate, own.momentum)
+        model.compile(optimizer, "mse", steps_per_execution=own.steps_per_execution)
         model.build((None, 6))
     config = strategy.cluster_config
     name = f"{config.task_type}_{config.task_index}"
@@ -152,7 +151,7 @@ def main() -> None:
     data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(SAMPLES, seed=3).batch(BATCH)
     validation = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     hybrid = HybridAggregation(rule, **options)
-    notes = Epochs(folder, name, options)
+    notes = Epochs(folder / f"{name}.step")
 
     class Service(keras.callbacks.Callback):
         def __init__(self) -> None:
@@ -178,34 +177,32 @@ def main() -> None:
 
     service = Service()
     backups = []
-    if backup:
-        backups = [keras_het.callbacks.BackupAndRestore(backup, delete_checkpoint=False)]
-    watches = [keras_het.callbacks.Telemetry(log)] if log else []
+    if own.backup:
+        backups = [keras_het.callbacks.BackupAndRestore(own.backup, delete_checkpoint=False)]
+    watches = [keras_het.callbacks.Telemetry(own.telemetry)] if own.telemetry else []
     earlier = []
-    if earlier_rules:
+    if own.earlier_rules:
         with strategy.scope():
             model(x[:1])  # has no weights before
         start = model.get_weights()
-    for each in earlier_rules:
-        fitted = model.fit(
-            data, epochs=epochs, verbose=0, callbacks=[HybridAggregation(each, **options), notes]
-        )
+    for each in own.earlier_rules:
+        callbacks = [HybridAggregation(each, **options), notes]
+        fitted = model.fit(data, epochs=own.epochs, verbose=0, callbacks=callbacks)
         weights = [np.array(weight).tolist() for weight in model.get_weights()]
         earlier.append({"loss": fitted.history["loss"], "weights": weights})
         model.set_weights(start)
-    for _ in range(fits - 1):
-        model.fit(data, epochs=epochs, verbose=0, callbacks=[hybrid, notes])
+    for _ in range(own.fits - 1):
+        model.fit(data, epochs=own.epochs, verbose=0, callbacks=[hybrid, notes])
     history = model.fit(
-        **({"x": x, "y": y, "batch_size": BATCH} if takes_arrays else {"x": data}),
-        epochs=epochs,
+        **({"x": x, "y": y, "batch_size": BATCH} if own.arrays else {"x": data}),
+        epochs=own.epochs,
         verbose=0,
-        validation_data=validation if validates else None,
+        validation_data=validation if own.validates else None,
         callbacks=[hybrid, notes, service, *backups, *watches],
     )
     result = {
         "seen": notes.seen,
         "steps": notes.steps,
-        "seconds": notes.seconds,
         "history": history.history,
         "weights": [np.array(weight).tolist() for weight in model.get_weights()],
         "plans": plans,

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import faulthandler
 import functools
 import os
 import sys
-import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +21,13 @@ import tensorflow as tf
 from pipeline_models import MODELS
 from pipeline_optimizers import normalizing, perceptron, rows
 from pipeline_training import Outcome, floatx, plan_of, train
+from recording import run_each
 
 import keras_het
 from keras_het.strategy.pipeline.step.model_units import ModelUnits
 
 IS_CLUSTER = "TF_CONFIG" in os.environ
 DEVICES = ("CPU:0", "CPU:1")
-LONGEST_CHECK_SECONDS = 100
 # Devices of each stage: 0 and 1 are those of worker 0, 2 and 3 those of worker 1.
 MODELS.update(
     accumulation=(
@@ -171,6 +168,13 @@ def _note(found: dict[str, Any], path: str, name: str, item: Any) -> None:
         found[f"saved {path} {name}"] = item[()]
 
 
+def run_in_floats(name: str, folder: Path, strategy: Any) -> dict[str, Any]:
+    in_float32 = IN_FLOAT32.get(name.partition("/")[0])
+    with floatx("float32" if in_float32 else "float64"):
+        keras.config.set_dtype_policy(in_float32 or "float64")
+        return run(name, folder, strategy)
+
+
 def main() -> None:
     folder, *names = sys.argv[1:]
     cpu = tf.config.list_physical_devices("CPU")[0]
@@ -179,23 +183,8 @@ def main() -> None:
     if not IS_CLUSTER:
         names = list(dict.fromkeys(name.partition("/")[0] for name in names))
     strategy = keras_het.PipelineStrategy(None, 4, DEVICES) if IS_CLUSTER else None
-    task = "single" if strategy is None else strategy.worker_index
-    for name in names:
-        # A worker that waits for ever is ended, with a stack trace in its output.
-        faulthandler.dump_traceback_later(LONGEST_CHECK_SECONDS, exit=True)
-        keras.backend.clear_session()
-        started = time.monotonic()
-        try:
-            in_float32 = IN_FLOAT32.get(name.partition("/")[0])
-            with floatx("float32" if in_float32 else "float64"):
-                keras.config.set_dtype_policy(in_float32 or "float64")
-                found = run(name, Path(folder), strategy)
-        except Exception:
-            traceback.print_exc()
-            found = {"failed": np.array(traceback.format_exc())}
-        np.savez(Path(folder) / f"{name.replace('/', '-')}-{task}.npz", **found)
-        print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
-    faulthandler.cancel_dump_traceback_later()
+    task = "single" if strategy is None else f"worker_{strategy.worker_index}"
+    run_each(names, lambda name: run_in_floats(name, Path(folder), strategy), Path(folder), task)
 
 
 main()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import faulthandler
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 from recorded import arrays
 
+LONGEST_CHECK_SECONDS = 100
 CHECKS: dict[str, Callable[[Recording], None]] = {}
 
 
@@ -105,3 +110,22 @@ def save_variables(model: Any, path: str) -> None:
     """Writes what `assert_same_variables` compares."""
     variables = [*model.weights, *model.optimizer.variables]
     np.savez(path, **{f"variable_{position}": np.array(v) for position, v in enumerate(variables)})
+
+
+def run_each(
+    names: Sequence[str], run: Callable[[str], Mapping[str, Any]], folder: Path, task: str
+) -> None:
+    """Runs checks one after the other; writes what each gives, or how it failed."""
+    for name in names:
+        # A worker that waits for ever is ended, with a stack trace in its output.
+        faulthandler.dump_traceback_later(LONGEST_CHECK_SECONDS, exit=True)
+        keras.backend.clear_session()
+        started = time.monotonic()
+        try:
+            found = run(name)
+        except Exception:
+            traceback.print_exc()
+            found = {"failed": np.array(traceback.format_exc())}
+        np.savez(folder / f"{name.replace('/', '-')}-{task}.npz", **found)
+        print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
+    faulthandler.cancel_dump_traceback_later()

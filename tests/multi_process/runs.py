@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forked_workers import cluster_environments
+from forked_workers import TIMEOUT, Workers, cluster_environments
 from recorded import ONLY_WORKERS, OWN
 
 # Float32 sums in another order, see tests/exactness/equivalence.py.
@@ -18,7 +18,42 @@ RTOL, ATOL = 1e-4, 2e-6
 Results = Mapping[str, np.ndarray]
 
 
-class Runs:
+class Written:
+    """What processes have written of each check, once they have ended.
+
+    Args:
+        folder: where they write.
+        processes: for each program, what runs it and how many of those write; others may go on.
+        longest_seconds: time for all checks.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        processes: Sequence[tuple[Workers, int]],
+        longest_seconds: float = TIMEOUT,
+    ) -> None:
+        self._folder, self._processes = folder, processes
+        for workers, number in processes:
+            try:
+                for index in range(number):
+                    workers.wait_for(index, longest_seconds)
+            except TimeoutError:
+                # The checks that were reached are still worth comparing; the others fail.
+                workers.close()
+
+    def load(self, check: str, task: str) -> Results:
+        path = self._folder / f"{check.replace('/', '-')}-{task}.npz"
+        if not path.exists():
+            tails = "\n".join(workers.tails() for workers, _ in self._processes)
+            pytest.fail(f"{task} did not come to the end of {check}:\n{tails}")
+        with np.load(path) as stored:
+            results = dict(stored)
+        assert "failed" not in results, f"{check} on {task}:\n{results['failed']}"
+        return results
+
+
+class Runs(Written):
     """What the workers of one cluster and one device have written.
 
     Args:
@@ -45,11 +80,9 @@ class Runs:
         environment: Mapping[str, str] | None = None,
         has_single: bool = True,
     ) -> None:
-        self._folder = folder
         self.checks = checks
         self.num_workers = len(devices.split(","))
-        settings = json.dumps(summation)
-        program = "program_exactness.py"
+        settings, program = json.dumps(summation), "program_exactness.py"
         started = []
         if has_single:
             arguments = [folder, module, "0", settings, *checks]
@@ -59,22 +92,13 @@ class Runs:
             arguments=[folder, module, devices, settings, *checks],
             environments=cluster_environments(jobs, environment),
         )
-        # machines that sum go on
-        started.append((self.workers, self.num_workers))
-        for processes, number in started:
-            try:
-                for index in range(number):
-                    processes.wait_for(index)
-            except TimeoutError:
-                # The checks that were reached are still worth comparing; the others fail.
-                processes.close()
-        self._tails = [processes.tails for processes, _ in started]
+        super().__init__(folder, [*started, (self.workers, self.num_workers)])
 
     def of_workers(self, check: str) -> list[Results]:
-        return [self._load(check, f"worker_{index}") for index in range(self.num_workers)]
+        return [self.load(check, f"worker_{index}") for index in range(self.num_workers)]
 
     def of_one_device(self, check: str) -> Results:
-        return self._load(check, "single")
+        return self.load(check, "single")
 
     def assert_as_one_device(self, check: str) -> None:
         """Fails unless the chief has what one device has, and all workers have the same bits."""
@@ -90,16 +114,6 @@ class Runs:
                 np.testing.assert_array_equal(
                     other[name], chief[name], err_msg=f"{name} of worker {index} and the chief"
                 )
-
-    def _load(self, check: str, name: str) -> Results:
-        path = self._folder / f"{check}-{name}.npz"
-        if not path.exists():
-            tails = "\n".join(tails() for tails in self._tails)
-            pytest.fail(f"{name} did not come to the end of {check}:\n{tails}")
-        with np.load(path) as stored:
-            results = dict(stored)
-        assert "failed" not in results, f"{check} on {name}:\n{results['failed']}"
-        return results
 
 
 def _without(results: Results, prefixes: tuple[str, ...]) -> set[str]:

@@ -204,23 +204,11 @@ def test_local_steps_have_no_collective_between_workers(results: dict[str, Any])
         assert int(worker["collectives/global"]) > 0
 
 
-def test_number_of_exchanges(results: dict[str, Any]) -> None:
-    for name, expected in {"diloco": 4, "sync_easgd": 6, "streaming_diloco": 6}.items():
-        assert int(results[name][0]["exchanges"]) == expected, name
-    # of two fragments that exchange every four steps, the second begins at step 2
-
-
 def test_each_worker_used_its_own_share(results: dict[str, Any]) -> None:
     # the first step of an epoch has those of the evaluation before it too
     one, two = (worker["samples"][-STEPS + 1 :] for worker in results["unequal shares"])
     assert one.tolist() == [6, 6, 6, 6, 3]
     assert two.tolist() == [2, 2, 2, 2, 1]
-
-
-def test_training_goes_on_globally_afterwards(results: dict[str, Any]) -> None:
-    one = results["diloco"][0]
-    end = np.concatenate([weight.ravel() for weight in listed(one, "end")])
-    assert np.abs(one["again"] - end).max() > 1e-3
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from runs import Written
 
 QUICK = ("masked/replicas",)
 CHECKS = (
@@ -52,38 +53,25 @@ LONGEST_SECONDS = 540.0
 pytestmark = pytest.mark.timeout(600)
 
 
-class Written:
+class Pipelines(Written):
     """What the workers and one device have written."""
 
     def __init__(
         self, start: Any, folder: Path, checks: tuple[str, ...], num_workers: int = 2
     ) -> None:
-        self._folder, self._num_workers = folder, num_workers
-        self.processes = [
-            start("program_pipeline.py", jobs, [folder, *checks])
-            for jobs in (None, {"worker": num_workers})
+        self._num_workers = num_workers
+        processes = [
+            (start("program_pipeline.py", jobs, [folder, *checks]), number)
+            for jobs, number in ((None, 1), ({"worker": num_workers}, num_workers))
         ]
-        for processes in self.processes:
-            try:
-                processes.wait(LONGEST_SECONDS)
-            except TimeoutError:
-                processes.close()  # the checks that were reached are still worth comparing
-
-    def load(self, name: str) -> dict[str, np.ndarray]:
-        path = self._folder / f"{name.replace('/', '-')}.npz"
-        tails = "\n".join(processes.tails() for processes in self.processes)
-        assert path.exists(), f"did not come to the end of {name}:\n{tails}"
-        with np.load(path) as stored:
-            results = dict(stored)
-        assert "failed" not in results, f"{name}:\n{results['failed']}"
-        return results
+        super().__init__(folder, processes, LONGEST_SECONDS)
 
     def assert_as_one_device(self, check: str) -> None:
         """Fails unless every worker has what one device has."""
         model, _, _ = check.partition("/")
-        expected, tolerance = self.load(f"{model}-single"), TOLERANCES.get(model, 1e-9)
+        expected, tolerance = self.load(model, "single"), TOLERANCES.get(model, 1e-9)
         for worker in range(self._num_workers):
-            found = self.load(f"{check}-{worker}")
+            found = self.load(check, f"worker_{worker}")
             names = {name for name in expected if worker == 0 or not name.startswith("saved")}
             assert found.keys() == names
             for name in sorted(names):
@@ -99,33 +87,33 @@ class Written:
 @pytest.fixture(scope="module")
 def written(
     start_for_session: Any, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
-) -> Written:
+) -> Pipelines:
     checks = QUICK if pytestconfig.getoption("--quick") else CHECKS
-    return Written(start_for_session, tmp_path_factory.mktemp("pipeline"), checks)
+    return Pipelines(start_for_session, tmp_path_factory.mktemp("pipeline"), checks)
 
 
 @pytest.mark.quick(*QUICK)
 @pytest.mark.parametrize("check", CHECKS)
-def test_every_worker_has_what_one_device_has(written: Written, check: str) -> None:
+def test_every_worker_has_what_one_device_has(written: Pipelines, check: str) -> None:
     written.assert_as_one_device(check)
 
 
 @pytest.fixture(scope="module")
 def written_of_trainings(
     start_for_session: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Written:
-    return Written(start_for_session, tmp_path_factory.mktemp("trainings"), TRAININGS)
+) -> Pipelines:
+    return Pipelines(start_for_session, tmp_path_factory.mktemp("trainings"), TRAININGS)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("check", TRAININGS)
-def test_trainings_of_other_kinds(written_of_trainings: Written, check: str) -> None:
+def test_trainings_of_other_kinds(written_of_trainings: Pipelines, check: str) -> None:
     written_of_trainings.assert_as_one_device(check)
 
 
 @pytest.mark.full
 def test_stages_on_some_of_three_workers(start_workers: Any, tmp_path: Path) -> None:
     checks = "masked/three workers", "averages/three workers"
-    written = Written(start_workers, tmp_path, checks, 3)
+    written = Pipelines(start_workers, tmp_path, checks, 3)
     for check in checks:
         written.assert_as_one_device(check)
