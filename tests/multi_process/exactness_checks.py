@@ -15,6 +15,8 @@ import tensorflow as tf
 from recorded import ONLY_WORKERS, OWN, arrays
 from recording import Recording, batches, check, small_model
 
+import keras_het
+
 NUM_REPLICAS = 3
 
 
@@ -117,6 +119,37 @@ def state_of_ones_own(run: Recording) -> None:
     run.set_shares([3, 0, 1])
     model = run.build(lambda: small_model("sgd", Own(), keras.layers.Dense(4, "tanh")))
     run.fit(model, batches())
+
+
+@check
+def sharpness_aware_steps_with_vectors_in_logs(run: Recording) -> None:
+    class Sam(keras.Sequential):
+        def gradients(self, x: Any, y: Any) -> tuple[Any, Any]:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
+            return loss, tape.gradient(loss, self.trainable_variables)
+
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            weights = self.trainable_variables
+            loss, gradients = self.gradients(x, y)
+            gradients = keras_het.reduce_over_replicas(gradients)
+            moves = [0.05 * each / tf.linalg.global_norm(gradients) for each in gradients]
+            for weight, move in zip(weights, moves, strict=True):
+                weight.assign_add(move)
+            _, gradients = self.gradients(x, y)
+            for weight, move in zip(weights, moves, strict=True):
+                weight.assign_sub(move)
+            self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+            return {"loss": loss, "mean_of_rows": tf.reduce_mean(x, axis=0)}
+
+    def model() -> Any:
+        made = Sam([keras.Input((5,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+        made.compile(keras.optimizers.SGD(0.1, momentum=0.9))
+        return made
+
+    run.set_shares([3, 0, 1])
+    run.fit(run.build(model), batches())
 
 
 @check
