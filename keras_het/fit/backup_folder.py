@@ -16,17 +16,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import h5py
+import keras
 import numpy as np
-
-if TYPE_CHECKING:
-    import keras
 
 _logger = logging.getLogger("keras_het")
 _NAME = re.compile(r"backup-(\d+)-([0-9a-f]{64})\.weights\.h5")
 _STATE = "keras_het"
+_SEED = "seed/"
 _OTHER_FORMATS = ("latest.weights.h5", "training_metadata.json", "data_position.json")
 _LOCK = "keras_het.lock"
 _IS_LOCKED = (errno.EACCES, errno.EAGAIN)
@@ -136,7 +135,11 @@ class BackupFolder:
             with model.distribute_strategy.scope():
                 optimizer.build(model.trainable_variables)
         model.load_weights(str(self.newest))
-        return self.state()
+        state = self.state()
+        for place, seed in enumerate(_seeds(model)):
+            if (saved := state.pop(f"{_SEED}{place}", None)) is not None:
+                seed.assign(saved)
+        return state
 
     def state(self) -> dict[str, np.ndarray]:
         """The state stored with the weights in the newest backup, {} if there is none."""
@@ -155,7 +158,11 @@ class BackupFolder:
     ) -> bool:
         """Write a backup, then remove those that are not kept; False if it is not valid then."""
         content = io.BytesIO()
-        np.savez(content, **state)
+        seeds = {
+            f"{_SEED}{place}": keras.ops.convert_to_numpy(seed)
+            for place, seed in enumerate(_seeds(model))
+        }
+        np.savez(content, **state, **seeds)
         with self._writing:
             present = self._found()
             aside = self.path / "incomplete.weights.h5"
@@ -203,6 +210,12 @@ class BackupFolder:
                     f"{path}. Give another backup_dir, or remove the files of that backup; "
                     "model.load_weights reads the weights alone."
                 )
+
+
+def _seeds(model: keras.Model) -> list[keras.Variable]:
+    """The states of a model's random generators, which Keras does not save with the weights."""
+    weights = {id(weight) for weight in model.non_trainable_weights}
+    return [each for each in model.non_trainable_variables if id(each) not in weights]
 
 
 def _bytes_needed(model: keras.Model) -> int:

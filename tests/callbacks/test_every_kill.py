@@ -312,3 +312,35 @@ def test_an_epoch_without_a_step_after_a_resume_is_an_error(
         assert list(kills.folder.glob("backup-*"))
     else:
         assert go_on()[1] == [1]
+
+
+class KillAt(keras.callbacks.Callback):
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if int(self.model.optimizer.iterations.numpy()) == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.quick("6")
+@pytest.mark.parametrize("step", range(1, 2 * STEPS))
+def test_random_layers_go_on_with_their_numbers(
+    logical_devices: Any, folder: Path, step: int
+) -> None:
+    def train(*callbacks: Any) -> list[np.ndarray]:
+        keras.utils.set_random_seed(3)
+        with keras_het.HeterogeneousStrategy(list(logical_devices[:2]), shares=[2, 1]).scope():
+            noise = keras.Sequential([keras.layers.GaussianNoise(0.1)])
+            layers = keras.layers.Dropout(0.3), noise, keras.layers.Dense(1)
+            model = keras.Sequential([keras.Input((SAMPLES,)), *layers])
+            model.compile("sgd", "mse")
+        model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0, callbacks=callbacks)
+        return model.get_weights()
+
+    expected = train()
+    with pytest.raises(KeyboardInterrupt):
+        train(BackupAndRestore(str(folder / "backup"), save_freq=1), KillAt(step))
+    found = train(BackupAndRestore(str(folder / "backup")))
+    np.testing.assert_equal(found, expected)
