@@ -7,7 +7,8 @@ value, or a list of one for each worker: "waits_at" (a row of the data that neve
 "signal_at" (its signal at a step, the number of the step), "signal", "fails_at" and "stuck_at" (a
 step in which it fails, or stays), "saves_at" (a step after which it saves), "killed_before" (a
 file operation, counted from the first save on, before which the chief is killed), "reads_late"
-(only the chief reads its backup at once). With "plan", stages of numbers of devices, the workers
+(only the chief reads its backup at once), "lag" (of late reads, as if devices worked ahead). With
+"plan", stages of numbers of devices, the workers
 train a pipeline.
 """
 
@@ -32,6 +33,8 @@ from recording import save_variables, small_model
 import keras_het
 from keras_het.fit.backup_folder import BackupFolder
 from keras_het.planning.pipeline import PipelinePlan, Stage
+from keras_het.strategy.cluster import stop_request
+from keras_het.strategy.measure.late_reads import LateReads
 
 OPTIONS = json.loads(sys.argv[1])
 TASK = json.loads(os.environ.get("TF_CONFIG") or '{"task": {"type": "worker", "index": 0}}')["task"]
@@ -182,6 +185,8 @@ def main() -> None:
     mode = option("mode")
     if mode == "handler":
         signal.signal(signal.SIGTERM, lambda *_: print("my own handler", flush=True))
+    if lag := option("lag"):
+        stop_request.LateReads = lambda _: LateReads(lag)  # type: ignore[misc, assignment]
     plan = option("plan") and json.loads(option("plan"))
     strategy = pipeline(plan) if plan else keras_het.HeterogeneousStrategy()
     if option("shares"):

@@ -54,6 +54,7 @@ def assert_one_ends_at_once(workers: Workers, index: int, number: int, code: int
 RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "in-training": ({}, {}),
     "in-validation": ({"validate": True}, {"validate": True}),
+    "read-late": ({"lag": 3, "validate": True}, {"lag": 3, "validate": True}),
     "pipeline": ({"plan": PLAN}, {"plan": PLAN}),
     "reversed-pipeline": ({"plan": PLAN}, {"plan": REVERSED}),
     "pipeline-of-replicas": ({"plan": PLAN}, {"plan": TOGETHER}),
@@ -159,23 +160,25 @@ def test_a_second_training_with_the_folder_of_a_first_says_so_and_the_first_goes
     restarted.wait_for_output(0, "training")
 
 
-@pytest.mark.quick("fit-2-SIGINT-None")
+@pytest.mark.quick("fit-2-SIGINT-None-None", "fit-3-SIGTERM-None-3")
 @pytest.mark.parametrize(
-    ("mode", "number", "name", "plan"),
+    ("mode", "number", "name", "plan", "lag"),
     [
-        ("fit", 2, "SIGINT", None),
-        ("fit", 3, "SIGINT", None),
-        ("evaluate", 2, "SIGINT", None),
-        ("predict", 2, "SIGINT", None),
-        *((mode, 2, "SIGTERM", PLAN) for mode in ("fit", "evaluate", "predict")),
+        ("fit", 3, "SIGTERM", None, 3),
+        ("predict", 2, "SIGTERM", None, 3),
+        ("fit", 2, "SIGINT", None, None),
+        ("fit", 3, "SIGINT", None, None),
+        ("evaluate", 2, "SIGINT", None, None),
+        ("predict", 2, "SIGINT", None, None),
+        *((mode, 2, "SIGTERM", PLAN, None) for mode in ("fit", "evaluate", "predict")),
     ],
 )
 def test_a_signal_to_one_worker_ends_all(
-    start: Any, mode: str, number: int, name: str, plan: str | None
+    start: Any, mode: str, number: int, name: str, plan: str | None, lag: int | None
 ) -> None:
     sent = int(signal.Signals[name])
     at = [None, 10, None][:number]
-    workers = start({"worker": number}, mode=mode, plan=plan, signal_at=at, signal=sent)
+    workers = start({"worker": number}, mode=mode, plan=plan, lag=lag, signal_at=at, signal=sent)
     if name == "SIGTERM":
         assert_all_end(workers)
         return

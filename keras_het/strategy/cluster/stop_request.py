@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.fit.session import STEP_FUNCTIONS, Batches, FitSession, Rank, StepFunction
 from keras_het.strategy.cluster.departure import call_for
 from keras_het.strategy.cluster.stop_signals import SIGNALS, stop_signals
+from keras_het.strategy.measure.late_reads import LAG, LateReads
 from keras_het.value_types import Nest
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ class StopRequest:
     """The stop this process was asked for, and what all workers have agreed on.
 
     A worker that stopped by itself would leave the others in a collective. Its request therefore
-    travels in the collective of the next step, and all workers stop after that step.
+    travels in the collective of the next step, and all workers stop after that step, or a few steps
+    later where devices work ahead of their hosts.
     """
 
     def __init__(self, strategy: HeterogeneousStrategy, is_alone: bool) -> None:
@@ -58,6 +61,7 @@ class StopRequest:
         self._carries: weakref.WeakKeyDictionary[keras.Model, dict[str, bool]] = (
             weakref.WeakKeyDictionary()
         )
+        self._reads = LateReads(0 if "CPU" in device else LAG)
         # On the step's device, because XLA may compile the step.
         with tf.init_scope(), tf.device(device):
             self._own = tf.Variable(tf.zeros([len(SIGNALS)]), trainable=False)
@@ -101,16 +105,18 @@ class StopRequest:
     @property
     def is_agreed(self) -> bool:
         """Whether the latest step was the last one, on all workers alike."""
-        if self._agreed is None and self._is_carried:
-            asked = tf.raw_ops.ReadVariableOp(resource=self._everyone.handle, dtype=tf.float32)
-            for number, workers in zip(SIGNALS, asked.numpy(), strict=True):
-                if workers > 0 and self._agreed is None:
-                    self._agreed = number
         return self._agreed is not None
 
     def end_if_agreed(self) -> None:
+        """End the script after a loop of Keras, if a worker was asked to."""
+        self._note(self._reads.take(all_of_them=True))
         if self.is_agreed:
             self._end()
+
+    def _note(self, wishes: Iterable[np.ndarray]) -> None:
+        for of_workers in wishes:
+            asked = [number for number, count in zip(SIGNALS, of_workers, strict=True) if count > 0]
+            self._agreed = self._agreed or next(iter(asked), None)
 
     def contribution(self, is_first: bool, dtype: tf.DType) -> tf.Tensor:
         """Return what a replica adds to the sum over all replicas, in the graph."""
@@ -136,11 +142,16 @@ class StopRequest:
         is_carried = noted.get(STEP_FUNCTIONS[session.loop])
         if is_carried is not None:  # else the first step is yet to be traced
             self._has_begun_steps, self._is_carried = True, is_carried
-            self.end_if_agreed()
+            if self.is_agreed:
+                self._end()
             if self._received is not None and is_carried:
                 self._own.assign([float(number == self._received) for number in SIGNALS])
         result = function(batches)
-        if not self._is_carried:
+        if self._is_carried:
+            wishes = tf.raw_ops.ReadVariableOp(resource=self._everyone.handle, dtype=tf.float32)
+            self._reads.add(wishes)
+            self._note(self._reads.take())
+        else:
             self._agreed = self._received
         return result
 
@@ -176,6 +187,7 @@ class StopRequest:
             # The first worker to leave would break the step that others still finish.
             call_for(_SECONDS_TO_MEET, strategy.barrier)
         self._received = self._agreed = None
+        self._reads.clear()
         self._own.assign(tf.zeros_like(self._own))
         self._everyone.assign(tf.zeros_like(self._everyone))
         raise stop_signals.exception(number)

@@ -1,0 +1,65 @@
+"""Values of finished steps, read without waiting for the device.
+
+A device that works ahead of its host would have to stop for a value to be read between two steps.
+So a thread reads the value of step i, and the host acts on it before step i + lag: by then it is
+there, and all workers act at the same step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from concurrent.futures import Future
+
+import numpy as np
+import tensorflow as tf
+
+LAG = 3
+"""Steps for which a device may have work while its host waits for a value."""
+
+
+class LateReads:
+    """A queue of values, one for each step.
+
+    Args:
+        lag: number of steps after which a value is needed; 0 where a device computes no step before
+            its host has called it, so that reading costs nothing.
+    """
+
+    def __init__(self, lag: int) -> None:
+        self._lag = lag
+        self._pending: deque[Future[np.ndarray]] = deque()
+        self._todo: queue.SimpleQueue[tuple[tf.Tensor, Future[np.ndarray]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def add(self, value: tf.Tensor) -> None:
+        """Begin to read the value of the step that was called last."""
+        future: Future[np.ndarray] = Future()
+        self._pending.append(future)
+        if not self._lag:
+            future.set_result(value.numpy())
+            return
+        if self._thread is None:
+            # a daemon: after a lost worker it may wait for ever
+            self._thread = threading.Thread(target=self._read, name="keras_het-reads", daemon=True)
+            self._thread.start()
+        self._todo.put((value, future))
+
+    def take(self, all_of_them: bool = False) -> list[np.ndarray]:
+        """Return the values that are due, oldest first, or all; wait for those not read yet."""
+        number = len(self._pending) - (0 if all_of_them else self._lag)
+        return [self._pending.popleft().result() for _ in range(number)]
+
+    def clear(self) -> None:
+        """Forget what is not taken."""
+        self._pending.clear()
+
+    def _read(self) -> None:
+        while True:
+            value, future = self._todo.get()
+            try:
+                future.set_result(value.numpy())
+            except Exception as error:
+                future.set_exception(error)
+            del value, future

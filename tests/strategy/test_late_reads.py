@@ -1,0 +1,67 @@
+"""Values are read in the order of their steps, and waited for only when they are due."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from keras_het.strategy.measure.late_reads import LateReads
+
+
+class OnDevice:
+    """A value that can be read when its step has been computed."""
+
+    def __init__(self, value: float, error: Exception | None = None) -> None:
+        self._value, self._error = value, error
+        self.is_computed, self.read_by = threading.Event(), ""
+
+    def numpy(self) -> np.ndarray:
+        assert self.is_computed.wait(60)
+        self.read_by = threading.current_thread().name
+        if self._error is not None:
+            raise self._error
+        return np.array(self._value)
+
+
+def test_a_value_is_waited_for_when_its_device_is_so_many_steps_behind() -> None:
+    reads, values = LateReads(2), [OnDevice(number) for number in range(4)]
+    for value in values[:2]:
+        reads.add(value)
+        assert reads.take() == []
+    reads.add(values[2])
+    threading.Timer(0.05, values[0].is_computed.set).start()
+    assert reads.take() == [0]
+    assert values[0].read_by == "keras_het-reads"
+    reads.add(values[3])
+    for value in values:
+        value.is_computed.set()
+    assert reads.take() == [1]
+    assert reads.take(all_of_them=True) == [2, 3]
+    assert reads.take(all_of_them=True) == []
+
+
+def test_without_a_lag_the_value_is_there_at_once() -> None:
+    reads, value = LateReads(0), OnDevice(7)
+    value.is_computed.set()
+    reads.add(value)
+    assert reads.take() == [7]
+    assert value.read_by == "MainThread"
+
+
+def test_an_error_of_a_step_is_raised_where_its_value_is_due() -> None:
+    reads, values = LateReads(1), [OnDevice(0, ValueError("lost")), OnDevice(1)]
+    for value in values:
+        value.is_computed.set()
+        reads.add(value)
+    with pytest.raises(ValueError, match="lost"):
+        reads.take()
+    assert reads.take(all_of_them=True) == [1]
+
+
+def test_values_of_a_training_that_has_ended_are_forgotten() -> None:
+    reads = LateReads(3)
+    reads.add(OnDevice(0))
+    reads.clear()
+    assert reads.take(all_of_them=True) == []
