@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from devices import DEVICES
+from small_training import BATCH, NUM_BATCHES, data, flat, make_model
 
 from keras_het.callbacks import (
     BackupAndRestore,
@@ -22,8 +23,8 @@ from keras_het.callbacks import (
 )
 from keras_het.fit.backup_folder import BackupFolder
 
-SAMPLES, BATCH, EPOCHS = 24, 4, 2
-STEPS = EPOCHS * SAMPLES // BATCH
+EPOCHS = 2
+STEPS = EPOCHS * NUM_BATCHES
 NAMES = ("backup", "balancer", "hybrid", "tuner", "validation")
 ORDERS = list(itertools.permutations(NAMES))
 
@@ -64,35 +65,17 @@ class Looks(keras.callbacks.Callback):
         self.logs.append(set(logs))
 
 
-def flat(model):
-    return np.concatenate([np.ravel(weight) for weight in model.get_weights()])
-
-
-def make_model():
-    keras.utils.set_random_seed(3)
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    return model
-
-
-def data():
-    x = np.random.default_rng(1).normal(size=(SAMPLES, 3)).astype("float32")
-    return tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True))).batch(BATCH)
-
-
 @functools.cache
 def on_one_device():
     """The weights after each epoch."""
     looks = Looks()
-    with tf.distribute.OneDeviceStrategy(DEVICES[0]).scope():
-        model = make_model()
+    model = make_model(tf.distribute.OneDeviceStrategy(DEVICES[0]))
     model.fit(data(), epochs=EPOCHS, verbose=0, callbacks=[looks])
     return looks.weights
 
 
 def train(strategy, folder, order):
-    with strategy.scope():
-        model = make_model()
+    model = make_model(strategy)
     callbacks = {
         "backup": BackupAndRestore(folder, save_freq="epoch", delete_checkpoint=False),
         "balancer": BatchBalancer("even"),

@@ -6,9 +6,8 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
-import keras
-import numpy as np
 import pytest
+from small_training import data, make_model
 
 import keras_het
 from keras_het.asynchronous.parameter_service import TopKWire
@@ -60,12 +59,9 @@ def test_asynchronous_rules_are_refused(name: str) -> None:
 
 
 def test_one_worker_is_refused() -> None:
-    strategy = keras_het.HeterogeneousStrategy()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = make_model(keras_het.HeterogeneousStrategy())
     with pytest.raises(ValueError, match="a cluster of one"):
-        model.fit(np.ones((16, 5)), np.ones((16, 1)), verbose=0, callbacks=[LocalTraining()])
+        model.fit(data(), verbose=0, callbacks=[LocalTraining()])
 
 
 def test_the_rule_of_a_name_takes_settings() -> None:

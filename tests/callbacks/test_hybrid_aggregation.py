@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from addresses import free_address
+from small_training import BATCH, NUM_BATCHES, SAMPLES, arrays, data, flat, make_model
 
 import keras_het
 from keras_het.asynchronous.parameter_service.sample_ledger import LedgerConnection
@@ -23,27 +24,6 @@ from keras_het.callbacks import BatchBalancer, HybridAggregation
 from keras_het.fit.session import FitSession, Rank
 from keras_het.rpc.server import FunctionServer
 
-SAMPLES, BATCH = 24, 4
-NUM_BATCHES = SAMPLES // BATCH
-
-
-def make_model(strategy, make_optimizer=keras.optimizers.SGD, **compiled):
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile(make_optimizer(0.1), "mse", **compiled)
-    return model
-
-
-def arrays():
-    random = np.random.default_rng(1)
-    x = random.normal(size=(SAMPLES, 3)).astype("float32")
-    return x, x @ np.ones((3, 1), np.float32)
-
-
-def data():
-    return tf.data.Dataset.from_tensor_slices(arrays()).batch(BATCH)
-
 
 def mean_gradient(model, batches):
     """Of the mean squared error, as one vector."""
@@ -51,10 +31,6 @@ def mean_gradient(model, batches):
     x, y = (array[: batches * BATCH] for array in arrays())
     errors = x @ kernel + bias - y
     return np.append(2 * x.T @ errors / len(x), 2 * errors.mean())
-
-
-def flat(model):
-    return np.concatenate([np.ravel(weight) for weight in model.get_weights()])
 
 
 class Acts(keras.callbacks.Callback):

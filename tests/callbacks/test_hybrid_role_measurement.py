@@ -2,10 +2,9 @@
 
 import logging
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
+from small_training import BATCH, NUM_BATCHES, arrays, data, make_model
 
 import keras_het
 from keras_het.asynchronous.roles import role_choice
@@ -13,7 +12,6 @@ from keras_het.asynchronous.roles.measurements import ExchangeTimes
 from keras_het.callbacks import BatchBalancer, HybridAggregation, hybrid_aggregation
 from keras_het.strategy.measure.compute_times import CAPACITY
 
-NUM_BATCHES = 6
 MEASURED_STEPS = 4  # of 8 that it takes
 
 
@@ -39,18 +37,6 @@ def strategy(monkeypatch, logical_devices):
     times = ExchangeTimes(all_reduce_seconds=0.008, busy_seconds=0.004)
     monkeypatch.setattr(role_choice, "measure_exchange", lambda *_: times)
     return strategy
-
-
-def data():
-    x = np.random.default_rng(1).normal(size=(4 * NUM_BATCHES, 3)).astype("float32")
-    return tf.data.Dataset.from_tensor_slices((x, x.sum(axis=1, keepdims=True))).batch(4)
-
-
-def make_model(strategy):
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    return model
 
 
 def fit(model, epochs, *others):
@@ -127,7 +113,7 @@ def test_data_that_could_not_be_shared_is_refused_before_anything_is_measured(st
 
 def test_roles_are_chosen_in_a_fit_of_arrays(strategy, caplog):
     caplog.set_level(logging.WARNING, "keras_het")
-    x, y = (np.concatenate(rows) for rows in zip(*data().as_numpy_iterator(), strict=True))
+    x, y = arrays()
     hybrid = HybridAggregation(roles="auto", measured_steps=MEASURED_STEPS)
-    make_model(strategy).fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[hybrid])
+    make_model(strategy).fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[hybrid])
     assert caplog.text.count("Measured for roles: balanced") == 1

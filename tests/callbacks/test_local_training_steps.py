@@ -6,14 +6,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from small_training import BATCH, SAMPLES, make_model
 
 import keras_het
 from keras_het.asynchronous.rules import DiLoCo
 from keras_het.callbacks import LocalTraining
 from keras_het.fit.session import FitSession
 from keras_het.local_training import LocalSteps, PeriodicExchange
-
-SAMPLES, BATCH = 24, 4
 
 
 class Exchange:
@@ -31,10 +30,7 @@ class Exchange:
 
 def small_model(devices):
     strategy = keras_het.HeterogeneousStrategy(devices)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    return strategy, model
+    return strategy, make_model(strategy)
 
 
 def ends_of_executions(num_steps, each):

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 from typing import Any
 
@@ -38,29 +37,6 @@ def test_reads_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.worker_index == 1
 
 
-def test_workers_only() -> None:
-    config = read(config_of(TWO_WORKERS, index=1))
-    assert config == ClusterConfig(None, ("a:1", "b:2"), None, "worker", 1)
-    assert (config.num_workers, config.worker_index) == (2, 1)
-    assert not config.is_chief
-    assert not config.is_evaluator
-    assert config.task_name == "/job:worker/replica:0/task:1"
-    assert [config.address_of(index) for index in range(2)] == ["a:1", "b:2"]
-    assert read(config_of(TWO_WORKERS)).is_chief
-
-
-def test_chief_comes_first() -> None:
-    cluster = {"worker": ["a:1", "b:2"], "chief": ["c:3"]}
-    chief = read(config_of(cluster, "chief"))
-    worker = read(config_of(cluster, "worker", 1))
-    assert (chief.num_workers, chief.worker_index, chief.is_chief) == (3, 0, True)
-    assert (worker.num_workers, worker.worker_index, worker.is_chief) == (3, 2, False)
-    assert not read(config_of(cluster, "worker", 0)).is_chief
-    assert [worker.address_of(index) for index in range(3)] == ["c:3", "a:1", "b:2"]
-    assert chief.task_name == "/job:chief/replica:0/task:0"
-    assert worker.task_name == "/job:worker/replica:0/task:1"
-
-
 def test_evaluator_is_a_cluster_of_its_own() -> None:
     listed = read(config_of({**TWO_WORKERS, "evaluator": ["e:5"]}, "evaluator"))
     assert listed.is_evaluator
@@ -88,11 +64,6 @@ def test_forms_that_tensorflow_accepts() -> None:
     cloud = config_of(TWO_WORKERS, environment="cloud", job="{}")
     cloud["task"].update(trial="", cloud="x")
     assert read(cloud).num_workers == 2
-
-
-def test_is_immutable() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        read(config_of(TWO_WORKERS)).task_index = 1
 
 
 MALFORMED = {
