@@ -16,9 +16,9 @@ from keras_het.fit.backup_folder import BackupFolder
 from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, tell
 from keras_het.fit.session import FitSession
 from keras_het.fit.shorter_epochs import ShorterEpochs
-from keras_het.strategy.cluster.stop_request import StepGuard
 
 if TYPE_CHECKING:
+    from keras_het.strategy.cluster.stop_request import StepGuard
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _logger = logging.getLogger("keras_het")
