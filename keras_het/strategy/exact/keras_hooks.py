@@ -34,16 +34,19 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.strategy.exact.step import ExactStep, current_step, running_step
+from keras_het.strategy.exact.step import current_step, running_step
+
+if TYPE_CHECKING:
+    from keras_het.strategy.exact.keras_step import ExactStep
 
 _Hook = Callable[[Callable[..., Any]], Callable[..., Any]]
-_Verb = Callable[[ExactStep], Callable[..., Any]]
+_Verb: TypeAlias = "Callable[[ExactStep], Callable[..., Any]]"
 """What a step does instead of a function of Keras, which it gets as its first argument."""
 
 _MISSING = object()

@@ -22,7 +22,7 @@ from keras_het.strategy.exact.keras_hooks import as_replica, keras_hooks, record
 from keras_het.strategy.exact.means import Means
 from keras_het.strategy.exact.metrics import Metrics, flatten_metrics
 from keras_het.strategy.exact.own_state import Assignments, OwnState, tell
-from keras_het.strategy.exact.step import ExactStep, ReplicaSum, StepSpec
+from keras_het.strategy.exact.step import ReplicaSum, StepSpec, active
 from keras_het.strategy.measure.step_clock import Measurement
 from keras_het.value_types import Leaf, Nest
 
@@ -66,7 +66,7 @@ def run_train_or_test_step(
 
     def replica_step(rows: Nest, sizes: tf.Tensor | None) -> Nest:
         spec = _spec(strategy, rows, sizes, **facts)
-        step = _stages(strategy, spec, rows, model, metrics, unfinished, remarks)
+        step = ExactStep(strategy, spec, rows, model, metrics, unfinished, remarks)
         return _trace(strategy, step, model, function, rows, caller, request)
 
     with keras_hooks(), recorded_results(flatten_metrics(metrics)):
@@ -86,10 +86,10 @@ def run_predict_step(
 
     def replica_step(rows: Nest, sizes: tf.Tensor | None) -> Nest:
         spec = _spec(strategy, rows, sizes, kind="predict")
-        step = _stages(strategy, spec, rows, model, [], None, remarks)
+        step = ExactStep(strategy, spec, rows, model, [], None, remarks)
         rows = at_least_one_row(spec, rows if step.measurement is None else step.measurement.rows)
         step.own_state.read_from(rows)
-        with as_replica(caller), step.active():
+        with as_replica(caller), active(step):
             outputs = function(rows)
             if model is not None:
                 step.own_state.finish_prediction(model)
@@ -133,14 +133,14 @@ def _trace(
     spec, measurement, is_first = step.spec, step.measurement, step.spec.local_position == 0
     with (
         as_replica(caller),
-        step.active(),
+        active(step),
         step.metrics.unchanged_without_samples(),
         step.update.storing(model),
     ):
         rows = at_least_one_row(spec, rows if measurement is None else measurement.rows)
         step.own_state.read_from(rows)
         logs = function(rows)  # the hooks call the stages; gradients most often wait for the sum
-    with step.active():
+    with active(step):
         logs, metrics = step.metrics.values(logs), flatten_metrics(model.metrics)
         of_metrics = {id(variable) for metric in metrics for variable in metric.variables}
         step.update.check_stored(model, step.assignments.recorded.keys() - of_metrics)
@@ -203,32 +203,30 @@ def _spec(
     )
 
 
-def _stages(
-    strategy: HeterogeneousStrategy,
-    spec: StepSpec,
-    rows: Nest,
-    model: keras.Model | None,
-    metrics: Sequence[keras.metrics.Metric],
-    unfinished: UnfinishedStep | None,
-    remarks: list[str],
-) -> ExactStep:
-    is_measured = spec.is_timed or spec.emulated_device is not None
-    measurement = Measurement(spec, strategy.compute_times, rows) if is_measured else None
-    update = Update(spec, unfinished if spec.local_position == 0 else None)
-    assignments = Assignments(update)
-    replica_sum = ReplicaSum(spec, assignments, measurement)
-    gradients = Gradients(spec, replica_sum, update, measurement, model)
-    return ExactStep(
-        spec=spec,
-        measurement=measurement,
-        update=update,
-        assignments=assignments,
-        sum=replica_sum,
-        gradients=gradients,
-        means=Means(spec, replica_sum, gradients),
-        metrics=Metrics(spec, replica_sum, assignments, metrics),
-        own_state=OwnState(spec, replica_sum, assignments, model, remarks),
-    )
+class ExactStep:
+    """A step and its stages; the hooks into Keras call verbs of the stages."""
+
+    def __init__(
+        self,
+        strategy: HeterogeneousStrategy,
+        spec: StepSpec,
+        rows: Nest,
+        model: keras.Model | None,
+        metrics: Sequence[keras.metrics.Metric],
+        unfinished: UnfinishedStep | None,
+        remarks: list[str],
+    ) -> None:
+        is_measured = spec.is_timed or spec.emulated_device is not None
+        self.spec = spec
+        # Absent where nobody measures: nothing of it is in the graph then.
+        self.measurement = Measurement(spec, strategy.compute_times, rows) if is_measured else None
+        self.update = Update(spec, unfinished if spec.local_position == 0 else None)
+        self.assignments = Assignments(self.update)
+        self.sum = ReplicaSum(spec, self.assignments, self.measurement)
+        self.gradients = Gradients(spec, self.sum, self.update, self.measurement, model)
+        self.means = Means(spec, self.sum, self.gradients)
+        self.metrics = Metrics(spec, self.sum, self.assignments, metrics)
+        self.own_state = OwnState(spec, self.sum, self.assignments, model, remarks)
 
 
 def _is_measured(strategy: HeterogeneousStrategy) -> bool:

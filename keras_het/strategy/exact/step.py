@@ -1,4 +1,4 @@
-r"""One replica's Keras step while it is traced: what it is, and the stages that own its state.
+r"""One replica's Keras step while it is traced: what it is, and its sums over replicas.
 
 One device would take the mean over the B samples of the global batch. Replica i holds
 :math:`b_i` of them, computes on its own share what one device would compute on it, and every
@@ -26,10 +26,8 @@ from keras_het.strategy.measure.emulated_device import EmulatedDevice
 from keras_het.value_types import Nest, Summand
 
 if TYPE_CHECKING:
-    from keras_het.strategy.exact.gradients import Gradients, Update
-    from keras_het.strategy.exact.means import Means
-    from keras_het.strategy.exact.metrics import Metrics
-    from keras_het.strategy.exact.own_state import Assignments, OwnState
+    from keras_het.strategy.exact.keras_step import ExactStep
+    from keras_het.strategy.exact.own_state import Assignments
     from keras_het.strategy.measure.step_clock import Measurement
 
 Original: TypeAlias = Callable[..., Any]
@@ -98,30 +96,15 @@ class StepSpec:
         return tf.where(is_first, value, tf.zeros_like(value))
 
 
-@dataclasses.dataclass(frozen=True)
-class ExactStep:
-    """A step and its stages; the hooks into Keras call verbs of the stages."""
-
-    spec: StepSpec
-    measurement: Measurement | None
-    """Absent where nobody measures: nothing of it is in the graph then."""
-    update: Update
-    assignments: Assignments
-    sum: ReplicaSum
-    gradients: Gradients
-    means: Means
-    metrics: Metrics
-    own_state: OwnState
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[ExactStep]:
-        """Make this the step of the running thread (TensorFlow traces one replica per thread)."""
-        previous = running_step()
-        _local.step = self
-        try:
-            yield self
-        finally:
-            _local.step = previous
+@contextlib.contextmanager
+def active(step: ExactStep) -> Iterator[None]:
+    """Make a step that of the running thread (TensorFlow traces one replica per thread)."""
+    previous = running_step()
+    _local.step = step
+    try:
+        yield
+    finally:
+        _local.step = previous
 
 
 def current_step() -> ExactStep | None:
