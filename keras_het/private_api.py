@@ -101,7 +101,6 @@ __all__ = [
     "KerasTensorFlowVariable",
     "ResourceVariable",
     "distribute_lib",
-    "distribute_utils",
     "distribute_values",
     "keras_base_optimizer",
     "keras_batch_normalization",

@@ -180,7 +180,7 @@ def _data(name: str, value: Any) -> Iterator[tuple[str, str]]:
             yield f"elements of {path}", str(spec)
     elif isinstance(value, tf.distribute.DistributedDataset):
         yield f"kind of {name}", "data set of each replica's own batches"
-    elif hasattr(value, "num_batches") or _is_loader(value):
+    elif hasattr(value, "num_batches") or type(value).__module__.startswith("torch.utils.data"):
         yield f"kind of {name}", type(value).__name__
         size = getattr(value, "num_batches", None)
         yield f"batches of {name}", str(size if size is not None else len(value))
@@ -193,10 +193,6 @@ def _data(name: str, value: Any) -> Iterator[tuple[str, str]]:
             yield f"rows of {path}", str(shape[0] if shape else "none")
             yield f"type of {path}", f"{_dtype(array)} {shape[1:]}"
             yield f"some rows of {path}", sample_of(array)
-
-
-def _is_loader(value: object) -> bool:
-    return type(value).__module__.startswith("torch.utils.data")
 
 
 def _cardinality(dataset: DistributedSteps | tf.data.Dataset) -> str:

@@ -81,13 +81,11 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         if self._group_size > 1 and not self.stays_within_worker:
             flat = self._all_reduce_by_type(flat, replica_id, options)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
+            local = len(self._local_devices)
+            number = local if self.stays_within_worker else self._num_replicas
             with tf.device(self._local_devices[0]):
-                flat = [_divide(item, self._num_reduced) for item in flat]
+                flat = [_divide(item, number) for item in flat]
         return tf.nest.pack_sequence_as(value, flat)
-
-    @property
-    def _num_reduced(self) -> int:
-        return len(self._local_devices) if self.stays_within_worker else self._num_replicas
 
     def _all_reduce_by_type(
         self, flat: list[Summand], replica_id: int, options: private_api.CommunicationOptions
