@@ -1,4 +1,10 @@
-"""Models with several things that Keras keeps in Python, and collectives between them."""
+"""What Keras keeps in Python stays with its replica where replicas take turns within a step.
+
+Replicas of one process are threads that switch at each collective, and share the model's layers.
+Each model here has losses of layers or masks, and a collective between their making and their use.
+"""
+
+import functools
 
 import keras
 import numpy as np
@@ -7,8 +13,14 @@ import tensorflow as tf
 from equivalence import Trial, arrays, assert_equivalent, dense_model, three_replicas
 
 ops, layers = keras.ops, keras.layers
+sgd = functools.partial(keras.optimizers.SGD, 0.05, momentum=0.5)
+penalty = functools.partial(keras.regularizers.L2, 0.5)
 # masks are made, used and dropped, and drop nothing: what is random cannot be compared
 BARELY = 1e-7
+
+
+def synchronized():
+    return layers.BatchNormalization(synchronized=True, epsilon=0.1)
 
 
 class Penalized(layers.Layer):
@@ -17,7 +29,7 @@ class Penalized(layers.Layer):
     def __init__(self):
         super().__init__()
         self.supports_masking = True
-        self.normalization = layers.BatchNormalization(synchronized=True, epsilon=0.1)
+        self.normalization = synchronized()
 
     def call(self, inputs, mask=None, training=False):
         self.add_loss(0.3 * ops.mean(ops.square(inputs)))
@@ -31,7 +43,7 @@ class Normalized(layers.SimpleRNNCell):
 
     def __init__(self, units, **options):
         super().__init__(units, **options)
-        self.normalization = layers.BatchNormalization(synchronized=True, epsilon=0.1)
+        self.normalization = synchronized()
         self.has_same_masks = []
 
     def build(self, shape):
@@ -197,3 +209,125 @@ def test_layers_made_in_a_step_have_the_policy_of_the_caller():
     finally:
         keras.config.set_dtype_policy("float32")
     assert model.layers[0].inner.compute_dtype == "float16"
+
+
+def compiled(model, loss="mse", **options):
+    model.compile(sgd(), loss, **options)
+    return model
+
+
+def dense(**options):
+    return layers.Dense(4, "tanh", activity_regularizer=penalty(), **options)
+
+
+class Adds(layers.Layer):
+    """Adds losses on both sides of statistics that are summed over replicas."""
+
+    def __init__(self):
+        super().__init__()
+        self.normalization = synchronized()
+
+    def call(self, inputs, training=False):
+        self.add_loss(0.5 * ops.mean(ops.square(inputs)))
+        outputs = self.normalization(inputs, training=training)
+        self.add_loss(0.2 * ops.sum(ops.square(outputs), axis=1))
+        self.add_loss(0.1 * ops.mean(ops.abs(outputs)))
+        return outputs
+
+
+def behind_statistics():
+    return keras.Sequential([keras.Input((5,)), dense(), synchronized(), layers.Dense(1)])
+
+
+def own_layer():
+    return keras.Sequential([keras.Input((5,)), dense(), Adds(), layers.Dense(1)])
+
+
+def used_twice():
+    """A layer, and a model that is a layer, each called twice in one step."""
+    inner = keras.Sequential([keras.Input((4,)), dense(), synchronized()])
+    inputs = keras.Input((5,))
+    shared = dense()
+    hidden = inner(shared(inputs))
+    return keras.Model(inputs, layers.Dense(1)(inner(hidden)))
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first, self.adds, self.last = dense(), Adds(), layers.Dense(1)
+
+    def call(self, inputs, training=False):
+        self.add_loss(0.3 * ops.mean(inputs * self.first(inputs)[:, :1]))
+        return self.last(self.adds(self.first(inputs), training=training))
+
+
+def subclassed():
+    model = Subclassed()
+    model(np.zeros((2, 5), "float32"))
+    return model
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(self(x, training=True) - y)) + sum(self.losses)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+def own_step():
+    return OwnStep([keras.Input((5,)), dense(), synchronized(), layers.Dense(1)])
+
+
+MODELS = {each.__name__: each for each in (behind_statistics, own_layer, used_twice, subclassed)}
+
+
+@pytest.mark.quick("used_twice")
+@pytest.mark.parametrize("name", MODELS)
+def test_behind_synchronized_statistics(name):
+    assert_equivalent(Trial(lambda: compiled(MODELS[name](), metrics=["mae"])))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 3}])
+def test_other_ways_to_run(options):
+    # eager replicas must know the number of samples, which the last batch has fewer of
+    assert_equivalent(Trial(lambda: compiled(own_layer(), **options)))
+
+
+def test_a_step_of_ones_own():
+    assert_equivalent(Trial(lambda: compiled(own_step()), evaluate=False))
+
+
+@pytest.mark.full
+def test_several_outputs_and_evaluation_within_the_fit():
+    def build():
+        inputs = keras.Input((5,))
+        hidden = synchronized()(dense()(inputs))
+        outputs = [layers.Dense(1, name="one")(hidden), dense(name="four")(hidden)]
+        return compiled(keras.Model(inputs, outputs), ["mse", "mae"])
+
+    def data():
+        x, y = arrays()
+        return tf.data.Dataset.from_tensor_slices((x, (y, np.tile(y, 4)))).batch(8)
+
+    def fit(model, callbacks):
+        options = {"epochs": 2, "verbose": 0, "callbacks": callbacks}
+        return model.fit(data(), validation_data=data(), **options)
+
+    assert_equivalent(Trial(build, data, fit=fit))
+
+
+def test_layers_have_the_losses_of_before_when_the_step_is_over():
+    strategy = three_replicas()
+    with strategy.scope():
+        model = compiled(behind_statistics())
+    rows = tf.ones((6, 5))
+    model(rows)
+    (before,) = model.losses
+    tf.function(lambda: strategy.run(model.train_step, args=((rows, rows[:, :1]),)))()
+    (after,) = model.losses
+    assert after is before
