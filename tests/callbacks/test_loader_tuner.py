@@ -31,8 +31,11 @@ from loader_training import (
 
 from keras_het.callbacks import LoaderTuner
 from keras_het.loader import Knobs, pipeline
+from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host.threads import threads_of
 from keras_het.planning.loader import LoaderController, LoaderPlan
+
+KNOBS = Knobs(2, 2, 2)
 
 
 @pytest.mark.parametrize(("is_built", "steps_per_execution"), [(True, 1), (True, 4), (False, 1)])
@@ -40,9 +43,8 @@ def test_moves_change_nothing_in_the_training(is_built, steps_per_execution):
     tuner = moving()
     assert isinstance(EveryStep(LoaderPlan(1, 1), 2.0), LoaderController)
     options = {"steps_per_execution": steps_per_execution}
-    first = Knobs(2, 2, 2)
-    tuned = train(lambda: pipeline(build) if is_built else build(first), [tuner], **options)
-    untuned = train(lambda: build(first), [], **options)
+    tuned = train(lambda: pipeline(build) if is_built else build(KNOBS), [tuner], **options)
+    untuned = train(lambda: build(KNOBS), [], **options)
     assert len(done(tuner)) >= 2
     assert tuned.seen == untuned.seen
     np.testing.assert_array_equal(tuned.get_weights()[0], untuned.get_weights()[0])
@@ -127,8 +129,8 @@ def test_a_builder_that_fails_is_only_observed(with_strategy, logical_devices):
 
     tuner = moving()
     tf.random.set_seed(5)
-    first, weights = Knobs(2, 2, 2), []
-    for data, callbacks in ((pipeline(fails_later, first), [tuner]), (long(first), [])):
+    weights = []
+    for data, callbacks in ((pipeline(fails_later, KNOBS), [tuner]), (long(KNOBS), [])):
         if with_strategy:
             weights.append(train_under_strategy(logical_devices, data, callbacks)[0])
         else:
@@ -183,15 +185,14 @@ def test_what_writes_files_is_only_observed(kind, is_built, tmp_path):
         return rows.batch(BATCH).prefetch(knobs.prefetch)
 
     tuner = moving()
-    first = Knobs(2, 2, 2)
-    tuned = train(pipeline(build_kept, first) if is_built else build_kept(first), [tuner])
+    tuned = train(pipeline(build_kept, KNOBS) if is_built else build_kept(KNOBS), [tuner])
     assert kind in tuner.observes_only
     assert tuner.moves == []
     assert all(sorted(np.concatenate(epoch)) == list(range(ROWS)) for epoch in in_epochs(tuned, 3))
     known = len(calls)
     assert known <= 2 * ROWS, "what the first epoch wrote is read in the others"
     if kind == "cache in files":
-        rows = [row for _, labels in build_kept(first) for row in labels.numpy()]
+        rows = [row for _, labels in build_kept(KNOBS) for row in labels.numpy()]
         assert sorted(rows) == list(range(ROWS))
         assert len(calls) == known, "the files of the first epoch are complete"
 
@@ -260,8 +261,7 @@ def priority(thread):
 def test_the_fixed_controller_changes_nothing(is_built, with_strategy, logical_devices):
     tuner = LoaderTuner("fixed", share_host=False)
     watch = Watch(tuner)
-    first = Knobs(2, 2, 2)
-    data = pipeline(long, first) if is_built else long(first)
+    data = pipeline(long, KNOBS) if is_built else long(KNOBS)
     tf.random.set_seed(5)
     if with_strategy:
         train_under_strategy(logical_devices, data, [tuner, watch], epochs=2)
@@ -271,7 +271,7 @@ def test_the_fixed_controller_changes_nothing(is_built, with_strategy, logical_d
     assert not any(watch.changes)
     assert tuner.moves == []
     assert "fixed" in tuner.observes_only
-    assert tuner.best_settings().knobs == (first if is_built else None)
+    assert tuner.best_settings().knobs == (KNOBS if is_built else None)
     assert "nice" not in tuner.best_settings().code
 
 
@@ -285,9 +285,8 @@ def test_moves_under_the_strategy_change_no_bit(
 ):
     results = []
     for tuner in (None, moving()):
-        first = Knobs(2, 2, 2)
         tf.random.set_seed(5)
-        data = pipeline(build_data, first) if is_built else build_data(first)
+        data = pipeline(build_data, KNOBS) if is_built else build_data(KNOBS)
         callbacks = [tuner] if tuner else []
         options = {"steps_per_execution": steps_per_execution}
         results.append(train_under_strategy(logical_devices, data, callbacks, **options))
@@ -311,3 +310,64 @@ def test_shares_that_change_meanwhile_change_no_bit(logical_devices):
     ]
     for expected, found in zip(*results, strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+def rows(knobs):
+    numbers = tf.data.Dataset.range(ROWS).shuffle(20)
+    return numbers.map(
+        lambda row: (tf.fill([3], tf.cast(row, tf.float32) / ROWS), tf.cast(row, tf.float32)),
+        num_parallel_calls=knobs.num_parallel_calls,
+    )
+
+
+def samples(knobs):
+    return rows(knobs).batch(BATCH).prefetch(knobs.prefetch)
+
+
+def slices(knobs):
+    return rows(knobs).padded_batch(BATCH, padded_shapes=([None], [])).prefetch(knobs.prefetch)
+
+
+def drawn():
+    later = tf.data.Dataset.range(50).shuffle(50)
+    return [float(tf.random.uniform([])), *map(int, later)]
+
+
+def test_what_is_drawn_after_a_training_does_not_depend_on_its_moves():
+    results = []
+    for tuner in (None, moving()):
+        callbacks = [tuner] if tuner else []
+        model = train(lambda: pipeline(samples, KNOBS), callbacks)
+        results.append((model.seen, drawn()))
+    assert len(done(tuner)) >= 3
+    assert results[0] == results[1]
+
+
+@pytest.mark.quick("slices-True")
+@pytest.mark.parametrize(("build", "is_built"), [(samples, True), (slices, True), (samples, False)])
+def test_nor_does_it_under_the_strategy(build, is_built, logical_devices):
+    results = []
+    for tuner in (None, moving()):
+        keras.utils.set_random_seed(5)
+        data = pipeline(build, KNOBS) if is_built else build(KNOBS)
+        trained = train_under_strategy(logical_devices, data, [tuner] if tuner else [], epochs=2)
+        results.append((trained, drawn()))
+    assert len(done(tuner)) >= 1
+    assert results[0][1] == results[1][1]
+    for expected, found in zip(results[0][0], results[1][0], strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_shuffle_without_a_seed_gets_that_of_the_first_build():
+    def seeds_of(dataset):
+        nodes = filter(adapter.is_shuffle, adapter.upstream_of(dataset))
+        return [adapter.shuffle_seeds(node) for node in nodes]
+
+    def build(knobs):
+        return tf.data.Dataset.range(9).shuffle(9).batch(2).shuffle(4)
+
+    tf.random.set_seed(5)
+    first, second = pipeline(build, KNOBS), pipeline(build, KNOBS)
+    assert seeds_of(first) != seeds_of(second)
+    for each in (first, second):
+        assert seeds_of(each.build_again(Knobs(4, 4, 4))) == seeds_of(each)
