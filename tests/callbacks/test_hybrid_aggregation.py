@@ -101,24 +101,28 @@ def strategy_of(monkeypatch, task, **cluster):
     return keras_het.HeterogeneousStrategy()
 
 
-@pytest.mark.parametrize("service", ["auto", "spread"])
-@pytest.mark.parametrize("task", ["worker", "async"])
+GROUP_AND_SERVICE = {"worker": 1, "ps": 1, "async": 1}
+TWO_SERVICES = {"ps": 2, "async": 1}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "task", "service"),
+    [
+        (GROUP_AND_SERVICE, "worker", "auto"),
+        (GROUP_AND_SERVICE, "worker", "spread"),
+        (GROUP_AND_SERVICE, "async", "auto"),
+        (GROUP_AND_SERVICE, "async", "spread"),
+        (TWO_SERVICES, "async", "auto"),
+        (TWO_SERVICES, "ps", "auto"),
+    ],
+)
 def test_an_own_rule_is_refused_on_tasks_that_run_no_script(
-    monkeypatch, logical_devices, task, service
+    monkeypatch, logical_devices, cluster, task, service
 ):
-    strategy = strategy_of(monkeypatch, task, worker=1, ps=1, **{"async": 1})
+    strategy = strategy_of(monkeypatch, task, **cluster)
     hybrid = HybridAggregation(Half(), service=service)
     with pytest.raises(ValueError, match=r"Received: Half, .* own, and \S+ of the job ps"):
         make_model(strategy).fit(data(), verbose=0, callbacks=[hybrid])
-
-
-@pytest.mark.parametrize("task", ["async", "ps"])
-def test_an_own_rule_of_async_workers_alone_is_refused_on_a_second_task(
-    monkeypatch, logical_devices, task
-):
-    strategy = strategy_of(monkeypatch, task, ps=2, **{"async": 1})
-    with pytest.raises(ValueError, match=r"a rule of your own, and \S+ of the job ps"):
-        make_model(strategy).fit(data(), verbose=0, callbacks=[HybridAggregation(Half())])
 
 
 @pytest.mark.quick("auto")

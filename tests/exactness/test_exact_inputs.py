@@ -64,25 +64,6 @@ def test_dictionaries_of_inputs_and_outputs():
     assert_equivalent(Trial(two_in_two_out, data, infer_always=True), ALL_SHARES)
 
 
-@pytest.mark.full
-def test_lists_of_inputs_and_outputs():
-    def build():
-        inputs = [keras.Input((5,)), keras.Input((3,))]
-        joined = keras.layers.Concatenate()(inputs)
-        outputs = [keras.layers.Dense(n, name=f"out_{n}")(joined) for n in (1, 2)]
-        model = keras.Model(inputs, outputs)
-        model.compile(adam(), ["mse", "mae"], metrics=[["mae"], ["mse"]])
-        return model
-
-    def data():
-        x, y = arrays()
-        return tf.data.Dataset.from_tensor_slices(
-            ((x, x[:, :3]), (y, np.concatenate([y, -y], axis=1)))
-        ).batch(8, ONLY_WHOLE_BATCHES)
-
-    assert_equivalent(Trial(build, data, infer_always=True))
-
-
 def ragged_rows():
     random = np.random.default_rng(6)
     return [list(random.integers(1, 9, random.integers(1, 6))) for _ in range(22)]
