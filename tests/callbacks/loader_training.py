@@ -51,13 +51,21 @@ class Eager(EveryStep):
         return None
 
 
-def build(knobs):
-    numbers = tf.data.Dataset.range(ROWS).shuffle(20, seed=7)
+def shuffled(number, knobs):
+    numbers = tf.data.Dataset.range(number).shuffle(20, seed=7)
     rows = numbers.map(
         lambda row: (tf.fill([3], tf.cast(row, tf.float32) / ROWS), tf.cast(row, tf.float32)),
         num_parallel_calls=knobs.num_parallel_calls,
     )
     return rows.batch(BATCH).prefetch(knobs.prefetch)
+
+
+def build(knobs):
+    return shuffled(ROWS, knobs)
+
+
+def long(knobs):
+    return shuffled(4 * ROWS - 1, knobs)
 
 
 def noting_load(calls):
@@ -159,15 +167,6 @@ def train_under_strategy(devices, dataset, callbacks, shares=(3, 1), epochs=3, *
     patient = [Patient(one) for one in callbacks if isinstance(one, LoaderTuner)]
     history = model.fit(dataset, epochs=epochs, verbose=0, callbacks=[*callbacks, *patient]).history
     return [*model.get_weights(), np.array(history["loss"])]
-
-
-def long(knobs):
-    numbers = tf.data.Dataset.range(4 * ROWS - 1).shuffle(20, seed=7)
-    rows = numbers.map(
-        lambda row: (tf.fill([3], tf.cast(row, tf.float32) / ROWS), tf.cast(row, tf.float32)),
-        num_parallel_calls=knobs.num_parallel_calls,
-    )
-    return rows.batch(BATCH).prefetch(knobs.prefetch)
 
 
 def long_slices(knobs):
