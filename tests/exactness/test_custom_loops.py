@@ -7,47 +7,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import DEVICES, arrays, assert_all_close, batches, three_replicas
+from equivalence import DEVICES, arrays, batches, three_replicas
 
 from keras_het import HeterogeneousStrategy
-
-
-def custom_training(strategy, data, global_batch_size):
-    """The loop of TensorFlow's guide: losses per sample, divided by the global batch size."""
-    keras.utils.set_random_seed(7)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-        optimizer = keras.optimizers.SGD(0.1)
-        optimizer.build(model.trainable_variables)
-
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            losses = tf.reduce_mean(tf.square(model(x, training=True) - y), axis=-1)
-            loss = tf.nn.compute_average_loss(losses, global_batch_size=global_batch_size)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply(gradients, model.trainable_variables)
-        return loss
-
-    @tf.function
-    def distributed_step(batch):
-        return strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
-
-    losses = [float(distributed_step(batch)) for batch in data]
-    return [np.array(losses), *model.get_weights()]
-
-
-def one_device(global_batch_size, samples):
-    strategy = HeterogeneousStrategy(devices=DEVICES[:1])
-    return custom_training(strategy, batches(samples, size=global_batch_size), global_batch_size)
-
-
-@pytest.mark.parametrize("weights", [(4, 2, 1), (3, 1, 5), (1, 1, 1)])
-def test_loop_of_the_guide_with_unequal_shares(weights):
-    strategy = three_replicas()
-    strategy.set_shares(weights)
-    data = strategy.experimental_distribute_dataset(batches(32))
-    actual = custom_training(strategy, data, 8)
-    assert_all_close(actual, one_device(8, 32))
 
 
 @functools.cache
