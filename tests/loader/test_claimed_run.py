@@ -119,14 +119,15 @@ def test_orders_go_on_after_a_pass_without_own_batches(mapped):
 def rows_of_epochs(source, gets_batches, validates):
     """Rows of each epoch as `fit` makes its passes; `gets_batches` says for which there are any."""
     nothing, everything = (0, 0, 1), (0, NUM_BATCHES, NUM_BATCHES + 1)
-    dataset = distributed(source, None)
+    now = []
+    dataset = distributed(source, lambda dataset: now[-1])
     validation = distributed(source, None) if validates else []
     rows_of = {}
     for epoch, gets in gets_batches.items():
         claims = GroupClaims((True, False) * epoch)
         first, count, asked = everything if gets else nothing
         claims.add(Grant(first, count, count < asked))
-        dataset._get_claims = lambda dataset, claims=claims: claims
+        now.append(claims)
         rows_of[epoch] = [rows.tolist() for rows, _ in steps_of(dataset)]
         iter(dataset)  # Keras makes one at the end of an epoch that it does not use
         list(validation)
@@ -174,8 +175,7 @@ def test_keras_need_not_ask_on_to_learn_that_the_last_batch_is_taken():
 def test_what_keras_leaves_of_a_batch_comes_with_its_next_epoch(mapped, steps):
     numbers = iter(range(NUM_BATCHES))
     claims = AsyncClaims((), 3, lambda: next(numbers, None), NUM_BATCHES)
-    dataset = distributed(shuffled(mapped), None, replicas=1, shares=(1,))
-    dataset._get_claims = lambda dataset: claims
+    dataset = distributed(shuffled(mapped), lambda dataset: claims, replicas=1, shares=(1,))
     rows = []
     while not claims.is_exhausted or claims.left_over:
         iterator = iter(dataset)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from workers import Schedule, collect
 
 from keras_het.loader import FileShardedDataset
+from keras_het.loader.input.in_graph import number_of
 from keras_het.planning import ReplicaLayout
 
 LINES = (7, 3, 12, 1, 5, 9)
@@ -90,6 +91,12 @@ def test_samples_are_counted_and_mapped_where_they_are_used(files):
     assert probes == 2  # one sample a worker tells the structure
     collect([iter(worker) for worker in workers], (1, 1))
     assert len(calls) - probes == sum(LINES)
+
+
+def test_a_mapped_copy_is_another_one_in_a_graph(files):
+    (worker,) = make(files, (1,), [[1]])
+    number = number_of(worker)
+    assert number_of(worker.map(lambda line: line)) != number == number_of(worker)
 
 
 def test_resume_with_unchanged_shares(files):

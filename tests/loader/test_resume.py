@@ -143,9 +143,10 @@ def test_all_workers_resume_at_the_same_step():
 @pytest.mark.parametrize("name", ["map_shuffle", "no_map", "shuffled_arrays", "map_after_batch"])
 def test_weights_set_after_a_look_count_from_the_first_step(name):
     expected = one_epoch(make_workers(ALL[name], (1,), [[1]])[0])
-    worker = make_workers(ALL[name], (2,), [[1, 1]])[0]
+    weights = [[1, 1]]
+    worker = make_workers(ALL[name], (2,), weights)[0]
     next(iter(worker))
-    worker._weights = lambda: [1, 0]
+    weights[0] = [1, 0]
     worker.cut_again()
     batches, sizes = collect([iter(worker)], (2,))
     assert batches == expected
