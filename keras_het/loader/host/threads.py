@@ -24,7 +24,7 @@ _creating = threading.Lock()
 
 
 class LoaderThreads:
-    """Threads that were started while a pipeline's iterator was made."""
+    """Threads that were started while a pipeline's iterator was made, if any."""
 
     def __init__(self) -> None:
         self.ids: frozenset[int] = frozenset()
@@ -81,8 +81,9 @@ def start(dataset: tf.data.Dataset) -> tf.data.Iterator:
     return iterator
 
 
-def threads_of(iterator: object) -> LoaderThreads | None:
-    return getattr(iterator, "keras_het_threads", None)
+def threads_of(iterator: object) -> LoaderThreads:
+    """Return the threads of an iterator's own pool, none if they are unknown."""
+    return getattr(iterator, "keras_het_threads", None) or LoaderThreads()
 
 
 def _thread_ids() -> set[int]:
@@ -100,20 +101,20 @@ class HostSums:
         self._mark: tuple[float, tuple[float, float] | None] | None = None
         self._clear()
 
-    def begin(self, threads: LoaderThreads | None) -> None:
+    def begin(self, threads: LoaderThreads) -> None:
         self._clear()
         self.mark(threads)
 
-    def mark(self, threads: LoaderThreads | None) -> None:
+    def mark(self, threads: LoaderThreads) -> None:
         self._idle.read()
-        self._mark = time.monotonic(), threads.times() if threads is not None else None
+        self._mark = time.monotonic(), threads.times()
 
-    def add(self, threads: LoaderThreads | None) -> None:
+    def add(self, threads: LoaderThreads) -> None:
         if self._mark is None:
             return
         start, before = self._mark
         seconds = max(time.monotonic() - start, 0.0)
-        times = threads.times() if threads is not None else None
+        times = threads.times()
         self._seconds += seconds
         self._idle_seconds += seconds * self._idle.read()
         if times is None or before is None:

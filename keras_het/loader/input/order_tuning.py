@@ -90,11 +90,10 @@ class OrderTuning:
         return run.batch_bytes if isinstance(run, SlicedPass) else 0
 
     @property
-    def threads(self) -> LoaderThreads | None:
+    def threads(self) -> LoaderThreads:
         data = self._data()
         run = data.running if data is not None else None
-        held = getattr(run, "held", None)
-        return held.threads if held is not None else None
+        return run.held.threads if isinstance(run, OrderedPass) else LoaderThreads()
 
     def report(self) -> PipelineReport | None:
         data = self._data()
@@ -105,8 +104,7 @@ class OrderTuning:
         return with_own_rows_named(report) if isinstance(run, PipelinePass) else report
 
     def lower_priority(self, nice: int) -> bool:
-        threads = self.threads
-        return threads is None or threads.lower_priority(nice)
+        return self.threads.lower_priority(nice)
 
     def prepare(self, knobs: Knobs, executor: concurrent.futures.ThreadPoolExecutor) -> KnobChange:
         kind = SlicedPreparation if self.data.only_slices else JoiningPreparation
@@ -118,27 +116,27 @@ class OrderTuning:
         """Return the form with other knobs; in element mode with shuffles at their first pass."""
         built = self._built_form(knobs)
         form = self.data.form
+        # each iterator of it would take an order from the shuffles of the data set
+        is_shared = built is not None and shares_a_shuffle(self._source, built.stream)
         if self.data.only_slices:
-            if built is not None and self.shares_orders(built.stream):
+            if is_shared:
                 raise HandoverError(
                     "The builder reads from a shuffle that was made outside of it, of which each "
                     "pipeline would take an order. Call shuffle() within the builder."
                 )
             return built or self._with_pool(form, knobs)
-        if built is not None and not form.arrays:
-            same = _has_same_order(form.stream, built.stream)
-            if same and not self.shares_orders(built.stream):
-                return built
+        if (
+            built is not None
+            and not (form.arrays or is_shared)
+            and _has_same_order(form.stream, built.stream)
+        ):
+            return built
         copied = fresh_copy(form.stream)
         if built is None:
             calls = knobs.num_parallel_calls
             pooled = self._with_pool(form, knobs)
             return dataclasses.replace(pooled, stream=copied, autotuned_calls=calls)
         return dataclasses.replace(built, stream=copied, arrays=form.arrays)
-
-    def shares_orders(self, stream: tf.data.Dataset) -> bool:
-        """Tell whether an iterator of this stream would take an order from the data's shuffles."""
-        return self.is_plain or shares_a_shuffle(self._source, stream)
 
     def _with_pool(self, form: PipelineForm, knobs: Knobs) -> PipelineForm:
         # not by merge(), which logs a warning for each value that it changes
@@ -160,10 +158,8 @@ class OrderTuning:
                 f"The builder changes the batch size: it was {form.batch_size} and would be "
                 f"{built.batch_size}."
             )
-        same = ("mode", "drop_remainder", "gathers_indices")
-        if any(getattr(built, name) != getattr(form, name) for name in same) or (
-            built.only_slices != form.only_slices
-        ):
+        same = ("mode", "drop_remainder", "gathers_indices", "only_slices")
+        if any(getattr(built, name) != getattr(form, name) for name in same):
             raise HandoverError(
                 f"The builder gives another kind of pipeline: {form.reason}; {built.reason}."
             )

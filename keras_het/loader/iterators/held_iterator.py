@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.host.threads import LoaderThreads, start, threads_of
+from keras_het.loader.host.threads import start, threads_of
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -97,7 +97,7 @@ class HeldIterator:
     ) -> None:
         if iterator is None:
             iterator = start(pipeline)
-        self.threads: LoaderThreads | None = threads_of(iterator)
+        self.threads = threads_of(iterator)
         hold_functions_of(iterator, (pipeline, keep_alive))
         self.read = adapter.element_reader(iterator)
         self.iterator = iterator

@@ -115,8 +115,7 @@ class LiveIterator:
 
     def lower_priority(self, nice: int) -> bool:
         self._nice = nice
-        threads = threads_of(self.iterator)
-        return threads is None or threads.lower_priority(nice)
+        return threads_of(self.iterator).lower_priority(nice)
 
     def _use(self, iterator: Iterator[StepInput]) -> None:
         self._read = adapter.element_reader(iterator) if self.is_tf_data else iterator.__next__

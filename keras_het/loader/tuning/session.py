@@ -335,10 +335,10 @@ class TuningSession:
                 self._host.add(self._threads())
             self._sums.pause(steps)
 
-    def _threads(self) -> LoaderThreads | None:
+    def _threads(self) -> LoaderThreads:
         if self.order is not None:
             return self.order.threads
-        return threads_of(self.live.iterator) if self.live is not None else None
+        return threads_of(self.live.iterator if self.live is not None else None)
 
     def _decide(self) -> None:
         sums, controller = self._sums, self.controller
