@@ -31,6 +31,12 @@ def data_set_variant(dataset: tf.data.Dataset) -> tf.Tensor:
     return dataset._variant_tensor
 
 
+def is_adjustable(node: tf.data.Dataset) -> bool:
+    """Tell whether this is a `keras_het.loader.pipeline`, and not what Keras puts behind it."""
+    is_ours = type(node).__module__.startswith("keras_het.")
+    return is_ours and isinstance(node, UnchangedElementsDataset)
+
+
 def free_graph_with(mapped: tf.data.Dataset) -> None:
     """Free the graphs of a mapped data set together with it, not at some later collection."""
     # A graph and its operations refer to each other. Python's collector examines long-lived objects

@@ -268,14 +268,7 @@ class Entry:
             raise ValueError(f"A job must have CPUs. Received: {self.cpus} of {self.cpu_set}.")
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "job": dataclasses.asdict(self.job),
-            "cpus": self.cpus,
-            "cpu_set": sorted(self.cpu_set),
-            "reading": None if self.reading is None else dataclasses.asdict(self.reading),
-            "io_budget": self.io_budget,
-            "quotas": dict(self.quotas),
-        }
+        return {**dataclasses.asdict(self), "cpu_set": sorted(self.cpu_set)}
 
 
 def entry_of(values: Any, path: Path) -> Entry | None:

@@ -206,7 +206,6 @@ class GlobalOrderDataset(DistributedSteps):
             if shuffle is not None:
                 self._passes.is_at(shuffle, len(self._passes.gone_by))
         remember(*self._source, form)
-        self.follow(form)
 
     def follow(self, form: PipelineForm) -> None:
         """Make later passes those of another form of the same batches."""
@@ -342,7 +341,6 @@ class GlobalOrderDataset(DistributedSteps):
         if stream is not self.form.stream:
             form = dataclasses.replace(self.form, stream=stream)
             remember(*self._source, form)
-            self.follow(form)
         advance(self._ordered_data(), passes)
 
     def _ordered_data(self) -> tf.data.Dataset:

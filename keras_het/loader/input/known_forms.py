@@ -58,8 +58,7 @@ def recall(
 
 def remember(dataset: adapter.Dataset, global_batch_size: int | None, form: PipelineForm) -> None:
     """Make all inputs of a data set read from a copy: they take their orders from one shuffle."""
-    known = _known.get(dataset, {}).get(global_batch_size)
-    if known is not None:
-        known.form = form
-        for each in list(known.inputs):
-            each.follow(form)
+    known = _known[dataset][global_batch_size]
+    known.form = form
+    for each in list(known.inputs):
+        each.follow(form)

@@ -66,11 +66,24 @@ def _cut_function(
 ) -> Callable[..., Any]:
     # map() spreads a tuple over the arguments of its function, and nothing else
     is_tuple = type(element_spec) is tuple
+    local = layout.local_replicas
 
     @tf.autograph.experimental.do_not_convert
     def cut(*arguments: Batch) -> tuple[Batch, tf.Tensor, tf.Tensor]:
         batch = arguments if is_tuple else arguments[0]
-        return _own_rows(batch, form, layout, orders)
+        whole, rest = cast("tuple[Batch, Batch]", batch) if form.gathers_indices else (batch, None)
+        total = rows.count_rows(whole)
+        sizes, wants_fingerprint = orders.sizes(orders.take(), total)
+        start = tf.reduce_sum(sizes[: local.start])
+        count = tf.reduce_sum(sizes[local.start : local.stop])
+        if _needs_probe(form):
+            count = tf.maximum(count, 1)
+            start = tf.minimum(start, total - count)
+        own = rows.slice_rows(whole, start, count)
+        fingerprint = tf.cond(
+            wants_fingerprint, lambda: rows.hash_rows(whole), lambda: tf.constant(0, tf.int64)
+        )
+        return ((own, rest) if form.gathers_indices else own), sizes, fingerprint
 
     return cut
 
@@ -93,25 +106,6 @@ def _finish_function(
         return rows.split_rows(batch, local_sizes, len(local)), sizes, fingerprint
 
     return finish
-
-
-def _own_rows(
-    batch: Batch, form: PipelineForm, layout: ReplicaLayout, orders: ShareQueue
-) -> tuple[Batch, tf.Tensor, tf.Tensor]:
-    cut, rest = cast("tuple[Batch, Batch]", batch) if form.gathers_indices else (batch, None)
-    total = rows.count_rows(cut)
-    sizes, wants_fingerprint = orders.sizes(orders.take(), total)
-    local = layout.local_replicas
-    start = tf.reduce_sum(sizes[: local.start])
-    count = tf.reduce_sum(sizes[local.start : local.stop])
-    if _needs_probe(form):
-        count = tf.maximum(count, 1)
-        start = tf.minimum(start, total - count)
-    own = rows.slice_rows(cut, start, count)
-    fingerprint = tf.cond(
-        wants_fingerprint, lambda: rows.hash_rows(cut), lambda: tf.constant(0, tf.int64)
-    )
-    return ((own, rest) if form.gathers_indices else own), sizes, fingerprint
 
 
 def _needs_probe(form: PipelineForm) -> bool:

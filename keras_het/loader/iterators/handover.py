@@ -100,14 +100,11 @@ def was_handed_over(iterator: tf.data.Iterator) -> bool:
 
 def _operations(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     # options are not an operation of an iterator
-    return [node for node in adapter.upstream_of(dataset) if not _is_transparent(node)]
-
-
-def _is_transparent(node: tf.data.Dataset) -> bool:
-    return adapter.is_options(node) or (
-        isinstance(node, iterator_adapter.UnchangedElementsDataset)
-        and (type(node).__module__.startswith("keras_het."))
-    )
+    return [
+        node
+        for node in adapter.upstream_of(dataset)
+        if not adapter.is_options(node) and not iterator_adapter.is_adjustable(node)
+    ]
 
 
 def _kind(node: tf.data.Dataset) -> str:

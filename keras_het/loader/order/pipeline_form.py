@@ -114,18 +114,12 @@ def _before_row_functions(
     while (
         adapter.is_prefetch_or_options(node)
         or adapter.keras_class_weight(node)
-        or _is_adjustable(node)
+        or iterator_adapter.is_adjustable(node)
     ):
         if adapter.is_map(node):
             functions.append(adapter.map_function(node))
         node = adapter.inputs_of(node)[0]
     return node, tuple(reversed(functions))
-
-
-def _is_adjustable(node: Dataset) -> bool:
-    """Tell whether this is a `keras_het.loader.pipeline`, below what Keras has put behind it."""
-    is_ours = type(node).__module__.startswith("keras_het.")
-    return is_ours and isinstance(node, iterator_adapter.UnchangedElementsDataset)
 
 
 def _own_work(
