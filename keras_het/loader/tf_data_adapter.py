@@ -91,7 +91,9 @@ _REBUILT_BY: dict[type, Callable[[Dataset, Dataset], Dataset]] = {
     cardinality_ops._AssertCardinalityDataset: lambda node, source: source.apply(
         tf.data.experimental.assert_cardinality(node._expected_cardinality)
     ),
-    dataset_ops._OptionsDataset: lambda node, source: source.with_options(_own_options(node)),
+    dataset_ops._OptionsDataset: lambda node, source: source.with_options(
+        tf.data.Options().merge(node.options())
+    ),
     shuffle_op._ShuffleDataset: lambda node, source: _same_shuffle(node, source),
 }
 
@@ -466,10 +468,6 @@ def _is_keras_function(node: Dataset, module: str, name: str) -> bool:
     return getattr(function, "__module__", None) == f"keras.src.{module}" and str(
         getattr(function, "__qualname__", "")
     ).endswith(f"<locals>.{name}")
-
-
-def _own_options(node: Dataset) -> tf.data.Options:
-    return tf.data.Options().merge(node.options())
 
 
 def _same_shuffle(node: Dataset, source: Dataset) -> Dataset:

@@ -113,18 +113,14 @@ def _kind(node: tf.data.Dataset) -> str:
 
 def _node_difference(old: tf.data.Dataset, new: tf.data.Dataset) -> str | None:
     if adapter.is_batch(old):
-        return _batch_difference(old, new)
+        sizes = [adapter.batch_arguments(node) for node in (old, new)]
+        if sizes[0] == sizes[1]:
+            return None
+        # TensorFlow loses data or crashes here if `map` and `batch` are fused, its default
+        return f"batch size and drop_remainder were {sizes[0]} and would be {sizes[1]}"
     before, after = adapter.constants_of(old), adapter.constants_of(new)
     for name in sorted(before.keys() | after.keys()):
         values = before.get(name), after.get(name)
         if repr(values[0]) != repr(values[1]):  # NaN is what NaN was
             return f"{name} of {_kind(old)} was {values[0]} and would be {values[1]}"
     return None
-
-
-def _batch_difference(old: tf.data.Dataset, new: tf.data.Dataset) -> str | None:
-    sizes = [adapter.batch_arguments(node) for node in (old, new)]
-    if sizes[0] == sizes[1]:
-        return None
-    # TensorFlow loses data or crashes here if `map` and `batch` are fused, which is its default.
-    return f"batch size and drop_remainder were {sizes[0]} and would be {sizes[1]}"

@@ -67,14 +67,14 @@ def draws_an_order(dataset: adapter.Dataset) -> bool:
 
 def takes_a_place(dataset: adapter.Dataset) -> bool:
     """Tell whether one more iterator would change the orders of later ones, given seeds."""
-    return any(_takes_a_place(node) for node in adapter.upstream_of(dataset))
-
-
-def _takes_a_place(node: adapter.Dataset) -> bool:
-    if adapter.is_shuffle(node):
-        return adapter.is_reshuffled(node) and adapter.shuffle_seeds(node) != (0, 0)
-    kind = type(node).__name__
-    return "Shuffle" in kind or "Random" in kind
+    for node in adapter.upstream_of(dataset):
+        kind = type(node).__name__
+        if adapter.is_shuffle(node):
+            if adapter.is_reshuffled(node) and adapter.shuffle_seeds(node) != (0, 0):
+                return True
+        elif "Shuffle" in kind or "Random" in kind:
+            return True
+    return False
 
 
 def _interleaves_in_any_order(node: adapter.Dataset) -> bool:

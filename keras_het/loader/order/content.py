@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,13 @@ def describe_content(dataset: tf.data.Dataset, form: PipelineForm) -> dict[str, 
     """Describe what tells data from other data, without a read that training would notice."""
     found: dict[str, str] = {}
     upstream = list(adapter.upstream_of(dataset))
-    for number, array in enumerate(_arrays(upstream)):
+    arrays = [
+        tensor
+        for node in upstream
+        for tensor in adapter.tensors_of(node)
+        if tensor.dtype not in (tf.resource, tf.variant) and tensor.shape.rank
+    ]
+    for number, array in enumerate(arrays):
         found[f"rows of array {number}"] = str(array.shape[0])
         found[f"some rows of array {number}"] = sample_of(array)
     for number, node in enumerate(node for node in upstream if _chooses_rows(node)):
@@ -32,13 +37,6 @@ def describe_content(dataset: tf.data.Dataset, form: PipelineForm) -> dict[str, 
     if mapped is not None:
         found["first sample after its maps"] = mapped
     return found
-
-
-def _arrays(upstream: list[tf.data.Dataset]) -> Iterator[tf.Tensor]:
-    for node in upstream:
-        for tensor in adapter.tensors_of(node):
-            if tensor.dtype not in (tf.resource, tf.variant) and tensor.shape.rank:
-                yield tensor
 
 
 def _chooses_rows(node: tf.data.Dataset) -> bool:
@@ -60,7 +58,10 @@ def _first_mapped_sample(form: PipelineForm) -> str | None:
         source = form.stream
         while adapter.commutes_with_map(source):  # a shuffle would advance
             (source,) = adapter.inputs_of(source)
-        if not all(_can_be_read_again(node) for node in adapter.upstream_of(source)):
+        nodes = list(adapter.upstream_of(source))
+        if {type(node).__name__.strip("_") for node in nodes} - _PURE or any(
+            map(_may_be_noticed, nodes)
+        ):
             return None
         source = source.take(1)
     for node in maps:
@@ -68,10 +69,6 @@ def _first_mapped_sample(form: PipelineForm) -> str | None:
     for sample in source:
         return f"hash {int(row_functions.hash_rows(sample)) & (2**32 - 1):08x}"
     return None
-
-
-def _can_be_read_again(node: tf.data.Dataset) -> bool:
-    return type(node).__name__.strip("_") in _PURE and not _may_be_noticed(node)
 
 
 def _may_be_noticed(node: tf.data.Dataset) -> bool:

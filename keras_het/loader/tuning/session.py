@@ -143,7 +143,8 @@ class TuningSession:
             self._pause(_STEPS_TO_START)
             self.live.release()
         self.live = live = LiveIterator(iterator, self.nice)
-        order = _order_of(iterator)
+        source = iterator.source if isinstance(iterator, StepIterator) else None
+        order: OrderTuning | None = getattr(source, "tuning", None)
         if order is not None:
             if order is not self.order:
                 self._begin_order(order)
@@ -469,11 +470,6 @@ def _begins_alike(dataset: adapter.Dataset) -> bool:
     return not (options.experimental_warm_start or has_memory_cache(dataset)) and not takes_a_place(
         dataset
     )
-
-
-def _order_of(iterator: Iterator[StepInput]) -> OrderTuning | None:
-    source = iterator.source if isinstance(iterator, StepIterator) else None
-    return getattr(source, "tuning", None)
 
 
 def _why_path_stays(iterator: Iterator[StepInput] | None) -> str:
