@@ -1,20 +1,43 @@
-"""What stands beside a service in these tests: a client in its process, lost calls, a clock."""
+"""What stands beside a service in these tests: its clients, lost calls, a clock."""
 
+import numpy as np
 import tensorflow as tf
+from addresses import free_address
 
-from keras_het.asynchronous.parameter_service import ParameterClient
+from keras_het.asynchronous.exchange.exchange_engine import VectorExchange
+from keras_het.asynchronous.parameter_service import ParameterClient, ParameterService, credential
 from keras_het.rpc.channel import LocalChannel
+
+SECRET = b"0123456789abcdef"
+PROOF = credential(SECRET, "model")
+
+
+def start_service(partitions, rule, num_clients=3, **options):
+    service = ParameterService(free_address(), partitions, rule, PROOF, num_clients, **options)
+    service.start()
+    return service
+
+
+def connect(service, client=0, **options):
+    return ParameterClient(service.address, service.partitions, PROOF, client, **options)
+
+
+def exchange_with(service, client=0, rule=None, **options):
+    return VectorExchange(connect(service, client, **options), rule or service._rule)
 
 
 def client_within(service, client=0):
-    channels = [LocalChannel(service._server)]
-    return ParameterClient(service.address, service.partitions, b"", client, channels=channels)
+    return connect(service, client, channels=[LocalChannel(service._server)])
 
 
 def exchange_within(service, client, samples, changes):
     """Pushes from the version that the service has; the values of the answer."""
     own = client_within(service, client)
     return own.push(changes, service.versions(), samples, changes).partitions
+
+
+def flat(partitions):
+    return np.concatenate([np.array(part) for part in partitions])
 
 
 class LostCall:

@@ -6,21 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tensorflow as tf
-from addresses import free_address, silent_address
-from service_doubles import LostCall
+from addresses import silent_address
+from service_doubles import PROOF, LostCall, exchange_with, start_service
 
 from keras_het.asynchronous.exchange import AsyncWorker
-from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine, VectorExchange
+from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine
 from keras_het.asynchronous.exchange.pace import PushPace
 from keras_het.asynchronous.exchange.participant import HybridOptions, StatisticsAveraging
-from keras_het.asynchronous.parameter_service import (
-    NO_ANSWER,
-    ParameterClient,
-    ParameterService,
-    Partitions,
-    Status,
-    credential,
-)
+from keras_het.asynchronous.parameter_service import NO_ANSWER, Partitions, Status
 from keras_het.asynchronous.parameter_service.sample_ledger import (
     LedgerConnection,
     ServiceLostError,
@@ -30,7 +23,6 @@ from keras_het.asynchronous.rules import AsyncSGD, Delta, serialize
 from keras_het.rpc.channel import FunctionClient
 
 PARTITIONS = Partitions(((2,),))
-PROOF = credential(b"0123456789abcdef", "model")
 
 
 class Values:
@@ -66,10 +58,7 @@ class Worker(AsyncWorker):
         self.options = HybridOptions(self.rule, **({"period": 1} | options))
         weights, state = Values(), Values()
         self.vectors = SimpleNamespace(weights=weights, state=state, all=[weights, state])
-        exchanges = [
-            client_of(service, client, self.rule),
-            client_of(state_service, client, state_service._rule),
-        ]
+        exchanges = [exchange_with(each, client) for each in (service, state_service)]
         ask = exchanges[0].transport.greet
         self._engine = ExchangeEngine(exchanges, ask, self.options, "Training", self._note_loss)
         self._ledger, self._plan, self._mean_gradient = Ledger(), None, None
@@ -88,16 +77,12 @@ class Worker(AsyncWorker):
         assert self._engine.watch._answered.wait(30)  # the next exchange tries again
 
 
-def start(rule, **options):
-    service = ParameterService(free_address(), PARTITIONS, rule, PROOF, 3, **options)
-    state = ParameterService(free_address(), PARTITIONS, StatisticsAveraging(0.5), PROOF, 3)
-    for each in (service, state):
-        each.start()
-    return service, state
-
-
-def client_of(service, client, rule):
-    return VectorExchange(ParameterClient(service.address, PARTITIONS, PROOF, client), rule)
+def start(rule, alpha=0.5, **options):
+    """Services of the weights and of the statistics."""
+    return (
+        start_service(PARTITIONS, rule, **options),
+        start_service(PARTITIONS, StatisticsAveraging(alpha)),
+    )
 
 
 def center_of(service):
@@ -237,9 +222,7 @@ def test_gradients_that_were_summed_up_are_sent_at_the_end_only(logical_devices)
 
 
 def test_the_statistics_of_one_worker_alone_go_on(logical_devices):
-    service, _ = start(Delta())
-    state = ParameterService(free_address(), PARTITIONS, StatisticsAveraging(1.0), PROOF, 3)
-    state.start()
+    service, state = start(Delta(), alpha=1.0)
     worker = Worker(service, state)
     for _ in range(4):
         worker.vectors.state.add(1.0)

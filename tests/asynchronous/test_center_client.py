@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from addresses import free_address
-from service_doubles import LostCall, client_within
+from service_doubles import (
+    SECRET,
+    LostCall,
+    client_within,
+    connect,
+    exchange_with,
+    flat,
+    start_service,
+)
 
 from keras_het.asynchronous.exchange import exchange_engine
 from keras_het.asynchronous.exchange.exchange_engine import VectorExchange
@@ -13,18 +21,14 @@ from keras_het.asynchronous.exchange.participant import WEIGHTS_PREFIX
 from keras_het.asynchronous.parameter_service import (
     NO_ANSWER,
     FloatWire,
-    ParameterClient,
-    ParameterService,
     Partitions,
     Status,
     TopKWire,
-    credential,
 )
 from keras_het.asynchronous.parameter_service.sample_ledger import ServiceLostError
 from keras_het.asynchronous.rules import AsyncEASGD, AsyncSGD, Delta, RoundRobinEASGD
 
 PARTITIONS = Partitions(((3, 4), (5,), ()), partition_size=7)  # 18 elements: 7 + 7 + 4
-GOOD = credential(b"0123456789abcdef", "model")
 ONES = [np.ones(size, np.float32) for size in PARTITIONS.sizes]
 RAMP = [np.float32(0.1 * (1 + np.arange(size))) for size in PARTITIONS.sizes]
 
@@ -33,9 +37,7 @@ RUNNING = []
 
 
 def start(rule, **options):
-    service = ParameterService(free_address(), PARTITIONS, rule, GOOD, 3, **options)
-    service.set_partitions([tf.zeros([size]) for size in PARTITIONS.sizes])
-    service.start()
+    service = start_service(PARTITIONS, rule, **options)
     RUNNING.append(service)
     return service
 
@@ -48,8 +50,7 @@ def end_services():
 
 
 def join(service, client=1, rule=None, wire=None):
-    connection = ParameterClient(service.address, PARTITIONS, GOOD, client, wire=wire)
-    worker = VectorExchange(connection, rule or Delta())
+    worker = exchange_with(service, client, rule, wire=wire)
     worker.adopt(worker.pull())
     return worker
 
@@ -64,10 +65,6 @@ def push(worker, change):
     weights = moved(worker, change)
     worker.send(weights, 8)
     return worker.receive(weights)
-
-
-def flat(partitions):
-    return np.concatenate([np.array(part) for part in partitions])
 
 
 def test_a_worker_that_starts_again_is_heard(logical_devices):
@@ -146,7 +143,7 @@ def test_weights_that_are_not_finite_are_told_of(logical_devices, caplog):
 def test_a_refused_push_is_an_error(logical_devices):
     service = start(Delta())
     worker = join(service)
-    stranger = ParameterClient(service.address, PARTITIONS, GOOD, 7)
+    stranger = connect(service, 7)
     pending = worker.send(ONES, 8)
     pending.push.wait()
     pending.push = stranger.start_push(ONES, np.zeros(3, np.int64), 8, 1)
@@ -228,7 +225,7 @@ def serve():
         num_services=1,
         partition_size=7,
     )
-    parts = HostedParts(free_address(), 0, spec, b"0123456789abcdef", (Delta(), Delta()))
+    parts = HostedParts(free_address(), 0, spec, SECRET, (Delta(), Delta()))
     parts.start()
     RUNNING.append(parts)
     return parts
@@ -236,8 +233,7 @@ def serve():
 
 def test_nobody_gets_the_zeros_of_a_service_that_was_restarted(logical_devices):
     parts = serve()
-    connection = ParameterClient(parts.address, PARTITIONS, GOOD, 1, prefix=WEIGHTS_PREFIX)
-    worker = VectorExchange(connection, Delta())
+    worker = exchange_with(parts.weights, 1, prefix=WEIGHTS_PREFIX)
     for exact in (False, True):
         with pytest.raises(ServiceLostError, match="8: restarted"):
             worker.pull(exact)
@@ -247,7 +243,7 @@ def test_nobody_gets_the_zeros_of_a_service_that_was_restarted(logical_devices):
         with pytest.raises(ServiceLostError):
             again()
     np.testing.assert_array_equal(parts.weights.versions(), 0)
-    connection.restore(RAMP)
+    worker.transport.restore(RAMP)
     worker.meet_again()
     worker.receive(ONES)
     np.testing.assert_array_equal(parts.weights.versions(), 1)
@@ -325,15 +321,6 @@ def test_a_part_that_is_lost_is_noticed_while_others_say_to_wait(logical_devices
         return [NO_ANSWER if index == 2 else ask(push, [index])[0] for index in indices]
 
     monkeypatch.setattr(worker.transport, "ask_turns", ask_with_last_lost)
-    with pytest.raises(ServiceLostError):
-        worker.send(ONES, 8)
-        worker.receive(ONES)
-
-
-def test_a_lost_service_is_not_waited_for(logical_devices, monkeypatch):
-    service = start(RoundRobinEASGD(3, alpha=0.5))
-    worker = join(service, 1, RoundRobinEASGD(3, alpha=0.5))
-    monkeypatch.setattr(worker.transport, "ask_turns", lambda push, indices: [NO_ANSWER])
     worker.send(ONES, 8)
     with pytest.raises(ServiceLostError):
         worker.receive(ONES)

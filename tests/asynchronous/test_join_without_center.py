@@ -7,22 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from addresses import free_address
+from service_doubles import exchange_with, start_service
 
 from keras_het.asynchronous.exchange import async_worker
 from keras_het.asynchronous.exchange.async_worker import AsyncWorker
-from keras_het.asynchronous.exchange.exchange_engine import NoCenterError, VectorExchange
+from keras_het.asynchronous.exchange.exchange_engine import NoCenterError
 from keras_het.asynchronous.exchange.participant import HybridOptions
-from keras_het.asynchronous.parameter_service import (
-    ParameterClient,
-    ParameterService,
-    Partitions,
-    credential,
-)
+from keras_het.asynchronous.parameter_service import ParameterService, Partitions
 from keras_het.asynchronous.rules import Delta
 
 PARTITIONS = Partitions(((2,),))
-PROOF = credential(b"0123456789abcdef", "model")
 
 
 class Ledger:
@@ -51,7 +45,7 @@ class Worker(AsyncWorker):
 
 def joins(worker: Worker, service: ParameterService, refusals: int) -> int:
     """Has the worker join a service that gets its center after some refusals; how many came."""
-    center = VectorExchange(ParameterClient(service.address, PARTITIONS, PROOF, 1), Delta())
+    center = exchange_with(service, 1)
     pull, met = center.pull, []
 
     def pull_and_note(*arguments: Any) -> Any:
@@ -76,8 +70,7 @@ def joins(worker: Worker, service: ParameterService, refusals: int) -> int:
 
 @pytest.fixture
 def service(logical_devices: Any) -> Any:
-    found = ParameterService(free_address(), PARTITIONS, Delta(), PROOF, 2, awaits_center=True)
-    found.start()
+    found = start_service(PARTITIONS, Delta(), awaits_center=True)
     yield found
     found.close()
 

@@ -5,24 +5,16 @@ import threading
 import numpy as np
 import pytest
 import tensorflow as tf
-from addresses import free_address
+from service_doubles import PROOF as GOOD
+from service_doubles import connect, start_service
 from wrong_tokens import wrong_token
 
 from keras_het import private_api
-from keras_het.asynchronous.parameter_service import (
-    FloatWire,
-    ParameterClient,
-    ParameterService,
-    Partitions,
-    Status,
-    TopKWire,
-    credential,
-)
+from keras_het.asynchronous.parameter_service import FloatWire, Partitions, Status, TopKWire
 from keras_het.asynchronous.rules import AsyncSGD, RoundRobinEASGD
 from keras_het.rpc.admission import token
 
 PARTITIONS = Partitions(((4, 3), (2,)), partition_size=9)  # 14 elements: two of seven
-GOOD = credential(b"0123456789abcdef", "model")
 NUM_CLIENTS = 3
 LARGEST = np.float32(3.4e38)  # two of them are too large together
 SPECS = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64), tf.TensorSpec(None, tf.float32))
@@ -126,13 +118,11 @@ WIRES = {"float32": FloatWire(), "float16": FloatWire("float16"), "top": TopKWir
 )
 def test_bad_requests_change_nothing(logical_devices, wire, num_bad):
     format_ = WIRES[wire]
-    service = ParameterService(
-        free_address(), PARTITIONS, AsyncSGD(0.1, momentum=0.5), GOOD, NUM_CLIENTS, format_
-    )
-    service.start()
+    rule = AsyncSGD(0.1, momentum=0.5)
+    service = start_service(PARTITIONS, rule, NUM_CLIENTS, wire=format_)
     fuzzer = Fuzzer(service.address, 11, format_)
     thread = threading.Thread(target=fuzzer.run, args=(num_bad,))
-    client = ParameterClient(service.address, PARTITIONS, GOOD, 0, wire=format_)
+    client = connect(service, wire=format_)
     random = np.random.default_rng(5)
     versions = tf.zeros([2], tf.int64)
     momentum, expected, pushes = np.zeros(14), np.zeros(14), 0
@@ -160,11 +150,10 @@ def test_bad_requests_change_nothing(logical_devices, wire, num_bad):
 def test_bad_requests_hold_up_nobody_who_waits_for_a_turn(logical_devices):
     """They may pass a turn on, and change nothing else; who is told to wait gets a later turn."""
     rule, num_bad = RoundRobinEASGD(NUM_CLIENTS), 700
-    service = ParameterService(free_address(), PARTITIONS, rule, GOOD, NUM_CLIENTS)
-    service.start()
+    service = start_service(PARTITIONS, rule, NUM_CLIENTS)
     fuzzer = Fuzzer(service.address, seed=12)
     thread = threading.Thread(target=fuzzer.run, args=(num_bad,))
-    clients = [ParameterClient(service.address, PARTITIONS, GOOD, i) for i in range(NUM_CLIENTS)]
+    clients = [connect(service, i) for i in range(NUM_CLIENTS)]
     random, versions, taken = np.random.default_rng(6), tf.zeros([2], tf.int64), []
     expected = [np.zeros(size) for size in PARTITIONS.sizes]
     thread.start()

@@ -7,36 +7,19 @@ import weakref
 import numpy as np
 import pytest
 import tensorflow as tf
-from addresses import free_address
-from service_doubles import exchange_within
+from service_doubles import connect, exchange_within, start_service
 
-from keras_het.asynchronous.parameter_service import (
-    NO_ANSWER,
-    ParameterClient,
-    ParameterService,
-    Partitions,
-    Status,
-    client,
-    credential,
-)
+from keras_het.asynchronous.parameter_service import NO_ANSWER, Partitions, Status, client
 from keras_het.asynchronous.rules import Delta
 from keras_het.rpc.channel import FunctionClient
 
 PARTITIONS = Partitions(((20,),), partition_size=2)
 COUNT, LIMIT = len(PARTITIONS.sizes), client.PARTITIONS_UNDER_WAY
-GOOD = credential(b"0123456789abcdef", "model")
 VERSIONS = np.zeros(COUNT, np.int64)
 
 
 def start(rule=None):
-    service = ParameterService(free_address(), PARTITIONS, rule or Delta(), GOOD, 2)
-    service.set_partitions([tf.zeros([size]) for size in PARTITIONS.sizes])
-    service.start()
-    return service
-
-
-def connect(service, timeout_seconds=10):
-    return ParameterClient(service.address, PARTITIONS, GOOD, 0, timeout_seconds)
+    return start_service(PARTITIONS, rule or Delta(), num_clients=2)
 
 
 def ramp():
@@ -145,7 +128,7 @@ def test_few_partitions_are_under_way_in_a_function(logical_devices):
 @pytest.mark.parametrize("in_function", [False, True])
 def test_a_service_that_is_gone_is_waited_for_once(logical_devices, monkeypatch, in_function):
     service = start()
-    connection = connect(service, 0.5)
+    connection = connect(service, timeout_seconds=0.5)
     service.close()
     recorder = Recorder(monkeypatch)
 

@@ -5,24 +5,24 @@ import time
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import tensorflow as tf
-from addresses import free_address, silent_address
-from service_doubles import LostCall
+from addresses import silent_address
+from service_doubles import PROOF, LostCall, exchange_with, start_service
 
 from keras_het.asynchronous.exchange import center
 from keras_het.asynchronous.exchange.center import Center
-from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine, VectorExchange
+from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine
 from keras_het.asynchronous.exchange.participant import HybridOptions
-from keras_het.asynchronous.parameter_service import (
-    ParameterClient,
-    ParameterService,
-    Partitions,
-    credential,
-)
+from keras_het.asynchronous.parameter_service import Partitions
 from keras_het.asynchronous.rules import Delta
 
-PARTITIONS = Partitions(((2,),))
-PROOF = credential(b"0123456789abcdef", "model")
+
+@pytest.fixture
+def service(logical_devices):
+    found = start_service(Partitions(((2,),)), Delta(), num_clients=2)
+    yield found
+    found.close()
 
 
 class Leader(Center):
@@ -32,9 +32,9 @@ class Leader(Center):
         rule = Delta()
         self._options = HybridOptions(rule, timeout_seconds=seconds, goes_on_without_service=True)
         self._leader = SimpleNamespace(num_participants=2, credential=PROOF)
-        self._clients = [ParameterClient(service.address, PARTITIONS, PROOF, 0)]
+        exchange = exchange_with(service)
+        self._clients = [exchange.transport]
         self._own, self._tasks, self._taken_until, self._waits = None, [], 0, False
-        exchange = VectorExchange(self._clients[0], rule)
         self.engine = ExchangeEngine(
             [exchange],
             lambda: self._find_restarted(),
@@ -58,10 +58,8 @@ class Leader(Center):
         return weights
 
 
-def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(logical_devices):
+def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(service):
     """All processes are there again, and a part of the center does not answer."""
-    service = ParameterService(free_address(), PARTITIONS, Delta(), PROOF, 2)
-    service.start()
     leader = Leader(service)
     connection = leader.engine.weights.transport
     push_again = connection.push_again
@@ -77,7 +75,6 @@ def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(log
     # it sent 1; of the 4 that it moved alone, each of two workers keeps a half
     np.testing.assert_array_equal(weights, 3)
     np.testing.assert_array_equal(service.center_partitions()[0], 3)
-    service.close()
 
 
 class LeaderOfRestarted(Leader):
@@ -101,9 +98,7 @@ class LeaderOfRestarted(Leader):
         self._service.set_partitions([tf.fill([2], 2.0)])
 
 
-def test_the_center_is_brought_until_it_is_there(logical_devices):
-    service = ParameterService(free_address(), PARTITIONS, Delta(), PROOF, 2)
-    service.start()
+def test_the_center_is_brought_until_it_is_there(service):
     leader = LeaderOfRestarted(service, found=[["one:1"], []], tries=0)
     weights = leader.lose() + 1.0
     for tries in (0, 1):
@@ -116,12 +111,9 @@ def test_the_center_is_brought_until_it_is_there(logical_devices):
     assert not leader.engine.is_lost and not leader._awaits_center
     assert leader.tries == 2
     np.testing.assert_array_equal(service.center_partitions()[0], 2)
-    service.close()
 
 
-def test_the_group_goes_on_while_a_silent_service_is_asked(logical_devices):
-    service = ParameterService(free_address(), PARTITIONS, Delta(), PROOF, 2)
-    service.start()
+def test_the_group_goes_on_while_a_silent_service_is_asked(service):
     leader = Leader(service, seconds=2.0)
     weights, exchanges, deadline = leader.lose(), 0, time.monotonic() + 60
     with silent_address() as address:
@@ -145,10 +137,9 @@ def test_the_group_goes_on_while_a_silent_service_is_asked(logical_devices):
     leader.exchange([weights], [], 4, push=True, wait=True)
     assert not leader.engine.is_lost
     leader.engine.watch.stop()
-    service.close()
 
 
-def test_a_service_that_is_away_is_told_the_end_and_not_waited_for(logical_devices, monkeypatch):
+def test_a_service_that_is_away_is_told_the_end_and_not_waited_for(service, monkeypatch):
     """A message to a silent service lasts for its whole time-out."""
     allowed = []
 
@@ -163,8 +154,6 @@ def test_a_service_that_is_away_is_told_the_end_and_not_waited_for(logical_devic
         ask = call
 
     monkeypatch.setattr(center, "FunctionClient", Client)
-    service = ParameterService(free_address(), PARTITIONS, Delta(), PROOF, 2)
-    service.start()
     for is_lost, seconds in ((False, 3600.0), (True, 1.0)):
         leader = Leader(service, seconds=3600.0)
         leader.engine.is_lost = is_lost
@@ -172,13 +161,10 @@ def test_a_service_that_is_away_is_told_the_end_and_not_waited_for(logical_devic
         leader.close()
         assert allowed == [("first:1", seconds), ("second:1", seconds)]
         allowed.clear()
-    service.close()
 
 
-def test_a_part_that_knows_this_training_and_has_no_center_gets_it(logical_devices):
+def test_a_part_that_knows_this_training_and_has_no_center_gets_it(service):
     """It was restarted, and an offer of the time before it reached it after all."""
-    service = ParameterService(free_address(), PARTITIONS, Delta(), PROOF, 2)
-    service.start()
     leader = LeaderOfRestarted(service, found=[], tries=1)  # not found to be new, takes a center
     (part,) = service._parts
     part.has_center.assign(False)
@@ -188,4 +174,3 @@ def test_a_part_that_knows_this_training_and_has_no_center_gets_it(logical_devic
     assert not leader.engine.is_lost and not leader._awaits_center
     assert leader.tries == 2
     np.testing.assert_array_equal(service.center_partitions()[0], 2)
-    service.close()

@@ -6,24 +6,18 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from addresses import free_address
+from service_doubles import connect, exchange_with, start_service
 
 from keras_het.asynchronous.exchange import HybridOptions
 from keras_het.asynchronous.exchange.center import Center
-from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine, VectorExchange
-from keras_het.asynchronous.parameter_service import (
-    ParameterClient,
-    ParameterService,
-    Partitions,
-    credential,
-)
+from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine
+from keras_het.asynchronous.parameter_service import Partitions
 from keras_het.asynchronous.parameter_service.part import LARGEST_PIECE
 from keras_het.asynchronous.parameter_service.sample_ledger import ServiceLostError
 from keras_het.asynchronous.rules import AsyncSGD, DelayCompensated, Delta, RoundRobinEASGD
 from keras_het.callbacks import BackupAndRestore
 from keras_het.strategy.training_state import TrainingState
 
-GOOD = credential(b"0123456789abcdef", "model")
 LARGE = Partitions(((1_024_000,), (1_024_000,)), 1_024_000, fewest=2)  # as large as a message takes
 SMALL = Partitions(((5,),), partition_size=3)
 
@@ -39,9 +33,8 @@ def saved_state(parts):
 
 
 def start(rule, partitions):
-    service = ParameterService(free_address(), partitions, rule, GOOD, 2)
-    service.start()
-    return service, ParameterClient(service.address, partitions, GOOD, 0)
+    service = start_service(partitions, rule, num_clients=2)
+    return service, connect(service)
 
 
 @pytest.mark.quick("adam")
@@ -113,13 +106,13 @@ def test_state_with_which_no_push_could_be_taken_is_refused(logical_devices, nam
     assert all((values == 0).all() for values in service.state().values())
 
 
-def leader_of(client, goes_on):
+def leader_of(service, goes_on, seconds=10.0):
     """As a leader is whose service other processes hold, as far as backups are concerned."""
     center = object.__new__(Center)
     options = HybridOptions(
         AsyncSGD(0.1), goes_on_without_service=goes_on, timeout_seconds=3600.0
     )  # it asks after the test
-    exchange = VectorExchange(client, options.rule)
+    exchange = exchange_with(service, timeout_seconds=seconds)
     center.engine = ExchangeEngine(
         [exchange], lambda: None, options, "The sync group", center._note_loss
     )
@@ -130,7 +123,7 @@ def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(
     logical_devices, tmp_path, monkeypatch
 ):
     service, client = start(AsyncSGD(0.1, momentum=0.5), SMALL)
-    center, backup = leader_of(client, goes_on=True), BackupAndRestore(str(tmp_path))
+    center, backup = leader_of(service, goes_on=True), BackupAndRestore(str(tmp_path))
     strategy = SimpleNamespace(_training_state=TrainingState(center.exported))
     monkeypatch.setattr(backup, "_strategy", lambda: strategy)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -138,9 +131,7 @@ def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(
     before = backup._service_state()
     assert set(before) == {f"service/{name}" for name in client.export()}
     # nobody needs to wait long for one that is gone
-    center.engine.weights.transport = ParameterClient(
-        service.address, SMALL, GOOD, 0, timeout_seconds=1.0
-    )
+    center.engine.weights.transport = connect(service, timeout_seconds=1.0)
     service.close()
     for _ in range(2):  # the second time nobody is asked
         backup._folder.add(model, {"position": np.array("{}"), **before})
@@ -154,8 +145,7 @@ def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(
 
 def test_a_backup_ends_a_training_that_shall_not_go_on_alone(logical_devices):
     service, _ = start(AsyncSGD(0.1, momentum=0.5), SMALL)
-    client = ParameterClient(service.address, SMALL, GOOD, 0, timeout_seconds=1.0)
-    center = leader_of(client, goes_on=False)
+    center = leader_of(service, goes_on=False, seconds=1.0)
     service.close()
     with pytest.raises(ServiceLostError, match="did not answer in time"):
         center.exported()

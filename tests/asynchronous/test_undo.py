@@ -3,15 +3,9 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from addresses import free_address
-from service_doubles import exchange_within
+from service_doubles import exchange_within, start_service
 
-from keras_het.asynchronous.parameter_service import (
-    ParameterService,
-    Partitions,
-    Status,
-    credential,
-)
+from keras_het.asynchronous.parameter_service import Partitions, Status
 from keras_het.asynchronous.parameter_service.part import (
     LARGEST_NORM,
     Change,
@@ -102,10 +96,7 @@ LENGTH = 4000
 
 
 def start(rule):
-    proof = credential(b"0123456789abcdef", "model")
-    service = ParameterService(free_address(), Partitions(((LENGTH,),)), rule, proof, 1)
-    service.start()
-    return service
+    return start_service(Partitions(((LENGTH,),)), rule, num_clients=1)
 
 
 def place(service):

@@ -67,6 +67,13 @@ def exchange(client, slot, step, values):
     return int(status), total.numpy()
 
 
+def assert_sums_of_ones(clients, pool, *steps):
+    """Each worker contributes 1 to these steps, and gets the number of workers."""
+    for step in steps:
+        answers = [pool.submit(exchange, client, 0, step, [1.0]) for client in clients]
+        assert {answer.result(TIMEOUT)[1][0] for answer in answers} == {3.0}
+
+
 def wait_for_count(service, slot, steps):
     """Waits until the workers' contributions to these steps have come."""
     deadline = time.monotonic() + TIMEOUT
@@ -129,9 +136,7 @@ def test_a_call_that_is_repeated_counts_once(clients, pool):
     others = [pool.submit(exchange, clients[w], 0, 1, [10.0**w]) for w in (1, 2)]
     assert {answer.result(TIMEOUT)[1][0] for answer in first + others} == {111.0}
     assert exchange(clients[1], 0, 1, [5.0]) == (Status.OK, [111.0])
-    for step in (2, 3, 4):
-        answers = [pool.submit(exchange, clients[w], 0, step, [1.0]) for w in range(NUM_WORKERS)]
-        assert {answer.result(TIMEOUT)[1][0] for answer in answers} == {3.0}
+    assert_sums_of_ones(clients, pool, 2, 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +144,7 @@ def test_a_call_that_is_repeated_counts_once(clients, pool):
 )
 def test_what_is_not_due_is_refused(clients, pool, slot, step):
     assert exchange(clients[0], slot, step, [1.0])[0] == Status.REFUSED
-    answers = [pool.submit(exchange, clients[w], 0, 1, [1.0]) for w in range(NUM_WORKERS)]
-    assert {answer.result(TIMEOUT)[1][0] for answer in answers} == {3.0}
+    assert_sums_of_ones(clients, pool, 1)
 
 
 def test_a_worker_that_does_not_wait_for_a_sum_is_refused(service, clients, pool):
@@ -151,9 +155,7 @@ def test_a_worker_that_does_not_wait_for_a_sum_is_refused(service, clients, pool
         assert exchange(clients[0], 0, step, [50.0])[0] == Status.REFUSED
     answers = [waiting, others, pool.submit(exchange, clients[2], 0, 1, [1.0])]
     assert {answer.result(TIMEOUT)[1][0] for answer in answers} == {3.0}
-    for step in (2, 3, 4):
-        answers = [pool.submit(exchange, clients[w], 0, step, [1.0]) for w in range(NUM_WORKERS)]
-        assert {answer.result(TIMEOUT)[1][0] for answer in answers} == {3.0}
+    assert_sums_of_ones(clients, pool, 2, 3, 4)
 
 
 @pytest.mark.parametrize("wrong", [[], [1.0], [1.0] * 5], ids=len)
@@ -179,8 +181,7 @@ def test_strangers_are_refused(service, clients, pool):
     ]
     for stranger in strangers:
         assert exchange(stranger, 0, 1, [100.0])[0] == Status.REFUSED
-    answers = [pool.submit(exchange, clients[w], 0, 1, [1.0]) for w in range(NUM_WORKERS)]
-    assert {answer.result(TIMEOUT)[1][0] for answer in answers} == {3.0}
+    assert_sums_of_ones(clients, pool, 1)
 
 
 def test_a_new_run_starts_over_while_calls_of_the_last_one_still_wait(service, clients, pool):
@@ -188,9 +189,7 @@ def test_a_new_run_starts_over_while_calls_of_the_last_one_still_wait(service, c
     fresh = [client_of(service, worker, RUN + 5) for worker in range(NUM_WORKERS)]
     for client in fresh:
         client.join(TIMEOUT)
-    for step in (1, 2, 3):
-        answers = [pool.submit(exchange, fresh[w], 0, step, [1.0]) for w in range(NUM_WORKERS)]
-        assert {answer.result(TIMEOUT)[1][0] for answer in answers} == {3.0}
+    assert_sums_of_ones(fresh, pool, 1, 2, 3)
     assert exchange(clients[1], 0, 1, [1.0])[0] == Status.REFUSED
     lost.result(TIMEOUT)
 
@@ -252,9 +251,7 @@ def test_contributions_of_this_process_need_no_message(service, clients, pool):
 def test_clearing_tensorflows_caches_does_not_harm(clients, pool):
     keras.backend.clear_session()
     tf.constant(1.0) + 1.0
-    for step in (1, 2):
-        answers = [pool.submit(exchange, clients[w], 0, step, [1.0]) for w in range(NUM_WORKERS)]
-        assert {answer.result(TIMEOUT)[1][0] for answer in answers} == {3.0}
+    assert_sums_of_ones(clients, pool, 1, 2)
 
 
 def test_nobody_listens():

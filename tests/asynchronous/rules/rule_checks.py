@@ -99,6 +99,20 @@ def connect(service, client):
     return ParameterClient(service.address, PARTITIONS, PROOF, client)
 
 
+def clients_and_status(service):
+    """Three clients, and what each is answered to a push, by default of zeros."""
+    zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
+    clients = [connect(service, i) for i in range(3)]
+    versions = tf.zeros([3], tf.int64)
+
+    def status(number, values=zeros, sequence=0):
+        answer = clients[number].push(values, versions, 1.0, zeros, sequence)
+        (found,) = set(answer.statuses.numpy())
+        return found
+
+    return clients, status
+
+
 def run_in_threads(work, number):
     """Calls work(0), ..., work(number - 1) at the same time."""
     errors = []

@@ -8,13 +8,14 @@ from rule_checks import (
     SIZE,
     Center,
     ChangeEquations,
+    clients_and_status,
     connect,
     follow,
     start_service,
     start_vector,
 )
 
-from keras_het.asynchronous.parameter_service import Status, TopKWire
+from keras_het.asynchronous.parameter_service import Status
 from keras_het.asynchronous.rules import ASHL, Signal, get
 
 SHARES = (0.5, 0.3, 0.2)
@@ -56,19 +57,6 @@ def test_equations_of_measured_shares(logical_devices):
     start = start_vector()
     rule = ASHL(loss_threshold=0.5, num_workers=3)
     follow(rule, MeasuredEquations(start), start)
-
-
-def test_measured_shares_are_those_of_algorithm_1(logical_devices):
-    # all push equally often, steps of 32 samples
-    steps, rule = np.array([8, 5, 3]), ASHL(loss_threshold=0.5, num_workers=3)
-    center = Center(rule, np.zeros(SIZE))
-    for turn in range(600):
-        before = center.values
-        i = turn % 3
-        center.push(i, 32.0 * steps[i], center.version, np.ones(SIZE))
-        if turn >= 597:
-            share = (center.values - before).mean()
-            assert share == pytest.approx(steps[i] / steps.sum(), rel=0.06)
 
 
 def test_who_has_left_has_no_share(logical_devices):
@@ -158,60 +146,35 @@ def test_second_stage_bounds_the_lead_as_algorithm_3(logical_devices):
     np.testing.assert_allclose(center.values, expected, rtol=1e-4)
 
 
-def test_largest_values_with_error_feedback_lose_nothing(logical_devices):
-    rule = ASHL(**GOOD, compression_ratios=[0.2, 0.5, 1.0])
-    center, start = Center(rule, start_vector()), start_vector()
-    residuals, moved = [np.zeros(SIZE, "float32")] * 3, np.zeros(SIZE)
-    for turn in range(30):
-        i = turn % 3
-        change = np.random.default_rng(turn).normal(size=SIZE).astype("float32")
-        wire = TopKWire(rule.compression_ratios[i])
-        sent, left = wire.encode(tf.constant(change + residuals[i]))
-        residuals[i] = left.numpy()
-        center.push(i, 1, center.version, wire.decode(sent, SIZE))
-        moved += SHARES[i] * change
-    waiting = np.dot(SHARES, residuals)
-    assert np.abs(waiting).max() > 0.1
-    np.testing.assert_allclose(center.values + waiting, start + moved, rtol=1e-4, atol=1e-4)
-
-
 def test_the_second_stage_begins_at_the_threshold():
     rule = ASHL(**{**GOOD, "loss_threshold": 0.7})
     assert rule.is_second_stage(0.7)
     assert not rule.is_second_stage(0.71)
 
 
-@pytest.mark.parametrize(
-    ("changed", "match"),
-    [
-        ({"steps": (8, 5)}, "one entry for each worker"),
-        ({"data_shares": ()}, "one entry for each worker"),
-        ({"data_shares": (0.5, 0.3, 0.1)}, "sum to 1"),
-        ({"second_steps": (9, 2, 1)}, "second_steps <= steps"),
-        ({"compression_ratios": (0, 1, 1)}, "compression_ratios be above 0"),
-        ({"largest_lead": 0}, "largest_lead must be at least 1"),
-        ({"num_workers": 4}, "one entry for each worker"),
-    ],
-)
-def test_settings_out_of_range(changed, match):
-    with pytest.raises(ValueError, match=match):
-        ASHL(**{**GOOD, **changed})
+MEASURED = {"loss_threshold": 0.5, "num_workers": 3}
 
 
 @pytest.mark.parametrize(
-    ("settings", "match"),
+    ("settings", "changed", "match"),
     [
-        ({"loss_threshold": None}, "needs a loss_threshold"),
-        ({"num_workers": None}, "needs num_workers"),
-        ({"second_preset_steps": 9}, "second_preset_steps <= preset_steps"),
-        ({"preset_ratio": 0.0}, "preset_ratio above 0"),
-        ({"steps": (8, 5, 3)}, "come with data_shares"),
-        ({"largest_lead": 0}, "largest_lead must be at least 1"),
+        (GOOD, {"steps": (8, 5)}, "one entry for each worker"),
+        (GOOD, {"data_shares": ()}, "one entry for each worker"),
+        (GOOD, {"data_shares": (0.5, 0.3, 0.1)}, "sum to 1"),
+        (GOOD, {"second_steps": (9, 2, 1)}, "second_steps <= steps"),
+        (GOOD, {"compression_ratios": (0, 1, 1)}, "compression_ratios be above 0"),
+        (GOOD, {"largest_lead": 0}, "largest_lead must be at least 1"),
+        (GOOD, {"num_workers": 4}, "one entry for each worker"),
+        (MEASURED, {"loss_threshold": None}, "needs a loss_threshold"),
+        (MEASURED, {"num_workers": None}, "needs num_workers"),
+        (MEASURED, {"second_preset_steps": 9}, "second_preset_steps <= preset_steps"),
+        (MEASURED, {"preset_ratio": 0.0}, "preset_ratio above 0"),
+        (MEASURED, {"steps": (8, 5, 3)}, "come with data_shares"),
     ],
 )
-def test_presets_out_of_range(settings, match):
+def test_settings_out_of_range(settings, changed, match):
     with pytest.raises(ValueError, match=match):
-        ASHL(**{"loss_threshold": 0.5, "num_workers": 3, **settings})
+        ASHL(**{**settings, **changed})
 
 
 def test_the_number_of_workers_is_that_of_the_cluster_unless_shares_say_it():
@@ -225,14 +188,7 @@ def test_a_worker_that_was_given_up_goes_on_beside_the_slowest(logical_devices):
     service = start_service(rule, num_clients=3)
     for slots in service.slots():
         slots["second_stage"].assign(1.0)
-    zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
-    clients = [connect(service, i) for i in range(3)]
-
-    def status(number):
-        versions = tf.zeros([3], tf.int64)
-        (found,) = set(clients[number].push(zeros, versions, 1.0, zeros).statuses.numpy())
-        return found
-
+    clients, status = clients_and_status(service)
     for client in (0, 1, 2, 0):
         assert status(client) == Status.OK
     assert status(0) == Status.OK and status(0) == Status.WAIT  # two ahead of the others
@@ -246,14 +202,8 @@ def test_a_worker_that_was_given_up_goes_on_beside_the_slowest(logical_devices):
 def test_nobody_waits_for_a_worker_whose_pushes_are_refused(logical_devices):
     service = start_service(ASHL(**{**GOOD, "largest_lead": 1}), num_clients=3)
     connect(service, 0).signal(Signal.LOSS_REACHED)
-    zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
     bad = [tf.fill([size], np.inf) for size in PARTITIONS.sizes]
-    clients, versions = [connect(service, i) for i in range(3)], tf.zeros([3], tf.int64)
-
-    def status(number, values=zeros):
-        (found,) = set(clients[number].push(values, versions, 1.0, zeros).statuses.numpy())
-        return found
-
+    _, status = clients_and_status(service)
     for _ in range(2):
         assert [status(0), status(1), status(0)] == [Status.OK, Status.OK, Status.WAIT]
         assert status(2, bad) == Status.NOT_FINITE

@@ -128,47 +128,6 @@ def test_one_worker_is_the_local_optimizer(logical_devices, name):
     assert np.abs(center.values - start_vector()).max() > 1e-4
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop"])
-def test_one_worker_that_runs_keras_sgd_of_rate_1(logical_devices, name):
-    # the worker's optimizer accumulates the mean of two mini-batches; the center's takes the step
-    rule = AsyncSGD(optimizer=getattr(keras.optimizers, name)(0.05))
-    center, local = Center(rule, start_vector()), getattr(keras.optimizers, name)(0.05)
-    alone, weights = tf.Variable(start_vector()), tf.Variable(start_vector())
-    worker = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
-    for step in range(8):
-        gradients = np.random.default_rng(step).normal(size=(2, SIZE)).astype("float32")
-        seen = weights.numpy()
-        for gradient in gradients:
-            worker.apply([tf.constant(gradient)], [weights])
-        answer = center.push(0, 16, center.version, rule.message(weights, seen))
-        sent = rule.after_sending(weights, seen)
-        weights.assign(rule.receive(sent, sent, answer))
-        local.apply([tf.constant(gradients.mean(0))], [alone])
-        np.testing.assert_allclose(weights, alone, rtol=2e-5, atol=2e-6)
-
-
-def test_state_is_in_the_slots(logical_devices):
-    # a checkpoint of center, version and slots continues as if there had been no stop
-    def pushes(center, first, last):
-        for step in range(first, last):
-            gradient = np.random.default_rng(step).normal(size=SIZE)
-            center.push(0, 8, center.version, gradient)
-
-    one, other = (
-        Center(AsyncSGD(optimizer=keras.optimizers.Nadam(0.05)), start_vector()) for _ in range(2)
-    )
-    pushes(one, 0, 5)
-    for part in range(len(SIZES)):
-        other.parts[part].assign(one.parts[part])
-        other.versions[part].assign(one.versions[part])
-        assert set(other.slots[part]) == set(one.slots[part])
-        for name, slot in other.slots[part].items():
-            slot.assign(one.slots[part][name])
-    pushes(one, 5, 9)
-    pushes(other, 5, 9)
-    np.testing.assert_array_equal(other.values, one.values)
-
-
 def test_schedule_follows_the_version(logical_devices):
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [1.0, 0.1])
     center = Center(AsyncSGD(optimizer=keras.optimizers.SGD(schedule)), np.zeros(SIZE))

@@ -23,25 +23,6 @@ def test_equations(logical_devices, scale):
     follow(Delta(scale), DeltaEquations(start, scale), start)
 
 
-def test_the_center_is_the_start_and_all_changes(logical_devices):
-    rule, random, start = Delta(), np.random.default_rng(1), start_vector()
-    center = Center(rule, start)
-    weights, seen = [start] * 3, [start] * 3
-    moved = np.zeros(SIZE)
-    for _ in range(20):
-        i = int(random.integers(3))
-        before, during = 0.1 * random.normal(size=(2, SIZE)).astype("float32")
-        sent = weights[i] + before
-        answer = center.push(i, 8, center.version, rule.message(sent, seen[i]))
-        # what it does while the answer travels counts too, at its next push
-        weights[i] = rule.receive(rule.after_sending(sent, seen[i]) + during, sent, answer)
-        seen[i] = answer
-        moved += before + during
-    for i in range(3):
-        center.push(i, 8, center.version, rule.message(weights[i], seen[i]))
-    np.testing.assert_allclose(center.values, start + moved, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(("scale", "moves"), [(1.0, 1.0), (0.25, 1.0), (0.1, 0.4)])
 def test_what_all_learnt_alone_counts_once(logical_devices, scale, moves):
     rule, start = Delta(scale), start_vector()

@@ -34,31 +34,6 @@ def test_equations_with_unequal_samples(logical_devices):
         group.assert_states_are_identical()
 
 
-def test_outer_step_is_sgd_with_nesterov_momentum_of_keras(logical_devices):
-    import keras
-
-    group = Group(DiLoCo(5, 0.3, 0.8), same_starts())
-    variable = tf.Variable(start_vector(0))
-    optimizer = keras.optimizers.SGD(0.3, momentum=0.8, nesterov=True)
-    for step in range(6):
-        moved = np.float32(moves(step))
-        group.weights = [w + m for w, m in zip(group.weights, moved, strict=True)]
-        group.exchange([1.0] * WORKERS)
-        optimizer.apply([tf.constant(-moved.mean(0))], [variable])
-        np.testing.assert_allclose(group.weights[0], variable, rtol=1e-4, atol=1e-4)
-
-
-def test_outer_rate_1_without_momentum_is_plain_averaging(logical_devices):
-    group = Group(DiLoCo(period=1, learning_rate=1.0, momentum=0.0), same_starts())
-    expected = np.float64(start_vector(0))
-    for step in range(5):
-        group.weights = [w + np.float32(m) for w, m in zip(group.weights, moves(step), strict=True)]
-        group.exchange([8.0] * WORKERS)
-        expected = expected + moves(step).mean(0)
-        for weights in group.weights:
-            np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_nobody_used_a_sample(logical_devices):
     group = Group(DiLoCo(5), same_starts())
     group.exchange([0.0] * WORKERS)
@@ -68,22 +43,6 @@ def test_nobody_used_a_sample(logical_devices):
 def test_overlapped_steps_are_added(logical_devices):
     rule = DiLoCo(5, overlap=2)
     np.testing.assert_allclose(rule.receive(tf.constant(7.0), 5.0, 3.0), 5.0)
-
-
-def test_streaming_with_one_fragment_and_no_mixing_is_diloco(logical_devices):
-    settings = {"period": 4, "learning_rate": 0.7, "momentum": 0.9}
-    streaming = StreamingDiLoCo(num_fragments=1, overlap=0, mixing=0.0, **settings)
-    groups = [Group(streaming, same_starts()), Group(DiLoCo(**settings), same_starts())]
-    for step in range(5):
-        for group in groups:
-            sent = [w + np.float32(m) for w, m in zip(group.weights, moves(step), strict=True)]
-            group.weights = sent
-            group.exchange([3.0, 2.0, 1.0])
-            group.weights = [
-                group.rule.receive(before, before, after)
-                for before, after in zip(sent, group.weights, strict=True)
-            ]
-        np.testing.assert_allclose(groups[0].weights, groups[1].weights, rtol=1e-5, atol=1e-5)
 
 
 def test_fragments_are_strided_and_their_exchanges_spread_evenly(logical_devices):

@@ -8,6 +8,7 @@ from rule_checks import (
     PROOF,
     Center,
     ElasticEquations,
+    clients_and_status,
     connect,
     follow,
     run_in_threads,
@@ -17,7 +18,6 @@ from rule_checks import (
 
 from keras_het.asynchronous.parameter_service import Status
 from keras_het.asynchronous.rules import RoundRobinEASGD, Signal
-from keras_het.asynchronous.rules.elastic_averaging import largest_moving_rate
 from keras_het.rpc.channel import FunctionClient
 
 
@@ -99,42 +99,6 @@ def test_clients_that_poll_get_their_turns_in_order(service):
     np.testing.assert_allclose(service.center()[0].numpy().flat[0], expected, rtol=1e-5)
 
 
-def test_stable_within_the_bound_only():
-    # the quadratic x^2 / 2 of the bound's proof, exactly: one worker at a time
-    def largest_after(alpha, rate, workers=3, rounds=400):
-        center, xs = 1.0, [1.0, -2.0, 0.5][:workers]
-        for turn in range(rounds * workers):
-            i = turn % workers
-            difference = alpha * (xs[i] - center)
-            xs[i] = xs[i] - rate * xs[i] - difference
-            center += difference
-        return max(abs(center), *map(abs, xs))
-
-    for rate in (0.5, 1.0, 1.5):
-        bound = largest_moving_rate(rate)
-        assert largest_after(0.95 * bound, rate) < 10
-        assert largest_after(1.3 * bound, rate) > 1e3
-
-
-def test_default_moving_rate():
-    assert RoundRobinEASGD(3).alpha == pytest.approx(0.3)
-    with pytest.raises(ValueError, match="num_workers must be at least 1"):
-        RoundRobinEASGD(0)
-
-
-def clients_and_status(service):
-    """Three clients, and what each is answered to a push of zeros."""
-    zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
-    clients = [connect(service, i) for i in range(3)]
-    versions = tf.zeros([3], tf.int64)
-
-    def status(number):
-        (found,) = set(clients[number].push(zeros, versions, 1.0, zeros).statuses.numpy())
-        return found
-
-    return clients, status
-
-
 def test_a_worker_that_was_given_up_gets_its_turns_again(service):
     clients, status = clients_and_status(service)
     clients[0].signal(Signal.LEAVE, 1)
@@ -156,19 +120,12 @@ def test_the_turn_is_not_left_with_one_that_is_gone_when_another_returns(service
 @pytest.mark.quick("too large")
 @pytest.mark.parametrize("kind", ["no number", "too large", "too large with the center"])
 def test_a_refused_push_passes_the_turn_on(service, kind):
-    zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
     pushed = {"no number": [np.nan], "too large": [3e38, 3e38]}.get(kind, [3e38])
     bad = [tf.concat([pushed, tf.zeros([size - len(pushed)])], 0) for size in PARTITIONS.sizes]
     if kind == "too large with the center":
         service.set_partitions([-value for value in bad])
     before = service.center_partitions()
-    clients = [connect(service, i) for i in range(3)]
-    versions = tf.zeros([3], tf.int64)
-
-    def status(number, values=zeros):
-        (found,) = set(clients[number].push(values, versions, 1.0, zeros).statuses.numpy())
-        return found
-
+    _, status = clients_and_status(service)
     if kind != "too large with the center":  # that is found out in the turn only
         assert status(1, bad) == Status.NOT_FINITE
         assert status(1) == Status.WAIT  # it was not its turn
@@ -182,28 +139,19 @@ def test_a_refused_push_passes_the_turn_on(service, kind):
 
 
 def test_a_worker_that_has_left_does_not_come_back_with_a_refused_push(service):
-    zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
-    clients = [connect(service, i) for i in range(3)]
-    versions = tf.zeros([3], tf.int64)
+    clients, status = clients_and_status(service)
     clients[0].signal(Signal.LEAVE, 1)
     bad = [tf.fill([size], np.nan) for size in PARTITIONS.sizes]
-    for number, values in ((0, zeros), (1, bad), (2, zeros), (0, zeros), (1, bad), (2, zeros)):
-        expected = Status.OK if number != 1 else Status.NOT_FINITE
-        statuses = clients[number].push(values, versions, 1.0, zeros).statuses.numpy()
-        assert set(statuses) == {expected}
+    for _ in range(2):
+        assert [status(0), status(1, bad), status(2)] == [
+            Status.OK, Status.NOT_FINITE, Status.OK,
+        ]  # fmt: skip
 
 
 def test_a_refused_push_that_is_sent_again_passes_no_second_turn(service):
     zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
     bad = [tf.fill([size], np.nan) for size in PARTITIONS.sizes]
-    clients = [connect(service, i) for i in range(3)]
-    versions = tf.zeros([3], tf.int64)
-
-    def status(number, values=zeros, sequence=0):
-        push = clients[number].push(values, versions, 1.0, zeros, sequence)
-        (found,) = set(push.statuses.numpy())
-        return found
-
+    _, status = clients_and_status(service)
     assert [status(0, bad, 1), status(1), status(2)] == [Status.NOT_FINITE, Status.OK, Status.OK]
     assert [status(0, bad, 1), status(1)] == [Status.NOT_FINITE, Status.WAIT]
     assert [status(0, zeros, 2), status(1)] == [Status.OK, Status.OK]
