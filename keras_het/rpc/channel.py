@@ -118,7 +118,8 @@ class FunctionClient(Channel):
     ) -> Nest:
         """Call a function and wait; a server with another clock is asked again by its time."""
         answer = super().ask(function, arguments, specs, timeout_seconds)
-        if _is_refused(answer) and self._has_set_clock():
+        is_refused = int(tf.nest.flatten(answer)[0]) == Status.REFUSED
+        if is_refused and self._has_set_clock():
             answer = super().ask(function, arguments, specs, timeout_seconds)
         return answer
 
@@ -184,10 +185,6 @@ class LocalChannel(Channel):
 def error_of(answer: Call) -> tuple[int, str]:
     code, message = answer.get_error()
     return int(code), message.numpy().decode(errors="replace")
-
-
-def _is_refused(answer: Nest) -> bool:
-    return int(tf.nest.flatten(answer)[0]) == Status.REFUSED
 
 
 def _milliseconds(seconds: tf.Tensor | float) -> tf.Tensor | int:

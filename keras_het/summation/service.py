@@ -80,17 +80,18 @@ class SummationService:
         self, run: tf.Tensor, slot: tf.Tensor, worker: tf.Tensor, step: tf.Tensor, values: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Contribute from this process, without a message; return `Status` and the sum."""
-        is_ok, total = self._exchange(run, slot, worker, step, values)
-        return _status(is_ok), total
+        return self._exchange(run, slot, worker, step, values)
 
     def _join(self, run: tf.Tensor) -> tf.Tensor:
-        may_join = tf.not_equal(run, 0)
-        joined = tf.cond(may_join, lambda: self._table.join(run), lambda: tf.constant(False))
-        return _status(joined)
+        return tf.cond(tf.not_equal(run, 0), lambda: self._table.join(run), _refused)
 
 
-def _status(is_ok: tf.Tensor) -> tf.Tensor:
-    return tf.where(is_ok, int(Status.OK), int(Status.REFUSED))
+def _ok() -> tf.Tensor:
+    return tf.constant(int(Status.OK))
+
+
+def _refused() -> tf.Tensor:
+    return tf.constant(int(Status.REFUSED))
 
 
 class SlotTable:
@@ -131,24 +132,22 @@ class SlotTable:
             self._latest.assign(tf.zeros([self._num_slots, self._num_workers], tf.int64))
             with tf.control_dependencies([self._empty_queues()]):
                 self._run.assign(run)
-            return tf.constant(True)
+            return _ok()
 
         with tf.device("CPU:0"):
-            return self._lock.execute(
-                lambda: tf.cond(tf.equal(self._run, run), lambda: tf.constant(True), begin)
-            )
+            return self._lock.execute(lambda: tf.cond(tf.equal(self._run, run), _ok, begin))
 
     def exchange(
         self, run: tf.Tensor, slot: tf.Tensor, worker: tf.Tensor, step: tf.Tensor, values: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Contribute, wait for the others and return the sum; in a `tf.function`."""
+        """Contribute, wait for the others, return `Status` and the sum; in a `tf.function`."""
         with tf.device("CPU:0"):
             in_range = (slot >= 0) & (slot < self._num_slots)
             in_range &= (worker >= 0) & (worker < self._num_workers)
             return tf.cond(
                 in_range,
                 lambda: self._exchange(run, slot, worker, step, values),
-                lambda: (tf.constant(False), tf.zeros([0])),
+                lambda: (_refused(), tf.zeros([0])),
             )
 
     def _exchange(
@@ -170,9 +169,9 @@ class SlotTable:
             with tf.control_dependencies([tf.cond(is_new, contribute, _nothing)]):
                 taken = self._take(place)
             with tf.control_dependencies([taken]), tf.control_dependencies([self._give(place)]):
-                return tf.constant(True), _read(tf.gather(self._sums, place))
+                return _ok(), _read(tf.gather(self._sums, place))
 
-        return tf.cond(is_new | is_repeated, wait, lambda: (tf.constant(False), tf.zeros([0])))
+        return tf.cond(is_new | is_repeated, wait, lambda: (_refused(), tf.zeros([0])))
 
     def _begin(
         self,

@@ -413,7 +413,7 @@ def test_the_next_batch_is_asked_for_while_the_last_part_is_trained_on(logical_d
     service, state = start(Delta())
     worker = Worker(service, state, period=100)
     worker._epoch, worker._latest_batch = 7, -1
-    worker.num_batches, worker._num_parts = 2, lambda: parts
+    worker.num_batches, worker._num_parts = 2, parts
     worker._steps_at_hand = 1 - parts  # it is the last batch, not the end of the pass, that ends it
     worker._claims = SimpleNamespace(left_over=list(range(parts - 1)), is_exhausted=False)
     assert worker._next_batch() == 0
@@ -436,7 +436,7 @@ def test_no_batch_is_asked_for_that_the_pass_does_not_come_to(logical_devices):
     service, state = start(Delta())
     worker = Worker(service, state, period=100)
     worker._epoch, worker._latest_batch = 7, -1
-    worker.num_batches, worker._num_parts, worker._steps_at_hand = 4, lambda: 2, 0
+    worker.num_batches, worker._num_parts, worker._steps_at_hand = 4, 2, 0
     worker._claims = SimpleNamespace(left_over=[], is_exhausted=False)
     assert worker._next_batch() == 0
     worker.train(0.0)

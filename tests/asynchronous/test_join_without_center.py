@@ -30,7 +30,7 @@ class Ledger:
 class Worker(AsyncWorker):
     """Joins a service without model and strategy."""
 
-    num_batches, fingerprint, first_pass = 8, 0, 0
+    num_batches, fingerprint, first_pass, _num_parts = 8, 0, 0, 1
 
     def __init__(self, connect_seconds: float) -> None:
         self.options = HybridOptions(Delta(), timeout_seconds=30.0, connect_seconds=connect_seconds)
@@ -38,9 +38,6 @@ class Worker(AsyncWorker):
         weights = SimpleNamespace(write=self.written.append)
         self.vectors = SimpleNamespace(weights=weights, state=None, all=[weights])
         self._number, self._unreported, self._heartbeat = 1, 0, None
-
-    def _num_parts(self) -> int:
-        return 1
 
 
 def joins(worker: Worker, service: ParameterService, refusals: int) -> int:

@@ -59,24 +59,6 @@ def ramp(scale=1.0):
     return PARTITIONS.pack([scale * tf.reshape(tf.range(18.0)[:12], (3, 4)), tf.ones([5]), 2.0])
 
 
-def test_pull_gives_the_center_and_its_version(service):
-    answer = connect(service).pull(zeros())
-    np.testing.assert_array_equal(answer.statuses, [Status.OK] * 3)
-    np.testing.assert_array_equal(answer.versions, [0] * 3)
-    np.testing.assert_array_equal(flat(answer.partitions), np.ones(18))
-
-
-def test_push_changes_the_center(service):
-    client = connect(service)
-    for count in (1, 2):
-        answer = client.push(ramp(), tf.zeros([3], tf.int64), 8, zeros())
-        np.testing.assert_array_equal(answer.versions, [count] * 3)
-        np.testing.assert_allclose(flat(answer.partitions), 1 + count * flat(ramp()))
-    np.testing.assert_allclose(
-        np.concatenate([np.ravel(value) for value in service.center()]), 1 + 2 * flat(ramp())
-    )
-
-
 def test_push_in_a_function(service):
     client = connect(service)
 
@@ -94,36 +76,6 @@ def test_push_in_a_function(service):
     np.testing.assert_allclose(flat(partitions), 1 + 5 * flat(ramp()))
     steps(5)
     np.testing.assert_array_equal(service.versions(), [10] * 3)
-
-
-def test_no_push_of_simultaneous_clients_is_lost(logical_devices):
-    service = start(AsyncSGD(learning_rate=0.5, momentum=0.5))
-    errors = []
-
-    def work(number):
-        try:
-            client = connect(service, number)
-            for _ in range(25):
-                client.push(ramp(), tf.zeros([3], tf.int64), 1, zeros())
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
-    assert errors == []
-    np.testing.assert_array_equal(service.versions(), [100] * 3)
-    # the sum of 100 momentum steps with the same gradient, whoever made them
-    momentum, total = 0.0, 0.0
-    for _ in range(100):
-        momentum = 0.5 * momentum + 1
-        total += momentum
-    expected = 1 - 0.5 * total * flat(ramp())
-    center = np.concatenate([np.ravel(value) for value in service.center()])
-    np.testing.assert_allclose(center, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_local_and_remote_exchanges_are_the_same(logical_devices):
@@ -349,12 +301,6 @@ def test_error_feedback_loses_nothing(logical_devices):
         np.testing.assert_allclose(flat(answer.partitions), flat(center), rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(flat(residuals), flat(kept), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(flat(center) - 1 + flat(kept), total, rtol=1e-4, atol=1e-4)
-
-
-def test_what_was_not_accepted_is_kept(service):
-    client = connect(service, client=7)  # unknown
-    answer = client.push(ramp(), tf.zeros([3], tf.int64), 8, zeros())
-    np.testing.assert_array_equal(flat(answer.residuals), flat(ramp()))
 
 
 @pytest.mark.parametrize(

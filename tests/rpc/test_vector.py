@@ -3,13 +3,11 @@
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
 import keras_het
 from keras_het.asynchronous.parameter_service import Partitions
-from keras_het.asynchronous.rules import Delta, PushMeta
 from keras_het.rpc.vector import PartitionedVector
 
 
@@ -93,20 +91,3 @@ def test_what_variables_cannot_hold_is_not_a_number_left_over(logical_devices):
     assert np.isinf(vectors.read()[0]).all()
     vectors.write([np.zeros(PART, np.float32), np.zeros(SIZE - PART, np.float32)])
     np.testing.assert_array_equal(np.concatenate(vectors.read()), 0)
-
-
-def test_workers_do_not_send_their_rounding(logical_devices):
-    rule, center = Delta(), tf.Variable(values())
-    workers = [vectors_of("bfloat16", logical_devices[:1])[1] for _ in range(3)]
-    seen = [values()] * 3
-    for own in workers:
-        own.write([values()[:PART], values()[PART:]])
-    for _ in range(10):
-        for number, own in enumerate(workers):
-            weights = tf.concat(own.read(), axis=0)
-            message = rule.message(weights, seen[number])
-            meta = PushMeta(number, 1.0, 0.0)
-            seen[number] = rule.update(center, {}, message, meta)
-            goes_on = rule.receive(weights, weights, seen[number])
-            own.write([goes_on[:PART], goes_on[PART:]])
-    np.testing.assert_allclose(center, values(), atol=1e-6)

@@ -2,7 +2,6 @@
 
 from fractions import Fraction
 
-import pytest
 from depth import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,12 +50,6 @@ def test_with_as_many_spare_machines_as_workers_these_are_parameter_servers():
     place = place_partitions(40_000, [1.0] * 4, [1.0] * 4, 500)
     assert set(place.owners) == {4, 5, 6, 7}
     assert place.plan.link_bytes == (40_000,) * 8
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_fewer_elements_than_machines(size):
-    place = place_partitions(size, [1.0] * 4, [1.0], 500)
-    assert sum(place.sizes) == size
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=8).filter(any), st.integers(1, 16))

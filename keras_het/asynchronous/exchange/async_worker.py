@@ -18,7 +18,6 @@ from keras_het.asynchronous.exchange.exchange_engine import (
     LARGEST_TRIES,
     ExchangeEngine,
     NoCenterError,
-    Pending,
 )
 from keras_het.asynchronous.exchange.pace import LocalStepTuner, Pace, PushPace, choose_period
 from keras_het.asynchronous.exchange.participant import (
@@ -80,6 +79,7 @@ class AsyncWorker(Participant):
         self._pace = PushPace(waits=options.waits_for_answer)
         self._planned_period: int | None = None
         self._plan = LocalStepTuner(self.rule, self._number) if self.rule.is_measured else None
+        self._num_parts = self._count_parts()
         self._warn_of_unused_batches()
 
     def start_epoch(self, epoch: int) -> None:
@@ -95,8 +95,13 @@ class AsyncWorker(Participant):
         self._epoch, self._latest_batch = epoch, -1
         left_over = deque() if self._claims is None else self._claims.left_over
         self._steps_at_hand = len(left_over)
-        passes, parts = self.passes_before(epoch), self._num_parts()
-        self._claims = AsyncClaims(passes, parts, self._next_batch, self.num_batches, left_over)
+        self._claims = AsyncClaims(
+            self.passes_before(epoch),
+            self._num_parts,
+            self._next_batch,
+            self.num_batches,
+            left_over,
+        )
 
     def _epoch_of_the_group(self) -> int:
         if not self._engine.is_away:
@@ -147,7 +152,11 @@ class AsyncWorker(Participant):
                 self._receive()
 
     def _tell(self) -> None:
-        self._tell_loss()
+        if self.rule.local_steps(self._worker, self._stage) is not None:
+            is_over = self._loss is not None and self.rule.is_stage_over(self._loss)
+            signal = Signal.LOSS_REACHED if is_over else Signal.NOTHING
+            stage = self._engine.weights.transport.signal(signal)
+            self._stage = self._stage if stage is None else stage
         self._report(Presence.TRAINING)
 
     def _make_plan(self, plan: LocalStepTuner) -> None:
@@ -172,7 +181,7 @@ class AsyncWorker(Participant):
             return
         found = self._ledger.pace(pace)
         if adapts:
-            longest = longest_period(self.num_batches * self._num_parts())
+            longest = longest_period(self.num_batches * self._num_parts)
             limits = self.options.presence_seconds, longest
             self._planned_period = choose_period(*found, self._number, limits)
 
@@ -182,14 +191,6 @@ class AsyncWorker(Participant):
 
     def note_loss(self, loss: float) -> None:
         self._loss = loss
-
-    def _tell_loss(self) -> None:
-        if self.rule.local_steps(self._worker, self._stage) is None:
-            return
-        is_over = self._loss is not None and self.rule.is_stage_over(self._loss)
-        signal = Signal.LOSS_REACHED if is_over else Signal.NOTHING
-        stage = self._engine.weights.transport.signal(signal)
-        self._stage = self._stage if stage is None else stage
 
     def meet_center(self) -> list[tf.Tensor]:
         """Send unsent progress and wait for the answer; own weights without a service."""
@@ -245,7 +246,7 @@ class AsyncWorker(Participant):
         self._report(Presence.GONE)
 
     def _join(self) -> None:
-        self.rule = self.options.rule.for_steps_of(1 / self._num_parts())
+        self.rule = self.options.rule.for_steps_of(1 / self._num_parts)
         seconds = self.options.connect_seconds
         exchanges, self._ledger, heartbeat = connect(
             lambda: open_connection(self, self._number), seconds, _HAS_IT_ENDED
@@ -286,7 +287,7 @@ class AsyncWorker(Participant):
                 "every task, and give shuffle() a seed."
             )
 
-    def _num_parts(self) -> int:
+    def _count_parts(self) -> int:
         """Return the number of steps that a global batch is cut into."""
         whole = int(self.data.global_batch_size or 0)
         size = self.options.async_batch_size
@@ -303,7 +304,7 @@ class AsyncWorker(Participant):
 
     def _warn_of_unused_batches(self) -> None:
         """Warn that Keras ends an epoch after as many steps as there are batches."""
-        parts, workers = self._num_parts(), self.strategy.num_async_workers
+        parts, workers = self._num_parts, self.strategy.num_async_workers
         if not config_of(self.strategy).has_sync_group and parts > workers:
             _logger.warning(
                 "Keras ends an epoch after %d steps, and a batch takes %d of them with "
@@ -321,8 +322,8 @@ class AsyncWorker(Participant):
         if batch is None:
             return None
         self._latest_batch = batch
-        self._steps_at_hand += self._num_parts()
-        if self._num_parts() == 1:
+        self._steps_at_hand += self._num_parts
+        if self._num_parts == 1:
             self._ask_ahead()
         return batch
 
@@ -371,21 +372,18 @@ class AsyncWorker(Participant):
 
     def _receive(self, measures: bool = False) -> None:
         """Wait for the answer in flight, if any, and continue from it."""
-        engine, vector = self._engine, self.vectors.state
-        if engine.weights.pending is not None:
-            self._receive_weights(engine.weights.pending, measures)
+        engine, vectors, pending = self._engine, self.vectors, self._engine.weights.pending
+        if pending is not None:
+            with self._pace.waiting(measures):
+                pending.push.wait()
+            vectors.weights.write(engine.weights.receive(vectors.weights.read()))
+            if engine.weights.lost_gradient:  # not below 0: a claim may have reported them
+                self._unreported = max(0, self._unreported - pending.samples)
+            if self._plan is not None and not pending.had_to_wait:
+                self._plan.took_at_once(self._pace.latest_answer_seconds)
         # An answer counts once: that of the weights may arrive while that of the state is lost.
-        if engine.state is not None and engine.state.pending is not None and vector is not None:
-            vector.write(engine.state.receive(vector.read()))
-
-    def _receive_weights(self, pending: Pending, measures: bool) -> None:
-        with self._pace.waiting(measures):
-            pending.push.wait()
-        self.vectors.weights.write(self._engine.weights.receive(self.vectors.weights.read()))
-        if self._engine.weights.lost_gradient:  # not below 0: a claim may have reported them
-            self._unreported = max(0, self._unreported - pending.samples)
-        if self._plan is not None and not pending.had_to_wait:
-            self._plan.took_at_once(self._pace.latest_answer_seconds)
+        if engine.state is not None and engine.state.pending is not None and vectors.state:
+            vectors.state.write(engine.state.receive(vectors.state.read()))
 
     def _attach_again(self) -> None:
         """Reconnect to the service after a loss; a push in flight is sent again."""

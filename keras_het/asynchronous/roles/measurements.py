@@ -37,8 +37,11 @@ def measure_link_rates(strategy: HeterogeneousStrategy) -> tuple[float, ...]:
     """
     proof = credential(read_secret(), _ABOUT)
     address = config_of(strategy).service_address()
-    server = _start_server(address, proof) if strategy.is_chief else None
-    rate = 0.0
+    server, rate = None, 0.0
+    if strategy.is_chief:
+        server = FunctionServer(address)
+        serve_messages(server, Gate(proof))
+        server.start()
     for worker in range(strategy.num_workers):
         strategy.extended.gather_over_workers(np.zeros([1]))  # one at a time, after the server
         if worker == strategy.worker_index and not strategy.is_chief:
@@ -48,13 +51,6 @@ def measure_link_rates(strategy: HeterogeneousStrategy) -> tuple[float, ...]:
     if server is not None:
         server.close()
     return tuple(float(own) if own > 0 else float(everyone.max()) for own in everyone)
-
-
-def _start_server(address: str, proof: bytes) -> FunctionServer:
-    server = FunctionServer(address)
-    serve_messages(server, Gate(proof))
-    server.start()
-    return server
 
 
 class ExchangeTimes(NamedTuple):

@@ -56,16 +56,6 @@ class AdamEquations(SGDEquations):
         return self.c
 
 
-class RMSpropEquations(SGDEquations):
-    v = 0.0
-
-    def update(self, i, g, samples, staleness):
-        self.v = 0.9 * self.v + 0.1 * g * g
-        step = self.rate * self.factor(samples, staleness) * g
-        self.c = self.c - step / np.sqrt(self.v + 1e-7)
-        return self.c
-
-
 SCALED = {"samples": 16, "damps": True, "warm_up": 20}
 SCALED_RULE = {"reference_samples": 16, "damps_staleness": True, "warm_up_pushes": 20}
 CASES = {
@@ -90,11 +80,6 @@ CASES = {
         AdamEquations,
         {"rate": 0.02, **SCALED},
         {"optimizer": ("Adam", {"learning_rate": 0.02}), **SCALED_RULE},
-    ),
-    "rmsprop": (
-        RMSpropEquations,
-        {"rate": 0.02, "samples": 32},
-        {"optimizer": ("RMSprop", {"learning_rate": 0.02}), "reference_samples": 32},
     ),
 }
 

@@ -7,7 +7,7 @@ from addresses import free_address
 from rule_checks import PARTITIONS, PROOF, Center, Equations, connect, follow, start_vector
 
 from keras_het.asynchronous.parameter_service import ParameterService, Status
-from keras_het.asynchronous.rules import AsyncSGD, DelayCompensated
+from keras_het.asynchronous.rules import DelayCompensated
 
 
 class DelayCompensatedEquations(Equations):
@@ -33,23 +33,6 @@ def test_equations(logical_devices, strength, decay):
     start = start_vector()
     rule = DelayCompensated(0.3, strength, num_workers=3, decay=decay)
     follow(rule, DelayCompensatedEquations(start, 0.3, strength, decay), start)
-
-
-def test_corrects_a_stale_gradient_of_a_square_to_first_order(logical_devices):
-    # f(w) = -log w: g = -1/w and f'' = g g exactly, the case in which the correction is best.
-    def after_two_pushes(rule):
-        center = Center(rule, np.ones(1), sizes=(1,))
-        center.push(0, 1, 0, np.zeros(1))  # both workers get 1, as versions 1 and 2
-        center.push(1, 1, 0, np.zeros(1))
-        center.push(0, 1, 1, -1 / np.ones(1))  # one moves the center,
-        moved = center.values
-        center.push(1, 1, 2, -1 / np.ones(1))  # the other's gradient is stale
-        return moved, moved - center.values
-
-    moved, stale = after_two_pushes(AsyncSGD(0.1))
-    _, corrected = after_two_pushes(DelayCompensated(0.1, 1.0, num_workers=2))
-    right = 0.1 * -1 / moved
-    assert abs(corrected - right) < 0.15 * abs(stale - right)
 
 
 def test_a_center_that_was_pulled_again_is_not_taken_for_the_last_answer(logical_devices):

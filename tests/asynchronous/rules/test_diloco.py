@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import tensorflow as tf
 from rule_checks import SIZE, Group, start_vector
 
 from keras_het.asynchronous.rules import DiLoCo, StreamingDiLoCo
@@ -38,11 +37,6 @@ def test_nobody_used_a_sample(logical_devices):
     group = Group(DiLoCo(5), same_starts())
     group.exchange([0.0] * WORKERS)
     np.testing.assert_array_equal(group.weights[0], start_vector(0))
-
-
-def test_overlapped_steps_are_added(logical_devices):
-    rule = DiLoCo(5, overlap=2)
-    np.testing.assert_allclose(rule.receive(tf.constant(7.0), 5.0, 3.0), 5.0)
 
 
 def test_fragments_are_strided_and_their_exchanges_spread_evenly(logical_devices):

@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 from rule_checks import (
     PARTITIONS,
-    Center,
     ElasticEquations,
     connect,
     follow,
@@ -39,27 +38,6 @@ def test_equations(logical_devices, kind):
 def test_what_distinguishes_them():
     assert [rule.is_atomic for rule in RULES] == [True, True, True, False]
     assert not any(rule.center_is_weights or rule.uses_gradients for rule in RULES)
-
-
-def test_one_worker_with_momentum_follows_equations_5_and_6(logical_devices):
-    # One worker: the gradient is computed at the weights that were sent, while they travel.
-    alpha, rate, momentum = 0.3, 0.1, 0.9
-    rule, start, target = AsyncMEASGD(alpha), start_vector(1), start_vector(2)
-    weights = tf.Variable(start)
-    optimizer = keras.optimizers.SGD(rate, momentum=momentum)
-    rule.check_optimizer(optimizer)
-    optimizer.build([weights])
-    center = Center(rule, start)
-    x, c, v = np.float64(start), np.float64(start), np.zeros_like(start, np.float64)
-    for _ in range(15):
-        sent = tf.identity(weights)
-        answer = center.push(0, 1, center.version, rule.message(sent, start))
-        optimizer.apply([weights - target], [weights])
-        weights.assign(rule.receive(weights, sent, answer))
-        v = momentum * v - rate * (x - target)
-        x, c = x + v - alpha * (x - c), c + alpha * (x - c)
-        np.testing.assert_allclose(weights, x, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(center.values, c, rtol=1e-4, atol=1e-5)
 
 
 def test_simultaneous_pushes_without_a_lock(logical_devices):

@@ -39,20 +39,6 @@ def test_overlapped_exchange_is_equations_1_and_2(logical_devices):
         group.assert_states_are_identical()
 
 
-def test_exchange_after_the_step(logical_devices):
-    alpha = 0.2
-    group = Group(SyncEASGD(WORKERS, alpha), starts())
-    x, c = np.float64(starts()), np.float64(start_vector(0))
-    for step in range(10):
-        moves = np.random.default_rng(step).normal(size=(WORKERS, SIZE))
-        group.weights = [w + np.float32(m) for w, m in zip(group.weights, moves, strict=True)]
-        group.exchange([1.0] * WORKERS)
-        x = x + moves
-        x, c = x - alpha * (x - c), c + alpha * (x - c).sum(0)
-        np.testing.assert_allclose(group.weights, x, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(group.states[0]["center"], c, rtol=1e-4, atol=1e-5)
-
-
 def test_bound_is_checked(logical_devices):
     bound = largest_moving_rate(0.5, WORKERS)
     SyncEASGD(WORKERS, bound, 0.5)
