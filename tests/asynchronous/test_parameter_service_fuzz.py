@@ -1,4 +1,4 @@
-"""Bad requests of every kind, while a good worker trains: its result is what it would be alone."""
+"""Bad pushes while a good worker trains: its result is what it would be alone."""
 
 import threading
 
@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 from service_doubles import PROOF as GOOD
 from service_doubles import connect, start_service
-from wrong_tokens import wrong_token
 
 from keras_het import private_api
 from keras_het.asynchronous.parameter_service import FloatWire, Partitions, Status, TopKWire
@@ -21,7 +20,10 @@ SPECS = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64), tf.TensorSpec
 
 
 class Fuzzer:
-    """Sends random requests, each of which must be refused."""
+    """Sends random pushes, each of which must be refused for the values that it brings.
+
+    What every function refuses (tokens, numbers, shapes) is in test_service_functions_fuzz.
+    """
 
     def __init__(self, address, seed, wire=None):
         self.wire = wire or FloatWire()
@@ -31,73 +33,32 @@ class Fuzzer:
         self.sent = 0
 
     def request(self):
-        """A method and its arguments; one or more of them are wrong."""
+        """A method and its arguments, one of which is wrong."""
         part = int(self.random.integers(2))
         size = PARTITIONS.sizes[part]
         change = self.random.normal(size=size).astype("float32")
-        arguments = {
-            "token": token(GOOD, f"push_{size}", tf.timestamp()),
-            "part": np.int32(part),
-            "client": np.int32(self.random.integers(NUM_CLIENTS)),
-            "samples": np.float32(self.random.integers(1, 9)),
-            "version": np.int64(0),
-            "sequence": np.int64(0),
-            "change": change,
-        }
-        kind = self.random.integers(11)
+        client, samples = self.random.integers(NUM_CLIENTS), self.random.integers(1, 9)
+        is_top = isinstance(self.wire, TopKWire)
+        kind = self.random.integers(6 if is_top else 4)
         if kind == 0:
-            arguments["token"] = wrong_token(self.random, GOOD, f"push_{size}")
+            client = self.random.choice([-1, NUM_CLIENTS, 2**31 - 1])
         elif kind == 1:
-            arguments["client"] = np.int32(self.random.choice([-1, NUM_CLIENTS, 2**31 - 1]))
+            samples = self.random.choice([np.nan, np.inf, -8, LARGEST])
         elif kind == 2:
-            arguments["version"] = np.int64(-self.random.integers(1, 2**62))
-        elif kind == 3:
             # NaN is not among the largest values
-            bad = [np.inf, -np.inf, *([] if isinstance(self.wire, TopKWire) else [np.nan])]
+            bad = [np.inf, -np.inf, *([] if is_top else [np.nan])]
             change[self.random.integers(size)] = self.random.choice(bad)
-        elif kind == 4:
-            arguments["samples"] = np.float32(self.random.choice([np.nan, np.inf, -8, LARGEST]))
-        elif kind == 10:
-            change[self.random.integers(size)] = change[-1] = change[0] = LARGEST
-        elif kind == 8:
-            arguments["sequence"] = np.int64(-self.random.integers(1, 2**62))
-        elif kind == 7:
-            arguments.pop(str(self.random.choice(list(arguments))))
-        elif kind == 9 and self.random.integers(4) == 0:
-            return f"push_{size + 1}", self.message(arguments)
-        elif kind == 9:
-            arguments["part"] = self.wrong_number()
-        return f"push_{size}", self.message(arguments, spoils=kind in (5, 6))
-
-    def wrong_number(self):
-        wrong = [-1, 2, 2**31 - 1, -(2**31), [], [0], [[1]], [0, 1]]
-        return np.array(wrong[self.random.integers(len(wrong))], np.int32)
-
-    def message(self, arguments, spoils=False):
-        """What is sent; the change, if it was not left out, in the format of messages."""
-        change = arguments.pop("change", None)
-        sent = [] if change is None else [np.array(t) for t in self.wire.encode(change)[0]]
-        return [*arguments.values(), *(self.spoiled(sent) if spoils else sent)]
-
-    def spoiled(self, sent):
-        """The change in another shape or type, or with places that do not exist."""
-        values, *places = sent
-        kind = self.random.integers(5 if places else 3)
-        if kind == 0:
-            values = np.ones(
-                self.random.choice([0, 1, values.size - 1, values.size + 1]), "float32"
-            )
-        elif kind == 1:
-            values = values.astype(self.random.choice(["float64", "int32"]))
-        elif kind == 2:
-            values = [values[:, None], values[None], values[0]][self.random.integers(3)]
         elif kind == 3:
+            change[self.random.integers(size)] = change[-1] = change[0] = LARGEST
+        values, *places = [np.array(t) for t in self.wire.encode(change)[0]]
+        if kind == 4:
             foreign = self.random.choice([-1, 9, 2**31 - 1, -(2**31)])
             places[0][self.random.integers(places[0].size)] = foreign
-        else:
-            wrong = [places[0][:-1], np.repeat(places[0], 2), places[0][None], places[0] * 1.0]
-            places = [wrong[self.random.integers(4)]]
-        return [values, *places]
+        elif kind == 5:
+            places = [[places[0][:-1], np.repeat(places[0], 2)][self.random.integers(2)]]
+        proof = token(GOOD, f"push_{size}", tf.timestamp())
+        numbers = np.int32(part), np.int32(client), np.float32(samples), np.int64(0), np.int64(0)
+        return f"push_{size}", [proof, *numbers, values, *places]
 
     def run(self, number):
         for _ in range(number):
