@@ -50,6 +50,14 @@ class LostCall:
         return tf.constant(4), tf.constant("deadline exceeded")
 
 
+def lose_answer(exchange, *parts):
+    """Waits until a push has arrived, and loses its answers, or those of some parts."""
+    push = exchange.pending.push
+    push.wait()
+    for part in parts or range(len(push.calls)):
+        push.calls[part] = LostCall()
+
+
 class Clock:
     """Time that passes as it is slept."""
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from addresses import silent_address
-from service_doubles import PROOF, LostCall, exchange_with, start_service
+from service_doubles import PROOF, exchange_with, lose_answer, start_service
 
 from keras_het.asynchronous.exchange import AsyncWorker
 from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine
@@ -85,20 +85,27 @@ def start(rule, alpha=0.5, **options):
     )
 
 
+GOES_ON = {"goes_on_without_service": True, "timeout_seconds": 0.0}
+
+
+def start_with_worker_that_goes_on(**options):
+    service, state = start(Delta())
+    return service, Worker(service, state, **(GOES_ON | options))
+
+
 def center_of(service):
     return np.array(service.center_partitions()[0])
 
 
 def test_a_lost_answer_of_the_statistics_does_not_count_that_of_the_weights_twice(logical_devices):
     service, state = start(Delta())
-    worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
+    worker = Worker(service, state, **GOES_ON)
     other = Worker(service, state, client=2)
     other.train(10.0)
     other.meet_center()
     worker.train(1.0)
     worker._engine.weights.pending.push.wait()
-    worker._engine.state.pending.push.wait()
-    worker._engine.state.pending.push.calls[:] = [LostCall()]
+    lose_answer(worker._engine.state)
     worker.train(2.0)  # the weights are answered, the statistics are not
     assert worker._engine.is_lost
     np.testing.assert_array_equal(worker.vectors.weights.values[0], 13)
@@ -112,14 +119,12 @@ def test_a_lost_answer_of_the_statistics_does_not_count_that_of_the_weights_twic
 
 def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(logical_devices):
     """The ledger answers, and a part of the center does not."""
-    service, state = start(Delta())
-    worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
+    service, worker = start_with_worker_that_goes_on()
     connection = worker._engine.weights.transport
     push_again = connection.push_again
     connection.push_again = lambda push, indices: None
     worker.train(1.0)
-    worker._engine.weights.pending.push.wait()
-    worker._engine.weights.pending.push.calls[:] = [LostCall()]
+    lose_answer(worker._engine.weights)
     for count in range(1, 5):
         worker.train(1.0)
         assert worker._engine.is_lost
@@ -134,11 +139,9 @@ def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(log
 
 def test_a_service_without_a_leader_is_not_attached_to(logical_devices):
     """One that was restarted has no weights yet."""
-    service, state = start(Delta())
-    worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
+    service, worker = start_with_worker_that_goes_on()
     worker.train(1.0)
-    worker._engine.weights.pending.push.wait()
-    worker._engine.weights.pending.push.calls[:] = [LostCall()]
+    lose_answer(worker._engine.weights)
     worker._ledger.stage = Stage.STARTING
     for count in (1, 2):
         worker.train(1.0)
@@ -153,8 +156,7 @@ def test_a_service_without_a_leader_is_not_attached_to(logical_devices):
 
 
 def test_without_a_push_under_way_nothing_is_scaled_before_the_center_answers(logical_devices):
-    service, state = start(Delta())
-    worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
+    _, worker = start_with_worker_that_goes_on()
     connection = worker._engine.weights.transport
     pull = connection.pull
     lost = SimpleNamespace(statuses=tf.constant([NO_ANSWER]))
@@ -345,12 +347,11 @@ def test_an_answer_that_is_not_there_is_not_waited_for(logical_devices):
 
 
 def test_a_lost_answer_that_is_found_before_the_next_exchange(logical_devices):
-    service, state = start(Delta())
-    worker = Worker(service, state, period=2, goes_on_without_service=True, timeout_seconds=0.0)
+    service, worker = start_with_worker_that_goes_on(period=2)
     worker.train(1.0)
     worker.train(1.0)
     wait_for_answers(worker)
-    worker._engine.weights.pending.push.calls[:] = [LostCall()]
+    lose_answer(worker._engine.weights)
     worker.train(1.0)
     assert worker._engine.is_lost
     worker.wait_until_answered()
@@ -461,13 +462,11 @@ class Question:
 
 
 def test_it_trains_on_while_a_silent_service_is_asked(logical_devices):
-    service, state = start(Delta())
-    worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=2.0)
+    service, worker = start_with_worker_that_goes_on(timeout_seconds=2.0)
     connection, periods, deadline = worker._engine.weights.transport, 0, time.monotonic() + 60
     services = connection._services
     worker.train(1.0)
-    worker._engine.weights.pending.push.wait()
-    worker._engine.weights.pending.push.calls[:] = [LostCall()]
+    lose_answer(worker._engine.weights)
     with silent_address() as address:
         question = Question(address)
         connection._services = [question]
@@ -489,8 +488,7 @@ def test_it_trains_on_while_a_silent_service_is_asked(logical_devices):
 
 
 def test_a_service_that_is_lost_while_a_batch_is_awaited_leaves_the_worker_alone(logical_devices):
-    service, state = start(Delta())
-    worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
+    _, worker = start_with_worker_that_goes_on()
     worker._epoch, worker._latest_batch, worker.num_batches = 1, 3, 6
 
     def report(presence, used):

@@ -6,11 +6,11 @@ import tensorflow as tf
 from addresses import free_address
 from service_doubles import (
     SECRET,
-    LostCall,
     client_within,
     connect,
     exchange_with,
     flat,
+    lose_answer,
     start_service,
 )
 
@@ -80,9 +80,8 @@ def test_a_part_that_answered_keeps_its_answer(logical_devices):
     rule = AsyncEASGD(alpha=0.5)
     service = start(rule)
     worker, other = join(service, 1, rule), join(service, 2, rule)
-    pending = worker.send(ONES, 8)
-    pending.push.wait()
-    pending.push.calls[0] = LostCall()
+    worker.send(ONES, 8)
+    lose_answer(worker, 0)
     with pytest.raises(ServiceLostError):
         worker.receive(ONES)
     other.send([10 * part for part in ONES], 8)
@@ -107,8 +106,7 @@ def test_what_a_small_message_leaves_is_sent_later(logical_devices, fault):
     weights = moved(worker, RAMP)
     pending = worker.send(weights, 8)
     if fault == "answer lost":
-        pending.push.wait()
-        pending.push.calls[:] = [LostCall() for _ in PARTITIONS.sizes]
+        lose_answer(worker)
         with pytest.raises(ServiceLostError):
             worker.receive(weights)
         worker.meet_again()

@@ -37,6 +37,16 @@ class Clock:
         self.now += seconds
 
 
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def pace(clock):
+    return PushPace(clock)
+
+
 def steps(pace, clock, number, seconds, samples=8):
     for _ in range(number):
         clock.wait(seconds)
@@ -56,9 +66,7 @@ def exchange(pace, clock, own=0.0, travel=0.0, hidden_by=0.0, measures=False):
             clock.wait(max(travel - hidden_by, 0.0))
 
 
-def test_speed_is_that_of_computation_alone():
-    clock = Clock()
-    pace = PushPace(clock)
+def test_speed_is_that_of_computation_alone(clock, pace):
     steps(pace, clock, 2, 5.0)  # traced
     assert pace.pace is None
     for _ in range(4):
@@ -67,9 +75,7 @@ def test_speed_is_that_of_computation_alone():
     assert pace.pace == pytest.approx(Pace(80.0, 8, 1.0, answer_seconds=1.0))
 
 
-def test_what_is_done_with_an_early_answer_is_part_of_the_exchange():
-    clock = Clock()
-    pace = PushPace(clock)
+def test_what_is_done_with_an_early_answer_is_part_of_the_exchange(clock, pace):
     steps(pace, clock, 2, 5.0)  # traced
     for _ in range(4):
         steps(pace, clock, 1, 0.1)
@@ -80,17 +86,13 @@ def test_what_is_done_with_an_early_answer_is_part_of_the_exchange():
     assert pace.pace == pytest.approx(Pace(80.0, 8, 0.05 / LARGEST_OVERHEAD, answer_seconds=0.1))
 
 
-def test_an_exchange_that_was_waited_for_is_known():
-    clock = Clock()
-    pace = PushPace(clock)
+def test_an_exchange_that_was_waited_for_is_known(clock, pace):
     steps(pace, clock, 4, 0.1)
     exchange(pace, clock, travel=0.7, hidden_by=0.1)
     assert pace.pace.exchange_seconds == pytest.approx(0.7)
 
 
-def test_a_hidden_exchange_still_costs_what_the_task_does_for_it():
-    clock = Clock()
-    pace = PushPace(clock)
+def test_a_hidden_exchange_still_costs_what_the_task_does_for_it(clock, pace):
     steps(pace, clock, 4, 0.1)
     with pace.exchanging():
         clock.wait(9.0)  # traced
@@ -99,8 +101,7 @@ def test_a_hidden_exchange_still_costs_what_the_task_does_for_it():
     assert pace.pace.exchange_seconds == pytest.approx(0.2)
 
 
-def test_an_exchange_that_nothing_hides_costs_all_its_time():
-    clock = Clock()
+def test_an_exchange_that_nothing_hides_costs_all_its_time(clock):
     pace = PushPace(clock, waits=True)
     steps(pace, clock, 4, 0.1)
     for seconds in (9.0, 0.6, 0.6):  # the first one is traced
@@ -186,8 +187,7 @@ def rule(**settings):
     return ASHL(loss_threshold=0.5, num_workers=3, preset_ratio=0.1, **settings)
 
 
-def test_the_time_of_a_full_push_is_that_without_the_pull():
-    clock = Clock()
+def test_the_time_of_a_full_push_is_that_without_the_pull(clock):
     plan = LocalStepTuner(rule(), 0, clock)
     plan.took_at_once(50.0)  # traced
     assert plan.pace(STEPS) is None and plan.steps(0) is None
@@ -197,8 +197,7 @@ def test_the_time_of_a_full_push_is_that_without_the_pull():
     assert plan.pace(STEPS) == pytest.approx(Pace(80.0, 8, 1.2, 0.2))
 
 
-def test_a_compressed_push_says_what_a_full_one_would_take():
-    clock = Clock()
+def test_a_compressed_push_says_what_a_full_one_would_take(clock):
     plan = LocalStepTuner(rule(), 1, clock)
     plan.pull(lambda: clock.wait(0.2))
     paces = [Pace(80, 8, 1.0, 0.2), Pace(20, 8, 3.0, 1.0), Pace(0, 0, 0)]
@@ -212,8 +211,7 @@ def test_a_compressed_push_says_what_a_full_one_would_take():
 
 
 @pytest.mark.parametrize("client", [0, 1, 2])
-def test_every_worker_has_its_place_in_the_same_plan(client):
-    clock = Clock()
+def test_every_worker_has_its_place_in_the_same_plan(clock, client):
     plan = LocalStepTuner(rule(), client, clock)
     paces = np.array([Pace(80, 8, 1.0, 0.2), Pace(40, 16, 2.8, 1.0), Pace(10, 8, 4.0, 1.0)])
     plan.choose(paces, [1.0] * 3, 10.0)

@@ -105,47 +105,36 @@ def test_a_silent_worker_may_come_back(monkeypatch):
     assert serve(monkeypatch, [0.0, 30.0, 0.0, 30.0, 61.0]) == 5
 
 
-def test_who_returns_and_goes_again_is_passed_over_again():
-    given_up, present = [], [[0], [0, 1], [0], [0], [0, 1]]
+def passed_over(training, claimed, waiting=None, answers=None):
+    """Whom a task passes over that finds these workers, one list at a time."""
+    asked, training = [], iter(training)
+    waiting, answers = iter(waiting or [[]] * 5), iter(answers or [True] * 5)
     center = SimpleNamespace(
-        ledger=SimpleNamespace(claimed=np.array([3, 2, 0])),
-        training_workers=lambda: present.pop(),
-        waiting_workers=list,
-        skip=lambda client: given_up.append(client) or True,
+        ledger=SimpleNamespace(claimed=np.array(claimed)),
+        training_workers=lambda: present,
+        waiting_workers=lambda: next(waiting),
+        skip=lambda client: asked.append(client) or next(answers),
     )
     task = Task(Delta())
-    for _ in range(5):
+    for present in training:  # noqa: B007
         task._pass_over_the_gone(center)
+    return asked
+
+
+def test_who_returns_and_goes_again_is_passed_over_again():
+    given_up = passed_over([[0, 1], [0], [0], [0, 1], [0]], claimed=[3, 2, 0])
     assert given_up == [1, 1]  # 2 has not come yet
 
 
 def test_who_has_ended_is_waited_for_by_nobody(caplog):
-    given_up = []
-    here = [[0, 1, 2], [0]]  # 2 took no batch
-    center = SimpleNamespace(
-        ledger=SimpleNamespace(claimed=np.array([3, 2, 0, 0])),
-        training_workers=lambda: here.pop(0),
-        waiting_workers=lambda: [1] if not here else [],
-        skip=lambda client: given_up.append(client) or True,
-    )
-    task = Task(Delta())
-    for _ in range(2):
-        task._pass_over_the_gone(center)
+    # 2 took no batch
+    given_up = passed_over([[0, 1, 2], [0]], waiting=[[], [1]], claimed=[3, 2, 0, 0])
     assert sorted(given_up) == [1, 2]
     assert "worker 2 is gone" in caplog.text and "worker 1 is gone" not in caplog.text
 
 
 def test_who_is_gone_is_passed_over_until_all_of_the_service_knows():
-    answers, asked = [False, False, True, True], []
-    center = SimpleNamespace(
-        ledger=SimpleNamespace(claimed=np.array([3, 2])),
-        training_workers=lambda: [0],
-        waiting_workers=list,
-        skip=lambda client: asked.append(client) or answers[len(asked) - 1],
-    )
-    task = Task(Delta())
-    for _ in range(5):
-        task._pass_over_the_gone(center)
+    asked = passed_over([[0]] * 5, claimed=[3, 2], answers=[False, False, True, True])
     assert asked == [1, 1, 1]
 
 

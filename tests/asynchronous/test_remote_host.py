@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from addresses import silent_address
-from service_doubles import PROOF, LostCall, exchange_with, start_service
+from service_doubles import PROOF, LostCall, exchange_with, lose_answer, start_service
 
 from keras_het.asynchronous.exchange import center
 from keras_het.asynchronous.exchange.center import Center
@@ -53,8 +53,7 @@ class Leader(Center):
     def lose(self):
         """Loses the service after a push."""
         (weights,) = self.exchange([tf.ones([2])], [], 4, push=True)
-        self.engine.weights.pending.push.wait()
-        self.engine.weights.pending.push.calls[:] = [LostCall()]
+        lose_answer(self.engine.weights)
         return weights
 
 
