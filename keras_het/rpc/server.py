@@ -190,22 +190,15 @@ def served_function(
 
     @tf.function(input_signature=[tf.TensorSpec(None, s.dtype) for s in specs], autograph=False)
     def serve(*arguments: tf.Tensor) -> Nest:
-        outputs: Nest = None
-
         def run() -> Nest:
-            nonlocal outputs
             pairs = zip(arguments[1:], specs[1:], strict=True)
             # In this graph: calls of a separate graph would cost time.
             given = [tf.ensure_shape(values, spec.shape) for values, spec in pairs]
-            outputs = function.python_function(*given)
-            return outputs
+            return function.python_function(*given)
 
         text = tf.concat([tf.reshape(arguments[0], [-1]), [""]], axis=0)[0]
-        return tf.cond(
-            _have_shapes(arguments, specs) & gate.admits(text, name),
-            run,
-            lambda: refusal(outputs, refused),  # traced after the other branch
-        )
+        is_admitted = _have_shapes(arguments, specs) & gate.admits(text, name)
+        return answer_if(is_admitted, run, refused or Status.REFUSED)
 
     return serve
 
@@ -218,18 +211,10 @@ def hello_function() -> TfFunction:
     return hello
 
 
-def refusal(outputs: Nest, status: Callable[[], tf.Tensor] | None = None) -> Nest:
-    """Return a substitute for a function's outputs: a status, and zeros or empty tensors."""
-    empty = [
-        tf.zeros([0] if out.shape.rank is None else [size or 0 for size in out.shape], out.dtype)
-        for out in tf.nest.flatten(outputs)[1:]
-    ]
-    first = tf.constant(int(Status.REFUSED)) if status is None else status()
-    return tf.nest.pack_sequence_as(outputs, [first, *empty])
-
-
 def answer_if(
-    holds: tf.Tensor, run: Callable[[], Nest], otherwise: Status = Status.REFUSED
+    holds: tf.Tensor,
+    run: Callable[[], Nest],
+    otherwise: Status | Callable[[], tf.Tensor] = Status.REFUSED,
 ) -> Nest:
     """Return a function's outputs if a condition holds, else a status and zeros; in the graph."""
     outputs: Nest = None
@@ -239,7 +224,15 @@ def answer_if(
         outputs = run()
         return outputs
 
-    return tf.cond(holds, note, lambda: refusal(outputs, lambda: tf.constant(int(otherwise))))
+    def refuse() -> Nest:  # traced after the other branch
+        status = otherwise() if callable(otherwise) else tf.constant(int(otherwise))
+        empty = []
+        for output in tf.nest.flatten(outputs)[1:]:
+            shape = [0] if output.shape.rank is None else [size or 0 for size in output.shape]
+            empty.append(tf.zeros(shape, output.dtype))
+        return tf.nest.pack_sequence_as(outputs, [status, *empty])
+
+    return tf.cond(holds, note, refuse)
 
 
 def _have_shapes(tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]) -> tf.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import tensorflow as tf
@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_het import private_api
 from keras_het.asynchronous.rules import PushMeta, UpdateRule
 from keras_het.rpc.admission import Status
-from keras_het.rpc.server import TfFunction, answer_if, refusal
+from keras_het.rpc.server import TfFunction, answer_if
 from keras_het.rpc.vector import LARGEST_MESSAGE_BYTES
 from keras_het.value_types import Nest
 
@@ -211,13 +211,25 @@ class PartFunction:
         def serve(number: tf.Tensor, *arguments: tf.Tensor) -> Any:
             in_range = (number >= 0) & (number < num_partitions)
             place = tf.gather(places, tf.where(in_range, number, 0))
-            return tf.cond(
-                in_range & (place >= 0),
-                lambda: run(place, *arguments),
-                lambda: refusal(bound[0].function.structured_outputs),
-            )
+            return answer_if(in_range & (place >= 0), lambda: run(place, *arguments))
 
         return serve
+
+
+class Push(NamedTuple):
+    """The numbers that come with a worker's change of a partition, in the graph.
+
+    Args:
+        client: the worker, int32 scalar.
+        samples: number of samples behind the change, float32 scalar.
+        version: version of the partition that the worker saw last, int64 scalar.
+        sequence: number of the push, int64 scalar; 0 for none.
+    """
+
+    client: tf.Tensor
+    samples: tf.Tensor
+    version: tf.Tensor
+    sequence: tf.Tensor
 
 
 class Updates:
@@ -226,20 +238,12 @@ class Updates:
     def __init__(self, rule: UpdateRule, staleness_bound: int | None) -> None:
         self._rule, self._staleness_bound = rule, staleness_bound
 
-    def take(
-        self,
-        part: Part,
-        client: tf.Tensor,
-        samples: tf.Tensor,
-        version: tf.Tensor,
-        change: Change,
-        sequence: tf.Tensor,
-    ) -> Taken:
+    def take(self, part: Part, push: Push, change: Change) -> Taken:
         """Apply the rule if the push is acceptable; return status, new version, rule's answer."""
 
         def update() -> Taken:
-            staleness = tf.cast(tf.maximum(part.version - version, 0), tf.float32)
-            meta = PushMeta(client, samples, staleness, part.version.read_value())
+            staleness = tf.cast(tf.maximum(part.version - push.version, 0), tf.float32)
+            meta = PushMeta(push.client, push.samples, staleness, part.version.read_value())
             if not self._rule.may_wait:
                 return apply_rule(self._rule, part, change, meta)
             return tf.cond(
@@ -248,7 +252,7 @@ class Updates:
                 lambda: nothing(int(Status.WAIT)),
             )
 
-        checked = functools.partial(self._unless_known, part, client, version, sequence, update)
+        checked = functools.partial(self._unless_known, part, push, update)
         result: Taken
         if self._rule.is_atomic:
             result = part.lock.execute(checked)
@@ -260,25 +264,19 @@ class Updates:
             part.under_way.assign_sub(1)
         return result
 
-    def _unless_known(
-        self,
-        part: Part,
-        client: tf.Tensor,
-        version: tf.Tensor,
-        sequence: tf.Tensor,
-        update: Callable[[], Taken],
-    ) -> Taken:
+    def _unless_known(self, part: Part, push: Push, update: Callable[[], Taken]) -> Taken:
         """Take a push unless it was already taken (its answer was lost) or comes too late."""
-        numbered = sequence > 0
-        repeated = numbered & (sequence <= part.sequences[client])
-        stale = self.is_stale(part, version)
+        numbered = push.sequence > 0
+        repeated = numbered & (push.sequence <= part.sequences[push.client])
+        stale = self.is_stale(part, push.version)
         closed = part.is_closed.read_value()
 
         def take() -> Taken:
             status, new_version, answer = update()
             taken = numbered & tf.equal(status, int(Status.OK))
-            latest = tf.where(taken, sequence, part.sequences[client])
-            with tf.control_dependencies([part.sequences.scatter_nd_update([[client]], [latest])]):
+            latest = tf.where(taken, push.sequence, part.sequences[push.client])
+            noted = part.sequences.scatter_nd_update([[push.client]], [latest])
+            with tf.control_dependencies([noted]):
                 return tf.identity(status), new_version, answer
 
         def leave() -> Taken:
@@ -301,44 +299,30 @@ class Updates:
         # A version that lies in the future belongs to another service with another center.
         return (part.version - version > bound) | (version > part.version)
 
-    def pass_turn(
-        self,
-        part: Part,
-        is_in_turn: tf.Tensor,
-        client: tf.Tensor,
-        samples: tf.Tensor,
-        sequence: tf.Tensor,
-    ) -> tf.Tensor:
+    def pass_turn(self, part: Part, is_in_turn: tf.Tensor, push: Push) -> tf.Tensor:
         """End the turn of a worker whose push is refused, once: the others would wait for it."""
         if not self._rule.may_wait:
             return tf.constant(True)
-        meta = PushMeta(client, samples, tf.constant(0.0), part.version.read_value())
+        meta = PushMeta(push.client, push.samples, tf.constant(0.0), part.version.read_value())
 
         def take_note() -> tf.Tensor:
-            latest = tf.maximum(sequence, part.sequences[client])
-            noted = part.sequences.scatter_nd_update([[client]], [latest])
+            latest = tf.maximum(push.sequence, part.sequences[push.client])
+            noted = part.sequences.scatter_nd_update([[push.client]], [latest])
             with tf.control_dependencies([noted]):
-                return _done(self._rule.pass_turn(part.slots, meta))
+                passed = self._rule.pass_turn(part.slots, meta)
+                with tf.control_dependencies([passed]):
+                    return tf.constant(True)
 
         def end_turn() -> tf.Tensor:
-            is_new = (sequence < 1) | (sequence > part.sequences[client])
+            is_new = (push.sequence < 1) | (push.sequence > part.sequences[push.client])
             is_turn = self._rule.is_turn(part.slots, meta)
-            return tf.cond(is_new & is_turn, take_note, _no_turn)
+            return tf.cond(is_new & is_turn, take_note, lambda: tf.constant(True))
 
-        return tf.cond(is_in_turn, lambda: part.lock.execute(end_turn), _no_turn)
+        return tf.cond(is_in_turn, lambda: part.lock.execute(end_turn), lambda: tf.constant(True))
 
 
 def nothing(status: tf.Tensor) -> Taken:
     return tf.identity(status), tf.constant(-1, tf.int64), tf.zeros([0])
-
-
-def _no_turn() -> tf.Tensor:
-    return tf.constant(True)
-
-
-def _done(result: tf.Tensor | tf.Variable) -> tf.Tensor:
-    with tf.control_dependencies([result]):
-        return tf.constant(True)
 
 
 class Change:

@@ -12,6 +12,7 @@ from keras_het.asynchronous.parameter_service.part import (
     Change,
     Part,
     PartFunction,
+    Push,
     Taken,
     Updates,
     nothing,
@@ -217,29 +218,25 @@ class ParameterService:
         wire: Wire,
         updates: Updates,
         part: Part,
-        client: tf.Tensor,
-        samples: tf.Tensor,
-        version: tf.Tensor,
-        sequence: tf.Tensor,
-        *sent: tf.Tensor,
+        *arguments: tf.Tensor,
     ) -> Taken:
-        change = Change(wire.decode(list(sent), part.size))
+        push, change = Push(*arguments[:4]), Change(wire.decode(list(arguments[4:]), part.size))
 
         def update() -> Taken:
-            taken = updates.take(part, client, samples, version, change, sequence)
+            taken = updates.take(part, push, change)
             return taken[0], taken[1], wire.encode_answer(taken[2])
 
         def refuse() -> Taken:
             is_in_turn = tf.equal(status, int(Status.NOT_FINITE))
-            passed = updates.pass_turn(part, is_in_turn, client, samples, sequence)
+            passed = updates.pass_turn(part, is_in_turn, push)
             with tf.control_dependencies([passed]):
                 return nothing(status)
 
-        finite = change.is_finite() & (samples <= LARGEST_SAMPLES)  # false for NaN, too
-        known = self._is_known(client) & (version >= 0)
+        finite = change.is_finite() & (push.samples <= LARGEST_SAMPLES)  # false for NaN, too
+        known = self._is_known(push.client) & (push.version >= 0)
         # NaN is handled separately below. Not ~(samples < 0): TensorFlow's graph optimizer
         # turns that into samples >= 0.
-        known &= (sequence >= 0) & ((samples >= 0) | tf.math.is_nan(samples))
+        known &= (push.sequence >= 0) & ((push.samples >= 0) | tf.math.is_nan(push.samples))
         # One branch for all: TensorFlow takes a while for each.
         status = _first_failed(
             (known, Status.UNKNOWN_CLIENT),
