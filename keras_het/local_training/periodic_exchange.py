@@ -152,25 +152,16 @@ class Fragment:
         adopt_vector_of_the_chief(statistics, strategy)
         self.state = rule.initial_state(weights.read())
         self._mean_statistics = statistics.read()
-        self._exchange = self._traced()
+        # Traced here: in the background, the order of tracing, and of keys, would be random.
+        combine = tf.function(self._combine, autograph=False)
+        statistics = self._mean_statistics
+        self._exchange = combine.get_concrete_function(
+            self.center, statistics, statistics, tf.constant(0.0), self.state
+        )
 
     @property
     def center(self) -> tf.Tensor:
         return self.state["center"]
-
-    def _traced(self) -> tf.types.experimental.ConcreteFunction:
-        """Traced here: in the background, the order of tracing, and of keys, would be random."""
-
-        def specs(value: tf.Tensor) -> tf.TensorSpec:
-            return tf.TensorSpec(value.shape, value.dtype)
-
-        return tf.function(self._combine, autograph=False).get_concrete_function(
-            specs(self.center),
-            specs(self._mean_statistics),
-            specs(self._mean_statistics),
-            tf.TensorSpec([], tf.float32),
-            {name: specs(value) for name, value in self.state.items()},
-        )
 
     def _combine(
         self,
