@@ -86,9 +86,9 @@ class Facts:
     public_addresses: tuple[str, ...] = ()
 
 
-def gather(environ: Mapping[str, str] | None = None, log_dir: Path | None = None) -> Facts:
+def gather(log_dir: Path | None = None) -> Facts:
     """Look at this machine; nothing is changed, and TensorFlow runs in another process."""
-    environ = dict(os.environ if environ is None else environ)
+    environ = dict(os.environ)
     cluster, problem = None, ""
     try:
         cluster = read_cluster_config(environ)

@@ -56,7 +56,11 @@ def uncaught_error(lines: Sequence[str]) -> UncaughtError | None:
         return None
     text = _error_text(rest[end])
     if text.endswith(":"):
-        following = (line.strip() for line in rest[end + 1 :] if _says_the_error(line))
+        following = (
+            line.strip()
+            for line in rest[end + 1 :]
+            if line.strip() and not line[0].isspace() and not line.startswith(_OF_GRAPHS)
+        )
         text = f"{text} {next(following, '')}".rstrip()
     return UncaughtError(text, _place(rest[:end]))
 
@@ -103,10 +107,6 @@ def _ends_traceback(line: str) -> bool:
 def _error_text(line: str) -> str:
     match = _ERROR.match(line)
     return match["text"] if match else line
-
-
-def _says_the_error(line: str) -> bool:
-    return bool(line.strip()) and not line[0].isspace() and not line.startswith(_OF_GRAPHS)
 
 
 def _place(frames: Sequence[str]) -> str | None:

@@ -114,6 +114,7 @@ def facts_of(run: str, content: LogContent) -> Facts:
         devices = _devices(recording, rows, diagnosis)
         speed = throughput(recording.wall, recording.samples, content.every)
     numbers = recording.steps[rows]
+    plan = "" if recording.pipeline is None else recording.pipeline.text
     worst, phases = _repairs(recording, diagnosis)
     return Facts(
         plain(run),
@@ -128,7 +129,7 @@ def facts_of(run: str, content: LogContent) -> Facts:
         is_even=_is_even(recording, diagnosis),
         exchanges=tuple(_exchange_lines(content.exchanges)),
         messages=tuple(plain(message) for message in content.messages),
-        plan=_plan_lines(recording),
+        plan=tuple(plain(line) for line in plan.splitlines()[:_MOST_LINES]),
         passes=tuple(_passes(content)),
     )
 
@@ -141,17 +142,12 @@ def _passes(content: LogContent) -> Iterator[tuple[int, Timeline]]:
                 yield step, timeline
 
 
-def _plan_lines(recording: Recording) -> tuple[str, ...]:
-    text = "" if recording.pipeline is None else recording.pipeline.text
-    return tuple(plain(line) for line in text.splitlines()[:_MOST_LINES])
-
-
 def _devices(recording: Recording, rows: Integers, diagnosis: Diagnosis) -> tuple[DeviceFacts, ...]:
     phases = [means(checked(getattr(recording, name)[rows])) for name in PHASES]
     shares = means(checked(recording.shares[rows], np.inf))
     speed: Floats = np.where(phases[0] > 0, shares / phases[0], np.nan)
     speed = np.where(shares > 0, speed, np.nan)
-    hardware = _hardware_texts(recording)
+    known = {name: _last_known(np.asarray(v)) for name, v in recording.hardware.items()}
     return tuple(
         DeviceFacts(
             index,
@@ -161,7 +157,7 @@ def _devices(recording: Recording, rows: Integers, diagnosis: Diagnosis) -> tupl
             tuple(float(values[index]) for values in phases),
             float(diagnosis.against_best[index]),
             float(diagnosis.against_own_best[index]),
-            hardware[index],
+            _hardware({name: v[index] for name, v in known.items() if np.isfinite(v[index])}),
         )
         for index, device in enumerate(recording.devices)
     )
@@ -234,14 +230,6 @@ def _numbers(entries: Iterable[Mapping[str, Any]], name: str) -> list[float]:
     ]
 
 
-def _hardware_texts(recording: Recording) -> list[str]:
-    last = {name: _last_known(np.asarray(v)) for name, v in recording.hardware.items()}
-    return [
-        _text({name: values[index] for name, values in last.items() if np.isfinite(values[index])})
-        for index in range(len(recording.devices))
-    ]
-
-
 def _last_known(values: Floats) -> list[float]:
     if not len(values):
         return [np.nan] * values.shape[1]
@@ -251,7 +239,7 @@ def _last_known(values: Floats) -> list[float]:
     return [float(value) for value in latest]
 
 
-def _text(known: Mapping[str, float]) -> str:
+def _hardware(known: Mapping[str, float]) -> str:
     parts = []
     if "hw.gpu.utilization" in known:
         parts.append(f"GPU {percent(known['hw.gpu.utilization'])}")

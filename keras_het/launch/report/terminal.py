@@ -68,7 +68,10 @@ def _parts(facts: Facts, width: int) -> Iterator[RenderableType]:
     if line := _gain_line(facts):
         yield Text(f"\n{line}")
     yield from _changes(facts)
-    yield from _exchanges(facts)
+    if facts.exchanges:
+        yield Text("\nAsync workers", style="bold")
+    for line in facts.exchanges:
+        yield Text(f"  {line}")
     if facts.messages:
         yield Text()
     for message in facts.messages:
@@ -135,13 +138,6 @@ def _changes(facts: Facts) -> Iterator[RenderableType]:
         yield Text(f"  {len(changes) - _MOST_CHANGES} earlier ones; --html FILE shows more")
     for each in changes[-_MOST_CHANGES:]:
         yield Text(f"  step {each.step}: {change_text(each)}")
-
-
-def _exchanges(facts: Facts) -> Iterator[RenderableType]:
-    if facts.exchanges:
-        yield Text("\nAsync workers", style="bold")
-    for line in facts.exchanges:
-        yield Text(f"  {line}")
 
 
 def _summary_line(facts: Facts) -> str:

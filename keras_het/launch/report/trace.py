@@ -52,7 +52,9 @@ def _events(facts: Facts, first: int) -> Iterator[Event]:
     yield from _names(recording.devices, processes, threads, training)
     steps, every = recording.steps[first:], facts.every[first:].astype(np.float64)
     phases = np.stack([checked(getattr(recording, name)[first:]) for name in _ORDER])
-    begins = _begins(phases, every)
+    wall = np.nansum(phases, axis=0).max(axis=1, initial=0.0)
+    # when each row begins, and when the last one ends, in seconds
+    begins: Floats = np.concatenate([[0.0], np.cumsum(wall * every)])
     for row, step in enumerate(steps.tolist()):
         for index, device in enumerate(recording.devices):
             end = begins[row]
@@ -101,12 +103,6 @@ def _passes(
                     which = {"step": step, "stage": each.stage, "micro": each.micro_batch}
                     place = {"pid": process, "tid": thread, "cat": "pass"}
                     yield _slice(plain(each.kind), begin, end, which, **place)
-
-
-def _begins(phases: Floats, every: Floats) -> Floats:
-    """Return when each row begins, and when the last one ends, in seconds."""
-    wall = np.nansum(phases, axis=0).max(axis=1, initial=0.0)
-    return np.concatenate([[0.0], np.cumsum(wall * every)])
 
 
 def _names(

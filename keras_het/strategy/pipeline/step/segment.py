@@ -61,7 +61,8 @@ class Segment(keras.layers.Layer):
             results = keras_graphs_adapter.call_node(unit.node, unit.operation, arguments, training)
             values.update(zip(unit.outputs, results, strict=True))
         made = [values[token] for token in self.made]
-        return [tf.identity(value) for value in made], [_mask_of(value) for value in made]
+        masks_made = [getattr(value, "_keras_mask", None) for value in made]
+        return [tf.identity(value) for value in made], masks_made
 
     def run(self, weights: dict[int, tf.Tensor], values: Values, training: bool) -> None:
         """Run the layer calls on given weights and state, and add the results to `values`."""
@@ -157,8 +158,3 @@ def _with_mask(tensor: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
     tensor = tf.identity(tensor)
     tensor._keras_mask = mask
     return tensor
-
-
-def _mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
-    mask: tf.Tensor | None = getattr(tensor, "_keras_mask", None)
-    return mask

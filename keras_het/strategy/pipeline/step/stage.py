@@ -34,7 +34,6 @@ class Stage:
     """Layers of a model that run on the same devices."""
 
     def __init__(self, units: ModelUnits, planned: PlannedStage) -> None:
-        self.planned = planned
         own = range(planned.first, planned.end)
         recomputed = set(planned.recomputed)
         self._segments = [
