@@ -169,13 +169,16 @@ class LocalCluster:
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         while len(self._results) < len(self._workers):
-            event = self._next_event(min(end, self._due))
-            if event is not None:
-                self._handle(*event)
-            elif time.monotonic() >= end:
-                raise TimeoutError(self._timeout_message(timeout))
-            else:
+            due = min(end, self._due)
+            try:
+                left = None if due == math.inf else max(0.0, due - time.monotonic())
+                kind, value = self._events.get(timeout=left)
+            except queue.Empty:
+                if time.monotonic() >= end:
+                    raise TimeoutError(self._timeout_message(timeout)) from None
                 self._escalate()
+            else:
+                self._handle(kind, value)
         return tuple(self._results[index] for index in range(len(self._workers)))
 
     def request_stop(self, signal_number: int = signal.SIGINT) -> None:
@@ -263,13 +266,6 @@ class LocalCluster:
             address = own.get(ADDRESS, self._ports.addresses[-1])
             inherited |= service_environment(address, inherited, self._secret)
         return inherited
-
-    def _next_event(self, due: float) -> tuple[Literal["exit", "stop"], int] | None:
-        left = None if due == math.inf else max(0.0, due - time.monotonic())
-        try:
-            return self._events.get(timeout=left)
-        except queue.Empty:
-            return None
 
     def _handle(self, kind: Literal["exit", "stop"], value: int) -> None:
         if kind == "exit":

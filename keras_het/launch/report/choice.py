@@ -26,22 +26,18 @@ class Choice:
 
 
 def choose_run(log_dir: str, name: str | None = None) -> Choice:
+    unreadable: dict[str, str] = {}
     try:
-        return _choose_run(log_dir, name)
+        check_log_dir(log_dir, tf.io.gfile.isdir, tf.io.gfile.exists)
+        runs = {run.name: run for run in read_log(log_dir, unreadable)}
+        if not runs:
+            raise ValueError(_nothing_there(log_dir, unreadable))
+        if name is None:
+            chosen = max(runs, key=lambda each: (_written(log_dir, each), each))
+        else:
+            chosen = _named(name, list(runs), unreadable)
     except tf.errors.OpError as error:
         raise OSError(f"{log_dir!r} cannot be read: {error.message}") from error
-
-
-def _choose_run(log_dir: str, name: str | None) -> Choice:
-    check_log_dir(log_dir, tf.io.gfile.isdir, tf.io.gfile.exists)
-    unreadable: dict[str, str] = {}
-    runs = {run.name: run for run in read_log(log_dir, unreadable)}
-    if not runs:
-        raise ValueError(_nothing_there(log_dir, unreadable))
-    if name is None:
-        chosen = max(runs, key=lambda each: (_written(log_dir, each), each))
-    else:
-        chosen = _named(name, list(runs), unreadable)
     return Choice(runs[chosen], tuple(each for each in runs if each != chosen), unreadable)
 
 

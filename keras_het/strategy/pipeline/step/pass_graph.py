@@ -309,7 +309,8 @@ class PassGraph:
         with tf.device(self.homes[stage]):
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(weights)
-                losses = own.regularization(weights) if is_owner else []
+                pairs = zip(own.weights, weights, strict=True) if is_owner else ()
+                losses = [v.regularizer(w) for v, w in pairs if v.regularizer is not None]
             self.losses.extend(losses)
             if not self._training:
                 return []

@@ -55,7 +55,10 @@ class Segment(keras.layers.Layer):
     ) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
         values = {}
         for token, tensor, mask in zip(self.taken, tensors, masks, strict=True):
-            values[token] = _with_mask(tensor, mask)
+            values[token] = tensor
+            if mask is not None:
+                values[token] = tf.identity(tensor)
+                values[token]._keras_mask = mask
         for unit in self._units:
             arguments = {key: values[token] for key, token in unit.inputs.items()}
             results = keras_graphs_adapter.call_node(unit.node, unit.operation, arguments, training)
@@ -150,11 +153,3 @@ class Segment(keras.layers.Layer):
         values.state.update((id(variable), next(results)) for variable in self.state)
         values.means.extend(next(results) for _ in result.means)
         values.sums.extend(next(results) for _ in result.sums)
-
-
-def _with_mask(tensor: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
-    if mask is None:
-        return tensor
-    tensor = tf.identity(tensor)
-    tensor._keras_mask = mask
-    return tensor

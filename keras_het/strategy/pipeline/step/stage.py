@@ -80,13 +80,6 @@ class Stage:
                 "layers to a stage on one process, or train under keras_het.HeterogeneousStrategy."
             )
 
-    def regularization(self, weights: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return [
-            variable.regularizer(value)
-            for variable, value in zip(self.weights, weights, strict=True)
-            if variable.regularizer is not None
-        ]
-
     def forward(
         self,
         weights: list[tf.Tensor],
