@@ -1,9 +1,8 @@
 """Pipeline parallelism: which layers run on which devices, in which order, and what it takes."""
 
 from keras_het.planning.pipeline.partition import plan_pipeline, plan_with_cuts
-from keras_het.planning.pipeline.plan import PipelinePlan, Stage
+from keras_het.planning.pipeline.plan import PipelinePlan, Stage, in_flight, routes, stage_order
 from keras_het.planning.pipeline.problem import Devices, ModelProfile
-from keras_het.planning.pipeline.schedule import in_flight, routes, stage_order
 from keras_het.planning.pipeline.simulation import Event, Timeline, simulate
 
 __all__ = [

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from keras_het.planning.pipeline.least_latency import Chain, Group
-from keras_het.planning.pipeline.plan import PipelinePlan, Stage
+from keras_het.planning.pipeline.plan import PipelinePlan, Stage, in_flight, routes
 from keras_het.planning.pipeline.problem import Problem
 from keras_het.planning.pipeline.recomputation import cheapest_recomputation, fits, stage_memory
-from keras_het.planning.pipeline.schedule import in_flight, routes
 from keras_het.planning.pipeline.simulation import simulate
 
 

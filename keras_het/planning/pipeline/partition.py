@@ -10,11 +10,10 @@ import numpy as np
 
 from keras_het.planning.pipeline.candidates import Candidates
 from keras_het.planning.pipeline.least_latency import Chain, LeastLatency
-from keras_het.planning.pipeline.plan import PipelinePlan, readable_bytes
+from keras_het.planning.pipeline.plan import PipelinePlan, in_flight, readable_bytes
 from keras_het.planning.pipeline.problem import Devices, ModelProfile, Problem
 from keras_het.planning.pipeline.recomputation import fits, stage_memory
 from keras_het.planning.pipeline.refinement import coarse_cuts, device_orders, find_chains
-from keras_het.planning.pipeline.schedule import in_flight
 
 # How many of the fastest chains are simulated, and how many plans near them; for large ones fewer.
 _SIMULATED = (5, 24)

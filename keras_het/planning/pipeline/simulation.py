@@ -9,9 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from keras_het.planning.pipeline.plan import PipelinePlan
+from keras_het.planning.pipeline.plan import PipelinePlan, stage_order
 from keras_het.planning.pipeline.problem import Devices, Link, ModelProfile
-from keras_het.planning.pipeline.schedule import stage_order
 
 COMPUTE = ("forward", "backward", "recompute")
 

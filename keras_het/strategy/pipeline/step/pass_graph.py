@@ -10,7 +10,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_het.planning.pipeline.schedule import stage_order
+from keras_het.planning.pipeline.plan import stage_order
 from keras_het.strategy.exact.own_state import StateChange
 from keras_het.strategy.pipeline.step.edges import COLLECTOR, HEAD, Edges, Message, Messages, Place
 from keras_het.strategy.pipeline.step.emulated_pass import Emulation

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.planning.pipeline import Event, PipelinePlan, Timeline
-from keras_het.planning.pipeline.schedule import stage_order
+from keras_het.planning.pipeline.plan import stage_order
 from keras_het.strategy.measure.phase_times import PhaseTimes
 from keras_het.strategy.measure.step_clock import time_when_ready
 from keras_het.strategy.pipeline.step.edges import Place
