@@ -112,34 +112,22 @@ def test_threads_of_workers_respect_a_quota(
     assert [result.stdout for result in cluster.wait(TIMEOUT)] == ["2", "2"]
 
 
-def test_first_failure_ends_the_others(cluster_of: MakeCluster) -> None:
-    cluster = cluster_of(
-        "if index == 1:\n    sys.exit(7)\n" + WAIT_FOR_EVER,
-        3,
-    )
-    results = cluster.wait(TIMEOUT)
-    assert [result.exit_code for result in results] == [-signal.SIGTERM, 7, -signal.SIGTERM]
-    assert [result.was_ended for result in results] == [True, False, True]
-    assert cluster.failures == (results[1],)
-    assert results[0].describe_exit() == "killed by SIGTERM"
-    assert results[0].shell_exit_code == 143
-
-
 def test_an_async_worker_that_fails_ends_nobody(cluster_of: MakeCluster) -> None:
     script = """
-    task, cluster = config["task"], config["cluster"]
-    assert [len(cluster[job]) for job in ("worker", "async")] == [2, 1]
     print(os.environ["KERAS_HET_SERVICE_ADDRESS"], len(os.environ["KERAS_HET_SERVICE_SECRET"]))
-    if task["type"] == "async":
-        sys.exit(7)
-    sys.exit(0)
+    print(json.dumps(config))
+    sys.exit(7 if config["task"]["type"] == "async" else 0)
     """
     cluster = cluster_of(script, 3, num_async_workers=1)
     results = cluster.wait(TIMEOUT)
     assert [result.exit_code for result in results] == [0, 0, 7]
     assert not any(result.was_ended for result in results)
-    assert len({result.stdout for result in results}) == 1
-    assert results[0].stdout.split()[1] == "64"
+    services, configs = zip(*(result.stdout.splitlines() for result in results), strict=True)
+    assert len(set(services)) == 1 and services[0].endswith(" 64")
+    jobs = {"worker": list(cluster.addresses[:2]), "async": list(cluster.addresses[2:])}
+    for config, task in zip(configs, [("worker", 0), ("worker", 1), ("async", 0)], strict=True):
+        own = dict(zip(("type", "index"), task, strict=True))
+        assert json.loads(config) == {"cluster": jobs, "task": own}
 
 
 @pytest.mark.parametrize(
@@ -180,16 +168,15 @@ def test_workers_get_one_secret_that_is_the_users_if_there_is_one(
 
 
 def test_a_worker_that_ignores_sigterm_is_killed(cluster_of: MakeCluster) -> None:
-    cluster = cluster_of(
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)" + WAIT_FOR_EVER,
-        2,
-        grace_seconds=0.1,
-    )
-    for index in range(2):
+    ignores = "if index == 1:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    cluster = cluster_of(ignores + WAIT_FOR_EVER, 3, grace_seconds=1.0)
+    for index in range(3):
         cluster.wait_for_output(index, "ready", TIMEOUT)
     cluster.kill(0)
     results = cluster.wait(TIMEOUT)
-    assert [result.exit_code for result in results] == [-signal.SIGKILL, -signal.SIGKILL]
+    ended = [-signal.SIGKILL, -signal.SIGKILL, -signal.SIGTERM]
+    assert [result.exit_code for result in results] == ended
+    assert [result.was_ended for result in results] == [False, True, True]
     assert cluster.failures == (results[0],)
 
 

@@ -13,15 +13,6 @@ from keras_het.launch.local.local_cluster import CpuAssignment, assign_cpus
 from keras_het.launch.local.worker_environment import service_environment, worker_environment
 
 
-def test_the_backend_of_keras_is_tensorflow_unless_the_user_says_otherwise() -> None:
-    """A keras.json that names another one must not decide."""
-    address = ["127.0.0.1:1"]
-    assert worker_environment(0, address, 1, {})["KERAS_BACKEND"] == "tensorflow"
-    assert worker_environment(0, address, 1, {"KERAS_BACKEND": ""})["KERAS_BACKEND"] == "tensorflow"
-    given = {"KERAS_BACKEND": "jax"}
-    assert worker_environment(0, address, 1, given)["KERAS_BACKEND"] == "jax"
-
-
 def test_what_is_written_is_what_a_worker_reads() -> None:
     from keras_het.strategy.measure.emulated_device import read_emulated_devices
 
@@ -75,19 +66,6 @@ def test_environment_keeps_what_the_user_set() -> None:
     }
 
 
-def test_the_last_workers_may_be_async() -> None:
-    addresses = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]
-    configs = [
-        json.loads(worker_environment(i, addresses, 1, {}, None, 1)["TF_CONFIG"]) for i in range(3)
-    ]
-    assert [config["task"] for config in configs] == [
-        {"type": "worker", "index": 0},
-        {"type": "worker", "index": 1},
-        {"type": "async", "index": 0},
-    ]
-    assert configs[0]["cluster"] == {"worker": addresses[:2], "async": addresses[2:]}
-
-
 def test_a_secret_that_the_user_gave_is_kept() -> None:
     given = service_environment("127.0.0.1:9", {"KERAS_HET_SERVICE_SECRET_FILE": "secret.txt"})
     assert given == {"KERAS_HET_SERVICE_ADDRESS": "127.0.0.1:9"}
@@ -103,6 +81,7 @@ def test_environment_defaults() -> None:
     assert own["TF_NUM_INTEROP_THREADS"] == "3"  # the emulated device waits in one
     real = worker_environment(0, ["127.0.0.1:1"], 1, {})
     assert real["TF_NUM_INTEROP_THREADS"] == "2"
+    assert real["KERAS_BACKEND"] == "tensorflow"  # a keras.json must not decide
     assert own["PYTHONUNBUFFERED"] == "1"
     assert read_emulated_devices(own) is not None
 
