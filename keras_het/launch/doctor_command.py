@@ -51,13 +51,13 @@ def run_doctor(options: argparse.Namespace) -> int:
     from keras_het.launch.doctor.links import measure_links
 
     facts = gather(log_dir=options.log_dir)
-    sections = run_checks(facts)
+    findings = run_checks(facts)
     # a node that cannot be reached itself would keep the others waiting for nothing
-    can_serve = not any(finding.level == FAULT for finding in sections["Cluster"])
+    can_serve = not any(f.level == FAULT and f.section == "Cluster" for f in findings)
     wait = options.wait if can_serve else 0.0
     if wait and (others := other_tasks(facts.cluster)):
         sys.stderr.write(f"Measuring links to {', '.join(others)}, for up to {wait:g} s ...\n")
-    report = report_on(facts, sections, measure_links(facts, wait))
+    report = report_on(facts, findings, measure_links(facts, wait))
     if options.json:
         sys.stdout.write(json.dumps(report.to_dict(), indent=2, default=str) + "\n")
     else:

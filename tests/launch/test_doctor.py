@@ -37,7 +37,7 @@ from fake_nvml import Gpu as FakeGpu
 
 from keras_het.launch.command_line import main
 from keras_het.launch.doctor import addresses, cluster_checks, facts, machine_checks
-from keras_het.launch.doctor.examination import CHECKS, plan_of, report_on, run_checks, show
+from keras_het.launch.doctor.examination import plan_of, report_on, run_checks, show
 from keras_het.launch.doctor.facts import (
     EXTRAS,
     FAULT,
@@ -55,8 +55,7 @@ from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts, ask_tensor
 
 
 def found(given: Facts, check: str) -> list[Finding]:
-    findings = [finding for section in run_checks(given).values() for finding in section]
-    return [finding for finding in findings if finding.check == check]
+    return [finding for finding in run_checks(given) if finding.check == check]
 
 
 def problem(given: Facts, check: str) -> Finding:
@@ -414,9 +413,7 @@ def test_a_tensorflow_that_takes_for_ever(package):
 
 
 def test_a_machine_that_is_well_has_no_problem():
-    assert all(
-        finding.level in (OK, NOTE) for name in CHECKS for finding in run_checks(WITH_GPU)[name]
-    )
+    assert all(finding.level in (OK, NOTE) for finding in run_checks(WITH_GPU))
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,7 @@ LINK = Link("worker 1", "b:1", addresses.LISTENS, True, False, 2e-4, 1e-3, 1.1e9
 
 def of_links(link: Link, waited: float = 30.0, problem: str = "") -> list[Finding]:
     given = in_cluster(tf_config(TWO))
-    report = report_on(given, {}, Measurement((link,), waited, problem))
-    return list(report.findings)
+    return list(report_on(given, (), Measurement((link,), waited, problem)).findings)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -53,7 +54,6 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
         cluster_checks.proxies,
     ),
 }
-LINKS = "Links"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +61,8 @@ class Report:
     """What the checks found."""
 
     facts: Facts
-    sections: Mapping[str, tuple[Finding, ...]]
+    findings: tuple[Finding, ...]
     links: tuple[Link, ...]
-    plan: str
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        return tuple(finding for section in self.sections.values() for finding in section)
 
     def count(self, level: str) -> int:
         return sum(finding.level == level for finding in self.findings)
@@ -86,34 +81,29 @@ class Report:
             "cluster": facts.cluster.as_cluster_dict() if facts.cluster else None,
             "task": cluster_checks.own_task(facts.cluster) if facts.cluster else None,
             "extras": dict(facts.extras),
-            "plan": self.plan,
+            "plan": plan_of(facts),
             "links": [dataclasses.asdict(link) for link in self.links],
-            "findings": [
-                {"section": name, **dataclasses.asdict(finding)}
-                for name, section in self.sections.items()
-                for finding in section
-            ],
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
             "faults": self.count(FAULT),
             "warnings": self.count(WARNING),
         }
 
 
-def run_checks(facts: Facts) -> dict[str, tuple[Finding, ...]]:
-    return {
-        heading: tuple(
-            finding for check in checks for finding in _named(check.__name__, check(facts))
-        )
+def run_checks(facts: Facts) -> tuple[Finding, ...]:
+    return tuple(
+        dataclasses.replace(finding, section=heading, check=check.__name__)
         for heading, checks in CHECKS.items()
-    }
-
-
-def report_on(
-    facts: Facts, sections: Mapping[str, tuple[Finding, ...]], measurement: Measurement
-) -> Report:
-    found = tuple(_named(LINKS.lower(), links(facts, measurement)))
-    return Report(
-        facts, {**sections, **({LINKS: found} if found else {})}, measurement.links, plan_of(facts)
+        for check in checks
+        for finding in check(facts)
     )
+
+
+def report_on(facts: Facts, findings: Iterable[Finding], measurement: Measurement) -> Report:
+    of_links = (
+        dataclasses.replace(finding, section="Links", check="links")
+        for finding in links(facts, measurement)
+    )
+    return Report(facts, (*findings, *of_links), measurement.links)
 
 
 def plan_of(facts: Facts) -> str:
@@ -134,11 +124,6 @@ def plan_of(facts: Facts) -> str:
         return f"As {own}: evaluate, with {replicas}; {threads}."
     group = f"in a sync group of {config.num_workers} workers"
     return f"As {own}: train {group}, with {replicas}; {threads}."
-
-
-def _named(name: str, found: Iterable[Finding]) -> Iterator[Finding]:
-    for finding in found:
-        yield dataclasses.replace(finding, check=name)
 
 
 _STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", FAULT: "bold red"}
@@ -162,17 +147,16 @@ def _print(report: Report, console: Console) -> None:
     facts = report.facts
     machine = f" ({facts.processor})" if facts.processor else ""
     console.print(Text.assemble(("keras-het doctor", "bold"), f" on {facts.host}{machine}"))
-    for heading, findings in report.sections.items():
-        if findings:
-            console.print()
-            console.print(Text(heading, style="bold"))
-            console.print(_table(findings))
+    for heading, findings in itertools.groupby(report.findings, lambda each: each.section):
+        console.print()
+        console.print(Text(heading, style="bold"))
+        console.print(_table(findings))
     console.print()
-    console.print(Text.assemble(("keras_het would: ", "bold"), report.plan))
+    console.print(Text.assemble(("keras_het would: ", "bold"), plan_of(facts)))
     console.print(_verdict(report))
 
 
-def _table(findings: Sequence[Finding]) -> Table:
+def _table(findings: Iterable[Finding]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(min_width=len(WARNING), no_wrap=True)
     table.add_column(overflow="fold")

@@ -29,6 +29,7 @@ class Finding:
     level: str
     text: str
     fix: str = ""
+    section: str = ""
     check: str = ""
 
 
