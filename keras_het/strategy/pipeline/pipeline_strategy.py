@@ -300,9 +300,7 @@ class PipelineStrategy(HeterogeneousStrategy):
         model = private_api.model_of_prediction(step)
         self._stop_request.note_step(model, f"{kind}_function", self.num_workers > 1)
         data = tf.nest.map_structure(_whole_batch, args[0], expand_composites=False)
-        pipeline = self._pipeline_of(model, data)
-        run = {"train": pipeline.train_step, "test": pipeline.test_step}
-        return run.get(kind, pipeline.predict_step)(data)
+        return self._pipeline_of(model, data).step(kind, data)
 
     def _pipeline_of(self, model: keras.Model, data: Nest) -> Pipeline:
         pipeline = _known_pipeline(model)

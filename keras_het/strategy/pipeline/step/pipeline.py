@@ -47,6 +47,7 @@ class Pipeline:
         self.stages = [Stage(units, planned) for planned in plan.stages]
         self.edges = Edges(units, self.stages, plan, places)
         self._process = 0 if group is None else group.process
+        self._is_collector = self.edges.collector.process == self._process
         self.optimizer: keras.optimizers.Optimizer | None = units.model.optimizer
         self._built_from = self._parts()
         with tf.device("CPU:0"):
@@ -95,39 +96,36 @@ class Pipeline:
         own = self.edges.homes(self._process)
         return [own.get(number, "CPU:0") for number in range(len(self.stages))]
 
-    @property
-    def _is_collector(self) -> bool:
-        return self.edges.collector.process == self._process
-
-    def train_step(self, data: Nest) -> dict[str, tf.Tensor]:
+    def step(self, kind: str, data: Nest) -> Nest:
+        """Run Keras's step of a kind: "train", "test" or "predict"."""
         inputs, targets, weight = keras.utils.unpack_x_y_sample_weight(data)
-        passes = self._run("train", inputs, targets, weight)
-        for stage, gradients in passes.gradients.items():
-            processes = self.edges.processes_of(stage)
-            if self.group is not None and len(processes) > 1:
-                passes.gradients[stage] = self.group.sum_gradients(gradients, processes, stage)
-        own = [
-            pair
-            for stage, gradients in passes.gradients.items()
-            if self.edges.processes_of(stage)[0] == self._process
-            for pair in zip(gradients, self.stages[stage].weights, strict=True)
-        ]
+        passes = self._run(kind, inputs, targets, weight)
+        if kind == "predict":
+            return self._predictions()
+        square = self._sum_gradients(passes) if kind == "train" else None
+        square = self._count_loss(passes, targets, weight, square)
+        if kind == "train":
+            self._update(passes, square)
+        return self._logs(inputs, targets, weight)
+
+    def _sum_gradients(self, passes: PassGraph) -> tf.Tensor | None:
+        """Sum over processes; return the square of this process's part of the norm, if several."""
         with tf.device("CPU:0"):
             self._steps.assign_add(1)
-            square = square_norm(self.optimizer, own) if self.group is not None else None
-        square = self._count_loss(passes, targets, weight, square)
-        self._update(passes, square)
-        return self._logs(inputs, targets, weight)
+        if self.group is None:
+            return None
+        own: list[tuple[Summand | None, keras.Variable]] = []
+        for stage, gradients in passes.gradients.items():
+            processes = self.edges.processes_of(stage)
+            if len(processes) > 1:
+                gradients = self.group.sum_gradients(gradients, processes, stage)
+                passes.gradients[stage] = gradients
+            if processes[0] == self._process:
+                own += zip(gradients, self.stages[stage].weights, strict=True)
+        with tf.device("CPU:0"):
+            return square_norm(self.optimizer, own)
 
-    def test_step(self, data: Nest) -> dict[str, tf.Tensor]:
-        inputs, targets, weight = keras.utils.unpack_x_y_sample_weight(data)
-        passes = self._run("test", inputs, targets, weight)
-        self._count_loss(passes, targets, weight, None)
-        return self._logs(inputs, targets, weight)
-
-    def predict_step(self, data: Nest) -> Nest:
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        self._run("predict", inputs)
+    def _predictions(self) -> Nest:
         whole = self._whole if self._is_collector else None
         if self.group is not None:
             self.group.sum_of_step([])
@@ -137,7 +135,7 @@ class Pipeline:
             whole = [tf.identity(value) for value in whole or []]
         return keras_graphs_adapter.packed_outputs(self.units.graph, whole)
 
-    def _run(self, kind: str, inputs: Nest, targets: Nest = None, weight: Nest = None) -> PassGraph:
+    def _run(self, kind: str, inputs: Nest, targets: Nest, weight: Nest) -> PassGraph:
         self._batches = batches = MicroBatches(inputs, self.plan.micro_batches)
         head = LossHead(self.units, batches, targets, weight) if kind == "train" else None
         flat = keras_graphs_adapter.flat_inputs(self.units.graph, inputs)
