@@ -2,13 +2,21 @@
 
 import dataclasses
 import functools
+import itertools
+import math
 
 import numpy as np
 import pytest
 from exhaustive import chains, exhaustive
 from pipeline_plants import even_devices, even_profile, random_case
 
-from keras_het.planning.pipeline import in_flight, plan_pipeline, plan_with_cuts, simulate
+from keras_het.planning.pipeline import (
+    Devices,
+    in_flight,
+    plan_pipeline,
+    plan_with_cuts,
+    simulate,
+)
 from keras_het.planning.pipeline.candidates import Candidates
 from keras_het.planning.pipeline.least_latency import Chain, LeastLatency
 from keras_het.planning.pipeline.problem import Problem
@@ -267,6 +275,41 @@ def test_the_table_names_layers_devices_and_alternatives():
     assert lines[3].startswith("predicted step: ")
     assert lines[4].strip() == "data parallelism on all devices: does not fit"
     assert lines[5].strip() == "one device: does not fit"
+
+
+def test_equal_hosts_have_one_order():
+    assert device_orders(even_profile(2, 4), even_devices(4, (0, 0, 1, 1))) == [(0, 1, 2, 3)]
+
+
+def test_all_orders_of_unequal_hosts_and_the_fastest_device_first():
+    profile, devices = random_case(np.random.default_rng(0), 4, 7, False)
+    orders = device_orders(profile, devices)
+    hosts = len(set(devices.hosts))
+    assert 1 < len(orders) <= math.factorial(hosts)
+    seconds = (profile.forward_seconds + profile.backward_seconds).sum(axis=0)
+    for order in orders:
+        assert sorted(order) == list(range(7))
+        pairs = list(itertools.pairwise(order))
+        changes = [devices.hosts[before] != devices.hosts[after] for before, after in pairs]
+        assert sum(changes) == hosts - 1
+        for (before, after), other in zip(pairs, changes, strict=True):
+            assert other or seconds[before] <= seconds[after]
+
+
+def test_many_hosts_follow_their_fastest_links():
+    number = 9
+    hidden = np.random.default_rng(1).permutation(number)
+    distance = np.abs(np.argsort(hidden)[:, None] - np.argsort(hidden))
+    devices = Devices(
+        tuple(map(str, range(number))),
+        tuple(range(number)),
+        10.0 ** -distance.astype(float),
+        np.zeros((number, number)),
+        np.full(number, np.inf),
+    )
+    orders = device_orders(even_profile(4, number, cut=1.0), devices)
+    assert orders[0] in (tuple(hidden.tolist()), tuple(hidden[::-1].tolist()))
+    assert len(orders) <= 2 * number
 
 
 planned = functools.partial(
