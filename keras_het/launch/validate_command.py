@@ -6,7 +6,6 @@ import argparse
 import glob
 import os
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ from keras_het.launch.grammar import Commands, add_command
 if TYPE_CHECKING:
     from keras_het.loader.validation.tfdv_adapter import Schema, Statistics
 
-_WRONG_USAGE = 2
 _EPILOG = """\
 examples:
   keras-het validate 'data/train-*.tfrecord' --write-schema schema.pbtxt
@@ -57,7 +55,7 @@ def add_validate_command(commands: Commands) -> None:
 
 def run_validate(options: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    expected: tuple[type[Exception], ...] = (ImportError, ValueError, OSError)
+    expected: tuple[type[Exception], ...] = (ImportError,)
     try:
         # Takes seconds to import, and needs TensorFlow Data Validation.
         import tensorflow as tf
@@ -68,8 +66,7 @@ def run_validate(options: argparse.Namespace) -> int:
         expected += (tf.errors.OpError, text_format.ParseError, message.DecodeError)  # from files
         return _validate(options, validation)
     except expected as error:
-        print(f"[keras-het] error: {error}", file=sys.stderr)
-        return _WRONG_USAGE
+        raise ValueError(str(error)) from error
 
 
 def _validate(options: argparse.Namespace, validation: ModuleType) -> int:
