@@ -203,12 +203,38 @@ def run_workers(options: argparse.Namespace) -> int:
     _warn_of_another_backend(display)
     emulation = _emulation(options)
     label = emulation.describe() if emulation else None
+    logs: WorkerLogs | None = None
+
+    def on_line(worker_index: int, stream: Stream, line: OutputLine) -> None:
+        if logs is not None:
+            logs.write(worker_index, line)
+        display.show(worker_index, stream, line)
+
+    def on_stop(number: int) -> None:
+        display.say(f"forwarding {signal_name(number)} to all workers; send it again to hurry.")
+
+    target = [options.script, *options.script_arguments]
+    if options.module is not None:
+        target = ["-m", *options.module]
+    quiet = {} if options.tf_logs else _QUIET_TENSORFLOW
     with contextlib.ExitStack() as stack:
-        logs: WorkerLogs | None = None
         if options.log_dir is not None:
             workers = options.workers or len(options.speeds)
             logs = stack.enter_context(WorkerLogs(options.log_dir, workers, label))
-        cluster = _make_cluster(options, emulation, display, logs, withheld)
+        cluster = LocalCluster(
+            [options.python, *target],
+            options.workers,
+            num_async_workers=options.async_workers,
+            env={name: os.environ.get(name, value) for name, value in quiet.items()},
+            withheld=withheld,
+            emulation=emulation,
+            cpus_per_worker=options.cpus_per_worker,
+            pin=options.pin,
+            on_line=on_line,
+            on_stop=on_stop,
+            keep_lines=_KEEP_LINES,
+            grace_seconds=options.grace_seconds,
+        )
         stack.enter_context(_signals_forwarded(cluster))
         if label:
             display.say(label, stream="stdout")
@@ -228,42 +254,6 @@ def _warn_of_another_backend(display: Display) -> None:
             "made, and without a strategy each worker trains alone. To set it for all workers: "
             f"{KERAS_BACKEND}={NEEDED_BACKEND} keras-het run ..."
         )
-
-
-def _make_cluster(
-    options: argparse.Namespace,
-    emulation: Emulation | None,
-    display: Display,
-    logs: WorkerLogs | None,
-    withheld: Sequence[str],
-) -> LocalCluster:
-    def on_line(worker_index: int, stream: Stream, line: OutputLine) -> None:
-        if logs is not None:
-            logs.write(worker_index, line)
-        display.show(worker_index, stream, line)
-
-    def on_stop(number: int) -> None:
-        display.say(f"forwarding {signal_name(number)} to all workers; send it again to hurry.")
-
-    target = [options.script, *options.script_arguments]
-    if options.module is not None:
-        target = ["-m", *options.module]
-    return LocalCluster(
-        [options.python, *target],
-        options.workers,
-        num_async_workers=options.async_workers,
-        env={}
-        if options.tf_logs
-        else {n: os.environ.get(n, v) for n, v in _QUIET_TENSORFLOW.items()},
-        withheld=withheld,
-        emulation=emulation,
-        cpus_per_worker=options.cpus_per_worker,
-        pin=options.pin,
-        on_line=on_line,
-        on_stop=on_stop,
-        keep_lines=_KEEP_LINES,
-        grace_seconds=options.grace_seconds,
-    )
 
 
 def _emulation(options: argparse.Namespace) -> Emulation | None:
