@@ -83,8 +83,8 @@ class Display:
     def _print(self, stream: Stream, text: Text | str, worker_index: int | None) -> None:
         redrawn = self._redrawn
         if redrawn:
-            self._write(redrawn[1], Text(""), before=_ERASE_LINE)
-        self._write(stream, text, after="\n")
+            self._write(redrawn[1], _ERASE_LINE)
+        self._write(stream, text, "\n")
         # The last state of this worker's progress bar has just become this line.
         self._redrawn = None
         if redrawn and redrawn[0] != worker_index:
@@ -94,11 +94,11 @@ class Display:
         shown = text.copy()
         shown.truncate(self._consoles[stream].width - 1, overflow="ellipsis")
         other = self._redrawn[1] if self._redrawn else stream
-        self._write(other, Text(""), before=_ERASE_LINE)
+        self._write(other, _ERASE_LINE)
         self._write(stream, shown)
         self._redrawn = (worker_index, stream, text)
 
-    def _write(self, stream: Stream, text: Text | str, before: str = "", after: str = "") -> None:
+    def _write(self, stream: Stream, text: Text | str, end: str = "") -> None:
         console = self._consoles[stream]
         if isinstance(text, Text):
             # Rendered separately because rich's own print exits the program when a pipe is closed.
@@ -106,7 +106,7 @@ class Display:
                 console.print(text, end="")
             text = rendered.get()
         try:
-            console.file.write(printable(before + text + after, console.file))
+            console.file.write(printable(text + end, console.file))
             console.file.flush()
         except OSError:
             discard(console.file)

@@ -27,14 +27,14 @@ def check_log_dir(
         )
 
 
-def plain(text: str, most: int = _MOST_CHARACTERS) -> str:
+def plain(text: str) -> str:
     """Return one line of printable characters, which cannot drive a terminal or turn the text."""
-    cut = text[: most + 1]
+    cut = text[: _MOST_CHARACTERS + 1]
     line = "".join(
         char if char.isprintable() else " " if char in "\n\r\t" else "\N{REPLACEMENT CHARACTER}"
         for char in cut
     )
-    return f"{line[:most]}…" if len(cut) > most else line
+    return f"{line[:_MOST_CHARACTERS]}…" if len(cut) > _MOST_CHARACTERS else line
 
 
 def plain_recording(recording: Recording) -> Recording:
