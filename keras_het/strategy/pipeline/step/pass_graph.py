@@ -68,17 +68,16 @@ class PassGraph:
             dict(zip(self._units.inputs, batches.part(m, inputs), strict=True))
             for m in range(self._plan.micro_batches)
         ]
-        here = [
-            (s, r)
+        here = {
+            (s, r): place.device
             for s, stage in enumerate(self._plan.stages)
             for r in range(len(stage.devices))
-            if self._edges.replica(s, r).process == self._process
-        ]
+            if (place := self._edges.replica(s, r)).process == self._process
+        }
         self.homes = self._edges.homes(self._process)
         # a further replica of a stage has a copy of the weights for the time of the step
         self._weights = {
-            (s, r): _read(self._stages[s].weights, self._edges.replica(s, r).device)
-            for s, r in here
+            (s, device): _read(self._stages[s].weights, device) for (s, _), device in here.items()
         }
         self._state_before = {
             s: _read(self._stages[s].state, home) for s, home in self.homes.items()
@@ -124,11 +123,11 @@ class PassGraph:
         stage, replica = at
         if not queue or not self._is_ready(stage, *queue[0]):
             return False
-        kind, number = queue.popleft()
+        which, device = Pass(stage, *queue.popleft()), self._edges.replica(stage, replica).device
         after = [self._last[at]] if at in self._last else []
-        run = self._forward if kind == "forward" else self._backward
-        with tf.device(self._edges.replica(stage, replica).device):
-            self._last[at] = run(stage, replica, number, after)
+        run = self._forward if which.kind == "forward" else self._backward
+        with tf.device(device):
+            self._last[at] = run(which, device, after)
         return True
 
     def _is_ready(self, stage: int, kind: str, number: int) -> bool:
@@ -144,13 +143,11 @@ class PassGraph:
         }
         return expected <= self._answers[stage, number]
 
-    def _forward(
-        self, stage: int, replica: int, number: int, after: list[tf.Operation]
-    ) -> tf.Operation:
+    def _forward(self, which: Pass, device: str, after: list[tf.Operation]) -> tf.Operation:
+        stage, _, number = which
         own, given = self._stages[stage], self._given[stage, number]
         inputs = self._inputs[number]
         given.tensors.update((t, tf.identity(inputs[t])) for t in own.taken if t in inputs)
-        which, device = Pass(stage, "forward", number), self._edges.replica(stage, replica).device
         if self._clock is not None:
             taken = {token: given.tensors[token] for token in own.taken}
             after = self._clock.begin(which, device, list(taken.values()), after)
@@ -161,11 +158,9 @@ class PassGraph:
             for token in own.taken
             if token not in inputs and given.tensors[token].dtype.is_floating
         }
-        weights, before = self._weights[stage, replica], self._state_before[stage]
-        state = own.state_of_micro_batch(before, number)
-        end_emulated = self._emulated(
-            "forward", stage, replica, number, list(received.values()), after
-        )
+        weights = self._weights[stage, device]
+        state = own.state_of_micro_batch(self._state_before[stage], number)
+        end_emulated = self._emulated(which, device, list(received.values()), after)
         with (
             tf.control_dependencies(after),
             tf.GradientTape(watch_accessed_variables=False) as tape,
@@ -192,19 +187,13 @@ class PassGraph:
         return tf.group(*made)
 
     def _emulated(
-        self,
-        kind: str,
-        stage: int,
-        replica: int,
-        number: int,
-        inputs: list[tf.Tensor],
-        after: list[tf.Operation],
+        self, which: Pass, device: str, inputs: list[tf.Tensor], after: list[tf.Operation]
     ) -> Callable[[Sequence[tf.Tensor]], list[tf.Tensor]] | None:
         if self._emulation is None:
             return None
-        begin, end = self._batches.offset(number)
-        device, planned = self._edges.replica(stage, replica).device, self._plan.stages[stage]
-        return self._emulation.begin(device, planned, kind, end - begin, inputs, after)
+        begin, end = self._batches.offset(which.micro_batch)
+        planned = self._plan.stages[which.stage]
+        return self._emulation.begin(device, planned, which.kind, end - begin, inputs, after)
 
     def _deliver(
         self, token: Token, number: int, tensor: tf.Tensor, mask: tf.Tensor | None
@@ -247,9 +236,8 @@ class PassGraph:
             if token in self._edges.maker:
                 self._return(token, number, HEAD, gradient, taken[token])
 
-    def _backward(
-        self, stage: int, replica: int, number: int, after: list[tf.Operation]
-    ) -> tf.Operation:
+    def _backward(self, which: Pass, device: str, after: list[tf.Operation]) -> tf.Operation:
+        stage, _, number = which
         own, weight = self._stages[stage], self._batches.weight(number)
         pending = self._pending.pop((stage, number))
         result, returned = pending.result, self._returned[stage, number]
@@ -262,14 +250,13 @@ class PassGraph:
             if returned[token]:
                 targets.append(result.tensors[token])
                 seeds.append(tf.add_n(returned[token]))
-        sources = [*pending.received.values(), *self._weights[stage, replica]]
-        which, device = Pass(stage, "backward", number), self._edges.replica(stage, replica).device
+        sources = [*pending.received.values(), *self._weights[stage, device]]
         if self._clock is not None:
             after = self._clock.begin(which, device, seeds, after)
         with tf.control_dependencies([*after, *seeds]):
             # each seed after the pass before: otherwise TensorFlow may begin with some of it
             seeds = [tf.identity(seed) for seed in seeds]
-        end_emulated = self._emulated("backward", stage, replica, number, seeds, after)
+        end_emulated = self._emulated(which, device, seeds, after)
         found = pending.tape.gradient(targets, sources, output_gradients=seeds)
         if end_emulated is not None:
             flat = tf.nest.flatten(found, expand_composites=True)
