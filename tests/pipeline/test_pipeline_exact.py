@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 from pipeline_models import MODELS
 from pipeline_training import DEVICES, Outcome, assert_same, floatx, plan_of, train
 
 import keras_het
 from keras_het.planning.pipeline import PipelinePlan
+from keras_het.strategy.pipeline.step.loss_head import is_mean_over_samples
 from keras_het.strategy.pipeline.step.model_units import ModelUnits
 
 
@@ -99,3 +101,28 @@ def test_the_user_names_the_layers_to_cut_behind() -> None:
     keras.backend.clear_session()
     assert_same(train(build, data(), strategy), on_one_device("own_loss"))
     assert strategy.plan is not None and len(strategy.plan.stages) == 3
+
+
+def distance(y: Any, prediction: Any) -> Any:
+    return keras.ops.mean(keras.ops.square(y - prediction))
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("mse", True),
+        (keras.losses.MeanAbsoluteError(), True),
+        (keras.losses.MeanSquaredError(reduction="sum"), False),
+        (keras.losses.Dice(), False),
+        (distance, False),
+        (["mse", "mae"], True),
+        (["mse", distance], False),
+    ],
+)
+def test_a_mean_over_samples_is_known(loss: Any, expected: bool) -> None:
+    losses = loss if isinstance(loss, list) else [loss]
+    x = keras.Input((3,))
+    model = keras.Model(x, [keras.layers.Dense(2)(x) for _ in losses])
+    model.compile("sgd", losses)
+    model.train_on_batch(np.ones((4, 3)), [np.ones((4, 2))] * len(losses))
+    assert is_mean_over_samples(model) == expected

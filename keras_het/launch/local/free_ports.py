@@ -21,8 +21,6 @@ class ReservedPorts:
     """
 
     def __init__(self, count: int) -> None:
-        if count < 1:
-            raise ValueError(f"`count` must be at least 1. Received: count={count}.")
         self._tcp: list[socket.socket] = []
         self._udp: list[socket.socket] = []
         with contextlib.ExitStack() as undo:
