@@ -17,8 +17,8 @@ from keras_het.planning.pipeline import (
     plan_with_cuts,
     simulate,
 )
-from keras_het.planning.pipeline.candidates import Candidates
 from keras_het.planning.pipeline.least_latency import Chain, LeastLatency
+from keras_het.planning.pipeline.partition import Candidates
 from keras_het.planning.pipeline.problem import Problem
 from keras_het.planning.pipeline.recomputation import stage_memory
 from keras_het.planning.pipeline.refinement import device_orders, find_chains, search
