@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -26,15 +26,13 @@ from keras_het.strategy.pipeline.measurement.measured_plan import (
     make_plan,
 )
 from keras_het.strategy.pipeline.measurement.profiling import measure, slowed
-from keras_het.strategy.pipeline.refusals import (
-    REFUSED_CALLBACKS,
-    check_can_be_cut,
-    check_has_no_async_workers,
-    check_inputs,
-)
 from keras_het.strategy.pipeline.step.edges import Place
 from keras_het.strategy.pipeline.step.emulated_pass import Emulation
-from keras_het.strategy.pipeline.step.model_units import ModelUnits
+from keras_het.strategy.pipeline.step.model_units import (
+    ModelUnits,
+    check_can_be_cut,
+    check_inputs,
+)
 from keras_het.strategy.pipeline.step.pipeline import Pipeline, slots_of
 from keras_het.strategy.pipeline.step.process_group import GROUPS, ProcessGroup
 from keras_het.value_types import Nest
@@ -137,7 +135,11 @@ class PipelineStrategy(HeterogeneousStrategy):
     """
 
     _extended_class = PipelineExtended
-    _refused_callbacks = REFUSED_CALLBACKS
+    _refused_callbacks: ClassVar = {
+        "BatchBalancer": "it gives micro-batches to devices by their measured speed",
+        "HybridAggregation": "async workers train whole models",
+        "LocalTraining": "a worker has no whole model to train by itself",
+    }
 
     def __init__(
         self,
@@ -159,7 +161,12 @@ class PipelineStrategy(HeterogeneousStrategy):
             connect_seconds=connect_seconds,
             peer_timeout_seconds=peer_timeout_seconds,
         )
-        check_has_no_async_workers(self.num_async_workers)
+        if self.num_async_workers:
+            raise ValueError(
+                "All workers of a pipeline train together: each has a part of the model. Received: "
+                f'a cluster with {self.num_async_workers} task(s) in the job "async". Make them '
+                'tasks of the job "worker", or train under keras_het.HeterogeneousStrategy.'
+            )
         self._own_devices = choose_devices(devices, 1)
         super()._warn_of_emulation(len(self._own_devices))
         limits = _limits(memory_bytes, self._own_devices)
