@@ -41,12 +41,15 @@ ok, note, warning, fault = (
 _PCI = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY_CLASSES = "0x10de", ("0x0300", "0x0302")
 EXTRAS = {
-    "tensorboard": "tensorboard",
-    "prometheus": "prometheus-client",
-    "data-validation": "tensorflow-data-validation",
-    "recipes": "matplotlib",
+    "tensorboard": ("tensorboard", "to see recordings in TensorBoard"),
+    "prometheus": ("prometheus-client", "to export metrics"),
+    "data-validation": (
+        "tensorflow-data-validation",
+        "to validate data (Python 3.11 and TensorFlow 2.16 only)",
+    ),
+    "recipes": ("matplotlib", "for the scripts in recipes/"),
 }
-"""A package that each extra of keras_het brings."""
+"""A package that each extra of keras_het brings, and what it is needed for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +114,7 @@ def gather(log_dir: Path | None = None) -> Facts:
         tensorflow=ask_tensorflow(environ),
         cluster=cluster,
         cluster_problem=problem,
-        extras={extra: _version(package) for extra, package in EXTRAS.items()},
+        extras={extra: _version(package) for extra, (package, _) in EXTRAS.items()},
         has_pkg_resources=importlib.util.find_spec("pkg_resources") is not None,
         log_dir=log_dir,
         **listed,

@@ -14,17 +14,11 @@ from keras_het import __version__
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to
 from keras_het.launch.doctor.cluster_checks import num_tasks_here
-from keras_het.launch.doctor.facts import Facts, Finding, fault, note, ok, warning
+from keras_het.launch.doctor.facts import EXTRAS, Facts, Finding, fault, note, ok, warning
 from keras_het.seen_versions import FIRST_UNSEEN
 
 _OLDEST = {"Keras": (3, 8), "TensorFlow": (2, 16)}
 _TENSORBOARD_WITHOUT_IT = (2, 21)
-_FOR = {
-    "tensorboard": "to see recordings in TensorBoard",
-    "prometheus": "to export metrics",
-    "data-validation": "to validate data (Python 3.11 and TensorFlow 2.16 only)",
-    "recipes": "for the scripts in recipes/",
-}
 
 
 def keras_backend(facts: Facts) -> Iterator[Finding]:
@@ -86,7 +80,7 @@ def extras(facts: Facts) -> Iterator[Finding]:
     for extra, version in facts.extras.items():
         if not version:
             yield note(
-                f"The extra {extra!r} is not installed: needed only {_FOR[extra]}.",
+                f"The extra {extra!r} is not installed: needed only {EXTRAS[extra][1]}.",
                 f"pip install 'keras-het[{extra}]'",
             )
 
