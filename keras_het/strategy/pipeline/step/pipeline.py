@@ -318,7 +318,10 @@ def apply_own_gradients(
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if optimizer is not inner:
         factor = tf.ones([], tf.float64) + (norm - norm)
-        gradients = [(_scaled(gradient, factor), variable) for gradient, variable in gradients]
+        gradients = [
+            (tf.math.scalar_mul(tf.cast(factor, gradient.dtype), gradient), variable)
+            for gradient, variable in gradients
+        ]
     with contextlib.ExitStack() as stack:
         if inner.global_clipnorm and not inner.clipnorm:
             clip = functools.partial(_clipped, limit=inner.global_clipnorm, norm=norm)
@@ -330,10 +333,3 @@ def _clipped(gradients: list[Summand], limit: float, norm: tf.Tensor) -> list[tf
     """Clip as Keras does: a norm that is not finite makes all NaN, and sparse ones become dense."""
     factor = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
     return [tf.convert_to_tensor(g) * tf.cast(factor, g.dtype) for g in gradients]
-
-
-def _scaled(gradient: Summand, factor: tf.Tensor) -> Summand:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * tf.cast(factor, gradient.dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
