@@ -99,13 +99,18 @@ def launch() -> Iterator[Callable[..., Launcher]]:
 
 @pytest.fixture
 def cluster_of(script: Callable[[str], str]) -> Iterator[Callable[..., LocalCluster]]:
-    """Makes a started LocalCluster from a script's source; closes it at the end of the test."""
+    """Makes a started LocalCluster from a script's source; closes it at the end of the test.
+
+    Where the script prints "ready", all workers have done so.
+    """
     clusters: list[LocalCluster] = []
 
     def start(source: str, num_workers: int | None = None, **options: Any) -> LocalCluster:
         cluster = LocalCluster([sys.executable, script(source)], num_workers, **options)
         clusters.append(cluster)
         cluster.start()
+        for index in range(cluster.num_workers if '"ready"' in source else 0):
+            cluster.wait_for_output(index, "ready", TIMEOUT)
         return cluster
 
     yield start

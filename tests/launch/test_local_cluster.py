@@ -173,8 +173,6 @@ def test_workers_get_one_secret_that_is_the_users_if_there_is_one(
 def test_a_worker_that_ignores_sigterm_is_killed(cluster_of: MakeCluster) -> None:
     ignores = "if index == 1:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     cluster = cluster_of(ignores + WAIT_FOR_EVER, 3, grace_seconds=1.0)
-    for index in range(3):
-        cluster.wait_for_output(index, "ready", TIMEOUT)
     cluster.kill(0)
     results = cluster.wait(TIMEOUT)
     ended = [-signal.SIGKILL, -signal.SIGKILL, -signal.SIGTERM]
@@ -196,8 +194,6 @@ def test_survivors_can_be_watched(cluster_of: MakeCluster) -> None:
         2,
         end_on_failure=False,
     )
-    for index in range(2):
-        cluster.wait_for_output(index, "ready", TIMEOUT)
     cluster.kill(1)
     with pytest.raises(TimeoutError, match=r"Workers \[0\] still run after 0\.3 s(.|\n)*ready"):
         cluster.wait(0.3)
@@ -223,8 +219,6 @@ def test_stop_request_forwards_the_signal_and_then_stronger_ones(cluster_of: Mak
         grace_seconds=0.1,
         on_stop=seen.append,
     )
-    for index in range(2):
-        cluster.wait_for_output(index, "ready", TIMEOUT)
     cluster.request_stop()
     results = cluster.wait(TIMEOUT)
     assert results[0].stdout == "ready\ninterrupted"
@@ -244,7 +238,6 @@ def test_second_stop_request_does_not_wait(cluster_of: MakeCluster) -> None:
         1,
         grace_seconds=10_000.0,
     )
-    cluster.wait_for_output(0, "ready", TIMEOUT)
     for _ in range(3):
         cluster.request_stop()
     assert cluster.wait(TIMEOUT)[0].exit_code == -signal.SIGKILL
@@ -260,8 +253,6 @@ def test_close_leaves_no_process_behind(cluster_of: MakeCluster, assert_gone: As
         """,
         2,
     )
-    for index in range(2):
-        cluster.wait_for_output(index, "ready", TIMEOUT)
     after = {child.pid for child in psutil.Process().children(recursive=True)}
     process_ids = sorted(after - before)
     assert len(process_ids) == 5, "two workers, a child of each, and the watchdog"

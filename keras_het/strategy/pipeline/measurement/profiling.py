@@ -44,7 +44,7 @@ def measure(units: ModelUnits, inputs: Sequence[tf.TensorSpec], devices: Sequenc
             with tf.device(device):
                 values = Values(dict(zip(units.inputs, map(_example, inputs), strict=True)))
                 timed[kind] = [_Measurement(unit, values) for unit in units.units]
-    # the devices keep, and send, alike
+    # what a layer keeps and sends is the same on all devices
     needed = {token for each in timed[kinds[0]] for token in each.needed}
     kept = [
         each.inner_bytes + sum(_bytes(values.tensors[t]) for t in unit.outputs if t in needed)
