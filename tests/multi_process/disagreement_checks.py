@@ -64,69 +64,59 @@ def disagreement(function: Callable[[Checked], None]) -> Callable[[Checked], Non
     return function
 
 
-@disagreement
-def batch_size(its: Checked) -> None:
-    with its.refused():
-        its.model().fit(*arrays(), batch_size=10 if its.is_odd else 8, verbose=0)
-
-
-@disagreement
-def epochs_and_steps(its: Checked) -> None:
-    with its.refused():
-        options = {"epochs": 2, "steps_per_epoch": 2} if its.is_odd else {}
-        its.model().fit(batches().repeat(), **{"epochs": 1, "steps_per_epoch": 3, **options})
-
-
-@disagreement
-def rows_of_arrays(its: Checked) -> None:
-    with its.refused():
-        its.model().fit(*arrays(ROWS - 8 if its.is_odd else ROWS), batch_size=8, verbose=0)
-
-
-@disagreement
-def types_of_arrays(its: Checked) -> None:
+def fits(is_odd: bool, worker: int, workers: int) -> dict[str, dict[str, Any]]:
+    """Arguments of `fit` that differ on the odd worker, by the name of the check."""
     x, y = arrays()
-    with its.refused():
-        its.model().fit(x.astype("float64") if its.is_odd else x, y, batch_size=8, verbose=0)
+    fewer_x, fewer_y = arrays(ROWS - 8 if is_odd else ROWS)
+    samples = tf.data.Dataset.from_tensor_slices((x, y))
+    odd_labels = tf.data.Dataset.from_tensor_slices((x, y + is_odd)).map(lambda x, y: (2 * x, y))
+    factor = 2.0 + is_odd
+    odd_map = samples.map(lambda x, y: (factor * x, y))
+    balancers = [keras_het.callbacks.BatchBalancer()]
+    bound = keras_het.callbacks.BatchBalancer(max_share=5 if is_odd else 9)
+    return {
+        "batch_size": {"x": x, "y": y, "batch_size": 10 if is_odd else 8},
+        "epochs_and_steps": {
+            "x": batches().repeat(),
+            "epochs": 2 if is_odd else 1,
+            "steps_per_epoch": 2 if is_odd else 3,
+        },
+        "rows_of_arrays": {"x": fewer_x, "y": fewer_y, "batch_size": 8},
+        "types_of_arrays": {"x": x.astype("float64") if is_odd else x, "y": y, "batch_size": 8},
+        "rows_in_arrays": {"x": x, "y": y + is_odd, "batch_size": 8},
+        "rows_in_slices": {"x": odd_labels.shuffle(ROWS, seed=1).batch(8)},
+        "what_a_map_makes": {"x": odd_map.shuffle(ROWS, seed=1).batch(8)},
+        "shards": {"x": samples.repeat(workers).shard(workers, worker).batch(8)},
+        "validation_data": {
+            "x": x,
+            "y": y,
+            "batch_size": 8,
+            "validation_data": (fewer_x, fewer_y),
+        },
+        "balancer": {"x": x, "y": y, "callbacks": balancers if is_odd else []},
+        "settings_of_balancers": {"x": x, "y": y, "callbacks": [bound]},
+        "batches_of_data": {"x": batches(fewer_x, fewer_y)},
+    }
 
 
-@disagreement
-def rows_in_arrays(its: Checked) -> None:
-    x, y = arrays()
-    with its.refused():
-        its.model().fit(x, y + its.is_odd, batch_size=8, verbose=0)
+def disagreement_in_fit(name: str) -> None:
+    def differs(its: Checked) -> None:
+        strategy = its.strategy
+        arguments = fits(its.is_odd, strategy.worker_index, strategy.num_workers)[name]
+        with its.refused():
+            its.model().fit(**arguments, verbose=0)
+
+    differs.__name__ = name
+    disagreement(differs)
 
 
-@disagreement
-def rows_in_slices(its: Checked) -> None:
-    x, y = arrays()
-    data = tf.data.Dataset.from_tensor_slices((x, y + its.is_odd)).map(lambda x, y: (2 * x, y))
-    with its.refused():
-        its.model().fit(data.shuffle(ROWS, seed=1).batch(8), verbose=0)
-
-
-@disagreement
-def what_a_map_makes(its: Checked) -> None:
-    factor = 2.0 + its.is_odd
-    data = tf.data.Dataset.from_tensor_slices(arrays()).map(lambda x, y: (factor * x, y))
-    with its.refused():
-        its.model().fit(data.shuffle(ROWS, seed=1).batch(8), verbose=0)
-
-
-@disagreement
-def shards(its: Checked) -> None:
-    strategy = its.strategy
-    data = tf.data.Dataset.from_tensor_slices(arrays()).repeat(strategy.num_workers)
-    with its.refused():
-        its.model().fit(data.shard(strategy.num_workers, strategy.worker_index).batch(8), verbose=0)
-
-
-@disagreement
-def validation_data(its: Checked) -> None:
-    x, y = arrays()
-    validation = arrays(ROWS - 8 if its.is_odd else ROWS)
-    with its.refused():
-        its.model().fit(x, y, batch_size=8, validation_data=validation, verbose=0)
+# By name: to make the arguments is to use TensorFlow, before this process joins its cluster.
+for _name in (
+    *("batch_size", "epochs_and_steps", "rows_of_arrays", "types_of_arrays", "rows_in_arrays"),
+    *("rows_in_slices", "what_a_map_makes", "shards", "validation_data", "balancer"),
+    *("settings_of_balancers", "batches_of_data"),
+):
+    disagreement_in_fit(_name)
 
 
 @disagreement
@@ -179,26 +169,6 @@ def shares(its: Checked) -> None:
             model.fit(*arrays(), verbose=0)
     finally:
         its.strategy.set_shares([1] * count)
-
-
-@disagreement
-def balancer(its: Checked) -> None:
-    callbacks = [keras_het.callbacks.BatchBalancer()] if its.is_odd else []
-    with its.refused():
-        its.model().fit(*arrays(), verbose=0, callbacks=callbacks)
-
-
-@disagreement
-def settings_of_balancers(its: Checked) -> None:
-    callbacks = [keras_het.callbacks.BatchBalancer(max_share=5 if its.is_odd else 9)]
-    with its.refused():
-        its.model().fit(*arrays(), verbose=0, callbacks=callbacks)
-
-
-@disagreement
-def batches_of_data(its: Checked) -> None:
-    with its.refused():
-        its.model().fit(batches(*arrays(ROWS - 8 if its.is_odd else ROWS)), verbose=0)
 
 
 @disagreement
