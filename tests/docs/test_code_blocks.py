@@ -28,11 +28,9 @@ SMALL = {
 QUICK = (
     "docs/index.md",
     "docs/concepts/shares.md",
-    "docs/guides/balance.md",
     "docs/guides/custom_loops.md",
     "docs/guides/feed_data.md",
     "docs/guides/own_rule.md",
-    "docs/guides/tune_loader.md",
 )
 
 
