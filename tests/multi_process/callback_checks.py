@@ -48,16 +48,6 @@ def decisions(run: Recording) -> None:
 
 
 @check
-def learning_rate_schedule(run: Recording) -> None:
-    run.set_shares([2, 1])
-    model = run.build(lambda: small_model("adam"))
-    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.5 * rate + 0.01 * epoch)
-    rates = LearningRates()
-    run.fit(model, batches(), epochs=3, callbacks=[schedule, rates])
-    run.keep("rates", np.array(rates.values))
-
-
-@check
 def files(run: Recording) -> None:
     run.set_shares([2, 1])
     model = run.build(lambda: small_model("adam"))

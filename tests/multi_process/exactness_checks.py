@@ -286,18 +286,19 @@ def train_on_batch(run: Recording) -> None:
     run.keep_model(model)
 
 
+def model_of_a_loop() -> Any:
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    model.optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
 @check
 def custom_training_loop(run: Recording) -> None:
     run.set_shares([4, 2, 1])
     strategy = run.strategy or tf.distribute.get_strategy()
 
-    def make_model() -> Any:
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-        model.optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-        model.optimizer.build(model.trainable_variables)
-        return model
-
-    model = run.build(make_model)
+    model = run.build(model_of_a_loop)
 
     def replica_step(batch: Any, size: Any) -> Any:
         x, y = batch
@@ -328,13 +329,7 @@ def loops_in_functions(run: Recording) -> None:
     run.set_shares([4, 0, 1])
     strategy = run.strategy or tf.distribute.get_strategy()
 
-    def make_model() -> Any:
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-        model.optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-        model.optimizer.build(model.trainable_variables)
-        return model
-
-    model = run.build(make_model)
+    model = run.build(model_of_a_loop)
 
     def replica_step(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:

@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from loader_training import EveryStep
 from recorded import LOADER_EPOCHS, LOADER_ROWS, OWN
 from recording import Recording, check, small_model
 
 import keras_het
 from keras_het.loader import Knobs
-from keras_het.planning.loader import LoaderPlan, WindowSize
-
-
-class AtOnce:
-    """A controller that wants another plan as often as it is asked."""
-
-    name = "at once"
-
-    def __init__(self, plan: LoaderPlan, cpus: float) -> None:
-        self.plan = plan
-        self._plans = itertools.cycle([LoaderPlan(3, 3), LoaderPlan(1, 1), LoaderPlan(2, 2)])
-
-    @property
-    def next_window(self) -> WindowSize:
-        return WindowSize(0, 1, 0.0)
-
-    def observe(self, window: Any) -> LoaderPlan:
-        self.plan = next(self._plans)
-        return self.plan
-
-    def refused(self, plan: LoaderPlan) -> None:
-        pass
-
-    def set_cpus(self, cpus: float) -> None:
-        pass
-
-    def set_reading_loaders(self, loaders: int | None) -> None:
-        pass
 
 
 class Patient(keras.callbacks.Callback):
@@ -83,7 +55,7 @@ def train(run: Recording, in_slices: bool) -> None:
     model = run.build(lambda: small_model("sgd"))
     callbacks = []
     if run.strategy is not None:
-        tuner = keras_het.callbacks.LoaderTuner(AtOnce)
+        tuner = keras_het.callbacks.LoaderTuner(EveryStep)
         callbacks = [tuner, Patient(tuner)]
     data = keras_het.loader.pipeline(build, Knobs(2, 2, 2))
     model.fit(data, epochs=LOADER_EPOCHS, verbose=0, callbacks=callbacks)

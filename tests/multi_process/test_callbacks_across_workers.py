@@ -10,7 +10,7 @@ import pytest
 from recorded import ONLY_WORKERS, OWN
 from runs import Runs
 
-CHECKS = ("decisions", "learning_rate_schedule", "files", "telemetry")
+CHECKS = ("decisions", "files", "telemetry")
 # without a counterpart on one device; it stays local for the rest of the process
 LAST = "telemetry_of_local_training"
 MOST_EPOCHS = 12

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import psutil
 import pytest
 
 from keras_het.launch.local.local_cluster import LocalCluster
-from keras_het.launch.local.worker_process import WorkerProcess
 
 SCRIPT = str(Path(__file__).with_name("program_fit.py"))
 FOR_EVER = 10_000_000
@@ -48,23 +46,8 @@ def test_fresh_processes_end_cleanly() -> None:
             assert "finished" in result.stdout
 
 
-@pytest.fixture
-def launcher() -> Iterator[WorkerProcess]:
-    """The command `keras-het run` with two workers that train for ever."""
-    command = [sys.executable, "-m", "keras_het", "run", "--workers", "2", SCRIPT]
-    process = WorkerProcess(
-        0,
-        [*command, json.dumps({"steps": FOR_EVER})],
-        {**os.environ, "PYTHONUNBUFFERED": "1"},
-        on_line=lambda index, stream, line: None,
-        on_exit=lambda index: None,
-    )
-    yield process
-    process.send_signal(signal.SIGKILL)
-    process.join(TIMEOUT)
-
-
-def test_ctrl_c_on_the_launcher_ends_all_workers(launcher: WorkerProcess) -> None:
+def test_ctrl_c_on_the_launcher_ends_all_workers(launch: Any) -> None:
+    launcher = launch("program_fit.py", {"steps": FOR_EVER})
     assert launcher.wait_for_output("training", TIMEOUT), launcher.text("stderr")
     workers = psutil.Process(launcher.process_id).children(recursive=True)
     assert len(workers) >= 2

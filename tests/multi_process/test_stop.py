@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,9 @@ from forked_workers import Workers
 from hybrid_clusters import environments
 from recorded import assert_same_variables
 
-from keras_het.launch.local.worker_process import WorkerProcess
-
 TERMINATED = 128 + signal.SIGTERM
 # Devices of both stages of a pipeline: one is that of worker 0, the other that of worker 1.
 PLAN, REVERSED, TOGETHER = "[[0], [1]]", "[[1], [0]]", "[[1], [1, 0]]"
-SCRIPT = str(Path(__file__).with_name("program_stop.py"))
 
 
 @pytest.fixture
@@ -39,15 +35,6 @@ def assert_all_end(workers: Workers, code: int = TERMINATED) -> None:
     for result in workers.wait():
         assert result.exit_code == code, result.output
         assert "WorkerLostError" not in result.output
-
-
-def assert_one_ends_at_once(workers: Workers, index: int, number: int, code: int) -> None:
-    """After a second signal; the others are stuck."""
-    workers.send_signal(index, number)
-    workers.wait_for_output(index, "once more ends at once")
-    workers.send_signal(index, number)
-    result = workers.wait_for(index, timeout=20)
-    assert result.exit_code == code, result.output
 
 
 # What workers do, and what those do that go on from their backup.
@@ -219,7 +206,11 @@ def test_a_second_signal_ends_a_worker_that_waits_for_another(
     workers = start({"worker": 2}, stuck_at=[8, None])
     workers.wait_for_output(0, "stuck")
     workers.wait_for_output(1, "training")
-    assert_one_ends_at_once(workers, 1, number, code)
+    workers.send_signal(1, number)
+    workers.wait_for_output(1, "once more ends at once")
+    workers.send_signal(1, number)
+    result = workers.wait_for(1, timeout=20)  # the other one is stuck
+    assert result.exit_code == code, result.output
 
 
 @pytest.mark.full
@@ -256,24 +247,12 @@ def test_a_process_that_a_worker_forks_ends_by_sigterm(start: Any) -> None:
 
 
 @pytest.mark.full
-def test_the_launcher_ends_its_workers_without_killing_them(tmp_path: Path) -> None:
+def test_the_launcher_ends_its_workers_without_killing_them(launch: Any, tmp_path: Path) -> None:
     """The grace period is longer than the test may take."""
     backup = tmp_path / "backup"
-    options = json.dumps({"backup": str(backup)})
-    command = [sys.executable, "-m", "keras_het", "run", "--workers", "2"]
-    process = WorkerProcess(
-        0,
-        [*command, "--grace-seconds", "1000", SCRIPT, options],
-        {**os.environ, "PYTHONUNBUFFERED": "1"},
-        on_line=lambda index, stream, line: None,
-        on_exit=lambda index: None,
-    )
-    try:
-        assert process.wait_for_output("training", 120), process.text("stderr")
-        os.kill(process.process_id, signal.SIGTERM)
-        assert process.join(120), process.text("stderr")
-        assert process.result().exit_code == TERMINATED
-        assert backup.exists()
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.join(20)
+    process = launch("program_stop.py", {"backup": str(backup)}, "--grace-seconds", "1000")
+    assert process.wait_for_output("training", 120), process.text("stderr")
+    os.kill(process.process_id, signal.SIGTERM)
+    assert process.join(120), process.text("stderr")
+    assert process.result().exit_code == TERMINATED
+    assert backup.exists()
