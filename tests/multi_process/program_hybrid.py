@@ -32,10 +32,8 @@ OWN = {
     "arrays": False,
     "validates": True,
     "fits": 1,
-    "earlier_rules": (),
     "backup": None,
     "telemetry": None,
-    "keeps_factors": False,
 }
 
 
@@ -110,30 +108,12 @@ def keep_plans() -> list[Any]:
     return plans
 
 
-def keep_factors() -> list[list[float]]:
-    """Samples, staleness, version and factor of each push of AsyncSGD; filled while it trains."""
-    factors: list[list[float]] = []
-    factor_of = rules.AsyncSGD.factor
-
-    def note(*numbers: Any) -> Any:
-        factors.append([float(number) for number in numbers])
-        return np.float32(numbers[-1])
-
-    def factor_and_keep(rule: rules.AsyncSGD, meta: rules.PushMeta) -> Any:
-        numbers = [meta.samples, meta.staleness, meta.version, factor_of(rule, meta)]
-        return tf.ensure_shape(tf.numpy_function(note, numbers, tf.float32), [])
-
-    rules.AsyncSGD.factor = factor_and_keep  # type: ignore[method-assign]
-    return factors
-
-
 def main() -> None:
     keras.config.disable_traceback_filtering()
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     own = SimpleNamespace(**{name: options.pop(name, value) for name, value in OWN.items()})
     if "wire" in options:
         options["wire"] = wire_named(options["wire"])
-    factors = keep_factors() if own.keeps_factors else []
     plans = keep_plans()
     rule = own.rule
     if isinstance(rule, dict) and rule.get("optimizer"):
@@ -180,17 +160,6 @@ def main() -> None:
     if own.backup:
         backups = [keras_het.callbacks.BackupAndRestore(own.backup, delete_checkpoint=False)]
     watches = [keras_het.callbacks.Telemetry(own.telemetry)] if own.telemetry else []
-    earlier = []
-    if own.earlier_rules:
-        with strategy.scope():
-            model(x[:1])  # has no weights before
-        start = model.get_weights()
-    for each in own.earlier_rules:
-        callbacks = [HybridAggregation(each, **options), notes]
-        fitted = model.fit(data, epochs=own.epochs, verbose=0, callbacks=callbacks)
-        weights = [np.array(weight).tolist() for weight in model.get_weights()]
-        earlier.append({"loss": fitted.history["loss"], "weights": weights})
-        model.set_weights(start)
     for _ in range(own.fits - 1):
         model.fit(data, epochs=own.epochs, verbose=0, callbacks=[hybrid, notes])
     history = model.fit(
@@ -206,8 +175,6 @@ def main() -> None:
         "history": history.history,
         "weights": [np.array(weight).tolist() for weight in model.get_weights()],
         "plans": plans,
-        "factors": factors,
-        "earlier": earlier,
         **service.counts,
     }
     (folder / f"{name}.json").write_text(json.dumps(result))

@@ -87,6 +87,16 @@ PAIR, GROUP, ALONE = {"worker": 1, "async": 1}, {"worker": 2, "async": 1}, {"ps"
 ADAM = {"optimizer": {"class_name": "Adam", "config": {"learning_rate": 0.05}}}
 COMPENSATION = {"learning_rate": 0.02, "compensation": 0.04, "num_workers": 2}
 STEPS = {"data_shares": [0.4, 0.6], "steps": [2, 3], "second_steps": [1, 2], "loss_threshold": 10.0}
+FACTORS = {
+    "class_name": "AsyncSGD",
+    "config": {
+        "learning_rate": 0.01,
+        "reference_samples": BATCH,
+        "warm_up_pushes": 30,
+        "damps_staleness": True,
+    },
+}
+MOMENTUM = {"rate": 0.01, "momentum": 0.5}
 ASHL = {"class_name": "ASHL", "config": STEPS}
 COMPRESSED = {"class_name": "ASHL", "config": {**STEPS, "compression_ratios": [0.5, 0.8]}}
 # Fast enough for either to get its part, and so many parts that each task holds some.
@@ -98,7 +108,14 @@ TRAININGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         PAIR,
         {**BESIDE, "rule": {"class_name": "DelayCompensated", "config": COMPENSATION}},
     ),
+    # linear scaling, warm-up and damping at periods by which all push at the same rate
+    "gradients, with all factors": (
+        {"worker": 1, "async": 2},
+        {"fast": 0.005, "slow": (0.01, 0.03), "period": "auto", "epochs": MANY, "rule": FACTORS},
+    ),
     "elastic": (PAIR, {**BESIDE, "rule": "async_easgd"}),
+    "elastic, without a lock": (PAIR, {**BESIDE, "rule": "hogwild_easgd", **MOMENTUM}),
+    "elastic, with momentum": (PAIR, {**BESIDE, "rule": "async_measgd", **MOMENTUM}),
     "bounded staleness": (PAIR, {**BESIDE, "staleness_bound": 1}),
     "several steps at once": (PAIR, {**BESIDE, "steps_per_execution": 4}),
     "more steps at once than two periods": (PAIR, {**BESIDE, "steps_per_execution": 10}),
@@ -125,55 +142,15 @@ def test_trainings(start_workers: Any, tmp_path: Path, name: str) -> None:
     results = run(start_workers, tmp_path, jobs, **{"period": 2, **options})
     serving = jobs.get("ps", 0) if "worker" in jobs else 0
     assert len(results) == sum(jobs.values()) - serving
-    assert_shared(results, EPOCHS * options.get("fits", 1))
+    epochs = options.get("epochs", EPOCHS)
+    assert_shared(results, epochs * options.get("fits", 1))
     leader = results["worker_0" if "worker" in jobs else "ps_0"]
     assert leader["history"]["val_loss"][-1] < 0.5 * VARIANCE
-    assert sum(leader["used"]) == EPOCHS * SAMPLES  # in the last fit
+    assert sum(leader["used"]) == epochs * SAMPLES  # in the last fit
     if "ps" in jobs:
         assert min(leader["used"]) > 0
     if serving:
         assert len(leader["versions"]) > 4 and min(leader["versions"]) > EPOCHS
-
-
-@pytest.mark.full
-def test_elastic_averaging_without_a_lock_and_with_momentum(
-    start_workers: Any, tmp_path: Path
-) -> None:
-    # one start for two trainings
-    options = {"earlier_rules": ["hogwild_easgd"], "rule": "async_measgd", "momentum": 0.5}
-    results = run(start_workers, tmp_path, PAIR, 0.004, period=2, rate=0.01, **options)
-    assert_shared(results, 2 * EPOCHS)
-    assert_equal_weights({name: result["earlier"][0] for name, result in results.items()})
-    leader = results["worker_0"]
-    assert sum(leader["used"]) == EPOCHS * SAMPLES and min(leader["used"]) > 0
-    assert leader["earlier"][0]["loss"][-1] < 0.5 * VARIANCE
-    assert leader["history"]["val_loss"][-1] < 0.5 * VARIANCE
-
-
-@pytest.mark.full
-def test_asynchronous_large_batches_with_all_their_factors(
-    start_workers: Any, tmp_path: Path
-) -> None:
-    """Linear scaling, warm-up and damping at periods by which all push at the same rate."""
-    settings = {"learning_rate": 0.01, "reference_samples": BATCH, "warm_up_pushes": 30}
-    rule = {"class_name": "AsyncSGD", "config": {**settings, "damps_staleness": True}}
-    jobs, slow = {"worker": 1, "async": 2}, (0.01, 0.03)
-    options = {"period": "auto", "epochs": MANY, "rule": rule, "validates": False}
-    results = run(start_workers, tmp_path, jobs, 0.005, slow, keeps_factors=True, **options)
-    assert_shared(results, MANY)
-    leader = results["worker_0"]
-    assert min(leader["used"]) > 0
-    assert all(1 <= result["period"] <= SAMPLES for result in results.values())
-    losses = leader["history"]["loss"]
-    assert np.isfinite(losses).all() and losses[-1] < 0.4 * VARIANCE
-    samples, staleness, versions, factors = np.array(leader["factors"]).T
-    scale = samples / BATCH
-    warm = np.where(scale > 1, 1 + (scale - 1) * np.minimum(versions / 30, 1), scale)
-    np.testing.assert_allclose(factors, warm / np.maximum(staleness, 1), rtol=1e-5)
-    # each of them has acted, and the warm-up has ended
-    assert scale.max() > 1 and len(set(scale)) > 1
-    assert (warm < scale).any() and ((warm == scale) & (scale > 1)).any()
-    assert (staleness > 1).any()
 
 
 def service_state(backup: str) -> dict[str, Any]:
