@@ -1,4 +1,7 @@
-"""Callbacks on two workers: the same decisions everywhere, and only the chief writes files."""
+"""Callbacks on two workers: the same decisions everywhere, and only the chief writes files.
+
+With LoaderTuner each worker changes its own data path, and both keep the one order.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded import ONLY_WORKERS, OWN
+from recorded import LOADER_EPOCHS, LOADER_ROWS, ONLY_WORKERS, OWN
 from runs import Runs
 
 CHECKS = ("decisions", "files", "telemetry")
 # without a counterpart on one device; it stays local for the rest of the process
 LAST = "telemetry_of_local_training"
 MOST_EPOCHS = 12
+LOADER_CHECKS = ("own_rows", "whole_batches")
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -97,3 +101,31 @@ def test_the_other_worker_says_once_what_does_nothing(runs: Runs) -> None:
     """`save` and `save_weights`, called by the script; not what ModelCheckpoint calls."""
     chief, other = runs.of_workers("files")
     assert (chief[OWN + "nothing_done"], other[OWN + "nothing_done"]) == (0, 2)
+
+
+@pytest.fixture(scope="module")
+def loader_runs(start_for_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("loader")
+    return Runs(start_for_session, folder, "loader_checks", LOADER_CHECKS, {"worker": 2}, "1,1")
+
+
+@pytest.mark.parametrize("check", LOADER_CHECKS)
+def test_two_workers_that_move_equal_one_device(loader_runs: Runs, check: str) -> None:
+    loader_runs.assert_as_one_device(check)
+
+
+@pytest.mark.parametrize("check", LOADER_CHECKS)
+def test_each_worker_moves(loader_runs: Runs, check: str) -> None:
+    for results in loader_runs.of_workers(check):
+        assert results[f"{OWN}reason"] == "None"
+        assert len(results[f"{OWN}moves"]) >= 3
+        assert results[f"{OWN}moves"].all()
+
+
+def test_each_sample_is_prepared_once_an_epoch_by_the_worker_that_uses_it(
+    loader_runs: Runs,
+) -> None:
+    used = np.concatenate([results[f"{OWN}used"] for results in loader_runs.of_workers("own_rows")])
+    rows, counts = np.unique(used, return_counts=True)
+    assert rows.tolist() == list(range(LOADER_ROWS))
+    assert counts.tolist() == [LOADER_EPOCHS] * LOADER_ROWS

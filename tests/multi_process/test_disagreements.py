@@ -87,7 +87,7 @@ def test_all_workers_are_told_what_differs(runs: Runs, check: str) -> None:
     ],
 )
 def test_a_worker_that_leaves_a_loop_alone(start_workers: Any, case: str, message: str) -> None:
-    workers = start_workers("program_leave_loop.py", {"worker": 3}, [case])
+    workers = start_workers("program_leave.py", {"worker": 3}, [case])
     last_lines = [result.output.splitlines()[-1] for result in workers.wait()]
     assert len(set(last_lines)) == 1, workers.tails()
     assert last_lines[0].startswith("ValueError: The workers")

@@ -60,8 +60,8 @@ def test_ctrl_c_on_the_launcher_ends_all_workers(launch: Any) -> None:
 
 @pytest.mark.full
 def test_a_worker_that_leaves_is_not_taken_for_one_in_a_barrier() -> None:
-    program = str(Path(__file__).with_name("program_leave_early.py"))
-    command = [sys.executable, program]
+    program = str(Path(__file__).with_name("program_leave.py"))
+    command = [sys.executable, program, "barrier"]
     with LocalCluster(command, num_workers=2, end_on_failure=False) as cluster:
         waiting, leaving = cluster.wait(timeout=TIMEOUT)
     assert (leaving.exit_code, leaving.stderr.splitlines()[-1]) == (1, "no data")

@@ -1,4 +1,7 @@
-"""Program: worker 1 leaves a loop in which the others go on; its argument says which one."""
+"""Program: worker 1 leaves what the others are in; its argument says what.
+
+"barrier", or a loop: "stop" (by `model.stop_training`), "fit" or "predict" (its data end).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 import keras_het
-from keras_het.strategy.cluster import agreement
+from keras_het.strategy.cluster import agreement, departure
 
-agreement.PATIENCE_SECONDS = 3.0
 SAMPLES = 64
 
 
@@ -21,8 +23,18 @@ class Stop(keras.callbacks.Callback):
         self.model.stop_training = strategy.worker_index == 1 and batch == 3
 
 
-strategy = keras_het.HeterogeneousStrategy()
 case = sys.argv[1]
+if case == "barrier":
+    departure._LONGEST_WAIT_SECONDS = 1.0
+else:
+    agreement.PATIENCE_SECONDS = 3.0
+strategy = keras_het.HeterogeneousStrategy()
+if case == "barrier":
+    if strategy.worker_index == 1:
+        sys.exit("no data")
+    print("waiting", flush=True)
+    strategy.barrier()
+    print("went on", flush=True)
 # filtered: nobody can know how many batches there are
 most = SAMPLES // 2 if strategy.worker_index == 1 and case != "stop" else SAMPLES
 data = tf.data.Dataset.range(SAMPLES).filter(lambda number: number < most)
