@@ -17,15 +17,16 @@ def summed(strategy: Any, batch: Any) -> Any:
     return strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
 
 
-def for_in_function(strategy: Any, dataset: Any) -> list[int]:
-    @tf.function
-    def loop(dataset):
-        sums = tf.TensorArray(tf.int64, 0, dynamic_size=True)
-        for batch in dataset:
-            sums = sums.write(sums.size(), summed(strategy, batch))
-        return sums.stack()
+def collected(strategy: Any, batches: Any) -> Any:
+    """The sums of all steps of a loop in a graph."""
+    sums = tf.TensorArray(tf.int64, 0, dynamic_size=True)
+    for batch in batches:
+        sums = sums.write(sums.size(), summed(strategy, batch))
+    return sums.stack()
 
-    return loop(dataset).numpy().tolist()
+
+def for_in_function(strategy: Any, dataset: Any) -> list[int]:
+    return tf.function(collected)(strategy, dataset).numpy().tolist()
 
 
 def for_over_a_captured_dataset(strategy: Any, dataset: Any) -> list[int]:
@@ -41,14 +42,7 @@ def for_over_a_captured_dataset(strategy: Any, dataset: Any) -> list[int]:
 
 
 def for_over_an_iterator(strategy: Any, dataset: Any) -> list[int]:
-    @tf.function
-    def loop(iterator):
-        sums = tf.TensorArray(tf.int64, 0, dynamic_size=True)
-        for batch in iterator:
-            sums = sums.write(sums.size(), summed(strategy, batch))
-        return sums.stack()
-
-    return loop(iter(dataset)).numpy().tolist()
+    return tf.function(collected)(strategy, iter(dataset)).numpy().tolist()
 
 
 def for_over_a_captured_iterator(strategy: Any, dataset: Any) -> list[int]:
@@ -56,10 +50,7 @@ def for_over_a_captured_iterator(strategy: Any, dataset: Any) -> list[int]:
 
     @tf.function
     def loop():
-        sums = tf.TensorArray(tf.int64, 0, dynamic_size=True)
-        for batch in iterator:
-            sums = sums.write(sums.size(), summed(strategy, batch))
-        return sums.stack()
+        return collected(strategy, iterator)
 
     return loop().numpy().tolist()
 
