@@ -19,8 +19,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from _noisy_task import HIDDEN, NUM_CLASSES, NUM_INPUTS, TARGET, NoisyTask
 
 BATCH, MOMENTUM = 48, 0.9

@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 

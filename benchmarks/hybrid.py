@@ -32,8 +32,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from _hybrid_clusters import async_cluster, cluster_on_hosts, local_cluster, wait_for_local
 from _hybrid_training import BATCH, MOMENTUM, PERIOD, RATE, SAMPLES, WARM_UP_BATCHES, command
 from _noisy_task import HIDDEN, NUM_CLASSES, NUM_INPUTS, NoisyTask

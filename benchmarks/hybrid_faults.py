@@ -27,8 +27,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from _hybrid_clusters import cluster_on_hosts, local_cluster, served_cluster
 from _hybrid_training import SAMPLES, WARM_UP_BATCHES, command, wait_for
 

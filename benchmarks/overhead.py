@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 from _report import environment, print_table, write_report
 
 from keras_het.launch.local.free_ports import ReservedPorts
