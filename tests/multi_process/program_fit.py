@@ -20,6 +20,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from recording import train_in_a_loop
 
 import keras_het
 from keras_het.strategy.cluster import peer_watch
@@ -52,15 +53,9 @@ class AtStep(keras.callbacks.Callback):
             raise ZeroDivisionError("a mistake in a callback")
 
 
-def train_without_fit(strategy: Any, model: Any, data: Any) -> None:
-    @tf.function
-    def step(batch: Any) -> Any:
-        return strategy.run(lambda x, y: tf.reduce_sum(model(x) - y), args=batch)
-
-    for number, batch in enumerate(strategy.distribute(data)):
-        strategy.reduce("SUM", step(batch), axis=None)
-        if number == 20:
-            print("training", flush=True)
+def at_step_of_a_loop(number: int) -> None:
+    if number == 20:
+        print("training", flush=True)
 
 
 def main() -> None:
@@ -86,7 +81,7 @@ def main() -> None:
     x = np.arange(256, dtype="float32").reshape(64, 4) / 256
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(64).repeat().batch(8)
     if option("custom_loop"):
-        train_without_fit(strategy, model, data)
+        train_in_a_loop(strategy, model, data, at_step_of_a_loop)
     try:
         options = {"verbose": 0, "callbacks": [AtStep()]}
         if option("predicts"):

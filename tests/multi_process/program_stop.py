@@ -28,7 +28,7 @@ import keras
 import tensorflow as tf
 from file_operations import Watch
 from recorded import arrays
-from recording import save_variables, small_model
+from recording import save_variables, small_model, train_in_a_loop
 
 import keras_het
 from keras_het.fit.backup_folder import BackupFolder
@@ -162,17 +162,6 @@ def read_late() -> None:
     BackupFolder.restore = late  # type: ignore[method-assign]
 
 
-def train_without_fit(strategy: Any, model: Any, data: Any) -> None:
-    @tf.function
-    def step(batch: Any) -> Any:
-        return strategy.run(lambda x, y: tf.reduce_sum(model(x) - y), args=batch)
-
-    happens = Happens()
-    for number, batch in enumerate(strategy.distribute(data.repeat())):
-        strategy.reduce("SUM", step(batch), axis=None)
-        happens.on_train_batch_end(number)
-
-
 def fork_a_child() -> None:
     child = os.fork()
     if child == 0:
@@ -206,7 +195,8 @@ def main() -> None:
             model = model_with_state()
     fitted = inputs()
     if mode == "custom_loop":
-        train_without_fit(strategy, model, fitted["x"])
+        at_step = Happens().on_train_batch_end
+        train_in_a_loop(strategy, model, fitted["x"].repeat(), at_step)
     if mode == "evaluate":
         happens = HappensInValidation()
         model.evaluate(fitted["x"].repeat(), steps=FOR_EVER, verbose=0, callbacks=[happens])

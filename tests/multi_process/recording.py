@@ -129,3 +129,15 @@ def run_each(
         np.savez(folder / f"{name.replace('/', '-')}-{task}.npz", **found)
         print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
     faulthandler.cancel_dump_traceback_later()
+
+
+def train_in_a_loop(strategy: Any, model: Any, data: Any, at_step: Callable[[int], None]) -> None:
+    """Goes through data without Keras's `fit`; no weight changes."""
+
+    @tf.function
+    def step(batch: Any) -> Any:
+        return strategy.run(lambda x, y: tf.reduce_sum(model(x) - y), args=batch)
+
+    for number, batch in enumerate(strategy.distribute(data)):
+        strategy.reduce("SUM", step(batch), axis=None)
+        at_step(number)
