@@ -61,11 +61,10 @@ class Notes(keras.callbacks.Callback):
         self.steps += 1
         self._keep(f"step_{self.steps}", self.model.get_weights())
         self.samples.append(self.model.distribute_strategy.own_samples_delivered)
-        if self.local is not None:
-            self.local.exchange.wait()
-            centers = [np.array(f.center) for f in self.local.exchange.fragments]
-            self._keep(f"center_{self.steps}", centers)
-            self.results["exchanges"] = np.array(self.local.exchange.num_exchanges)
+        self.local.exchange.wait()
+        centers = [np.array(f.center) for f in self.local.exchange.fragments]
+        self._keep(f"center_{self.steps}", centers)
+        self.results["exchanges"] = np.array(self.local.exchange.num_exchanges)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._keep(f"epoch_{epoch}", self.model.get_weights())
@@ -146,55 +145,46 @@ def run(strategy: Any, folder: Path, name: str, options: dict[str, Any]) -> None
     keras.utils.set_random_seed(7)
     with strategy.scope():
         model = make_model(options)
-    local = None if options.get("rule") is None else LocalTraining(options["rule"])
+    local = LocalTraining(options["rule"])
     notes = Notes(local)
-    callbacks: list[Any] = [*filter(None, [local])]
     counts = {"local": Collectives(), "global": Collectives()}
+    callbacks: list[Any] = [local]
     if options.get("backup"):
         frequency = options.get("save_freq", "epoch")
         callbacks.append(keras_het.callbacks.BackupAndRestore(options["backup"], frequency))
     callbacks += [counts["local"], notes]
-    balancer = keras_het.callbacks.BatchBalancer()
-    if options.get("balancer") == "after":
-        callbacks.append(balancer)
-    elif options.get("balancer") == "before":
-        callbacks.insert(0, balancer)
+    if place := options.get("balancer"):
+        at = 0 if place == "before" else len(callbacks)
+        callbacks.insert(at, keras_het.callbacks.BatchBalancer())
     if options.get("waits"):
         callbacks.append(Waits(folder, options["waits"]))
     if options.get("dies"):
         callbacks.append(Death())
     if options.get("stop_at"):
         callbacks.append(Interruption(options["stop_at"]))
-    data = batches(options.get("samples", SAMPLES), BATCH)
+    data = batches(SAMPLES, BATCH)
+    epochs, validation_data = options.get("epochs", 2), batches(15, 6)
+    given = {"validation_data": validation_data, "verbose": 0, "callbacks": callbacks}
+    results: dict[str, Any] = {}
     try:
-        history = model.fit(
-            data,
-            epochs=options.get("epochs", 2),
-            verbose=0,
-            validation_data=batches(15, 6),
-            callbacks=callbacks,
-        )
+        history = model.fit(data, epochs=epochs, **given)
     except InterruptedError:
-        if options.get("trains_again"):
-            model.fit(data, epochs=1, verbose=0, callbacks=[counts["global"]])
-            again = np.concatenate([weight.ravel() for weight in model.get_weights()])
-            count = np.array(counts["global"].in_first_step)
-            np.savez(folder / f"{name}-{strategy.worker_index}.npz", again=again, count=count)
-        return
+        pass
     except ValueError as error:
-        np.savez(folder / f"{name}-{strategy.worker_index}.npz", error=np.array(str(error)))
-        return
-    results = dict(notes.results)
-    results["evaluate"] = np.array(model.evaluate(batches(15, 6), verbose=0))
-    results["samples"] = np.diff([0, *notes.samples])
-    for key, values in history.history.items():
-        results[f"history/{key}"] = np.array(values)
+        results["error"] = np.array(str(error))
+    else:
+        results = notes.results
+        results["evaluate"] = np.array(model.evaluate(validation_data, verbose=0))
+        results["samples"] = np.diff([0, *notes.samples])
+        for key, values in history.history.items():
+            results[f"history/{key}"] = np.array(values)
     if options.get("trains_again"):
         model.fit(data, epochs=1, verbose=0, callbacks=[counts["global"]])
-        results["again"] = np.concatenate([w.ravel() for w in model.get_weights()])
+        results["again"] = np.concatenate([weight.ravel() for weight in model.get_weights()])
         for key, count in counts.items():
             results[f"collectives/{key}"] = np.array(count.in_first_step)
-    np.savez(folder / f"{name}-{strategy.worker_index}.npz", **results)
+    if results:
+        np.savez(folder / f"{name}-{strategy.worker_index}.npz", **results)
 
 
 def main() -> None:

@@ -295,7 +295,7 @@ def test_a_backup_has_the_exchange_on_its_way(start_workers: Any, tmp_path: Path
 def test_a_training_that_failed_leaves_no_local_steps(results: dict[str, Any]) -> None:
     one, two = results["interrupted"]
     np.testing.assert_array_equal(one["again"], two["again"])
-    assert int(one["count"]) > 0
+    assert int(one["collectives/global"]) > 0
 
 
 @pytest.mark.parametrize(
