@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -111,7 +112,8 @@ class BatchBalancer(SessionCallback):
                     "Two BatchBalancers in one fit would take back each other's shares. Received: "
                     f"BatchBalancer({self._policy_name!r}) and another one. Leave one of them out."
                 )
-            fit.add_layer(Rank.NOTE_MEMORY, self._memory.layer(strategy, self.measurements))
+            note_memory = functools.partial(self._memory.run_step, strategy, self.measurements)
+            fit.add_layer(Rank.NOTE_MEMORY, note_memory)
         strategy.measure_compute_times(self.model)
         self._steps.begin(strategy.compute_times)
         # replaces what a balancer wanted in a fit in between

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_het.fit.session import Batches, Layer, StepFunction
+from keras_het.fit.session import Batches, StepFunction
 from keras_het.planning import BalancePolicy, make_policy
 from keras_het.planning.bounded_shares import MAX_TOTAL
 from keras_het.value_types import Nest
@@ -117,19 +116,14 @@ class MemoryBounds:
         temporary.write_text(json.dumps({"replica": replica, "max_share": samples}) + "\n")
         temporary.replace(path)
 
-    def layer(
-        self, strategy: HeterogeneousStrategy, measured: Sequence[Mapping[str, Any]]
-    ) -> Layer:
-        """Return a layer around the steps of `fit` that notes where memory runs out."""
-        return functools.partial(self._step, strategy, measured)
-
-    def _step(
+    def run_step(
         self,
         strategy: HeterogeneousStrategy,
         measured: Sequence[Mapping[str, Any]],
         step: StepFunction,
         batches: Batches,
     ) -> Nest:
+        """Note where memory runs out in a step of `fit`; `measured` has shares that fitted."""
         try:
             return step(batches)
         except tf.errors.ResourceExhaustedError as error:

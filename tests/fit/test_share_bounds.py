@@ -53,7 +53,7 @@ def test_what_to_do_stands_behind_the_error(tmp_path, is_remembered):
         raise tf.errors.ResourceExhaustedError(None, None, "on device:GPU:1")
 
     with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
-        memory.layer(strategy, [{"shares": [1, 1, 6, 6, 6]}])(lacks, None)
+        memory.run_step(strategy, [{"shares": [1, 1, 6, 6, 6]}], lacks, None)
     first, advice = caught.value.message.splitlines()
     assert first == "on device:GPU:1"
     assert advice.startswith("Out of memory on replica(s) [3].")
