@@ -160,7 +160,9 @@ def _in_session(call: Call) -> Iterator[None]:
         if strategy is not None and call.name in STEP_FUNCTIONS:
             strategy._stop_request.watch(session)
         if call.name == "fit" and (holds_parts or _takes_part(call)):
-            call.add_callback(_First(session), is_first=True)
+            methods = ("on_epoch_end", "on_train_end")
+            tells = {method: functools.partial(session.tell, method) for method in methods}
+            call.add_callback(keras.callbacks.LambdaCallback(**tells), is_first=True)
         if holds_parts:
             session.before_callbacks("on_epoch_end", lambda *_: strategy._put_together(model))
         yield
@@ -242,22 +244,6 @@ class SessionCallback(keras.callbacks.Callback):
                 "of one. Give it to model.fit among the callbacks."
             )
         return session
-
-
-class _First(keras.callbacks.Callback):
-    """The callback that runs before the user's."""
-
-    def __init__(self, session: FitSession) -> None:
-        super().__init__()
-        self._session = session
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Let the session prepare what the other callbacks are about to see."""
-        self._session.tell("on_epoch_end", epoch, logs)
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Let the session end what the other callbacks are about to look at."""
-        self._session.tell("on_train_end", logs)
 
 
 def _takes_part(call: Call) -> bool:
