@@ -17,7 +17,7 @@ from keras_het.loader.order.content import sample_of
 from keras_het.strategy.cluster.agreement import flat
 
 if TYPE_CHECKING:
-    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
+    from keras_het.strategy.keras_calls import Call
 
 _DATA = ("x", "y", "sample_weight", "validation_data")
 # Arguments that a worker may choose by itself.
@@ -34,25 +34,27 @@ _STOP_TOGETHER = (
 _compared: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
 
 
-def agree_on_call(
-    strategy: HeterogeneousStrategy,
-    model: keras.Model,
-    name: str,
-    given: dict[str, Any],
-    is_short: bool,
-) -> None:
+def agree_on_call(call: Call, is_short: bool) -> None:
     """Compare a call with those of the other workers; of calls as short as a step, the first."""
+    strategy, model, name, given = call.strategy, call.model, call.name, call.given
     compared = _compared.setdefault(model, set())
     if given.get("_use_cached_eval_dataset") or (is_short and name in compared):
         return
     compared.add(name)
     strategy._complete(model, name)  # a training that failed has left its parts on the workers
-    described = _described(model, given)
+    together = [
+        callback
+        for callback in call.callbacks
+        if type(callback).__module__.startswith("keras_het.")
+        and type(callback).__name__ not in _WORKS_ALONE
+    ]
+    described = _described(model, given, together)
     weights = [weight / sum(strategy.shares) for weight in strategy.shares]
     described["shares"] = str([float(f"{weight:.4g}") for weight in weights])
-    # After a failed local training, steps start from the chief's weights, whatever comes next.
+    # Local training starts from the chief's weights, and so does what comes after a failed one.
     is_left_local = name == "fit" and hasattr(model.train_function, "adopts_the_chiefs")
-    may_differ = is_left_local or _trains_locally(given.get("callbacks"))
+    is_local = any(type(callback).__name__ == "LocalTraining" for callback in together)
+    may_differ = is_left_local or is_local
     if may_differ:
         described.pop("steps trained before", None)
     everyone = strategy.agree(
@@ -115,7 +117,11 @@ class StepWatch(keras.callbacks.Callback):
         )
 
 
-def _described(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
+def _described(
+    model: keras.Model,
+    arguments: Mapping[str, Any],
+    together: Sequence[keras.callbacks.Callback],
+) -> dict[str, str]:
     plain = {
         name: value
         for name, value in arguments.items()
@@ -128,23 +134,11 @@ def _described(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, st
         parts += _data(name, arguments.get(name))
     parts += _compiled(model)
     parts += _architecture(model)
-    together = _communicating(arguments.get("callbacks"))
     names = [type(callback).__name__ for callback in together]
     parts.append(("callbacks that work together", str(names)))
     for callback in together:
         parts += _settings(callback)
     return dict(parts)
-
-
-def _communicating(callbacks: object) -> list[keras.callbacks.Callback]:
-    each = getattr(callbacks, "callbacks", callbacks) or []
-    each = each if isinstance(each, (list, tuple)) else [each]
-    return [
-        callback
-        for callback in each
-        if type(callback).__module__.startswith("keras_het.")
-        and type(callback).__name__ not in _WORKS_ALONE
-    ]
 
 
 def _settings(callback: keras.callbacks.Callback) -> Iterator[tuple[str, str]]:
@@ -163,11 +157,6 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_is_plain(each) for each in value)
     return isinstance(value, (str, int, float, bool))
-
-
-def _trains_locally(callbacks: object) -> bool:
-    """Tell whether weights may differ between workers: training starts from the chief's."""
-    return any(type(each).__name__ == "LocalTraining" for each in _communicating(callbacks))
 
 
 def _data(name: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -499,7 +499,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         check_can_compile(self, model)
         if kind == "predict":
             return run_predict_step(self, run, step, args[0])
-        return run_train_or_test_step(self, run, step, args[0])
+        return run_train_or_test_step(self, run, kind, step, args[0])
 
     def _naming_lost_workers(self) -> contextlib.AbstractContextManager[None]:
         """Let errors of collectives run meanwhile say which worker was lost."""

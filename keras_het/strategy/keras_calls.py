@@ -145,7 +145,7 @@ def _agreed(call: Call) -> Iterator[None]:
     """The call begins only if it is the same on all workers, and `fit` goes on only together."""
     if call.strategy.num_workers > 1:
         is_short = call.name in _ON_BATCHES
-        agree_on_call(call.strategy, call.model, call.name, call.given, is_short)
+        agree_on_call(call, is_short)
         if call.name == "fit":
             call.add_callback(StepWatch())
     yield

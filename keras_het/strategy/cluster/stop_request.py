@@ -51,7 +51,7 @@ class StopRequest:
         self.unfinished = UnfinishedStep(device)
         self.guard: StepGuard | None = None
         self.tell: Callable[[], None] = lambda: None
-        self._hurry, self._is_hurried = threading.Lock(), False
+        self._hurry = threading.Lock()  # held from the moment when it hurries
         self._was_saved = threading.Event()
         self._received: int | None = None
         self._agreed: int | None = None
@@ -90,10 +90,8 @@ class StopRequest:
 
     def end_now(self, number: int, deadline: float) -> None:
         """Save the last finished step, and let the process end in the running one."""
-        with self._hurry:
-            if self._is_hurried:
-                return
-            self._is_hurried = True
+        if not self._hurry.acquire(blocking=False):
+            return
         self.tell()
         try:
             if self.guard is not None and not self.guard.save_last_step(deadline):
@@ -164,12 +162,12 @@ class StopRequest:
         try:
             yield
         except Exception as error:
-            if self._depth > 1 or (self._received is None and not self._is_hurried):
+            if self._depth > 1 or (self._received is None and not self._hurry.locked()):
                 raise
             # most likely because the same signal ended another worker
             _logger.warning("Ends by a signal, after %s: %s", type(error).__name__, error)
         finally:
-            if self._is_hurried:
+            if self._hurry.locked():
                 self._was_saved.wait()
             self._depth -= 1
         if self._depth == 0:
@@ -182,7 +180,7 @@ class StopRequest:
         if self._received is None:
             name = signal.Signals(number).name
             _logger.warning("Another worker has received %s: all workers end here.", name)
-        is_together = self._agreed is not None and self._is_carried and not self._is_hurried
+        is_together = self._agreed is not None and self._is_carried and not self._hurry.locked()
         if is_together and (strategy := self._strategy()) is not None:
             # The first worker to leave would break the step that others still finish.
             call_for(_SECONDS_TO_MEET, strategy.barrier)

@@ -34,7 +34,7 @@ Run = Callable[..., Any]
 
 
 def run_train_or_test_step(
-    strategy: HeterogeneousStrategy, run: Run, function: MethodType, data: Nest
+    strategy: HeterogeneousStrategy, run: Run, kind: str, function: MethodType, data: Nest
 ) -> Nest:
     """Run `model.train_step` or `model.test_step` on every replica."""
     model: keras.Model = function.__self__
@@ -53,7 +53,6 @@ def run_train_or_test_step(
     may_defer = private_api.is_stock_train_step(function) and all(
         private_api.is_of_keras(metric) for metric in flatten_metrics(metrics)
     )
-    kind = private_api.keras_step_kind(function)
     facts = {
         "kind": kind,
         "is_keras_step": private_api.runs_keras_train_step(function),
