@@ -6,8 +6,8 @@ import pytest
 from keras_het.planning.times.time_model import LinearTimeModel
 from keras_het.strategy.measure.emulated_device import (
     EmulatedDevice,
-    describe_emulated_devices,
     read_emulated_devices,
+    warn_of_emulated_devices,
 )
 
 ONE = {"speed": 4.0, "fixed_seconds": 0.5, "seconds_per_sample": 0.001}
@@ -35,10 +35,9 @@ def test_reads_one_device_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_emulated_devices() == expected
 
 
-def test_description_says_emulated() -> None:
-    devices = read([ONE, {**ONE, "fixed_seconds": 0.0}])
-    assert devices is not None
-    assert describe_emulated_devices(devices).splitlines() == [
+def test_description_says_emulated(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_emulated_devices(read([ONE, {**ONE, "fixed_seconds": 0.0}]), 2)
+    assert caplog.messages[0].splitlines() == [
         "local replica 0: EMULATED device of speed 4: a step takes at least "
         "500 ms + 1 ms per sample",
         "local replica 1: EMULATED device of speed 4: a step takes at least 1 ms per sample",

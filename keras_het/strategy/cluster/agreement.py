@@ -70,7 +70,7 @@ def agree(
     )
     text = np.frombuffer(zlib.compress(told.encode()), np.uint8)
     own = np.zeros([2 + NUM_NOTES], np.int64)
-    own[:2] = _hash(compared), len(text)
+    own[:2] = _hash(compared.encode()), len(text)
     own[2 : 2 + len(notes)] = notes
     everyone = extended.meet(own).reshape(-1, len(own))
     if (everyone[:, 0] == everyone[0, 0]).all():
@@ -176,7 +176,8 @@ def share_random_seed(extended: HeterogeneousExtended) -> None:
     is_users = iterator_adapter.global_seed() is not None and drawn_seed() is None
     python = random.getstate()
     numpy: Any = np.random.get_state()
-    states = [_hash(repr(python)), _hash(repr((numpy[0], numpy[1].tolist(), *numpy[2:])))]
+    of_numpy = repr((numpy[0], numpy[1].tolist(), *numpy[2:]))
+    states = [_hash(repr(python).encode()), _hash(of_numpy.encode())]
     own = np.array([secrets.randbelow(2**31), is_users, *states], np.int64)
     everyone = extended.gather_over_workers(own).reshape(-1, len(own))
     if everyone[:, 1].any():
@@ -237,7 +238,6 @@ def has_equal_value(extended: HeterogeneousExtended, value: tf.Tensor, name: str
     array = np.ascontiguousarray(value).reshape(-1)
     # strings expose no memory to hash
     content = repr(array.tolist()).encode() if array.dtype == object else array.view(np.uint8).data
-    digest = hashlib.sha256(content).digest()
     notes = agree(
         extended,
         "a new variable",
@@ -245,7 +245,7 @@ def has_equal_value(extended: HeterogeneousExtended, value: tf.Tensor, name: str
         opening="The workers create different variables in strategy.scope()",
         advice="Build the same model on every worker, with the same sizes and types.",
         about=name,
-        notes=[int.from_bytes(digest[:8], "little", signed=True)],
+        notes=[_hash(content)],
     )
     return bool((notes[:, 0] == notes[0, 0]).all())
 
@@ -342,6 +342,6 @@ def _plain(value: object) -> str:
     return str(getattr(value, "__qualname__", type(value).__name__))
 
 
-def _hash(text: str) -> int:
-    digest = hashlib.sha256(text.encode()).digest()
+def _hash(content: bytes | memoryview) -> int:
+    digest = hashlib.sha256(content).digest()
     return int.from_bytes(digest[:8], "little", signed=True)

@@ -51,13 +51,6 @@ class EmulatedDevice:
         )
 
 
-def describe_emulated_devices(devices: tuple[EmulatedDevice, ...]) -> str:
-    """Return one line per device, each of which says EMULATED."""
-    return "\n".join(
-        f"local replica {index}: {device.describe()}" for index, device in enumerate(devices)
-    )
-
-
 def read_emulated_devices(
     environ: Mapping[str, str] | None = None,
 ) -> tuple[EmulatedDevice, ...] | None:
@@ -106,7 +99,8 @@ def warn_of_emulated_devices(
             "KERAS_HET_EMULATED_DEVICES must describe every local replica. Received: "
             f"{len(devices)} device(s); expected: {num_local_replicas}."
         )
-    _logger.warning("%s", describe_emulated_devices(devices))
+    lines = (f"local replica {index}: {each.describe()}" for index, each in enumerate(devices))
+    _logger.warning("%s", "\n".join(lines))
 
 
 def warn_that_nothing_waits() -> None:
