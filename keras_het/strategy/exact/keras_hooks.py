@@ -84,12 +84,15 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
     metrics, seeds = private_api.keras_reduction_metrics, private_api.keras_seed_generator
     layer, cell = keras.layers.Layer, private_api.DropoutRNNCell
     normalization = private_api.keras_batch_normalization.BatchNormalization
+    optimizer = private_api.keras_base_optimizer.BaseOptimizer
+    scaling_optimizer = private_api.keras_loss_scale_optimizer.LossScaleOptimizer
     tf_optimizer = private_api.keras_tf_optimizer.TFOptimizer
     variable, plain_variable = private_api.KerasTensorFlowVariable, private_api.ResourceVariable
     values = private_api.distribute_values
     keep_local = _of_step(lambda s: s.means.keep_local)
     reduce = _of_step(lambda s: s.means.reduce)
     update_scalar = _of_step(lambda s: s.means.update_scalar)
+    of_optimizer = _hooks_of_optimizers()
     aggregate = _of_any_step(lambda s: s.own_state.aggregate)
     assign_plain = _of_any_step(lambda s: s.assignments.assign_plain)
     keep_losses = functools.partial(_with_own, attributes={"_losses": list})
@@ -108,7 +111,10 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
         (nn, "_compute_moments_sync", _of_any_step(lambda s: s.means.moments)),
         (normalization, "_moments", _of_any_step(lambda s: s.means.masked_moments)),
         # gradients
-        *_hooks_of_optimizers(),
+        (optimizer, "scale_loss", of_optimizer["scale_loss"]),
+        (scaling_optimizer, "scale_loss", of_optimizer["scale_loss"]),
+        (optimizer, "apply", of_optimizer["apply"]),
+        (scaling_optimizer, "apply", of_optimizer["apply"]),
         (tf_optimizer, "_all_reduce_sum_gradients", _of_step(lambda s: s.gradients.keep_reduced)),
         # state
         (variable, "_direct_assign", _of_any_step(lambda s: s.assignments.assign)),
@@ -127,19 +133,22 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
     ]
 
 
-def _hooks_of_optimizers() -> list[tuple[Any, str, _Hook]]:
-    """Hooks for Keras's optimizer, and for those that override methods of their parents."""
-    base = private_api.keras_base_optimizer.BaseOptimizer
-    hooks = {
+def _hooks_of_optimizers() -> dict[str, _Hook]:
+    return {
         "scale_loss": _of_step(lambda s: s.gradients.scale_loss),
         "apply": _of_step(lambda s: s.gradients.apply),
         "apply_gradients": _of_step(lambda s: s.gradients.apply_gradients),
     }
+
+
+def _hooks_of_subclasses() -> list[tuple[Any, str, _Hook]]:
+    """Hooks for optimizers that override methods hooked in their parents."""
+    hooked = {(owner, name) for owner, name, _ in _hooks()}
     return [
         (owner, name, hook)
-        for owner in (base, *_subclasses(base))
-        for name, hook in hooks.items()
-        if name in vars(owner) and (owner, name) != (base, "apply_gradients")  # calls `apply`
+        for owner in _subclasses(private_api.keras_base_optimizer.BaseOptimizer)
+        for name, hook in _hooks_of_optimizers().items()
+        if name in vars(owner) and (owner, name) not in hooked
     ]
 
 
@@ -189,7 +198,7 @@ def _recording(metric: keras.metrics.Metric, step: ExactStep) -> Callable[..., A
 
 
 def _install() -> None:
-    for owner, name, hook in _hooks():
+    for owner, name, hook in [*_hooks(), *_hooks_of_subclasses()]:
         original = vars(owner).get(name)
         _originals.append((owner, name, original))
         setattr(owner, name, hook(getattr(owner, name)))
