@@ -85,7 +85,6 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
     layer, cell = keras.layers.Layer, private_api.DropoutRNNCell
     normalization = private_api.keras_batch_normalization.BatchNormalization
     optimizer = private_api.keras_base_optimizer.BaseOptimizer
-    scaling_optimizer = private_api.keras_loss_scale_optimizer.LossScaleOptimizer
     tf_optimizer = private_api.keras_tf_optimizer.TFOptimizer
     variable, plain_variable = private_api.KerasTensorFlowVariable, private_api.ResourceVariable
     values = private_api.distribute_values
@@ -112,9 +111,7 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
         (normalization, "_moments", _of_any_step(lambda s: s.means.masked_moments)),
         # gradients
         (optimizer, "scale_loss", of_optimizer["scale_loss"]),
-        (scaling_optimizer, "scale_loss", of_optimizer["scale_loss"]),
         (optimizer, "apply", of_optimizer["apply"]),
-        (scaling_optimizer, "apply", of_optimizer["apply"]),
         (tf_optimizer, "_all_reduce_sum_gradients", _of_step(lambda s: s.gradients.keep_reduced)),
         # state
         (variable, "_direct_assign", _of_any_step(lambda s: s.assignments.assign)),
@@ -142,13 +139,12 @@ def _hooks_of_optimizers() -> dict[str, _Hook]:
 
 
 def _hooks_of_subclasses() -> list[tuple[Any, str, _Hook]]:
-    """Hooks for optimizers that override methods hooked in their parents."""
-    hooked = {(owner, name) for owner, name, _ in _hooks()}
+    """Hooks for optimizers that override methods of their parents, as that of loss scales does."""
     return [
         (owner, name, hook)
         for owner in _subclasses(private_api.keras_base_optimizer.BaseOptimizer)
         for name, hook in _hooks_of_optimizers().items()
-        if name in vars(owner) and (owner, name) not in hooked
+        if name in vars(owner)
     ]
 
 
