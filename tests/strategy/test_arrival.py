@@ -28,13 +28,16 @@ def peers_of(place: int, addresses: tuple[str, ...]) -> dict[str, str]:
     return {f"worker {i}": at for i, at in enumerate(addresses) if i != place}
 
 
+def serve(address: str) -> socket.socket:
+    host, port = address.split(":")
+    return socket.create_server((host, int(port)))
+
+
 def test_all_come_at_once_however_many(addresses: tuple[str, ...]) -> None:
     def come(place: int) -> None:
         left[place] = wait_for_peers(addresses[place], peers_of(place, addresses), TIMEOUT)
         # TensorFlow's server has the place from now on
-        host, port = addresses[place].split(":")
-        server = socket.create_server((host, int(port)))
-        servers.append(server)
+        servers.append(serve(addresses[place]))
 
     left: dict[int, float] = {}
     servers: list[socket.socket] = []
@@ -53,10 +56,9 @@ def test_who_is_missing_is_named(
     addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(arrival, "_FIRST_MESSAGE_SECONDS", 0.5)
-    host, port = addresses[1].split(":")
     with (
         caplog.at_level(logging.WARNING),
-        socket.create_server((host, int(port))),
+        serve(addresses[1]),
         pytest.raises(TimeoutError) as raised,
     ):
         wait_for_peers(addresses[0], peers_of(0, addresses[:3]), 1.2)
@@ -77,7 +79,7 @@ def test_who_answers_before_this_worker_listens_is_of_an_earlier_start(
                 server.accept()[0].sendall(b"as TensorFlow's server does")
 
     own, old, waiting = addresses[:3]
-    servers = [socket.create_server(("127.0.0.1", int(at.split(":")[1]))) for at in (old, waiting)]
+    servers = [serve(old), serve(waiting)]
     threading.Thread(target=speak, args=servers[:1], daemon=True).start()
     with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError) as raised:
         wait_for_peers(own, {"worker 1": old, "worker 2": waiting}, 1.0)
@@ -88,7 +90,7 @@ def test_who_answers_before_this_worker_listens_is_of_an_earlier_start(
     def restart() -> None:
         servers[0].shutdown(socket.SHUT_RDWR)
         servers[0].close()
-        servers.append(socket.create_server(("127.0.0.1", int(old.split(":")[1]))))
+        servers.append(serve(old))
 
     timer = threading.Timer(1.0, restart)
     timer.start()
@@ -120,11 +122,7 @@ def test_a_further_strategy_finds_its_port_in_use_by_its_own_process(
     addresses: tuple[str, ...],
 ) -> None:
     own, other = addresses[:2]
-    ports = [int(address.split(":")[1]) for address in (own, other)]
-    with (
-        socket.create_server(("127.0.0.1", ports[0])),
-        socket.create_server(("127.0.0.1", ports[1])),
-    ):
+    with serve(own), serve(other):
         assert wait_for_peers(own, {"worker 1": other}, TIMEOUT, listens=False) > 0
 
 
@@ -132,9 +130,8 @@ def test_a_port_that_another_program_uses_is_named(
     addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arrival, "_SECONDS_TO_END", 0.1)
-    host, port = addresses[0].split(":")
     with (
-        socket.create_server((host, int(port))),
+        serve(addresses[0]),
         pytest.raises(RuntimeError, match=f"listen at {addresses[0]}.*the same index"),
     ):
         wait_for_peers(addresses[0], peers_of(0, addresses), TIMEOUT)
@@ -144,8 +141,7 @@ def test_a_port_of_a_program_that_is_ending_is_waited_for(
     addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arrival, "_SECONDS_TO_END", TIMEOUT)
-    host, port = addresses[0].split(":")
-    ending = socket.create_server((host, int(port)))
+    ending = serve(addresses[0])
     waits = threading.Event()
     monkeypatch.setattr(arrival.time, "sleep", lambda _: (waits.set(), ending.close()))
     with pytest.raises(TimeoutError):
