@@ -300,14 +300,7 @@ class LoaderTuner(SessionCallback):
         session = self._session
         if session is None:
             return None
-        return LoaderSettings(
-            session.knobs,
-            session.is_plain,
-            session.nice,
-            session.observes_only,
-            self.meter,
-            session.turns_prefetch,
-        )
+        return LoaderSettings(session.knobs, _code_of(session, self.meter))
 
     @property
     def replica_waits(self) -> dict[int, Any]:
@@ -437,42 +430,38 @@ class LoaderSettings:
     """Final settings of a tuner; `str()` of them is code to paste."""
 
     knobs: Knobs | None
-    is_plain: bool
-    nice: int
-    observes_only: str | None
-    meter: StallMeter
-    has_prefetch: bool = True
-
-    @property
-    def code(self) -> str:
-        """Python code that sets them without a tuner."""
-        knobs, meter = self.knobs, self.meter
-        if knobs is None:
-            return f"# Nothing was changed: {self.observes_only or 'no step was trained'}."
-        lines = [
-            f"# keras_het LoaderTuner, {meter.steps} steps, "
-            f"{meter.idle_fraction:.1%} of the time waiting for data."
-        ]
-        if self.nice:
-            lines += [
-                f"# Measured with the loader's threads at nice {self.nice}, which no option of "
-                "tf.data sets. For them, and no moves:",
-                "# keras_het.callbacks.LoaderTuner(lambda plan, cpus: "
-                f"keras_het.planning.loader.FixedController(plan), nice={self.nice})",
-            ]
-        if self.is_plain:
-            last = f"  # last: prefetch({knobs.prefetch})" if self.has_prefetch else ""
-            lines += [
-                "options = tf.data.Options()",
-                f"options.threading.private_threadpool_size = {knobs.threads}",
-                f"dataset = dataset.with_options(options){last}",
-            ]
-        else:
-            lines += [
-                f"knobs = keras_het.loader.{knobs}",
-                "dataset = keras_het.loader.pipeline(build, knobs)",
-            ]
-        return "\n".join(lines)
+    code: str
 
     def __str__(self) -> str:
         return self.code
+
+
+def _code_of(session: TuningSession, meter: StallMeter) -> str:
+    """Return Python code that sets what a session has set, without a tuner."""
+    knobs = session.knobs
+    if knobs is None:
+        return f"# Nothing was changed: {session.observes_only or 'no step was trained'}."
+    lines = [
+        f"# keras_het LoaderTuner, {meter.steps} steps, "
+        f"{meter.idle_fraction:.1%} of the time waiting for data."
+    ]
+    if session.nice:
+        lines += [
+            f"# Measured with the loader's threads at nice {session.nice}, which no option of "
+            "tf.data sets. For them, and no moves:",
+            "# keras_het.callbacks.LoaderTuner(lambda plan, cpus: "
+            f"keras_het.planning.loader.FixedController(plan), nice={session.nice})",
+        ]
+    if session.is_plain:
+        last = f"  # last: prefetch({knobs.prefetch})" if session.turns_prefetch else ""
+        lines += [
+            "options = tf.data.Options()",
+            f"options.threading.private_threadpool_size = {knobs.threads}",
+            f"dataset = dataset.with_options(options){last}",
+        ]
+    else:
+        lines += [
+            f"knobs = keras_het.loader.{knobs}",
+            "dataset = keras_het.loader.pipeline(build, knobs)",
+        ]
+    return "\n".join(lines)
