@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import collections
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
@@ -26,13 +27,15 @@ Element: TypeAlias = tuple[list[Batch], IntArray]
 Weights = Callable[[], Sequence[float]]
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class DataPass(abc.ABC):
     """A pass over the data."""
 
-    def __init__(self, number: int, first_step: int = 0, num_steps: int = -1) -> None:
-        self.number = number
-        self.first_step = first_step
-        self._num_steps = num_steps
+    number: int
+    first_step: int = 0
+    num_steps: int = -1
+
+    def __post_init__(self) -> None:
         self.delivered = 0
         self.ended = False
         self.fingerprint: int | None = None
@@ -56,7 +59,7 @@ class DataPass(abc.ABC):
         self.delivered += 1
         if self.delivered == 1:
             self._first = element
-        if self.first_step + self.delivered == self._num_steps:
+        if self.first_step + self.delivered == self.num_steps:
             # Keras does not ask for the end of data whose size it knows
             self._end()
         return element
@@ -123,27 +126,20 @@ class OrderedPass(DataPass):
         """Drop the next batch, which nobody wanted."""
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class SlicedPass(OrderedPass):
     """A pass of the user's unchanged pipeline; a cut shares the memory of its batch."""
 
-    def __init__(
-        self,
-        pipeline: tf.data.Dataset,
-        layout: ReplicaLayout,
-        weights: Weights,
-        lookahead: int,
-        *,
-        number: int,
-        keep_alive: object,
-        first_step: int = 0,
-        num_steps: int = -1,
-        wants_fingerprint: bool = False,
-    ) -> None:
-        super().__init__(number, first_step, num_steps)
-        self._layout = layout
-        self._weights = weights
-        self._wants_fingerprint = wants_fingerprint
-        self._ordered = collections.deque(tuple(weights()) for _ in range(lookahead))
+    pipeline: dataclasses.InitVar[tf.data.Dataset]
+    keep_alive: dataclasses.InitVar[object]
+    layout: ReplicaLayout
+    weights: Weights
+    lookahead: int
+    wants_fingerprint: bool = False
+
+    def __post_init__(self, pipeline: tf.data.Dataset, keep_alive: object) -> None:
+        super().__post_init__()
+        self._ordered = collections.deque(tuple(self.weights()) for _ in range(self.lookahead))
         self.batch_bytes = 0
         self._latest: tuple[tuple[tuple[float, ...], int], IntArray, tf.Tensor] | None = None
         self._first_batch: Batch = None
@@ -161,7 +157,7 @@ class SlicedPass(OrderedPass):
         release(old)
 
     def order(self, wanted: bool = True) -> None:
-        self._ordered.append(tuple(self._weights()) if wanted else ())
+        self._ordered.append(tuple(self.weights()) if wanted else ())
 
     def read(self) -> Element:
         return self._cut(*self._take())
@@ -178,14 +174,14 @@ class SlicedPass(OrderedPass):
         batch, weights = self._take()
         if not self.batch_bytes:
             self.batch_bytes = count_bytes(batch)
-        if self.delivered == 0 and self._wants_fingerprint:
+        if self.delivered == 0 and self.wants_fingerprint:
             self.fingerprint = int(rows.hash_rows(batch))
         self._first_batch = batch if self.delivered == 0 else None
         return self._cut(batch, weights)
 
     def cut_first_again(self) -> bool:
         """Cut the first batch by the present weights, which count from there on."""
-        weights = tuple(self._weights())
+        weights = tuple(self.weights())
         self._ordered = collections.deque(weights for _ in self._ordered)
         if self._first is not None:
             self._first = self._cut(self._first_batch, weights)
@@ -198,15 +194,15 @@ class SlicedPass(OrderedPass):
             sizes = self._sizes(total, weights)
             self._latest = ((weights, total), sizes, tf.constant(sizes))
         _, sizes, cuts = self._latest
-        if self._layout.num_replicas == 1:
+        if self.layout.num_replicas == 1:
             return [batch], sizes
-        local = self._layout.local_replicas
+        local = self.layout.local_replicas
         return rows.cut_eagerly(batch, cuts)[local.start : local.stop], sizes
 
     def _sizes(self, total: int, weights: tuple[float, ...]) -> IntArray:
-        if len(weights) != self._layout.num_replicas:
+        if len(weights) != self.layout.num_replicas:
             raise ValueError(
-                f"Expected one weight for each of the {self._layout.num_replicas} replicas. "
+                f"Expected one weight for each of the {self.layout.num_replicas} replicas. "
                 f"Received: {list(weights)}."
             )
         return np.asarray(apportion(total, weights), np.int64)
@@ -244,7 +240,7 @@ class ClaimedPass(DataPass):
     """A pass that skips the batches of others and delivers each of its own in one or more steps."""
 
     def __init__(self, source: OrderedPass, claims: Claims, lookahead: int, number: int) -> None:
-        super().__init__(number)
+        super().__init__(number=number)
         self._source = source
         self._claims = claims
         self._lookahead = lookahead

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,38 +22,26 @@ from keras_het.planning.file_assignment import assign_files, shares_of_own_sampl
 from keras_het.planning.replica_layout import ReplicaLayout
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class FilePass(DataPass):
     """A pass that takes as many of the worker's own samples as its share requires at each step."""
 
-    def __init__(
-        self,
-        chunks: Iterator[Batch],
-        empty: Batch,
-        layout: ReplicaLayout,
-        weights: Weights,
-        global_batch_size: int,
-        remaining: Sequence[int],
-        *,
-        number: int,
-        first_step: int,
-        num_steps: int,
-    ) -> None:
-        super().__init__(number, first_step, num_steps)
-        self._chunks: Iterator[Batch] | None = chunks
-        self._empty = empty
-        self._layout = layout
-        self._weights = weights
-        self._global_batch_size = global_batch_size
-        self._remaining = list(remaining)
-        self._carry = empty
+    chunks: Iterator[Batch] | None
+    empty: Batch
+    layout: ReplicaLayout
+    weights: Weights
+    global_batch_size: int
+    remaining: list[int]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._carry = self.empty
 
     def _produce(self) -> Element:
-        if not any(self._remaining):
+        if not any(self.remaining):
             raise StopIteration
-        shares = _next_shares(
-            self._layout, self._global_batch_size, self._weights(), self._remaining
-        )
-        local = self._layout.local_replicas
+        shares = _next_shares(self.layout, self.global_batch_size, self.weights(), self.remaining)
+        local = self.layout.local_replicas
         sizes = shares[local.start : local.stop]
         own = self._take(sum(sizes))
         batches = rows.split_rows(own, tf.constant(sizes, tf.int64), len(sizes))
@@ -61,7 +50,7 @@ class FilePass(DataPass):
     def _take(self, count: int) -> Batch:
         parts, have = [self._carry], int(rows.count_rows(self._carry))
         while have < count:
-            chunk = next(self._chunks or iter(()), None)
+            chunk = next(self.chunks or iter(()), None)
             if chunk is None:
                 raise ValueError(
                     "A worker's files hold fewer samples than samples_per_file says: it needs "
@@ -74,8 +63,8 @@ class FilePass(DataPass):
         return rows.slice_rows(joined, 0, count)
 
     def _free(self) -> None:
-        self._chunks = None
-        self._carry = self._empty
+        self.chunks = None
+        self._carry = self.empty
 
 
 logger = logging.getLogger("keras_het")
@@ -197,12 +186,12 @@ class FileShardedDataset(DistributedSteps):
     def _new_run(self, number: int, first_step: int) -> FilePass:
         remaining, own_skipped = self._after(first_step)
         return FilePass(
-            iter(self._chunks(self._own.skip(own_skipped))),
-            self._empty,
-            self._layout,
-            self._weights,
-            self._global_batch_size,
-            remaining,
+            chunks=iter(self._chunks(self._own.skip(own_skipped))),
+            empty=self._empty,
+            layout=self._layout,
+            weights=self._weights,
+            global_batch_size=self._global_batch_size,
+            remaining=remaining,
             number=number,
             first_step=first_step,
             num_steps=int(self._steps),

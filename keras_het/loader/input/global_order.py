@@ -235,7 +235,7 @@ class GlobalOrderDataset(DistributedSteps):
     def _batch_spec(self) -> Spec:
         if self.only_slices:
             return self.form.stream.element_spec
-        self._idle.append(self._build(self.form))
+        self._idle.append(self._build(self.form, self.layout))
         return self._idle[0][0].element_spec[0][0]
 
     def _pass_to_start(self, number: int) -> int:
@@ -259,33 +259,30 @@ class GlobalOrderDataset(DistributedSteps):
         if self._claims is not None:
             return self._claimed_run(self._claims, number)
         arguments: dict[str, Any] = {
+            "weights": self._weights,
+            "lookahead": self.lookahead,
             "number": number,
             "first_step": first_step,
             "num_steps": int(self._steps),
             "wants_fingerprint": self._has_fingerprint,
-            "keep_alive": self.form,
         }
         if self.only_slices:
-            pipeline = self._whole_batches(first_step)
-            run = SlicedPass(pipeline, self.layout, self._weights, self.lookahead, **arguments)
+            run = self._sliced(self.layout, **arguments)
             self.tuning.start_moved(run)
             return run
         fits = bool(self._idle) and first_step == 0
-        pipeline, orders = self._idle.pop() if fits else self._build(self.form, first_step)
+        built = self._idle.pop() if fits else self._build(self.form, self.layout, first_step)
         idle = None if first_step else weakref.ref(self)
-        return PipelinePass(
-            pipeline,
-            orders,
-            self._weights,
-            self.lookahead,
-            self.form.batch_size or 0,
-            give_back=functools.partial(_keep_idle, idle, self.form, pipeline, orders),
+        return self._piped(
+            self.form,
+            *built,
+            give_back=functools.partial(_keep_idle, idle, self.form, *built),
             epoch_steps=None if self.form.reads_ahead else self.epoch_steps,
             **arguments,
         )
 
     def _claimed_run(self, claims: Claims, number: int) -> DataPass:
-        parts, form = claims.num_parts, self.form
+        parts = claims.num_parts
         own_weights = self._weights
 
         def weights() -> tuple[float, ...]:
@@ -293,38 +290,50 @@ class GlobalOrderDataset(DistributedSteps):
 
         # with several parts all replicas are local: an async worker is alone in its group
         layout = ReplicaLayout((self.layout.num_replicas * parts,)) if parts > 1 else self.layout
+        arguments: dict[str, Any] = {"weights": weights, "lookahead": 0, "number": number}
         source: OrderedPass
         if self.only_slices:
-            source = SlicedPass(
-                self._whole_batches(), layout, weights, 0, number=number, keep_alive=form
-            )
+            source = self._sliced(layout, **arguments)
         else:
-            built = self._build(form, layout=layout)
-            rows_of_batch = form.batch_size or 0
-            source = PipelinePass(*built, weights, 0, rows_of_batch, number=number, keep_alive=form)
+            source = self._piped(self.form, *self._build(self.form, layout), **arguments)
         return ClaimedPass(source, claims, self.lookahead, number)
 
     def successor(self, run: DataPass, form: PipelineForm, first_step: int) -> PipelinePass:
         """A pass that catches up with a running one, whose place it takes then."""
-        return PipelinePass(
-            *self._build(form, first_step),
-            self._weights,
-            0,
-            form.batch_size or 0,
+        return self._piped(
+            form,
+            *self._build(form, self.layout, first_step),
+            weights=self._weights,
+            lookahead=0,
             number=run.number,
             first_step=first_step,
-            keep_alive=form,
         )
 
-    def _whole_batches(self, skip: int = 0) -> tf.data.Dataset:
+    def _sliced(self, layout: ReplicaLayout, first_step: int = 0, **arguments: Any) -> SlicedPass:
         self.pipelines_built += 1
-        return whole_batches(self.form, self.lookahead, skip)
+        return SlicedPass(
+            pipeline=whole_batches(self.form, self.lookahead, first_step),
+            keep_alive=self.form,
+            layout=layout,
+            first_step=first_step,
+            **arguments,
+        )
+
+    def _piped(
+        self, form: PipelineForm, pipeline: tf.data.Dataset, orders: ShareQueue, **arguments: Any
+    ) -> PipelinePass:
+        return PipelinePass(
+            pipeline=pipeline,
+            keep_alive=form,
+            orders=orders,
+            batch_rows=form.batch_size or 0,
+            **arguments,
+        )
 
     def _build(
-        self, form: PipelineForm, skip: int = 0, layout: ReplicaLayout | None = None
+        self, form: PipelineForm, layout: ReplicaLayout, skip: int = 0
     ) -> tuple[tf.data.Dataset, ShareQueue]:
         self.pipelines_built += 1
-        layout = layout or self.layout
         orders = ShareQueue(layout.num_replicas, self.lookahead, not form.reads_ahead)
         pipeline = build_local_pipeline(
             form, layout, orders, self.lookahead, skip, self._row_functions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -15,38 +16,27 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class PipelinePass(OrderedPass):
     """A running pipeline that cuts each batch by the weights of its step."""
 
-    def __init__(
-        self,
-        pipeline: tf.data.Dataset,
-        orders: ShareQueue,
-        weights: Weights,
-        lookahead: int,
-        batch_rows: int,
-        *,
-        number: int,
-        keep_alive: object,
-        first_step: int = 0,
-        num_steps: int = -1,
-        wants_fingerprint: bool = False,
-        give_back: Callable[[], None] | None = None,
-        epoch_steps: Callable[[], int | None] | None = None,
-    ) -> None:
-        super().__init__(number, first_step, num_steps)
-        self._lookahead = lookahead
-        self._epoch_steps = epoch_steps
-        self._orders = orders
-        self._weights = weights
-        self._batch_rows = batch_rows
-        self._give_back = give_back
-        self._wants_fingerprint = wants_fingerprint
+    pipeline: dataclasses.InitVar[tf.data.Dataset]
+    keep_alive: dataclasses.InitVar[object]
+    orders: ShareQueue
+    weights: Weights
+    lookahead: int
+    batch_rows: int
+    wants_fingerprint: bool = False
+    give_back: Callable[[], None] | None = None
+    epoch_steps: Callable[[], int | None] | None = None
+
+    def __post_init__(self, pipeline: tf.data.Dataset, keep_alive: object) -> None:
+        super().__post_init__()
         self._ordered = 0
         # of which `ordered` stays, because its orders then come from this pass
         self._successor: tuple[PipelinePass, Callable[[], None]] | None = None
         self.latest_weights: Sequence[float] = ()
-        self._order_until(lookahead)
+        self._order_until(self.lookahead)
         self.held = HeldIterator(pipeline, keep_alive)
         _alive.add(self)
 
@@ -69,21 +59,21 @@ class PipelinePass(OrderedPass):
         self._successor = successor, in_effect
 
     def order(self, wanted: bool = True) -> None:
-        first = self._wants_fingerprint and self._ordered == 0
-        orders = self._orders
+        first = self.wants_fingerprint and self._ordered == 0
+        orders = self.orders
         if self._successor is not None and self.ordered >= self._successor[0].ordered:
-            orders = self._successor[0]._orders
+            orders = self._successor[0].orders
         self._ordered += 1
         weights = None
         if wanted:
-            weights = self.latest_weights = self._weights()
-        orders.put(weights, self._batch_rows, first)
+            weights = self.latest_weights = self.weights()
+        orders.put(weights, self.batch_rows, first)
 
     def read(self) -> Element:
         batches, sizes, fingerprint = self.held.read()
         sizes = sizes.numpy()
-        self._batch_rows = self._batch_rows or int(sizes.sum())
-        if self.delivered == 0 and self._wants_fingerprint:
+        self.batch_rows = self.batch_rows or int(sizes.sum())
+        if self.delivered == 0 and self.wants_fingerprint:
             self.fingerprint = int(fingerprint)
         return list(batches), sizes
 
@@ -91,7 +81,7 @@ class PipelinePass(OrderedPass):
         self.held.read()
 
     def _produce(self) -> Element:
-        self._order_until(self.delivered + 1 + self._lookahead)
+        self._order_until(self.delivered + 1 + self.lookahead)
         if self._successor is not None:
             successor, in_effect = self._successor
             if self.first_step + self.delivered == successor.ordered:
@@ -101,8 +91,8 @@ class PipelinePass(OrderedPass):
     def _continue_in(self, successor: PipelinePass, in_effect: Callable[[], None]) -> None:
         in_effect()  # first: what is released now must not be kept for later
         self._release()
-        self.held, self._orders = successor.held, successor._orders
-        self._give_back = None  # a pipeline that begins within a pass is of no further use
+        self.held, self.orders = successor.held, successor.orders
+        self.give_back = None  # a pipeline that begins within a pass is of no further use
         self._successor = None
 
     def _free(self) -> None:
@@ -113,7 +103,7 @@ class PipelinePass(OrderedPass):
         self._release()
 
     def _release(self) -> None:
-        orders, give_back = self._orders, self._give_back
+        orders, give_back = self.orders, self.give_back
 
         def reuse() -> None:
             orders.clear()
@@ -127,11 +117,11 @@ class PipelinePass(OrderedPass):
 
     def abandon(self) -> None:
         """Wake up a waiting pipeline for good, at the end of the process."""
-        self._orders.close()
+        self.orders.close()
 
     def _order_until(self, steps: int) -> None:
         """Order the steps of this run up to a given number, but not those of a later epoch."""
-        length = self._epoch_steps() if self._epoch_steps is not None else None
+        length = self.epoch_steps() if self.epoch_steps is not None else None
         if length:
             at = self.first_step + self.delivered
             steps = min(steps, at - at % length + length - self.first_step)
