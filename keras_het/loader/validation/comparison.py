@@ -154,12 +154,9 @@ def compare_shards(
 def _distances(
     shard: Statistics, reference: Statistics, schema: Schema
 ) -> list[tuple[str, str, float, float]]:
-    """Return feature, measure, distance and threshold, where one of the two has values.
-
-    A feature that only one has is at the greatest possible distance. TFDV then has no distance for
-    numbers, and for categories the frequency of the most frequent one, which is small if there are
-    many.
-    """
+    """Return feature, measure, distance and threshold, where one of the two has values."""
+    # A feature that only one has is as far as can be. TFDV then has no distance for numbers, and
+    # for categories the frequency of the most frequent one, which is small if there are many.
     verdict = tfdv.validate_statistics(
         _with_comparable_constants(shard, reference),
         schema,
@@ -187,12 +184,9 @@ def _distances(
 
 
 def _with_comparable_constants(statistics: Statistics, other: Statistics) -> Statistics:
-    """Put the histogram of each constant feature into the buckets of the other data.
-
-    The histogram of a constant is one bucket without width, which for TFDV overlaps no bucket of
-    another histogram: even if only a handful of values differ, it finds a Jensen-Shannon divergence
-    of 1.
-    """
+    """Put the histogram of each constant feature into the buckets of the other data."""
+    # The histogram of a constant is one bucket without width, which for TFDV overlaps no bucket of
+    # another: even if only a handful of values differ, it finds a Jensen-Shannon divergence of 1.
     changed = statistics_pb2.DatasetFeatureStatisticsList()
     changed.CopyFrom(statistics)
     others = features_of(other)

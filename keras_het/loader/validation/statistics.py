@@ -258,7 +258,6 @@ class ShardStatistics:
 
 
 def _num_local(strategy: tf.distribute.Strategy) -> int:
-    """Return the number of replicas of this process under a TensorFlow strategy."""
     try:
         return len(strategy.extended.worker_devices)
     except RuntimeError:  # there is no strategy
@@ -276,12 +275,10 @@ def _gather_bytes(gather: Callable[[np.ndarray], np.ndarray], message: bytes) ->
 
 
 def num_rows(statistics: Statistics) -> int:
-    """Return the number of rows of the data of these statistics."""
     return int(statistics.datasets[0].num_examples) if statistics.datasets else 0
 
 
 def features_of(statistics: Statistics) -> dict[str, statistics_pb2.FeatureNameStatistics]:
-    """Return the statistics of each feature by its name."""
     features = statistics.datasets[0].features if statistics.datasets else ()
     return {".".join(feature.path.step): feature for feature in features}
 
