@@ -59,7 +59,6 @@ def _dismantle(graph: func_graph.FuncGraph) -> None:
 
 
 def iterated_data_set(iterator: tf.data.Iterator) -> tf.data.Dataset | None:
-    """Return the data set that a `tf.data.Iterator` was made from, None if unknown."""
     return getattr(iterator, "_dataset", None)
 
 

@@ -32,7 +32,6 @@ class LoaderThreads:
 
     @contextlib.contextmanager
     def started_here(self) -> Iterator[None]:
-        """Assign threads that start inside the `with` block to the pipeline."""
         with _creating:
             before = _thread_ids()
             yield

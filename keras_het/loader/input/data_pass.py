@@ -180,7 +180,6 @@ class SlicedPass(OrderedPass):
         return self._cut(batch, weights)
 
     def cut_first_again(self) -> bool:
-        """Cut the first batch by the present weights, which count from there on."""
         weights = tuple(self.weights())
         self._ordered = collections.deque(weights for _ in self._ordered)
         if self._first is not None:

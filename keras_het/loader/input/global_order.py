@@ -373,7 +373,6 @@ def _keep_idle(
     pipeline: tf.data.Dataset,
     orders: ShareQueue,
 ) -> None:
-    """Keep a pipeline whose iterator is gone for a later epoch."""
     dataset = owner() if owner else None
     if dataset is not None and dataset.form is form and len(dataset._idle) < 2:
         dataset._idle.append((pipeline, orders))

@@ -40,7 +40,6 @@ def build_local_pipeline(
     skip: int = 0,
     row_functions: tuple[Callable[..., Any], ...] = (),
 ) -> Dataset:
-    """Build the pipeline that one worker runs."""
     batches = global_batches(form)
     if skip:
         batches = batches.skip(skip)
@@ -123,7 +122,6 @@ def _needs_probe(form: PipelineForm) -> bool:
 
 
 def _mapped_rows(own: Batch, form: PipelineForm, count: tf.Tensor) -> Batch:
-    """Gather own rows, run the maps of single samples on them and batch the results."""
     if form.arrays:
         rows_of_arrays = [tf.gather(array, own) for array in form.arrays]
         own = tf.nest.pack_sequence_as(form.sample_spec, rows_of_arrays)

@@ -170,7 +170,6 @@ class OrderTuning:
     # --- whole batches
 
     def moved_batches(self, form: PipelineForm, knobs: Knobs, skip: int) -> tf.data.Dataset:
-        """The global batches of a form, in a shape that allows a handover between pipelines."""
         return whole_batches(form, self.data.lookahead, skip, knobs.prefetch)
 
     def start_moved(self, run: SlicedPass) -> None:

@@ -125,7 +125,6 @@ class PipelineReport:
 
 
 def read_report(iterator: tf.data.Iterator) -> PipelineReport:
-    """Report on a running iterator, from the model by which AUTOTUNE tunes it."""
     # TensorFlow would log a warning every time it is asked for something it does not have
     model = None if _is_without_model(iterator) else iterator_adapter.iterator_model(iterator)
     if model is None:
@@ -304,7 +303,6 @@ class Limit:
 
     @property
     def is_of_consumer(self) -> bool:
-        """Whether the consumer's own thread does this work while it waits."""
         return self.stages[0].thread == CONSUMER
 
     @property
@@ -417,7 +415,6 @@ class KeptReports:
 
 
 def with_own_rows_named(report: PipelineReport) -> PipelineReport:
-    """Name the two stages of a worker's pipeline that takes its own rows."""
     # the one that cuts waits until the consumer settles the shares: that time is not its own
     stages = list(report.stages)
     for place, stage in enumerate(stages):

@@ -72,7 +72,6 @@ class PassCounter:
         return (*self.gone_by, *[False] * (self._reserved - len(self.gone_by)))
 
     def set_to(self, gone_by: Iterable[Pass]) -> None:
-        """Make the next pass the one after `gone_by`."""
         self.gone_by = list(gone_by)
         self.unfinished = set()
         self._reserved = len(self.gone_by)

@@ -101,7 +101,6 @@ def _slices(
 
 
 def _nodes_until(node: Dataset, last: Dataset) -> Iterator[Dataset]:
-    """Yield the nodes from the end of a pipeline to one that it reads from, which is excluded."""
     while node is not last:
         yield node
         node = adapter.inputs_of(node)[0]
