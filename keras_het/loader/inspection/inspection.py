@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import tensorflow as tf
 from rich.console import Console
@@ -18,6 +18,9 @@ from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline
 from keras_het.loader.iterators.handover import was_handed_over
 from keras_het.loader.iterators.held_iterator import hold_functions_of, release
 from keras_het.usable_cpus import own_cpus
+
+if TYPE_CHECKING:
+    from tensorflow.core.framework.model_pb2 import ModelProto
 
 _WRITES_FILES = (
     "The pipeline writes files when it runs, so that it was not read. Call LoaderTuner.inspect "
@@ -52,7 +55,13 @@ class PipelineReport:
         """Limit that the consumer waits for; None without a wait or data."""
         if self.consumer_seconds is None or not self.batches:
             return None
-        return awaited_of(limits_of(self.stages), self.consumer_seconds)
+        limits = limits_of(self.stages)
+        own = slowest_of(limit for limit in limits if limit.is_of_consumer)
+        other = slowest_of(limit for limit in limits if not limit.is_of_consumer)
+        own_seconds = own.seconds_per_batch if own is not None else 0.0
+        if other is not None and other.seconds_per_batch > self.consumer_seconds + own_seconds:
+            return other
+        return own if own_seconds > _NOTICEABLE * self.consumer_seconds else None
 
     @property
     def limit(self) -> Limit | None:
@@ -125,8 +134,7 @@ class PipelineReport:
 
 
 def read_report(iterator: tf.data.Iterator) -> PipelineReport:
-    # TensorFlow would log a warning every time it is asked for something it does not have
-    model = None if _is_without_model(iterator) else iterator_adapter.iterator_model(iterator)
+    model = _model_of(iterator)
     if model is None:
         return PipelineReport((), reason=_why_nothing_is_known(iterator))
     batches = int(model.nodes[model.output].num_elements)
@@ -148,12 +156,15 @@ def _pool_threads(iterator: tf.data.Iterator) -> int:
 
 
 def is_unread(iterator: tf.data.Iterator) -> bool:
-    model = None if _is_without_model(iterator) else iterator_adapter.iterator_model(iterator)
+    model = _model_of(iterator)
     return model is not None and not model.nodes[model.output].num_elements
 
 
-def _is_without_model(iterator: tf.data.Iterator) -> bool:
-    return was_handed_over(iterator) or _is_not_tuned(iterator)
+def _model_of(iterator: tf.data.Iterator) -> ModelProto | None:
+    # TensorFlow would log a warning every time it is asked for something it does not have
+    if was_handed_over(iterator) or _is_not_tuned(iterator):
+        return None
+    return iterator_adapter.iterator_model(iterator)
 
 
 def _is_not_tuned(iterator: tf.data.Iterator) -> bool:
@@ -354,17 +365,6 @@ def limits_of(stages: Iterable[PipelineStage]) -> tuple[Limit, ...]:
 
 def slowest_of(limits: Iterable[Limit]) -> Limit | None:
     return max(limits, key=lambda limit: limit.seconds_per_batch, default=None)
-
-
-def awaited_of(limits: Iterable[Limit], consumer_seconds: float) -> Limit | None:
-    """Return the limit that the consumer waits for; None if the pipeline keeps up."""
-    limits = tuple(limits)
-    own = slowest_of(limit for limit in limits if limit.is_of_consumer)
-    other = slowest_of(limit for limit in limits if not limit.is_of_consumer)
-    own_seconds = own.seconds_per_batch if own is not None else 0.0
-    if other is not None and other.seconds_per_batch > consumer_seconds + own_seconds:
-        return other
-    return own if own_seconds > _NOTICEABLE * consumer_seconds else None
 
 
 def _enumerated(names: list[str]) -> str:
