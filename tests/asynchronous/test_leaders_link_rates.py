@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 from addresses import free_address
 
-from keras_het.asynchronous.roles.measurements import measure_link_rates
+from keras_het.asynchronous.roles.role_choice import measure_link_rates
 from keras_het.rpc.server import FunctionServer
 
 NUM_WORKERS = 3

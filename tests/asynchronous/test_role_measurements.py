@@ -14,8 +14,13 @@ import keras_het
 from keras_het.asynchronous import rules
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.roles import role_choice
-from keras_het.asynchronous.roles.measurements import ExchangeTimes, measure_exchange
-from keras_het.asynchronous.roles.role_choice import LARGEST_NOISE_SCALE, RoleChoice, noise_scale_of
+from keras_het.asynchronous.roles.role_choice import (
+    LARGEST_NOISE_SCALE,
+    ExchangeTimes,
+    RoleChoice,
+    measure_exchange,
+    noise_scale_of,
+)
 from keras_het.planning.roles.exchange_settings import Pusher, periods_of
 from keras_het.strategy.measure.compute_times import StepTimes
 
