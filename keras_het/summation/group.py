@@ -304,23 +304,20 @@ class SummationClient:
     def join(self, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> None:
         run, spec = tf.constant(self._run, tf.int64), tf.TensorSpec([], tf.int32)
         end = time.monotonic() + timeout_seconds
-        try:
-            # Short calls: this thread handles nothing else in the meantime, not even Ctrl-C.
-            while True:
-                seconds = max(0.001, min(end - time.monotonic(), _SECONDS_OF_A_CALL))
-                try:
-                    status = self._client.ask("sum_join", [run], spec, seconds)
-                    break
-                except NoAnswerError as error:
-                    if error.code != _DEADLINE_EXCEEDED or time.monotonic() >= end:
-                        raise
-                    check()
-        except NoAnswerError as error:
-            raise ConnectionError(
-                f"{self.name}: {error} Start all workers, and `python -m "
-                "keras_het.summation` on every machine of TF_CONFIG's job 'summation', "
-                "and check that the address can be reached from here."
-            ) from error
+        # Short calls: this thread handles nothing else in the meantime, not even Ctrl-C.
+        while True:
+            seconds = max(0.001, min(end - time.monotonic(), _SECONDS_OF_A_CALL))
+            try:
+                status = self._client.ask("sum_join", [run], spec, seconds)
+                break
+            except NoAnswerError as error:
+                if error.code != _DEADLINE_EXCEEDED or time.monotonic() >= end:
+                    raise ConnectionError(
+                        f"{self.name}: {error} Start all workers, and `python -m "
+                        "keras_het.summation` on every machine of TF_CONFIG's job 'summation', "
+                        "and check that the address can be reached from here."
+                    ) from error
+                check()
         if int(status) != Status.OK:
             raise PermissionError(
                 f"{self.name} ({self.address}) refused this worker: its shared secret or its "

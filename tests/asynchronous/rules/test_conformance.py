@@ -223,41 +223,16 @@ def test_synchronous_rules_work_element_by_element(logical_devices, case):
 
 
 @pytest.mark.parametrize("case", SYNCHRONOUS)
-def test_synchronous_rules_work_in_the_graph_of_a_strategy(logical_devices, case):
-    rule = make(case)
-    strategy = tf.distribute.MirroredStrategy(
-        list(logical_devices[:WORKERS]), cross_device_ops=tf.distribute.ReductionToOneDevice()
-    )
-    starts = [start_vector(i) for i in range(WORKERS)]
+def test_synchronous_rules_work_in_the_graph(logical_devices, case):
+    rule, weights = make(case), tf.constant(start_vector(1))
     state = rule.initial_state(tf.constant(start_vector()))
 
-    def all_reduce_sum(vector):
-        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, vector)
+    def combine(samples):
+        return tf.nest.flatten(rule.combine(weights, state, samples, lambda own: 2.0 * own))
 
-    @tf.function
-    def exchange(per_replica):
-        def own(given):
-            weights, samples = given
-            return rule.combine(weights, state, samples, all_reduce_sum)
-
-        return strategy.run(own, (per_replica,))
-
-    given = strategy.experimental_distribute_values_from_function(
-        lambda context: (
-            tf.constant(starts[context.replica_id_in_sync_group]),
-            tf.constant(1.0 + context.replica_id_in_sync_group),
-        )
-    )
-    weights, states = exchange(given)
-    group = Group(rule, starts)
-    group.exchange([1.0, 2.0, 3.0])
-    for got, want in zip(strategy.experimental_local_results(weights), group.weights, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    for name, value in states.items():
-        first, *others = strategy.experimental_local_results(value)
-        np.testing.assert_allclose(first, group.states[0][name], rtol=1e-5, atol=1e-6)
-        for other in others:
-            np.testing.assert_array_equal(other, first)
+    of_graph = tf.function(combine)(tf.constant(3.0))
+    for got, want in zip(of_graph, combine(tf.constant(3.0)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("case", SYNCHRONOUS)
