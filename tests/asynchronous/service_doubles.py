@@ -5,11 +5,30 @@ import tensorflow as tf
 from addresses import free_address
 
 from keras_het.asynchronous.exchange.exchange_engine import VectorExchange
+from keras_het.asynchronous.exchange.hosting import ServiceSpec
 from keras_het.asynchronous.parameter_service import ParameterClient, ParameterService, credential
 from keras_het.rpc.channel import LocalChannel
 
 SECRET = b"0123456789abcdef"
 PROOF = credential(SECRET, "model")
+
+
+def service_spec(**changed):
+    """What a leader tells the processes that serve, of a small model and the rule "delta"."""
+    delta = {"class_name": "Delta", "config": {}}
+    given = {
+        "shapes": ((2,),),
+        "state_shapes": (),
+        "rule": delta,
+        "state_rule": delta,
+        "wire": "float32",
+        "num_participants": 3,
+        "staleness_bound": None,
+        "fingerprint": "model",
+        "num_services": 1,
+        "partition_size": 7,
+    }
+    return ServiceSpec(**(given | changed))
 
 
 def start_service(partitions, rule, num_clients=3, **options):

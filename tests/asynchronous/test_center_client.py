@@ -11,12 +11,13 @@ from service_doubles import (
     exchange_with,
     flat,
     lose_answer,
+    service_spec,
     start_service,
 )
 
 from keras_het.asynchronous.exchange import exchange_engine
 from keras_het.asynchronous.exchange.exchange_engine import VectorExchange
-from keras_het.asynchronous.exchange.hosting import HostedParts, ServiceSpec
+from keras_het.asynchronous.exchange.hosting import HostedParts
 from keras_het.asynchronous.exchange.participant import WEIGHTS_PREFIX
 from keras_het.asynchronous.parameter_service import (
     NO_ANSWER,
@@ -210,20 +211,7 @@ def test_a_change_that_was_too_stale_is_told_of(logical_devices):
 
 def serve():
     """A process as `keras-het serve` starts it, before its leader has brought the center."""
-    delta = {"class_name": "Delta", "config": {}}
-    spec = ServiceSpec(
-        shapes=((3, 4), (5,), ()),
-        state_shapes=(),
-        rule=delta,
-        state_rule=delta,
-        wire="float32",
-        num_participants=3,
-        staleness_bound=None,
-        fingerprint="model",
-        num_services=1,
-        partition_size=7,
-    )
-    parts = HostedParts(free_address(), 0, spec, SECRET, (Delta(), Delta()))
+    parts = HostedParts(free_address(), 0, service_spec(shapes=PARTITIONS.shapes), SECRET)
     parts.start()
     RUNNING.append(parts)
     return parts

@@ -1,27 +1,18 @@
 """Bad requests to every other function of the service change nothing; good ones still do."""
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from addresses import free_address
+from service_doubles import PROOF as GOOD
+from service_doubles import SECRET, service_spec
 from wrong_tokens import wrong_token
 
 from keras_het import private_api
-from keras_het.asynchronous.exchange.hosting import (
-    HostedParts,
-    ServiceSpec,
-    ServingProcess,
-    make_offer,
-)
-from keras_het.asynchronous.parameter_service import (
-    ParameterService,
-    Partitions,
-    Status,
-    credential,
-)
+from keras_het.asynchronous.exchange.hosting import HostedParts, ServingProcess, make_offer
+from keras_het.asynchronous.parameter_service import ParameterService, Partitions, Status
 from keras_het.asynchronous.parameter_service.sample_ledger import (
     LARGEST_EPOCH,
     LeaderLedger,
@@ -32,12 +23,7 @@ from keras_het.asynchronous.parameter_service.sample_ledger import (
 )
 from keras_het.asynchronous.rules import AsyncSGD, Signal
 from keras_het.rpc.admission import LONGEST_AGE_SECONDS, Gate, token
-from keras_het.rpc.channel import (
-    FunctionClient,
-    LocalChannel,
-    NoAnswerError,
-    error_of,
-)
+from keras_het.rpc.channel import FunctionClient, LocalChannel, NoAnswerError, error_of
 from keras_het.rpc.links import serve_messages
 from keras_het.rpc.secret import SECRET_VARIABLE
 from keras_het.rpc.server import FunctionServer, hello_function
@@ -45,8 +31,6 @@ from keras_het.summation.machine import GroupSize
 from keras_het.summation.service import SummationService
 
 PARTITIONS = Partitions(((4, 3), (2,)), partition_size=9)  # 14 elements: two of seven
-SECRET = b"0123456789abcdef"
-GOOD = credential(SECRET, "model")
 NUM_CLIENTS, NUM_BAD, UNAVAILABLE = 3, 600, 14
 STATUS = tf.TensorSpec([], tf.int32)
 
@@ -203,7 +187,7 @@ def test_the_same_requests_without_a_fault_are_accepted(registered, service):
 
 def parts_of_a_hybrid_training(address):
     """What such a process answers with, and what may not change."""
-    parts = HostedParts(address, 0, dataclasses.replace(spec(), state_shapes=((3,),)), SECRET)
+    parts = HostedParts(address, 0, service_spec(state_shapes=((3,),)), SECRET)
     process = ServingProcess(address, SECRET, lambda: True)
     process.take_offers_on(parts.server)
     parts.start()
@@ -319,21 +303,6 @@ def test_a_worker_whose_clock_is_wrong_asks_for_the_time(logical_devices):
     server.close()
 
 
-def spec():
-    return ServiceSpec(
-        shapes=((2,),),
-        state_shapes=(),
-        rule={"class_name": "Delta", "config": {}},
-        state_rule={"class_name": "Delta", "config": {}},
-        wire="float32",
-        num_participants=2,
-        staleness_bound=None,
-        fingerprint="model",
-        num_services=1,
-        partition_size=7,
-    )
-
-
 @pytest.mark.full
 def test_a_process_that_serves_survives_offers_that_it_cannot_read(logical_devices):
     address, said = free_address(), []
@@ -342,13 +311,13 @@ def test_a_process_that_serves_survives_offers_that_it_cannot_read(logical_devic
     process.take_offers_on(server)
     server.start()
     with pytest.raises(PermissionError, match="secret differs"):
-        make_offer(address, b"another secret!!", spec(), 0, 10)
+        make_offer(address, b"another secret!!", service_spec(), 0, 10)
     assert not process.is_offered_another
-    make_offer(address, SECRET, spec(), 0, 10)
+    make_offer(address, SECRET, service_spec(), 0, 10)
     assert process.is_offered_another
     server.close()
     parts = process._make_parts()
-    assert (parts.spec, parts.ledger is not None) == (spec(), True)
+    assert (parts.spec, parts.ledger is not None) == (service_spec(), True)
     assert not process.is_offered_another
     parts.close()
     for text in ("[0, 17", "17", '[0, "{}"]'):
@@ -362,7 +331,7 @@ def test_a_process_that_serves_survives_offers_that_it_cannot_read(logical_devic
         {"rule": 5},
         {"partition_size": None},
     ):
-        text = json.dumps([0, dataclasses.replace(spec(), **changed).to_json()])
+        text = json.dumps([0, service_spec(**changed).to_json()])
         process._offer.assign(text)
         assert process.serve_one() is False
         assert "an offer was not taken" in said.pop()
@@ -370,5 +339,5 @@ def test_a_process_that_serves_survives_offers_that_it_cannot_read(logical_devic
 
 def test_an_offer_to_nobody_says_what_to_start(logical_devices):
     with pytest.raises(ConnectionError, match="keras-het serve") as caught:
-        make_offer(free_address(), SECRET, spec(), 0, 0.5)
+        make_offer(free_address(), SECRET, service_spec(), 0, 0.5)
     assert isinstance(caught.value.__cause__, NoAnswerError)

@@ -9,12 +9,7 @@ import tensorflow as tf
 
 from keras_het.launch.local.free_ports import ReservedPorts
 from keras_het.rpc.admission import credential
-from keras_het.summation import (
-    Summation,
-    SummationGroup,
-    SummationService,
-    place_partitions,
-)
+from keras_het.summation import Summation, SummationGroup, SummationService, place_partitions
 
 PROOF = credential(b"a secret of these tests", "summation")
 RUN = 78

@@ -12,11 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_het.asynchronous.exchange.participant import (
-    STATE_PREFIX,
-    WEIGHTS_PREFIX,
-    Participant,
-)
+from keras_het.asynchronous.exchange.participant import STATE_PREFIX, WEIGHTS_PREFIX, Participant
 from keras_het.asynchronous.parameter_service import ParameterService, Partitions, credential
 from keras_het.asynchronous.parameter_service.sample_ledger import SampleLedger
 from keras_het.asynchronous.parameter_service.wire import wire_named

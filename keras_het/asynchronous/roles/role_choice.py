@@ -22,11 +22,7 @@ from keras_het.asynchronous.exchange.participant import (
     check_can_be_shared,
 )
 from keras_het.planning import ClusterSpeeds, ExchangeSettings, RolePlan, advise_roles
-from keras_het.planning.noise_scale import (
-    EXPECTED_GROWTH,
-    SmoothedNoiseScale,
-    noise_scale_estimate,
-)
+from keras_het.planning.noise_scale import EXPECTED_GROWTH, SmoothedNoiseScale, noise_scale_estimate
 from keras_het.rpc.admission import Gate, credential
 from keras_het.rpc.channel import FunctionClient
 from keras_het.rpc.links import measure_link, send_message, serve_messages
