@@ -151,16 +151,6 @@ def test_paces_of_all(service):
     paces, silence = ledger.pace((400.0, 16, 0.0, 0.0, 0.0, 0.0))
     assert paces[:2].tolist() == [[400, 16, 0, 0, 0, 0], [50, 8, 0.25, 0.1, 0.3, 2]]
     assert max(silence[:3]) < 60
-    for wrong in [(0.0, 8, 0.1), (5.0, 0, 0.1), (5.0, 8, -1.0), (float("nan"), 8, 0.1)]:
-        with pytest.raises(PermissionError):
-            one.pace((*wrong, 0.0, 0.0, 0.0))
-    for place in range(3, 6):
-        wrong = [5.0, 8, 0.1, 0.0, 0.0, 0.0]
-        wrong[place] = -1.0
-        with pytest.raises(PermissionError):
-            one.pace(wrong)
-    paces, _ = ledger.pace((400.0, 16, 0.0, 0.0, 0.0, 0.0))
-    assert paces[1].tolist() == [50, 8, 0.25, 0.1, 0.3, 2]
 
 
 @pytest.mark.parametrize(("client", "proof"), [(1, b"guessed"), (CLIENTS, GOOD), (-1, GOOD)])
@@ -187,21 +177,6 @@ def test_a_worker_of_the_next_training_is_not_refused_by_the_last_one(service):
         of_another_rule.report(Presence.TRAINING, used=5)
     assert ledger.used.sum() == 0 and ledger.present(Presence.TRAINING, 60) == []
     assert connect(address).report(Presence.WAITING).stage == Stage.CLOSED
-
-
-@pytest.mark.parametrize(("epoch", "count"), [(-1, 1), (1 << 16, 1), (0, 0), (0, -3)])
-def test_impossible_claims_are_refused(service, epoch, count):
-    address, _, ledger = service
-    with pytest.raises(PermissionError):
-        connect(address).claim(epoch, count)
-    assert ledger.claim(0, 1) == (0, 1)
-
-
-def test_negative_samples_are_refused(service):
-    address, _, ledger = service
-    with pytest.raises(PermissionError):
-        connect(address).report(Presence.TRAINING, used=-5)
-    assert ledger.used.sum() == 0
 
 
 class LosesAnswers:

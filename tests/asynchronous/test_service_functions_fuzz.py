@@ -35,6 +35,12 @@ NUM_CLIENTS, NUM_BAD, UNAVAILABLE = 3, 600, 14
 STATUS = tf.TensorSpec([], tf.int32)
 
 
+def replaced(values, place, value):
+    copy = values.copy()
+    copy[place] = value
+    return copy
+
+
 class Requests:
     """Random requests with one thing wrong: the credential, or a value that is out of range."""
 
@@ -55,17 +61,23 @@ class Requests:
         bad_client = self.one_of([-1, NUM_CLIENTS, 2**31 - 1])
         bad_size = self.random.normal(size=4).astype("float32")
         center = self.random.normal(size=7).astype("float32")
-        broken = center.copy()
-        broken[self.random.integers(7)] = self.one_of([np.nan, np.inf, -np.inf])
+        not_finite = self.one_of([np.nan, np.inf, -np.inf])
+        broken = replaced(center, self.random.integers(7), not_finite)
         piece = tf.io.serialize_tensor(center).numpy()  # of the momentum
         broken_piece = self.one_of([b"", b"x" * 40, piece[:-1], piece + b"x"])
         broken_piece = self.one_of([broken_piece, tf.io.serialize_tensor(broken).numpy()])
         version, below = (tf.io.serialize_tensor(np.int64([n])).numpy() for n in (0, -1))
         facts = np.array([int(Stage.CLOSED), 7, 1, 2, 3, 4, 5, 6], np.int64)
-        bad_epoch = facts.copy()
-        bad_epoch[2] = self.one_of([-1, LARGEST_EPOCH, 2**62])
-        bad_stage = facts.copy()
-        bad_stage[0] = int(Stage.CLOSED) + 1
+        bad_epoch = replaced(facts, 2, self.one_of([-1, LARGEST_EPOCH, 2**62]))
+        bad_stage = replaced(facts, 0, int(Stage.CLOSED) + 1)
+        pace = np.array([50.0, 8.0, 0.1, 0.05, 0.1, 1.0])
+        bad_paces = [
+            (0, np.nan),
+            (0, -50.0),
+            (1, 0.0),
+            (2, np.inf),
+            *((i, -1.0) for i in range(2, 6)),
+        ]
         number = np.int64
         of_partition = [
             ("restore_7", [center], [(0, broken), (0, bad_size)]),
@@ -91,11 +103,9 @@ class Requests:
             ("ledger_report", [np.int32(1), np.array([1, 3]), np.int32(1)],
              [(0, np.int32(bad_client)), (1, np.array([1, -1])), (1, np.array([-1, 3])),
               (2, np.int32(max(Presence) + 1))]),
-            ("ledger_pace", [np.int32(1), np.array([50.0, 8.0, 0.1, 0.05, 0.1, 1.0])],
-             [(0, np.int32(bad_client)), (1, np.array([np.nan, 8.0, 0.1, 0.05])),
-              (1, np.array([-50.0, 8.0, 0.1, 0.05])), (1, np.array([50.0, 0.0, 0.1, 0.05])),
-              (1, np.array([50.0, 8.0, np.inf, 0.05])), (1, np.array([50.0, 8.0, 0.1, -1.0])),
-              (1, np.array([50.0, 8.0, 0.1]))]),
+            ("ledger_pace", [np.int32(1), pace],
+             [(0, np.int32(bad_client)), (1, pace[:3]),
+              *((1, replaced(pace, place, value)) for place, value in bad_paces)]),
             ("ledger_lead", [np.int32(0), np.array([1, 3]), facts],
              [(0, np.int32(1)), (0, np.int32(bad_client)), (1, np.array([1, -1])),
               (1, np.array([-1, 3])), (2, bad_epoch), (2, bad_stage), (2, facts[:5])]),

@@ -36,17 +36,6 @@ def center_norm(part):
     return np.linalg.norm(part.center.numpy().astype(np.float64))
 
 
-def test_a_center_from_outside_is_measured_again(part, push):
-    assert push(1, 1, 1, 1) == Status.OK
-    part.set_center(tf.fill([SIZE], 1e10))
-    assert push(1, 1, 1, 1) == Status.OK
-    assert float(part.largest_norm) >= center_norm(part)
-    part.set_center(tf.fill([SIZE], LARGEST / 8))  # the squares are not finite, the sum is
-    assert push(*[LARGEST] * SIZE) == Status.NOT_FINITE
-    np.testing.assert_array_equal(part.center, np.full(SIZE, LARGEST / 8, np.float32))
-    assert int(part.version) == 2
-
-
 def test_changes_that_cancel_are_taken_however_many(part, push):
     large = 0.4 * LARGEST_NORM / np.sqrt(SIZE)
     for count in range(12):
@@ -79,19 +68,6 @@ def test_what_is_known_of_the_norm_is_never_below_it(part, push):
     assert 0 < refused < 200
 
 
-@pytest.mark.parametrize(
-    ("values", "finite"),
-    [
-        ([1.0, -2.0], True),
-        ([1e30, -1e30], True),  # the squares are not
-        ([np.inf, 0.0], False),
-        ([np.nan, 0.0], False),
-    ],
-)
-def test_whether_a_change_is_finite(values, finite):
-    assert bool(tf.function(lambda v: Change(v).is_finite())(tf.constant(values))) is finite
-
-
 LENGTH = 4000
 
 
@@ -118,16 +94,6 @@ def test_the_center_is_changed_where_it_is(logical_devices, scale):
     for number in (2, 3):
         np.testing.assert_array_equal(exchange(service, 1.0), number * scale)
         assert place(service) == before
-    service.close()
-
-
-@pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_a_large_center_counts_whether_or_not_it_can_be_undone(logical_devices, factor):
-    service = start(Delta())
-    value = factor * LARGEST_NORM / LENGTH**0.5
-    np.testing.assert_array_equal(exchange(service, value), np.float32(value))
-    np.testing.assert_array_equal(exchange(service, value), 2 * np.float32(value))
-    np.testing.assert_array_equal(service.versions(), [2])
     service.close()
 
 
