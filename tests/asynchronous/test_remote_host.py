@@ -32,11 +32,10 @@ class Leader(Center):
         rule = Delta()
         self._options = HybridOptions(rule, timeout_seconds=seconds, goes_on_without_service=True)
         self._leader = SimpleNamespace(num_participants=2, credential=PROOF)
-        exchange = exchange_with(service)
-        self._clients = [exchange.transport]
+        self._exchanges = [exchange_with(service)]
         self._own, self._tasks, self._taken_until, self._waits = None, [], 0, False
         self.engine = ExchangeEngine(
-            [exchange],
+            self._exchanges,
             lambda: self._find_restarted(),
             self._options,
             "The sync group",

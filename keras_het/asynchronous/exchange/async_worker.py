@@ -240,9 +240,8 @@ class AsyncWorker(Participant):
         while facts.stage != Stage.CLOSED:
             time.sleep(_POLL_SECONDS)
             facts = self._report(Presence.WAITING)
-        self.vectors.weights.write(self._engine.weights.pull(exact=True))
-        if self._engine.state is not None and self.vectors.state is not None:
-            self.vectors.state.write(self._engine.state.pull())
+        for vector, exchange in zip(self.vectors.all, self._engine.exchanges, strict=True):
+            vector.write(exchange.pull(exact=True))
         self._report(Presence.GONE)
 
     def _join(self) -> None:

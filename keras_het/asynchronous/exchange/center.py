@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.asynchronous.exchange.claims import Grant
-from keras_het.asynchronous.exchange.connection import connect, connect_vectors, exchanges_of
+from keras_het.asynchronous.exchange.connection import connect, connect_vectors
 from keras_het.asynchronous.exchange.exchange_engine import (
     LARGEST_TRIES,
     ExchangeEngine,
@@ -75,7 +75,7 @@ class Center:
         self._offer(self._tasks, seconds)
         wire = leader.options.weights_wire if own is None else None  # within it nothing is rounded
         channels = [] if self._own is None else [self._own]
-        self._clients = connect(
+        self._exchanges = connect(
             lambda: connect_vectors(leader, LEADER, self._addresses, wire, channels), seconds
         )
         self.ledger = LeaderLedger(self._channel(self._addresses[0]))
@@ -84,7 +84,7 @@ class Center:
         self._bring_center(training_state.restored)
         training_state.restored = None
         self.engine = ExchangeEngine(
-            exchanges_of(leader, self._clients),
+            self._exchanges,
             self._find_restarted,
             leader.options,
             "The sync group",
@@ -195,8 +195,8 @@ class Center:
         self._channel(self._addresses[0]).ask(DIRECTORY, [text], (_STATUS, _TEXT))
 
     def _close_training(self) -> None:
-        for client in self._clients:
-            client.close_training()
+        for exchange in self._exchanges:
+            exchange.transport.close_training()
 
     def _exchange(
         self, weights: list[tf.Tensor], state: list[tf.Tensor], samples: int, push: bool, wait: bool
@@ -223,8 +223,8 @@ class Center:
         if restarted or self._awaits_center:
             self._awaits_center = True  # until all have it: another try must redo everything
             self._offer(restarted, self._options.timeout_seconds)
-            for client in self._clients:
-                connect(client.greet, self._options.timeout_seconds)
+            for exchange in self._exchanges:
+                connect(exchange.transport.greet, self._options.timeout_seconds)
             self._bring_center()
             self.engine.attach()
             self._awaits_center = False
@@ -246,8 +246,8 @@ class Center:
 
     def _bring_center(self, saved: Mapping[str, np.ndarray] | None = None) -> None:
         """Make the leader's current weights and moving statistics the center."""
-        for client, own in zip(self._clients, self._leader.vectors.all, strict=True):
-            client.restore(own.read(), saved)
+        for exchange, own in zip(self._exchanges, self._leader.vectors.all, strict=True):
+            exchange.transport.restore(own.read(), saved)
             saved = None  # moving statistics have no other state
 
     def _offer(self, tasks: Sequence[str], patience: float) -> None:

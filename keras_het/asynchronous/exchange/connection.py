@@ -57,14 +57,20 @@ def connect_vectors(
     addresses: Sequence[str],
     wire: Wire | None,
     channels: Sequence[Channel] = (),
-) -> list[ParameterClient]:
+) -> list[VectorExchange]:
     """Connect to the center of the weights, and to that of moving statistics if there are any."""
     access = participant.credential, number, participant.options.timeout_seconds
-    kinds = ((WEIGHTS_PREFIX, wire), (STATE_PREFIX, None))
-    return [
-        ParameterClient(addresses, vectors.partitions, *access, own_wire, prefix, channels)
-        for vectors, (prefix, own_wire) in zip(participant.vectors.all, kinds, strict=False)
-    ]
+    vectors = participant.vectors
+    client = ParameterClient(
+        addresses, vectors.weights.partitions, *access, wire, WEIGHTS_PREFIX, channels
+    )
+    exchanges = [VectorExchange(client, participant.rule)]
+    if vectors.state is not None:
+        client = ParameterClient(
+            addresses, vectors.state.partitions, *access, None, STATE_PREFIX, channels
+        )
+        exchanges.append(VectorExchange(client, participant.state_rule))
+    return exchanges
 
 
 def open_connection(
@@ -79,15 +85,7 @@ def open_connection(
     )
     addresses = _find_addresses(participant, ledger, first)
     wire = participant.options.wire_of(number - first_async_participant(participant.strategy))
-    clients = connect_vectors(participant, number, addresses, wire)
-    return exchanges_of(participant, clients), ledger, heartbeat
-
-
-def exchanges_of(
-    participant: Participant, clients: Sequence[ParameterClient]
-) -> list[VectorExchange]:
-    rules = participant.rule, participant.state_rule
-    return [VectorExchange(client, rule) for client, rule in zip(clients, rules, strict=False)]
+    return connect_vectors(participant, number, addresses, wire), ledger, heartbeat
 
 
 def _find_addresses(participant: Participant, ledger: LedgerConnection, first: str) -> list[str]:

@@ -63,7 +63,7 @@ class ExchangeEngine:
         name: str,
         note_loss: Callable[[ServiceLostError], None],
     ) -> None:
-        self._exchanges = exchanges
+        self.exchanges = exchanges
         self.weights, *state = exchanges
         self.state = state[0] if state else None
         self.is_lost = self.is_given_up = False
@@ -79,19 +79,19 @@ class ExchangeEngine:
     @property
     def has_answer(self) -> bool:
         """Whether something is in flight, and all of it is answered or will not be."""
-        pushes = [each.pending.push for each in self._exchanges if each.pending is not None]
+        pushes = [each.pending.push for each in self.exchanges if each.pending is not None]
         return bool(pushes) and all(push.has_answer for push in pushes)
 
     def attach(self) -> list[list[tf.Tensor]]:
         """Fetch the center of weights, and of moving statistics, to start from; forget pushes."""
-        centers = [each.pull() for each in self._exchanges]
-        for each, center in zip(self._exchanges, centers, strict=True):
+        centers = [each.pull() for each in self.exchanges]
+        for each, center in zip(self.exchanges, centers, strict=True):
             each.adopt(center)
         return centers
 
     def watch_answers(self) -> None:
         """Wait for what is in flight in the background; `has_answer` is valid from now on."""
-        for each in self._exchanges:
+        for each in self.exchanges:
             if each.pending is not None:
                 each.pending.push.watch()
 
@@ -106,7 +106,7 @@ class ExchangeEngine:
             self.state.pending = None
 
     def meet_again(self) -> None:
-        for each in self._exchanges:
+        for each in self.exchanges:
             each.meet_again()
 
     def attached_again(self, weights: list[tf.Tensor], num_participants: int) -> list[tf.Tensor]:
