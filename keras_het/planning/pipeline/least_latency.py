@@ -89,9 +89,9 @@ Group = tuple[int, ...]
 
 
 class Chain(NamedTuple):
-    """Stages: stage s has the units from cut `rows[s]` to cut `rows[s + 1]`, on `groups[s]`."""
+    """Stages: stage s has the units from `cuts[s]` to before `cuts[s + 1]`, on `groups[s]`."""
 
-    rows: tuple[int, ...]
+    cuts: tuple[int, ...]
     groups: tuple[Group, ...]
 
 
@@ -106,7 +106,7 @@ class LeastLatency:
     ) -> None:
         """Add the costs of the order's groups to those that other orders have made known."""
         number = len(order)
-        self._problem = problem
+        self._problem, self.order = problem, order
         self._costs = {} if known is None else known
         # Whether the memory of a stage depends on the number of devices that come after it.
         limited = np.isfinite(problem.devices.memory_bytes[list(order)]).any()
@@ -173,7 +173,7 @@ class LeastLatency:
             rows.append(column)
             groups.append(group)
             if column == last:
-                return Chain(tuple(rows), tuple(groups))
+                return Chain(tuple(self._problem.cuts[row] for row in rows), tuple(groups))
             links = _bounded(*self._links[number], beta)[:, column]
             after = self._after[number]
             number = after + int((self._best[after:, before, column] + links).argmin())
@@ -187,12 +187,12 @@ class LeastLatency:
         """Return steady, latency and all-reduce of a chain; their sum estimates the step."""
         steady = latency = reduce = 0.0
         places = [self._groups.index(group) for group in chain.groups]
-        for number, (costs, *stage) in enumerate(self._stages(chain)):
-            steady = max(steady, costs.steady[tuple(stage)])
-            latency += costs.latency[tuple(stage)]
-            reduce = max(reduce, costs.all_reduce[tuple(stage[1:])])
+        for number, (costs, variant, row, column) in enumerate(self._stages(chain)):
+            steady = max(steady, costs.steady[variant, row, column])
+            latency += costs.latency[variant, row, column]
+            reduce = max(reduce, costs.all_reduce[row, column])
             if number:
-                sender, row = places[number - 1], chain.rows[number]
+                sender = places[number - 1]
                 taker = places[number] - self._after[sender]
                 steady = max(steady, self._links[sender][0][taker, row])
                 latency += self._links[sender][1][taker, row]
@@ -200,10 +200,10 @@ class LeastLatency:
 
     def _stages(self, chain: Chain) -> Iterator[tuple[GroupCosts, int, int, int]]:
         """Yield the costs of each stage, and its variant, row and column in their tables."""
+        rows = list(map(self._problem.cuts.index, chain.cuts))
         for number, group in enumerate(chain.groups):
             costs, later = self._costs[group], sum(map(len, chain.groups[number + 1 :]))
-            row, column = chain.rows[number : number + 2]
-            yield costs, int(costs.variants[later]), row, column
+            yield costs, int(costs.variants[later]), rows[number], rows[number + 1]
 
 
 def _bounded(steady: FloatArray, latency: FloatArray, beta: float) -> FloatArray:

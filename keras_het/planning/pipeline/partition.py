@@ -127,10 +127,10 @@ def _plan(problem: Problem, tolerance: float) -> PipelinePlan:
     best = candidates.best()
     if best is None:
         # The estimates of memory are upper bounds: what lacks least may fit after all.
-        level, chain = least_short(problem)
-        best = Candidates(level).add(chain)
+        chain = least_short(problem)
+        best = candidates.add(chain)
         if best is None:
-            raise ValueError(explain_shortage(level, chain))
+            raise ValueError(explain_shortage(problem, chain))
     return dataclasses.replace(best, alternatives=alternatives)
 
 
@@ -156,15 +156,16 @@ def _without_pipeline(problem: Problem, candidates: Candidates) -> tuple[tuple[s
     return tuple(result)
 
 
-def neighbours(chain: Chain, num_devices: int) -> Iterator[Chain]:
+def neighbours(problem: Problem, chain: Chain) -> Iterator[Chain]:
     """Yield chains that differ by one cut, one device, or two stages that become one."""
-    rows, groups = chain
+    cuts, groups = chain
     for number in range(1, len(groups)):
-        for row in (rows[number] - 1, rows[number] + 1):
-            if rows[number - 1] < row < rows[number + 1]:
-                yield Chain((*rows[:number], row, *rows[number + 1 :]), groups)
+        place = problem.cuts.index(cuts[number])
+        for cut in problem.cuts[place - 1 : place + 2 : 2]:
+            if cuts[number - 1] < cut < cuts[number + 1]:
+                yield Chain((*cuts[:number], cut, *cuts[number + 1 :]), groups)
     used = {device for group in groups for device in group}
-    unused = [device for device in range(num_devices) if device not in used]
+    unused = [device for device in range(problem.devices.num_devices) if device not in used]
     for number, group in enumerate(groups):
         for device in group:
             rest = tuple(member for member in group if member != device)
@@ -181,7 +182,7 @@ def neighbours(chain: Chain, num_devices: int) -> Iterator[Chain]:
         before, after = groups[number - 1 : number + 1]
         for group in (before, after, before + after):
             merged = (*groups[: number - 1], _sorted(group), *groups[number + 1 :])
-            yield Chain((*rows[:number], *rows[number + 1 :]), merged)
+            yield Chain((*cuts[:number], *cuts[number + 1 :]), merged)
 
 
 def _with_groups(chain: Chain, changed: dict[int, Group]) -> Chain:
@@ -233,7 +234,7 @@ class Candidates:
         seconds = (profile.forward_seconds + profile.backward_seconds).sum(axis=0)[members]
         used = sorted(set(routes(seconds, self._problem.micro_batches)))
         chosen = _sorted(members[position] for position in used)
-        return self.add(Chain((0, len(self._problem.cuts) - 1), (chosen,)))
+        return self.add(Chain((0, profile.num_units), (chosen,)))
 
     def improve(self, chains: Iterable[Chain], most_plans: int) -> None:
         """Change the fastest of some chains a little while the simulated step gets shorter."""
@@ -247,26 +248,20 @@ class Candidates:
         first, used = plan.stages[0], sum(len(stage.devices) for stage in plan.stages)
         more = 0 if first.ahead is None else (first.ahead - used + 1) // (len(plan.stages) - 1)
         ahead = tuple({0, more})
-        improved = True
-        while improved:
-            improved = False
-            for moved in neighbours(chain, self._problem.devices.num_devices):
-                if len(self._known) >= limit:
-                    return
-                other = self.add(moved, ahead)
-                if other is not None and other.step_seconds < plan.step_seconds:
-                    chain, plan, improved = moved, other, True
-                    break
+        moves = neighbours(self._problem, chain)
+        while len(self._known) < limit and (moved := next(moves, None)) is not None:
+            other = self.add(moved, ahead)
+            if other is not None and other.step_seconds < plan.step_seconds:
+                plan, moves = other, neighbours(self._problem, moved)
 
     def stages(self, chain: Chain, ahead_per_cut: int = 0) -> tuple[Stage, ...]:
         problem = self._problem
         seconds = problem.profile.forward_seconds + problem.profile.backward_seconds
         if problem.recompute == "always":
             seconds = seconds + problem.profile.forward_seconds
-        cuts = [problem.cuts[row] for row in chain.rows]
         result = []
         for number, group in enumerate(chain.groups):
-            first, end = cuts[number : number + 2]
+            first, end = chain.cuts[number : number + 2]
             taken = seconds[first:end, list(group)].sum(axis=0)
             later = sum(map(len, chain.groups[number + 1 :]))
             more = ahead_per_cut * (len(chain.groups) - 1 - number)
@@ -320,7 +315,7 @@ _HALVINGS = 10
 _MOST_NAMED = 4
 
 
-def least_short(problem: Problem) -> tuple[Problem, Chain]:
+def least_short(problem: Problem) -> Chain:
     """Return the stages that need the least more memory on every device.
 
     The least addition is found by halving, up to 1/1000 of what the model takes on one device, for
@@ -337,7 +332,7 @@ def least_short(problem: Problem) -> tuple[Problem, Chain]:
             chain, high = other, middle
         else:
             low = middle
-    return level, chain
+    return chain
 
 
 def explain_shortage(problem: Problem, chain: Chain) -> str:

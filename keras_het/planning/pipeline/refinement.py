@@ -18,15 +18,16 @@ from keras_het.planning.pipeline.group_costs import GroupCosts
 from keras_het.planning.pipeline.least_latency import Chain, Group, LeastLatency
 from keras_het.planning.pipeline.problem import Devices, ModelProfile, Problem
 
-Found = list[tuple[float, int, Chain]]
-"""Estimated seconds, number of the program, and chain; the best first."""
+Order = tuple[int, ...]
+Found = list[tuple[float, Order, Chain]]
+"""Estimated seconds, order of the devices, and chain; the best first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Box:
     """Plans of a program with low < steady <= high, also for all-reduce, and at least `latency`."""
 
-    program: int
+    program: LeastLatency
     steady: tuple[float, float]
     all_reduce: tuple[float, float]
     latency: float = 0.0
@@ -83,10 +84,10 @@ def search(
     all-reduce < r. The box of the least bound is the next one, and the search ends when no box can
     hold a plan that is faster by more than the tolerance.
     """
-    found: dict[Chain, tuple[float, int]] = {}
+    found: dict[Chain, tuple[float, Order]] = {}
     best = known
     whole = (0.0, np.inf)
-    queue = [(0.0, n, _Box(n, whole, whole)) for n in range(len(programs))]
+    queue = [(0.0, n, _Box(program, whole, whole)) for n, program in enumerate(programs)]
     number, evaluations = len(queue), 0
     while queue:
         bound, _, box = heapq.heappop(queue)
@@ -94,7 +95,7 @@ def search(
         if bound >= goal or evaluations == most_evaluations:
             break
         box = box.below(goal)
-        program = programs[box.program]
+        program = box.program
         latency, chain = program.solve(box.steady[1], box.all_reduce[1])
         evaluations += 1
         if not chain.groups:
@@ -104,7 +105,7 @@ def search(
         steady, spent, all_reduce = program.cost(chain)
         seconds = steady + spent + all_reduce
         if np.isfinite(seconds):
-            found[chain] = seconds, box.program
+            found[chain] = seconds, program.order
             best = min(best, seconds)
         for part in box.rest(steady, all_reduce) if were_exact else [box]:
             if part.bound < best * (1 - tolerance):
@@ -127,7 +128,6 @@ _EVALUATIONS_PER_ORDER = 16
 # Groups of devices whose costs are computed, times units.
 _MOST_UNITS_OF_GROUPS = 8e4
 
-Order = tuple[int, ...]
 _MOST_HOSTS = 6
 
 
@@ -197,21 +197,20 @@ def _looks(profile: ModelProfile, devices: Devices, order: tuple[int, ...]) -> b
 def find_chains(problem: Problem, tolerance: float) -> list[Chain]:
     orders, coarse = device_orders(problem.profile, problem.devices), coarse_cuts(problem)
     if coarse == problem.cuts:
-        return [chain for _, _, chain in _search(problem, orders, tolerance)[0]]
+        return [chain for _, _, chain in _search(problem, orders, tolerance)]
     level = dataclasses.replace(problem, cuts=coarse)
-    found, orders = _search(level, orders, max(tolerance, _COARSE_TOLERANCE))
-    ranked = _translated(found, level, problem, orders)
+    ranked = _search(level, orders, max(tolerance, _COARSE_TOLERANCE))
     if not ranked:
         # Memory may need cuts in between.
-        found, orders = _search(problem, orders[:_REFINED_ORDERS], tolerance)
+        found = _search(problem, orders[:_REFINED_ORDERS], tolerance)
         return [chain for _, _, chain in found]
     reach = len(problem.cuts) // _COARSE_BLOCKS
     while True:
         near = _near(problem, [chain for _, _, chain in ranked[:_REFINED]], reach)
         level = dataclasses.replace(problem, cuts=near)
         orders = list(dict.fromkeys(order for _, order, _ in ranked))[:_REFINED_ORDERS]
-        found, orders = _search(level, orders, tolerance, ranked[0][0])
-        ranked = sorted(ranked + _translated(found, level, problem, orders), key=lambda r: r[0])
+        ranked += _search(level, orders, tolerance, ranked[0][0])
+        ranked.sort(key=lambda r: r[0])
         if reach == 1:
             return list(dict.fromkeys(chain for _, _, chain in ranked))
         reach = (reach + 1) // 2
@@ -219,8 +218,8 @@ def find_chains(problem: Problem, tolerance: float) -> list[Chain]:
 
 def _search(
     problem: Problem, orders: list[Order], tolerance: float, known: float = np.inf
-) -> tuple[Found, list[Order]]:
-    """Search as many orders as there is time for, which come with the result."""
+) -> Found:
+    """Search as many orders as there is time for."""
     most = int(np.clip(_WORK / _work(problem), 60, 20_000))
     costs: dict[Group, GroupCosts] = {}
     programs: list[LeastLatency] = []
@@ -228,7 +227,7 @@ def _search(
         if len(costs) * problem.profile.num_units > _MOST_UNITS_OF_GROUPS:
             break
         programs.append(LeastLatency(problem, order, costs))
-    return search(programs, tolerance, most, known), orders[: len(programs)]
+    return search(programs, tolerance, most, known)
 
 
 def _work(problem: Problem) -> float:
@@ -265,19 +264,7 @@ def _near(problem: Problem, chains: Iterable[Chain], reach: int) -> tuple[int, .
     chosen = {0, last}
     for chain in chains:
         for step in (0, reach, -reach):
-            for row in chain.rows[1:-1]:
+            for row in map(problem.cuts.index, chain.cuts[1:-1]):
                 if len(chosen) < _MOST_CUTS:
                     chosen.add(min(max(row + step, 0), last))
     return tuple(problem.cuts[row] for row in sorted(chosen))
-
-
-def _translated(
-    found: Found, level: Problem, problem: Problem, orders: list[Order]
-) -> list[tuple[float, Order, Chain]]:
-    """Return estimates, orders and chains, with rows and columns in the cuts of the problem."""
-    place = {cut: number for number, cut in enumerate(problem.cuts)}
-    rows = [place[cut] for cut in level.cuts]
-    return [
-        (seconds, orders[program], chain._replace(rows=tuple(rows[row] for row in chain.rows)))
-        for seconds, program, chain in found
-    ]

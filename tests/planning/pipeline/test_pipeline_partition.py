@@ -106,7 +106,7 @@ def simulated_best(problem):
     for order in device_orders(problem.profile, problem.devices):
         for stages in chains(problem.cuts, order):
             _, ends, groups = zip(*stages, strict=True)
-            candidates.add(Chain((0, *map(problem.cuts.index, ends)), groups))
+            candidates.add(Chain((0, *ends), groups))
     return candidates.best()
 
 
@@ -138,7 +138,7 @@ def test_one_stage_is_estimated_exactly():
         plan = Candidates(problem).add_one_stage([0, 1, 2])
         if plan is None or len(plan.stages[0].devices) < 3:
             continue
-        chain = Chain((0, len(problem.cuts) - 1), ((0, 1, 2),))
+        chain = Chain((0, profile.num_units), ((0, 1, 2),))
         assert sum(program.cost(chain)) == pytest.approx(plan.step_seconds)
 
 
