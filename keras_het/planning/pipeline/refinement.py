@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from keras_het.planning.pipeline.group_costs import GroupCosts
-from keras_het.planning.pipeline.least_latency import Chain, Group, LeastLatency
+from keras_het.planning.pipeline.least_latency import Chain, Group, GroupCosts, LeastLatency
 from keras_het.planning.pipeline.problem import Devices, ModelProfile, Problem
 
 Order = tuple[int, ...]
