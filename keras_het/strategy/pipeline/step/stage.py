@@ -51,10 +51,7 @@ class Stage:
         self._is_seed = [id(variable) in seeds for variable in self.state]
         self._rules: dict[bool, dict[int, Rule]] = {}
         self.remarks: list[str] = []
-
-    @functools.cached_property
-    def _functions(self) -> dict[bool, Callable[..., Nest]]:
-        return {
+        self._functions = {
             training: tf.function(
                 functools.partial(self._run, training=training),
                 autograph=False,
