@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -30,27 +32,20 @@ def event_files(directory: str) -> list[str]:
     return [os.path.join(directory, name) for name in log_format.own_files(names)]  # noqa: PTH118 - may be a URL
 
 
-class FileNames:
-    """Names for the files of one process: each comes after all that the directory has."""
-
-    def __init__(self, directory: str) -> None:
-        # A clock that was put back, or another machine's, must not bring them into another order.
-        stamps = [
-            int(found.group(1))
-            for path in event_files(directory)
-            if (found := _STAMP.match(path.rpartition("/")[2]))
-        ]
-        stamp = max([int(time.time()), *(stamp + 1 for stamp in stamps)])
-        host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname()) or "host"
-        self._start = f"{log_format.FILE_PREFIX}{stamp:010d}.{host}.{os.getpid()}"
-        self._directory = directory
-        self._number = 0
-
-    def next(self) -> str:
-        """Return the path of the next file."""
-        name = f"{self._start}.{self._number:06d}{log_format.FILE_SUFFIX}"
-        self._number += 1
-        return os.path.join(self._directory, name)  # noqa: PTH118 - may be a URL
+def file_names(directory: str) -> Iterator[str]:
+    """Paths for the files of one process: each comes after all that the directory has."""
+    # A clock that was put back, or another machine's, must not bring them into another order.
+    stamps = [
+        int(found.group(1))
+        for path in event_files(directory)
+        if (found := _STAMP.match(path.rpartition("/")[2]))
+    ]
+    stamp = max([int(time.time()), *(stamp + 1 for stamp in stamps)])
+    host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname()) or "host"
+    start = f"{log_format.FILE_PREFIX}{stamp:010d}.{host}.{os.getpid()}"
+    for number in itertools.count():
+        name = f"{start}.{number:06d}{log_format.FILE_SUFFIX}"
+        yield os.path.join(directory, name)  # noqa: PTH118 - may be a URL
 
 
 class EventFile:
@@ -63,17 +58,14 @@ class EventFile:
         self._writer.write(first.SerializeToString())
 
     def write(self, values: list[Value]) -> None:
-        """Write values of one step and time as an event."""
         summary = tf.compat.v1.Summary(value=[_summary_value(each) for each in values])
         event = tf.compat.v1.Event(wall_time=values[0].time, step=values[0].step, summary=summary)
         self._writer.write(event.SerializeToString())
 
     def flush(self) -> None:
-        """Hand what was written to the file system."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()
 
 
@@ -110,7 +102,6 @@ class Run:
 
     @property
     def recording(self) -> Recording:
-        """Times, shares, hardware and changes."""
         return self.content.recording
 
     @property

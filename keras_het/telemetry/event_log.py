@@ -14,10 +14,9 @@ import tensorflow as tf
 
 from keras_het.planning.diagnosis.recording import Change, Device, PipelineRecord, StageRecord
 from keras_het.planning.pipeline import PipelinePlan, Timeline
-from keras_het.telemetry.event_files import EventFile, FileNames, event_files, read_events
+from keras_het.telemetry.event_files import EventFile, event_files, file_names, read_events
 from keras_het.tensorboard import log_format
-from keras_het.tensorboard.columns import windows
-from keras_het.tensorboard.log_content import Value, is_readable
+from keras_het.tensorboard.log_content import Value, is_readable, windows
 
 if TYPE_CHECKING:
     from keras_het.strategy.pipeline import PipelineStrategy
@@ -55,7 +54,7 @@ class EventLog:
         self._setup = log_format.setup_text(devices, hardware_names).encode()
         self._keep_steps, self._segment_steps, self._every = keep_steps, segment_steps, every
         self._lock = threading.RLock()
-        self._names: FileNames | None = None
+        self._names: Iterator[str] | None = None
         self._file: EventFile | None = None
         self._steps_in_file = 0
         self._plan: bytes | None = None
@@ -65,20 +64,17 @@ class EventLog:
         self._ended = False
 
     def write_steps(self, first_step: int, block: Any) -> None:
-        """Write the times and shares of consecutive steps."""
         values = np.asarray(block, np.float32)
         self._check_shape("block", values.shape[1:], (len(log_format.ROWS), self._num_replicas))
         if len(values):
             self._guard(lambda: self._write_block(first_step, values))
 
     def write_hardware(self, step: int, values: Any) -> None:
-        """Write a sample of the hardware's state."""
         sample = np.asarray(values, np.float32)
         self._check_shape("values", sample.shape, (self._num_replicas, self._num_quantities))
         self._guard(lambda: self._write(step, {log_format.HARDWARE_SAMPLES: sample}))
 
     def write_change(self, change: Change) -> None:
-        """Write that something was changed in the running training."""
         entry = {"kind": change.kind, "text": change.text}
         self._guard(lambda: self._write_entry(log_format.CHANGES, change.step, entry))
 
@@ -103,7 +99,6 @@ class EventLog:
         self._guard(write)
 
     def write_passes(self, step: int, passes: Timeline) -> None:
-        """Write when the passes of a step of a pipeline were."""
         text = log_format.timeline_text(passes).encode()
         self._guard(lambda: self._write(step, {log_format.PASSES: text}))
 
@@ -114,7 +109,6 @@ class EventLog:
             self._guard(lambda: self._write(step, points))
 
     def flush(self) -> None:
-        """Hand what was written to the file system, so that a reader sees it."""
         if self._file is not None:
             self._guard(self._flush)
 
@@ -194,12 +188,12 @@ class EventLog:
     def _open(self, step: int) -> None:
         if self._names is None:
             tf.io.gfile.makedirs(self._directory)
-            self._names = FileNames(self._directory)
+            self._names = file_names(self._directory)
             for path in event_files(self._directory):
                 if steps := _raw_steps_in(path):
                     self._raw[path] = steps
             self._thin_old()
-        self._file = EventFile(self._names.next())
+        self._file = EventFile(next(self._names))
         self._steps_in_file = 0
         now = self._now()
         first = [Value(log_format.SETUP, step, now, self._setup)]
@@ -259,22 +253,17 @@ def _thinned(values: Sequence[Value], every: int) -> list[Value]:
 
 def _thinned_steps(blocks: Sequence[Value], every: int) -> Iterator[Value]:
     """Values of thinned steps, one for each run of blocks without a gap."""
-    start = 0
-    for place, block in enumerate(blocks):
-        following = blocks[place + 1] if place + 1 < len(blocks) else None
-        if (
-            following is None
-            or following.step != block.step + len(block.value)
-            or following.value.shape[1:] != block.value.shape[1:]
-        ):
-            first, rows = blocks[start], [each.value for each in blocks[start : place + 1]]
-            yield Value(
-                log_format.thinned_tag(every),
-                first.step,
-                first.time,
-                windows(np.concatenate(rows), every),
-            )
-            start = place + 1
+    runs: list[list[Value]] = []
+    expected: tuple[int, tuple[int, ...]] | None = None
+    for block in blocks:
+        shape = block.value.shape[1:]
+        if expected != (block.step, shape):
+            runs.append([])
+        runs[-1].append(block)
+        expected = block.step + len(block.value), shape
+    for first, *more in runs:
+        rows = np.concatenate([first.value, *(each.value for each in more)])
+        yield Value(log_format.thinned_tag(every), first.step, first.time, windows(rows, every))
 
 
 class PipelineLog:

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import importlib
 import logging
-import math
 import platform
 import re
 import sys
@@ -51,8 +50,7 @@ class HardwareSampler:
         self.names = tuple(HARDWARE)
         self._columns = {name: column for column, name in enumerate(self.names)}
         self._host = HostValues(cgroups, membership)
-        self._nvml = _open_nvml(devices)
-        handles = _handles(self._nvml, devices) if self._nvml else {}
+        self._nvml, handles = _open_gpus(devices)
         self._gpus = [
             GpuValues(self._nvml, handles[name], gpu_name(name) or name)
             if self._nvml and name in handles
@@ -78,8 +76,7 @@ class HardwareSampler:
 
 def describe_devices(devices: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the products, such as "NVIDIA A100-SXM4-40GB"; empty if unknown."""
-    nvml = _open_nvml(devices)
-    handles = _handles(nvml, devices) if nvml else {}
+    nvml, handles = _open_gpus(devices)
     logical = tensorflow_gpus() or []
     found = []
     for name in devices:
@@ -111,17 +108,15 @@ def gpu_name(device: str) -> str:
     return found[1].upper() if found else ""
 
 
-def _open_nvml(devices: Sequence[str]) -> Nvml | None:
+def _open_gpus(devices: Sequence[str]) -> tuple[Nvml | None, dict[str, Any]]:
+    """Open the management library if there are GPUs; return NVML's handle of each by its name."""
     if not any(map(gpu_name, devices)):
-        return None
+        return None, {}
     try:
-        return Nvml()
+        nvml = Nvml()
     except NvmlMissingError as error:
         _logger.warning("Load, memory and clocks of the GPUs are unknown. %s", error)
-        return None
-
-
-def _handles(nvml: Nvml, devices: Sequence[str]) -> dict[str, Any]:
+        return None, {}
     logical = tensorflow_gpus()
     # the first fits a GPU, the second a part of one
     asked = ([f"{kind}-{name}" for kind in ("GPU", "MIG")] for name in cuda_uuids())
@@ -140,7 +135,7 @@ def _handles(nvml: Nvml, devices: Sequence[str]) -> dict[str, Any]:
                 "and clocks are unknown. See what `keras-het doctor` says.",
                 gpu_name(name),
             )
-    return handles
+    return nvml, handles
 
 
 def cuda_uuids() -> list[str]:
@@ -205,26 +200,30 @@ class GpuValues:
         ask = self._ask_whole
         reasons = ask("DeviceGetCurrentClocksEventReasons|DeviceGetCurrentClocksThrottleReasons")
         temperature = ask("DeviceGetTemperature|DeviceGetTemperatureV", _SENSOR_GPU)
-        values = {
-            "hw.gpu.utilization": number_of(getattr(used, "gpu", None), 0.01),
-            "hw.gpu.memory.usage": number_of(getattr(memory, "used", None)),
-            "hw.gpu.memory.limit": number_of(getattr(memory, "total", None)),
-            "hw.power": number_of(ask("DeviceGetPowerUsage"), 1e-3),
-            "keras_het.gpu.power_limit": number_of(ask("DeviceGetEnforcedPowerLimit"), 1e-3),
-            "hw.temperature": number_of(temperature),
-            "keras_het.gpu.clock": number_of(ask("DeviceGetClockInfo", _CLOCK_SM), 1e6),
-            "keras_het.gpu.clock_limit": number_of(ask("DeviceGetMaxClockInfo", _CLOCK_SM), 1e6),
-            "keras_het.gpu.throttle_reasons": number_of(reasons),
+        answers = {
+            "hw.gpu.utilization": (getattr(used, "gpu", None), 0.01),
+            "hw.gpu.memory.usage": (getattr(memory, "used", None), 1.0),
+            "hw.gpu.memory.limit": (getattr(memory, "total", None), 1.0),
+            "hw.power": (ask("DeviceGetPowerUsage"), 1e-3),
+            "keras_het.gpu.power_limit": (ask("DeviceGetEnforcedPowerLimit"), 1e-3),
+            "hw.temperature": (temperature, 1.0),
+            "keras_het.gpu.clock": (ask("DeviceGetClockInfo", _CLOCK_SM), 1e6),
+            "keras_het.gpu.clock_limit": (ask("DeviceGetMaxClockInfo", _CLOCK_SM), 1e6),
+            "keras_het.gpu.throttle_reasons": (reasons, 1.0),
         }
         if self._is_lost:  # meanwhile
             return {}
-        return {name: value for name, value in values.items() if not math.isnan(value)}
+        return {
+            name: float(answer) * factor
+            for name, (answer, factor) in answers.items()
+            if answer is not None
+        }
 
     def _ask_whole(self, function: str, *arguments: Any) -> Any:
         return self._ask(function, self._whole, *arguments)
 
     def _ask(self, function: str, device: Any, *arguments: Any) -> Any:
-        """Ask as `Nvml.ask` does, and never again for what this GPU does not have."""
+        """Ask the first of some functions that there is, never again for what this GPU has not."""
         for name in function.split("|"):
             call = getattr(self._nvml.module, f"nvml{name}", None)
             if call is None or name in self._unsupported or self._is_lost:
@@ -236,7 +235,7 @@ class GpuValues:
         return None
 
     def _note(self, function: str, error: Any) -> None:
-        code = code_of(error)
+        code = _code_of(error)
         if code in (_NOT_SUPPORTED, _FUNCTION_NOT_FOUND):
             self._unsupported.add(function)
         elif code in _LOST:
@@ -266,19 +265,21 @@ class Nvml:
         try:
             self.module.nvmlInit()
         except self.module.NVMLError as error:
-            fix = _FIXES.get(code_of(error), "See what `nvidia-smi` says.")
+            fix = _FIXES.get(_code_of(error), "See what `nvidia-smi` says.")
             raise NvmlMissingError(
                 f"NVIDIA's management library does not answer ({error}). {fix}"
             ) from error
         self._is_open = True
 
     def ask(self, function: str, *arguments: Any) -> Any:
-        """Call a function of the library; None if it gives no answer."""
+        """Call the first of some functions of the library that answers; None if none does."""
         for name in function.split("|"):
             try:
-                return text_of(getattr(self.module, f"nvml{name}")(*arguments))
+                answer = getattr(self.module, f"nvml{name}")(*arguments)
             except (AttributeError, self.module.NVMLError):
                 continue
+            # older versions of `pynvml` give bytes
+            return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
         return None
 
     def gpus(self) -> list[Any]:
@@ -315,17 +316,7 @@ class Nvml:
             self.ask("Shutdown")
 
 
-def code_of(error: Any) -> int:
+def _code_of(error: Any) -> int:
     """Return NVML's number of an error, 0 if it has none."""
     value = getattr(error, "value", 0)
     return value if isinstance(value, int) else 0
-
-
-def text_of(answer: Any) -> Any:
-    """Return bytes, which older versions of `pynvml` give, as text, and all else as it is."""
-    return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
-
-
-def number_of(answer: Any, factor: float = 1.0) -> float:
-    """Return an answer in another unit, NaN if there is none."""
-    return math.nan if answer is None else float(answer) * factor

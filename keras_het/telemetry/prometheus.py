@@ -49,13 +49,11 @@ class PrometheusEndpoint:
         self.port = int(self._server.server_port)
 
     def close(self) -> None:
-        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def collect(self) -> Iterator[Metric]:
-        """Return the metrics of this moment; called by the registry."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         recording = self._recording()
@@ -83,7 +81,7 @@ class PrometheusEndpoint:
             if not np.isnan(speed):
                 rate.add_metric([], speed)
         yield from (phases, shares, rate)
-        for quantity, unit in HARDWARE.items():
+        for quantity, (unit, _) in HARDWARE.items():
             values = recording.hardware.get(quantity)
             if values is None or not len(values):
                 continue

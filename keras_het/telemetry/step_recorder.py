@@ -59,7 +59,6 @@ class StepRecorder:
 
     @property
     def next_step(self) -> int:
-        """Number of the step that comes next."""
         return self._phases.count + self.offset
 
     def begin_epoch(self) -> tuple[int, float] | None:
@@ -86,7 +85,7 @@ class StepRecorder:
             self._rows = np.concatenate([self._rows, rows[own]])[-_KEPT_STEPS:]
 
     def take_new(self) -> list[tuple[int, np.ndarray]]:
-        """Read, and return the steps since the last call."""
+        """Read, and return the steps since the last call in blocks without gaps."""
         self.read()
         with self._lock:
             new = self._steps > self._taken
@@ -126,7 +125,6 @@ class StepRecorder:
             self._taken = min(self._taken, int(self._steps[-count]) - 1) if count else self._taken
 
     def recording(self) -> Recording:
-        """Return what is kept."""
         with self._lock:
             rows, steps = self._rows.astype(np.float64), self._steps
             samples = list(self._samples)
@@ -215,7 +213,6 @@ class Background:
         self._thread.start()
 
     def stop(self) -> None:
-        """Return once the function does not run any more."""
         self._stopped.set()
         self._thread.join()
 

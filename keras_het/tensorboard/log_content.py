@@ -57,6 +57,21 @@ class NoSetupError(ValueError):
     """A log does not say of which devices it is."""
 
 
+def windows(rows: Any, every: int) -> Any:
+    """Return the lowest, the median and the highest value of windows of rows, ignoring NaN."""
+    num = -(-len(rows) // every)
+    padded = np.full((num * every, *rows.shape[1:]), np.nan, rows.dtype)
+    padded[: len(rows)] = rows
+    ordered = np.sort(padded.reshape(num, every, *rows.shape[1:]), axis=1)  # NaN comes last
+    known = np.maximum(np.sum(~np.isnan(ordered), axis=1, keepdims=True), 1)
+
+    def at(place: Any) -> Any:
+        return np.take_along_axis(ordered, place, axis=1)[:, 0]
+
+    middle = 0.5 * (at((known - 1) // 2) + at(known // 2))
+    return np.stack([ordered[:, 0], middle, at(known - 1)], axis=1)
+
+
 def has_time(value: Value) -> bool:
     """Tell whether a value can have been written at its time, which a NaN is not."""
     return 0 <= value.time <= _LAST_TIME
@@ -211,17 +226,11 @@ class _Columns:
         before = [setup for time, setup in fitting if time <= value.time]
         return before[-1] if before else fitting[0][1]
 
-    def places(self, setup: Setup) -> list[int]:
-        """For each present device its column in an earlier setup, -1 if it had none."""
-        if setup.devices == self.devices:
-            return list(range(len(self.devices)))
-        known = {device.name: place for place, device in enumerate(setup.devices)}
-        return [known.get(device.name, -1) for device in self.devices]
-
     def take(self, array: Any, setup: Setup) -> Any:
         """Columns of an array (its last axis) in the present order; NaN where there is none."""
-        places = self.places(setup)
-        if places == list(range(array.shape[-1])):
+        known = {device.name: place for place, device in enumerate(setup.devices)}
+        places = [known.get(device.name, -1) for device in self.devices]
+        if setup.devices == self.devices or places == list(range(array.shape[-1])):
             return array
         taken = array[..., np.maximum(places, 0)]
         taken[..., np.array(places) < 0] = np.nan
@@ -255,22 +264,19 @@ def _steps(blocks: Sequence[Value], columns: _Columns) -> tuple[Any, Any, Any, A
 
 def _hardware(values: Sequence[Value], columns: _Columns) -> dict[str, Any]:
     samples = [
-        each
+        (each, setup)
         for each in _latest(each for each in values if each.tag == log_format.HARDWARE_SAMPLES)
-        if columns.setup_of(each, len(each.value)) is not None
+        if (setup := columns.setup_of(each, len(each.value))) is not None
     ]
     arrays: dict[str, Floats] = {
         name: np.full((len(samples), len(columns.devices)), np.nan) for name in columns.hardware
     }
-    for row, each in enumerate(samples):
-        setup = columns.setup_of(each, len(each.value))
-        if setup is None:
-            continue
+    for row, (each, setup) in enumerate(samples):
         taken = columns.take(np.array(each.value, np.float64).T, setup)
         for name, of_devices in zip(setup.hardware, taken, strict=False):
             if name in arrays:
                 arrays[name][row] = of_devices
-    steps = np.array([each.step for each in samples], np.int64)
+    steps = np.array([each.step for each, _ in samples], np.int64)
     return {"hardware": arrays, "hardware_steps": steps}
 
 

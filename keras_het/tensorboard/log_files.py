@@ -126,7 +126,6 @@ def _after_zeros(register: Any, tables: Any) -> Any:
 
 
 def _tables() -> tuple[list[int], list[Any]]:
-    """Tables for one byte, and for 4, 8, 16, .. bytes of zero."""
     values = np.arange(256, dtype=np.uint32)
     after = values
     for _ in range(8):

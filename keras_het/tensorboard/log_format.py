@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from keras_het.planning.diagnosis.recording import PHASES, Device, PipelineRecord, StageRecord
@@ -79,7 +80,6 @@ def own_files(names: Iterable[str]) -> list[str]:
 
 
 def thinned_tag(every: int) -> str:
-    """Return the tag of blocks whose rows stand for so many steps each."""
     return f"{THINNED}{every}"
 
 
@@ -92,17 +92,14 @@ def steps_per_row(tag: str) -> int:
 
 
 def description(tag: str) -> str:
-    """Return what TensorBoard shows as the description of a tag."""
     return _DESCRIPTIONS.get(THINNED if tag.startswith(THINNED) else tag, CURVES.get(tag, ""))
 
 
 def metadata_content() -> bytes:
-    """Return what the metadata of the plugin's own tags hold."""
     return json.dumps({"version": VERSION}).encode()
 
 
 def setup_text(devices: Sequence[Device], hardware: Sequence[str]) -> str:
-    """Return the JSON text of a setup."""
     return json.dumps(
         {
             "version": VERSION,
@@ -115,7 +112,8 @@ def setup_text(devices: Sequence[Device], hardware: Sequence[str]) -> str:
 def parse_setup(text: str | bytes) -> Setup:
     """Return the setup of a JSON text; members that a newer version has are left out."""
     known = {field.name for field in dataclasses.fields(Device)} - {"worker"}
-    try:
+    expected = f"A setup is JSON with 1 to {MOST_DEVICES} devices of a training."
+    with _refusing(text, expected):
         content = parse_json(text)
         devices = []
         for each in content["devices"][: MOST_DEVICES + 1]:
@@ -127,11 +125,15 @@ def parse_setup(text: str | bytes) -> Setup:
         hardware = [str(name)[:_LONGEST_NAME] for name in content.get("hardware", ())]
         version = int(content.get("version", VERSION))
         return Setup(tuple(devices), tuple(hardware[:_MOST_QUANTITIES]), version)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"A setup is JSON with 1 to {MOST_DEVICES} devices of a training. Received: "
-            f"{text[:200]!r}."
-        ) from error
+
+
+@contextlib.contextmanager
+def _refusing(text: str | bytes, expected: str) -> Iterator[None]:
+    """Turn what goes wrong with a text that may say anything into one kind of error."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{expected} Received: {text[:200]!r}.") from error
 
 
 def entries_text(entries: Sequence[Mapping[str, Any]]) -> str:
@@ -141,7 +143,6 @@ def entries_text(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def parse_entries(text: str | bytes) -> list[dict[str, Any]]:
-    """Return the entries of a JSON text."""
     content = parse_json(text)
     entries = content if isinstance(content, list) else [content]
     if not all(isinstance(each, dict) for each in entries):
@@ -171,7 +172,6 @@ def _plain(value: Any) -> Any:
 
 
 def plan_text(record: PipelineRecord) -> str:
-    """Return the JSON text of a plan."""
     return json.dumps(
         {
             "text": record.text,
@@ -184,7 +184,7 @@ def plan_text(record: PipelineRecord) -> str:
 
 def parse_plan(text: str | bytes) -> PipelineRecord:
     """Return the plan of a JSON text; members that a newer version has are left out."""
-    try:
+    with _refusing(text, "A plan is JSON with the stages of a model."):
         content = parse_json(text)
         stages = tuple(
             StageRecord(
@@ -199,14 +199,9 @@ def parse_plan(text: str | bytes) -> PipelineRecord:
         predicted = content.get("predicted")
         found = None if predicted is None else _timeline(predicted)
         return PipelineRecord(str(content["text"]), stages, found)
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(
-            f"A plan is JSON with the stages of a model. Received: {text[:200]!r}."
-        ) from error
 
 
 def timeline_text(timeline: Timeline) -> str:
-    """Return the JSON text of the passes of a step."""
     return json.dumps(timeline_values(timeline), separators=(",", ":"))
 
 
@@ -225,13 +220,8 @@ def timeline_values(timeline: Timeline) -> dict[str, Any]:
 
 
 def parse_timeline(text: str | bytes) -> Timeline:
-    """Return the passes of a step of a JSON text."""
-    try:
+    with _refusing(text, "The passes of a step are JSON with events."):
         return _timeline(parse_json(text))
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(
-            f"The passes of a step are JSON with events. Received: {text[:200]!r}."
-        ) from error
 
 
 def _timeline(content: Any) -> Timeline:

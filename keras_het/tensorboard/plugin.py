@@ -52,13 +52,12 @@ class HetPlugin(base_plugin.TBPlugin):
         }
 
     def get_plugin_apps(self) -> dict[str, Any]:
-        """Return the application behind each route."""
         return {
             "/runs": self._app(self._runs),
             "/overview": self._app(self._overview),
-            "/diagnosis": self._app(self._diagnosis),
+            "/diagnosis": self._app(functools.partial(self._of_part, views.diagnosis)),
             "/heat_map": self._app(self._heat_map),
-            "/pipeline": self._app(self._pipeline),
+            "/pipeline": self._app(functools.partial(self._of_part, views.pipeline)),
             "/lanes": self._app(self._lanes),
             "/static/*": self._app(self._static),
         }
@@ -68,7 +67,6 @@ class HetPlugin(base_plugin.TBPlugin):
         return False
 
     def frontend_metadata(self) -> Any:
-        """Return what TensorBoard needs to show the tab."""
         return base_plugin.FrontendMetadata(
             es_module_path="/static/index.js", tab_name="Heterogeneous"
         )
@@ -100,13 +98,9 @@ class HetPlugin(base_plugin.TBPlugin):
         whole, part = self._content(request)
         return _json(request, views.overview(whole, part), part)
 
-    def _diagnosis(self, request: Any) -> Any:
+    def _of_part(self, view: Callable[[LogContent], dict[str, Any]], request: Any) -> Any:
         _, part = self._content(request)
-        return _json(request, views.diagnosis(part), part)
-
-    def _pipeline(self, request: Any) -> Any:
-        _, part = self._content(request)
-        return _json(request, views.pipeline(part), part)
+        return _json(request, view(part), part)
 
     def _heat_map(self, request: Any) -> Any:
         _, part = self._content(request)
@@ -140,7 +134,6 @@ class HetPlugin(base_plugin.TBPlugin):
         return http_util.Respond(request, file.read_bytes(), kind)
 
     def _content(self, request: Any) -> tuple[LogContent, LogContent]:
-        """The training that a request names, and the part of it with the steps it names."""
         context, experiment = _origin(request)
         run = _argument(request.args, "run", "")
         whole = self._histories.read(context, experiment, run)
@@ -217,7 +210,6 @@ class Histories:
         ]
 
     def read(self, ctx: Any, experiment: str, run: str) -> LogContent:
-        """Return all that is known of a training."""
         state: Any = self._files(run)
         paths = [path for path, _, _ in state]
         if not paths:

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from keras_het.planning.diagnosis.recording import HARDWARE, PHASES, Floats, Integers, Recording
-from keras_het.planning.diagnosis.steps import throughput
+from keras_het.planning.diagnosis.scores import WINDOW, scores
+from keras_het.planning.diagnosis.steps import Steps, choose_windows, throughput
+from keras_het.planning.diagnosis.verdict import Verdict, diagnose
+from keras_het.planning.diagnosis.what_if import WhatIf, gain_over_even, what_if
 from keras_het.planning.pipeline import Timeline
-from keras_het.tensorboard.columns import columns, edges_between, windows
-from keras_het.tensorboard.diagnosis import diagnosis_of
-from keras_het.tensorboard.log_content import LogContent
+from keras_het.tensorboard.log_content import LogContent, windows
 from keras_het.tensorboard.log_format import ROWS, parse_timeline, timeline_values
 
 MOST_COLUMNS, MOST_ROWS = 600, 200
@@ -36,31 +37,9 @@ _TIMES = {
     "other": "Other time",
     "seconds_per_sample": "Compute time a sample",
 }
-_HARDWARE = {
-    "hw.gpu.utilization": "GPU: utilization",
-    "hw.gpu.memory.usage": "GPU: memory in use",
-    "hw.gpu.memory.limit": "GPU: memory",
-    "hw.power": "GPU: power",
-    "keras_het.gpu.power_limit": "GPU: power limit",
-    "hw.temperature": "GPU: temperature",
-    "keras_het.gpu.clock": "GPU: clock",
-    "keras_het.gpu.clock_limit": "GPU: highest clock",
-    "keras_het.gpu.throttle_reasons": "GPU: throttle reasons (bit mask)",
-    "keras_het.cpu.budget": "Worker: CPUs it may use",
-    "keras_het.cpu.throttled": "Worker: time stopped by a CPU quota",
-    "process.cpu.usage": "Worker: CPUs in use",
-    "process.memory.usage": "Worker: memory in use",
-    "process.disk.io": "Worker: disk traffic",
-    "system.cpu.utilization": "Host: CPU utilization",
-    "system.memory.usage": "Host: memory in use",
-    "system.memory.limit": "Host: memory",
-    "system.disk.io": "Host: disk traffic",
-    "system.network.io": "Host: network traffic",
-}
 
 
 def between(content: LogContent, first: int | None, last: int | None) -> LogContent:
-    """Return the part of a training with some steps."""
     if first is None and last is None:
         return content
     begin = first if first is not None else 0
@@ -124,6 +103,33 @@ def overview(whole: LogContent, content: LogContent) -> dict[str, Any]:
 def messages(content: LogContent) -> list[str]:
     """Return what could not be read: whoever sees numbers sees what they are without."""
     return [each[:_LONGEST_MESSAGE] for each in content.messages]
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What is known of the recent steps, those with the present shares and the present speed."""
+
+    verdict: Verdict
+    recent: Steps
+    against_best: Floats
+    against_own_best: Floats
+    costs: WhatIf | None = None
+    gain: float = np.nan
+    """How many times the samples/s of even shares the present ones bring; NaN if unknown."""
+
+
+def diagnosis_of(recording: Recording) -> Diagnosis:
+    """Diagnose a training or a part of it.
+
+    Of a model in stages there are no costs: its steps do not wait for the slowest replica.
+    """
+    with np.errstate(all="ignore"):
+        recent = choose_windows(recording, WINDOW).recent
+        known = Diagnosis(diagnose(recording), recent, *scores(recording))
+        if recording.pipeline is not None or not recent.mean(recent.seconds) > 0:
+            return known
+        costs, gain = what_if(recording, recent), gain_over_even(recording, recent)
+        return dataclasses.replace(known, costs=costs, gain=gain)
 
 
 def diagnosis(content: LogContent) -> dict[str, Any]:
@@ -258,13 +264,43 @@ def lanes(
     }
 
 
+def edges_between(first: int, last: int, most: int) -> Integers:
+    """Return the steps at which columns begin, and the end of the last one."""
+    num = max(min(most, last - first), 1)
+    return np.unique(np.round(np.linspace(first, max(last, first + 1), num + 1)).astype(np.int64))
+
+
+def columns(steps: Integers, every: Integers, values: Floats, edges: Integers, how: str) -> Floats:
+    num = len(edges) - 1
+    result = np.full((num, values.shape[1]), np.nan)
+    if not len(steps):
+        return result
+    bounds = np.searchsorted(steps, edges)
+    begin, end = bounds[:-1], bounds[1:]
+    place = 2 if how == "highest" else 1
+    widest = int(np.max(end - begin))
+    if np.all(end - begin == widest) and widest:  # all alike, but perhaps the last: at once
+        result[:] = windows(values[begin[0] : end[-1]], widest)[:, place]
+        return result
+    for column in range(num):
+        if end[column] > begin[column]:
+            rows = values[begin[column] : end[column]]
+            result[column] = rows[0] if len(rows) == 1 else windows(rows, len(rows))[0, place]
+        elif begin[column]:
+            before = begin[column] - 1
+            if steps[before] + every[before] > edges[column]:
+                result[column] = values[before]
+    return result
+
+
 def _quantities(recording: Recording) -> Iterator[tuple[str, str, str]]:
     for name, title in _TIMES.items():
         yield name, title, "s"
     yield "share", "Share of the global batch", "samples"
     for name, values in recording.hardware.items():
         if np.any(np.isfinite(values)):
-            yield name, _HARDWARE.get(name, name), HARDWARE.get(name, "")
+            unit, title = HARDWARE.get(name, ("", name))
+            yield name, title, unit
 
 
 def _series(content: LogContent, name: str) -> tuple[Integers, Integers, Floats, Floats] | None:
@@ -296,8 +332,7 @@ def _series(content: LogContent, name: str) -> tuple[Integers, Integers, Floats,
 def _middle(values: Floats) -> Floats:
     if not len(values):
         return np.full(values.shape[1], np.nan)
-    middle: Floats = windows(values, len(values))[0, 1]
-    return middle
+    return windows(values, len(values))[0, 1]
 
 
 def _high(values: Floats) -> Floats:
@@ -307,8 +342,7 @@ def _high(values: Floats) -> Floats:
     ordered = np.sort(values, axis=0)  # NaN comes last
     known = np.sum(~np.isnan(ordered), axis=0, keepdims=True)
     place = np.maximum((0.95 * (known - 1)).astype(np.int64), 0)
-    high: Floats = np.take_along_axis(ordered, place, axis=0)[0]
-    return high
+    return np.take_along_axis(ordered, place, axis=0)[0]
 
 
 def _packed(values: Floats) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from keras_het.planning.diagnosis.recording import Change, Device
-from keras_het.telemetry import event_files
+from keras_het.telemetry import event_files, event_log
 from keras_het.telemetry.event_files import Run, read_log
 from keras_het.telemetry.event_log import EventLog
 from keras_het.tensorboard import log_format
@@ -176,13 +176,6 @@ def test_a_torn_file_is_read_up_to_there(tmp_path: Path, lost: int) -> None:
     assert 40 <= len(steps) < 50
 
 
-def test_a_log_without_its_setup_is_no_run(tmp_path: Path) -> None:
-    write(tmp_path, 0, 50)
-    (path,) = files(tmp_path)
-    path.write_bytes(path.read_bytes()[:60])
-    assert read_log(tmp_path) == []
-
-
 def damaged(folder: Path, tag: str, content: Any) -> Run:
     """A log of 50 steps, of which one value of a tag was replaced."""
     log = EventLog(folder / "telemetry", DEVICES, HARDWARE)
@@ -293,7 +286,7 @@ def train_a_while(log: EventLog) -> None:
 def test_a_full_disk_makes_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(event_files.FileNames, "next", lambda self: "/dev/full")
+    monkeypatch.setattr(event_log, "file_names", lambda directory: iter(["/dev/full"]))
     with caplog.at_level(logging.WARNING, "keras_het"):
         train_a_while(EventLog(tmp_path, DEVICES))
     (record,) = caplog.records

@@ -23,9 +23,9 @@ from keras_het.planning.diagnosis.scores import WINDOW
 from keras_het.planning.diagnosis.steps import Throughput, throughput
 from keras_het.planning.diagnosis.what_if import PHASE_REPAIRS
 from keras_het.planning.pipeline import Timeline
-from keras_het.tensorboard.diagnosis import Diagnosis, diagnosis_of
 from keras_het.tensorboard.log_content import LogContent
 from keras_het.tensorboard.log_format import parse_timeline
+from keras_het.tensorboard.views import Diagnosis, diagnosis_of
 
 _MOST_NAMED = 3
 # What saves less than this part of a step is noise.

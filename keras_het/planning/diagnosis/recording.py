@@ -16,28 +16,28 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 PHASES = ("compute", "input", "sync", "other")
 """The four parts of a step's wall time, in the order of the log's rows."""
 
-HARDWARE: Mapping[str, str] = {
-    "hw.gpu.utilization": "1",
-    "hw.gpu.memory.usage": "By",
-    "hw.gpu.memory.limit": "By",
-    "hw.power": "W",
-    "keras_het.gpu.power_limit": "W",
-    "hw.temperature": "Cel",
-    "keras_het.gpu.clock": "Hz",
-    "keras_het.gpu.clock_limit": "Hz",
-    "keras_het.gpu.throttle_reasons": "",
-    "keras_het.cpu.budget": "{cpu}",
-    "keras_het.cpu.throttled": "1",
-    "process.cpu.usage": "{cpu}",
-    "process.memory.usage": "By",
-    "process.disk.io": "By/s",
-    "system.cpu.utilization": "1",
-    "system.memory.usage": "By",
-    "system.memory.limit": "By",
-    "system.disk.io": "By/s",
-    "system.network.io": "By/s",
+HARDWARE: Mapping[str, tuple[str, str]] = {
+    "hw.gpu.utilization": ("1", "GPU: utilization"),
+    "hw.gpu.memory.usage": ("By", "GPU: memory in use"),
+    "hw.gpu.memory.limit": ("By", "GPU: memory"),
+    "hw.power": ("W", "GPU: power"),
+    "keras_het.gpu.power_limit": ("W", "GPU: power limit"),
+    "hw.temperature": ("Cel", "GPU: temperature"),
+    "keras_het.gpu.clock": ("Hz", "GPU: clock"),
+    "keras_het.gpu.clock_limit": ("Hz", "GPU: highest clock"),
+    "keras_het.gpu.throttle_reasons": ("", "GPU: throttle reasons (bit mask)"),
+    "keras_het.cpu.budget": ("{cpu}", "Worker: CPUs it may use"),
+    "keras_het.cpu.throttled": ("1", "Worker: time stopped by a CPU quota"),
+    "process.cpu.usage": ("{cpu}", "Worker: CPUs in use"),
+    "process.memory.usage": ("By", "Worker: memory in use"),
+    "process.disk.io": ("By/s", "Worker: disk traffic"),
+    "system.cpu.utilization": ("1", "Host: CPU utilization"),
+    "system.memory.usage": ("By", "Host: memory in use"),
+    "system.memory.limit": ("By", "Host: memory"),
+    "system.disk.io": ("By/s", "Host: disk traffic"),
+    "system.network.io": ("By/s", "Host: network traffic"),
 }
-"""Sampled quantities and their units; names are OpenTelemetry's, or begin with "keras_het".
+"""Sampled quantities, their units and titles; names are OpenTelemetry's, or begin with "keras_het".
 
 Utilizations are between 0 and 1. `keras_het.cpu.budget` is the number of CPUs that the worker may
 use (affinity and cgroup quota), `process.cpu.usage` the number that its process keeps busy,
@@ -118,15 +118,13 @@ class Recording:
 
     @property
     def wall(self) -> Floats:
-        """Wall time of each replica's steps in seconds, float64 of shape [T, N]."""
         return self.compute + self.input + self.sync + self.other
 
     @property
     def samples(self) -> Floats:
         """Samples of each step, float64 of shape [T]: each stage of a pipeline takes all."""
         stages = 1 if self.pipeline is None else max(len(self.pipeline.stages), 1)
-        total: Floats = np.nansum(self.shares, axis=1) / stages
-        return total
+        return np.nansum(self.shares, axis=1) / stages
 
     def between(self, first: int, last: int) -> Recording:
         """Return the rows of some steps, with the hardware and the changes of that time."""
