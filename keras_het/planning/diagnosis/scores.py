@@ -33,19 +33,16 @@ class DeviceLines:
     slope: Floats
 
     def seconds(self, shares: Floats | IntArray | float) -> Floats:
-        """Return times of shares."""
         return np.asarray(self.fixed + self.slope * shares)
 
     def scaled(self, factors: Floats) -> DeviceLines:
-        """Return lines of devices that are slower by a factor."""
         return DeviceLines(self.fixed * factors, self.slope * factors)
 
     def relative(self, compute: Floats, shares: Floats) -> Floats:
         """Return compute times as multiples of the lines; NaN without samples."""
         expected = self.seconds(shares)
         valid = (shares > 0) & (compute > 0) & (expected > 0)
-        result: Floats = np.where(valid, compute / np.where(valid, expected, 1.0), np.nan)
-        return result
+        return np.where(valid, compute / np.where(valid, expected, 1.0), np.nan)
 
     def fastest(self, shares: Floats) -> int | None:
         """Return the device with the shortest time for a mean share; None if no line is known."""
@@ -73,17 +70,11 @@ class DeviceLines:
 def scores(recording: Recording, window: int = WINDOW) -> tuple[Floats, Floats]:
     r"""Return how fast each device is, compared with the fastest device and with itself.
 
-    With the times :math:`t_d(n)` of the same number of samples n, the mean share,
-
-    .. math:: best_d = \frac{\min_e t_e(n)}{t_d(n)}, \qquad
-        own_d = \frac{\text{median of its best block}}{\text{median of recent steps}}
-
-    An old device has a low score against the best device and a high one against itself; a device
-    that fails has a low one against itself. A block is 2 % of the steps and at least 16; times in
-    it are relative to the line of the device, so that shares may differ. Both are 1 at most, and
-    NaN where nothing is known: a device without samples has no speed, and a recording without 16
-    steps before the recent ones has no best. In a pipeline devices have different layers: nothing
-    is known of one against another.
+    With the times :math:`t_d(n)` of the mean share n, :math:`best_d = \min_e t_e(n) / t_d(n)`, and
+    own_d is the median of its best block over that of recent steps. Both are 1 at most, and NaN
+    where nothing is known: a device without samples has no speed, and a recording without 16 steps
+    before the recent ones has no best. In a pipeline devices have different layers: nothing is
+    known of one against another.
     """
     with np.errstate(all="ignore"):
         windows = choose_windows(recording, window)
@@ -95,42 +86,37 @@ def scores(recording: Recording, window: int = WINDOW) -> tuple[Floats, Floats]:
 
 
 def against_best(lines: DeviceLines, recent: Steps) -> Floats:
-    """Return the fastest device's time of a mean share over each device's, of shape [N]."""
     if not recent.shares.size:
         return np.full(len(lines.fixed), np.nan)
     seconds = lines.seconds(float(recent.shares.mean()))
     valid = seconds > 0
     best = seconds[valid].min(initial=np.inf)
-    result: Floats = np.where(valid, best / np.where(valid, seconds, 1.0), np.nan)
-    return result
+    return np.where(valid, best / np.where(valid, seconds, 1.0), np.nan)
 
 
 def against_own_best(lines: DeviceLines, windows: Windows) -> Floats:
-    """Return each device's best time relative to its line over the present one, of shape [N]."""
     recent, earlier = (
         lines.relative(steps.compute, steps.shares) for steps in (windows.recent, windows.earlier)
     )
     now = medians(recent)
-    result: Floats = np.where(now > 0, np.minimum(best_block(earlier) / now, 1.0), np.nan)
-    return result
+    return np.where(now > 0, np.minimum(best_block(earlier) / now, 1.0), np.nan)
 
 
 def best_block(values: Floats) -> Floats:
-    """Return the smallest median of consecutive rows in each column; NaN with too few rows.
-
-    Medians over a longer time would hide what was good only in the beginning, over a shorter one
-    the smallest would be an accident.
-    """
+    """Return the smallest median of a block in each column; NaN with too few rows."""
     consecutive = blocks(values)
     unknown = np.isnan(consecutive).sum(axis=1) > consecutive.shape[1] // 2
     of_blocks = np.where(unknown, np.inf, medians(consecutive, axis=1))
     best = of_blocks.min(axis=0, initial=np.inf)
-    result: Floats = np.where(np.isinf(best), np.nan, best)
-    return result
+    return np.where(np.isinf(best), np.nan, best)
 
 
 def blocks(values: Floats) -> Floats:
-    """Cut rows into blocks of 2 % of them and at least 16, the latest rows first of all."""
+    """Cut rows into blocks of 2 % of them and at least 16, the latest rows first of all.
+
+    Medians over a longer time would hide what was good only in the beginning, over a shorter one
+    the smallest would be an accident.
+    """
     size = max(_LEAST_BLOCK, len(values) // _BLOCKS)
     number = len(values) // size
     # The first steps, which compile, are in no block if there is a choice.
@@ -141,9 +127,7 @@ def blocks(values: Floats) -> Floats:
 def device_lines(recording: Recording, steps: Steps) -> DeviceLines:
     """Fit a line for each device that passes through its times in some steps.
 
-    Where shares have changed, times just before and after tell the fixed cost of a step; else it
-    is taken to be 0. The line is then scaled to the present speed. A device that has no samples
-    now keeps the speed that it had when it last had some.
+    A device that has no samples now keeps the speed that it had when it last had some.
     """
     form = _lines_through_changes(recording)
     ratio = levels(form.relative(steps.compute, steps.shares))
@@ -158,7 +142,10 @@ def device_lines(recording: Recording, steps: Steps) -> DeviceLines:
 
 
 def _lines_through_changes(recording: Recording) -> DeviceLines:
-    """Return lines whose fixed part is right in proportion to the slope."""
+    """Return lines whose fixed part is right in proportion to the slope.
+
+    Where shares have changed, times just before and after tell it; else it is taken to be 0.
+    """
     n = len(recording.devices)
     fixed, slope = np.zeros(n), np.ones(n)
     shares = np.nan_to_num(np.asarray(recording.shares, np.float64))

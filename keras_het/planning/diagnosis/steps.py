@@ -16,7 +16,7 @@ from keras_het.planning.diagnosis.recording import Floats, Integers, Recording
 BoolArray = NDArray[np.bool_]
 
 # The first steps of a run trace and compile.
-FIRST_ROWS = 8
+_FIRST_ROWS = 8
 _LONG_FIRST_ROW = 2.5
 # An evaluation, a checkpoint or a new trace between steps.
 _LONG_ROW = 4.0
@@ -72,18 +72,15 @@ class Steps:
     @functools.cached_property
     def seconds(self) -> Floats:
         """Time of each step, float64 of shape [T]."""
-        result: Floats = self.own.max(axis=1, initial=0.0) + self.transfer
-        return result
+        return self.own.max(axis=1, initial=0.0) + self.transfer
 
     def mean(self, values: Floats) -> float:
-        """Return the mean over steps."""
+        """Return the mean over steps, for each of which a row may stand."""
         return float(values @ self.weights / self.weights.sum()) if len(values) else np.nan
 
     def rows(self, chosen: slice | Integers) -> Steps:
-        """Return some rows."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        known = fields.pop("known")
-        return Steps(**{name: values[chosen] for name, values in fields.items()}, known=known)
+        names = {field.name for field in dataclasses.fields(self)} - {"known"}
+        return dataclasses.replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +152,7 @@ def without_long_rows(steps: Steps, begins: bool) -> Steps:
         return steps
     middle = float(medians(steps.seconds))
     first = 0
-    while begins and first < FIRST_ROWS and steps.seconds[first] > _LONG_FIRST_ROW * middle:
+    while begins and first < _FIRST_ROWS and steps.seconds[first] > _LONG_FIRST_ROW * middle:
         first += 1
         if first == len(steps.numbers):
             return steps
@@ -170,7 +167,7 @@ def without_long_rows(steps: Steps, begins: bool) -> Steps:
 
 
 def _weights(numbers: Integers) -> Floats:
-    """Return how many steps rows stand for: those up to the next row."""
+    """How many steps rows stand for: those up to the next row."""
     if len(numbers) < 2:
         return np.ones(len(numbers))
     gaps = np.maximum(np.diff(np.asarray(numbers, np.float64)), 1.0)
@@ -179,7 +176,7 @@ def _weights(numbers: Integers) -> Floats:
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Recent and earlier steps."""
+    """Recent and earlier steps; `wanted` are those since the last change of shares."""
 
     recent: Steps
     earlier: Steps
@@ -189,7 +186,7 @@ class Windows:
 
 
 def choose_windows(recording: Recording, window: int) -> Windows:
-    """Choose the steps of a diagnosis.
+    """Choose the recent and the earlier steps of a diagnosis.
 
     Recent steps begin with the last change of shares, and with the last lasting change of the step
     time: what has ended is not reported, and what has begun is not averaged with what was before.
@@ -205,7 +202,7 @@ def choose_windows(recording: Recording, window: int) -> Windows:
         since_shares = int(steps.numbers[0])
     steps = without_long_rows(steps, begins)
     wanted = len(steps.numbers)
-    first = last_change(steps.seconds)
+    first = _last_change(steps.seconds)
     since_speed = int(steps.numbers[first]) if first else None
     recent = steps.rows(slice(first, None))
     begin = recent.numbers[0] if len(recent.numbers) else 0
@@ -215,12 +212,8 @@ def choose_windows(recording: Recording, window: int) -> Windows:
     return Windows(recent, earlier, wanted, since_shares, since_speed)
 
 
-def last_change(seconds: Floats) -> int:
-    """Return the index at which a series has last changed its level for good; 0 if it has not.
-
-    Of all places, the one with the largest difference of means before and after, in standard
-    deviations, is a change if this exceeds what noise does. What comes after it is searched again.
-    """
+def _last_change(seconds: Floats) -> int:
+    """Return the index at which a series has last changed its level for good; 0 if it has not."""
     first = 0
     while len(seconds) - first >= 2 * _LASTING_STEPS:
         change = _change(np.log(np.maximum(seconds[first:], 1e-9)))
@@ -231,6 +224,7 @@ def last_change(seconds: Floats) -> int:
 
 
 def _change(logs: Floats) -> int:
+    """Return the place with the largest difference of means before and after, 0 if it is noise."""
     middle = float(medians(logs))
     n = len(logs)
     after = np.arange(n - _LASTING_STEPS // 2, _LASTING_STEPS - 1, -1)
@@ -238,8 +232,7 @@ def _change(logs: Floats) -> int:
 
     def difference(most: float) -> Floats:
         sums = np.cumsum(np.clip(logs, middle - most, middle + most))
-        result: Floats = (sums[-1] - sums[before - 1]) / after - sums[before - 1] / before
-        return result
+        return (sums[-1] - sums[before - 1]) / after - sums[before - 1] / before
 
     steps_between = np.abs(np.diff(logs))
     noise = max(float(medians(steps_between)) / (_NORMAL_QUARTILE * math.sqrt(2)), _LEAST_NOISE)
@@ -252,7 +245,7 @@ def _change(logs: Floats) -> int:
 
 
 def _share_changes(shares: Floats) -> Integers:
-    """Return the rows whose shares differ from those before, other than by the total."""
+    """Rows whose shares differ from those before, other than by the total."""
     total = np.maximum(shares.sum(axis=1, keepdims=True), 1e-9)
     fractions = shares / total * shares.shape[1]
     differs = np.abs(np.diff(fractions, axis=0)).max(axis=1, initial=0.0) > _CHANGED_SHARE

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from keras_het.planning.diagnosis.middles import means, medians
-from keras_het.planning.diagnosis.readings import HostState
 from keras_het.planning.diagnosis.recording import Floats
-from keras_het.planning.diagnosis.situation import Situation
+from keras_het.planning.diagnosis.situation import HostState, Situation
 
 # Fraction of the step below which a phase is not looked at.
 _LITTLE = 0.03
@@ -34,17 +33,19 @@ class Suspect:
     """A possible cause, and the time that would be saved without it.
 
     Savings of several suspects add up; a time never falls below 0. What has become slow is `since`.
+    It is of a device if it is not of its whole worker. Of the kinds, "host" is a lack of CPUs, and
+    "other" the time of callbacks and Python.
     """
 
     kind: str
     devices: tuple[int, ...]
     own: Floats
-    transfer: Floats
     why: str
-    worker: int | None = None
+    is_of_device: bool = True
     since: bool = False
     reason: str = ""
     phase: str = "compute"
+    transfer: Floats | float = 0.0
     parts: tuple[Suspect, ...] = ()
 
     @staticmethod
@@ -56,9 +57,9 @@ class Suspect:
         devices = dict.fromkeys(device for each in (first, *others) for device in each.devices)
         return dataclasses.replace(
             first,
-            devices=tuple(devices) if all(each.devices for each in suspects) else (),
+            devices=tuple(devices),
             own=np.sum([each.own for each in suspects], axis=0),
-            transfer=np.sum([each.transfer for each in suspects], axis=0),
+            transfer=sum(each.transfer for each in suspects),
             parts=(first, *others),
         )
 
@@ -66,11 +67,6 @@ class Suspect:
     def told(self) -> tuple[Suspect, ...]:
         """Its parts that are of the kind that `why` tells of, such as the input of each worker."""
         return tuple(each for each in self.parts or (self,) if each.phase == self.phase)
-
-    @property
-    def is_of_device(self) -> bool:
-        """Whether it is a device's, not a worker's."""
-        return self.worker is None or self.kind == "shares"
 
     @property
     def follows(self) -> bool:
@@ -81,15 +77,11 @@ class Suspect:
 
     def size(self) -> float:
         """Return the mean time that would be saved on the device with the largest saving."""
-        own = float(self.own.mean(axis=0).max(initial=0.0)) if len(self.own) else 0.0
-        return own + (float(self.transfer.mean()) if len(self.transfer) else 0.0)
+        return float(self.own.mean(axis=0).max(initial=0.0)) + float(np.mean(self.transfer))
 
 
 def find_suspects(situation: Situation) -> list[Suspect]:
-    """Return everything that may be a cause, one for each kind, with all devices concerned.
-
-    What has become slow is one, and what was always slow another.
-    """
+    """Return what may be causes: of each kind, what has become slow and what always was."""
     found: dict[tuple[str, bool], list[Suspect]] = {}
     for look in (_slow_devices, _long_phases, _slow_link, _wrong_shares):
         for suspect in look(situation):
@@ -101,7 +93,6 @@ def _slow_devices(situation: Situation) -> Iterator[Suspect]:
     """Devices that compute more slowly than the fastest, or than they did before."""
     recent, lines = situation.recent, situation.lines
     best = lines.fastest(recent.shares)
-    nothing = np.zeros(len(recent.own))
     left = _MOST_BALANCED
     for device in np.flatnonzero((recent.shares > 0).any(axis=0) & recent.known).tolist():
         usual, fraction = recent.compute[:, device], 1.0
@@ -113,38 +104,34 @@ def _slow_devices(situation: Situation) -> Iterator[Suspect]:
             if situation.follows and left:
                 left -= 1
                 own = np.maximum(own, _saved_by_balance(situation, device, fraction))
-            what = (fault.why, fault.worker, fault.since, fault.reason)
-            yield Suspect(fault.kind, (device,), own, nothing, *what)
+            what = (fault.why, fault.is_of_device, fault.since, fault.reason)
+            yield Suspect(fault.kind, (device,), own, *what)
         score = float(situation.best[device]) / max(fraction, 1e-9)
         if best is not None and score < 1.0 / situation.limits[device]:
             target = lines.fixed[best] + lines.slope[best] * recent.shares
             own = _of_device(recent.own, device, usual - target[:, device])
             others = _fast_ones(situation, device, best)
             why = f"computes {1 / score:.1f} times as long as {others} for the same samples"
-            yield Suspect("slow_device", (device,), own, nothing, why)
+            yield Suspect("slow_device", (device,), own, why)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Fault:
-    """Why a device is slower than it should be, and the fraction of its time that it should take.
-
-    Compared with what it was, not with other devices, if `since`.
-    """
+    """Why a device is slower than others or than it was, and the part of its time that it needs."""
 
     kind: str
     why: str
     fraction: float
     since: bool
-    worker: int | None = None
+    is_of_device: bool = True
     reason: str = ""
 
 
 def _fault(situation: Situation, device: int) -> _Fault | None:
-    """Return what is wrong with a device, beyond its model; None if nothing is."""
     limit = float(situation.limits[device])
     best, own = float(situation.best[device]), float(situation.own_best[device])
     own = 1.0 if np.isnan(own) else own
-    worker = situation.recording.devices[device].worker
+    host = situation.hosts[situation.recording.devices[device].worker]
     on_gpu = situation.recording.devices[device].kind != "CPU"
     is_slow, was_faster = best < 1.0 / limit, own < 1.0 / limit
     longer = f"computes {1 / max(own, 1e-9):.1f} times as long as in its own best steps"
@@ -154,16 +141,17 @@ def _fault(situation: Situation, device: int) -> _Fault | None:
         fraction = best if np.isnan(fraction) else fraction
         why = f"{throttle.why} and {longer}" if was_faster else throttle.why
         return _Fault("throttled_device", why, fraction, was_faster, reason=throttle.reason)
-    host = situation.hosts[worker]
     if host and not on_gpu and host.stopped and not (was_faster or is_slow):
-        return _Fault(host.kind, f"computes slowly: {host.why}", 1 - host.stopped, False, worker)
+        why = f"computes slowly: {host.why}"
+        return _Fault(host.kind, why, 1 - host.stopped, since=False, is_of_device=False)
     scores = situation.own_best if was_faster else situation.best
     # A host that is only busy does not explain why another model of device is slow.
     may_be_host = host and (was_faster or (is_slow and (host.quota or not on_gpu)))
     if host and may_be_host and _explains(host, scores, device):
         fraction = float(scores[device])
         times = f"computes {1 / max(fraction, 1e-9):.1f} times as long as it should"
-        return _Fault(host.kind, f"{times}: {host.why}", fraction, was_faster, worker)
+        why = f"{times}: {host.why}"
+        return _Fault(host.kind, why, fraction, was_faster, is_of_device=False)
     alone = own / situation.common
     if not alone < 1.0 / limit:
         return None
@@ -226,8 +214,7 @@ def _long_phases(situation: Situation) -> Iterator[Suspect]:
             # What hosts have in common does not explain why one worker loses more than the others.
             if host and np.all(means(everywhere)[host.alike & ~chosen] > _ALIKE * seconds):
                 kind, text = host.kind, f"{text}: {host.why}"
-            nothing = np.zeros(len(saved))
-            yield Suspect(kind, tuple(devices), saved, nothing, text, worker, phase=phase)
+            yield Suspect(kind, tuple(devices), saved, text, is_of_device=False, phase=phase)
 
 
 def _slow_link(situation: Situation) -> Iterator[Suspect]:
@@ -244,16 +231,19 @@ def _slow_link(situation: Situation) -> Iterator[Suspect]:
         why = f"{why}, {min(factor, 999):.1f} times as long as at its best"
     if seconds - usual <= _LITTLE * situation.step_seconds:
         return
-    saved, nothing = np.maximum(recent.transfer - usual, 0.0), np.zeros_like(recent.own)
+    saved = np.maximum(recent.transfer - usual, 0.0)
+    # Which worker's link it is cannot be seen: who gets the sum late begins the next step late, and
+    # the others wait for it there as long as it has waited here.
+    link = Suspect("link", (), np.zeros_like(recent.own), why, phase="sync", transfer=saved)
     for worker, host in situation.hosts.items():
         if host and host.quota:
             devices = tuple(situation.devices_of[worker])
-            text = f"exchange {why}: {host.why}"
-            yield Suspect(host.kind, devices, nothing, saved, text, worker, phase="sync")
-            return
-    # Which worker's link it is cannot be seen: who gets the sum late begins the next step late, and
-    # the others wait for it there as long as it has waited here.
-    yield Suspect("link", (), nothing, saved, why, phase="sync")
+            why = f"exchange {why}: {host.why}"
+            link = dataclasses.replace(
+                link, kind=host.kind, devices=devices, why=why, is_of_device=False
+            )
+            break
+    yield link
 
 
 def _wrong_shares(situation: Situation) -> Iterator[Suspect]:
@@ -265,12 +255,10 @@ def _wrong_shares(situation: Situation) -> Iterator[Suspect]:
     last = now > _UNBALANCED * best
     many = shares > shares.mean() / np.nan_to_num(situation.best, nan=1.0) * _UNBALANCED
     for device in np.flatnonzero(last & many).tolist():
-        saved = np.zeros_like(recent.own)
-        saved[:, device] = recent.compute[:, device] * (1.0 - best / now[device])
+        seconds = recent.compute[:, device] * (1.0 - best / now[device])
         factor = shares[device] / shares.mean()
         why = f"has {factor:.1f} times the samples of a mean share, more than its speed allows"
-        worker = situation.recording.devices[device].worker
-        yield Suspect("shares", (device,), saved, np.zeros(len(saved)), why, worker)
+        yield Suspect("shares", (device,), _of_device(recent.own, device, seconds), why)
 
 
 def seconds_saved(
@@ -278,9 +266,8 @@ def seconds_saved(
 ) -> Floats:
     """Return by how many seconds a step is shorter without some suspects, in three ways.
 
-    The mean over steps, which has what devices wait for each other because of noise; that between
-    mean times, which has not; and the mean in a usual part of these steps, which has no part of
-    what happens in a few of them, however long it takes.
+    The mean over steps; that between mean times, which has no waiting because of noise; and the
+    mean in a usual part of these steps, which has no part of what happens in a few of them.
     """
     (own, transfer), (own_then, transfer_then) = (
         repaired(situation, each) for each in (already, suspects)

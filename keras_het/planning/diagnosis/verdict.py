@@ -7,7 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keras_het.planning.diagnosis.causes import KINDS, listed, named_devices, text_of
+from keras_het.planning.diagnosis.causes import (
+    LOOKS_LIKE,
+    advice_for,
+    listed,
+    named_devices,
+    text_of,
+)
 from keras_het.planning.diagnosis.middles import means
 from keras_het.planning.diagnosis.recording import Floats, PipelineRecord, Recording
 from keras_het.planning.diagnosis.scores import WINDOW
@@ -82,20 +88,11 @@ class Verdict:
 def diagnose(recording: Recording, window: int = WINDOW) -> Verdict:
     r"""Say what makes recent steps longer than they have to be.
 
-    Every suspect s (a slow device, a worker that waits for its input, ...) is repaired in the
-    recorded steps, and their time computed again. With all suspects S repaired, the step takes
-    T(S); a suspect costs what remains when all others are repaired,
-
-    .. math:: cost_s = T(S \setminus s) - T(S)
-
-    over the step's time. Noise makes devices wait for each other, too: the cost is the smaller of
-    the mean over steps and of that between mean times; and none is named if none costs as much in
-    most of the time: a few stalls are no cause. The lines tell what the repair of the
-    devices that they name saves if all else stays as it is, as `what_if` does; and what it saves
-    with those that are left, where that is more.
-    Suspects that cost less than a tenth of the step are left out, unless the others explain less
-    than 80 % of the excess: of the step's time over T(S), and over the best earlier steps. If all
-    explain less, the verdict says how much is left, and if it is more than half, names no cause.
+    With all suspects S repaired, the recorded steps take T(S); a suspect s (a slow device, a worker
+    that waits for its input, ...) costs what remains when all others are repaired,
+    :math:`T(S \setminus s) - T(S)`, over the step's time. Those that cost little are left out,
+    unless the others explain too little of the excess: of the step's time over T(S), and over the
+    best earlier steps. If all explain less, the verdict says how much is left.
 
     In a pipeline, devices have different layers: a step waits for its plan, and the verdict says
     how long each device is idle, as predicted and as measured.
@@ -158,7 +155,10 @@ def _verdict(situation: Situation) -> Verdict:
 
 
 def _costs(situation: Situation, suspects: Sequence[Suspect]) -> tuple[list[float], bool]:
-    """Return the fraction of the step that each costs, and if one does so in most of the time."""
+    """Return the fraction of the step that each costs, and if one does so in most of the time.
+
+    Noise makes devices wait for each other, too: the smaller of two costs counts.
+    """
     costs, is_lasting = [], False
     for index in range(len(suspects)):
         others = [*suspects[:index], *suspects[index + 1 :]]
@@ -232,7 +232,7 @@ def _cause(situation: Situation, suspect: Suspect, cost: float) -> Cause:
         "critical" if max(alone, of_all, cost) > CRITICAL else "note",
         alone,
         text_of(situation, suspect, alone, of_all, cost),
-        KINDS[suspect.kind].advice(situation, suspect),
+        advice_for(situation, suspect),
     )
 
 
@@ -247,8 +247,8 @@ def _missing(situation: Situation, named: Sequence[Suspect]) -> list[str]:
     if len(unknown := np.flatnonzero(~situation.recent.known)):
         missing.append(f"no compute times of {listed([devices[index].name for index in unknown])}")
     for suspect in named:
-        looks_like = KINDS[suspect.kind].looks_like
-        if not looks_like or not suspect.devices:
+        looks_like = LOOKS_LIKE.get(suspect.kind)
+        if looks_like is None:
             continue
         first, is_slow = devices[suspect.devices[0]], suspect.kind == "slow_device"
         host = situation.hosts[first.worker]

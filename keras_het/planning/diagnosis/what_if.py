@@ -42,25 +42,20 @@ def what_if(recording: Recording, steps: Steps | None = None) -> WhatIf:
 
     An ideal device computes its share as fast as the fastest device would, waits for no input, and
     spends as little other time as the device that spends least; where it is better than that, it
-    keeps its own time. With ideal times in the place of device d's,
-
-    .. math:: step_d = \max\big(\max_{r \ne d} own_r,\; own_d^\text{ideal}\big) + transfer
-
-    for each step; the mean is over all steps but those that compile, partial batches and a few very
-    long ones. An ideal transfer takes no time.
+    keeps its own time. An ideal transfer takes no time. With ideal times in the place of device
+    d's, a step takes :math:`\max(\max_{r \ne d} own_r, own_d^\text{ideal}) + transfer`.
     """
-    steps = all_steps(recording) if steps is None else steps
+    steps = _all_steps(recording) if steps is None else steps
     with np.errstate(all="ignore"):
-        return what_if_of_steps(steps, device_lines(recording, steps), recording.devices)
+        return _what_if(steps, device_lines(recording, steps), recording.devices)
 
 
 def gain_over_even(recording: Recording, steps: Steps | None = None) -> float:
     """Return by what factor the present shares make steps shorter than even ones would.
 
-    Above 1 where balancing has paid. NaN without times; devices whose speed is unknown count as
-    free.
+    NaN without times; devices whose speed is unknown count as free.
     """
-    steps = all_steps(recording) if steps is None else steps
+    steps = _all_steps(recording) if steps is None else steps
     if not len(steps.numbers):
         return np.nan
     with np.errstate(all="ignore"):
@@ -71,8 +66,7 @@ def gain_over_even(recording: Recording, steps: Steps | None = None) -> float:
         return seconds / present if present > 0 else np.nan
 
 
-def all_steps(recording: Recording) -> Steps:
-    """Return all steps of a recording that can be compared."""
+def _all_steps(recording: Recording) -> Steps:
     return without_long_rows(steps_of(recording, comparable_rows(recording)), begins=True)
 
 
@@ -89,8 +83,7 @@ def seconds_with_shares(steps: Steps, lines: DeviceLines, shares: Floats) -> flo
     return steps.mean(own.max(axis=1, initial=0.0) + steps.transfer)
 
 
-def what_if_of_steps(steps: Steps, lines: DeviceLines, devices: tuple[Device, ...]) -> WhatIf:
-    """Compute steps again, with the devices' lines at hand."""
+def _what_if(steps: Steps, lines: DeviceLines, devices: tuple[Device, ...]) -> WhatIf:
     fast, other = steps.compute, steps.other
     best = lines.fastest(steps.shares)
     if best is not None:
@@ -146,5 +139,4 @@ def _without_each(steps: Steps, own: Floats, ideal: Floats) -> Floats:
     result = np.full(columns, float(steps.weights @ (longest + steps.transfer)))
     saved = longest - np.maximum(second, ideal[rows, last])
     result -= np.bincount(last, weights=steps.weights * saved, minlength=columns)
-    means_of_columns: Floats = result / steps.weights.sum()
-    return means_of_columns
+    return result / steps.weights.sum()

@@ -1,12 +1,7 @@
 """Scores of devices: their bounds, and what tells an old device from one that fails."""
 
-import dataclasses
-
 import numpy as np
 import pytest
-from depth import examples
-from hypothesis import given
-from hypothesis import strategies as st
 from step_recordings import Fault, Training
 
 from keras_het.planning.diagnosis.scores import device_lines, scores
@@ -72,21 +67,3 @@ def test_a_device_that_has_lost_its_samples_keeps_its_speed():
 def test_a_short_recording_has_no_best():
     best, own = scores(Training(2, 30).record())
     assert np.isfinite(best).all() and np.isnan(own).all()
-
-
-@examples(60)
-@given(
-    st.integers(1, 6),
-    st.integers(0, 120),
-    st.integers(0, 1000),
-    st.floats(0.0, 0.5),
-    st.floats(0.0, 0.2),
-)
-def test_scores_are_between_0_and_1(n, steps, seed, noise, unknown):
-    recording = Training(n, steps, noise=noise, seed=seed).record()
-    compute = recording.compute.copy()
-    compute[np.random.default_rng(seed).random(compute.shape) < unknown] = np.nan
-    for values in scores(dataclasses.replace(recording, compute=compute)):
-        assert values.shape == (n,)
-        known = values[~np.isnan(values)]
-        assert ((known >= 0) & (known <= 1)).all()

@@ -9,12 +9,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from step_recordings import Fault, Training, devices_of
 
-from keras_het.planning.diagnosis.causes import KINDS
 from keras_het.planning.diagnosis.recording import HARDWARE, Change, Recording
 from keras_het.planning.diagnosis.scores import scores
 from keras_het.planning.diagnosis.verdict import CRITICAL, diagnose
 from keras_het.planning.diagnosis.what_if import gain_over_even, what_if
 
+KINDS = {
+    *("slow_device", "throttled_device", "input", "host"),
+    *("other_program", "link", "shares", "other"),
+}
 NUMBERS = st.one_of(
     st.floats(0, 10),
     st.sampled_from([0.0, 1.0, np.nan, np.inf, -1e-9, -1.0, 1e300, 5e-324]),
