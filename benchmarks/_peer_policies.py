@@ -21,7 +21,7 @@ class PeerPolicy(SharePolicy):
         super().__init__(num_replicas, global_batch_size, **bounds)
         raised = np.where(self._upper > 0, np.maximum(self._lower, 1), self._lower)
         self._lower = raised if raised.sum() <= self._total else self._lower
-        self._current = self._proportional(self._first_weights())
+        self._current = self._proportional(np.ones(num_replicas))
 
 
 class ProportionalPolicy(PeerPolicy):

@@ -101,8 +101,7 @@ def _scaled(total: int, weight: FloatArray, low: IntArray, high: IntArray) -> Fl
     piece = max(int(np.searchsorted(sums, total)) - 1, 0)
     rise = growth[piece]
     factor = factors[piece] + ((total - sums[piece]) / rise if rise > 1e-15 else 0.0)
-    real: FloatArray = np.clip(factor * weight, low, high)
-    return real
+    return np.clip(factor * weight, low, high)
 
 
 def _round(total: int, real: FloatArray, low: IntArray, high: IntArray) -> IntArray:

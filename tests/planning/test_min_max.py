@@ -123,18 +123,6 @@ def test_fast_path_and_general_path_agree(lines, total):
     assert general.tolist() == min_max_shares_linear(fixed, slope, total).tolist()
 
 
-@examples(50)
-@given(lines=LINES, total=st.integers(1, 1000), extra=st.integers(1, 100))
-def test_more_samples_never_take_less_time(lines, total, extra):
-    fixed, slope = map(np.array, zip(*lines, strict=True))
-
-    def best(samples):
-        b = min_max_shares_linear(fixed, slope, samples)
-        return np.where(b > 0, fixed + slope * b, 0.0).max()
-
-    assert best(total) <= best(total + extra)
-
-
 @pytest.mark.parametrize(
     ("fixed", "slope", "total", "upper", "expected"),
     [

@@ -51,23 +51,18 @@ def test_another_plan_in_between_ends_the_trial():
     assert trial.shares_to_return_to() is None
 
 
-def test_a_change_of_speed_ends_the_trial_and_makes_old_steps_no_comparison():
+@pytest.mark.parametrize(
+    ("change", "seconds"),
+    # better than 2, whatever was before; and as long as a batch of twice the size takes
+    [(PlanTrial.speed_changed, 1.5), (PlanTrial.batch_changed, 4.0)],
+)
+def test_a_change_ends_the_trial_and_makes_old_steps_no_comparison(change, seconds):
     trial = trial_with([1.0] * 8, [2.0] * 8)
-    trial.speed_changed()
+    change(trial)
     assert trial.shares_to_return_to() is None
     trial.begin(NEW, OLD, 0.2)
     for _ in range(8):
-        trial.observe(OLD, 1.5)  # better than 2, whatever was before
-    assert trial.shares_to_return_to() is None
-
-
-def test_a_change_of_the_batch_ends_the_trial_and_makes_old_steps_no_comparison():
-    trial = trial_with([1.0] * 8, [2.0] * 8)
-    trial.batch_changed()
-    assert trial.shares_to_return_to() is None
-    trial.begin(2 * OLD, 2 * NEW, 0.2)
-    for _ in range(8):
-        trial.observe(2 * NEW, 4.0)
+        trial.observe(OLD, seconds)
     assert trial.shares_to_return_to() is None
 
 

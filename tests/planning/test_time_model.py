@@ -1,6 +1,5 @@
 """Time models: a straight line, and one with gradients sent during the backward pass."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -19,20 +18,6 @@ def test_known_values() -> None:
     assert model.seconds(0) == 0.5
     assert model.seconds(6) == 2.0
     assert model.seconds(np.int64(6)) == 2.0
-
-
-@given(_seconds, _seconds, st.integers(0, 10_000), st.integers(0, 10_000))
-def test_is_a_line(fixed: float, slope: float, first: int, second: int) -> None:
-    model = LinearTimeModel(fixed, slope)
-    assert model.seconds(0) == fixed
-    assert math.isclose(
-        model.seconds(first) + model.seconds(second), model.seconds(first + second) + fixed
-    )
-
-
-def test_is_immutable() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        LinearTimeModel(0.0, 1.0).fixed_seconds = 1.0
 
 
 @pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf, -math.inf])

@@ -167,34 +167,32 @@ class BoaPolicy(SharePolicy):
         return min(_FIRST_HOLD << min(doublings, 10), _LONGEST_HOLD)
 
     def _improve(self, step: int) -> BalancePlan | None:
-        times = self._times(self._current)
-        before = float(times.max())
-        worthwhile = before - max(before * self._threshold(), self._least_gain_seconds)
         tried, self._trying = self._trying, None
         reason, self._changed = self._reason(tried), []
+        shares = self._worthwhile_shares()
+        if shares is None:
+            if tried is not None and self._current[tried]:
+                self._retries.kept(tried)
+            return None
+        self._schedule_retries(step, shares, tried)
+        plan = self._plan(step, shares, reason)
+        if tried is None:
+            self._plans_since_change += 1
+            self._trial.begin(self._current, shares, plan.gain or 0.0)
+        return self._adopt(plan)
+
+    def _worthwhile_shares(self) -> IntArray | None:
+        before = float(self._times(self._current).max())
+        worthwhile = before - max(before * self._threshold(), self._least_gain_seconds)
         # No shares with the same sum are faster than the smallest time with one more sample.
         more = self._times(np.minimum(self._current + 1, self._upper))
         growing = self._fit.known & (self._current < self._upper)
         if growing.any() and float(more[growing].min()) > worthwhile:
-            self._stay(tried)
             return None
         shares = self._solve()
         if (shares == self._current).all() or self._trial.refused(shares):
-            self._stay(tried)
             return None
-        after = float(self._times(shares).max())
-        if after > worthwhile:
-            self._stay(tried)
-            return None
-        self._schedule_retries(step, shares, tried)
-        self._plans_since_change += tried is None
-        if tried is None:
-            self._trial.begin(self._current, shares, gain=1 - after / before)
-        return self._adopt(self._plan(step, shares, reason))
-
-    def _stay(self, tried: int | None) -> None:
-        if tried is not None and self._current[tried]:
-            self._retries.kept(tried)
+        return shares if float(self._times(shares).max()) <= worthwhile else None
 
     def _threshold(self) -> float:
         """Return the predicted gain that is worth a change and exceeds the noise."""
@@ -208,8 +206,7 @@ class BoaPolicy(SharePolicy):
     def _times(self, shares: IntArray) -> FloatArray:
         """Return predicted times; 0 for replicas that are unknown or unused."""
         line = self._fit.fixed_seconds + self._fit.seconds_per_sample * shares
-        times: FloatArray = np.where(shares > 0, line, 0.0)
-        return times
+        return np.where(shares > 0, line, 0.0)
 
     def _solve(self, lower: IntArray | None = None, upper: IntArray | None = None) -> IntArray:
         """Return optimal shares; replicas without a model keep their current shares."""
@@ -292,14 +289,10 @@ class BoaPolicy(SharePolicy):
         return float(self._times(self._solve(lower)).max())
 
 
-def _check_number(
-    name: str, value: float, least: float, most: float = math.inf, *, is_whole: bool = False
-) -> float:
-    """Return a setting if it is a number within its range."""
+def _check_number(name: str, value: float, least: float, *, is_whole: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, Integral if is_whole else Real):
         kind = "a whole number" if is_whole else "a number"
         raise TypeError(f"{name} must be {kind}. Received: {name}={value!r}.")
-    if not least <= value <= most:
-        span = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-        raise ValueError(f"{name} must be {span}. Received: {name}={value!r}.")
+    if not least <= value <= math.inf:
+        raise ValueError(f"{name} must be at least {least}. Received: {name}={value!r}.")
     return value

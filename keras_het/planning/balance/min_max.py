@@ -13,7 +13,6 @@ the numbers, and therefore ends exactly, after at most 63 halvings.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -27,12 +26,8 @@ from keras_het.planning.bounded_shares import (
 from keras_het.planning.times.time_model import LinearTimeModel, TimeModel
 
 Times = Callable[[IntArray], FloatArray]
-
-
-class _LargestWithin(Protocol):
-    """Largest shares in [low, high] that finish within a time; `low` always does."""
-
-    def __call__(self, threshold: float, low: IntArray, high: IntArray) -> IntArray: ...
+# Returns the largest shares in [low, high] that finish within a time; `low` always does.
+_LargestWithin = Callable[[float, IntArray, IntArray], IntArray]
 
 
 def min_max_shares(
@@ -114,8 +109,7 @@ def min_max_shares_linear(
     low, high = check_bounds(total, len(fixed), lower, upper)
 
     def times(shares: IntArray) -> FloatArray:
-        result: FloatArray = fixed + slope * shares
-        return result
+        return fixed + slope * shares
 
     def largest_within(threshold: float, low: IntArray, high: IntArray) -> IntArray:
         return _invert_lines(fixed, slope, threshold, low, high)

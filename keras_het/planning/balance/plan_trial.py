@@ -32,7 +32,6 @@ class RetrySchedule:
         self._failures: dict[int, int] = {}
 
     def dropped(self, replica: int, step: int, extra_fraction: float) -> None:
-        """Schedule the next try of a replica that gets no more samples."""
         failures = self._failures.get(replica, 0)
         self._failures[replica] = failures + 1
         by_cost = math.ceil(STEPS_OF_A_TRY * max(extra_fraction, 0.0) / COST)
@@ -40,7 +39,6 @@ class RetrySchedule:
         self._due[replica] = step + wait
 
     def kept(self, replica: int) -> None:
-        """Remove the schedule of a replica that is used again."""
         self._due.pop(replica, None)
         self._failures.pop(replica, None)
 
@@ -49,7 +47,6 @@ class RetrySchedule:
         return min((replica for replica, due in self._due.items() if due <= step), default=None)
 
     def started(self, replica: int) -> None:
-        """Record that a try of the replica begins."""
         self._due.pop(replica, None)
 
 

@@ -101,10 +101,9 @@ class SharePolicy:
         given = np.iinfo(np.int64).max if upper is None else np.asarray(upper)
         self._given_upper: IntArray = np.broadcast_to(given, (num_replicas,)).astype(np.int64)
         self._total = int(global_batch_size)
-        self._current = self._proportional(self._first_weights())
+        self._current = self._proportional(np.ones(num_replicas))
         self._in_effect = 0
-        self._first = True
-        self._given_start = False
+        self._first_reason: str | None = "even split"  # until the first plan is proposed
         self._bounds_changed = False
 
     @property
@@ -119,7 +118,8 @@ class SharePolicy:
             weights: one weight for each replica, zero or more, float [n].
         """
         self._current = self._proportional(np.asarray(weights, np.float64))
-        self._given_start = True
+        if self._first_reason is not None:
+            self._first_reason = "shares that were given"
 
     def observe(self, step: int, shares: ArrayLike, seconds: ArrayLike) -> None:
         """Record one step.
@@ -152,12 +152,14 @@ class SharePolicy:
         Returns:
             A plan, if shares should change; the first call always returns the first plan.
         """
-        if self._first:
-            self._first = False
-            reason = "shares that were given" if self._given_start else self._first_reason()
+        if self._first_reason is not None:
+            reason, self._first_reason = self._first_reason, None
             return BalancePlan(step, self.name, self.shares, reason)
         if self._bounds_changed:
-            return self._obey_bounds(step)
+            self._bounds_changed = False
+            shares = tuple(self._within_bounds().tolist())
+            reason = "bounds or batch size changed"
+            return self._adopt(BalancePlan(step, self.name, shares, reason))
         return self._decide(step) if self._in_effect else None
 
     def set_upper(self, replica: int, samples: int) -> None:
@@ -208,21 +210,9 @@ class SharePolicy:
         self._in_effect = 0
         return plan
 
-    def _obey_bounds(self, step: int) -> BalancePlan:
-        self._bounds_changed = False
-        shares = self._within_bounds()
-        plan = BalancePlan(step, self.name, tuple(shares.tolist()), "bounds or batch size changed")
-        return self._adopt(plan)
-
     def _within_bounds(self) -> IntArray:
         """Return new shares in the old proportions, after bounds or batch size changed."""
         return self._proportional(np.maximum(self._current, 1e-6).astype(np.float64))
-
-    def _first_weights(self) -> FloatArray:
-        return np.ones(len(self._lower))
-
-    def _first_reason(self) -> str:
-        return "even split"
 
     def _record(self, shares: IntArray, seconds: FloatArray, matches: bool) -> None:
         """Record a step; `matches` says whether it used the shares of the last plan."""
@@ -291,14 +281,10 @@ class StaticPolicy(SharePolicy):
                 f"There must be one weight for each of {num_replicas} replicas. "
                 f"Received: {weights}."
             )
-        self._weights: FloatArray = given
         super().__init__(num_replicas, global_batch_size, lower=lower, upper=upper)
-
-    def _first_weights(self) -> FloatArray:
-        return self._weights
-
-    def _first_reason(self) -> str:
-        return "weights " + " ".join(f"{weight:g}" for weight in self._weights[:16])
+        self._weights: FloatArray = given
+        self._current = self._proportional(given)
+        self._first_reason = "weights " + " ".join(f"{weight:g}" for weight in given[:16])
 
     def _within_bounds(self) -> IntArray:
         return self._proportional(self._weights)

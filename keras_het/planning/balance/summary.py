@@ -150,8 +150,7 @@ def _latest_whole(shares: IntArray, plans: Sequence[BalancePlan]) -> IntArray:
     """Return the shares of the latest step that is no smaller last batch of an epoch."""
     total = sum(plans[-1].shares) if plans else int(shares[-1].sum())
     whole = np.flatnonzero(shares.sum(axis=1) == total)
-    latest: IntArray = shares[whole[-1] if len(whole) else -1]
-    return latest
+    return shares[whole[-1] if len(whole) else -1]
 
 
 def _step_and_even(fit: TimeModelFit, now: IntArray, seconds: FloatArray) -> tuple[float, float]:

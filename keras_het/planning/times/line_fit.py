@@ -24,11 +24,7 @@ class Measurement:
 
 
 def measurements(shares: Sequence[int], seconds: Sequence[float]) -> list[Measurement]:
-    """Group observations by share.
-
-    The median is the lower one, so that one slow outlier out of two does not count: noise raises
-    compute times more than it lowers them.
-    """
+    """Group observations by share, with their lower medians: outliers are slow."""
     grouped: dict[int, list[float]] = {}
     for share, value in zip(shares, seconds, strict=True):
         grouped.setdefault(share, []).append(value)
@@ -69,7 +65,6 @@ def fit_line(
 
 
 def _ridge(points: list[Measurement], fixed_before: float, noise: float) -> tuple[float, float]:
-    """Solve the two normal equations."""
     mean = sum(point.seconds for point in points) / len(points)
     prior = 1.0 / (FIXED_PART_DEVIATION * mean) ** 2
     a11, a12, a22, b1, b2 = prior, 0.0, 0.0, prior * fixed_before, 0.0
@@ -87,7 +82,6 @@ def _ridge(points: list[Measurement], fixed_before: float, noise: float) -> tupl
 
 
 def _slope_for(points: list[Measurement], fixed: float) -> float:
-    """Fit the slope alone by weighted least squares."""
     over = sum(p.count * p.share * (p.seconds - fixed) / p.seconds**2 for p in points)
     under = sum(p.count * (p.share / p.seconds) ** 2 for p in points)
     return over / under

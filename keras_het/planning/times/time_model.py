@@ -132,7 +132,6 @@ class OverlappedTimeModel:
 
 
 def check_not_negative(name: str, value: object) -> None:
-    """Check that a value is a finite real number, at least 0."""
     # numpy's scalars share no base class with Python's numbers, so convert instead of testing
     # types.
     if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):

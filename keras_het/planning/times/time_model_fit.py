@@ -27,23 +27,17 @@ class NoiseLevel:
     """
 
     def __init__(self) -> None:
-        self._noise = PRIOR_NOISE
+        self.value = PRIOR_NOISE
         self._weight = PRIOR_DIFFERENCES
 
-    @property
-    def value(self) -> float:
-        """The relative standard deviation."""
-        return self._noise
-
     def add(self, seconds: FloatArray, seconds_before: FloatArray) -> None:
-        """Add the times of two successive steps with the same shares."""
         count = len(seconds)
         if not count:
             return
         differences = np.abs(seconds / seconds_before - 1.0) / _MEAN_DIFFERENCE
-        mean = float(np.minimum(differences, 3.0 * self._noise).sum()) / count
+        mean = float(np.minimum(differences, 3.0 * self.value).sum()) / count
         self._weight = min(self._weight + count, MEMORY + count)
-        self._noise += (mean - self._noise) * count / self._weight
+        self.value += (mean - self.value) * count / self._weight
 
 
 BoolArray = NDArray[np.bool_]
@@ -185,10 +179,9 @@ class TimeModelFit:
             Number of observations in the window with exactly this share, int64 [n].
         """
         age = (self._position[:, None] - 1 - np.arange(self._window)) % self._window
-        counted: IntArray = (
-            (self._shares == np.asarray(shares)[:, None]) & (age < self._count[:, None])
-        ).sum(axis=1)
-        return counted
+        return ((self._shares == np.asarray(shares)[:, None]) & (age < self._count[:, None])).sum(
+            axis=1
+        )
 
     def latest(self) -> tuple[Measurement | None, ...]:
         """Return the measurements of each replica with its most recent share."""
@@ -221,8 +214,7 @@ class TimeModelFit:
         sums = np.maximum(self._sums + _SIGNS * deviation - 1.0, 0.0)
         np.copyto(self._sums, sums, where=judged)
         np.copyto(self._runs, np.where(sums > 0, self._runs + 1, 0), where=judged)
-        changed: BoolArray = judged & (self._sums > CHANGE_LIMITS).any(axis=0)
-        return changed
+        return judged & (self._sums > CHANGE_LIMITS).any(axis=0)
 
     def _cut(self, changed: BoolArray) -> None:
         """Keep only the observations since the change."""
