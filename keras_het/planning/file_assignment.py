@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -42,19 +43,18 @@ def shares_of_own_samples(
 ) -> tuple[int, ...]:
     """Return shares of a step when each worker can use only samples of its own files.
 
-    Shares follow the weights until a worker has fewer samples left than its share: it then
-    contributes the rest of its samples, and the others take the rest of the step in proportion to
-    their weights. A worker whose replicas all have weight zero helps only when all others have run
-    out.
+    Shares follow the weights, as far as workers have samples left. A worker whose replicas all have
+    weight zero helps only when all others have run out.
     """
     total = min(total, sum(remaining))
-    exact_weights(weights)
-    parts = _by_worker(weights, replicas_per_worker)
+    exact = exact_weights(weights)
+    ends = itertools.accumulate(replicas_per_worker)
+    parts = [exact[end - count : end] for end, count in zip(ends, replicas_per_worker, strict=True)]
     given = [0] * len(parts)
     left = total
     while left:
         open_workers = [worker for worker in range(len(parts)) if given[worker] < remaining[worker]]
-        pulls = [sum(map(Fraction, parts[worker]), Fraction()) for worker in open_workers]
+        pulls = [sum(parts[worker], Fraction()) for worker in open_workers]
         if not any(pulls):
             pulls = [Fraction(1)] * len(open_workers)
         wanted = apportion(left, pulls)
@@ -65,14 +65,3 @@ def shares_of_own_samples(
     for part, samples in zip(parts, given, strict=True):
         shares += apportion(samples, part if any(part) else [1] * len(part))
     return tuple(shares)
-
-
-def _by_worker(
-    weights: Sequence[float], replicas_per_worker: Sequence[int]
-) -> list[Sequence[float]]:
-    parts: list[Sequence[float]] = []
-    start = 0
-    for count in replicas_per_worker:
-        parts.append([float(weight) for weight in weights[start : start + count]])
-        start += count
-    return parts

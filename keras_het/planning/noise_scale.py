@@ -14,8 +14,6 @@ import dataclasses
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_het.planning.bounded_shares import FloatArray
-
 EXPECTED_GROWTH = 2.0
 """Factor from the noise scale of the first steps to that of a whole training.
 
@@ -42,16 +40,19 @@ class NoiseScaleEstimate:
         return max(self.variance, 0.0) / self.squared_norm
 
 
-def replica_estimates(
+def noise_scale_estimate(
     shares: ArrayLike, squared_norms: ArrayLike, global_squared_norm: float
-) -> tuple[FloatArray, FloatArray]:
-    r"""Estimate from each replica's gradient against the global one.
+) -> NoiseScaleEstimate:
+    r"""Estimate from the replicas' gradients against the global one, in one step.
 
     .. math:: |G|^2_i = \frac{B |g|^2 - b_i |g_i|^2}{B - b_i}, \qquad
         S_i = \frac{b_i B}{B - b_i} \left(|g_i|^2 - |g|^2\right)
 
     Both follow from :math:`E|g_i|^2 = |G|^2 + S / b_i` and :math:`E|g|^2 = |G|^2 + S / B`, so each
-    is unbiased for any shares.
+    is unbiased for any shares. Replica i has the weight :math:`(B - b_i) / ((n - 1) B)`: it depends
+    only on the shares, so the sum stays unbiased, and it cancels the factor by which a large share
+    magnifies noise. The authors use minimum-variance weights, which need moments that were not
+    found; these are ours.
     """
     b, local = np.asarray(shares, np.float64), np.asarray(squared_norms, np.float64)
     if b.shape != local.shape or b.ndim != 1 or (b > 0).sum() < 2:
@@ -64,28 +65,7 @@ def replica_estimates(
     total = b.sum()
     squared_norm = (total * global_squared_norm - b * local) / (total - b)
     variance = b * total / (total - b) * (local - global_squared_norm)
-    return squared_norm, variance
-
-
-def noise_scale_estimate(
-    shares: ArrayLike, squared_norms: ArrayLike, global_squared_norm: float
-) -> NoiseScaleEstimate:
-    r"""Combine the replicas' estimates of one step.
-
-    Replica i has the weight :math:`(B - b_i) / ((n - 1) B)`: it depends only on the shares, so the
-    result stays unbiased, and it cancels the factor by which a large share magnifies noise. Both
-    sums then become differences of :math:`|g|^2` and the weighted mean of :math:`|g_i|^2`:
-
-    .. math:: S = \frac{\sum_i b_i |g_i|^2 - B |g|^2}{n - 1}, \qquad
-        |G|^2 = \frac{n |g|^2 - \sum_i (b_i / B) |g_i|^2}{n - 1}
-
-    With equal shares these are the known formulas. The authors use minimum-variance weights, which
-    need moments that were not found; these weights are ours.
-    """
-    squared_norm, variance = replica_estimates(shares, squared_norms, global_squared_norm)
-    b = np.asarray(shares, np.float64)
-    b = b[b > 0]
-    weights = (b.sum() - b) / b.sum() / (len(b) - 1)
+    weights = (total - b) / total / (len(b) - 1)
     return NoiseScaleEstimate(
         float((weights * squared_norm).sum()), float((weights * variance).sum())
     )
@@ -105,7 +85,6 @@ class SmoothedNoiseScale:
         self._weight = 0.0
 
     def add(self, estimate: NoiseScaleEstimate) -> None:
-        """Add one step."""
         new = 1.0 - self._decay
         norm, variance = self._sums
         self._sums = (

@@ -8,10 +8,10 @@ import math
 from keras_het.planning.loader.controller import LoaderPlan, LoaderWindow, WindowSize
 from keras_het.planning.loader.throughput_model import JobModel, ThroughputModel
 
-FIRST_PAUSE_SECONDS = 2.0
-UP = ("more loaders", "more prefetch")
-"""Kinds of move that have a cost and must therefore make steps faster."""
-LONGEST_PAUSE_SECONDS = 120.0
+_FIRST_PAUSE_SECONDS = 2.0
+_LONGEST_PAUSE_SECONDS = 120.0
+# Kinds of move that have a cost and must therefore make steps faster.
+_UP = ("more loaders", "more prefetch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Trial:
     def pays(self, after: LoaderWindow) -> bool:
         """Whether to keep the move: up must make steps faster, down must not make them slower."""
         gain = after.steps_per_second / self.window.steps_per_second - 1.0
-        if self.kind in UP:
+        if self.kind in _UP:
             needed = min(0.08, max(0.02, self.predicted_gain / 2))
             # Loaders and buffers shorten waits; any other gain is noise, of which a long training
             # has enough to grow without end.
@@ -41,24 +41,21 @@ class Pauses:
     """Time for which each kind of failed move stays blocked: twice as long each time."""
 
     def __init__(self) -> None:
-        self._until: dict[str, float] = {}
-        self._length: dict[str, float] = {}
+        self._pauses: dict[str, tuple[float, float]] = {}  # the end, and the next one's length
 
     def start(self, kind: str, now: float) -> None:
-        """Block a kind of move from now on."""
-        length = self._length.get(kind, FIRST_PAUSE_SECONDS)
-        self._until[kind] = now + length
-        self._length[kind] = min(2 * length, LONGEST_PAUSE_SECONDS)
+        _, length = self._pauses.get(kind, (0.0, _FIRST_PAUSE_SECONDS))
+        self._pauses[kind] = now + length, min(2 * length, _LONGEST_PAUSE_SECONDS)
 
     def allow(self, kind: str, now: float) -> bool:
-        """Whether a kind of move may be tried now."""
-        return now >= self._until.get(kind, 0.0)
+        return kind not in self._pauses or now >= self._pauses[kind][0]
 
     def end(self, kind: str | None = None) -> None:
         """Unblock a kind of move, by default all: earlier findings no longer hold."""
-        for each in [kind] if kind is not None else list(self._until):
-            self._until.pop(each, None)
-            self._length.pop(each, None)
+        if kind is None:
+            self._pauses.clear()
+        else:
+            self._pauses.pop(kind, None)
 
 
 WAITS = 0.03
@@ -153,7 +150,7 @@ class TunerController:
         effect = self._trial.predicted_gain if self._trial else (1.0 if self._hurry else 0.0)
         if effect > 0.5:
             return WindowSize(self._skip, 4, 0.1)
-        sure = self._trial is None or effect > 0.1 or self._trial.kind not in UP
+        sure = self._trial is None or effect > 0.1 or self._trial.kind not in _UP
         return WindowSize(self._skip, 16, 0.5 if sure else 1.0)
 
     def set_cpus(self, cpus: float) -> None:

@@ -119,7 +119,6 @@ def mean_age_in_periods(exchange: ExchangeSettings, pusher: Pusher, period: int)
 
 
 def longest_period(num_steps: int) -> int:
-    """Return the longest period of a task whose period is planned."""
     return max(1, num_steps // EXCHANGES_AN_EPOCH)
 
 

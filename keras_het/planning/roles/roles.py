@@ -265,11 +265,7 @@ def search_all(cluster: ClusterSpeeds) -> tuple[ModePrediction, ...]:
 
 
 def search_likely(cluster: ClusterSpeeds) -> tuple[ModePrediction, ...]:
-    """Find good sync groups among the likely ones, excluding the group of all workers.
-
-    The best likely group of hybrid is improved by adding, removing or replacing one worker, while
-    that helps.
-    """
+    """Find good sync groups among the likely ones and, for hybrid, their neighbours."""
     groups = [predict_sync(cluster, group) for group in likely_groups(cluster)]
     hybrids = _best_hybrids(cluster, groups)
     while hybrids:
@@ -282,10 +278,9 @@ def search_likely(cluster: ClusterSpeeds) -> tuple[ModePrediction, ...]:
 
 
 def likely_groups(cluster: ClusterSpeeds) -> list[tuple[int, ...]]:
-    """List candidates for the best sync group, excluding the group of all workers.
+    """List candidates for the best sync group, at most 3 n^2, excluding the group of all workers.
 
-    Of the workers with at least a certain link rate, the first 1, 2, ... by the time of an even
-    share, by speed, and by link rate: at most 3 n^2 groups.
+    Of the workers with at least a certain link rate, the first 1, 2, ... by different orders.
     """
     speed, link = cluster.samples_per_second, cluster.link_bytes_per_second
     workers = range(len(speed))
@@ -315,11 +310,7 @@ def _neighbours(prediction: ModePrediction) -> Iterable[set[int]]:
 
 
 def best_hybrid(cluster: ClusterSpeeds, sync: ModePrediction) -> ModePrediction | None:
-    """Choose the async workers for a sync group.
-
-    Only workers that are clearly slower than every member, in computation or in their link, may be
-    asynchronous: they would hold the group up. Among equals, stale gradients have no benefit.
-    """
+    """Choose the async workers for a sync group; None if nobody would hold it up."""
     order = sorted(
         _slower(cluster, sync), key=lambda i: _streams(cluster, sync, [i])[1].age_seconds
     )
@@ -331,6 +322,10 @@ def best_hybrid(cluster: ClusterSpeeds, sync: ModePrediction) -> ModePrediction 
 
 
 def _slower(cluster: ClusterSpeeds, sync: ModePrediction) -> list[int]:
+    """Return who is clearly slower than every member, in computation or in the link.
+
+    Among equals, stale gradients have no benefit.
+    """
     link, time = cluster.link_bytes_per_second, cluster.even_share_seconds
     group = sync.workers("sync")
     # A message there and back; rates of fast links differ by chance and cost nothing.
@@ -342,7 +337,6 @@ def _slower(cluster: ClusterSpeeds, sync: ModePrediction) -> list[int]:
 
 
 def _best_hybrids(cluster: ClusterSpeeds, groups: Iterable[ModePrediction]) -> list[ModePrediction]:
-    """Return the best hybrid of all groups, in a list that is empty if there is none."""
     hybrids = [best_hybrid(cluster, group) for group in groups]
     possible = [hybrid for hybrid in hybrids if hybrid is not None]
     return [_best(possible)] if possible else []
@@ -385,11 +379,7 @@ def predict_sync(cluster: ClusterSpeeds, members: Collection[int]) -> ModePredic
 def predict_hybrid(
     cluster: ClusterSpeeds, sync: ModePrediction, asynchronous: Sequence[int]
 ) -> ModePrediction:
-    """Predict a sync group with async workers alongside it.
-
-    The parameter service runs on the member of the sync group with the fastest link. Its async
-    workers equally share the part of this link that the all-reduce leaves.
-    """
+    """Predict a sync group with async workers alongside it."""
     group, *beside = _streams(cluster, sync, asynchronous)
     everyone = sum(stream.samples_per_second for stream in (group, *beside))
     effective = sum(_effective(cluster, stream, everyone) for stream in (group, *beside))
@@ -464,7 +454,11 @@ def _streams(
 def _travel_seconds(
     cluster: ClusterSpeeds, sync: ModePrediction, worker: int, num_async: int
 ) -> float:
-    """Return the time of a simultaneous push and pull over the slower of both links."""
+    """Return the time of a simultaneous push and pull over the slower of both links.
+
+    The parameter service runs on the member of the sync group with the fastest link. Its async
+    workers equally share the part of this link that the all-reduce leaves.
+    """
     group = sync.workers("sync")
     leader = max(cluster.link_bytes_per_second[i] for i in group)
     # Above 0, because no all-reduce fills the time of the computation.
