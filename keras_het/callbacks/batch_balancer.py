@@ -17,6 +17,7 @@ from keras_het.planning import BalancePlan, BalancePolicy, apportion, make_polic
 from keras_het.planning.balance.summary import summarize
 from keras_het.strategy.keras_calls import SessionCallback
 from keras_het.strategy.measure.measured_steps import MeasuredSteps, Reading
+from keras_het.strategy.measure.sampled_steps import SampledSteps
 
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
@@ -98,6 +99,7 @@ class BatchBalancer(SessionCallback):
         self._global_batch_size = 0
         self._used_shares: tuple[int, ...] = ()
         self._steps = MeasuredSteps(keep_measurements)
+        self._sampled: SampledSteps | None = None
         self.plans: list[BalancePlan] = []
         self.measurements = self._steps.rows
 
@@ -115,7 +117,8 @@ class BatchBalancer(SessionCallback):
             note_memory = functools.partial(self._memory.run_step, strategy, self.measurements)
             fit.add_layer(Rank.NOTE_MEMORY, note_memory)
         strategy.measure_compute_times(self.model)
-        self._steps.begin(strategy.compute_times)
+        self._sampled = strategy._sample_steps(fit)
+        self._steps.begin(strategy.compute_times, self._sampled)
         # replaces what a balancer wanted in a fit in between
         latest = self.plans[-1].shares if self.plans else [0] * len(strategy.shares)
         strategy.compute_times.send_shares(latest)
@@ -154,7 +157,8 @@ class BatchBalancer(SessionCallback):
         """Let the chief decide about the shares, and all workers follow it."""
         if not readings:
             return
-        if (note := getattr(self._policy, "observe_step_seconds", None)) is not None:
+        note = getattr(self._policy, "observe_step_seconds", None)
+        if note is not None and self._steps.step_seconds is not None:
             note(self._steps.step_seconds)
         for reading in readings:
             policy = self._policy_for(int(reading.shares.sum()))
@@ -163,6 +167,8 @@ class BatchBalancer(SessionCallback):
         if self._strategy.is_chief and (plan := policy.propose(readings[-1].step)) is not None:
             self._note(plan)
             self._strategy.compute_times.send_shares(plan.shares)
+            if self._sampled is not None:
+                self._sampled.ask()  # the plan travels with measured steps, and is judged by them
             if self._strategy.num_workers == 1:
                 self._use(plan.shares)
         wanted = readings[-1].wanted_shares

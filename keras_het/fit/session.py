@@ -40,6 +40,7 @@ class Rank(enum.IntEnum):
     COUNT_SAMPLES = 4
     NOTE_MEMORY = 5
     REDUCE_LOCALLY = 6
+    SAMPLE_STEPS = 7
 
 
 class FitSession:

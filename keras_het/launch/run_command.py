@@ -110,6 +110,11 @@ def _add_emulation(run: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="time of a step without samples, on every device (default: 0)",
     )
+    group.add_argument(
+        "--asynchronous",
+        action="store_true",
+        help="devices compute while their hosts go on, as GPUs do",
+    )
 
 
 def _add_processors(run: argparse.ArgumentParser) -> None:
@@ -163,10 +168,9 @@ def _add_output(run: argparse.ArgumentParser) -> None:
 
 def check_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Exit with code 2 if options contradict each other."""
-    if options.speeds is None and not (
-        options.sample_milliseconds is None and options.fixed_milliseconds is None
-    ):
-        parser.error("--sample-milliseconds and --fixed-milliseconds need --speeds")
+    emulated = options.sample_milliseconds, options.fixed_milliseconds
+    if options.speeds is None and (options.asynchronous or emulated != (None, None)):
+        parser.error("--sample-milliseconds, --fixed-milliseconds and --asynchronous need --speeds")
     if options.speeds and options.workers not in (None, len(options.speeds)):
         parser.error(
             f"--speeds has {len(options.speeds)} speeds, but --workers is {options.workers}: give "
@@ -264,7 +268,7 @@ def _emulation(options: argparse.Namespace) -> Emulation | None:
         times["seconds_per_sample"] = options.sample_milliseconds / 1000
     if options.fixed_milliseconds is not None:
         times["fixed_seconds"] = options.fixed_milliseconds / 1000
-    return Emulation(options.speeds, **times)
+    return Emulation(options.speeds, **times, asynchronous=options.asynchronous)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.fit.session import FitSession
 from keras_het.keras_backend import check_keras_backend
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.input.distributed_steps import DistributedSteps
@@ -48,7 +49,9 @@ from keras_het.strategy.measure.emulated_device import (
     read_emulated_devices,
     warn_of_emulated_devices,
     warn_that_nothing_waits,
+    works_ahead,
 )
+from keras_het.strategy.measure.sampled_steps import SampledSteps
 from keras_het.strategy.membership import (
     Membership,
     choose_devices,
@@ -362,6 +365,14 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """
         self._compute_times.begin(model, gradients, stops)
 
+    def _sample_steps(self, session: FitSession | None) -> SampledSteps | None:
+        """Measure only some steps of a `fit`, if measuring would stop a device."""
+        if session is None or not self._works_ahead:
+            return None
+        sampled = self._stop_request.sampled = SampledSteps(self, session)
+        session.on_end(lambda: setattr(self._stop_request, "sampled", None))
+        return sampled
+
     def stop_measuring(self, model: keras.Model) -> None:
         """End a measurement started with `stops`, and that of gradients; others' times continue.
 
@@ -520,7 +531,14 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     def _steps_are_timed(self) -> bool:
         """Whether the training steps that are traced now read the clock."""
         times = self._compute_times
-        return times.is_measuring or times.phases.is_measuring
+        return (times.is_measuring or times.phases.is_measuring) and not times.is_sampled_out
+
+    @property
+    def _works_ahead(self) -> bool:
+        """Whether a device of this worker computes while its host goes on."""
+        devices = self.extended.worker_devices
+        emulated = self._emulated_devices or [None] * len(devices)
+        return any(works_ahead(*each) for each in zip(devices, emulated, strict=True))
 
     def _needs_exact_step(self, model: keras.Model | None) -> bool:
         optimizer = getattr(model, "optimizer", None)

@@ -25,28 +25,32 @@ class OnDevice:
         return np.array(self._value)
 
 
+def taken(reads: LateReads, all_of_them: bool = False) -> list[float]:
+    return [float(read.value) for read in reads.take(all_of_them)]
+
+
 def test_a_value_is_waited_for_when_its_device_is_so_many_steps_behind() -> None:
     reads, values = LateReads(2), [OnDevice(number) for number in range(4)]
     for value in values[:2]:
         reads.add(value)
-        assert reads.take() == []
+        assert taken(reads) == []
     reads.add(values[2])
     threading.Timer(0.05, values[0].is_computed.set).start()
-    assert reads.take() == [0]
+    assert taken(reads) == [0]
     assert values[0].read_by == "keras_het-reads"
     reads.add(values[3])
     for value in values:
         value.is_computed.set()
-    assert reads.take() == [1]
-    assert reads.take(all_of_them=True) == [2, 3]
-    assert reads.take(all_of_them=True) == []
+    assert taken(reads) == [1]
+    assert taken(reads, all_of_them=True) == [2, 3]
+    assert taken(reads, all_of_them=True) == []
 
 
 def test_without_a_lag_the_value_is_there_at_once() -> None:
     reads, value = LateReads(0), OnDevice(7)
     value.is_computed.set()
     reads.add(value)
-    assert reads.take() == [7]
+    assert taken(reads) == [7]
     assert value.read_by == "MainThread"
 
 
@@ -57,11 +61,11 @@ def test_an_error_of_a_step_is_raised_where_its_value_is_due() -> None:
         reads.add(value)
     with pytest.raises(ValueError, match="lost"):
         reads.take()
-    assert reads.take(all_of_them=True) == [1]
+    assert taken(reads, all_of_them=True) == [1]
 
 
 def test_values_of_a_training_that_has_ended_are_forgotten() -> None:
     reads = LateReads(3)
     reads.add(OnDevice(0))
     reads.clear()
-    assert reads.take(all_of_them=True) == []
+    assert taken(reads, all_of_them=True) == []

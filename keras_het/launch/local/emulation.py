@@ -15,12 +15,14 @@ class Emulation:
     """One emulated device per worker.
 
     A device of speed `s` takes at least `fixed_seconds + seconds_per_sample / s` for a step of one
-    sample. It waits for that time without burning CPU, so several fit on one machine.
+    sample. It waits for that time without burning CPU, so several fit on one machine. Asynchronous
+    ones compute while their hosts go on, as GPUs do.
     """
 
     speeds: tuple[float, ...]
     seconds_per_sample: float = _DEFAULT_SECONDS_PER_SAMPLE
     fixed_seconds: float = 0.0
+    asynchronous: bool = False
 
     def __post_init__(self) -> None:
         if not self.speeds or not all(0 < speed < float("inf") for speed in self.speeds):
@@ -43,13 +45,16 @@ class Emulation:
             "fixed_seconds": model.fixed_seconds,
             "seconds_per_sample": model.seconds_per_sample,
         }
+        if self.asynchronous:
+            device["asynchronous"] = True
         return {KERAS_HET_EMULATED_DEVICES: json.dumps([device])}
 
     def describe(self) -> str:
         speeds = ":".join(f"{speed:g}" for speed in self.speeds)
         times = ", ".join(f"{1000 * model.seconds_per_sample:g}" for model in self.time_models())
         fixed = f" plus {1000 * self.fixed_seconds:g} ms a step" if self.fixed_seconds else ""
+        kind = "asynchronous device" if self.asynchronous else "device"
         return (
-            f"EMULATION: device speeds {speeds} are emulated by waiting ({times} ms per sample"
+            f"EMULATION: {kind} speeds {speeds} are emulated by waiting ({times} ms per sample"
             f"{fixed}). Times of this run are not those of real devices."
         )

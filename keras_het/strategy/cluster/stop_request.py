@@ -13,22 +13,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.fit.session import STEP_FUNCTIONS, Batches, FitSession, Rank, StepFunction
 from keras_het.strategy.cluster.departure import call_for
 from keras_het.strategy.cluster.stop_signals import SIGNALS, stop_signals
-from keras_het.strategy.measure.late_reads import LAG, LateReads
+from keras_het.strategy.measure.late_reads import LAG, LateReads, Read
 from keras_het.value_types import Nest
 
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
+    from keras_het.strategy.measure.sampled_steps import SampledSteps
 
 _logger = logging.getLogger(__name__)
 
 _SECONDS_TO_MEET = 2.0
+# a signal of each kind, to measure closely, and an interval between measured steps
+_NUM_WISHES = len(SIGNALS) + 2
 _COMPUTES, _UPDATES = 1.0, 2.0
 _SECONDS_BETWEEN_LOOKS = 0.05
 _Position: TypeAlias = Mapping[str, Any]
@@ -61,11 +63,14 @@ class StopRequest:
         self._carries: weakref.WeakKeyDictionary[keras.Model, dict[str, bool]] = (
             weakref.WeakKeyDictionary()
         )
-        self._reads = LateReads(0 if "CPU" in device else LAG)
+        self._reads = LateReads(LAG if strategy._works_ahead else 0)
+        self.sampled: SampledSteps | None = None
+        """The running `fit`'s sampled steps, whose wishes travel with these."""
+        self._sent = [0.0] * _NUM_WISHES
         # On the step's device, because XLA may compile the step.
         with tf.init_scope(), tf.device(device):
-            self._own = tf.Variable(tf.zeros([len(SIGNALS)]), trainable=False)
-            self._everyone = tf.Variable(tf.zeros([len(SIGNALS)]), trainable=False)
+            self._own = tf.Variable(tf.zeros([_NUM_WISHES]), trainable=False)
+            self._everyone = tf.Variable(tf.zeros([_NUM_WISHES]), trainable=False)
 
     @property
     def is_in_steps(self) -> bool:
@@ -111,10 +116,20 @@ class StopRequest:
         if self.is_agreed:
             self._end()
 
-    def _note(self, wishes: Iterable[np.ndarray]) -> None:
-        for of_workers in wishes:
-            asked = [number for number, count in zip(SIGNALS, of_workers, strict=True) if count > 0]
+    def _note(self, reads: Iterable[Read]) -> None:
+        for wishes, _ in reads:
+            signals, others = wishes[: len(SIGNALS)], wishes[len(SIGNALS) :]
+            asked = [number for number, count in zip(SIGNALS, signals, strict=True) if count > 0]
             self._agreed = self._agreed or next(iter(asked), None)
+            if self.sampled is not None:
+                self.sampled.agree(*others)
+
+    def _send_wishes(self) -> None:
+        wishes = [float(number == self._received) for number in SIGNALS]
+        wishes += self.sampled.wishes if self.sampled else (0.0, 0.0)
+        if wishes != self._sent:
+            self._own.assign(wishes)
+            self._sent = wishes
 
     def contribution(self, is_first: bool, dtype: tf.DType) -> tf.Tensor:
         """Return what a replica adds to the sum over all replicas, in the graph."""
@@ -142,8 +157,8 @@ class StopRequest:
             self._has_begun_steps, self._is_carried = True, is_carried
             if self.is_agreed:
                 self._end()
-            if self._received is not None and is_carried:
-                self._own.assign([float(number == self._received) for number in SIGNALS])
+            if is_carried:
+                self._send_wishes()
         result = function(batches)
         if self._is_carried:
             wishes = tf.raw_ops.ReadVariableOp(resource=self._everyone.handle, dtype=tf.float32)
@@ -186,7 +201,8 @@ class StopRequest:
             call_for(_SECONDS_TO_MEET, strategy.barrier)
         self._received = self._agreed = None
         self._reads.clear()
-        self._own.assign(tf.zeros_like(self._own))
+        self._sent = [0.0] * _NUM_WISHES
+        self._own.assign(self._sent)
         self._everyone.assign(tf.zeros_like(self._everyone))
         raise stop_signals.exception(number)
 

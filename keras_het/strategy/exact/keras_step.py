@@ -23,6 +23,7 @@ from keras_het.strategy.exact.means import Means
 from keras_het.strategy.exact.metrics import Metrics, flatten_metrics
 from keras_het.strategy.exact.own_state import Assignments, OwnState, tell
 from keras_het.strategy.exact.step import ReplicaSum, StepSpec, active
+from keras_het.strategy.measure.emulated_device import works_ahead
 from keras_het.strategy.measure.step_clock import Measurement
 from keras_het.value_types import Leaf, Nest
 
@@ -183,7 +184,7 @@ def _spec(
         total = strategy.extended.all_reduce_in_replica(tf.distribute.ReduceOp.SUM, samples)
     part, whole = tf.cast(samples, tf.float64), tf.cast(total, tf.float64)
     position = replica_id - local.start
-    devices = strategy.emulated_devices
+    emulated = strategy.emulated_devices[position] if strategy.emulated_devices else None
     return StepSpec(
         replica_id=replica_id,
         group=group,
@@ -195,9 +196,9 @@ def _spec(
         inverse_weight=tf.math.divide_no_nan(whole, part),
         sizes=sizes,
         seed_stream=replica_id + strategy._first_seed_stream,
-        is_on_gpu="CPU" not in strategy.extended.worker_devices[position],
+        is_on_gpu=works_ahead(strategy.extended.worker_devices[position], emulated),
         may_have_no_samples=is_local,
-        emulated_device=None if devices is None else devices[position],
+        emulated_device=emulated,
         **facts,
     )
 

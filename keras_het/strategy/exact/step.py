@@ -160,13 +160,14 @@ class ReplicaSum:
     def _all_reduced(self, summands: list[Summand]) -> list[Summand]:
         if not summands:
             return []
-        if self._measurement:
-            started, summands = self._measurement.clock.collective_starts(summands)
+        clock = self._measurement.clock if self._measurement else None
+        if clock is not None:
+            started, summands = clock.collective_starts(summands)
         extended = tf.distribute.get_strategy().extended
         with self._assignments.by_keras():  # a summation counts
             sums = extended.all_reduce_in_replica(tf.distribute.ReduceOp.SUM, summands)
-        if self._measurement:
-            self._measurement.clock.collective_ends(started, sums)
+        if clock is not None:
+            clock.collective_ends(started, sums)
         self.results += sums
         return list(sums)
 

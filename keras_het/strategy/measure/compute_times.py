@@ -44,6 +44,8 @@ class ComputeTimes:
         self._read = 0
         self.is_measuring = False
         self.is_measuring_gradients = False
+        self.is_sampled_out = False
+        """Whether the step that runs now is one of those that are not measured."""
         # Models whose train function was made during measurement; whether with gradients.
         self._measured_models: weakref.WeakKeyDictionary[keras.Model, bool] = (
             weakref.WeakKeyDictionary()

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
 
+from keras_het import private_api
 from keras_het.planning.times.time_model import LinearTimeModel
 from keras_het.value_types import Leaf
 
@@ -23,16 +26,24 @@ _logger = logging.getLogger(__name__)
 KERAS_HET_EMULATED_DEVICES = "KERAS_HET_EMULATED_DEVICES"
 
 _KEYS = ("speed", "fixed_seconds", "seconds_per_sample")
+_ASYNCHRONOUS = "asynchronous"
+# About as many steps as the thousand kernels that CUDA queues.
+_QUEUE_DEPTH = 8
 _slowdowns: dict[int, float] = {}
 _EXAMPLE = '[{"speed": 4.0, "fixed_seconds": 0.0, "seconds_per_sample": 0.001}]'
 
 
 @dataclass(frozen=True)
 class EmulatedDevice:
-    """A device that takes at least the time its time model says for each step."""
+    """A device that takes at least the time its time model says for each step.
+
+    One that is asynchronous works ahead of its host, as a GPU does: the host goes on while it
+    computes, and waits for it only where it reads a result.
+    """
 
     speed: float
     time_model: LinearTimeModel
+    asynchronous: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.speed < float("inf"):
@@ -43,12 +54,17 @@ class EmulatedDevice:
 
     def describe(self) -> str:
         """Return one line for logs and plots that labels the device as EMULATED."""
-        model = self.time_model
+        model, kind = self.time_model, "asynchronous device" if self.asynchronous else "device"
         fixed = f"{1000 * model.fixed_seconds:g} ms + " if model.fixed_seconds else ""
         return (
-            f"EMULATED device of speed {self.speed:g}: a step takes at least "
+            f"EMULATED {kind} of speed {self.speed:g}: a step takes at least "
             f"{fixed}{1000 * model.seconds_per_sample:g} ms per sample"
         )
+
+
+def works_ahead(device: str, emulated: EmulatedDevice | None) -> bool:
+    """Whether a device computes while its host goes on, so that reading a result stops it."""
+    return "CPU" not in device or (emulated is not None and emulated.asynchronous)
 
 
 def read_emulated_devices(
@@ -69,14 +85,18 @@ def read_emulated_devices(
 
 
 def _read_device(device: object, index: int, text: str) -> EmulatedDevice:
-    if not isinstance(device, dict) or set(device) != set(_KEYS):
+    if not isinstance(device, dict) or set(device) - {_ASYNCHRONOUS} != set(_KEYS):
         raise _error(f"must hold objects with the keys {list(_KEYS)}; device {index} is not", text)
     for key in _KEYS:
         if isinstance(device[key], bool) or not isinstance(device[key], (int, float)):
             raise _error(f"must hold numbers; device {index} has {key}={device[key]!r}", text)
+    asynchronous = device.get(_ASYNCHRONOUS, False)
+    if not isinstance(asynchronous, bool):
+        problem = f"device {index} has {_ASYNCHRONOUS}={asynchronous!r}"
+        raise _error(f"must say true or false of {_ASYNCHRONOUS}; {problem}", text)
     try:
         model = LinearTimeModel(float(device["fixed_seconds"]), float(device["seconds_per_sample"]))
-        return EmulatedDevice(float(device["speed"]), model)
+        return EmulatedDevice(float(device["speed"]), model, asynchronous)
     except ValueError as error:
         raise _error(f"describes device {index} wrongly: {error}", text) from error
 
@@ -119,6 +139,47 @@ def slow_down(replica: int, factor: float) -> None:
     _slowdowns[replica] = float(factor)
 
 
+class DeviceQueue:
+    """What an asynchronous device has yet to compute: the times at which its steps end.
+
+    A launch returns at once, unless the queue is full; a copy to the host waits for all that was
+    launched before it.
+    """
+
+    def __init__(self, depth: int = _QUEUE_DEPTH) -> None:
+        self._ends: deque[float] = deque([0.0], maxlen=depth)
+        self._lock = threading.Lock()
+
+    @property
+    def busy_until(self) -> float:
+        """When the latest step ends, in seconds since the epoch."""
+        return self._ends[-1]
+
+    def launch(self, seconds: float, begun: float) -> None:
+        """Queue a step, whose first kernels the host has queued at a time."""
+        if len(self._ends) == self._ends.maxlen:
+            _sleep_until(self._ends[0])
+        with self._lock:
+            self._ends.append(max(max(self.busy_until, begun) + seconds, time.time()))
+
+    def wait(self) -> None:
+        """Wait until all is computed."""
+        _sleep_until(self.busy_until)
+
+    def meet(self, busy_until: float) -> None:
+        """Wait for other devices, in a collective that no host waits for."""
+        with self._lock:
+            self._ends[-1] = max(self.busy_until, busy_until)
+
+
+_queues: dict[int, DeviceQueue] = {}
+
+
+def queue_of(replica: int) -> DeviceQueue:
+    """Return the queue of an asynchronous device of this process."""
+    return _queues.setdefault(replica, DeviceQueue())
+
+
 def held(
     device: EmulatedDevice,
     replica_id: int,
@@ -126,39 +187,69 @@ def held(
     start_time: tf.Tensor,
     values: Sequence[Leaf],
 ) -> tuple[list[Leaf], tf.Tensor]:
-    """Return values when a device would have computed them, and how long that was to wait."""
+    """Return values when the host may go on, and how long that was to wait; in the graph.
+
+    That is when the device would have computed them, or when an asynchronous one has queued them.
+    """
+
+    def wait(start: np.ndarray, samples: np.ndarray) -> np.float64:
+        seconds = device.time_model.seconds(int(samples)) if samples else 0.0
+        seconds *= _slowdowns.get(replica_id, 1.0)
+        before = time.time()
+        if device.asynchronous:
+            queue_of(replica_id).launch(seconds, float(start))
+        elif seconds:
+            _sleep_until(float(start) + seconds)
+        return np.float64(time.time() - before)
+
     flat = tf.nest.flatten(list(values), expand_composites=True)
-    model = device.time_model
-    with tf.control_dependencies(flat), tf.device("CPU:0"):
-        waited = tf.numpy_function(
-            _sleep_until,
-            [start_time, replica_id, samples, model.fixed_seconds, model.seconds_per_sample],
-            tf.float64,
-            # Stateful operations of a function run one after the other: devices of one process
-            # would not be slow at the same time.
-            stateful=False,
-        )
-    waited.set_shape([])
-    # If it has no side effect, an operation that is only waited for does not run.
-    gate = tf.raw_ops.Assert(condition=waited >= 0, data=[waited])
-    with tf.control_dependencies([gate]):
+    with tf.control_dependencies(flat):
+        waited = _on_host(wait, start_time, samples)
+    with tf.control_dependencies([waited]):
         later = [tf.identity(item) for item in flat]
     return list(tf.nest.pack_sequence_as(list(values), later, expand_composites=True)), waited
 
 
-def _sleep_until(
-    start: np.ndarray,
-    replica_id: np.ndarray,
-    samples: np.ndarray,
-    fixed_seconds: float,
-    seconds_per_sample: float,
-) -> np.float64:
-    """Sleep until the emulated compute time is over; a share of zero takes no time."""
-    if samples == 0:
+def copied_to_host(replica: int, values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Wait in the graph for an asynchronous device that computes values, as a copy of them does."""
+
+    def wait() -> np.float64:
+        queue_of(replica).wait()
         return np.float64(0.0)
-    seconds = float(fixed_seconds) + float(samples) * float(seconds_per_sample)
-    end = float(start) + seconds * _slowdowns.get(int(replica_id), 1.0)
-    remaining = end - time.time()
-    if remaining > 0:
+
+    with tf.control_dependencies(list(values)):
+        return _on_host(wait)
+
+
+def busy_until(replica: int, queued: tf.Tensor) -> tf.Tensor:
+    """Return when an asynchronous device ends the step that it has queued; in the graph."""
+    with tf.control_dependencies([queued]):
+        return _on_host(lambda: np.float64(queue_of(replica).busy_until))
+
+
+def meet(replica: int, time: tf.Tensor) -> None:
+    """Let an asynchronous device wait for others in a collective; in the graph."""
+
+    def wait(time: np.ndarray) -> np.float64:
+        queue_of(replica).meet(float(time))
+        return np.float64(0.0)
+
+    _on_host(wait, time)
+
+
+def _on_host(function: Callable[..., np.float64], *inputs: tf.Tensor) -> tf.Tensor:
+    """Call a function of NumPy values in the graph, and return its float64 result."""
+    with tf.device("CPU:0"):
+        # Independently: devices of one process would not be slow at the same time otherwise.
+        called = tf.numpy_function(function, inputs, tf.float64)
+        result = private_api.run_independently(called)
+        result.set_shape([])
+        # If it has no side effect, an operation that is only waited for does not run.
+        gate = tf.raw_ops.Assert(condition=result >= 0, data=[result])
+        with tf.control_dependencies([gate]):
+            return tf.identity(result)
+
+
+def _sleep_until(end: float) -> None:
+    if (remaining := end - time.time()) > 0:
         time.sleep(remaining)
-    return np.float64(max(remaining, 0.0))

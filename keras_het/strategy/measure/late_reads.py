@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-LAG = 3
+LAG = 2
 """Steps for which a device may have work while its host waits for a value."""
+
+
+class Read(NamedTuple):
+    """A value of a step, and when its device had computed it."""
+
+    value: np.ndarray
+    seconds: float
+    """Of `time.perf_counter`."""
 
 
 class LateReads:
@@ -29,16 +39,16 @@ class LateReads:
 
     def __init__(self, lag: int) -> None:
         self._lag = lag
-        self._pending: deque[Future[np.ndarray]] = deque()
-        self._todo: queue.SimpleQueue[tuple[tf.Tensor, Future[np.ndarray]]] = queue.SimpleQueue()
+        self._pending: deque[Future[Read]] = deque()
+        self._todo: queue.SimpleQueue[tuple[tf.Tensor, Future[Read]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def add(self, value: tf.Tensor) -> None:
         """Begin to read the value of the step that was called last."""
-        future: Future[np.ndarray] = Future()
+        future: Future[Read] = Future()
         self._pending.append(future)
         if not self._lag:
-            future.set_result(value.numpy())
+            future.set_result(Read(value.numpy(), time.perf_counter()))
             return
         if self._thread is None:
             # a daemon: after a lost worker it may wait for ever
@@ -46,7 +56,7 @@ class LateReads:
             self._thread.start()
         self._todo.put((value, future))
 
-    def take(self, all_of_them: bool = False) -> list[np.ndarray]:
+    def take(self, all_of_them: bool = False) -> list[Read]:
         """Return the values that are due, oldest first, or all; wait for those not read yet."""
         number = len(self._pending) - (0 if all_of_them else self._lag)
         return [self._pending.popleft().result() for _ in range(number)]
@@ -59,7 +69,7 @@ class LateReads:
         while True:
             value, future = self._todo.get()
             try:
-                future.set_result(value.numpy())
+                future.set_result(Read(value.numpy(), time.perf_counter()))
             except Exception as error:
                 future.set_exception(error)
             del value, future

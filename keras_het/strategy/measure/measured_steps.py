@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_het.planning.bounded_shares import FloatArray, IntArray
 from keras_het.strategy.measure.compute_times import ComputeTimes, StepTimes
+from keras_het.strategy.measure.sampled_steps import SampledSteps
 
 # Reading and deciding takes about 0.3 ms of Python: 3 % of this.
 LONG_STEP_SECONDS = 0.01
@@ -42,29 +43,42 @@ class MeasuredSteps:
     Attributes:
         rows: the latest steps, as users see them.
         count: number of steps so far.
-        step_seconds: mean duration of the steps read last, all included; 0 if unknown.
+        step_seconds: mean duration of the steps read last, all included; 0 if unknown, None where
+            only some steps are measured, which last longer.
     """
 
     def __init__(self, keep: int) -> None:
         self.rows: collections.deque[dict[str, Any]] = collections.deque(maxlen=keep)
         self.count = 0
-        self.step_seconds = 0.0
+        self.step_seconds: float | None = None
         self._first: list[StepTimes] = []
         self._times: ComputeTimes
+        self._sampled: SampledSteps | None = None
+        self._num_skipped = 0
         self._calls, self._interval = 0, 1
         self._latest_reading: float | None = None
 
-    def begin(self, times: ComputeTimes) -> None:
-        """Go on with the next step: those that nobody has read belong to another training."""
+    def begin(self, times: ComputeTimes, sampled: SampledSteps | None = None) -> None:
+        """Go on with the next step: those that nobody has read belong to another training.
+
+        Args:
+            times: where the steps are measured.
+            sampled: the steps of which only some are.
+        """
         times.read_new()
-        self._times = times
+        self._times, self._sampled, self._num_skipped = times, sampled, 0
         self._calls, self._interval = 0, 1
 
     def pause(self) -> None:
         """Leave out the time until the next reading: it belongs to a validation, not to a step."""
         self._latest_reading = None
+        if self._sampled is not None:
+            self._sampled.pause()
 
     def is_due(self) -> bool:
+        if self._sampled is not None:
+            self._num_skipped += not self._sampled.was_measured
+            return self._sampled.was_measured
         self._calls += 1
         return self._calls >= self._interval
 
@@ -77,6 +91,8 @@ class MeasuredSteps:
         steps = self._times.read_new()
         if not steps:
             return []
+        self.count += self._num_skipped * len(steps)  # those of one call
+        self._num_skipped = 0
         steps = [*self._first, *steps]
         if self.count == 0 and len(steps) < 2 and not is_last:
             self._first = steps
@@ -84,7 +100,8 @@ class MeasuredSteps:
         self._first = []
         now, before = time.perf_counter(), self._latest_reading
         self._latest_reading = now
-        self.step_seconds = 0.0 if before is None else (now - before) / len(steps)
+        if self._sampled is None:
+            self.step_seconds = 0.0 if before is None else (now - before) / len(steps)
         warms_up = self.count == 0 and _is_warm_up(steps)
         readings = [self._reading(group) for group in self._groups(steps)]
         if warms_up:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class StepClock:
     """Timer of one replica's part of one step, in the graph."""
 
-    def __init__(self, inputs: Nest, on_accelerator: bool) -> None:
-        self._on_accelerator = on_accelerator
+    def __init__(self, inputs: Nest, on_accelerator: bool, queue: int | None = None) -> None:
+        self._on_accelerator, self._queue = on_accelerator, queue
         # elsewhere, values would have to be sent to the clock, and the batch would wait for that
         self._host = "CPU:0" if on_accelerator else ""
         self.start_time = self._time_when_ready(_tensors(inputs))
@@ -71,20 +71,30 @@ class StepClock:
             self.end_of_collectives = ended
 
     def _time_when_ready(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
+        if self._queue is not None:
+            values = [emulated_device.copied_to_host(self._queue, values)]
         return time_when_ready(values, self._on_accelerator)
 
 
 class Measurement:
     """Clock of a step, and what it tells all workers with the sums of the step.
 
-    It also makes the step last as long as that of an emulated device.
+    It also makes the step last as long as that of an emulated device. An asynchronous one needs no
+    clock for that.
     """
 
     def __init__(self, spec: StepSpec, times: ComputeTimes, data: Nest) -> None:
         self._spec, self._times = spec, times
-        self.clock = StepClock(data, spec.is_on_gpu)
-        self.rows: Nest = self.clock.inputs
+        is_asynchronous = spec.emulated_device is not None and spec.emulated_device.asynchronous
+        self._queue = spec.replica_id if is_asynchronous else None
+        self.clock: StepClock | None = None
+        self.rows: Nest = data
         """The batch, not before the clock has started."""
+        if spec.is_timed or not is_asynchronous:
+            self.clock = StepClock(data, spec.is_on_gpu, self._queue)
+            self.rows, self._start_time = self.clock.inputs, self.clock.start_time
+        else:
+            self._start_time = time_when_ready(_tensors(data), on_accelerator=False)
         self._waited: tf.Tensor | None = None
         # Squared norms of this replica's own mean gradient and of the global one, on request.
         self._own_square: tf.Tensor | None = None
@@ -92,12 +102,12 @@ class Measurement:
         self._sends_times = self._sends_phases = False
 
     def held(self, values: Sequence[Leaf]) -> list[Leaf]:
-        """Return values when the emulated device would have computed them."""
-        spec = self._spec
-        if spec.emulated_device is None:
+        """Return values when the emulated device would have computed them, or queued their step."""
+        spec, is_queued = self._spec, self._queue is not None and self._waited is not None
+        if spec.emulated_device is None or is_queued:
             return list(values)
         held, self._waited = emulated_device.held(
-            spec.emulated_device, spec.replica_id, spec.samples, self.clock.start_time, values
+            spec.emulated_device, spec.replica_id, spec.samples, self._start_time, values
         )
         return held
 
@@ -105,8 +115,9 @@ class Measurement:
         """Stop the clock, and return the gradients when an emulated device has computed them."""
         present = [gradient for gradient in gradients if gradient is not None]
         held = iter(self.held(present))
-        # Emulated time ends here, not at the gate, which opens for all local replicas.
-        self.clock.stop(present if self._waited is None else [self._waited])
+        if self.clock is not None:
+            # Emulated time ends here, not at the gate, which opens for all local replicas.
+            self.clock.stop(present if self._waited is None else [self._waited])
         return [None if gradient is None else next(held) for gradient in gradients]
 
     def add_own_square(self, square: Callable[[], tf.Tensor]) -> None:
@@ -123,12 +134,15 @@ class Measurement:
 
     def summands(self) -> list[tf.Tensor]:
         """What this replica measured, to be summed over all; nothing without gradients."""
-        spec, seconds = self._spec, self.clock.seconds
+        spec, seconds = self._spec, self.clock.seconds if self.clock else None
+        summands = []
+        if self._queue is not None and self._waited is not None:
+            busy = emulated_device.busy_until(self._queue, self._waited)
+            summands.append(busy * tf.one_hot(spec.position, spec.num_replicas, dtype=tf.float64))
         if not spec.is_timed or seconds is None:
-            return []
+            return summands
         self._sends_times = self._times.is_measuring
         self._sends_phases = self._times.phases.is_measuring
-        summands = []
         if self._sends_times:
             own = (spec.replica_id, spec.sizes, seconds, self._own_square)
             summands.append(self._times.contribution(*own))
@@ -140,6 +154,11 @@ class Measurement:
     def record(self, sums: Sequence[tf.Tensor]) -> None:
         spec, clock, phases = self._spec, self.clock, self._times.phases
         is_first = spec.local_position == 0
+        if self._queue is not None and self._waited is not None:
+            busy, *sums = sums
+            emulated_device.meet(self._queue, tf.reduce_max(busy))
+        if clock is None:
+            return
         if self._sends_times and is_first:
             waited = clock.seconds_since_stop(sums[:1])
             self._times.record(spec.sizes, sums[0], waited, self._global_square)

@@ -1,0 +1,119 @@
+"""Which steps of a training are measured, where measuring stops a device."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+FIRST_STEPS = 4
+BURST = 8
+"""Measured steps in a row after a sign of change."""
+FIRST_INTERVAL, LONGEST_INTERVAL = 8, 64
+_JUMP = 1.3
+_KEPT = 32
+
+
+class MeasuringSchedule:
+    """Measures every K-th step, and several in a row at first and after a sign of change.
+
+    All inputs are equal bit by bit on all workers, so that all measure the same steps: the sums of
+    a measured step have more numbers than those of another one.
+
+    Attributes:
+        interval: K, in steps.
+        step: number of the next step.
+    """
+
+    def __init__(self) -> None:
+        self.interval, self.step = FIRST_INTERVAL, 0
+        self._burst, self._since = FIRST_STEPS, 0
+        self._seconds_per_sample: np.ndarray | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step is to be measured."""
+        return self._burst > 0 or self._since + 1 >= self.interval
+
+    def step_ended(self) -> None:
+        """Count a step."""
+        if self.is_due:
+            self._burst, self._since = max(self._burst - 1, 0), 0
+        else:
+            self._since += 1
+        self.step += 1
+
+    def watch_closely(self) -> None:
+        """Measure the next steps one by one."""
+        self._burst = BURST
+
+    def observe(self, shares: ArrayLike, seconds: ArrayLike) -> None:
+        """Look for a sign of change in a measured step.
+
+        Args:
+            shares: samples of each replica, int [n].
+            seconds: compute time of each replica, float64 [n].
+        """
+        samples = np.asarray(shares)
+        found = np.where(samples > 0, np.asarray(seconds) / np.maximum(samples, 1), np.nan)
+        if self._seconds_per_sample is not None:
+            ratio = found / self._seconds_per_sample
+            if ((ratio > _JUMP) | (ratio < 1 / _JUMP)).any():  # False for NaN
+                self.watch_closely()
+        self._seconds_per_sample = found
+
+
+class MeasuringCost:
+    r"""What measuring costs, by the ends of steps, and the interval that keeps it in a budget.
+
+    From the end of the step before it to its own, a step takes W seconds. A measured one and the
+    next, which its host begins late, take :math:`2 W + c`. With every K-th step measured, measuring
+    takes the part :math:`c / (K W)` of the time, so :math:`K = \lceil c / (\beta W) \rceil`.
+
+    Args:
+        budget: the part of the time that measuring may take, :math:`\beta`.
+    """
+
+    def __init__(self, budget: float = 0.02) -> None:
+        self._budget = budget
+        self._plain: deque[float] = deque(maxlen=_KEPT)
+        self._pairs: deque[float] = deque(maxlen=_KEPT)
+        self._latest: list[tuple[bool, float]] = []
+        self._num_unusual = 0
+
+    def observe(self, was_measured: bool, seconds: float) -> bool:
+        """Record a step, and tell whether it is the second in a row of unusual length.
+
+        Args:
+            was_measured: whether it was measured.
+            seconds: its duration.
+        """
+        before, self._latest = self._latest, [*self._latest[-1:], (was_measured, seconds)]
+        if was_measured or not before:
+            return False
+        if before[-1][0]:
+            if len(before) == 1 or not before[0][0]:  # in a burst, hosts have no time to get ahead
+                self._pairs.append(before[-1][1] + seconds)
+            return False
+        usual = statistics.median(self._plain) if self._plain else seconds
+        self._plain.append(seconds)
+        is_usual = usual / _JUMP <= seconds <= usual * _JUMP
+        self._num_unusual = 0 if is_usual else self._num_unusual + 1
+        return self._num_unusual == 2
+
+    def restart(self) -> None:
+        """Forget durations that are no longer usual, and leave out a pause before the next step."""
+        self._plain.clear()
+        self._latest, self._num_unusual = [], 0
+
+    @property
+    def interval(self) -> int:
+        """Every how many steps one may be measured; 0 as long as that is not known."""
+        if not self._plain or not self._pairs:
+            return 0
+        step = statistics.median(self._plain)
+        cost = max(statistics.median(self._pairs) - 2 * step, 0.0)
+        return max(1, min(math.ceil(cost / (self._budget * step)), LONGEST_INTERVAL))

@@ -1,0 +1,107 @@
+"""Measured steps among plain ones, on devices that work ahead of their hosts.
+
+A measured step reads the clock when its device has computed, so that its host cannot queue the next
+step meanwhile. The train function therefore exists twice, and only few steps run the measured one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+
+from keras_het.fit.session import Batches, FitSession, Rank, StepFunction
+from keras_het.planning.measuring_schedule import MeasuringCost, MeasuringSchedule
+from keras_het.strategy.measure.late_reads import LAG, LateReads, Read
+from keras_het.value_types import Nest
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
+
+_MEASURED = "_keras_het_measured"
+
+
+class SampledSteps:
+    """The steps of a `fit`, of which a schedule measures some.
+
+    What one worker notices, and what the chief finds to be affordable, becomes known to all with
+    the workers' wishes (`StopRequest`), after the same step.
+    """
+
+    def __init__(self, strategy: HeterogeneousStrategy, session: FitSession) -> None:
+        self.schedule = MeasuringSchedule()
+        self.was_measured = False
+        """Whether the latest step was measured."""
+        self._strategy, self._model = strategy, session.model
+        self._cost = MeasuringCost()
+        self._reads = LateReads(LAG)
+        self._kinds: deque[bool] = deque()
+        self._latest_end: float | None = None
+        self._sees_change = False
+        session.add_layer(Rank.SAMPLE_STEPS, self._run)
+
+    @property
+    def wishes(self) -> tuple[float, float]:
+        """Whether this worker wants to measure closely, and the chief's interval, 0 for none."""
+        interval = self._cost.interval if self._strategy.is_chief else 0
+        return float(self._sees_change), float(interval)
+
+    def ask(self) -> None:
+        """Ask all workers to measure the next steps one by one."""
+        self._sees_change = True
+
+    def agree(self, num_wishes: float, interval: float) -> None:
+        """Follow what all workers have learned of each other's wishes; after the same step."""
+        if num_wishes:
+            self.schedule.watch_closely()
+            self._cost.restart()
+            self._sees_change = False
+        if interval:
+            self.schedule.interval = int(interval)
+
+    def pause(self) -> None:
+        """Leave out the time until the next step: it belongs to a validation."""
+        self._note_ends(self._reads.take(all_of_them=True))
+        self._latest_end = None
+        self._cost.restart()
+
+    def _run(self, function: StepFunction, batches: Batches) -> Nest:
+        times = self._strategy.compute_times
+        measures_all = times.phases.is_measuring or times.is_measuring_gradients
+        self.was_measured = self.schedule.is_due or measures_all
+        if self.was_measured:
+            function = self._measured(function)
+        times.is_sampled_out = not self.was_measured  # what a trace reads
+        try:
+            result = function(batches)
+        finally:
+            times.is_sampled_out = False
+        self.schedule.step_ended()
+        if self.was_measured and (steps := times.latest(1)):
+            self.schedule.observe(steps[-1].shares, steps[-1].seconds)
+        self._kinds.append(self.was_measured)
+        numbers = [leaf for leaf in tf.nest.flatten(result) if tf.is_tensor(leaf)]
+        self._reads.add(numbers[-1])
+        self._note_ends(self._reads.take())
+        if self._strategy.num_workers == 1:
+            self.agree(*self.wishes)
+        return result
+
+    def _measured(self, plain: StepFunction) -> StepFunction:
+        """Return the measured train function that belongs to a plain one."""
+        known = vars(self._model).get(_MEASURED)
+        if known is None or known[0] is not plain:
+            self._model.make_train_function(force=True)
+            known = plain, vars(self._model)["train_function"]
+            vars(self._model)["train_function"] = plain
+            vars(self._model)[_MEASURED] = known
+        return known[1]
+
+    def _note_ends(self, reads: Iterable[Read]) -> None:
+        for _, end in reads:
+            kind, before = self._kinds.popleft(), self._latest_end
+            self._latest_end = end
+            if before is not None and self._cost.observe(kind, end - before):
+                self._sees_change = True
