@@ -37,25 +37,9 @@ class Layers(SessionCallback):
 
     def __init__(self, names, **acts):
         super().__init__()
-        self.names, self.acts, self.notes, self.sessions = names, acts, [], []
-
-    def act(self, place):
-        self.acts.get(place, lambda model: None)(self.model)
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.act("on_epoch_begin")
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.act("on_epoch_end")
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self.act("on_train_batch_begin")
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.act("on_train_batch_end")
-
-    def on_test_begin(self, logs=None):
-        self.act("on_test_begin")
+        self.names, self.notes, self.sessions = names, [], []
+        for place, act in acts.items():
+            setattr(self, place, lambda *arguments, act=act: act(self.model))
 
     def on_train_begin(self, logs=None):
         session = FitSession.of(self.model)
