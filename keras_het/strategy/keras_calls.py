@@ -77,8 +77,8 @@ class Call:
             self.bound.arguments["callbacks"] = own + others if is_first else others + own
 
 
-Handler = Callable[[Call], AbstractContextManager[None]]
-"""Surrounds a call."""
+Handler = Callable[[Call], AbstractContextManager[None] | None]
+"""Prepares a call, or surrounds it."""
 
 
 def strategy_of(model: keras.Model | None) -> HeterogeneousStrategy | None:
@@ -105,11 +105,9 @@ def _check_was_made_in_scope(model: keras.Model, name: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def _ending_if_asked(call: Call) -> Iterator[None]:
+def _ending_if_asked(call: Call) -> AbstractContextManager[None]:
     """A signal ends the script between two steps, on all workers after the same one."""
-    with call.strategy._stop_request.loop():
-        yield
+    return call.strategy._stop_request.loop()
 
 
 @contextlib.contextmanager
@@ -132,23 +130,19 @@ def _with_short_errors(call: Call) -> Iterator[None]:
         pass_on(message)
 
 
-@contextlib.contextmanager
-def _with_own_optimizer(call: Call) -> Iterator[None]:
+def _with_own_optimizer(call: Call) -> None:
     """An optimizer that was made outside of the scope updates variables created in it."""
     if call.model._distribute_strategy is call.strategy:
         move_optimizer(call.strategy, call.model)
-    yield
 
 
-@contextlib.contextmanager
-def _agreed(call: Call) -> Iterator[None]:
+def _agreed(call: Call) -> None:
     """The call begins only if it is the same on all workers, and `fit` goes on only together."""
     if call.strategy.num_workers > 1:
         is_short = call.name in _ON_BATCHES
         agree_on_call(call, is_short)
         if call.name == "fit":
             call.add_callback(StepWatch())
-    yield
 
 
 @contextlib.contextmanager
@@ -170,8 +164,7 @@ def _in_session(call: Call) -> Iterator[None]:
             strategy._put_together(model)
 
 
-@contextlib.contextmanager
-def _built_without_a_look(call: Call) -> Iterator[None]:
+def _built_without_a_look(call: Call) -> None:
     """Keras learns the shapes from the specs of data that must not be looked at before an epoch.
 
     It draws an element for them, in each `fit` and `evaluate` under a strategy and in none on one
@@ -187,7 +180,6 @@ def _built_without_a_look(call: Call) -> Iterator[None]:
         if not data.may_be_looked_at or private_api.has_begun(iterator):
             batch = tf.nest.map_structure(_shape_and_type, data.replica_spec)
             call.bound.arguments.update(iterator=None, data_batch=batch)
-    yield
 
 
 def _shape_and_type(spec: Leaf) -> Leaf:
@@ -195,15 +187,12 @@ def _shape_and_type(spec: Leaf) -> Leaf:
     return spec if hasattr(spec, "dtype") else None
 
 
-@contextlib.contextmanager
-def _whole(call: Call) -> Iterator[None]:
+def _whole(call: Call) -> None:
     """Every process gets the whole model first, where each holds a part of it."""
     call.strategy._complete(call.model, call.name)
-    yield
 
 
-@contextlib.contextmanager
-def _on_chief(call: Call) -> Iterator[None]:
+def _on_chief(call: Call) -> None:
     """Only the chief writes: every worker runs the same script, and has the same callbacks."""
     if not call.strategy.is_chief:
         is_set_model = call.name == "set_model"  # TensorBoard opens its files there
@@ -211,7 +200,6 @@ def _on_chief(call: Call) -> Iterator[None]:
         # within fit, the caller is a callback such as ModelCheckpoint, not a line of the script
         if call.name in _SAVING and FitSession.of(call.model) is None:
             _say_once(call.name, call.strategy.worker_index)
-    yield
 
 
 def _do_nothing(*args: object, **kwargs: object) -> None:
@@ -278,7 +266,9 @@ def _open(owner: type, name: str, handlers: tuple[Handler, ...]) -> None:
                 return original(subject, *args, **kwargs)
             bound.apply_defaults()
             for handler in around:
-                ends.enter_context(handler(call))
+                surrounds = handler(call)
+                if surrounds is not None:
+                    ends.enter_context(surrounds)
             return call.function(*bound.args, **bound.kwargs)
 
     setattr(owner, name, handled)
