@@ -84,20 +84,8 @@ def test_who_has_left_has_no_share(logical_devices):
     service.close()
 
 
-def test_plans_follow_from_times_alone():
-    times = ([0.1, 0.2, 0.4], [0.05, 0.05, 0.8], [0.05, 0.05, 0.1])
+def test_before_anything_is_measured():
     rule = ASHL(loss_threshold=0.5, num_workers=3, preset_ratio=0.1)
-    for stage, preset in enumerate((8, 2)):
-        iteration, push, pull = map(np.array, times)
-        slowest = (iteration * preset + push + pull).max()
-        steps = np.floor((slowest - push - pull) / iteration + 0.5)
-        base = iteration * steps + pull
-        ratios = np.minimum(1, ((base + 0.1 * push).max() - base) / push)
-        plan = rule.plan(*times, stage)
-        assert plan == rule.plan(*times, stage)
-        assert plan.steps == tuple(steps)
-        np.testing.assert_allclose(plan.compression_ratios, np.maximum(ratios, 0.1), rtol=1e-9)
-    # before anything is measured
     assert [rule.local_steps(1, stage) for stage in (0, 1)] == [8, 2]
     assert rule.is_measured and rule.compression_ratio(0) == 1.0
     assert ASHL(loss_threshold=0.5, num_workers=3, preset_ratio=1.0).compression_ratio(0) is None

@@ -83,14 +83,6 @@ def test_what_it_says_of_itself(case):
     assert rule.is_atomic or not rule.may_wait  # turns are kept under the lock
 
 
-@pytest.mark.parametrize("case", ASYNCHRONOUS)
-def test_parts_are_independent(logical_devices, case):
-    centers = [Center(make(case), start_vector(), sizes) for sizes in (SIZES, (SIZE,), (1, 17))]
-    for center in centers:
-        push_some(center, 0, 6)
-        np.testing.assert_allclose(center.values, centers[0].values, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.quick(
     "async_sgd momentum",
     "delay_compensated adaptive",
@@ -146,17 +138,6 @@ def test_two_centers_of_one_rule_do_not_touch_each_other(logical_devices, case):
     push_some(one, 0, 4)
     push_some(alone, 0, 4)
     np.testing.assert_array_equal(one.values, alone.values)
-
-
-@pytest.mark.parametrize("case", ASYNCHRONOUS)
-def test_who_has_done_nothing_changes_nothing(logical_devices, case):
-    rule, start = make(case), start_vector()
-    center = Center(rule, start)
-    answer = center.push(0, 8, 0, rule.message(start, start))
-    np.testing.assert_array_equal(center.values, start)
-    np.testing.assert_array_equal(answer, start)
-    sent = rule.after_sending(start, start)
-    np.testing.assert_allclose(rule.receive(sent, sent, answer), start, rtol=1e-6)
 
 
 @pytest.mark.parametrize("case", ASYNCHRONOUS)
