@@ -104,11 +104,6 @@ class Run:
     def recording(self) -> Recording:
         return self.content.recording
 
-    @property
-    def messages(self) -> tuple[str, ...]:
-        """What could not be read, for people."""
-        return self.content.messages
-
 
 def read_log(
     log_dir: str | os.PathLike[str], unreadable: dict[str, str] | None = None

@@ -109,14 +109,12 @@ class EventLog:
             self._guard(lambda: self._write(step, points))
 
     def flush(self) -> None:
-        if self._file is not None:
-            self._guard(self._flush)
+        self._guard(self._flush)
 
     def close(self) -> None:
         """End the log; a later call writes nothing."""
         with self._lock:
-            if self._file is not None:
-                self._guard(self._flush)
+            self._guard(self._flush)
             self._release()
             self._ended = True
 
@@ -174,18 +172,16 @@ class EventLog:
         self._write(step, {tag: log_format.entries_text(entries).encode()})
 
     def _write(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._file is None:
-            self._open(step)
-        if self._file is not None:
-            now = self._now()
-            self._file.write([Value(tag, step, now, value) for tag, value in values.items()])
+        file = self._file or self._open(step)
+        now = self._now()
+        file.write([Value(tag, step, now, value) for tag, value in values.items()])
 
     def _now(self) -> float:
         # Readers order values by time; a clock that is put back must not change the order.
         self._time = max(time.time(), self._time + 1e-6)
         return self._time
 
-    def _open(self, step: int) -> None:
+    def _open(self, step: int) -> EventFile:
         if self._names is None:
             tf.io.gfile.makedirs(self._directory)
             self._names = file_names(self._directory)
@@ -193,13 +189,14 @@ class EventLog:
                 if steps := _raw_steps_in(path):
                     self._raw[path] = steps
             self._thin_old()
-        self._file = EventFile(next(self._names))
+        self._file = file = EventFile(next(self._names))
         self._steps_in_file = 0
         now = self._now()
         first = [Value(log_format.SETUP, step, now, self._setup)]
         if self._plan is not None:
             first.append(Value(log_format.PLAN, step, now, self._plan))
-        self._file.write(first)
+        file.write(first)
+        return file
 
     def _thin_old(self) -> None:
         """Leave room for a file's steps in what is kept one by one."""

@@ -59,7 +59,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     run = only_run(tmp_path)
     recording = run.recording
     assert run.name == "telemetry"
-    assert run.messages == ()
+    assert run.content.messages == ()
     assert recording.devices == DEVICES
     np.testing.assert_array_equal(recording.steps, np.arange(7, 12))
     expected = block(7, 5)
@@ -210,7 +210,7 @@ def test_a_damaged_block_costs_that_block_only(tmp_path: Path, content: Any) -> 
     run = damaged(tmp_path, log_format.STEPS, content)
     np.testing.assert_array_equal(run.recording.steps, np.r_[0:20, 25:50])
     assert len(run.recording.changes) == len(run.recording.hardware_steps) == 10
-    message, gap = run.messages
+    message, gap = run.content.messages
     assert message.startswith("1 value of keras_het/steps could not be read, the first at step 20")
     assert gap == "5 steps are not in this log, the first of them is step 20."
 
@@ -221,7 +221,7 @@ def test_other_damaged_values_cost_themselves(tmp_path: Path, tag: str) -> None:
     assert len(run.recording.steps) == 50
     kept = {len(run.recording.changes), len(run.recording.hardware_steps)}
     assert kept == {9, 10}
-    assert [f"1 value of {tag}" in message for message in run.messages] == [True]
+    assert [f"1 value of {tag}" in message for message in run.content.messages] == [True]
 
 
 def test_a_damaged_record_costs_that_record_only(tmp_path: Path) -> None:
@@ -234,8 +234,9 @@ def test_a_damaged_record_costs_that_record_only(tmp_path: Path) -> None:
     assert len(run.recording.steps) == 45
     ((begin, end),) = records(path.read_bytes())[1]
     assert begin < place < end
-    assert run.messages[0].startswith(f"{end - begin} bytes of {path} are damaged and were left")
-    assert run.messages[1].startswith("5 steps are not in this log")
+    damage, gap = run.content.messages
+    assert damage.startswith(f"{end - begin} bytes of {path} are damaged and were left")
+    assert gap.startswith("5 steps are not in this log")
 
 
 def test_a_damaged_block_does_not_end_the_log_of_a_resumed_training(
@@ -266,7 +267,7 @@ def test_a_newer_version_is_read_and_named(tmp_path: Path, monkeypatch: pytest.M
         write(tmp_path, 0, 10)
     run = only_run(tmp_path)
     assert len(run.recording.steps) == 10
-    assert ["version 2" in message for message in run.messages] == [True]
+    assert ["version 2" in message for message in run.content.messages] == [True]
 
 
 def test_no_log_directory(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_plan_and_passes_are_read_as_they_were_written(tmp_path: Path) -> None
     log.write_passes(4, PASSES)
     log.close()
     run = only_run(tmp_path)
-    assert run.messages == ()
+    assert run.content.messages == ()
     assert run.recording.pipeline == PLAN
     assert [step for step, _ in run.content.passes] == [3, 4]
     assert parse_timeline(run.content.passes[-1][1]) == PASSES

@@ -321,8 +321,8 @@ def test_what_is_made_to_do_harm_costs_nothing_else(
     assert run.recording.devices == right.recording.devices
     assert run.recording.changes == right.recording.changes
     assert run.content.exchanges == right.content.exchanges
-    assert len(run.messages) == 1
-    assert other.messages == ()
+    assert len(run.content.messages) == 1
+    assert other.content.messages == ()
 
 
 # records

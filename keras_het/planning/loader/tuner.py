@@ -257,7 +257,8 @@ class TunerController:
         job, now = self._model.job, self.plan.loaders
         mostly_waits = window.loader_cpu_seconds is not None and job.cpus_per_loader < 0.5
         largest_step = 2 if window.idle_fraction < 0.5 else 16 if mostly_waits else 4
-        most = min(now * largest_step, self._max_loaders, self._loaders_in_memory(window))
+        in_memory = max(self._batches_in_memory(window) - self.plan.prefetch, 1)
+        most = int(min(now * largest_step, self._max_loaders, in_memory))
         most = min(most, self._reading or most)
         if window.loader_cpu_seconds is not None or window.idle_cpus < 0.25:
             most = min(most, self._loaders_for_cpus(window, job))
@@ -291,10 +292,11 @@ class TunerController:
             free = part
         return max(int((used + free) / max(job.cpus_per_loader, 1e-3)), 1)
 
-    def _loaders_in_memory(self, window: LoaderWindow) -> int:
+    def _batches_in_memory(self, window: LoaderWindow) -> float:
+        """Return how many batches may be in preparation or wait; infinite without a bound."""
         if self._max_memory is None or not window.batch_bytes:
-            return self._max_loaders
-        return max(self._max_memory // window.batch_bytes - self.plan.prefetch, 1)
+            return math.inf
+        return self._max_memory // window.batch_bytes
 
     def _more_prefetch(self, window: LoaderWindow) -> LoaderPlan | None:
         """Lengthen the buffer, which helps if supply is sufficient on average but uneven."""
@@ -302,10 +304,8 @@ class TunerController:
             return None
         if not self._pauses.allow("more prefetch", self._now):
             return None
-        most = self._max_prefetch
-        if self._max_memory is not None and window.batch_bytes:
-            most = min(most, self._max_memory // window.batch_bytes - self.plan.loaders)
-        target = min(4 * self.plan.prefetch, most)
+        in_memory = self._batches_in_memory(window) - self.plan.loaders
+        target = int(min(4 * self.plan.prefetch, self._max_prefetch, in_memory))
         if target <= self.plan.prefetch:
             return None
         reason = f"device waits {window.idle_fraction:.0%} in a part of the steps"
@@ -361,13 +361,11 @@ class TunerController:
 
     def _over_bound(self, window: LoaderWindow) -> LoaderPlan | None:
         """Return a plan that respects `max_memory`, if the current one does not."""
-        if self._max_memory is None or not window.batch_bytes:
-            return None
-        batches = max(self._max_memory // window.batch_bytes, 2)
+        batches = max(self._batches_in_memory(window), 2)
         if self.plan.loaders + self.plan.prefetch <= batches:
             return None
-        prefetch = max(min(self.plan.prefetch, batches // 2), 1)
-        loaders = max(min(self.plan.loaders, batches - prefetch), 1)
+        prefetch = max(min(self.plan.prefetch, int(batches) // 2), 1)
+        loaders = max(min(self.plan.loaders, int(batches) - prefetch), 1)
         self._least_prefetch = min(self._least_prefetch, prefetch)
         plan = LoaderPlan(loaders, prefetch, f"at most {self._max_memory} bytes of batches")
         return None if plan == self.plan else plan
