@@ -14,11 +14,14 @@ BURST = 8
 """Measured steps in a row after a sign of change."""
 FIRST_INTERVAL, LONGEST_INTERVAL = 8, 64
 _JUMP = 1.3
+_LONGEST_WAIT = 8 * BURST
 _KEPT = 32
 
 
 class MeasuringSchedule:
     """Measures every K-th step, and several in a row at first and after a sign of change.
+
+    Signs that come to nothing (steps whose length varies) are followed less and less often.
 
     All inputs are equal bit by bit on all workers, so that all measure the same steps: the sums of
     a measured step have more numbers than those of another one.
@@ -31,6 +34,8 @@ class MeasuringSchedule:
     def __init__(self) -> None:
         self.interval, self.step = FIRST_INTERVAL, 0
         self._burst, self._since = FIRST_STEPS, 0
+        self._wait = self._earliest = 0
+        self._shares = np.zeros(0, np.int64)
         self._seconds_per_sample: np.ndarray | None = None
 
     @property
@@ -47,8 +52,11 @@ class MeasuringSchedule:
         self.step += 1
 
     def watch_closely(self) -> None:
-        """Measure the next steps one by one."""
-        self._burst = BURST
+        """Measure the next steps one by one, unless others were so a short time ago."""
+        if self.step >= self._earliest:
+            self._burst = BURST
+            self._wait = min(max(2 * self._wait, BURST), _LONGEST_WAIT)
+            self._earliest = self.step + BURST + self._wait
 
     def observe(self, shares: ArrayLike, seconds: ArrayLike) -> None:
         """Look for a sign of change in a measured step.
@@ -59,11 +67,14 @@ class MeasuringSchedule:
         """
         samples = np.asarray(shares)
         found = np.where(samples > 0, np.asarray(seconds) / np.maximum(samples, 1), np.nan)
-        if self._seconds_per_sample is not None:
+        is_same_batch = samples.sum() == self._shares.sum()
+        if is_same_batch and (samples != self._shares).any():  # what came of the last sign
+            self._burst, self._wait, self._earliest = BURST, 0, 0
+        elif self._seconds_per_sample is not None:
             ratio = found / self._seconds_per_sample
             if ((ratio > _JUMP) | (ratio < 1 / _JUMP)).any():  # False for NaN
                 self.watch_closely()
-        self._seconds_per_sample = found
+        self._shares, self._seconds_per_sample = samples, found
 
 
 class MeasuringCost:

@@ -175,7 +175,7 @@ def main() -> None:
     if mode == "handler":
         signal.signal(signal.SIGTERM, lambda *_: print("my own handler", flush=True))
     if lag := option("lag"):
-        stop_request.LateReads = lambda _: LateReads(lag)  # type: ignore[misc, assignment]
+        stop_request.LateReads = lambda *_: LateReads(lag)  # type: ignore[misc, assignment]
     plan = option("plan") and json.loads(option("plan"))
     strategy = pipeline(plan) if plan else keras_het.HeterogeneousStrategy()
     if option("shares"):

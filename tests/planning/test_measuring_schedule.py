@@ -39,10 +39,24 @@ def test_a_change_of_speed_is_watched_closely() -> None:
     schedule = MeasuringSchedule()
     measured(schedule, FIRST_STEPS)
     schedule.observe([4, 2, 0], [0.04, 0.02, 0.0])
-    schedule.observe([3, 3, 0], [0.03, 0.033, 0.0])  # other shares, about the same speeds
+    schedule.observe([3, 2, 0], [0.03, 0.022, 0.0])  # a smaller batch, about the same speeds
     assert not schedule.is_due
-    schedule.observe([3, 3, 0], [0.03, 0.05, 0.0])
+    schedule.observe([4, 2, 0], [0.04, 0.04, 0.0])
     assert len(measured(schedule, BURST + 2)) == BURST
+
+
+def test_signs_that_come_to_nothing_are_followed_less_often() -> None:
+    schedule = MeasuringSchedule()
+    schedule.interval = 1000
+    times = []
+    for _ in range(600):
+        schedule.watch_closely()
+        times += measured(schedule, 1)
+    starts = [step for step in times if step - 1 not in times]
+    assert np.diff(starts).tolist() == [16, 24, 40, *[72] * (len(starts) - 4)]
+    schedule.observe([3, 1], [0.1, 0.1])
+    schedule.observe([2, 2], [0.1, 0.1])  # other shares
+    assert len(measured(schedule, BURST + 2)) >= BURST
 
 
 def observed(cost: MeasuringCost, durations: list[tuple[bool, float]]) -> list[bool]:

@@ -19,6 +19,7 @@ from keras_het import private_api
 from keras_het.fit.session import STEP_FUNCTIONS, Batches, FitSession, Rank, StepFunction
 from keras_het.strategy.cluster.departure import call_for
 from keras_het.strategy.cluster.stop_signals import SIGNALS, stop_signals
+from keras_het.strategy.measure.emulated_device import until_computed
 from keras_het.strategy.measure.late_reads import LAG, LateReads, Read
 from keras_het.value_types import Nest
 
@@ -63,7 +64,7 @@ class StopRequest:
         self._carries: weakref.WeakKeyDictionary[keras.Model, dict[str, bool]] = (
             weakref.WeakKeyDictionary()
         )
-        self._reads = LateReads(LAG if strategy._works_ahead else 0)
+        self._reads = LateReads(LAG if strategy._works_ahead else 0, until_computed)
         self.sampled: SampledSteps | None = None
         """The running `fit`'s sampled steps, whose wishes travel with these."""
         self._sent = [0.0] * _NUM_WISHES

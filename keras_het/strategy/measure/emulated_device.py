@@ -5,6 +5,7 @@ The replica waits without burning CPU.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -178,6 +179,12 @@ _queues: dict[int, DeviceQueue] = {}
 def queue_of(replica: int) -> DeviceQueue:
     """Return the queue of an asynchronous device of this process."""
     return _queues.setdefault(replica, DeviceQueue())
+
+
+def until_computed() -> Callable[[], None]:
+    """Return a function that waits for what asynchronous devices have queued so far."""
+    end = max((queue.busy_until for queue in _queues.values()), default=0.0)
+    return functools.partial(_sleep_until, end)
 
 
 def held(

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -35,12 +36,18 @@ class LateReads:
     Args:
         lag: number of steps after which a value is needed; 0 where a device computes no step before
             its host has called it, so that reading costs nothing.
+        until_computed: gives a function that waits for what emulated devices were called to compute
+            so far; real ones make a reader wait.
     """
 
-    def __init__(self, lag: int) -> None:
-        self._lag = lag
+    def __init__(
+        self, lag: int, until_computed: Callable[[], Callable[[], None]] = lambda: lambda: None
+    ) -> None:
+        self._lag, self._until_computed = lag, until_computed
         self._pending: deque[Future[Read]] = deque()
-        self._todo: queue.SimpleQueue[tuple[tf.Tensor, Future[Read]]] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[tuple[tf.Tensor, Callable[[], None], Future[Read]]] = (
+            queue.SimpleQueue()
+        )
         self._thread: threading.Thread | None = None
 
     def add(self, value: tf.Tensor) -> None:
@@ -54,7 +61,7 @@ class LateReads:
             # a daemon: after a lost worker it may wait for ever
             self._thread = threading.Thread(target=self._read, name="keras_het-reads", daemon=True)
             self._thread.start()
-        self._todo.put((value, future))
+        self._todo.put((value, self._until_computed(), future))
 
     def take(self, all_of_them: bool = False) -> list[Read]:
         """Return the values that are due, oldest first, or all; wait for those not read yet."""
@@ -67,9 +74,10 @@ class LateReads:
 
     def _read(self) -> None:
         while True:
-            value, future = self._todo.get()
+            value, wait, future = self._todo.get()
             try:
+                wait()
                 future.set_result(Read(value.numpy(), time.perf_counter()))
             except Exception as error:
                 future.set_exception(error)
-            del value, future
+            del value, wait, future

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from keras_het.fit.session import Batches, FitSession, Rank, StepFunction
 from keras_het.planning.measuring_schedule import MeasuringCost, MeasuringSchedule
+from keras_het.strategy.measure.emulated_device import until_computed
 from keras_het.strategy.measure.late_reads import LAG, LateReads, Read
 from keras_het.value_types import Nest
 
@@ -36,7 +37,7 @@ class SampledSteps:
         """Whether the latest step was measured."""
         self._strategy, self._model = strategy, session.model
         self._cost = MeasuringCost()
-        self._reads = LateReads(LAG)
+        self._reads = LateReads(LAG, until_computed)
         self._kinds: deque[bool] = deque()
         self._latest_end: float | None = None
         self._sees_change = False
