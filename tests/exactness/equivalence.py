@@ -108,6 +108,11 @@ class Trial:
         )
 
 
+def said(caplog: Any) -> list[str]:
+    """The messages of keras_het."""
+    return [r.getMessage() for r in caplog.records if r.name.startswith("keras_het")]
+
+
 def optimizer_variables(model: Any) -> list[Any]:
     optimizers = [
         value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)

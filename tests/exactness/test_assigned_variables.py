@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import IS_KERAS_3_16, arrays, assert_all_close, three_replicas
+from equivalence import IS_KERAS_3_16, arrays, assert_all_close, said, three_replicas
 
 import keras_het
 
@@ -96,10 +96,6 @@ NAMED = {
     "weight": (lambda m, x: m.head.bias.assign_add([1e-3 * ops.mean(x)]), ["bias"]),
     "value": (lambda m, x: m.head.bias.value.assign([1e-3 * ops.mean(x)]), ["bias"]),
 }
-
-
-def said(caplog):
-    return [r.getMessage() for r in caplog.records if r.name.startswith("keras_het")]
 
 
 def trained(update, eagerly=False, **options):

@@ -14,6 +14,7 @@ from equivalence import (
     assert_all_close,
     assert_equivalent,
     dense_model,
+    said,
     three_replicas,
 )
 
@@ -137,10 +138,6 @@ class Averages(State):
 
 
 LAYERS = {each.__name__: each for each in (Counters, Sums, Extremes, Averages)}
-
-
-def said(caplog):
-    return [r.getMessage() for r in caplog.records if r.name.startswith("keras_het")]
 
 
 def with_state(layer, **options):
