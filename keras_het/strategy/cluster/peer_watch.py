@@ -31,12 +31,12 @@ _SECONDS_FOR_NEWS = 5.0
 _MOST_WATCHED = 3
 
 
-def neighbours(place: int, number: int) -> tuple[int, ...]:
+def neighbours(place: int, number: int, most: int = _MOST_WATCHED) -> tuple[int, ...]:
     """Return the workers that one of `number` watches: worker 0, and those behind it in a ring.
 
     Worker 0 carries the news of any lost worker, so every worker watches it.
     """
-    watched = {0, *((place + offset) % number for offset in range(1, _MOST_WATCHED + 1))}
+    watched = {0, *((place + offset) % number for offset in range(1, most + 1))}
     return tuple(sorted(watched - {place}))
 
 
