@@ -129,12 +129,13 @@ class Telemetry(SessionCallback):
         strategy._measure_phases(self.model, len(HARDWARE))
         local = list(strategy.compute_times.phases.devices)
         self._sampler = HardwareSampler(local)
+        fit.on_end(self._sampler.close)
         devices = devices_of(strategy, describe_devices(local))
         self._recorder = recorder = StepRecorder(strategy, devices)
         recorder.begin(int(keras.ops.convert_to_numpy(self.model.optimizer.iterations)))
         self._send_samples(strategy)
         if strategy.is_chief:
-            self._open_outlets(recorder)
+            self._open_outlets(recorder, fit)
         if hasattr(strategy, "measured_passes"):  # importing PipelineStrategy might fail
             self._pipeline = PipelineLog(strategy, recorder, self._log)
         fit.on_change(self._note_change)
@@ -176,13 +177,15 @@ class Telemetry(SessionCallback):
             self._write_steps(self._recorder)
             logs.update(self._recorder.logs())
 
-    def _open_outlets(self, recorder: StepRecorder) -> None:
+    def _open_outlets(self, recorder: StepRecorder, fit: FitSession) -> None:
         if self._log_dir is not None:
             names = tuple(HARDWARE)
             self._log = EventLog(self._log_dir, recorder.devices, names, self._keep_steps)
+            fit.on_end(self._log.close)
         port, address = self._prometheus
         if port is not None:
             self._endpoint = PrometheusEndpoint(recorder.recording, port, address)
+            fit.on_end(self._endpoint.close)
 
     def _watch_async_workers(self, step: int) -> None:
         """Ask tasks of a hybrid training for their paces, and write those of async workers."""
@@ -259,7 +262,7 @@ class Telemetry(SessionCallback):
                 self._log.write_change(change)
 
     def _end(self, error: BaseException | None) -> None:
-        """Stop the thread and close what is open, however the `fit` ended."""
+        """Stop the thread and give the verdict, however the `fit` ended."""
         if self._background is not None:
             self._background.stop()
         recorder = self._recorder
@@ -277,10 +280,4 @@ class Telemetry(SessionCallback):
             is_told = self._verbose and not isinstance(error, Exception)
             if is_told and self._strategy is not None and self._strategy.is_chief:
                 sys.stdout.write(f"\n{self.verdict}\n")
-        if self._log is not None:
-            self._log.close()
-        if self._sampler is not None:
-            self._sampler.close()
-        if self._endpoint is not None:
-            self._endpoint.close()
         self._background = self._log = self._sampler = self._endpoint = self._pipeline = None
