@@ -135,9 +135,6 @@ class DataValidation(SessionCallback):
         if shards is not None:
             self._compare(epoch, shards.gather())
 
-    def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
-        self._forget()
-
     def _forget(self) -> None:
         self._is_checked, self._shards, self._waiting = True, None, []
 
