@@ -100,22 +100,21 @@ class LocalTraining(SessionCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Restore the worker's own weights."""
-        strategy = heterogeneous_strategy(self.model, self)
-        if self._exchange is None:
-            self._start(strategy)
-        if self._exchange is not None:
-            self._exchange.hide_center()
+        exchange = self._exchange or self._start(heterogeneous_strategy(self.model, self))
+        exchange.hide_center()
         self._last_batch, self._samples_of_epoch = -1, 0
         if self._steps is not None:
             self._steps.take_samples()
 
-    def _start(self, strategy: HeterogeneousStrategy) -> None:
+    def _start(self, strategy: HeterogeneousStrategy) -> PeriodicExchange:
         """Start from the current weights, which a backup may have restored in the meantime."""
-        self._exchange = PeriodicExchange(self.model, strategy, self._rule_of_training)
-        if strategy._training_state.restored is not None:
-            self._exchange.restore(strategy._training_state.restored)
-            strategy._training_state.restored = None
-        strategy._training_state.export = self._exchange.saved
+        state, rule = strategy._training_state, self._rule_of_training
+        self._exchange = exchange = PeriodicExchange(self.model, strategy, rule)
+        if state.restored is not None:
+            exchange.restore(state.restored)
+            state.restored = None
+        state.export = exchange.saved
+        return exchange
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         if self._exchange is None or self._steps is None:
