@@ -228,11 +228,12 @@ def test_the_new_threads_are_known_and_give_way():
     assert len(threads.ids) == 5
     assert threads.lower_priority(7)
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads.ids} == {own + 7}
+    lower = min(own + 7, 19)  # the least there is, where this process has a low one itself
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads.ids} == {lower}
     is_permitted = os.geteuid() == 0
     assert threads.lower_priority(0) == is_permitted
     nices = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads.ids}
-    assert nices == {own if is_permitted else own + 7}
+    assert nices == {own if is_permitted else lower}
     assert threads.times()[0] >= 0.0
     released = [release(new), release(iterator)]
     assert all(event.wait(60) for event in released)
