@@ -435,7 +435,7 @@ def draws_from_generator(node: Dataset) -> bool:
 
 
 def is_keras_generator(node: Dataset) -> bool:
-    """Tell whether `node` draws from a generator given to `fit` itself: only once."""
+    """Tell whether `node` draws from a generator given to `fit` itself, possible only once."""
     return _drawn_function(node).startswith("GeneratorDataAdapter.")
 
 

@@ -378,7 +378,7 @@ _CUT_DEPTH = 3
 
 
 class KeptReports:
-    """Looks at a pipeline now and then, of which TensorFlow forgets all once it is handed over."""
+    """Looks at a pipeline now and then: TensorFlow forgets them once it is handed over or ends."""
 
     def __init__(self, read: Callable[[], PipelineReport | None]) -> None:
         self._read = read

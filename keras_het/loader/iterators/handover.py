@@ -72,7 +72,7 @@ def difference(running: tf.data.Dataset, other: tf.data.Dataset) -> str | None:
 def hand_over(
     iterator: tf.data.Iterator, dataset: tf.data.Dataset, prepared: tf.data.Iterator | None = None
 ) -> tf.data.Iterator:
-    """Move an iterator, once its pending calls are done, to another pipeline; release it then."""
+    """Move an iterator to another pipeline after its pending calls; the caller releases it."""
     running = iterator_adapter.iterated_data_set(iterator)
     if running is None:
         raise HandoverError("It is not known which data set the iterator belongs to.")
