@@ -1,13 +1,11 @@
 """An async worker's exchanges, with a service in the same process."""
 
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from addresses import silent_address
-from service_doubles import PROOF, exchange_with, lose_answer, start_service
+from service_doubles import exchange_with, lose_answer, start_service
 
 from keras_het.asynchronous.exchange import AsyncWorker
 from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine
@@ -15,12 +13,10 @@ from keras_het.asynchronous.exchange.pace import PushPace
 from keras_het.asynchronous.exchange.participant import HybridOptions, StatisticsAveraging
 from keras_het.asynchronous.parameter_service import NO_ANSWER, Partitions, Status
 from keras_het.asynchronous.parameter_service.sample_ledger import (
-    LedgerConnection,
     ServiceLostError,
     Stage,
 )
 from keras_het.asynchronous.rules import AsyncSGD, Delta, serialize
-from keras_het.rpc.channel import FunctionClient
 
 PARTITIONS = Partitions(((2,),))
 
@@ -447,39 +443,21 @@ def test_no_batch_is_asked_for_that_the_pass_does_not_come_to(logical_devices):
     assert len(worker._early_claim.asked) == 1
 
 
-class Question:
-    """A connection to the service that tells while a question is not answered."""
-
-    def __init__(self, address):
-        self.is_open, self._connection = False, FunctionClient(address, PROOF, 2.0)
-
-    def ask(self, *arguments):
-        self.is_open = True
-        try:
-            return self._connection.ask(*arguments)
-        finally:
-            self.is_open = False
-
-
-def test_it_trains_on_while_a_silent_service_is_asked(logical_devices):
-    service, worker = start_with_worker_that_goes_on(timeout_seconds=2.0)
-    connection, periods, deadline = worker._engine.weights.transport, 0, time.monotonic() + 60
-    services = connection._services
+def test_no_step_asks_a_service_that_is_away(logical_devices):
+    """A question to a silent one lasts for its whole time-out; a thread asks, after this test."""
+    service, worker = start_with_worker_that_goes_on(timeout_seconds=3600.0)
     worker.train(1.0)
     lose_answer(worker._engine.weights)
-    with silent_address() as address:
-        question = Question(address)
-        connection._services = [question]
-        worker._ledger = LedgerConnection(question, 1)
-        while periods < 20:
-            assert time.monotonic() < deadline, f"{periods} periods while nothing answers"
-            worker.train(0.0)
-            assert worker._engine.is_lost
-            worker.meet_center()
-            assert worker._epoch_of_the_group() == 0
-            periods += question.is_open
-    connection._services, worker._ledger = services, Ledger()
-    worker.wait_until_answered()
+    worker.train(0.0)
+    connection, ledger = worker._engine.weights.transport, worker._ledger
+    services, connection._services, worker._ledger = connection._services, None, None
+    for _ in range(3):
+        worker.train(0.0)
+        worker.meet_center()
+        assert worker._epoch_of_the_group() == 0
+        assert worker._engine.is_lost
+    connection._services, worker._ledger = services, ledger
+    worker._engine.watch._answered.set()
     worker.train(0.0)
     assert not worker._engine.is_lost
     worker.meet_center()

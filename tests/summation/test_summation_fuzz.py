@@ -72,7 +72,7 @@ class Requests:
             "slot": [*map(np.int32, (-1, NUM_SLOTS, 2**31 - 1, -(2**31)))],
             "worker": [*map(np.int32, (-1, NUM_WORKERS, 2**31 - 1, -(2**31)))],
             # the step before would be a repetition, which is answered
-            "step": [*map(np.int64, (due + 1, due + far, due - far, -due, 2**63 - 1, -(2**63)))],
+            "step": [*map(np.int64, (0, due + 1, due + far, due - far, -due, 2**63 - 1, -(2**63)))],
         }
 
     def one_of(self, choices):
