@@ -36,6 +36,17 @@ def center_norm(part):
     return np.linalg.norm(part.center.numpy().astype(np.float64))
 
 
+def test_a_center_from_outside_is_measured_again(part, push):
+    assert push(1, 1, 1, 1) == Status.OK
+    part.set_center(tf.fill([SIZE], 1e10))
+    assert push(1, 1, 1, 1) == Status.OK
+    assert float(part.largest_norm) >= center_norm(part)
+    part.set_center(tf.fill([SIZE], LARGEST / 8))  # the squares are not finite, the sum is
+    assert push(*[LARGEST] * SIZE) == Status.NOT_FINITE
+    np.testing.assert_array_equal(part.center, np.full(SIZE, LARGEST / 8, np.float32))
+    assert int(part.version) == 2
+
+
 def test_changes_that_cancel_are_taken_however_many(part, push):
     large = 0.4 * LARGEST_NORM / np.sqrt(SIZE)
     for count in range(12):
