@@ -73,7 +73,7 @@ class Fuzzer:
 WIRES = {"float32": FloatWire(), "float16": FloatWire("float16"), "top": TopKWire(0.4)}
 
 
-@pytest.mark.quick("float16")
+@pytest.mark.quick("top")
 @pytest.mark.parametrize(
     ("wire", "num_bad"), [("float32", 2000), ("float16", 700), ("top", 700)], ids=WIRES
 )
