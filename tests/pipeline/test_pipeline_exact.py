@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from pipeline_models import MODELS
+from pipeline_models import MODELS, compiled
 from pipeline_training import DEVICES, Outcome, assert_same, floatx, plan_of, train
 
 import keras_het
@@ -105,6 +105,22 @@ def test_the_user_names_the_layers_to_cut_behind() -> None:
 
 def distance(y: Any, prediction: Any) -> Any:
     return keras.ops.mean(keras.ops.square(y - prediction))
+
+
+@pytest.mark.parametrize("loss", ["mse", distance])
+def test_a_tensor_that_a_model_returns_twice(loss: Any) -> None:
+    def build() -> keras.Model:
+        inputs = keras.Input([4])
+        x = keras.layers.Dense(2)(keras.layers.Dense(3, "tanh")(inputs))
+        options = {"loss": [loss, "mae"], "metrics": None, "weighted_metrics": None}
+        return compiled(keras.Model(inputs, [x, x]), **options)
+
+    x = np.random.default_rng(0).normal(size=(38, 4))
+    data = x, [x[:, :2], x[:, 2:]], None
+    strategy = keras_het.PipelineStrategy(
+        plan_of([0, 1, 2], [[0], [1]], [(0,) * 4] * 2), 4, DEVICES
+    )
+    assert_same(train(build, data, strategy), train(build, data))
 
 
 @pytest.mark.parametrize(

@@ -76,13 +76,15 @@ def join(
 ) -> list[tf.Tensor]:
     """Put the outputs of all micro-batches together, with their masks."""
     numbers = sorted(outputs)
-    whole = []
-    for i in range(len(outputs[numbers[0]])):
+    whole: dict[int, tf.Tensor] = {}  # a model may return one tensor twice
+    for i, output in enumerate(outputs[numbers[0]]):
+        if id(output) in whole:
+            continue
         joined = tf.concat([batches.counted(m, outputs[m][i]) for m in numbers], 0)
         if masks[numbers[0]][i] is not None:
             joined._keras_mask = tf.concat([batches.counted(m, masks[m][i]) for m in numbers], 0)
-        whole.append(joined)
-    return whole
+        whole[id(output)] = joined
+    return [whole[id(output)] for output in outputs[numbers[0]]]
 
 
 def is_mean_over_samples(model: keras.Model) -> bool:

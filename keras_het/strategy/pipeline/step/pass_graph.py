@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -18,24 +16,9 @@ from keras_het.strategy.pipeline.step.loss_head import LossHead
 from keras_het.strategy.pipeline.step.micro_batches import MicroBatches
 from keras_het.strategy.pipeline.step.model_units import Token
 from keras_het.strategy.pipeline.step.pass_times import Pass, PassClock
+from keras_het.strategy.pipeline.step.segment import Values
 from keras_het.strategy.pipeline.step.stage import PassResult
 from keras_het.value_types import Summand
-
-
-@dataclasses.dataclass
-class _Given:
-    """Tensors at the place where a stage, the loss or the collector takes them, and their masks."""
-
-    tensors: dict[Token, tf.Tensor] = dataclasses.field(default_factory=dict)
-    masks: dict[Token, tf.Tensor] = dataclasses.field(default_factory=dict)
-
-
-class _Pending(NamedTuple):
-    """A forward pass that waits for its backward pass."""
-
-    tape: tf.GradientTape
-    received: dict[Token, tf.Tensor]
-    result: PassResult
 
 
 class PassGraph:
@@ -83,11 +66,13 @@ class PassGraph:
             s: _read(self._stages[s].state, home) for s, home in self.homes.items()
         }
         self._results: dict[int, dict[int, PassResult]] = {s: {} for s in self.homes}
-        self._given: dict[tuple[int, int], _Given] = collections.defaultdict(_Given)
-        self._returned: dict[tuple[int, int], dict[Token, list[tf.Tensor]]]
-        self._returned = collections.defaultdict(lambda: collections.defaultdict(list))
-        self._answers: dict[tuple[int, int], set[tuple[Token, int]]] = collections.defaultdict(set)
-        self._pending: dict[tuple[int, int], _Pending] = {}
+        # what is where a stage, the loss or the collector takes it
+        self._given: dict[tuple[int, int], Values] = collections.defaultdict(Values)
+        # the gradients that came back, by tensor and by the stage that took it
+        self._answers: dict[tuple[int, int], dict[tuple[Token, int], tf.Tensor | None]]
+        self._answers = collections.defaultdict(dict)
+        # forward passes that wait for their backward pass: the tape, and what it watches
+        self._pending: dict[tuple[int, int], tuple[tf.GradientTape, dict[Token, tf.Tensor]]] = {}
         self._sums: dict[int, list[list[Summand | None]]] = {s: [] for s in self.homes}
         self._last: dict[tuple[int, int], tf.Operation] = {}
         for message, value, mask in self._messages.receive(self._training, self._is_additive):
@@ -135,13 +120,13 @@ class PassGraph:
         if kind == "forward":
             given = self._given[stage, number].tensors
             return all(token in given or token in self._units.inputs for token in own.taken)
-        made = self._pending[stage, number].result.tensors
+        made = self._results[stage][number].tensors
         expected = {
             (token, reader)
             for token in own.sent
             for reader in self._edges.answering(token, made[token].dtype)
         }
-        return expected <= self._answers[stage, number]
+        return expected <= self._answers[stage, number].keys()
 
     def _forward(self, which: Pass, device: str, after: list[tf.Operation]) -> tf.Operation:
         stage, _, number = which
@@ -170,7 +155,7 @@ class PassGraph:
             result = own.forward(weights, state, given.tensors, given.masks, self._training)
         self._results[stage][number] = result
         if self._training:
-            self._pending[stage, number] = _Pending(tape, received, result)
+            self._pending[stage, number] = tape, received
         weight = self._batches.weight(number)
         self.losses.append(result.means * tf.cast(weight, result.means.dtype))
         self.losses.append(result.sums * tf.cast(weight > 0, result.sums.dtype))
@@ -232,40 +217,42 @@ class PassGraph:
 
     def _return_from_head(self, number: int, gradients: list[tf.Tensor | None]) -> None:
         taken = self._given[HEAD if self._is_additive else COLLECTOR, number].tensors
-        for token, gradient in zip(self._units.outputs, gradients, strict=True):
+        # a tensor that the model returns twice has the whole gradient both times
+        for token, gradient in dict(zip(self._units.outputs, gradients, strict=True)).items():
             if token in self._edges.maker:
                 self._return(token, number, HEAD, gradient, taken[token])
 
     def _backward(self, which: Pass, device: str, after: list[tf.Operation]) -> tf.Operation:
         stage, _, number = which
         own, weight = self._stages[stage], self._batches.weight(number)
-        pending = self._pending.pop((stage, number))
-        result, returned = pending.result, self._returned[stage, number]
+        tape, received = self._pending.pop((stage, number))
+        result, answers = self._results[stage][number], self._answers[stage, number]
         means, sums = result.means, result.sums
         targets, seeds = [means, sums], [tf.cast(weight, means.dtype)]
         # rows that only fill up must not count in a sum
         seeds.append(tf.cast(weight > 0, sums.dtype))
         seeds = [self._loss.scale(seed) for seed in seeds]
         for token in own.sent:
-            if returned[token]:
+            found = [g for (of, _), g in answers.items() if of == token and g is not None]
+            if found:
                 targets.append(result.tensors[token])
-                seeds.append(tf.add_n(returned[token]))
-        sources = [*pending.received.values(), *self._weights[stage, device]]
+                seeds.append(tf.add_n(found))
+        sources = [*received.values(), *self._weights[stage, device]]
         if self._clock is not None:
             after = self._clock.begin(which, device, seeds, after)
         with tf.control_dependencies([*after, *seeds]):
             # each seed after the pass before: otherwise TensorFlow may begin with some of it
             seeds = [tf.identity(seed) for seed in seeds]
         end_emulated = self._emulated(which, device, seeds, after)
-        found = pending.tape.gradient(targets, sources, output_gradients=seeds)
+        found = tape.gradient(targets, sources, output_gradients=seeds)
         if end_emulated is not None:
             flat = tf.nest.flatten(found, expand_composites=True)
             there = iter(end_emulated([value for value in flat if value is not None]))
             flat = [None if value is None else next(there) for value in flat]
             found = tf.nest.pack_sequence_as(found, flat, expand_composites=True)
-        for (token, tensor), gradient in zip(pending.received.items(), found, strict=False):
+        for (token, tensor), gradient in zip(received.items(), found, strict=False):
             self._return(token, number, stage, gradient, tensor)
-        self._sums[stage].append(found[len(pending.received) :])
+        self._sums[stage].append(found[len(received) :])
         ends = [g.values if isinstance(g, tf.IndexedSlices) else g for g in found if g is not None]
         if self._clock is not None:
             ends.append(self._clock.end(which, device, ends or seeds))
@@ -282,11 +269,10 @@ class PassGraph:
 
     def _answer(self, token: Token, number: int, reader: int, gradient: tf.Tensor | None) -> None:
         maker = self._edges.maker[token]
-        self._answers[maker, number].add((token, reader))
         if gradient is not None:
             with tf.device(self._edges.place(maker, number).device):
-                moved = tf.identity(tf.convert_to_tensor(gradient))
-            self._returned[maker, number][token].append(moved)
+                gradient = tf.identity(tf.convert_to_tensor(gradient))
+        self._answers[maker, number][token, reader] = gradient
 
     def _total_gradients(self, stage: int) -> list[Summand | None]:
         """Add up the gradients of this process's replicas of a stage, and of regularizers."""
