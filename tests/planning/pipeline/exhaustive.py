@@ -1,10 +1,12 @@
-"""The estimate of a step and its optimum by trying everything, without the planner's code."""
+"""The estimate of a step and its optimum by trying everything, without the planner's search."""
 
 from __future__ import annotations
 
 import itertools
 
 import numpy as np
+
+from keras_het.planning.pipeline.recomputation import stage_memory
 
 
 def stage_numbers(problem, group, first, end, window):
@@ -48,17 +50,6 @@ def in_flight(problem, group, times, counts, replica, window):
     return min(most, counts[replica])
 
 
-def held(profile, first, end, d, units):
-    """Bytes of a replica, unit by unit."""
-    total = 0.0
-    for unit in range(first, end):
-        total += profile.state_bytes[unit]
-        total += profile.activation_bytes[unit] * (1 if unit in units else d)
-        if unit in units and unit - 1 not in units:
-            total += d * profile.cut_bytes[unit]
-    return total
-
-
 def least_recomputation(problem, group, first, end, flights):
     """Least time of a set of units that makes every replica fit, of all sets."""
     profile = problem.profile
@@ -73,9 +64,9 @@ def least_recomputation(problem, group, first, end, flights):
         "always": [tuple(every)],
     }[problem.recompute]
     best = None
-    for units in map(set, sets):
+    for units in sets:
         if all(
-            held(profile, first, end, d, units) <= limit
+            stage_memory(profile, first, end, d, units) <= limit
             for d, limit in zip(flights, limits, strict=True)
         ):
             seconds = [sum(profile.forward_seconds[u, d] for u in units) for d in group]
