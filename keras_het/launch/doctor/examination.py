@@ -17,9 +17,7 @@ from keras_het.launch.doctor.facts import FAULT, NOTE, OK, WARNING, Facts, Findi
 from keras_het.launch.doctor.links import Link, Measurement, describe_node, links
 from keras_het.launch.local.display import printable
 
-Check = Callable[[Facts], Iterator[Finding]]
-
-CHECKS: Mapping[str, tuple[Check, ...]] = {
+CHECKS: Mapping[str, tuple[Callable[[Facts], Iterator[Finding]], ...]] = {
     "Software": (
         machine_checks.tensorflow_import,
         machine_checks.versions,
