@@ -219,7 +219,7 @@ class Candidates:
                 ahead = (0,)
             best: PipelinePlan | None = None
             for more in ahead:
-                plan = self._plan(chain, self.stages(chain, more))
+                plan = self._plan(self.stages(chain, more))
                 if plan is not None and (
                     best is None or plan.step_seconds < _WORTH_MEMORY * best.step_seconds
                 ):
@@ -280,7 +280,7 @@ class Candidates:
         needed = [stage_memory(problem.profile, first, end, d, units) for d in held]
         return units if all(map(fits, needed, limits)) else None
 
-    def _plan(self, chain: Chain, stages: tuple[Stage, ...]) -> PipelinePlan | None:
+    def _plan(self, stages: tuple[Stage, ...]) -> PipelinePlan | None:
         problem = self._problem
         memory = np.zeros(problem.devices.num_devices)
         chosen = []
