@@ -116,7 +116,6 @@ class Measurement:
         present = [gradient for gradient in gradients if gradient is not None]
         held = iter(self.held(present))
         if self.clock is not None:
-            # Emulated time ends here, not at the gate, which opens for all local replicas.
             self.clock.stop(present if self._waited is None else [self._waited])
         return [None if gradient is None else next(held) for gradient in gradients]
 
