@@ -4,9 +4,11 @@
 
 Two processes: stock Keras 3 `fit` does not run under MultiWorkerMirroredStrategy, so that strategy
 is driven by the custom training loop of its guide (mode "fit": our `fit` against that loop; mode
-"custom_loop": the same loop under both). One process with two devices: `fit` under both. With
-`--gpu` instead: one GPU against Keras without a strategy, with and without `Telemetry`, and two
-parts of a GPU against MirroredStrategy.
+"custom_loop": the same loop under both). One process with two devices: `fit` under both. Then
+`fit` on emulated devices that work ahead of their hosts, as GPUs do: with callbacks that measure,
+against `fit` without them; names of models say how long a host takes to queue a step, and a device
+to compute it. With `--gpu` instead: one GPU against Keras without a strategy, with and without
+`Telemetry`, and two parts of a GPU against MirroredStrategy.
 
 All clusters are alive for the whole run and take turns in short blocks, so a drift of the machine
 affects both; a row is the median of the ratios of neighbouring blocks.
@@ -41,6 +43,15 @@ CASES = {
     },
     "two_devices": {"fit": ("ours:fit", "mirrored:fit")},
 }
+AHEAD = ("h1.2_d3.6", "h14_d80")
+AHEAD_CASES = {
+    topology: {
+        "fit_with_balancer": ("ours:balanced_fit", "ours:fit"),
+        "fit_with_telemetry": ("ours:telemetry_fit", "ours:fit"),
+        "fit_with_both": ("ours:watched_fit", "ours:fit"),
+    }
+    for topology in ("one_device_ahead", "two_workers_ahead")
+}
 GPU_CASES = {
     "one_gpu": {
         "fit": ("ours:fit", "none:fit"),
@@ -70,6 +81,14 @@ def main() -> None:
         for model in models
         for mode, drivers in modes.items()
     ]
+    if not arguments.gpu:
+        blocks, seconds = (2, 0.1) if arguments.quick else (5, 4.0)
+        rows += [
+            measure(topology, mode, model, drivers, blocks, int(seconds / ahead_seconds(model)[1]))
+            for topology, modes in AHEAD_CASES.items()
+            for model in AHEAD
+            for mode, drivers in modes.items()
+        ]
     times = ("step_milliseconds", "stock_step_milliseconds")
     print_table(rows, ["case", "mode", "step_time_ratio", "lowest_ratio", "highest_ratio", *times])
     write_report("overhead", rows, arguments.json, environment())
@@ -105,7 +124,7 @@ class Group:
     """The processes of one strategy, which run a block of steps on request."""
 
     def __init__(self, topology: str, driver: str, model: str) -> None:
-        num_processes = 2 if topology == "two_processes" else 1
+        num_processes = 2 if topology in ("two_processes", "two_workers_ahead") else 1
         ports = ReservedPorts(num_processes)
         ports.release()
         self._ports, addresses = ports, list(ports.addresses)
@@ -138,6 +157,10 @@ def _start(
     driver: str, model: str, topology: str, index: int, addresses: list[str]
 ) -> subprocess.Popen[str]:
     env = dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3")
+    if topology in AHEAD_CASES:
+        _, seconds = ahead_seconds(model)
+        each = {"speed": 1, "fixed_seconds": seconds, "seconds_per_sample": 0.0}
+        env["KERAS_HET_EMULATED_DEVICES"] = json.dumps([{**each, "asynchronous": True}])
     if len(addresses) > 1:
         task = {"type": "worker", "index": index}
         env["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
@@ -181,6 +204,12 @@ def run_worker(driver: str, model_name: str, topology: str, index: int) -> None:
         answers.flush()
 
 
+def ahead_seconds(model: str) -> tuple[float, float]:
+    """Seconds in which a host queues a step, and in which its device computes it."""
+    host, device = (float(part[1:]) / 1e3 for part in model.split("_"))
+    return host, device
+
+
 def make_strategy(name: str) -> Any:
     import tensorflow as tf
 
@@ -205,6 +234,9 @@ def make_model(name: str) -> Any:
         return keras.applications.ResNet50(
             weights=None, input_shape=(128, 128, 3), classes=10, classifier_activation=None
         )
+    if name in AHEAD:
+        host, _ = ahead_seconds(name)
+        return keras.Sequential([keras.Input((64,)), make_pause(host)(), layers.Dense(10)])
     if name == "dense":
         return keras.Sequential(
             [
@@ -227,6 +259,25 @@ def make_model(name: str) -> Any:
             layers.Dense(10),
         ]
     )
+
+
+def make_pause(seconds: float) -> Any:
+    import keras
+    import tensorflow as tf
+
+    class Pause(keras.layers.Layer):
+        """What a host does for a step, without using the CPU."""
+
+        def call(self, inputs: Any) -> Any:
+            def wait(values: Any) -> Any:
+                time.sleep(seconds)
+                return values
+
+            waited = tf.numpy_function(wait, [inputs], tf.float32, stateful=False)
+            waited.set_shape(inputs.shape)
+            return tf.stop_gradient(waited)
+
+    return Pause
 
 
 def make_dataset(model: Any) -> Any:
@@ -253,16 +304,33 @@ def telemetry_fit_block(strategy: Any, model_name: str) -> Any:
     return fit_block(strategy, model_name, [keras_het.callbacks.Telemetry(folder)])
 
 
+def watched_fit_block(strategy: Any, model_name: str) -> Any:
+    import keras_het
+
+    callbacks = [keras_het.callbacks.BatchBalancer(), keras_het.callbacks.Telemetry()]
+    return fit_block(strategy, model_name, callbacks)
+
+
 def fit_block(strategy: Any, model_name: str, callbacks: Sequence[Any] = ()) -> Any:
     import keras
+
+    from keras_het.strategy.measure import emulated_device
 
     class Clock(keras.callbacks.Callback):
         """Timer of all steps of an epoch except the first."""
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == 0:
+                self.wait()
                 self.start = time.perf_counter()
-            self.seconds = (time.perf_counter() - self.start) / max(batch, 1)
+            self.steps = batch
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.wait()
+            self.seconds = (time.perf_counter() - self.start) / max(self.steps, 1)
+
+        def wait(self) -> None:
+            emulated_device.until_computed()()
 
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = make_model(model_name)
@@ -329,6 +397,7 @@ BLOCKS = {
     "fit": fit_block,
     "balanced_fit": balanced_fit_block,
     "telemetry_fit": telemetry_fit_block,
+    "watched_fit": watched_fit_block,
     "loop": loop_block,
 }
 

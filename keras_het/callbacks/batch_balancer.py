@@ -117,7 +117,7 @@ class BatchBalancer(SessionCallback):
             note_memory = functools.partial(self._memory.run_step, strategy, self.measurements)
             fit.add_layer(Rank.NOTE_MEMORY, note_memory)
         strategy.measure_compute_times(self.model)
-        self._sampled = strategy._sample_steps(fit)
+        self._sampled = strategy._sample_steps(fit, self._sampled)
         self._steps.begin(strategy.compute_times, self._sampled)
         # replaces what a balancer wanted in a fit in between
         latest = self.plans[-1].shares if self.plans else [0] * len(strategy.shares)

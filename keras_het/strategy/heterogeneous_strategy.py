@@ -365,11 +365,13 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """
         self._compute_times.begin(model, gradients, stops)
 
-    def _sample_steps(self, session: FitSession | None) -> SampledSteps | None:
+    def _sample_steps(
+        self, session: FitSession | None, earlier: SampledSteps | None
+    ) -> SampledSteps | None:
         """Measure only some steps of a `fit`, if measuring would stop a device."""
         if session is None or not self._works_ahead:
             return None
-        sampled = self._stop_request.sampled = SampledSteps(self, session)
+        sampled = self._stop_request.sampled = SampledSteps(self, session, earlier)
         session.on_end(lambda: setattr(self._stop_request, "sampled", None))
         return sampled
 

@@ -31,12 +31,20 @@ class SampledSteps:
     the workers' wishes (`StopRequest`), after the same step.
     """
 
-    def __init__(self, strategy: HeterogeneousStrategy, session: FitSession) -> None:
+    def __init__(
+        self,
+        strategy: HeterogeneousStrategy,
+        session: FitSession,
+        earlier: SampledSteps | None = None,
+    ) -> None:
         self.schedule = MeasuringSchedule()
         self.was_measured = False
         """Whether the latest step was measured."""
-        self._strategy, self._model = strategy, session.model
+        self.model, self._strategy = session.model, strategy
         self._cost = MeasuringCost()
+        if earlier is not None and earlier.model is self.model:
+            self.schedule.interval, self._cost = earlier.schedule.interval, earlier._cost
+        self._cost.restart()
         self._reads = LateReads(LAG, until_computed)
         self._kinds: deque[bool] = deque()
         self._latest_end: float | None = None
@@ -92,12 +100,12 @@ class SampledSteps:
 
     def _measured(self, plain: StepFunction) -> StepFunction:
         """Return the measured train function that belongs to a plain one."""
-        known = vars(self._model).get(_MEASURED)
+        known = vars(self.model).get(_MEASURED)
         if known is None or known[0] is not plain:
-            self._model.make_train_function(force=True)
-            known = plain, vars(self._model)["train_function"]
-            vars(self._model)["train_function"] = plain
-            vars(self._model)[_MEASURED] = known
+            self.model.make_train_function(force=True)
+            known = plain, vars(self.model)["train_function"]
+            vars(self.model)["train_function"] = plain
+            vars(self.model)[_MEASURED] = known
         return known[1]
 
     def _note_ends(self, reads: Iterable[Read]) -> None:
