@@ -39,7 +39,7 @@ class Layers(SessionCallback):
         super().__init__()
         self.names, self.notes, self.sessions = names, [], []
         for place, act in acts.items():
-            setattr(self, place, lambda *arguments, act=act: act(self.model))
+            setattr(self, place, lambda *_, act=act, **logs: act(self.model))
 
     def on_train_begin(self, logs=None):
         session = FitSession.of(self.model)
