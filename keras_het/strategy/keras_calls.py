@@ -154,9 +154,11 @@ def _in_session(call: Call) -> Iterator[None]:
         if strategy is not None and call.name in STEP_FUNCTIONS:
             strategy._stop_request.watch(session)
         if call.name == "fit" and (holds_parts or _takes_part(call)):
-            methods = ("on_epoch_end", "on_train_end")
-            tells = {method: functools.partial(session.tell, method) for method in methods}
-            call.add_callback(keras.callbacks.LambdaCallback(**tells), is_first=True)
+            before_others = keras.callbacks.LambdaCallback(
+                on_epoch_end=lambda epoch, logs: session.tell("on_epoch_end", epoch, logs),
+                on_train_end=lambda logs: session.tell("on_train_end", logs),
+            )
+            call.add_callback(before_others, is_first=True)
         if holds_parts:
             session.before_callbacks("on_epoch_end", lambda *_: strategy._put_together(model))
         yield
