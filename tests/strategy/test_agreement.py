@@ -220,10 +220,3 @@ def test_the_drawn_seed_differs_between_runs(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(4):
         agreement.share_random_seed(Cluster(lambda own: [drawn.append(int(own[0])) or own] * 3))
     assert len(set(drawn)) > 1
-
-
-def test_tensorflow_tells_whether_a_seed_is_set() -> None:
-    tf.random.set_seed(3)
-    assert agreement.iterator_adapter.global_seed() is not None
-    tf.random.set_seed(None)
-    assert agreement.iterator_adapter.global_seed() is None
