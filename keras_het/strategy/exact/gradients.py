@@ -187,7 +187,9 @@ class Gradients:
         is_weighted = id(optimizer) in self._weighted_optimizers
         if self._measurement is not None:
             gradients = self._measurement.gradients_are_computed(gradients)
-            self._measurement.add_own_square(lambda: self._own_square(gradients, is_weighted))
+            if self._measurement.measures_squares:
+                own_square = self._own_square(gradients, is_weighted)
+                self._measurement.own_squares.append(own_square)
         update = _PendingUpdate(apply, gradients, is_weighted)
         may_wait = optimizer is self._spec.deferrable_optimizer and self._pending is None
         if may_wait and is_weighted:
@@ -215,8 +217,8 @@ class Gradients:
         return reduced, summed
 
     def _finish(self, update: _PendingUpdate, reduced: _Reduced) -> Any:
-        if self._measurement is not None:
-            self._measurement.add_global_square(lambda: _squared_norm(reduced))
+        if self._measurement is not None and self._measurement.measures_squares:
+            self._measurement.global_squares.append(_squared_norm(reduced))
         return self._update.run(update.apply, reduced)
 
     def _own_square(self, gradients: _Reduced, is_weighted: bool) -> tf.Tensor:

@@ -7,7 +7,9 @@ forward or backward pass (SyncBatchNormalization) are subtracted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import operator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
@@ -96,9 +98,9 @@ class Measurement:
         else:
             self._start_time = time_when_ready(_tensors(data), on_accelerator=False)
         self._waited: tf.Tensor | None = None
-        # Squared norms of this replica's own mean gradient and of the global one, on request.
-        self._own_square: tf.Tensor | None = None
-        self._global_square: tf.Tensor | None = None
+        # Squared norms of this replica's own mean gradients and of the global ones, on request.
+        self.own_squares: list[tf.Tensor] = []
+        self.global_squares: list[tf.Tensor] = []
         self._sends_times = self._sends_phases = False
 
     def held(self, values: Sequence[Leaf]) -> list[Leaf]:
@@ -119,16 +121,8 @@ class Measurement:
             self.clock.stop(present if self._waited is None else [self._waited])
         return [None if gradient is None else next(held) for gradient in gradients]
 
-    def add_own_square(self, square: Callable[[], tf.Tensor]) -> None:
-        if self._measures_squares:
-            self._own_square = _plus(self._own_square, square())
-
-    def add_global_square(self, square: Callable[[], tf.Tensor]) -> None:
-        if self._measures_squares:
-            self._global_square = _plus(self._global_square, square())
-
     @property
-    def _measures_squares(self) -> bool:
+    def measures_squares(self) -> bool:
         return self._spec.is_timed and self._times.is_measuring_gradients
 
     def summands(self) -> list[tf.Tensor]:
@@ -143,7 +137,7 @@ class Measurement:
         self._sends_times = self._times.is_measuring
         self._sends_phases = self._times.phases.is_measuring
         if self._sends_times:
-            own = (spec.replica_id, spec.sizes, seconds, self._own_square)
+            own = (spec.replica_id, spec.sizes, seconds, _total(self.own_squares))
             summands.append(self._times.contribution(*own))
         if self._sends_phases:
             phases = self._times.phases
@@ -160,7 +154,7 @@ class Measurement:
             return
         if self._sends_times and is_first:
             waited = clock.seconds_since_stop(sums[:1])
-            self._times.record(spec.sizes, sums[0], waited, self._global_square)
+            self._times.record(spec.sizes, sums[0], waited, _total(self.global_squares))
         if self._sends_phases:
             if is_first:
                 phases.record(sums[-1])
@@ -228,5 +222,5 @@ def _on_host(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return copies or list(values)
 
 
-def _plus(sum_so_far: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
-    return value if sum_so_far is None else sum_so_far + value
+def _total(squares: Sequence[tf.Tensor]) -> tf.Tensor | None:
+    return functools.reduce(operator.add, squares) if squares else None
