@@ -166,10 +166,11 @@ class BatchBalancer(SessionCallback):
                 policy.observe(reading.step, reading.shares, reading.seconds)
         if self._strategy.is_chief and (plan := policy.propose(readings[-1].step)) is not None:
             self._note(plan)
-            self._strategy.compute_times.send_shares(plan.shares)
             if self._sampled is not None:
                 self._sampled.ask()  # the plan travels with measured steps, and is judged by them
-            if self._strategy.num_workers == 1:
+            if self._strategy.num_workers > 1:
+                self._strategy.compute_times.send_shares(plan.shares)
+            else:
                 self._use(plan.shares)
         wanted = readings[-1].wanted_shares
         if self._strategy.num_workers > 1 and any(wanted) and wanted != self._used_shares:
