@@ -141,7 +141,7 @@ class HostSums:
 
 
 class ForeignLoad:
-    """CPUs of this process that programs used which do not share the host with it, and idle ones."""
+    """CPUs of this process used by programs that do not share the host with it, and idle ones."""
 
     def __init__(self) -> None:
         self.cpus = own_cpus()
