@@ -119,11 +119,7 @@ class OrderedPass(DataPass):
 
     @abc.abstractmethod
     def read(self) -> Element:
-        """Return the next batch that was ordered."""
-
-    @abc.abstractmethod
-    def skip(self) -> None:
-        """Drop the next batch, which nobody wanted."""
+        """Return the next batch that was ordered, without any row if it was for nobody."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -160,10 +156,8 @@ class SlicedPass(OrderedPass):
         self._ordered.append(tuple(self.weights()) if wanted else ())
 
     def read(self) -> Element:
-        return self._cut(*self._take())
-
-    def skip(self) -> None:
-        self._take()
+        batch, weights = self._take()
+        return self._cut(batch, weights) if weights else ([], np.zeros(0, np.int64))
 
     def _take(self) -> tuple[Batch, tuple[float, ...]]:
         weights = self._ordered.popleft()
@@ -252,10 +246,10 @@ class ClaimedPass(DataPass):
             self._announce()
             if not self._announced:
                 raise StopIteration
-            if self._announced.popleft():
-                self._parts.extend(split_element(self._source.read(), self._claims.num_parts))
-            else:
-                self._source.skip()
+            is_wanted = self._announced.popleft()
+            element = self._source.read()
+            if is_wanted:
+                self._parts.extend(split_element(element, self._claims.num_parts))
         return self._parts.popleft()
 
     def _announce(self) -> None:

@@ -292,7 +292,7 @@ class JoiningPreparation(KnobChange):
                 if successor.ordered >= run.ordered + self._margin:
                     return successor
                 successor.order(wanted=False)
-                successor.skip()
+                successor.read()
         except StopIteration:
             pass  # the pass ends first: the next one begins with these knobs
         except BaseException:

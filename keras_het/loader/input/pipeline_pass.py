@@ -77,9 +77,6 @@ class PipelinePass(OrderedPass):
             self.fingerprint = int(fingerprint)
         return list(batches), sizes
 
-    def skip(self) -> None:
-        self.held.read()
-
     def _produce(self) -> Element:
         self._order_until(self.delivered + 1 + self.lookahead)
         if self._successor is not None:
