@@ -409,28 +409,31 @@ class UnhurriedUnderLock(Unhurried):
     is_atomic = True
 
 
-def test_two_partitions_are_updated_at_the_same_time(logical_devices, monkeypatch):
-    monkeypatch.setattr(parameter_service, "usable_cpus", lambda: 8.0)
-    rule = UnhurriedUnderLock()
+def test_as_many_partitions_as_locks_are_updated_at_the_same_time(logical_devices, monkeypatch):
+    monkeypatch.setattr(parameter_service, "usable_cpus", lambda: 8.0)  # two locks
+    rule, statuses = UnhurriedUnderLock(), []
     service = start(rule)
-    client, statuses = connect(service, 1), []
 
-    def push():
-        answer = client.push(ramp(), tf.zeros([3], tf.int64), 1, zeros())
+    def push(number):
+        answer = connect(service, number).push(ramp(), tf.zeros([3], tf.int64), 1, zeros())
         statuses.extend(answer.statuses.numpy().tolist())
 
-    thread = threading.Thread(target=push, daemon=True)
-    thread.start()
+    threads = [threading.Thread(target=push, args=(i,), daemon=True) for i in (1, 2)]
+    for thread in threads:
+        thread.start()
     deadline = time.monotonic() + 20
     while int(rule.entered.size()) < 2 and time.monotonic() < deadline:
         threading.Event().wait(0.01)
+    threading.Event().wait(0.5)  # without a lock, the other worker's two enter now
     entered = int(rule.entered.size())
-    for _ in PARTITIONS.sizes:
+    for _ in range(2 * len(PARTITIONS.sizes)):
         rule.may_go.enqueue(True)
-    thread.join(timeout=60)
-    assert not thread.is_alive()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
     assert entered == 2
-    assert statuses == [Status.OK] * 3
+    assert statuses == [Status.OK] * 6
+    np.testing.assert_array_equal(service.versions(), [2] * 3)
     service.close()
 
 
