@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -103,7 +102,9 @@ class LocalCluster:
         self._cwd = None if cwd is None else str(cwd)
         self._emulation = emulation
         cpus = sorted(own_cpus())
-        self._cpus = assign_cpus(self.num_workers, cpus, cpus_per_worker, pin, usable_cpus())
+        self._cpu_sets, self._threads = assign_cpus(
+            self.num_workers, cpus, cpus_per_worker, pin, usable_cpus()
+        )
         self._on_line = on_line or (lambda index, stream, line: None)
         self._on_stop = on_stop or (lambda signal_number: None)
         self._keep_lines = keep_lines
@@ -240,7 +241,7 @@ class LocalCluster:
         environment = worker_environment(
             index,
             self._addresses,
-            self._cpus.threads_per_worker[index],
+            self._threads[index],
             self._inherited_environment(index),
             self._emulation,
             self.num_async_workers,
@@ -251,7 +252,7 @@ class LocalCluster:
             environment,
             on_line=self._on_line,
             on_exit=lambda index: self._events.put(("exit", index)),
-            cpus=self._cpus.cpu_sets[index] if self._cpus.cpu_sets else None,
+            cpus=self._cpu_sets[index] if self._cpu_sets else None,
             cwd=self._cwd,
             keep_lines=self._keep_lines,
         )
@@ -371,24 +372,17 @@ def _start_watchdog() -> subprocess.Popen[bytes]:
     )
 
 
-@dataclass(frozen=True)
-class CpuAssignment:
-    """CPUs of each worker."""
-
-    cpu_sets: tuple[tuple[int, ...], ...] | None
-    threads_per_worker: tuple[int, ...]
-
-
 def assign_cpus(
     num_workers: int,
     cpus: Sequence[int],
     cpus_per_worker: int | None = None,
     pin: bool | None = None,
     usable: float = math.inf,
-) -> CpuAssignment:
-    """Assign the CPUs to the workers round robin: all of them, or `cpus_per_worker` to each.
+) -> tuple[tuple[tuple[int, ...], ...] | None, tuple[int, ...]]:
+    """Return the CPUs that each worker is bound to, None for unbound ones, and its threads.
 
-    A quota below the number of CPUs is divided too, into threads: the system would throttle more.
+    All CPUs are dealt out round robin, or `cpus_per_worker` to each. A quota below the number of
+    CPUs is divided too, into threads: the system would throttle more.
     """
     if cpus_per_worker is not None and not 1 <= cpus_per_worker <= len(cpus):
         raise ValueError(
@@ -409,7 +403,7 @@ def assign_cpus(
     if cpus_per_worker is None and usable < len(cpus):
         most = max(1, math.floor(usable / num_workers))
         threads = [min(number, most) for number in threads]
-    return CpuAssignment(sets if pin else None, tuple(threads))
+    return sets if pin else None, tuple(threads)
 
 
 def _cpus_of(
