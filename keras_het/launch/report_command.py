@@ -65,14 +65,14 @@ def run_report(options: argparse.Namespace) -> int:
     from keras_het.launch.report.trace import write_trace
     from keras_het.tensorboard.report_page import report_page
 
-    choice = choose_run(options.log_dir, options.run)
-    facts = facts_of(choice.run.name, choice.run.content)
+    run, others, unreadable = choose_run(options.log_dir, options.run)
+    facts = facts_of(run.name, run.content)
     notes = []
-    if choice.others:
-        notes.append(f"Other trainings here: {listed(choice.others)}. Choose with --run NAME.")
-    notes += [f"Not in this report: {name}. {why}" for name, why in choice.unreadable.items()]
+    if others:
+        notes.append(f"Other trainings here: {listed(others)}. Choose with --run NAME.")
+    notes += [f"Not in this report: {name}. {why}" for name, why in unreadable.items()]
     if options.html:
-        page = report_page(choice.run.name, choice.run.content)
+        page = report_page(run.name, run.content)
         options.html.write_text(page, encoding="utf-8")
         notes.append(f"Page: {options.html}")
     if options.trace:

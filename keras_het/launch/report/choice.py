@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 
@@ -16,16 +15,8 @@ _MOST_NAMES = 8
 _EVENT_FILE = "tfevents"
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A training."""
-
-    run: Run
-    others: tuple[str, ...]
-    unreadable: Mapping[str, str]
-
-
-def choose_run(log_dir: str, name: str | None = None) -> Choice:
+def choose_run(log_dir: str, name: str | None) -> tuple[Run, list[str], Mapping[str, str]]:
+    """Return a training of a log, the names of others, and why some cannot be read, by name."""
     unreadable: dict[str, str] = {}
     try:
         check_log_dir(log_dir, tf.io.gfile.isdir, tf.io.gfile.exists)
@@ -38,10 +29,10 @@ def choose_run(log_dir: str, name: str | None = None) -> Choice:
             chosen = _named(name, list(runs), unreadable)
     except tf.errors.OpError as error:
         raise OSError(f"{log_dir!r} cannot be read: {error.message}") from error
-    return Choice(runs[chosen], tuple(each for each in runs if each != chosen), unreadable)
+    return runs[chosen], [each for each in runs if each != chosen], unreadable
 
 
-def listed(names: list[str] | tuple[str, ...]) -> str:
+def listed(names: list[str]) -> str:
     shown = ", ".join(plain(each) for each in names[:_MOST_NAMES])
     more = len(names) - _MOST_NAMES
     return f"{shown} and {more} more" if more > 0 else shown
