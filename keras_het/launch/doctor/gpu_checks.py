@@ -171,7 +171,7 @@ def _shown(text: str, gpus: Sequence[Gpu]) -> int:
 
 
 def _has_binary(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
-    """Machine code ("sm_80", and "compute_90" with PTX) runs on GPUs of its major, if not older."""
+    """Machine code, of "sm_80" or "compute_90", runs on GPUs of its major that are not older."""
     built = [_number(name) for name in kernels]
     return any(major == capability[0] and minor <= capability[1] for major, minor in built)
 

@@ -284,7 +284,7 @@ class LocalCluster:
             self._escalate(*gentler, signal.SIGTERM, signal.SIGKILL)
 
     def _escalate(self, *signals: int) -> None:
-        """Send the next signal, of those given or left."""
+        """Send the next of the signals that are left, after adding some."""
         self._escalation = [*(self._escalation or []), *signals]
         self._due = math.inf
         if self._escalation:

@@ -129,7 +129,10 @@ class _Measurement:
 def unit_bytes(
     units: ModelUnits, optimizer: keras.optimizers.Optimizer | None
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the bytes of each unit's weights, and of all it trains them with, at a first call."""
+    """Return the bytes of each unit's weights, and of all it needs to train them.
+
+    A layer that is called several times counts at its first call.
+    """
     is_built = optimizer is not None and bool(optimizer.built)
     pairs = keras_graphs_adapter.variables_of_optimizer(optimizer) if is_built else []
     slots = {id(variable): sum(_bytes(s.value) for s in kept) for variable, kept in pairs}

@@ -70,7 +70,7 @@ class Edges:
         return self.replica(stage, self.plan.stages[stage].routes[micro_batch])
 
     def homes(self, process: int) -> dict[int, str]:
-        """Return the stages of a process, the last one first, by the device of a first replica."""
+        """Return the device of the first replica here of each stage, the last stage first."""
         return {
             s: place.device
             for s, stage in reversed(list(enumerate(self.plan.stages)))

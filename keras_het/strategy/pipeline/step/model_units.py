@@ -41,7 +41,10 @@ class Unit:
 
 
 class ModelUnits:
-    """Layer calls of a model and its nested models, each after those that it depends on."""
+    """Layer calls of a model and its nested models, each after those that it depends on.
+
+    Any prefix of the list may be a stage.
+    """
 
     def __init__(self, model: keras.Model) -> None:
         graph = keras_graphs_adapter.graph_of(model)

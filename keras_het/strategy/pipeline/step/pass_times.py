@@ -129,7 +129,7 @@ class PassTimes:
             self._latest_own.assign(own, read_value=False)
 
     def latest(self) -> tuple[int, Timeline] | None:
-        """Return the latest step that all know, numbered as in `PhaseTimes`; None before two."""
+        """Return the latest step that all know, numbered as in `PhaseTimes`; None before it."""
         values = self._latest.numpy()
         if values[0] < 0:
             return None

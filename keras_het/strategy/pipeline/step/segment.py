@@ -99,7 +99,10 @@ class Segment(keras.layers.Layer):
             (values.sums if loss.shape.rank else values.means).append(tf.reduce_sum(loss))
 
     def run_twice(self, weights: dict[int, tf.Tensor], values: Values, training: bool) -> None:
-        """Do what `run` does, but keep only what the calls take: the gradient repeats them."""
+        """Do what `run` does, but keep only what the calls take: the gradient repeats them.
+
+        The calls are pure functions, so dropout and batch normalization see the same again.
+        """
         variables = self.trainable_variables
         floats = [token for token in self.taken if values.tensors[token].dtype.is_floating]
         given = Values(dict(values.tensors), dict(values.masks), dict(values.state))
