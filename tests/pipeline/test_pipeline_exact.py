@@ -111,7 +111,7 @@ def distance(y: Any, prediction: Any) -> Any:
 def test_a_tensor_that_a_model_returns_twice(loss: Any) -> None:
     def build() -> keras.Model:
         inputs = keras.Input([4])
-        x = keras.layers.Dense(2)(keras.layers.Dense(3, "tanh")(inputs))
+        x = keras.layers.Dense(2, name="both")(keras.layers.Dense(3, "tanh")(inputs))
         options = {"loss": [loss, "mae"], "metrics": None, "weighted_metrics": None}
         return compiled(keras.Model(inputs, [x, x]), **options)
 
