@@ -195,19 +195,16 @@ class Readings:
         if not recent.any() and len(recent):
             recent[-1] = True  # sampled rarely: the latest sample stands
         self._recent = recent
-        self._means: dict[tuple[str, bool], Floats] = {}
+        self.mean = functools.cache(self._mean)
 
-    def mean(self, name: str, recent: bool = True) -> Floats:
+    def _mean(self, name: str, recent: bool = True) -> Floats:
         """Return the mean of a quantity in recent steps or before, [N]; NaN where unknown."""
-        if (name, recent) not in self._means:
-            values = self._recording.hardware.get(name)
-            result = np.full(len(self._workers), np.nan)
-            if values is not None:
-                rows = np.flatnonzero(self._recent == recent)
-                chosen = np.asarray(values, np.float64)[rows[:: max(len(rows) // _MOST_SAMPLES, 1)]]
-                result = means(np.where(np.abs(chosen) < _LARGEST, chosen, np.nan))
-            self._means[name, recent] = result
-        return self._means[name, recent]
+        values = self._recording.hardware.get(name)
+        if values is None:
+            return np.full(len(self._workers), np.nan)
+        rows = np.flatnonzero(self._recent == recent)
+        chosen = np.asarray(values, np.float64)[rows[:: max(len(rows) // _MOST_SAMPLES, 1)]]
+        return means(np.where(np.abs(chosen) < _LARGEST, chosen, np.nan))
 
     def of_worker(self, name: str, worker: int, recent: bool = True) -> float:
         """Return the mean of a quantity over a worker's devices; NaN where unknown."""

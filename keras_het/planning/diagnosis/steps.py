@@ -75,7 +75,7 @@ class Steps:
         return self.own.max(axis=1, initial=0.0) + self.transfer
 
     def mean(self, values: Floats) -> float:
-        """Return the mean over steps, for each of which a row may stand."""
+        """Return the mean over steps, of which a row may stand for several."""
         return float(values @ self.weights / self.weights.sum()) if len(values) else np.nan
 
     def rows(self, chosen: slice | Integers) -> Steps:

@@ -179,9 +179,8 @@ class TimeModelFit:
             Number of observations in the window with exactly this share, int64 [n].
         """
         age = (self._position[:, None] - 1 - np.arange(self._window)) % self._window
-        return ((self._shares == np.asarray(shares)[:, None]) & (age < self._count[:, None])).sum(
-            axis=1
-        )
+        counted = (self._shares == np.asarray(shares)[:, None]) & (age < self._count[:, None])
+        return counted.sum(axis=1)
 
     def latest(self) -> tuple[Measurement | None, ...]:
         """Return the measurements of each replica with its most recent share."""
