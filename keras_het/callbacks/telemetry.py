@@ -127,6 +127,7 @@ class Telemetry(SessionCallback):
                 "One Telemetry records a fit. Received: two among its callbacks. Leave one out."
             )
         strategy._measure_phases(self.model, len(HARDWARE))
+        strategy._sample_steps(fit)
         local = list(strategy.compute_times.phases.devices)
         self._sampler = HardwareSampler(local)
         fit.on_end(self._sampler.close)

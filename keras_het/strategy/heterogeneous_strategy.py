@@ -366,14 +366,19 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._compute_times.begin(model, gradients, stops)
 
     def _sample_steps(
-        self, session: FitSession | None, earlier: SampledSteps | None
+        self, session: FitSession | None, earlier: SampledSteps | None = None
     ) -> SampledSteps | None:
         """Measure only some steps of a `fit`, if measuring would stop a device."""
         if session is None or not self._works_ahead:
             return None
-        sampled = self._stop_request.sampled = SampledSteps(self, session, earlier)
-        session.on_end(lambda: setattr(self._stop_request, "sampled", None))
-        return sampled
+        if self._stop_request.sampled is None:
+            self._stop_request.sampled = SampledSteps(self, session, earlier)
+            session.on_end(self._end_sampling)
+        self._data_path.on_input_wait = self._stop_request.sampled.batch_arrives
+        return self._stop_request.sampled
+
+    def _end_sampling(self) -> None:
+        self._stop_request.sampled = self._data_path.on_input_wait = None
 
     def stop_measuring(self, model: keras.Model) -> None:
         """End a measurement started with `stops`, and that of gradients; others' times continue.

@@ -155,6 +155,7 @@ def _in_session(call: Call) -> Iterator[None]:
             strategy._stop_request.watch(session)
         if call.name == "fit" and (holds_parts or _takes_part(call)):
             before_others = keras.callbacks.LambdaCallback(
+                on_epoch_begin=lambda epoch, logs: session.tell("on_epoch_begin", epoch, logs),
                 on_epoch_end=lambda epoch, logs: session.tell("on_epoch_end", epoch, logs),
                 on_train_end=lambda logs: session.tell("on_train_end", logs),
             )

@@ -155,6 +155,8 @@ class StepRecorder:
         """Return the few numbers that matter, for Keras's logs; empty if no step is known."""
         with self._lock:
             of_epoch = self._rows[self._steps >= self._epoch_start]
+            if self._phases.is_sampled and not len(of_epoch):
+                of_epoch = self._rows[-1:]  # what is known of the steps before
             rows = of_epoch if latest is None else self._rows[-latest:]
         rows = rows[:, :, ~np.isnan(rows).all(axis=(0, 1))] if len(rows) else rows
         # without a collective in each step, other workers' are known of the latest steps only

@@ -6,6 +6,8 @@ import collections
 import json
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -22,8 +24,9 @@ from keras_het.strategy.measure import emulated_device
 from keras_het.strategy.measure.emulated_device import DeviceQueue
 from keras_het.strategy.measure.step_clock import StepClock
 
-MILLISECOND = 1e-3
-STEPS, BATCH = 60, 12
+SAMPLE_SECONDS = 4e-3
+STEPS, BATCH = 40, 12
+STEP_SECONDS = SAMPLE_SECONDS * BATCH / 2
 
 
 @pytest.fixture
@@ -34,7 +37,7 @@ def strategy(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
         {
             "speed": speed,
             "fixed_seconds": 0.0,
-            "seconds_per_sample": MILLISECOND / speed,
+            "seconds_per_sample": SAMPLE_SECONDS / speed,
             "asynchronous": asynchronous,
         }
         for speed in speeds
@@ -58,11 +61,12 @@ def trained(strategy: Any, callbacks: Any = (), steps: int = STEPS, **compiled: 
 
 
 class Reads(keras.callbacks.Callback):
-    """Counts what the main thread reads from a device while a step is called."""
+    """Counts what the main thread reads from a device in each step, and notes measured ones."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.of_steps: collections.Counter[int] = collections.Counter()
+        self.measured: set[int] = set()
         self._step: int | None = None
         read = EagerTensor._numpy
 
@@ -77,7 +81,10 @@ class Reads(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._step = batch
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        sampled = self.model.distribute_strategy._stop_request.sampled
+        if sampled is not None and sampled.was_measured:
+            self.measured.add(batch)
         self._step = None
 
 
@@ -103,10 +110,10 @@ def test_few_steps_are_measured_and_their_numbers_are_those_of_all(strategy: Any
     assert len(numbers) < STEPS
     assert numbers == sorted(set(numbers)) and numbers[-1] < STEPS
     for row in balancer.measurements:
-        assert min(row["seconds"]) >= 6 * MILLISECOND
+        assert min(row["seconds"]) >= STEP_SECONDS - 1e-3
 
 
-def test_steps_that_are_not_measured_read_nothing_and_have_no_clock(
+def test_only_the_measured_function_has_clocks(
     strategy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks, traced = [], StepClock.__init__
@@ -116,12 +123,34 @@ def test_steps_that_are_not_measured_read_nothing_and_have_no_clock(
         traced(clock, *arguments)
 
     monkeypatch.setattr(StepClock, "__init__", tracing)
-    reads, balancer = Reads(monkeypatch), BatchBalancer("even")
-    trained(strategy, [balancer, reads])
-    measured = {row["step"] for row in balancer.measurements}
-    assert len(measured) < STEPS
-    assert not set(reads.of_steps) - measured
-    assert len(clocks) == 2  # in the measured one of two functions, on two replicas
+    trained(strategy, [BatchBalancer("even")])
+    assert len(clocks) == 2  # on two replicas
+
+
+CALLBACKS: dict[str, Callable[[Path], list[Any]]] = {
+    "none": lambda folder: [],
+    "balancer": lambda folder: [BatchBalancer("even")],
+    "telemetry": lambda folder: [keras_het.callbacks.Telemetry(folder)],
+    "tuner": lambda folder: [keras_het.callbacks.LoaderTuner()],
+    "backup": lambda folder: [keras_het.callbacks.BackupAndRestore(folder)],
+    "all": lambda folder: [
+        keras_het.callbacks.BackupAndRestore(folder / "backup"),
+        keras_het.callbacks.LoaderTuner(),
+        BatchBalancer(),
+        keras_het.callbacks.Telemetry(folder / "log"),
+    ],
+}
+
+
+@pytest.mark.parametrize("callbacks", CALLBACKS)
+def test_a_plain_step_reads_nothing_from_a_device(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, callbacks: str
+) -> None:
+    reads = Reads(monkeypatch)
+    trained(strategy, [*CALLBACKS[callbacks](tmp_path), reads])
+    assert not set(reads.of_steps) - reads.measured
+    measures = callbacks in ("balancer", "telemetry", "all")
+    assert bool(reads.measured) == measures and len(reads.measured) < STEPS
 
 
 @pytest.mark.parametrize("execution", [1, 4])
@@ -137,15 +166,15 @@ def test_weights_are_those_of_one_device(strategy: Any, execution: int) -> None:
 def test_shares_follow_speeds_and_a_change_of_speed(strategy: Any) -> None:
     class Slower(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            if batch == 100:
+            if batch == 60:
                 emulated_device.slow_down(0, 3.0)
 
     balancer = BatchBalancer()
-    trained(strategy, [balancer, Slower()], steps=200)
-    before = [plan for plan in balancer.plans if plan.step < 100]
-    assert before[-1].shares == (9, 3)
-    assert balancer.plans[-1].shares == (6, 6)
-    rows = [row["step"] for row in balancer.measurements if row["step"] > 100]
+    trained(strategy, [balancer, Slower()], steps=120)
+    before = [plan for plan in balancer.plans if plan.step < 60]
+    assert before[-1].shares[0] == pytest.approx(9, abs=1)
+    assert balancer.plans[-1].shares[0] == pytest.approx(6, abs=1)
+    rows = [row["step"] for row in balancer.measurements if row["step"] > 60]
     assert len(rows) >= BURST
 
 
@@ -154,3 +183,53 @@ def test_devices_that_do_not_work_ahead_are_measured_in_all_steps(strategy: Any)
     balancer = BatchBalancer("even")
     trained(strategy, [balancer], steps=20)
     assert [row["step"] for row in balancer.measurements] == list(range(20))
+
+
+class SlowBatches(keras.utils.PyDataset):
+    """Batches that come half as fast as devices compute them."""
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        time.sleep(2 * STEP_SECONDS)
+        x = np.full((BATCH, 4), index, "float32")
+        return x, x[:, :1]
+
+
+def test_rows_stand_for_all_steps_and_their_times_add_up(strategy: Any) -> None:
+    telemetry = keras_het.callbacks.Telemetry()
+    model = trained(strategy, [telemetry], steps=4)
+    x = np.ones((BATCH * STEPS, 4), "float32")
+    started = time.perf_counter()
+    model.fit(x, x[:, :1], batch_size=BATCH, epochs=2, verbose=0, callbacks=[telemetry])
+    whole = time.perf_counter() - started
+    recording = telemetry.recording()
+    # what follows the last measured step is not known
+    numbers = recording.steps - recording.steps[0]
+    assert numbers.tolist() == list(range(len(numbers))) and STEPS < len(numbers) < 2 * STEPS
+    walls = recording.compute + recording.input + recording.sync + recording.other
+    np.testing.assert_allclose(*walls.sum(axis=0), rtol=0.1)
+    assert 0.9 * len(walls) * STEP_SECONDS < walls[:, 0].sum() < whole
+    assert np.median(recording.compute) >= 0.9 * STEP_SECONDS
+    assert np.median(recording.input) < 0.4 * np.median(walls)  # hosts wait, devices do not
+
+
+def test_a_device_that_is_empty_waits_for_its_input(strategy: Any) -> None:
+    telemetry = keras_het.callbacks.Telemetry()
+    model = trained(strategy, steps=4)
+    model.fit(SlowBatches(), shuffle=False, verbose=0, callbacks=[telemetry])
+    recording = telemetry.recording()
+    walls = recording.compute + recording.input + recording.sync + recording.other
+    assert np.median(recording.input[FIRST_STEPS:]) > 0.4 * np.median(walls)
+
+
+def test_an_epoch_without_a_measured_step_has_the_latest_numbers(strategy: Any) -> None:
+    model = trained(strategy, steps=4)
+    x = np.ones((BATCH * 5, 4), "float32")
+    telemetry = keras_het.callbacks.Telemetry()
+    history = model.fit(
+        x, x[:, :1], batch_size=BATCH, epochs=6, verbose=0, callbacks=[telemetry]
+    ).history
+    assert len(history["samples_per_second"]) == 6
+    assert min(history["samples_per_second"]) > 0

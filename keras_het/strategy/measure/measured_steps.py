@@ -72,8 +72,6 @@ class MeasuredSteps:
     def pause(self) -> None:
         """Leave out the time until the next reading: it belongs to a validation, not to a step."""
         self._latest_reading = None
-        if self._sampled is not None:
-            self._sampled.pause()
 
     def is_due(self) -> bool:
         if self._sampled is not None:

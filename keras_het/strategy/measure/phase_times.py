@@ -3,6 +3,9 @@
 A step lasts from the end of the collective of the step before to the end of its own. A replica
 knows its parts only then, so they travel with the sums of the step after: no step has another
 collective than without measurement.
+
+Where only some steps are measured, one of them stands for itself and the plain ones before it: they
+have its parts, of which the rest makes all of them last as long as they did together.
 """
 
 from __future__ import annotations
@@ -41,6 +44,12 @@ class PhaseTimes:
         self._measured: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._sampled = 0
         self._read = 0
+        self._num_steps: int | None = None
+        """Steps so far where only some are measured, else None."""
+        # Of measured steps by their number among these: the first step that one stands for, how
+        # many these are, and how many of them since the clock was restarted.
+        self._windows: dict[int, tuple[int, int, int]] = {}
+        self._num_measured = self._window_start = self._clock_start = 0
 
     def begin(
         self,
@@ -78,12 +87,28 @@ class PhaseTimes:
             self._rows = variable(first, CAPACITY, width * self._num_replicas)
             self._count = variable(first, dtype=tf.int64)
 
+    def count_steps(self, number: int, are_measured: bool) -> None:
+        """Count steps of which only some are measured, after each execution."""
+        if self._num_steps is None:
+            self._num_measured = self._num_steps = self._num_rows - number * are_measured
+            self._window_start = self._clock_start = self._num_steps
+        if not are_measured:
+            self._num_steps += number
+            return
+        for _ in range(number):
+            self._num_steps, start = self._num_steps + 1, self._window_start
+            since_restart = self._num_steps - max(start, self._clock_start)
+            self._windows[self._num_measured] = (start, self._num_steps - start, since_restart)
+            self._windows.pop(self._num_measured - CAPACITY, None)
+            self._num_measured, self._window_start = self._num_measured + 1, self._num_steps
+
     def restart_clock(self) -> float:
         """Exclude the time since the latest step: a validation is not a part of the next one."""
         now = time.time()
         seconds = now - float(self._ends[0].numpy()) if self.is_measuring else 0.0
         for end in self._ends if self.is_measuring else ():
             end.assign(now)
+        self._clock_start = self._num_steps or 0
         return max(seconds, 0.0)
 
     def note_input_wait(self, seconds: float) -> None:
@@ -145,25 +170,44 @@ class PhaseTimes:
     @property
     def count(self) -> int:
         """Number of steps so far; the parts of the latest are not known yet."""
+        return self._num_rows if self._num_steps is None else self._num_steps
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether only some steps are measured."""
+        return self._num_steps is not None
+
+    @property
+    def _num_rows(self) -> int:
         return int(tf.raw_ops.ReadVariableOp(resource=self._count.handle, dtype=tf.int64))
 
     def read_new(self) -> tuple[int, np.ndarray]:
         """The steps since the last call, oldest first; at most the latest `CAPACITY`."""
         # row k has the step before the one that wrote it: row 0 has none
-        count = self.count
+        count = self._num_rows
         first, self._read = max(self._read, count - CAPACITY, 1), max(count, 1)
         rows = self._gather(np.arange(first, max(count, first)))[:, : PARTS * self._num_replicas]
         parts = rows.reshape(len(rows), self._num_replicas, PARTS).transpose(0, 2, 1)
         counts = self.layout.replicas_per_worker
         parts[:, _INPUT] = parts[:, _INPUT, np.repeat(np.cumsum((0, *counts[:-1])), counts)]
+        known = range(first - 1, first - 1 + len(rows))
+        windows = np.array([self._windows.get(each, (each, 1, 1)) for each in known], np.int64)
         wall = parts[:, _REST]
+        is_known = wall < _LONGEST_SECONDS
+        if self._num_steps is not None and len(rows):
+            wall = wall / windows[:, 2:]
+            # a measured step lasts longer than those that it stands for
+            most = wall / np.maximum(parts[:, :_REST].sum(axis=1), 1e-12)
+            parts[:, :_REST] *= np.where(is_known, np.minimum(most, 1), 1)[:, None]
         rest = np.maximum(wall - parts[:, :_REST].sum(axis=1), 0)
-        parts[:, _REST] = np.where(wall < _LONGEST_SECONDS, rest, 0)
-        return first - 1, parts
+        parts[:, _REST] = np.where(is_known, rest, 0)
+        if self._num_steps is None or not len(rows):
+            return first - 1, parts
+        return int(windows[0, 0]), np.repeat(parts, windows[:, 1], axis=0)
 
     def samples(self) -> np.ndarray:
         """What was sampled last on all workers, float32 of shape [num_replicas, sampled]."""
-        (row,) = self._gather(np.array([self.count - 1]))
+        (row,) = self._gather(np.array([self._num_rows - 1]))
         samples = row[PARTS * self._num_replicas :].reshape(self._num_replicas, self._sampled)
         return np.where(samples == _UNKNOWN, np.nan, samples)
 

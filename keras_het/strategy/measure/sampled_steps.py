@@ -6,9 +6,10 @@ step meanwhile. The train function therefore exists twice, and only few steps ru
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
 
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _MEASURED = "_keras_het_measured"
+
+
+class _Call(NamedTuple):
+    """A call of the train function: whether it was measured, and when each batch arrived."""
+
+    was_measured: bool
+    arrivals: list[tuple[float, float]]
 
 
 class SampledSteps:
@@ -46,10 +54,13 @@ class SampledSteps:
             self.schedule.interval, self._cost = earlier.schedule.interval, earlier._cost
         self._cost.restart()
         self._reads = LateReads(LAG, until_computed)
-        self._kinds: deque[bool] = deque()
+        self._calls: deque[_Call] = deque()
+        self._arrivals: list[tuple[float, float]] = []
+        self._starved, self._num_steps, self._is_in_call = 0.0, 0, False
         self._latest_end: float | None = None
         self._sees_change = False
         session.add_layer(Rank.SAMPLE_STEPS, self._run)
+        session.before_callbacks("on_epoch_begin", lambda *_: self._pause())
 
     @property
     def wishes(self) -> tuple[float, float]:
@@ -70,29 +81,34 @@ class SampledSteps:
         if interval:
             self.schedule.interval = int(interval)
 
-    def pause(self) -> None:
+    def _pause(self) -> None:
         """Leave out the time until the next step: it belongs to a validation."""
         self._note_ends(self._reads.take(all_of_them=True))
         self._latest_end = None
         self._cost.restart()
 
     def _run(self, function: StepFunction, batches: Batches) -> Nest:
-        times = self._strategy.compute_times
-        measures_all = times.phases.is_measuring or times.is_measuring_gradients
-        self.was_measured = self.schedule.is_due or measures_all
+        times, phases = self._strategy.compute_times, self._strategy.compute_times.phases
+        self.was_measured = self.schedule.is_due or times.is_measuring_gradients
         if self.was_measured:
             function = self._measured(function)
+            phases.note_input_wait(self._starved / max(self._num_steps, 1))
+            self._starved, self._num_steps = 0.0, 0
         times.is_sampled_out = not self.was_measured  # what a trace reads
+        self._is_in_call = True
         try:
             result = function(batches)
         finally:
-            times.is_sampled_out = False
+            times.is_sampled_out = self._is_in_call = False
         self.schedule.step_ended()
         if self.was_measured and (steps := times.latest(1)):
             self.schedule.observe(steps[-1].shares, steps[-1].seconds)
-        self._kinds.append(self.was_measured)
-        numbers = [leaf for leaf in tf.nest.flatten(result) if tf.is_tensor(leaf)]
-        self._reads.add(numbers[-1])
+        if phases.is_measuring:
+            phases.count_steps(max(len(self._arrivals), 1), self.was_measured)
+        self._calls.append(_Call(self.was_measured, self._arrivals))
+        self._arrivals = []
+        logs = [leaf for leaf in tf.nest.flatten(result) if tf.is_tensor(leaf)]
+        self._reads.add(logs[-1] if logs else self.model.optimizer.iterations.value)
         self._note_ends(self._reads.take())
         if self._strategy.num_workers == 1:
             self.agree(*self.wishes)
@@ -108,9 +124,18 @@ class SampledSteps:
             vars(self.model)[_MEASURED] = known
         return known[1]
 
+    def batch_arrives(self, waited: float) -> None:
+        """Note that a batch arrives now, for which the host waited some seconds."""
+        if self._is_in_call:  # else of a validation
+            self._arrivals.append((time.perf_counter(), waited))
+
     def _note_ends(self, reads: Iterable[Read]) -> None:
         for _, end in reads:
-            kind, before = self._kinds.popleft(), self._latest_end
+            call, before = self._calls.popleft(), self._latest_end
             self._latest_end = end
-            if before is not None and self._cost.observe(kind, end - before):
+            self._num_steps += max(len(call.arrivals), 1)
+            for arrival, waited in call.arrivals[:1]:
+                # a device that still computes the step before does not wait
+                self._starved += min(waited, max(arrival - before, 0.0)) if before else waited
+            if before is not None and self._cost.observe(call.was_measured, end - before):
                 self._sees_change = True
