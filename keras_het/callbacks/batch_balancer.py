@@ -16,7 +16,7 @@ from keras_het.fit.share_bounds import Bound, MemoryBounds, start_policy
 from keras_het.planning import BalancePlan, BalancePolicy, apportion, make_policy
 from keras_het.planning.balance.summary import summarize
 from keras_het.strategy.keras_calls import SessionCallback
-from keras_het.strategy.measure.measured_steps import MeasuredSteps, Reading
+from keras_het.strategy.measure.compute_times import MeasuredSteps, Reading
 from keras_het.strategy.measure.sampled_steps import SampledSteps
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_het.fit.session import Batches, StepFunction
 from keras_het.planning import BalancePolicy, make_policy
-from keras_het.planning.bounded_shares import MAX_TOTAL
+from keras_het.planning.shares import MAX_TOTAL
 from keras_het.value_types import Nest
 
 if TYPE_CHECKING:

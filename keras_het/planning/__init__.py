@@ -6,7 +6,6 @@ from keras_het.planning.balance.min_max import (
     min_max_shares_linear,
     min_max_shares_of_models,
 )
-from keras_het.planning.bounded_shares import proportional_shares
 from keras_het.planning.replica_layout import ReplicaLayout
 from keras_het.planning.roles.exchange_settings import ExchangeSettings, PushPlan, plan_pushes
 from keras_het.planning.roles.local_steps import LocalStepsPlan, plan_local_steps
@@ -15,7 +14,7 @@ from keras_het.planning.roles.summation_placement import (
     SummationPlan,
     plan_summation,
 )
-from keras_het.planning.shares import apportion
+from keras_het.planning.shares import apportion, proportional_shares
 from keras_het.planning.times.time_model import LinearTimeModel, OverlappedTimeModel, TimeModel
 from keras_het.planning.times.time_model_fit import TimeModelFit
 

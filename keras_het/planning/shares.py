@@ -1,12 +1,20 @@
-"""Whole-sample shares of a global batch from real-valued weights."""
+"""Whole-sample shares of a global batch from real-valued weights, also within bounds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from numbers import Rational
+from numbers import Rational, Real
 from typing import SupportsFloat
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+MAX_TOTAL = 2**31 - 1
 
 
 def apportion(total: int, weights: Sequence[SupportsFloat]) -> tuple[int, ...]:
@@ -63,3 +71,117 @@ def exact_weights(weights: Sequence[SupportsFloat]) -> tuple[Fraction, ...]:
             f"Received: {list(weights)}."
         )
     return tuple(exact)
+
+
+def check_bounds(
+    total: int, num_replicas: int, lower: ArrayLike | None = None, upper: ArrayLike | None = None
+) -> tuple[IntArray, IntArray]:
+    """Check that shares within the bounds can sum to the total."""
+    if isinstance(total, bool) or not isinstance(total, Real) or float(total) != int(total):
+        raise TypeError(f"total must be a whole number of samples. Received: {total!r}.")
+    if not 0 <= total <= MAX_TOTAL:
+        raise ValueError(f"total must be from 0 to {MAX_TOTAL} samples. Received: {total}.")
+    if num_replicas < 1:
+        raise ValueError(f"There must be at least one replica. Received: {num_replicas}.")
+    low = _whole_numbers("lower", 0 if lower is None else lower, num_replicas)
+    high = _whole_numbers("upper", total if upper is None else upper, num_replicas)
+    high = np.minimum(high, int(total))
+    if (low < 0).any() or (low > high).any():
+        index = int(np.flatnonzero((low < 0) | (low > high))[0])
+        raise ValueError(
+            "Bounds must satisfy 0 <= lower <= upper and lower <= total for every replica. "
+            f"Received: lower {low[index]} and upper {high[index]} for replica {index} with "
+            f"total={total}. Lower the one or raise the other."
+        )
+    if low.sum() > total or high.sum() < total:
+        raise ValueError(
+            f"No shares within the bounds sum to {total}: lower bounds sum to {low.sum()} and "
+            f"upper bounds to {high.sum()}. Change the bounds or the global batch size."
+        )
+    return low, high
+
+
+def proportional_shares(
+    total: int,
+    weights: Sequence[float] | FloatArray,
+    lower: ArrayLike | None = None,
+    upper: ArrayLike | None = None,
+) -> IntArray:
+    r"""Return shares in proportion to weights, as far as the bounds allow.
+
+    Finds the factor with which :math:`\sum_i clip(factor \cdot w_i, lower_i, upper_i) = total` and
+    rounds by largest remainders, ties to the lowest index. When all replicas with a positive weight
+    are at their upper bounds, the others take the rest evenly.
+
+    Args:
+        total: samples to share out.
+        weights: one weight for each replica, zero or more, at least one of them positive.
+        lower: smallest share of each replica; by default 0.
+        upper: largest share of each replica; by default the total.
+
+    Returns:
+        Shares, int64 [num_replicas], which sum to the total.
+
+    Raises:
+        TypeError: if a bound or the total is not whole.
+        ValueError: if no shares fit, or a weight is not valid.
+    """
+    low, high = check_bounds(total, len(weights), lower, upper)
+    weight = np.asarray(weights, np.float64)
+    if not (np.isfinite(weight) & (weight >= 0)).all() or not weight.any():
+        exact_weights(weight.tolist())  # raises the precise error
+    positive = weight > 0
+    weight = np.where(positive, np.maximum(weight / weight.max(), 1e-12), 0.0)
+    if high[positive].sum() + low[~positive].sum() < total:
+        # All replicas with a weight are full: the rest goes evenly to the others.
+        shares = np.where(positive, high, 0)
+        rest = total - int(shares.sum())
+        shares[~positive] = proportional_shares(
+            rest, np.ones(int((~positive).sum())), low[~positive], np.minimum(high, rest)[~positive]
+        )
+        return shares
+    return _round(total, _scaled(total, weight, low, high), low, high)
+
+
+def _scaled(total: int, weight: FloatArray, low: IntArray, high: IntArray) -> FloatArray:
+    """Return real-valued shares clip(factor * weight) that sum to the total, up to rounding.
+
+    Their sum is piecewise linear in the factor: a replica's share starts to grow when it leaves its
+    lower bound and stops at its upper bound.
+    """
+    divisor = np.where(weight > 0, weight, 1.0)
+    factors = np.concatenate([low / divisor, high / divisor])
+    order = np.argsort(factors, kind="stable")
+    factors = factors[order]
+    growth = np.cumsum(np.concatenate([weight, -weight])[order])
+    sums = low.sum() + np.concatenate([[0.0], np.cumsum(growth[:-1] * np.diff(factors))])
+    piece = max(int(np.searchsorted(sums, total)) - 1, 0)
+    rise = growth[piece]
+    factor = factors[piece] + ((total - sums[piece]) / rise if rise > 1e-15 else 0.0)
+    return np.clip(factor * weight, low, high)
+
+
+def _round(total: int, real: FloatArray, low: IntArray, high: IntArray) -> IntArray:
+    # The tolerance keeps 2.9999999 from counting as a remainder among true ties.
+    whole = np.floor(real + 1e-9).astype(np.int64)
+    by_remainder = np.argsort(-np.round(real - whole, 9), kind="stable")
+    left = total - int(whole.sum())
+    while left:
+        room = whole < high if left > 0 else whole > low
+        takers = (by_remainder if left > 0 else by_remainder[::-1])[room[by_remainder]][: abs(left)]
+        whole[takers] += 1 if left > 0 else -1
+        left = total - int(whole.sum())
+    return whole
+
+
+def _whole_numbers(name: str, values: ArrayLike, length: int) -> IntArray:
+    given = np.asarray(values)
+    array = np.broadcast_to(given, (length,)) if given.ndim == 0 else given
+    if array.shape != (length,):
+        raise ValueError(
+            f"{name} must have one number for each of {length} replicas. "
+            f"Received: shape {given.shape}."
+        )
+    if array.dtype.kind not in "iuf" or (np.asarray(array, np.float64) % 1 != 0).any():
+        raise TypeError(f"{name} must hold whole numbers of samples. Received: {values!r}.")
+    return np.minimum(array, MAX_TOTAL).astype(np.int64)

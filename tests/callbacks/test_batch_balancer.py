@@ -16,9 +16,8 @@ from keras_het import HeterogeneousStrategy
 from keras_het.callbacks import BatchBalancer
 from keras_het.fit.share_bounds import start_policy
 from keras_het.planning import BalancePlan
-from keras_het.strategy.measure import measured_steps
-from keras_het.strategy.measure.compute_times import StepTimes
-from keras_het.strategy.measure.measured_steps import MeasuredSteps
+from keras_het.strategy.measure import compute_times
+from keras_het.strategy.measure.compute_times import MeasuredSteps, StepTimes
 
 
 class Zigzag:
@@ -61,7 +60,7 @@ def fit(callback, samples=46, epochs=2, strategy=None, **options):
 
 @pytest.fixture(autouse=True)
 def reading_after_every_step(monkeypatch):
-    monkeypatch.setattr(measured_steps, "MOST_CALLS", 1)
+    monkeypatch.setattr(compute_times, "MOST_CALLS", 1)
 
 
 @pytest.fixture
@@ -359,8 +358,8 @@ def test_old_measurements_are_dropped(strategy):
 
 
 def test_short_steps_are_read_seldom_and_none_is_lost(monkeypatch):
-    monkeypatch.setattr(measured_steps, "MOST_CALLS", 8)
-    monkeypatch.setattr(measured_steps, "LONG_STEP_SECONDS", 1e6)
+    monkeypatch.setattr(compute_times, "MOST_CALLS", 8)
+    monkeypatch.setattr(compute_times, "LONG_STEP_SECONDS", 1e6)
     policy = Zigzag()
     balancer = BatchBalancer(policy)
     three_replicas().set_shares((1, 1, 1))
@@ -376,8 +375,8 @@ def test_short_steps_are_read_seldom_and_none_is_lost(monkeypatch):
 
 
 def test_long_steps_are_read_at_once(monkeypatch):
-    monkeypatch.setattr(measured_steps, "MOST_CALLS", 8)
-    monkeypatch.setattr(measured_steps, "LONG_STEP_SECONDS", 1e-9)
+    monkeypatch.setattr(compute_times, "MOST_CALLS", 8)
+    monkeypatch.setattr(compute_times, "LONG_STEP_SECONDS", 1e-9)
     balancer = BatchBalancer(Zigzag())
     fit(balancer, samples=80, epochs=1)
     assert [plan.step for plan in balancer.plans] == [-1, *range(1, 10)]
@@ -435,9 +434,9 @@ class Slow(keras.callbacks.Callback):
 def test_validation_and_other_callbacks_are_no_steps(monkeypatch, read_after):
     """Of an epoch of six steps, the last ones are read at its end."""
     slow, policy, steps = Slow(), Noting(), itertools.count()
-    monkeypatch.setattr(measured_steps, "time", SimpleNamespace(perf_counter=lambda: slow.now))
+    monkeypatch.setattr(compute_times, "time", SimpleNamespace(perf_counter=lambda: slow.now))
     monkeypatch.setattr(
-        measured_steps.MeasuredSteps, "is_due", lambda _: next(steps) % 6 + 1 in read_after
+        compute_times.MeasuredSteps, "is_due", lambda _: next(steps) % 6 + 1 in read_after
     )
     strategy = three_replicas()
     with strategy.scope():

@@ -13,7 +13,7 @@ from keras_het.planning.balance.min_max import (
     min_max_shares_linear,
     min_max_shares_of_models,
 )
-from keras_het.planning.bounded_shares import check_bounds, proportional_shares
+from keras_het.planning.shares import check_bounds, proportional_shares
 from keras_het.planning.times.time_model import LinearTimeModel, OverlappedTimeModel
 
 

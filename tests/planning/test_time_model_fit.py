@@ -6,8 +6,13 @@ from depth import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from keras_het.planning.times.line_fit import Measurement, fit_line, measurements
-from keras_het.planning.times.time_model_fit import NoiseLevel, TimeModelFit
+from keras_het.planning.times.time_model_fit import (
+    Measurement,
+    NoiseLevel,
+    TimeModelFit,
+    fit_line,
+    measurements,
+)
 
 FIXED, SLOPE = np.array([0.02, 0.0, 0.005]), np.array([1e-3, 2e-3, 5e-4])
 

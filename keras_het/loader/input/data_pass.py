@@ -17,9 +17,8 @@ from keras_het.loader.iterators.held_iterator import HeldIterator, release
 from keras_het.loader.nested import Batch
 from keras_het.loader.order import rows
 from keras_het.loader.order.rows import count_bytes
-from keras_het.planning.bounded_shares import IntArray
 from keras_het.planning.replica_layout import ReplicaLayout
-from keras_het.planning.shares import apportion
+from keras_het.planning.shares import IntArray, apportion
 
 Element: TypeAlias = tuple[list[Batch], IntArray]
 """Batches of the local replicas, and int64 sizes of shape [num_replicas]."""

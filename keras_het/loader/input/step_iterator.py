@@ -13,7 +13,7 @@ from keras_het import private_api
 from keras_het.loader.input.data_pass import DataPass
 from keras_het.loader.input.in_graph import GraphIterator, Traced
 from keras_het.loader.nested import Batch, StepInput
-from keras_het.planning.bounded_shares import IntArray
+from keras_het.planning.shares import IntArray
 
 if TYPE_CHECKING:
     from keras_het.loader.input.distributed_steps import DistributedSteps

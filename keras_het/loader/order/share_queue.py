@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from keras_het.planning.bounded_shares import FloatArray, IntArray
-from keras_het.planning.shares import apportion
+from keras_het.planning.shares import FloatArray, IntArray, apportion
 
 
 class ShareQueue:

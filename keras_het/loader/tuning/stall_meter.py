@@ -6,7 +6,7 @@ import collections
 
 import numpy as np
 
-from keras_het.planning.bounded_shares import FloatArray
+from keras_het.planning.shares import FloatArray
 
 
 class StallMeter:

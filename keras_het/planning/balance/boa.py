@@ -12,7 +12,7 @@ from keras_het.planning.balance.min_max import min_max_shares_linear
 from keras_het.planning.balance.plan import BalancePlan
 from keras_het.planning.balance.plan_trial import TAKEN_BACK, PlanTrial, RetrySchedule
 from keras_het.planning.balance.policy import SharePolicy
-from keras_het.planning.bounded_shares import FloatArray, IntArray
+from keras_het.planning.shares import FloatArray, IntArray
 from keras_het.planning.times.time_model_fit import TimeModelFit
 
 _FIRST_HOLD = 2

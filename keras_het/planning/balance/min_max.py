@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_het.planning.bounded_shares import (
+from keras_het.planning.shares import (
     FloatArray,
     IntArray,
     check_bounds,

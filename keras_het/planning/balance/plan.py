@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from keras_het.planning.times.line_fit import Measurement
 from keras_het.planning.times.time_model import LinearTimeModel
+from keras_het.planning.times.time_model_fit import Measurement
 
 _SHARES_ON_ONE_LINE = 16
 

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from keras_het.planning.bounded_shares import IntArray
+from keras_het.planning.shares import IntArray
 
 # Steps before the first retry, and the growth of that wait after each failure.
 FIRST_WAIT = 64

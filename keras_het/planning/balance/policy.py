@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_het.planning.balance.plan import BalancePlan
-from keras_het.planning.bounded_shares import (
+from keras_het.planning.shares import (
     FloatArray,
     IntArray,
     check_bounds,

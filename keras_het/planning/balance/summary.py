@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_het.planning.balance.plan import BalancePlan
 from keras_het.planning.balance.plan_trial import TAKEN_BACK
-from keras_het.planning.bounded_shares import FloatArray, IntArray, proportional_shares
+from keras_het.planning.shares import FloatArray, IntArray, proportional_shares
 from keras_het.planning.times.time_model_fit import TimeModelFit
 
 # Latest steps whose median is the present time.

@@ -7,11 +7,11 @@ import dataclasses
 import numpy as np
 
 from keras_het.planning.balance.min_max import min_max_shares_linear
-from keras_het.planning.bounded_shares import IntArray
 from keras_het.planning.diagnosis.middles import checked, levels, medians
 from keras_het.planning.diagnosis.recording import Floats, Recording
 from keras_het.planning.diagnosis.steps import Steps, Windows, choose_windows
-from keras_het.planning.times.line_fit import MIN_SPREAD, Measurement, fit_line
+from keras_het.planning.shares import IntArray
+from keras_het.planning.times.time_model_fit import MIN_SPREAD, Measurement, fit_line
 
 WINDOW = 64
 """Recent rows that a diagnosis looks at, unless told otherwise."""

@@ -9,9 +9,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_het.planning.bounded_shares import MAX_TOTAL
 from keras_het.planning.diagnosis.middles import checked, filled, medians
 from keras_het.planning.diagnosis.recording import Floats, Integers, Recording
+from keras_het.planning.shares import MAX_TOTAL
 
 BoolArray = NDArray[np.bool_]
 

@@ -35,13 +35,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keras_het.planning.bounded_shares import FloatArray, IntArray
 from keras_het.planning.pipeline.problem import TINY, Problem
 from keras_het.planning.pipeline.recomputation import (
     cheapest_recomputation,
     least_recomputation_seconds,
     needed_savings,
 )
+from keras_het.planning.shares import FloatArray, IntArray
 
 
 class GroupCosts:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keras_het.planning.bounded_shares import FloatArray
 from keras_het.planning.pipeline.plan import check_wishes
+from keras_het.planning.shares import FloatArray
 
 Link = tuple[str, int, int]
 

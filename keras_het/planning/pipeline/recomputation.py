@@ -26,8 +26,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keras_het.planning.bounded_shares import FloatArray, IntArray
 from keras_het.planning.pipeline.problem import ModelProfile
+from keras_het.planning.shares import FloatArray, IntArray
 
 # Sets that are kept for each number of units.
 _MOST_SETS = 1024

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keras_het.planning.bounded_shares import FloatArray
+from keras_het.planning.shares import FloatArray
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.planning.bounded_shares import FloatArray
 from keras_het.planning.pipeline import (
     Devices,
     ModelProfile,
@@ -23,6 +22,7 @@ from keras_het.planning.pipeline import (
     simulate,
 )
 from keras_het.planning.pipeline.plan import PipelinePlan, Stage
+from keras_het.planning.shares import FloatArray
 from keras_het.rpc.links import measure_link
 from keras_het.strategy.pipeline.measurement.profiling import Measured, cut_bytes, unit_bytes
 from keras_het.strategy.pipeline.step.edges import Place

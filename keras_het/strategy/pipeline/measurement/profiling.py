@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het import keras_graphs_adapter
-from keras_het.planning.bounded_shares import FloatArray
+from keras_het.planning.shares import FloatArray
 from keras_het.strategy.membership import physical_devices
 from keras_het.strategy.pipeline.step.emulated_pass import Emulation
 from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token, Unit

@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.planning.bounded_shares import FloatArray
 from keras_het.planning.pipeline.plan import Stage
+from keras_het.planning.shares import FloatArray
 from keras_het.strategy.measure.emulated_device import EmulatedDevice
 
 
