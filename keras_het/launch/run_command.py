@@ -15,9 +15,11 @@ from keras_het.launch.grammar import Commands, add_command, not_negative, number
 from keras_het.launch.local.display import Display, WorkerLogs
 from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.failure_report import describe_failures, first_to_fail
+from keras_het.launch.local.gpus import choose_gpus, environment_of, present_gpus
 from keras_het.launch.local.local_cluster import LocalCluster
 from keras_het.launch.local.worker_environment import secret_names
 from keras_het.launch.local.worker_process import OutputLine, Stream, WorkerResult, signal_name
+from keras_het.telemetry.hardware import NvmlMissingError
 
 _KEEP_LINES = 2000
 # Hides TensorFlow's information messages, of which each worker prints some 50 lines at startup.
@@ -25,6 +27,7 @@ _QUIET_TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EPILOG = """\
 examples:
+  keras-het run --gpus auto train.py            a worker on each GPU
   keras-het run --workers 3 train.py --epochs 5
   keras-het run --speeds 4,2,1 train.py         three emulated devices, 4 : 2 : 1
   keras-het run --workers 2 -m package.train
@@ -61,7 +64,13 @@ def _add_target(run: argparse.ArgumentParser) -> None:
         "--workers",
         type=_positive_integer,
         metavar="N",
-        help="number of workers (default: the number of speeds)",
+        help="number of workers (default: the number of GPUs or speeds)",
+    )
+    run.add_argument(
+        "--gpus",
+        metavar="WHICH",
+        help="one worker for each GPU: auto for all of this machine, a number, or places such as "
+        "0,2; each worker sees its own only",
     )
     run.add_argument(
         "--async-workers",
@@ -176,8 +185,12 @@ def check_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
             f"--speeds has {len(options.speeds)} speeds, but --workers is {options.workers}: give "
             "as many speeds as workers, or leave out --workers"
         )
+    options.worker_gpus = _worker_gpus(parser, options)
     if options.workers is None and options.speeds is None:
-        parser.error("give --workers N, or --speeds A,B,... to emulate devices")
+        parser.error(
+            "give --gpus auto for a worker on each GPU, --workers N, or --speeds A,B,... to "
+            "emulate devices"
+        )
     num_workers = options.workers or len(options.speeds)
     if options.async_workers >= num_workers:
         parser.error(
@@ -195,6 +208,23 @@ def check_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
     # Path.is_file raises an error for names that are too long
     if not os.path.isfile(options.script):  # noqa: PTH113
         parser.error(f"there is no file {options.script!r}; give a script, or -m MODULE")
+
+
+def _worker_gpus(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str] | None:
+    """Return the GPU of each worker, and take their number as that of the workers."""
+    if options.gpus is None:
+        return None
+    try:
+        chosen = choose_gpus(options.gpus, present_gpus())
+    except (ValueError, NvmlMissingError) as error:
+        parser.error(f"--gpus: {error}")
+    if options.speeds or options.workers not in (None, len(chosen)):
+        parser.error(
+            f"--gpus gives {len(chosen)} worker(s), one for each GPU; leave out --workers and "
+            "--speeds"
+        )
+    options.workers = len(chosen)
+    return chosen
 
 
 def run_workers(options: argparse.Namespace) -> int:
@@ -231,6 +261,7 @@ def run_workers(options: argparse.Namespace) -> int:
             num_async_workers=options.async_workers,
             env={name: os.environ.get(name, value) for name, value in quiet.items()},
             withheld=withheld,
+            worker_env=[environment_of(gpu) for gpu in options.worker_gpus or ()] or None,
             emulation=emulation,
             cpus_per_worker=options.cpus_per_worker,
             pin=options.pin,
@@ -242,6 +273,8 @@ def run_workers(options: argparse.Namespace) -> int:
         stack.enter_context(_signals_forwarded(cluster))
         if label:
             display.say(label, stream="stdout")
+        for index, gpu in enumerate(options.worker_gpus or ()):
+            display.say(f"worker {index} sees GPU {gpu} only.", stream="stdout")
         with cluster:
             results = cluster.wait()
         display.finish()

@@ -370,7 +370,7 @@ def test_help_fits_on_a_screen(
         (["walk"], "invalid choice: 'walk'"),
         (["run", "--workers", "2"], "give the script"),
         (["run", "--workers", "2", "--"], "give the script"),
-        (["run", __file__], "give --workers N, or --speeds"),
+        (["run", __file__], "give --gpus auto .*--workers N, or --speeds"),
         (["run", "--workers", "0", __file__], "at least 1, received '0'"),
         (["run", "--workers", "two", __file__], "at least 1, received 'two'"),
         (["run", "--workers", "2", "missing.py"], "there is no file 'missing.py'"),

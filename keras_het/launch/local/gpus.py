@@ -1,0 +1,85 @@
+"""Which GPU each worker of this machine sees."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from keras_het.telemetry.hardware import Nvml
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+AUTO = "auto"
+
+
+def present_gpus(environ: Mapping[str, str] = os.environ, module: Any = None) -> list[str]:
+    """Return what CUDA calls the GPUs of this machine, or those that the environment leaves.
+
+    Parts of a divided GPU (MIG) count, and the GPU itself does not: CUDA shows no more than one of
+    its parts to a process.
+
+    Raises:
+        NvmlMissingError: if NVIDIA's management library does not answer.
+    """
+    if environ.get(VISIBLE) is not None:
+        given = [each.strip() for each in environ[VISIBLE].split(",") if each.strip()]
+        # CUDA sees none from the first -1 on
+        return given[: given.index("-1")] if "-1" in given else given
+    nvml = Nvml(module)
+    try:
+        devices = [part for gpu in nvml.gpus() if gpu for part in nvml.parts_of(gpu) or [gpu]]
+        return [name for each in devices if (name := nvml.ask("DeviceGetUUID", each))]
+    finally:
+        nvml.close()
+
+
+def choose_gpus(wanted: str, present: Sequence[str]) -> list[str]:
+    """Return the GPU of each worker.
+
+    Args:
+        wanted: "auto" for all that are present, a number of them, or with a comma their places
+            among them or their UUIDs.
+        present: names of the GPUs.
+
+    Raises:
+        ValueError: if there are no such GPUs.
+    """
+    if wanted == AUTO:
+        chosen = list(present)
+    elif wanted.isdecimal():
+        chosen = list(present[: int(wanted)])
+        if len(chosen) < int(wanted):
+            raise ValueError(_problem(wanted, present))
+    else:
+        names = [each.strip() for each in wanted.split(",") if each.strip()]
+        places = [int(each) if each.isdecimal() else _place(each, present) for each in names]
+        if not places or any(place not in range(len(present)) for place in places):
+            raise ValueError(_problem(wanted, present))
+        if len(set(places)) < len(places):
+            raise ValueError(
+                f"each worker needs a GPU of its own. Received: --gpus {wanted}. Name each once."
+            )
+        chosen = [present[place] for place in places]
+    if not chosen:
+        raise ValueError(_problem(wanted, present))
+    return chosen
+
+
+def _place(name: str, present: Sequence[str]) -> int:
+    """Return the place of the GPU whose UUID begins so, as CUDA finds it; -1 if there is none."""
+    found = [place for place, each in enumerate(present) if each.startswith(name)]
+    return found[0] if len(found) == 1 else -1
+
+
+def _problem(wanted: str, present: Sequence[str]) -> str:
+    seen = f"{len(present)} GPU(s) ({', '.join(present)})" if present else "no GPU"
+    return (
+        f"there are no such GPUs. Received: --gpus {wanted}, where {seen} can be used here; "
+        f"expected: {AUTO}, a number, or places such as 0,2 (with a comma: 0, for the first). See "
+        f"`keras-het doctor`, and {VISIBLE} if it is set."
+    )
+
+
+def environment_of(gpu: str) -> dict[str, str]:
+    """Return the variables with which a worker sees one GPU, and takes memory as it needs it."""
+    return {VISIBLE: gpu, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}

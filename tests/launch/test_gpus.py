@@ -1,0 +1,116 @@
+"""A worker for each GPU: which GPUs there are, which are chosen, and what each worker gets."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from fake_nvml import DRIVER_NOT_LOADED, FakeNvml, Gpu
+
+from keras_het.launch.command_line import main
+from keras_het.launch.local.gpus import choose_gpus, present_gpus
+
+PRESENT = ["GPU-a", "GPU-b", "GPU-cc"]
+DIVIDED = Gpu(uuid="GPU-d", parts=(Gpu(uuid="MIG-1"), Gpu(uuid="MIG-2")))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen"),
+    [
+        ("auto", PRESENT),
+        ("2", PRESENT[:2]),
+        ("0,2", ["GPU-a", "GPU-cc"]),
+        ("2,", ["GPU-cc"]),
+        ("GPU-b,GPU-c", ["GPU-b", "GPU-cc"]),
+    ],
+)
+def test_some_of_the_gpus_are_chosen(wanted: str, chosen: list[str]) -> None:
+    assert choose_gpus(wanted, PRESENT) == chosen
+
+
+@pytest.mark.parametrize(
+    ("wanted", "present", "message"),
+    [
+        ("auto", [], "--gpus auto, where no GPU can be used here"),
+        ("0", PRESENT, "--gpus 0, where 3"),
+        ("4", PRESENT, r"--gpus 4, where 3 GPU\(s\) \(GPU-a, GPU-b, GPU-cc\) can be used here"),
+        ("0,3", PRESENT, "--gpus 0,3"),
+        ("GPU-", PRESENT, "expected: auto, a number, or places such as 0,2"),
+        ("all", PRESENT, "--gpus all"),
+        ("", PRESENT, "See `keras-het doctor`"),
+        ("1,1", PRESENT, "a GPU of its own. Received: --gpus 1,1"),
+    ],
+)
+def test_gpus_that_cannot_be_chosen(wanted: str, present: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_gpus(wanted, present)
+
+
+def test_parts_of_a_divided_gpu_take_its_place() -> None:
+    module = FakeNvml(Gpu(uuid="GPU-a"), DIVIDED)
+    assert present_gpus({}, module) == ["GPU-a", "MIG-1", "MIG-2"]
+    assert module.opened == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "present"),
+    [("1, GPU-x", ["1", "GPU-x"]), ("", []), ("2,-1,3", ["2"]), ("-1", [])],
+)
+def test_what_the_environment_leaves_is_not_asked_of_the_driver(
+    visible: str, present: list[str]
+) -> None:
+    module = FakeNvml(init_error=DRIVER_NOT_LOADED)
+    assert present_gpus({"CUDA_VISIBLE_DEVICES": visible}, module) == present
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    names = ["CUDA_VISIBLE_DEVICES", "TF_FORCE_GPU_ALLOW_GROWTH"]
+    path.write_text(f"import os\nprint('sees', *(os.environ[name] for name in {names}))\n")
+    return path
+
+
+def test_each_worker_sees_its_own_gpu(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(Gpu(uuid="GPU-a"), DIVIDED))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert main(["run", "--gpus", "auto", str(script)]) == 0
+    output = capfd.readouterr().out
+    for index, gpu in enumerate(["GPU-a", "MIG-1", "MIG-2"]):
+        assert f"worker {index} sees GPU {gpu} only." in output
+        assert f"[worker {index}] sees {gpu} true" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "3"], "--gpus: there are no such GPUs. Received: --gpus 3, where 2 GPU(s)"),
+        (["--gpus", "auto", "--workers", "3"], "--gpus gives 2 worker(s)"),
+        (["--gpus", "auto", "--speeds", "2,1"], "--gpus gives 2 worker(s)"),
+    ],
+)
+def test_mistakes_are_one_line(
+    script: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(SystemExit) as error:
+        main(["run", *arguments, str(script)])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_driver_the_fix_is_told(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(init_error=DRIVER_NOT_LOADED))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(SystemExit):
+        main(["run", "--gpus", "auto", str(script)])
+    assert "--gpus: NVIDIA's management library does not answer" in capsys.readouterr().err
