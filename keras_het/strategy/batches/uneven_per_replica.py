@@ -73,8 +73,8 @@ class UnevenPerReplica(private_api.PerReplica):
     def _type_spec(self) -> UnevenPerReplicaSpec:
         # TensorFlow asks several times for each call of a function.
         if self._spec is None:
-            specs = tuple(_any_number_of_rows(value) for value in self._values)
-            self._spec = UnevenPerReplicaSpec(specs, int(self.sizes.shape[0]))
+            specs = tuple([_any_number_of_rows(value) for value in self._values])
+            self._spec = _only_spec(specs, int(self.sizes.shape[0]))
         return self._spec
 
 
@@ -189,6 +189,12 @@ def with_rows(spec: tf.TypeSpec, number: int | None) -> tf.TypeSpec:
 @functools.lru_cache(maxsize=256)
 def _dense_spec(dtype: tf.DType, inner_shape: tuple[int | None, ...]) -> tf.TensorSpec:
     return tf.TensorSpec([None, *inner_shape], dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _only_spec(specs: tuple[tf.TypeSpec, ...], num_replicas: int) -> UnevenPerReplicaSpec:
+    # the same object for each batch of a type, so that TensorFlow need not compare its parts
+    return UnevenPerReplicaSpec(specs, num_replicas)
 
 
 def share_out(strategy: HeterogeneousStrategy, data: Nest) -> Nest:
