@@ -49,7 +49,6 @@ from keras_het.strategy.measure.emulated_device import (
     read_emulated_devices,
     warn_of_emulated_devices,
     warn_that_nothing_waits,
-    works_ahead,
 )
 from keras_het.strategy.measure.sampled_steps import SampledSteps
 from keras_het.strategy.membership import (
@@ -543,9 +542,10 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     @property
     def _works_ahead(self) -> bool:
         """Whether a device of this worker computes while its host goes on."""
-        devices = self.extended.worker_devices
-        emulated = self._emulated_devices or [None] * len(devices)
-        return any(works_ahead(*each) for each in zip(devices, emulated, strict=True))
+        emulated = self._emulated_devices or ()
+        return any("CPU" not in device for device in self.extended.worker_devices) or any(
+            each.asynchronous for each in emulated
+        )
 
     def _needs_exact_step(self, model: keras.Model | None) -> bool:
         optimizer = getattr(model, "optimizer", None)
