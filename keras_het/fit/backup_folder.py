@@ -16,11 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import h5py
-import keras
 import numpy as np
+
+if TYPE_CHECKING:
+    import keras
 
 _logger = logging.getLogger("keras_het")
 _NAME = re.compile(r"backup-(\d+)-([0-9a-f]{64})\.weights\.h5")
@@ -158,10 +160,7 @@ class BackupFolder:
     ) -> bool:
         """Write a backup, then remove those that are not kept; False if it is not valid then."""
         content = io.BytesIO()
-        seeds = {
-            f"{_SEED}{place}": keras.ops.convert_to_numpy(seed)
-            for place, seed in enumerate(_seeds(model))
-        }
+        seeds = {f"{_SEED}{n}": seed.value.numpy() for n, seed in enumerate(_seeds(model))}
         np.savez(content, **state, **seeds)
         with self._writing:
             present = self._found()

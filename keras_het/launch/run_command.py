@@ -185,14 +185,16 @@ def check_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
             f"--speeds has {len(options.speeds)} speeds, but --workers is {options.workers}: give "
             "as many speeds as workers, or leave out --workers"
         )
-    options.worker_gpus = _worker_gpus(parser, options)
-    if options.workers is None and options.speeds is None:
+    if options.gpus is not None:
+        if options.speeds or options.workers:
+            parser.error("--gpus starts one worker for each GPU: leave out --workers and --speeds")
+    elif options.workers is None and options.speeds is None:
         parser.error(
             "give --gpus auto for a worker on each GPU, --workers N, or --speeds A,B,... to "
             "emulate devices"
         )
-    num_workers = options.workers or len(options.speeds)
-    if options.async_workers >= num_workers:
+    num_workers = options.workers or len(options.speeds or ())
+    if options.gpus is None and options.async_workers >= num_workers:
         parser.error(
             f"--async-workers {options.async_workers} leaves no worker of {num_workers} for the "
             "synchronous group; give less"
@@ -210,23 +212,6 @@ def check_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         parser.error(f"there is no file {options.script!r}; give a script, or -m MODULE")
 
 
-def _worker_gpus(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str] | None:
-    """Return the GPU of each worker, and take their number as that of the workers."""
-    if options.gpus is None:
-        return None
-    try:
-        chosen = choose_gpus(options.gpus, present_gpus())
-    except (ValueError, NvmlMissingError) as error:
-        parser.error(f"--gpus: {error}")
-    if options.speeds or options.workers not in (None, len(chosen)):
-        parser.error(
-            f"--gpus gives {len(chosen)} worker(s), one for each GPU; leave out --workers and "
-            "--speeds"
-        )
-    options.workers = len(chosen)
-    return chosen
-
-
 def run_workers(options: argparse.Namespace) -> int:
     display = Display(sys.stdout, sys.stderr, options.only_chief, options.tf_logs)
     withheld = secret_names(os.environ, options.keep_env)
@@ -235,6 +220,14 @@ def run_workers(options: argparse.Namespace) -> int:
     if withheld:
         display.say(f"not passed to the workers: {', '.join(withheld)} (see --keep-env).")
     _warn_of_another_backend(display)
+    gpus: list[str] = []
+    if options.gpus is not None:
+        try:
+            gpus = choose_gpus(options.gpus, present_gpus(), options.async_workers)
+        except (ValueError, NvmlMissingError) as error:
+            display.say(f"--gpus: {error}")
+            return 2
+        options.workers = len(gpus)
     emulation = _emulation(options)
     label = emulation.describe() if emulation else None
     logs: WorkerLogs | None = None
@@ -261,7 +254,7 @@ def run_workers(options: argparse.Namespace) -> int:
             num_async_workers=options.async_workers,
             env={name: os.environ.get(name, value) for name, value in quiet.items()},
             withheld=withheld,
-            worker_env=[environment_of(gpu) for gpu in options.worker_gpus or ()] or None,
+            worker_env=[environment_of(gpu) for gpu in gpus] or None,
             emulation=emulation,
             cpus_per_worker=options.cpus_per_worker,
             pin=options.pin,
@@ -273,7 +266,7 @@ def run_workers(options: argparse.Namespace) -> int:
         stack.enter_context(_signals_forwarded(cluster))
         if label:
             display.say(label, stream="stdout")
-        for index, gpu in enumerate(options.worker_gpus or ()):
+        for index, gpu in enumerate(gpus):
             display.say(f"worker {index} sees GPU {gpu} only.", stream="stdout")
         with cluster:
             results = cluster.wait()

@@ -87,9 +87,10 @@ def test_each_worker_sees_its_own_gpu(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpus", "3"], "--gpus: there are no such GPUs. Received: --gpus 3, where 2 GPU(s)"),
-        (["--gpus", "auto", "--workers", "3"], "--gpus gives 2 worker(s)"),
-        (["--gpus", "auto", "--speeds", "2,1"], "--gpus gives 2 worker(s)"),
+        (["3"], "--gpus: there are no such GPUs. Received: --gpus 3, where 2 GPU(s)"),
+        (["auto", "--async-workers", "2"], "--gpus: no worker is left for the synchronous group"),
+        (["auto", "--workers", "3"], "--gpus starts one worker for each GPU: leave out --workers"),
+        (["auto", "--speeds", "2,1"], "--gpus starts one worker for each GPU"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -100,9 +101,7 @@ def test_mistakes_are_one_line(
     message: str,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(SystemExit) as error:
-        main(["run", *arguments, str(script)])
-    assert error.value.code == 2
+    assert code_of(["run", "--gpus", *arguments, str(script)]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -111,6 +110,12 @@ def test_without_a_driver_the_fix_is_told(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(init_error=DRIVER_NOT_LOADED))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(SystemExit):
-        main(["run", "--gpus", "auto", str(script)])
+    assert code_of(["run", "--gpus", "auto", str(script)]) == 2
     assert "--gpus: NVIDIA's management library does not answer" in capsys.readouterr().err
+
+
+def code_of(arguments: list[str]) -> int:
+    try:
+        return main(arguments)
+    except SystemExit as exit:
+        return int(exit.code or 0)

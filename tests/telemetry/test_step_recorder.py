@@ -249,6 +249,7 @@ class Phases:
 
     count = 0
     stages = 1
+    is_sampled = False
 
     def __init__(self):
         self.new = np.zeros((0, PARTS, 2))

@@ -33,16 +33,17 @@ def present_gpus(environ: Mapping[str, str] = os.environ, module: Any = None) ->
         nvml.close()
 
 
-def choose_gpus(wanted: str, present: Sequence[str]) -> list[str]:
+def choose_gpus(wanted: str, present: Sequence[str], num_async_workers: int = 0) -> list[str]:
     """Return the GPU of each worker.
 
     Args:
         wanted: "auto" for all that are present, a number of them, or with a comma their places
             among them or their UUIDs.
         present: names of the GPUs.
+        num_async_workers: how many of the workers train outside of the synchronous group.
 
     Raises:
-        ValueError: if there are no such GPUs.
+        ValueError: if there are no such GPUs, or too few.
     """
     if wanted == AUTO:
         chosen = list(present)
@@ -62,6 +63,11 @@ def choose_gpus(wanted: str, present: Sequence[str]) -> list[str]:
         chosen = [present[place] for place in places]
     if not chosen:
         raise ValueError(_problem(wanted, present))
+    if num_async_workers >= len(chosen):
+        raise ValueError(
+            f"no worker is left for the synchronous group. Received: --async-workers "
+            f"{num_async_workers} of {len(chosen)} GPU(s); give less."
+        )
     return chosen
 
 
