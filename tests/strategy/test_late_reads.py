@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import numpy as np
@@ -69,3 +70,16 @@ def test_values_of_a_training_that_has_ended_are_forgotten() -> None:
     reads.add(OnDevice(0))
     reads.clear()
     assert taken(reads, all_of_them=True) == []
+
+
+def test_the_thread_ends_with_the_last_reference() -> None:
+    reads, value = LateReads(1), OnDevice(0)
+    value.is_computed.set()
+    reads.add(value)
+    taken(reads, all_of_them=True)
+    thread = reads._thread
+    del reads
+    gc.collect()
+    assert thread is not None
+    thread.join(60)
+    assert not thread.is_alive()

@@ -10,10 +10,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -28,6 +29,10 @@ class Read(NamedTuple):
     value: np.ndarray
     seconds: float
     """Of `time.perf_counter`."""
+
+
+_Work: TypeAlias = tuple[tf.Tensor, Callable[[], None], "Future[Read]"]
+"""A value, what to wait for before it is read, and where it goes."""
 
 
 class LateReads:
@@ -45,9 +50,7 @@ class LateReads:
     ) -> None:
         self._lag, self._until_computed = lag, until_computed
         self._pending: deque[Future[Read]] = deque()
-        self._todo: queue.SimpleQueue[tuple[tf.Tensor, Callable[[], None], Future[Read]]] = (
-            queue.SimpleQueue()
-        )
+        self._todo: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def add(self, value: tf.Tensor) -> None:
@@ -59,8 +62,11 @@ class LateReads:
             return
         if self._thread is None:
             # a daemon: after a lost worker it may wait for ever
-            self._thread = threading.Thread(target=self._read, name="keras_het-reads", daemon=True)
+            self._thread = threading.Thread(
+                target=_read, args=(self._todo,), name="keras_het-reads", daemon=True
+            )
             self._thread.start()
+            weakref.finalize(self, self._todo.put, None)
         self._todo.put((value, self._until_computed(), future))
 
     def take(self, all_of_them: bool = False) -> list[Read]:
@@ -72,12 +78,14 @@ class LateReads:
         """Forget what is not taken."""
         self._pending.clear()
 
-    def _read(self) -> None:
-        while True:
-            value, wait, future = self._todo.get()
-            try:
-                wait()
-                future.set_result(Read(value.numpy(), time.perf_counter()))
-            except Exception as error:
-                future.set_exception(error)
-            del value, wait, future
+
+def _read(todo: queue.SimpleQueue[_Work | None]) -> None:
+    """Read values until there is nobody who wants them."""
+    while (work := todo.get()) is not None:
+        value, wait, future = work
+        try:
+            wait()
+            future.set_result(Read(value.numpy(), time.perf_counter()))
+        except Exception as error:
+            future.set_exception(error)
+        del work, value, wait, future
