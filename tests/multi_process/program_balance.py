@@ -12,6 +12,8 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
+from reads_of_devices import Reads
 from recorded import arrays
 from recording import small_model
 
@@ -38,17 +40,25 @@ class SlowDown(keras.callbacks.Callback):
 
 def main() -> None:
     folder, factor = Path(sys.argv[1]), float(sys.argv[2])
-    strategy = keras_het.HeterogeneousStrategy()
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    parts = [tf.config.LogicalDeviceConfiguration()] * 2
+    tf.config.set_logical_device_configuration(cpu, parts)
+    strategy = keras_het.HeterogeneousStrategy(devices=["CPU:1"])
+    reads = Reads()
     keras.utils.set_random_seed(7)
     with strategy.scope():
         model = small_model(keras.optimizers.SGD(0.01, momentum=0.9))
     balancer = keras_het.callbacks.BatchBalancer("boa" if strategy.num_workers > 1 else "even")
     x, y = arrays(BATCH * STEPS // 2)
-    model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[balancer, SlowDown(factor)])
+    model.fit(
+        x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[balancer, SlowDown(factor), reads]
+    )
     name = f"worker_{strategy.worker_index}" if strategy.num_workers > 1 else "single"
     np.savez(folder / f"{name}.npz", *[np.array(weight) for weight in model.weights])
     if strategy.num_workers > 1:
-        (folder / f"{name}.json").write_text(json.dumps(balancer.to_dict()))
+        plain = set(reads.of_steps) - reads.measured
+        report = {**balancer.to_dict(), "read_in_plain_steps": sorted(plain)}
+        (folder / f"{name}.json").write_text(json.dumps(report))
 
 
 main()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import json
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from devices import DEVICES
-from tensorflow.python.framework.ops import EagerTensor
+from reads_of_devices import Reads
 
 import keras_het
 from keras_het.callbacks import BatchBalancer
@@ -60,34 +58,6 @@ def trained(strategy: Any, callbacks: Any = (), steps: int = STEPS, **compiled: 
         model.compile(keras.optimizers.SGD(0.01), "mse", **compiled)
     model.fit(data(steps), verbose=0, callbacks=list(callbacks))
     return model
-
-
-class Reads(keras.callbacks.Callback):
-    """Counts what the main thread reads from a device in each step, and notes measured ones."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.of_steps: collections.Counter[int] = collections.Counter()
-        self.measured: set[int] = set()
-        self._step: int | None = None
-        read = EagerTensor._numpy
-
-        def counting(tensor: Any) -> Any:
-            is_main = threading.current_thread() is threading.main_thread()
-            if self._step is not None and is_main and "CPU:0" not in tensor.backing_device:
-                self.of_steps[self._step] += 1
-            return read(tensor)
-
-        monkeypatch.setattr(EagerTensor, "_numpy", counting)
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._step = batch
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        sampled = self.model.distribute_strategy._stop_request.sampled
-        if sampled is not None and sampled.was_measured:
-            self.measured.add(batch)
-        self._step = None
 
 
 def test_a_queue_takes_launches_and_makes_copies_wait() -> None:
@@ -148,7 +118,7 @@ CALLBACKS: dict[str, Callable[[Path], list[Any]]] = {
 def test_a_plain_step_reads_nothing_from_a_device(
     strategy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, callbacks: str
 ) -> None:
-    reads = Reads(monkeypatch)
+    reads = Reads(monkeypatch.setattr)
     trained(strategy, [*CALLBACKS[callbacks](tmp_path), reads])
     assert not set(reads.of_steps) - reads.measured
     measures = callbacks in ("balancer", "telemetry", "all")
