@@ -10,8 +10,13 @@ same run; in the dynamic case it changes them in the very steps in which the spe
 take turns in every round. `samples_per_s` is that of the second half of a static run (the median
 step) and of the whole of a dynamic one; `whole_run_ratio_to_limit` counts every step but the first.
 
-Two more parts: "cpu quotas", in which two worker processes really compute and one is throttled by a
-cgroup, and "accuracy", the digits of scikit-learn under the even split and under "boa".
+Devices that "work ahead" are asynchronous, as GPUs are: only some steps are measured there, and the
+limit is a training that measures nothing. Time is taken when devices have computed, after the first
+step, in the middle and at the end.
+
+Three more parts: "reaction", in which a device becomes three times slower at twenty different steps
+of a run; "cpu quotas", in which two worker processes really compute and one is throttled by a
+cgroup; and "accuracy", the digits of scikit-learn under the even split and under "boa".
 """
 
 from __future__ import annotations
@@ -60,6 +65,7 @@ class Cluster:
         fixed_milliseconds: fixed time of every step of a device.
         upper: largest share of each device, None for no bound.
         slow_steps: first and last step in which the first device is three times slower.
+        asynchronous: whether devices work ahead of their host.
     """
 
     speeds: tuple[float, ...]
@@ -68,6 +74,7 @@ class Cluster:
     fixed_milliseconds: float = 0.0
     upper: tuple[int | None, ...] | None = None
     slow_steps: tuple[int, int] | None = None
+    asynchronous: bool = False
 
     @property
     def upper_bounds(self) -> list[int] | None:
@@ -107,6 +114,10 @@ CLUSTERS = {
     "8:1": Cluster((8, 1), 180, 2.0),
     "4:2:1 + 20 ms": Cluster((4, 2, 1), 140, 2.0, fixed_milliseconds=20.0),
     "4:2:1, memory bound": Cluster((4, 2, 1), 140, 2.0, upper=(50, None, None)),
+    "4:2:1:1, working ahead": Cluster((4, 2, 1, 1), 160, 2.0, asynchronous=True),
+    "4:2:1, one slows down, working ahead": Cluster(
+        (4, 2, 1), 140, 2.0, slow_steps=(50, 100), asynchronous=True
+    ),
     "4:2:1, one slows down": Cluster((4, 2, 1), 140, 2.0, slow_steps=(50, 100)),
 }
 
@@ -142,18 +153,37 @@ class Limit:
 class Clock(keras.callbacks.Callback):
     """Timer of steps, which also slows the first device down."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, num_steps: int) -> None:
         super().__init__()
         self._slow_steps = cluster.slow_steps
-        self.ends: list[float] = []
+        # At each end of a step a host that works ahead would have to wait.
+        self._timed = (1, num_steps // 2, num_steps) if cluster.asynchronous else ()
+        self.ends: dict[int, float] = {}
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.ends.append(time.perf_counter())
-        if self._slow_steps and len(self.ends) in self._slow_steps:
-            emulated_device.slow_down(0, 3.0 if len(self.ends) == self._slow_steps[0] else 1.0)
+        step = batch + 1
+        if not self._timed or step in self._timed:
+            emulated_device.until_computed()()
+            self.ends[step] = time.perf_counter()
+        if self._slow_steps and step in self._slow_steps:
+            emulated_device.slow_down(0, 3.0 if step == self._slow_steps[0] else 1.0)
 
     def step_seconds(self) -> list[float]:
-        return np.diff(self.ends).tolist()
+        """Seconds of each step but the first; of those between two times, their mean."""
+        steps, seconds = np.diff(list(self.ends)), np.diff(list(self.ends.values()))
+        return np.repeat(seconds / steps, steps).tolist()
+
+
+class KnownSpeeds(keras.callbacks.Callback):
+    """The limit where few steps are measured: shares for the true speeds, set in each step."""
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__()
+        self._bench = bench
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        coming = batch + self._bench.lookahead + 1
+        self._bench.strategy.set_shares(self._bench.cluster.best_shares(coming))
 
 
 class Bench:
@@ -167,6 +197,7 @@ class Bench:
                 "speed": speed,
                 "fixed_seconds": cluster.fixed_milliseconds / 1e3,
                 "seconds_per_sample": cluster.milliseconds / speed / 1e3,
+                "asynchronous": cluster.asynchronous,
             }
             for speed in cluster.speeds
         ]
@@ -199,13 +230,17 @@ class Bench:
         if policy == "limit":
             self.strategy.set_shares(self.cluster.best_shares())
         balancer = self.balancer(policy)
-        clock = Clock(self.cluster)
-        self.model.fit(self.data, epochs=1, verbose=0, callbacks=[balancer, clock])
-        seconds = clock.step_seconds()
-        shares = [tuple(row["shares"]) for row in balancer.measurements]
+        is_known = policy == "limit" and self.cluster.asynchronous
+        callbacks = [
+            KnownSpeeds(self) if is_known else balancer,
+            Clock(self.cluster, self.num_steps),
+        ]
+        self.model.fit(self.data, epochs=1, verbose=0, callbacks=callbacks)
+        seconds = callbacks[-1].step_seconds()
+        shares = shares_of_steps(balancer, self.num_steps)
         steady = seconds if self.cluster.slow_steps else seconds[len(seconds) // 2 :]
         middle = statistics.mean if self.cluster.slow_steps else statistics.median
-        balanced = steps_to_balance(self.cluster, shares)
+        balanced = steps_to_balance(self.cluster, shares) if shares else 0
         return {
             "samples_per_s": self.cluster.batch / middle(steady),
             "whole_run_samples_per_s": self.cluster.batch / statistics.mean(seconds),
@@ -217,6 +252,15 @@ class Bench:
             if balanced is not None
             else None,
         }
+
+
+def shares_of_steps(balancer: BatchBalancer, num_steps: int) -> list[tuple[int, ...]]:
+    """Shares of each step: those of the next measured one, where not all are measured."""
+    if not (rows := list(balancer.measurements)):
+        return []
+    measured = np.subtract([row["step"] for row in rows], rows[0]["step"])
+    following = np.searchsorted(measured, np.arange(num_steps)).clip(max=len(rows) - 1)
+    return [tuple(rows[index]["shares"]) for index in following]
 
 
 def steps_to_balance(cluster: Cluster, shares: Sequence[tuple[int, ...]]) -> int | None:
@@ -274,6 +318,61 @@ def row_of(
     }
 
 
+class Reaction(keras.callbacks.Callback):
+    """Slows the first device down in a step, and notes when shares follow."""
+
+    def __init__(self, bench: Bench, slow_step: int) -> None:
+        super().__init__()
+        self._bench, self._slow_step = bench, slow_step
+        self.shares: list[tuple[int, ...]] = []
+        self.starts: list[float] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == self._slow_step:
+            emulated_device.slow_down(0, 3.0)
+        self.starts.append(time.perf_counter())
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.shares.append(self._bench.strategy.latest_shares)
+
+    def found(self) -> tuple[int, float] | None:
+        """Steps and seconds until the first one with other shares."""
+        slow = self._slow_step
+        for step in range(slow, len(self.shares)):
+            if self.shares[step] != self.shares[slow - 1]:
+                return step - slow, self.starts[step] - self.starts[slow]
+        return None
+
+
+def reaction_rows(num_phases: int) -> list[dict[str, Any]]:
+    """How late shares follow a device that becomes three times slower, at each phase of a run."""
+    rows = []
+    for asynchronous in (False, True):
+        cluster = Cluster((4, 2, 1), 140, 0.5, asynchronous=asynchronous)
+        bench = Bench(cluster, 40 + num_phases + 40)
+        bench.run("even")
+        found = []
+        for phase in range(num_phases):
+            emulated_device.slow_down(0, 1.0)
+            bench.strategy.set_shares([1] * len(cluster.speeds))
+            reaction = Reaction(bench, 40 + phase)
+            callbacks = [BatchBalancer(), reaction]
+            bench.model.fit(bench.data, epochs=1, verbose=0, callbacks=callbacks)
+            found.append(reaction.found())
+        seen = [each for each in found if each is not None]
+        row: dict[str, Any] = {
+            "case": f"reaction, {'working ahead' if asynchronous else 'all steps measured'}",
+            "num_phases": num_phases,
+            "num_without": len(found) - len(seen),
+        }
+        for index, unit in enumerate(("steps", "seconds")):
+            values = sorted(each[index] for each in seen)
+            row[f"median_{unit}"] = round(statistics.median(values), 3) if values else None
+            row[f"most_{unit}"] = round(values[-1], 3) if values else None
+        rows.append(row)
+    return rows
+
+
 def accuracy_rows(seeds: int, epochs: int) -> list[dict[str, Any]]:
     """Test accuracy of the digits after training under the even split and under "boa"."""
     devices = [
@@ -328,9 +427,11 @@ def main() -> None:
     print_table(rows, ["case", "policy", *columns])
     quotas = measure_with_quotas(quick=options.quick)
     accuracy = accuracy_rows(1 if options.quick else 3, 1 if options.quick else 5)
+    reactions = reaction_rows(2 if options.quick else 20)
+    print_table(reactions)
     print_table(quotas)
     print_table(accuracy)
-    write_report("balance", [*rows, *quotas, *accuracy], options.json, environment())
+    write_report("balance", [*rows, *reactions, *quotas, *accuracy], options.json, environment())
 
 
 if __name__ == "__main__":

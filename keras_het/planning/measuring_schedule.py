@@ -105,13 +105,15 @@ class MeasuringCost:
         before, self._latest = self._latest, [*self._latest[-1:], (was_measured, seconds)]
         if was_measured or not before:
             return False
+        durations = self._plain
         if before[-1][0]:
-            if len(before) == 1 or not before[0][0]:  # in a burst, hosts have no time to get ahead
-                self._pairs.append(before[-1][1] + seconds)
-            return False
-        usual = statistics.median(self._plain) if self._plain else seconds
-        self._plain.append(seconds)
-        is_usual = usual / _JUMP <= seconds <= usual * _JUMP
+            if len(before) == 2 and before[0][0]:
+                return False  # in a burst, hosts have no time to get ahead
+            durations, seconds = self._pairs, before[-1][1] + seconds
+        usual = statistics.median(durations) if durations else seconds
+        durations.append(seconds)
+        ratio = 1 + (seconds - usual) / statistics.median(self._plain or [seconds])
+        is_usual = 1 / _JUMP <= ratio <= _JUMP
         self._num_unusual = 0 if is_usual else self._num_unusual + 1
         return self._num_unusual == 2
 

@@ -99,6 +99,19 @@ def test_a_single_long_step_is_no_sign_of_change() -> None:
     assert observed(cost, [(False, 0.01), (False, 0.01)])[1]
 
 
+@pytest.mark.parametrize("phase", range(FIRST_INTERVAL))
+@pytest.mark.parametrize("factor", [3.0, 1 / 3])
+def test_a_lasting_change_is_seen_at_its_second_step(phase: int, factor: float) -> None:
+    cost = MeasuringCost()
+    before = run_of(FIRST_INTERVAL, 0.001, 0.02, 4)[: -FIRST_INTERVAL + phase]
+    after = run_of(FIRST_INTERVAL, 0.001, 0.02 * factor, 4)[phase:]
+    found = observed(cost, [*before, *after])
+    was_measured = [measured for measured, _ in [*before, *after]]
+    # a measured step shows by itself what has changed
+    first = next(step for step in range(len(before), len(found)) if not was_measured[step])
+    assert found.index(True) == first + (2 if was_measured[first + 1] else 1)
+
+
 def test_a_pause_is_no_step() -> None:
     cost = MeasuringCost()
     observed(cost, run_of(FIRST_INTERVAL, 0.01, 0.02, 4))
