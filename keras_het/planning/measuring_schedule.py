@@ -129,4 +129,5 @@ class MeasuringCost:
             return 0
         step = statistics.median(self._plain)
         cost = max(statistics.median(self._pairs) - 2 * step, 0.0)
-        return max(1, min(math.ceil(cost / (self._budget * step)), LONGEST_INTERVAL))
+        wanted = math.ceil(cost / (self._budget * step))
+        return max(FIRST_INTERVAL, min(wanted, LONGEST_INTERVAL))

@@ -80,13 +80,16 @@ def test_measuring_takes_the_part_of_the_time_that_it_may(
     observed(cost, run_of(FIRST_INTERVAL, host, device, 4))
     interval, plain = cost.interval, max(host, device)
     extra = 2 * (host + device) - 2 * plain
-    assert interval == min(int(np.ceil(extra / (budget * plain) - 1e-9)), LONGEST_INTERVAL)
+    wanted = int(np.ceil(extra / (budget * plain) - 1e-9))
+    assert interval == max(FIRST_INTERVAL, min(wanted, LONGEST_INTERVAL))
 
 
-def test_steps_that_cost_nothing_are_all_measured() -> None:
+def test_a_cost_that_seems_to_be_nothing_is_estimated_again() -> None:
     cost = MeasuringCost()
     observed(cost, run_of(FIRST_INTERVAL, 0.0, 0.05, 3))
-    assert cost.interval == 1
+    assert cost.interval == FIRST_INTERVAL  # were all steps measured, none could be compared
+    observed(cost, run_of(cost.interval, 0.03, 0.05, 40))
+    assert cost.interval > FIRST_INTERVAL
 
 
 def test_a_single_long_step_is_no_sign_of_change() -> None:
