@@ -12,10 +12,7 @@ from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine
 from keras_het.asynchronous.exchange.pace import PushPace
 from keras_het.asynchronous.exchange.participant import HybridOptions, StatisticsAveraging
 from keras_het.asynchronous.parameter_service import NO_ANSWER, Partitions, Status
-from keras_het.asynchronous.parameter_service.sample_ledger import (
-    ServiceLostError,
-    Stage,
-)
+from keras_het.asynchronous.parameter_service.sample_ledger import ServiceLostError, Stage
 from keras_het.asynchronous.rules import AsyncSGD, Delta, serialize
 
 PARTITIONS = Partitions(((2,),))

@@ -1,7 +1,5 @@
 """An async worker's next batch, asked for one ahead."""
 
-from __future__ import annotations
-
 import pytest
 
 from keras_het.asynchronous.parameter_service import Status

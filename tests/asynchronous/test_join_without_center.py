@@ -1,7 +1,5 @@
 """An async worker that joins while a part of the service was restarted."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A service that is yet to start, or lost: waited for, polled, and told that a worker is alive."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from types import SimpleNamespace

@@ -169,10 +169,7 @@ def test_all_push_as_planned_whoever_computes_it(paces):
 
 def test_roles_are_predicted_for_the_periods_that_tasks_plan():
     group, worker = Pusher(48.0, 0.06, 0.0, 0.015, 1), Pusher(24.0, 0.1, 0.35, 0.008, 2)
-    paces = [
-        Pace(48 / 0.06, 48.0, 0.015 / LARGEST_OVERHEAD),
-        Pace(24 / 0.1, 24.0, 0.35),
-    ]
+    paces = [Pace(48 / 0.06, 48.0, 0.015 / LARGEST_OVERHEAD), Pace(24 / 0.1, 24.0, 0.35)]
     predicted = periods_of(ExchangeSettings(period=None, num_batches=300), [group, worker])
     for client, parts in enumerate((1, 2)):
         limits = (20.0, longest_period(300 * parts))

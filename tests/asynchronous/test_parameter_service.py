@@ -207,10 +207,7 @@ def test_a_wrong_credential_is_refused(service, proof):
         connect(service, proof=proof)
     client = connect(service)
     client._services[0].credential = proof  # says hello well and then tries
-    for answer in (
-        client.push(ramp(), tf.zeros([3], tf.int64), 8, zeros()),
-        client.pull(zeros()),
-    ):
+    for answer in (client.push(ramp(), tf.zeros([3], tf.int64), 8, zeros()), client.pull(zeros())):
         np.testing.assert_array_equal(answer.statuses, [Status.REFUSED] * 3)
         np.testing.assert_array_equal(flat(answer.partitions), np.zeros(18))
     np.testing.assert_array_equal(service.versions(), [0] * 3)

@@ -7,11 +7,7 @@ import pytest
 
 from keras_het.asynchronous.exchange import ServiceTask, service_task
 from keras_het.asynchronous.exchange.participant import HybridOptions
-from keras_het.asynchronous.parameter_service import (
-    FloatWire,
-    TopKWire,
-    credential,
-)
+from keras_het.asynchronous.parameter_service import FloatWire, TopKWire, credential
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence
 from keras_het.asynchronous.rules import ASHL, AsyncEASGD, AsyncSGD, Delta
 

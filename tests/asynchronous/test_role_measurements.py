@@ -1,7 +1,5 @@
 """What `roles="auto"` makes of the steps that were measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A training that ends in an error on its way."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -1,7 +1,5 @@
 """Trainings with LoaderTuner, controllers of the tests, and what they recorded."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 

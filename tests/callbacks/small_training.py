@@ -1,7 +1,5 @@
 """Twenty-four samples of a sum of three features, and a model of one layer that learns it."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """All callbacks of keras_het in one `fit`, in every order of their list."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """An interrupted training that goes on from its backup ends like one that was not interrupted."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 

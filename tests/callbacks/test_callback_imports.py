@@ -1,7 +1,5 @@
 """A callback brings what it needs, and not what the others need."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -5,8 +5,6 @@ whether step t used it. One training writes backups at every frequency. The one 
 moment is what a kill at that moment leaves: a new training, with a new strategy, goes on from it.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -117,10 +115,7 @@ KINDS: dict[str, Callable[[], Arguments]] = {
     "PyDataset, a pass an epoch": lambda: {"x": Batches(workers=2), "steps_per_epoch": 4},
     "PyDataset, half a pass": lambda: {"x": Batches(), "steps_per_epoch": 2},
     "endless PyDataset": lambda: {"x": EndlessBatches(), "steps_per_epoch": 3},
-    "endless PyDataset, workers=2": lambda: {
-        "x": EndlessBatches(workers=2),
-        "steps_per_epoch": 4,
-    },
+    "endless PyDataset, workers=2": lambda: {"x": EndlessBatches(workers=2), "steps_per_epoch": 4},
     "generator": lambda: {"x": generator(), "steps_per_epoch": 3},
     "generator that ends": lambda: {"x": generator(12), "steps_per_epoch": 4},
     "data set": lambda: {"x": data_set()},

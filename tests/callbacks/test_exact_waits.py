@@ -1,7 +1,5 @@
 """The waits that LoaderTuner measures are exact: all time here is that of a clock of ours."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 

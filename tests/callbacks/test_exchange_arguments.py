@@ -1,7 +1,5 @@
 """Arguments that `HybridAggregation` and `LocalTraining` refuse."""
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -36,10 +34,7 @@ def test_rules_in_which_all_exchange_at_once_are_refused(rule: str) -> None:
         ({"connect_seconds": -1.0}, "connect_seconds must be a number of at least 0"),
         ({"end_seconds": float("nan")}, "end_seconds must be a number of at least 0"),
         ({"measured_steps": 0}, r"measured_steps must be a number .* at most 256"),
-        (
-            {"measured_steps": 257},
-            r"measured_steps must be a number .* at most 256",
-        ),
+        ({"measured_steps": 257}, r"measured_steps must be a number .* at most 256"),
         ({"noise_scale": -5.0}, "noise_scale must be a number above 0"),
         ({"on_service_loss": "panic"}, '"raise" or "continue"'),
         ({"service": "nowhere"}, '"auto" or "spread"'),

@@ -13,13 +13,7 @@ from small_training import BATCH, NUM_BATCHES, SAMPLES, arrays, data, flat, make
 
 import keras_het
 from keras_het.asynchronous.parameter_service.sample_ledger import LedgerConnection
-from keras_het.asynchronous.rules import (
-    ASHL,
-    AsyncEASGD,
-    AsyncSGD,
-    DelayCompensated,
-    Delta,
-)
+from keras_het.asynchronous.rules import ASHL, AsyncEASGD, AsyncSGD, DelayCompensated, Delta
 from keras_het.callbacks import BatchBalancer, HybridAggregation
 from keras_het.fit.session import FitSession, Rank
 from keras_het.rpc.server import FunctionServer

@@ -1,7 +1,5 @@
 """LoaderTuner within fit: the same training, whatever it changes; exact waits; clear refusals."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

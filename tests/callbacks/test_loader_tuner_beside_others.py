@@ -1,7 +1,5 @@
 """LoaderTuner beside other callbacks, and steps that are not those of its fit."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest
@@ -23,12 +21,7 @@ from loader_training import (
 )
 
 import keras_het
-from keras_het.callbacks import (
-    BackupAndRestore,
-    BatchBalancer,
-    HybridAggregation,
-    LoaderTuner,
-)
+from keras_het.callbacks import BackupAndRestore, BatchBalancer, HybridAggregation, LoaderTuner
 from keras_het.loader import Knobs, pipeline
 from keras_het.planning.loader import WindowSize
 

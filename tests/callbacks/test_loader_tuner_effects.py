@@ -1,7 +1,5 @@
 """What LoaderTuner does outside of training: threads' priority, CPUs, memory, the log, reports."""
 
-from __future__ import annotations
-
 import functools
 import io
 import logging

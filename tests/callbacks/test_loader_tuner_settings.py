@@ -1,7 +1,5 @@
 """LoaderTuner: trainings that end in an error, its settings, its report, its arguments."""
 
-from __future__ import annotations
-
 import json
 
 import keras
@@ -188,8 +186,7 @@ class NothingConfirmed(Unconfirmed):
 
 @pytest.mark.parametrize("with_strategy", [True, False])
 @pytest.mark.parametrize(
-    ("controller", "expected"),
-    [(Unconfirmed, Knobs(10, 3, 5)), (NothingConfirmed, Knobs(3, 2, 2))],
+    ("controller", "expected"), [(Unconfirmed, Knobs(10, 3, 5)), (NothingConfirmed, Knobs(3, 2, 2))]
 )
 def test_a_move_that_was_not_confirmed_is_no_setting(
     controller, expected, with_strategy, logical_devices

@@ -1,7 +1,5 @@
 """Machines and clusters that the doctor's tests examine."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

@@ -269,11 +269,7 @@ def test_killed_worker_is_named_and_the_others_end(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_signals_end_everything(
-    launch: Launch,
-    script: Script,
-    assert_gone: AssertGone,
-    number: signal.Signals,
-    code: int,
+    launch: Launch, script: Script, assert_gone: AssertGone, number: signal.Signals, code: int
 ) -> None:
     # the launcher takes over what is ignored, as under nohup
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -1,7 +1,5 @@
 """`keras-het doctor`: each common fault of a set-up is made here, and found with its fix."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """The doctors of several nodes: what their links say, and what they say of each other."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """A worker for each GPU: which GPUs there are, which are chosen, and what each worker gets."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -54,8 +52,7 @@ def test_parts_of_a_divided_gpu_take_its_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "present"),
-    [("1, GPU-x", ["1", "GPU-x"]), ("", []), ("2,-1,3", ["2"]), ("-1", [])],
+    ("visible", "present"), [("1, GPU-x", ["1", "GPU-x"]), ("", []), ("2,-1,3", ["2"]), ("-1", [])]
 )
 def test_what_the_environment_leaves_is_not_asked_of_the_driver(
     visible: str, present: list[str]

@@ -49,10 +49,7 @@ def test_known_outputs(data: bytes, expected: list[tuple[str, bool]]) -> None:
     assert split(*(bytes([byte]) for byte in data)) == expected
 
 
-@given(
-    st.text(alphabet="ab€\r\n\b", max_size=30),
-    st.lists(st.integers(0, 60), max_size=5),
-)
+@given(st.text(alphabet="ab€\r\n\b", max_size=30), st.lists(st.integers(0, 60), max_size=5))
 def test_cuts_do_not_matter(text: str, cuts: list[int]) -> None:
     data = text.encode()
     edges = [0, *sorted(cuts), len(data)]

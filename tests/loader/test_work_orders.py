@@ -1,7 +1,5 @@
 """A pipeline reads what was ordered, and nothing more when it is let go."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

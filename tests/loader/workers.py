@@ -1,7 +1,5 @@
 """Several workers in one process: one data set object for each, over equally built pipelines."""
 
-from __future__ import annotations
-
 import numpy as np
 import tensorflow as tf
 from keras.src.trainers import data_adapters

@@ -205,8 +205,7 @@ def test_optimizers_that_need_whole_variables_are_refused(logical_devices, name,
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"use_ema": True}, {"gradient_accumulation_steps": 2}, {"loss_scale_factor": 8.0}],
+    "settings", [{"use_ema": True}, {"gradient_accumulation_steps": 2}, {"loss_scale_factor": 8.0}]
 )
 def test_settings_without_a_meaning_on_the_center_are_refused(logical_devices, settings):
     with pytest.raises(ValueError, match=f"cannot have {next(iter(settings))}"):

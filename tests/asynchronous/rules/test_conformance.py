@@ -147,11 +147,7 @@ def test_worker_side_works_element_by_element_and_in_the_graph(logical_devices, 
 
     @tf.function
     def whole():
-        return (
-            rule.message(one, two),
-            rule.after_sending(one, two),
-            rule.receive(one, two, three),
-        )
+        return (rule.message(one, two), rule.after_sending(one, two), rule.receive(one, two, three))
 
     for index in range(0, SIZE, 5):
         a, b, c = (vector[index : index + 5] for vector in (one, two, three))

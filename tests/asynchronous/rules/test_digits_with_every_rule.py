@@ -37,15 +37,9 @@ OFTEN = {"periods": (2, 2, 1, 1)}
 MOMENTUM = {"rate": 0.15, "momentum": 0.9}
 # What makes the rule, and how its workers train.
 ASYNCHRONOUS = {
-    "async_sgd": (
-        lambda: AsyncSGD(0.1, reference_samples=32, warm_up_pushes=100),
-        {},
-    ),
+    "async_sgd": (lambda: AsyncSGD(0.1, reference_samples=32, warm_up_pushes=100), {}),
     "async_sgd adam": (lambda: AsyncSGD(optimizer=keras.optimizers.Adam(0.005)), {}),
-    "delay_compensated": (
-        lambda: DelayCompensated(0.2, 2.0, WORKERS, decay=0.95),
-        OFTEN,
-    ),
+    "delay_compensated": (lambda: DelayCompensated(0.2, 2.0, WORKERS, decay=0.95), OFTEN),
     "delta": (Delta, {"rate": 0.2}),
     "round_robin_easgd": (lambda: RoundRobinEASGD(WORKERS), {"rate": 0.6}),
     "async_easgd": (lambda: AsyncEASGD(num_workers=WORKERS), {"rate": 0.6}),

@@ -1,7 +1,5 @@
 """Pipelines that are handed over, by name; each function builds one for the given knobs."""
 
-from __future__ import annotations
-
 import numpy as np
 import tensorflow as tf
 

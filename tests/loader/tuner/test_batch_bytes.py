@@ -1,7 +1,5 @@
 """The size of a batch, whatever its tensors are."""
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 from keras_het.loader.iterators.live_iterator import LiveIterator

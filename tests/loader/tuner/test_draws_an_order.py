@@ -1,7 +1,5 @@
 """Which pipelines begin every epoch in a state of their own, so that a handover must carry it."""
 
-from __future__ import annotations
-
 import pytest
 import tensorflow as tf
 

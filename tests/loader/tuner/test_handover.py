@@ -1,7 +1,5 @@
 """Handovers lose, repeat and reorder nothing; those that could are refused."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -28,12 +26,7 @@ from hypothesis import strategies as st
 from keras_het.loader import Knobs
 from keras_het.loader.host.threads import threads_of
 from keras_het.loader.iterators.adjustable_pipeline import build_tuned, pipeline
-from keras_het.loader.iterators.handover import (
-    HandoverError,
-    difference,
-    hand_over,
-    why_not,
-)
+from keras_het.loader.iterators.handover import HandoverError, difference, hand_over, why_not
 from keras_het.loader.iterators.held_iterator import release
 from keras_het.loader.iterators.live_iterator import LiveIterator
 from keras_het.loader.tuning.session import prepare_iterator

@@ -1,7 +1,5 @@
 """Jobs of a host divide its CPUs; the part of a job that is gone returns."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging
@@ -130,10 +128,7 @@ QUOTAS = {
     "two in one group": ([{"a": 4.0}, {"a": 4.0}, {"b": 4.0}], [2.0, 2.0, 4.0]),
     "one without": ([{"a": 2.0}, {}], [2.0, 6.0]),
     "of the group around": ([{"a": 4.0, "pod": 6.0}, {"b": 4.0, "pod": 6.0}], [3.0, 3.0]),
-    "a tight one within": (
-        [{"a": 1.0, "pod": 4.0}, {"b": 8.0, "pod": 4.0}, {}],
-        [1.0, 3.0, 4.0],
-    ),
+    "a tight one within": ([{"a": 1.0, "pod": 4.0}, {"b": 8.0, "pod": 4.0}, {}], [1.0, 3.0, 4.0]),
     "very small": ([{"a": 0.05}, {"a": 0.05}, {}], [0.025, 0.025, 7.95]),
     "just lowered": ([{"a": 2.0}, {"a": 4.0}], [2.0, 2.0]),
 }

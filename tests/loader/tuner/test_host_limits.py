@@ -1,7 +1,5 @@
 """CPU quotas and memory limits of containers are seen, and what is idle within them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -1,7 +1,5 @@
 """A training asks for its part of the host by time, however long its windows are."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

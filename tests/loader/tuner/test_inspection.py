@@ -1,7 +1,5 @@
 """What AUTOTUNE chose is shown, and the slowest stage is named."""
 
-from __future__ import annotations
-
 import io
 import threading
 

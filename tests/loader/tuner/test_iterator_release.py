@@ -1,7 +1,5 @@
 """Pipelines end in threads of their own: ending one may take seconds, and training goes on."""
 
-from __future__ import annotations
-
 import threading
 
 import keras

@@ -1,7 +1,5 @@
 """Under the strategy, other knobs within a pass: same rows, same order, same shares, all epochs."""
 
-from __future__ import annotations
-
 import concurrent.futures
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What bounds a pipeline, from models with known numbers, as TensorFlow reports them."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -189,8 +187,7 @@ VERDICTS = {
     ),
     "an unknown ratio is that of the elements": (
         prefetch(
-            50,
-            node("Filter", 50, 0.0, node("Map", 100, 4.0, source(100)), kind=UNKNOWN, ratio=0.0),
+            50, node("Filter", 50, 0.0, node("Map", 100, 4.0, source(100)), kind=UNKNOWN, ratio=0.0)
         ),
         6.0,
         ["Map, 8.00 ms a batch"],

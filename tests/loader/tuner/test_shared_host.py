@@ -1,7 +1,5 @@
 """Tuned trainings of one host, through their sessions: each keeps to its part, and gives it up."""
 
-from __future__ import annotations
-
 import pytest
 import tensorflow as tf
 from workers import make_workers

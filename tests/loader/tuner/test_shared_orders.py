@@ -1,7 +1,5 @@
 """Moves under the strategy where several inputs take orders of one data set."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

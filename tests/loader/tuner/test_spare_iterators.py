@@ -1,7 +1,5 @@
 """Iterators that are made before the epoch that uses them begins."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import threading
 

@@ -1,7 +1,5 @@
 """`DataValidation` in `fit`: before the first step, and what the replicas consume."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`keras-het validate` as a user calls it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

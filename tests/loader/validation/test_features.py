@@ -1,7 +1,5 @@
 """Which features a batch has, and the Arrow columns they become."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Anomalies, and distances between shards against their formulas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

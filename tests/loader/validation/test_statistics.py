@@ -1,7 +1,5 @@
 """Statistics against those of TFDV's own functions and of numpy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

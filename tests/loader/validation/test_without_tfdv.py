@@ -1,7 +1,5 @@
 """What a user sees who has not installed TensorFlow Data Validation."""
 
-from __future__ import annotations
-
 import builtins
 import sys
 from typing import Any
