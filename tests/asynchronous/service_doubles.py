@@ -50,7 +50,6 @@ def client_within(service, client=0):
 
 
 def exchange_within(service, client, samples, changes):
-    """Pushes from the version that the service has; the values of the answer."""
     own = client_within(service, client)
     return own.push(changes, service.versions(), samples, changes).partitions
 
@@ -84,6 +83,8 @@ class Clock:
 
     def monotonic(self):
         return self.now
+
+    __call__ = monotonic
 
     def sleep(self, seconds):
         self.now += seconds

@@ -19,8 +19,6 @@ PARTITIONS = Partitions(((2,),))
 
 
 class Values:
-    """Weights of a model."""
-
     def __init__(self):
         self.values = [tf.zeros([2])]
 
@@ -35,8 +33,6 @@ class Values:
 
 
 class Ledger:
-    """Hears reports."""
-
     stage = Stage.RUNNING
 
     def report(self, presence, used):
@@ -44,8 +40,6 @@ class Ledger:
 
 
 class Worker(AsyncWorker):
-    """An async worker without model and strategy."""
-
     def __init__(self, service, state_service, client=1, **options):
         self.rule = service._rule
         self.options = HybridOptions(self.rule, **({"period": 1} | options))
@@ -71,7 +65,6 @@ class Worker(AsyncWorker):
 
 
 def start(rule, alpha=0.5, **options):
-    """Services of the weights and of the statistics."""
     return (
         start_service(PARTITIONS, rule, **options),
         start_service(PARTITIONS, StatisticsAveraging(alpha)),
@@ -234,8 +227,6 @@ def test_statistics_keep_what_was_learned_while_the_answer_travelled(logical_dev
 
 
 class CountingLedger(Ledger):
-    """Adds up the samples of all reports."""
-
     used = 0
 
     def report(self, presence, used):
@@ -256,6 +247,14 @@ class SumOfOnes:
             raise ValueError(f"{rule}: Received: {self.rate}")
 
 
+def start_with_two_that_send_gradients():
+    service, state = start(AsyncSGD(1.0), staleness_bound=0)
+    workers = [Worker(service, state, client) for client in (1, 2)]
+    for each in workers:
+        each._mean_gradient, each._ledger = SumOfOnes(), CountingLedger()
+    return service, *workers
+
+
 def test_a_gradient_at_another_rate_is_not_sent(logical_devices):
     service, state = start(AsyncSGD(1.0))
     worker = Worker(service, state)
@@ -268,11 +267,7 @@ def test_a_gradient_at_another_rate_is_not_sent(logical_devices):
 
 
 def test_a_gradient_too_stale_is_told_once_and_does_not_count(logical_devices, caplog):
-    service, state = start(AsyncSGD(1.0), staleness_bound=0)
-    worker, other = (Worker(service, state, client) for client in (1, 2))
-    for each in (worker, other):
-        each._mean_gradient = SumOfOnes()
-        each._ledger = CountingLedger()
+    service, worker, other = start_with_two_that_send_gradients()
     for _ in range(2):
         other.steps_done(1, 4)
         worker.steps_done(1, 4)  # has not seen the other's
@@ -286,11 +281,7 @@ def test_a_gradient_too_stale_is_told_once_and_does_not_count(logical_devices, c
 
 def test_samples_that_were_reported_before_are_not_taken_back(logical_devices):
     """A claim reports too; the service refuses negative numbers."""
-    service, state = start(AsyncSGD(1.0), staleness_bound=0)
-    worker, other = (Worker(service, state, client) for client in (1, 2))
-    for each in (worker, other):
-        each._mean_gradient = SumOfOnes()
-        each._ledger = CountingLedger()
+    _, worker, other = start_with_two_that_send_gradients()
     other.steps_done(1, 4)
     worker._samples = 4
     worker._meet(sends=True)
@@ -355,8 +346,6 @@ def test_a_lost_answer_that_is_found_before_the_next_exchange(logical_devices):
 
 
 class NotedOrder(Ledger):
-    """Notes reports beside what else is noted."""
-
     def __init__(self, order):
         self.order = order
 
@@ -386,8 +375,6 @@ def test_a_report_does_not_wait_behind_weights(logical_devices, rule, expected):
 
 
 class Early:
-    """Notes the epochs of which a batch was asked for."""
-
     def __init__(self):
         self.asked = []
 
@@ -401,16 +388,20 @@ class Early:
         pass
 
 
+def worker_in_epoch_7(num_batches, parts, steps_at_hand, left_over):
+    worker = Worker(*start(Delta()), period=100)
+    worker._epoch, worker._latest_batch, worker._num_parts = 7, -1, parts
+    worker.num_batches, worker._steps_at_hand = num_batches, steps_at_hand
+    worker._claims = SimpleNamespace(left_over=list(left_over), is_exhausted=False)
+    assert worker._next_batch() == 0
+    return worker
+
+
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_the_next_batch_is_asked_for_while_the_last_part_is_trained_on(logical_devices, parts):
-    service, state = start(Delta())
-    worker = Worker(service, state, period=100)
-    worker._epoch, worker._latest_batch = 7, -1
-    worker.num_batches, worker._num_parts = 2, parts
-    worker._steps_at_hand = 1 - parts  # it is the last batch, not the end of the pass, that ends it
-    worker._claims = SimpleNamespace(left_over=list(range(parts - 1)), is_exhausted=False)
-    assert worker._next_batch() == 0
+    # it is the last batch, not the end of the pass, that ends it
+    worker = worker_in_epoch_7(2, parts, 1 - parts, range(parts - 1))
     left = worker._claims.left_over
     while parts > 1 and len(left) > 1:
         assert not worker._early_claim.asked
@@ -427,12 +418,7 @@ def test_the_next_batch_is_asked_for_while_the_last_part_is_trained_on(logical_d
 
 def test_no_batch_is_asked_for_that_the_pass_does_not_come_to(logical_devices):
     """Keras ends it after 4 steps, of which two batches in parts have as many."""
-    service, state = start(Delta())
-    worker = Worker(service, state, period=100)
-    worker._epoch, worker._latest_batch = 7, -1
-    worker.num_batches, worker._num_parts, worker._steps_at_hand = 4, 2, 0
-    worker._claims = SimpleNamespace(left_over=[], is_exhausted=False)
-    assert worker._next_batch() == 0
+    worker = worker_in_epoch_7(4, parts=2, steps_at_hand=0, left_over=())
     worker.train(0.0)
     assert len(worker._early_claim.asked) == 1
     assert worker._next_batch() == 1

@@ -196,19 +196,6 @@ def test_the_final_center_has_all_bits(logical_devices):
     assert (flat(worker.pull()) != flat(values)).any()
 
 
-def test_a_change_that_was_too_stale_is_told_of(logical_devices):
-    service = start(Delta(), staleness_bound=0)
-    worker, other = join(service, 1), join(service, 2)
-    push(other, ONES)
-    weights = push(worker, ONES)
-    assert worker.has_own_progress
-    np.testing.assert_array_equal(flat(service.center_partitions()), 1)
-    worker.send(weights, 0)
-    weights = worker.receive(weights)
-    assert not worker.has_own_progress
-    np.testing.assert_array_equal(flat(service.center_partitions()), 2)
-
-
 def serve():
     """A process as `keras-het serve` starts it, before its leader has brought the center."""
     parts = HostedParts(free_address(), 0, service_spec(shapes=PARTITIONS.shapes), SECRET)

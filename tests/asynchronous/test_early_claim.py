@@ -9,8 +9,8 @@ from keras_het.asynchronous.parameter_service.sample_ledger import EarlyClaim, S
 class Ledger:
     """Hands out the batches of one epoch; an answer may be lost, or be to wait."""
 
-    def __init__(self):
-        self.next, self.answers, self.asked = 0, [], []
+    def __init__(self, *answers, first=0):
+        self.next, self.answers, self.asked = first, list(answers), []
 
     def start_claim(self, epoch):
         self.asked.append(epoch)
@@ -29,10 +29,16 @@ class Ledger:
         return self.answer_to(self.start_claim(epoch))
 
 
-def test_a_batch_is_asked_for_once_and_taken_once():
-    ledger = Ledger()
+def asked_early(*answers, first=0):
+    ledger = Ledger(*answers, first=first)
     early = EarlyClaim(ledger)
-    for _ in range(3):
+    early.ask(0)
+    return early, ledger
+
+
+def test_a_batch_is_asked_for_once_and_taken_once():
+    early, ledger = asked_early()
+    for _ in range(2):
         early.ask(0)
     assert ledger.asked == [0]
     assert early.take(0, after=-1) == (Status.OK, 0, 1)
@@ -42,37 +48,26 @@ def test_a_batch_is_asked_for_once_and_taken_once():
 
 
 def test_a_batch_of_another_epoch_is_none_of_this_one():
-    ledger = Ledger()
-    early = EarlyClaim(ledger)
-    early.ask(0)
+    early, ledger = asked_early()
     early.take(1, after=-1)
     assert ledger.asked == [0, 1]
 
 
 def test_who_was_told_to_wait_asks_again():
-    ledger = Ledger()
-    ledger.answers = [Status.WAIT, Status.WAIT]
-    early = EarlyClaim(ledger)
-    early.ask(0)
+    early, _ = asked_early(Status.WAIT, Status.WAIT)
     assert early.take(0, after=-1)[0] == Status.WAIT
     assert early.take(0, after=-1) == (Status.OK, 0, 1)
 
 
 def test_a_lost_answer_is_a_lost_service():
-    ledger = Ledger()
-    ledger.answers = [None]
-    early = EarlyClaim(ledger)
-    early.ask(0)
+    early, _ = asked_early(None)
     with pytest.raises(ServiceLostError):
         early.take(0, after=-1)
     assert early.take(0, after=-1) == (Status.OK, 0, 1)
 
 
 def test_what_was_lost_with_an_earlier_service_is_asked_for_again():
-    ledger = Ledger()
-    ledger.answers = [None, Status.OK, None]
-    early = EarlyClaim(ledger)
-    early.ask(0)
+    early, _ = asked_early(None, Status.OK, None)
     early.service_lost()
     assert early.take(0, after=-1) == (Status.OK, 0, 1)
     early.ask(0)  # the doubt was about the first one only
@@ -81,18 +76,13 @@ def test_what_was_lost_with_an_earlier_service_is_asked_for_again():
 
 
 def test_a_batch_that_the_worker_has_trained_on_alone_is_not_taken_again():
-    ledger = Ledger()
-    early = EarlyClaim(ledger)
-    early.ask(0)
+    early, _ = asked_early()
     early.service_lost()
     assert early.take(0, after=0) == (Status.OK, 1, 1)
 
 
 def test_one_that_it_has_not_come_to_is():
-    ledger = Ledger()
-    ledger.next = 5
-    early = EarlyClaim(ledger)
-    early.ask(0)
+    early, ledger = asked_early(first=5)
     early.service_lost()
     assert early.take(0, after=3) == (Status.OK, 5, 1)
     assert len(ledger.asked) == 1

@@ -133,18 +133,22 @@ class SilentService(Service):
         assert self.answers.wait(60)
 
 
+def assert_ends_without_an_answer(end, asked, thread):
+    ending = threading.Thread(target=end, daemon=True)
+    ending.start()
+    ending.join(30)
+    has_ended = not ending.is_alive()
+    asked.answers.set()
+    thread.join(30)
+    assert has_ended and not thread.is_alive()
+
+
 def test_its_end_waits_for_no_question_and_hears_no_late_answer():
     service = SilentService()
     watch = ReturnWatch(service, 0.0)
     watch.start()
     assert service.enough.wait(30)
-    end = threading.Thread(target=watch.stop, daemon=True)
-    end.start()
-    end.join(30)
-    has_ended = not end.is_alive()
-    service.answers.set()
-    watch._thread.join(30)
-    assert has_ended and not watch._thread.is_alive()
+    assert_ends_without_an_answer(watch.stop, service, watch._thread)
     assert not watch.has_answered
 
 
@@ -172,11 +176,5 @@ def test_a_worker_that_leaves_does_not_wait_for_a_report_without_an_answer():
     worker = LeavingWorker(ledger)
     thread = worker._heartbeat._thread
     assert ledger.asked.wait(30)
-    end = threading.Thread(target=worker.leave, daemon=True)
-    end.start()
-    end.join(30)
-    has_ended = not end.is_alive()
-    ledger.answers.set()
-    thread.join(30)
-    assert has_ended and not thread.is_alive()
+    assert_ends_without_an_answer(worker.leave, ledger, thread)
     assert worker._heartbeat is None

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from service_doubles import Clock
 
 from keras_het.asynchronous.exchange.pace import (
     FIRST_PERIOD,
@@ -25,18 +26,6 @@ from keras_het.planning.roles.exchange_settings import (
 HEARD, LIMITS = 1.0, (20.0, 1000)
 
 
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-    def wait(self, seconds):
-        self.now += seconds
-
-
 @pytest.fixture
 def clock():
     return Clock()
@@ -49,21 +38,21 @@ def pace(clock):
 
 def steps(pace, clock, number, seconds, samples=8):
     for _ in range(number):
-        clock.wait(seconds)
+        clock.sleep(seconds)
         pace.computed(1, samples)
 
 
 def exchange(pace, clock, own=0.0, travel=0.0, hidden_by=0.0, measures=False):
     with pace.exchanging():
-        clock.wait(own)
+        clock.sleep(own)
         pace.sent()
         if measures:
             with pace.waiting(measures=True):
-                clock.wait(travel)
+                clock.sleep(travel)
     if not measures:
         steps(pace, clock, 1, hidden_by)
         with pace.exchanging(), pace.waiting():
-            clock.wait(max(travel - hidden_by, 0.0))
+            clock.sleep(max(travel - hidden_by, 0.0))
 
 
 def test_speed_is_that_of_computation_alone(clock, pace):
@@ -80,7 +69,7 @@ def test_what_is_done_with_an_early_answer_is_part_of_the_exchange(clock, pace):
     for _ in range(4):
         steps(pace, clock, 1, 0.1)
         with pace.taking_early():
-            clock.wait(0.03)
+            clock.sleep(0.03)
         steps(pace, clock, 2, 0.1)
         exchange(pace, clock, own=0.02, travel=0.1, measures=True)
     assert pace.pace == pytest.approx(Pace(80.0, 8, 0.05 / LARGEST_OVERHEAD, answer_seconds=0.1))
@@ -95,7 +84,7 @@ def test_an_exchange_that_was_waited_for_is_known(clock, pace):
 def test_a_hidden_exchange_still_costs_what_the_task_does_for_it(clock, pace):
     steps(pace, clock, 4, 0.1)
     with pace.exchanging():
-        clock.wait(9.0)  # traced
+        clock.sleep(9.0)  # traced
     exchange(pace, clock, own=0.04, travel=0.05, hidden_by=0.1)
     # own work of 0.04 s every second time: the median of (0.04, 0) is 0.02, a tenth of 0.2 s
     assert pace.pace.exchange_seconds == pytest.approx(0.2)
@@ -106,10 +95,10 @@ def test_an_exchange_that_nothing_hides_costs_all_its_time(clock):
     steps(pace, clock, 4, 0.1)
     for seconds in (9.0, 0.6, 0.6):  # the first one is traced
         with pace.exchanging():
-            clock.wait(0.1)
+            clock.sleep(0.1)
             pace.sent()
             with pace.waiting():
-                clock.wait(seconds - 0.1)
+                clock.sleep(seconds - 0.1)
     # a tenth of the time
     assert pace.pace.exchange_seconds == pytest.approx(6.0)
 
@@ -188,7 +177,7 @@ def test_the_time_of_a_full_push_is_that_without_the_pull(clock):
     plan = LocalStepTuner(rule(), 0, clock)
     plan.took_at_once(50.0)  # traced
     assert plan.pace(STEPS) is None and plan.steps(0) is None
-    plan.pull(lambda: clock.wait(0.2))
+    plan.pull(lambda: clock.sleep(0.2))
     for seconds in (1.0, 1.2, 1.4):
         plan.took_at_once(seconds)
     assert plan.pace(STEPS) == pytest.approx(Pace(80.0, 8, 1.2, 0.2))
@@ -196,7 +185,7 @@ def test_the_time_of_a_full_push_is_that_without_the_pull(clock):
 
 def test_a_compressed_push_says_what_a_full_one_would_take(clock):
     plan = LocalStepTuner(rule(), 1, clock)
-    plan.pull(lambda: clock.wait(0.2))
+    plan.pull(lambda: clock.sleep(0.2))
     paces = [Pace(80, 8, 1.0, 0.2), Pace(20, 8, 3.0, 1.0), Pace(0, 0, 0)]
     plan.choose(paces, [1.0] * 3, 10.0)
     ratio = plan.next_ratio(0)

@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 from addresses import free_address
 from service_doubles import PROOF as GOOD
-from service_doubles import client_within, exchange_within, flat
+from service_doubles import client_within, exchange_within, flat, start_service
+from service_doubles import connect as connect_to
 
 from keras_het.asynchronous.parameter_service import (
     FloatWire,
@@ -122,9 +123,8 @@ TOO_LARGE = {  # changes of which the last one would leave something that is not
 def test_finite_pushes_leave_center_and_state_finite(logical_devices, name):
     make_rule, changes = TOO_LARGE[name]
     partitions = Partitions(((3,),))
-    service = ParameterService(free_address(), partitions, make_rule(), GOOD, 1)
-    service.start()
-    client = ParameterClient(service.address, partitions, GOOD, 0)
+    service = start_service(partitions, make_rule(), 1)
+    client = connect_to(service)
 
     def push(change, samples=32.0):
         answer = client.push([change], service.versions(), samples, [tf.zeros([3])])
@@ -350,9 +350,8 @@ def test_largest_values_of_the_largest_partition_fit_into_a_message(logical_devi
     largest = wire.largest_partition
     assert round(ratio * largest) * 8 <= 4_096_000 < round(ratio * (largest + 2)) * 8 + 8
     partitions = Partitions(((1_100_000,),), largest, fewest=1)
-    service = ParameterService(free_address(), partitions, Delta(), GOOD, 1, wire=wire)
-    service.start()
-    client = ParameterClient(service.address, partitions, GOOD, 0, wire=wire)
+    service = start_service(partitions, Delta(), 1, wire=wire)
+    client = connect_to(service, wire=wire)
     changes = partitions.pack([tf.random.normal([1_100_000])])
     versions = np.zeros(len(partitions.sizes), np.int64)
     answer = client.push(changes, versions, 1, changes)
@@ -441,9 +440,8 @@ def test_partitions_that_share_a_lock_are_all_updated(logical_devices, monkeypat
     num_locks = parameter_service.number_of_locks()
     assert num_locks == (1 if cpus < 4 else 2)
     partitions = Partitions(((2 * num_locks + 1,),), partition_size=1)
-    service = ParameterService(free_address(), partitions, AsyncSGD(1.0), GOOD, 2)
-    service.start()
-    client = ParameterClient(service.address, partitions, GOOD, 0)
+    service = start_service(partitions, AsyncSGD(1.0), 2)
+    client = connect_to(service)
     gradients = [tf.ones([1])] * len(partitions.sizes)
     versions = tf.zeros([len(partitions.sizes)], tf.int64)
     answer = client.push(gradients, versions, 1, gradients)

@@ -13,8 +13,6 @@ from keras_het.asynchronous.rules import ASHL, AsyncEASGD, AsyncSGD, Delta
 
 
 class Vectors:
-    """Weights of a model."""
-
     def __init__(self, values):
         self.values = values
 
@@ -93,8 +91,13 @@ def serve(monkeypatch, silences):
     return ledger.asked
 
 
-def test_a_silent_worker_may_come_back(monkeypatch):
-    assert serve(monkeypatch, [0.0, 30.0, 0.0, 30.0, 61.0]) == 5
+@pytest.mark.parametrize(
+    ("silences", "questions"),
+    [([0.0, 30.0, 0.0, 30.0, 61.0], 5), ([0.0, float("inf")], 2)],
+    ids=["may come back", "has said its end"],
+)
+def test_how_long_a_silent_worker_is_waited_for(monkeypatch, silences, questions):
+    assert serve(monkeypatch, silences) == questions
 
 
 def passed_over(training, claimed, waiting=None, answers=None):
@@ -113,9 +116,17 @@ def passed_over(training, claimed, waiting=None, answers=None):
     return asked
 
 
-def test_who_returns_and_goes_again_is_passed_over_again():
-    given_up = passed_over([[0, 1], [0], [0], [0, 1], [0]], claimed=[3, 2, 0])
-    assert given_up == [1, 1]  # 2 has not come yet
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        # who returns and goes again, once more; 2 has not come yet
+        ({"training": [[0, 1], [0], [0], [0, 1], [0]], "claimed": [3, 2, 0]}, [1, 1]),
+        # who is gone, until all of the service knows
+        ({"training": [[0]] * 5, "claimed": [3, 2], "answers": [False] * 2 + [True] * 2}, [1] * 3),
+    ],
+)
+def test_who_is_gone_is_passed_over(found, expected):
+    assert passed_over(**found) == expected
 
 
 def test_who_has_ended_is_waited_for_by_nobody(caplog):
@@ -123,15 +134,6 @@ def test_who_has_ended_is_waited_for_by_nobody(caplog):
     given_up = passed_over([[0, 1, 2], [0]], waiting=[[], [1]], claimed=[3, 2, 0, 0])
     assert sorted(given_up) == [1, 2]
     assert "worker 2 is gone" in caplog.text and "worker 1 is gone" not in caplog.text
-
-
-def test_who_is_gone_is_passed_over_until_all_of_the_service_knows():
-    asked = passed_over([[0]] * 5, claimed=[3, 2], answers=[False, False, True, True])
-    assert asked == [1, 1, 1]
-
-
-def test_a_worker_that_has_said_its_end_is_not_waited_for(monkeypatch):
-    assert serve(monkeypatch, [0.0, float("inf")]) == 2
 
 
 def proof_of(wire, **options):

@@ -23,7 +23,6 @@ SMALL = Partitions(((5,),), partition_size=3)
 
 
 def saved_state(parts):
-    """A backup of these parts: the sizes of their variables, and pieces of them."""
     found = {}
     for index, (sizes, pieces) in enumerate(parts):
         found[f"part_{index}/sizes"] = np.array(sizes, np.int64)

@@ -48,7 +48,6 @@ class Requests:
         self.random = np.random.default_rng(seed)
 
     def make(self):
-        """Credential, function and arguments."""
         function, arguments, wrong = self.one_of(self.kinds())
         if not wrong or self.random.integers(3) == 0:
             return wrong_token(self.random, GOOD, function), function, arguments

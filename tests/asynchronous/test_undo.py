@@ -87,7 +87,6 @@ def start(rule):
 
 
 def place(service):
-    """Address of the center in memory."""
     (center,) = service.center_partitions()
     return np.asarray(memoryview(center)).ctypes.data
 

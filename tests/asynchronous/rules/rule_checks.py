@@ -5,15 +5,11 @@ import dataclasses
 import threading
 
 import numpy as np
+import service_doubles
 import tensorflow as tf
-from addresses import free_address
+from service_doubles import connect
 
-from keras_het.asynchronous.parameter_service import (
-    ParameterClient,
-    ParameterService,
-    Partitions,
-    credential,
-)
+from keras_het.asynchronous.parameter_service import Partitions
 from keras_het.asynchronous.rules import PushMeta
 
 SIZES = (6, 6, 6)  # the parts of the center
@@ -83,20 +79,13 @@ class Center:
 
 
 PARTITIONS = Partitions(((SIZE,),), partition_size=SIZES[0])
-PROOF = credential(b"0123456789abcdef", "model")
 
 
-def start_service(rule, num_clients, start=None):
-    """A service on a free port, with the parts of `Center`."""
-    service = ParameterService(free_address(), PARTITIONS, rule, PROOF, num_clients)
+def start_service(rule, num_clients, start=None, **options):
+    service = service_doubles.start_service(PARTITIONS, rule, num_clients, **options)
     if start is not None:
         service.set_center([tf.constant(start)])
-    service.start()
     return service
-
-
-def connect(service, client):
-    return ParameterClient(service.address, PARTITIONS, PROOF, client)
 
 
 def clients_and_status(service):

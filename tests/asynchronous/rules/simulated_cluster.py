@@ -79,7 +79,6 @@ def _step(vector, velocity, places, rate, momentum):
 
 
 def accuracy(vector):
-    """Mean over the seeds, on the test data."""
     x = tf.constant(np.broadcast_to(TEST_X, (SEEDS, *TEST_X.shape)))
     predicted = tf.argmax(_logits(tf.constant(vector, tf.float32), x), axis=-1).numpy()
     return float((predicted == TEST_Y).mean())
@@ -101,7 +100,6 @@ class Batches:
 
 
 def train_one_device(steps, rate, momentum=0.0):
-    """Accuracy of plain training."""
     batches, vector = Batches(), tf.constant(initial_weights())
     velocity, rate, momentum = (
         tf.zeros_like(vector),
@@ -150,7 +148,6 @@ class Simulation:
     waits: int = 0
 
     def run(self):
-        """Trains; the center's accuracy."""
         start = initial_weights()
         half = len(start) // 2
         self.center = Center(self.rule, start, (half, len(start) - half))

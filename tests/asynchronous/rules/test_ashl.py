@@ -140,31 +140,6 @@ def test_the_second_stage_begins_at_the_threshold():
     assert not rule.is_second_stage(0.71)
 
 
-MEASURED = {"loss_threshold": 0.5, "num_workers": 3}
-
-
-@pytest.mark.parametrize(
-    ("settings", "changed", "match"),
-    [
-        (GOOD, {"steps": (8, 5)}, "one entry for each worker"),
-        (GOOD, {"data_shares": ()}, "one entry for each worker"),
-        (GOOD, {"data_shares": (0.5, 0.3, 0.1)}, "sum to 1"),
-        (GOOD, {"second_steps": (9, 2, 1)}, "second_steps <= steps"),
-        (GOOD, {"compression_ratios": (0, 1, 1)}, "compression_ratios be above 0"),
-        (GOOD, {"largest_lead": 0}, "largest_lead must be at least 1"),
-        (GOOD, {"num_workers": 4}, "one entry for each worker"),
-        (MEASURED, {"loss_threshold": None}, "needs a loss_threshold"),
-        (MEASURED, {"num_workers": None}, "needs num_workers"),
-        (MEASURED, {"second_preset_steps": 9}, "second_preset_steps <= preset_steps"),
-        (MEASURED, {"preset_ratio": 0.0}, "preset_ratio above 0"),
-        (MEASURED, {"steps": (8, 5, 3)}, "come with data_shares"),
-    ],
-)
-def test_settings_out_of_range(settings, changed, match):
-    with pytest.raises(ValueError, match=match):
-        ASHL(**{**settings, **changed})
-
-
 def test_the_number_of_workers_is_that_of_the_cluster_unless_shares_say_it():
     measured = get({"class_name": "ashl", "config": {"loss_threshold": 0.5}}, num_workers=4)
     assert measured.num_workers == 4 and measured.is_measured

@@ -254,20 +254,3 @@ def test_a_part_that_it_was_not_built_for(logical_devices):
     rule = AsyncSGD(optimizer="adam")
     with pytest.raises(ValueError, match="Call it once for each part"):
         rule.update(tf.Variable([1.0]), {}, tf.constant([1.0]), PushMeta(0, 1.0, 0.0))
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({}, "either a learning_rate"),
-        ({"learning_rate": 0.1, "optimizer": "adam"}, "either a learning_rate"),
-        ({"learning_rate": 0}, "learning_rate must be positive"),
-        ({"learning_rate": 0.1, "momentum": 1}, "from 0 to below 1"),
-        ({"optimizer": "adam", "momentum": 0.5}, "beside an optimizer"),
-        ({"learning_rate": 0.1, "reference_samples": 0}, "reference_samples must be positive"),
-        ({"learning_rate": 0.1, "warm_up_pushes": 5}, "needs reference_samples"),
-    ],
-)
-def test_settings_out_of_range(logical_devices, settings, match):
-    with pytest.raises(ValueError, match=match):
-        AsyncSGD(**settings)

@@ -52,7 +52,6 @@ def make(case):
 
 
 def push_some(center, first, last):
-    """Workers in turns, each with its own message."""
     for turn in range(first, last):
         message = np.random.default_rng(turn).normal(size=SIZE)
         seen = max(0, center.version - turn % WORKERS)
@@ -84,13 +83,9 @@ def test_what_it_says_of_itself(case):
 
 
 @pytest.mark.quick(
-    "async_sgd momentum",
-    "delay_compensated adaptive",
-    "delta",
-    "elastic_averaging",
-    "round_robin_easgd",
-    "ashl measured",
-)
+    "async_sgd momentum", "delay_compensated adaptive", "delta", "elastic_averaging",
+    "round_robin_easgd", "ashl measured",
+)  # fmt: skip
 @pytest.mark.parametrize("case", ASYNCHRONOUS)
 def test_the_service_does_the_same(logical_devices, case):
     center = Center(make(case), start_vector())

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from addresses import free_address
-from rule_checks import PARTITIONS, PROOF, Center, Equations, connect, follow, start_vector
+from rule_checks import PARTITIONS, Center, Equations, connect, follow, start_service, start_vector
 
-from keras_het.asynchronous.parameter_service import ParameterService, Status
+from keras_het.asynchronous.parameter_service import Status
 from keras_het.asynchronous.rules import DelayCompensated
 
 
@@ -49,10 +48,7 @@ def test_a_center_that_was_pulled_again_is_not_taken_for_the_last_answer(logical
 
 
 def test_a_worker_that_was_refused_as_too_stale_starts_from_what_it_got(logical_devices):
-    service = ParameterService(
-        free_address(), PARTITIONS, DelayCompensated(0.1, 1.0, 2), PROOF, 2, staleness_bound=1
-    )
-    service.start()
+    service = start_service(DelayCompensated(0.1, 1.0, 2), 2, staleness_bound=1)
     clients = [connect(service, i) for i in range(2)]
     ones = [tf.ones([size]) for size in PARTITIONS.sizes]
     versions = clients[0].push(ones, np.zeros(3, np.int64), 1, ones).versions
@@ -64,20 +60,3 @@ def test_a_worker_that_was_refused_as_too_stale_starts_from_what_it_got(logical_
     for after, before in zip(answer.partitions, refused.partitions, strict=True):
         np.testing.assert_allclose(after, before - 0.1, rtol=1e-5)
     service.close()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"learning_rate": 0.0},
-        {"compensation": -1.0},
-        {"num_workers": 0},
-        {"decay": 1.0},
-        {"decay": -0.1},
-    ],
-)
-def test_settings_out_of_range(settings):
-    with pytest.raises(ValueError, match="Expected learning_rate > 0, compensation >= 0"):
-        DelayCompensated(
-            **{"learning_rate": 0.1, "compensation": 1.0, "num_workers": 2, **settings}
-        )

@@ -34,12 +34,6 @@ def test_what_all_learnt_alone_counts_once(logical_devices, scale, moves):
     np.testing.assert_allclose(center.values, start + moves * learnt, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("scale", [0, -1.0])
-def test_wrong_scale(scale):
-    with pytest.raises(ValueError, match="scale must be positive"):
-        Delta(scale)
-
-
 def test_small_steps_count_by_their_samples():
     """Ten steps of a half batch move the center as five of the whole one with a constant slope."""
     rule, slope, rate = Delta(), np.float32(3.0), np.float32(0.1)

@@ -1,7 +1,6 @@
 """DiLoCo and its streaming form against the authors' equations."""
 
 import numpy as np
-import pytest
 from rule_checks import SIZE, Group, start_vector
 
 from keras_het.asynchronous.rules import DiLoCo, StreamingDiLoCo
@@ -94,19 +93,3 @@ def test_streaming_equations_over_time(logical_devices):
             np.testing.assert_allclose(group.weights, x[:, part], rtol=1e-4, atol=1e-4)
             group.assert_states_are_identical()
     assert exchanges == 10
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: DiLoCo(0), "period must be at least 1"),
-        (lambda: DiLoCo(5, overlap=6), "overlap from 0 to period"),
-        (lambda: DiLoCo(5, learning_rate=0), "outer learning_rate must be positive"),
-        (lambda: DiLoCo(5, momentum=1), "momentum from 0 to below 1"),
-        (lambda: StreamingDiLoCo(3, num_fragments=4, overlap=1), "num_fragments must be from 1"),
-        (lambda: StreamingDiLoCo(mixing=1), "mixing from 0 to below 1"),
-    ],
-)
-def test_settings_out_of_range(make, match):
-    with pytest.raises(ValueError, match=match):
-        make()

@@ -9,23 +9,6 @@ from keras_het.asynchronous import rules
 from keras_het.asynchronous.rules import AsyncSGD, Delta, DiLoCo, RoundRobinEASGD, SyncEASGD
 
 
-def test_names_are_the_published_ones():
-    assert sorted(rules.RULES) == [
-        "ashl",
-        "async_easgd",
-        "async_measgd",
-        "async_sgd",
-        "delay_compensated",
-        "delta",
-        "diloco",
-        "elastic_averaging",
-        "hogwild_easgd",
-        "round_robin_easgd",
-        "streaming_diloco",
-        "sync_easgd",
-    ]
-
-
 @pytest.mark.parametrize("identifier", ["delta", "Delta", Delta, {"class_name": "delta"}])
 def test_by_name(identifier):
     assert isinstance(rules.get(identifier), Delta)
@@ -60,17 +43,66 @@ def test_unknown_names_list_the_known(identifier):
         rules.get(identifier)
 
 
+SHARES = {
+    "data_shares": (0.5, 0.3, 0.2),
+    "steps": (8, 5, 3),
+    "second_steps": (3, 2, 1),
+    "loss_threshold": 0.5,
+}
+MEASURED = {"loss_threshold": 0.5, "num_workers": 3}
+COMPENSATED = {"learning_rate": 0.1, "compensation": 1.0, "num_workers": 2}
+OF_COMPENSATED = "Expected learning_rate > 0, compensation >= 0"
+FROM_0_TO_PERIOD = "overlap from 0 to period"
+
+
 @pytest.mark.parametrize(
-    ("identifier", "match"),
+    ("name", "settings", "match"),
     [
-        ({"class_name": "delta", "config": {"alpha": 1}}, r"unknown \['alpha'\], missing \[\]"),
-        ("round_robin_easgd", r"missing \['num_workers'\]"),
-        ("delay_compensated", "missing .*'compensation'"),
+        ("delta", {"alpha": 1}, r"unknown \['alpha'\], missing \[\]"),
+        ("delta", {"scale": 0}, "scale must be positive"),
+        ("delta", {"scale": -1.0}, "scale must be positive"),
+        ("round_robin_easgd", {}, r"missing \['num_workers'\]"),
+        ("async_easgd", {"alpha": 0}, "above 0"),
+        ("async_easgd", {"alpha": 0.1, "learning_rate": 3}, "0 to 2"),
+        ("sync_easgd", {"num_workers": 2, "period": 0, "overlap": 0}, FROM_0_TO_PERIOD),
+        ("sync_easgd", {"num_workers": 2, "period": 2, "overlap": 3}, FROM_0_TO_PERIOD),
+        ("sync_easgd", {"num_workers": 2, "period": 1, "overlap": -1}, FROM_0_TO_PERIOD),
+        ("delay_compensated", {}, "missing .*'compensation'"),
+        ("delay_compensated", {**COMPENSATED, "learning_rate": 0.0}, OF_COMPENSATED),
+        ("delay_compensated", {**COMPENSATED, "compensation": -1.0}, OF_COMPENSATED),
+        ("delay_compensated", {**COMPENSATED, "num_workers": 0}, OF_COMPENSATED),
+        ("delay_compensated", {**COMPENSATED, "decay": 1.0}, OF_COMPENSATED),
+        ("delay_compensated", {**COMPENSATED, "decay": -0.1}, OF_COMPENSATED),
+        ("diloco", {"period": 0}, "period must be at least 1"),
+        ("diloco", {"period": 5, "overlap": 6}, FROM_0_TO_PERIOD),
+        ("diloco", {"period": 5, "learning_rate": 0}, "outer learning_rate must be positive"),
+        ("diloco", {"period": 5, "momentum": 1}, "momentum from 0 to below 1"),
+        ("streaming_diloco", {"period": 3, "num_fragments": 4, "overlap": 1}, "must be from 1"),
+        ("streaming_diloco", {"mixing": 1}, "mixing from 0 to below 1"),
+        ("async_sgd", {}, "either a learning_rate"),
+        ("async_sgd", {"learning_rate": 0.1, "optimizer": "adam"}, "either a learning_rate"),
+        ("async_sgd", {"learning_rate": 0}, "learning_rate must be positive"),
+        ("async_sgd", {"learning_rate": 0.1, "momentum": 1}, "from 0 to below 1"),
+        ("async_sgd", {"optimizer": "adam", "momentum": 0.5}, "beside an optimizer"),
+        ("async_sgd", {"learning_rate": 0.1, "reference_samples": 0}, "samples must be positive"),
+        ("async_sgd", {"learning_rate": 0.1, "warm_up_pushes": 5}, "needs reference_samples"),
+        ("ashl", {**SHARES, "steps": (8, 5)}, "one entry for each worker"),
+        ("ashl", {**SHARES, "data_shares": ()}, "one entry for each worker"),
+        ("ashl", {**SHARES, "data_shares": (0.5, 0.3, 0.1)}, "sum to 1"),
+        ("ashl", {**SHARES, "second_steps": (9, 2, 1)}, "second_steps <= steps"),
+        ("ashl", {**SHARES, "compression_ratios": (0, 1, 1)}, "compression_ratios be above 0"),
+        ("ashl", {**SHARES, "largest_lead": 0}, "largest_lead must be at least 1"),
+        ("ashl", {**SHARES, "num_workers": 4}, "one entry for each worker"),
+        ("ashl", {**MEASURED, "loss_threshold": None}, "needs a loss_threshold"),
+        ("ashl", {**MEASURED, "num_workers": None}, "needs num_workers"),
+        ("ashl", {**MEASURED, "second_preset_steps": 9}, "second_preset_steps <= preset_steps"),
+        ("ashl", {**MEASURED, "preset_ratio": 0.0}, "preset_ratio above 0"),
+        ("ashl", {**MEASURED, "steps": (8, 5, 3)}, "come with data_shares"),
     ],
 )
-def test_settings_that_do_not_fit(identifier, match):
+def test_settings_that_do_not_fit(logical_devices, name, settings, match):
     with pytest.raises(ValueError, match=match):
-        rules.get(identifier)
+        rules.get({"class_name": name, "config": settings})
 
 
 @pytest.mark.parametrize("identifier", [None, 3, SyncEASGD.__module__.encode(), int])

@@ -5,7 +5,6 @@ import pytest
 import tensorflow as tf
 from rule_checks import (
     PARTITIONS,
-    PROOF,
     Center,
     ElasticEquations,
     clients_and_status,
@@ -15,6 +14,7 @@ from rule_checks import (
     start_service,
     start_vector,
 )
+from service_doubles import PROOF
 
 from keras_het.asynchronous.parameter_service import Status
 from keras_het.asynchronous.rules import RoundRobinEASGD, Signal

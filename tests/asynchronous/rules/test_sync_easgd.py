@@ -72,9 +72,3 @@ def test_bound_of_overlapped_steps(workers, rate):
     # without the overlap in it, the bound would let them swing apart
     if 0.1 < rate < 1:
         assert radius(0.99 * largest_moving_rate(rate, workers), 1.0, 10, 10) > 1
-
-
-@pytest.mark.parametrize(("period", "overlap"), [(0, 0), (2, 3), (1, -1)])
-def test_settings_out_of_range(period, overlap):
-    with pytest.raises(ValueError, match="overlap from 0 to period"):
-        SyncEASGD(2, period=period, overlap=overlap)
