@@ -16,6 +16,12 @@ def nobody_else_on_the_host(monkeypatch):
     monkeypatch.setattr(ForeignLoad, "seconds", 1.0)
 
 
+@pytest.fixture(params=[True, False], ids=["strategy", "alone"])
+def devices(request, logical_devices):
+    """Of a training under the strategy; none for one without it."""
+    return logical_devices if request.param else ()
+
+
 @pytest.fixture
 def strategy(monkeypatch, logical_devices):
     """Of the synchronous worker; the other one never comes."""

@@ -49,26 +49,23 @@ class Eager(EveryStep):
         return None
 
 
-def shuffled(number, knobs):
-    numbers = tf.data.Dataset.range(number).shuffle(20, seed=7)
-    rows = numbers.map(
+def shuffled(number, knobs, seed=7):
+    numbers = tf.data.Dataset.range(number).shuffle(20, seed=seed)
+    return numbers.map(
         lambda row: (tf.fill([3], tf.cast(row, tf.float32) / ROWS), tf.cast(row, tf.float32)),
         num_parallel_calls=knobs.num_parallel_calls,
     )
-    return rows.batch(BATCH).prefetch(knobs.prefetch)
 
 
 def build(knobs):
-    return shuffled(ROWS, knobs)
+    return shuffled(ROWS, knobs).batch(BATCH).prefetch(knobs.prefetch)
 
 
 def long(knobs):
-    return shuffled(4 * ROWS - 1, knobs)
+    return shuffled(4 * ROWS - 1, knobs).batch(BATCH).prefetch(knobs.prefetch)
 
 
 def noting_load(calls):
-    """A map that makes features and label of a number, and notes the number in `calls`."""
-
     def note(row):
         calls.append(int(row))
         return row
@@ -81,8 +78,6 @@ def noting_load(calls):
 
 
 class Recording(keras.Model):
-    """A model that remembers the labels of each step."""
-
     def __init__(self):
         super().__init__()
         self.dense = keras.layers.Dense(1, kernel_initializer="ones")
@@ -150,6 +145,19 @@ def slow(seconds, size=12):
     return tf.data.Dataset.range(size).map(load).batch(2)
 
 
+def numbered(size):
+    """A builder of so many rows of three equal features."""
+
+    def build(knobs):
+        rows = tf.data.Dataset.range(size).map(
+            lambda row: (tf.fill([3], tf.cast(row, tf.float32) / size), tf.zeros([1])),
+            num_parallel_calls=knobs.num_parallel_calls,
+        )
+        return rows.batch(4).prefetch(knobs.prefetch)
+
+    return build
+
+
 def dense():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -165,6 +173,13 @@ def train_under_strategy(devices, dataset, callbacks, shares=(3, 1), epochs=3, *
     patient = [Patient(one) for one in callbacks if isinstance(one, LoaderTuner)]
     history = model.fit(dataset, epochs=epochs, verbose=0, callbacks=[*callbacks, *patient]).history
     return [*model.get_weights(), np.array(history["loss"])]
+
+
+def train_either(devices, dataset, callbacks, epochs=3):
+    """Under the strategy of these devices, or without one if there are none."""
+    if devices:
+        return train_under_strategy(devices, dataset, callbacks, epochs=epochs)
+    return train(dataset, callbacks, epochs=epochs).get_weights()
 
 
 def long_slices(knobs):

@@ -65,7 +65,6 @@ class Looks(keras.callbacks.Callback):
 
 @functools.cache
 def on_one_device():
-    """The weights after each epoch."""
     looks = Looks()
     model = make_model(tf.distribute.OneDeviceStrategy(DEVICES[0]))
     model.fit(data(), epochs=EPOCHS, verbose=0, callbacks=[looks])

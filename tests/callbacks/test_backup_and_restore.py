@@ -1,5 +1,6 @@
 """An interrupted training that goes on from its backup ends like one that was not interrupted."""
 
+import functools
 import shutil
 import warnings
 
@@ -25,7 +26,6 @@ def linear_model(devices, **options):
 
 
 def rows(of_unknown_number=False, batch=BATCH):
-    """Shuffled samples, in batches."""
     tf.random.set_seed(5)
     numbers = tf.data.Dataset.range(SAMPLES)
     if of_unknown_number:
@@ -71,6 +71,10 @@ def assert_goes_on(devices, make_data, folder, step, save_freq=3, others=list, *
     assert_same(found, expected)
 
 
+def endless(of_unknown_number=False):
+    return rows(of_unknown_number).repeat()
+
+
 @pytest.mark.quick("False-14", "True-4")
 @pytest.mark.parametrize("step", [4, 14, 23])
 @pytest.mark.parametrize("of_unknown_number", [False, True])
@@ -80,51 +84,42 @@ def test_every_later_epoch_is_whole(logical_devices, tmp_path, of_unknown_number
 
 @pytest.mark.quick("True-more than a pass")
 @pytest.mark.parametrize(
-    "steps",
-    [
-        pytest.param(8, id="a pass"),
-        pytest.param(5, id="less than a pass"),
-        pytest.param(11, id="more than a pass"),
-    ],
+    "steps", [8, 5, 11], ids=["a pass", "less than a pass", "more than a pass"]
 )
 @pytest.mark.parametrize("of_unknown_number", [False, True])
 def test_epochs_of_given_length_over_endless_data(
     logical_devices, tmp_path, of_unknown_number, steps
 ):
-    def data():
-        return rows(of_unknown_number).repeat()
-
+    data = functools.partial(endless, of_unknown_number)
     assert_goes_on(logical_devices, data, tmp_path, steps + 5, steps_per_epoch=steps)
 
 
-@pytest.mark.quick("half a pass-4", "half a pass-epoch")
-@pytest.mark.parametrize("save_freq", [3, 4, "epoch"])
-@pytest.mark.parametrize(("steps", "epochs"), [(8, 3), (4, 5)], ids=["a pass", "half a pass"])
-def test_epochs_of_given_length_over_data_that_ends(
-    logical_devices, tmp_path, steps, epochs, save_freq
-):
-    options = {"steps_per_epoch": steps, "epochs": epochs}
-    assert_goes_on(logical_devices, rows, tmp_path, steps + 3, save_freq, **options)
+CUT = {"steps_per_epoch": 5, "epochs": 3}
+IN_THREES = {"compile": {"steps_per_execution": 3}}
+OTHERS = {  # data, the step of the interruption, how often is saved, and how is trained
+    **{
+        f"{name}-{freq}": (rows, steps + 3, freq, {"steps_per_epoch": steps, "epochs": epochs})
+        for name, steps, epochs in (("a pass", 8, 3), ("half a pass", 4, 5))
+        for freq in (3, 4, "epoch")
+    },
+    "before the end of a pass": (rows, 7, 1, CUT),
+    "at the end of a pass": (rows, 8, 1, CUT),
+    "a generator": (
+        lambda: (each for each in endless().as_numpy_iterator()),
+        12,
+        3,
+        {"steps_per_epoch": 5},
+    ),
+    "several steps in an execution": (rows, 4, 3, IN_THREES),
+}
 
 
-@pytest.mark.quick("8")
+@pytest.mark.quick("half a pass-4", "half a pass-epoch", *list(OTHERS)[-3:])
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
-@pytest.mark.parametrize("step", [7, 8])  # before and at the end of the pass
-def test_epochs_that_end_with_a_pass(logical_devices, tmp_path, step):
-    options = {"steps_per_epoch": 5, "epochs": 3}
-    assert_goes_on(logical_devices, rows, tmp_path, step, 1, **options)
-
-
-def test_the_batches_of_a_generator(logical_devices, tmp_path):
-    def data():
-        return (batch for batch in rows().repeat().as_numpy_iterator())
-
-    assert_goes_on(logical_devices, data, tmp_path, 12, steps_per_epoch=5)
-
-
-def test_several_steps_in_an_execution(logical_devices, tmp_path):
-    options = {"compile": {"steps_per_execution": 3}}
-    assert_goes_on(logical_devices, rows, tmp_path, 4, **options)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_epochs_and_data(logical_devices, tmp_path, kind):
+    make_data, step, save_freq, options = OTHERS[kind]
+    assert_goes_on(logical_devices, make_data, tmp_path, step, save_freq, **options)
 
 
 def damage_the_newest(folder):
@@ -165,17 +160,16 @@ def test_the_next_fit_begins_with_the_first_epoch(logical_devices, tmp_path, all
     assert model.fit(rows(), epochs=3, verbose=0).epoch == [0, 1, 2]
 
 
-class Evaluates(keras.callbacks.Callback):
-    """Evaluates on other data within the epoch."""
-
-    def on_train_batch_end(self, batch, logs=None):
+def evaluates_within():
+    def evaluate(batch, logs=None):
         if batch == 2:
-            self.model.evaluate(rows(), verbose=0)
+            made.model.evaluate(rows(), verbose=0)
+
+    made = keras.callbacks.LambdaCallback(on_train_batch_end=evaluate)
+    return made
 
 
 class EvaluatesFirst(keras.callbacks.Callback):
-    """Evaluates before the first step."""
-
     def __init__(self, is_kept):
         super().__init__()
         self.is_kept, self.kept = is_kept, None
@@ -188,7 +182,7 @@ class EvaluatesFirst(keras.callbacks.Callback):
 
 
 EVALUATES = {
-    "within the epoch": lambda: [Evaluates()],
+    "within the epoch": lambda: [evaluates_within()],
     "before the first step, kept": lambda: [EvaluatesFirst(True)],
     "before the first step, gone": lambda: [EvaluatesFirst(False)],
 }

@@ -44,18 +44,13 @@ class Zigzag:
         pytest.fail("the first batch of these tests is a whole one")
 
 
-def fit(callback, samples=46, epochs=2, strategy=None, **options):
+def fit(balancer, samples=46, epochs=2, strategy=None, others=(), compiled=None, **options):
     strategy = strategy or three_replicas()
     with strategy.scope():
-        model = dense_model()
-    history = model.fit(
-        strategy.distribute(batches(samples)),
-        epochs=epochs,
-        verbose=0,
-        callbacks=[callback],
-        **options,
-    )
-    return model, history
+        model = dense_model(**compiled or {})
+    options |= {"epochs": epochs, "verbose": 0, "callbacks": [*others, balancer]}
+    model.fit(strategy.distribute(batches(samples)), **options)
+    return model
 
 
 @pytest.fixture(autouse=True)
@@ -104,29 +99,16 @@ def test_every_step_is_observed_with_the_shares_it_had():
 
 def test_several_steps_in_one_execution():
     policy = Zigzag()
-    strategy = three_replicas()
-    with strategy.scope():
-        model = dense_model(steps_per_execution=3)
-    model.fit(
-        strategy.distribute(batches(46)), epochs=2, verbose=0, callbacks=[BatchBalancer(policy)]
-    )
+    fit(BatchBalancer(policy), compiled={"steps_per_execution": 3})
     assert [step for step, _, _ in policy.seen] == list(range(12))
 
 
-def test_a_model_that_was_trained_without_it_is_measured(strategy, model):
-    data = strategy.distribute(batches(24))
-    model.fit(data, verbose=0)
-    assert not strategy.compute_times.read_new()
-    balancer = BatchBalancer("even")
-    model.fit(data, verbose=0, callbacks=[balancer])
-    assert len(balancer.measurements) == 3
-
-
-def test_each_model_is_measured(strategy):
+def test_each_model_is_measured_also_one_that_was_trained_without(strategy):
     with strategy.scope():
         first, second = dense_model(), dense_model()
     data = strategy.distribute(batches(24))
     second.fit(data, verbose=0)
+    assert not strategy.compute_times.read_new()
     first.fit(data, verbose=0, callbacks=[BatchBalancer("even")])
     balancer = BatchBalancer("even")
     second.fit(data, verbose=0, callbacks=[balancer])
@@ -145,7 +127,7 @@ def test_a_model_is_traced_again_once(strategy, model):
 
 def test_evaluation_is_not_measured(strategy):
     balancer = BatchBalancer("even")
-    model, _ = fit(balancer, 24, 1, strategy, validation_data=batches(16))
+    model = fit(balancer, 24, 1, strategy, validation_data=batches(16))
     model.evaluate(strategy.distribute(batches(16)), verbose=0)
     assert len(balancer.measurements) == 3
 
@@ -402,8 +384,6 @@ def test_a_first_step_that_loads_kernels_says_nothing(first, is_warm_up):
 
 
 class Noting(Zigzag):
-    """Keeps how long steps took as a whole."""
-
     def __init__(self):
         super().__init__()
         self.step_seconds = []
@@ -438,11 +418,7 @@ def test_validation_and_other_callbacks_are_no_steps(monkeypatch, read_after):
     monkeypatch.setattr(
         compute_times.MeasuredSteps, "is_due", lambda _: next(steps) % 6 + 1 in read_after
     )
-    strategy = three_replicas()
-    with strategy.scope():
-        model = dense_model()
-    given = {"epochs": 3, "validation_data": batches(16), "verbose": 0}
-    model.fit(strategy.distribute(batches(46)), callbacks=[slow, BatchBalancer(policy)], **given)
+    fit(BatchBalancer(policy), epochs=3, others=[slow], validation_data=batches(16))
     known = [seconds for seconds in policy.step_seconds if seconds]
     assert known == pytest.approx([1e-3] * 3 * (len(read_after) - 1))
     assert len(policy.step_seconds) == 3 * (len(read_after) + (6 not in read_after))

@@ -142,8 +142,6 @@ KINDS: dict[str, Callable[[], Arguments]] = {
 
 
 class StepsOfEpochs(keras.callbacks.Callback):
-    """How many steps each epoch trained."""
-
     def __init__(self) -> None:
         super().__init__()
         self.steps: dict[int, int] = {}

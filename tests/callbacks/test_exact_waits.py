@@ -42,8 +42,6 @@ def clock(monkeypatch):
 
 
 class Working(keras.layers.Layer):
-    """Each step takes a while."""
-
     def __init__(self, clock):
         super().__init__()
         self._clock = clock
@@ -79,16 +77,9 @@ def rows_read_in(read):
 
 def measured(kind, model, dataset, callbacks=()):
     """The meter of one epoch of training, evaluation or prediction."""
-    tuner = LoaderTuner("fixed", share_host=False)
-    callbacks = [tuner, *callbacks]
-    if kind == "train":
-        model.fit(dataset, verbose=0, callbacks=callbacks)
-        return tuner.meter
-    if kind == "test":
-        model.evaluate(dataset, verbose=0, callbacks=callbacks)
-        return tuner.test_meter
-    model.predict(dataset, verbose=0, callbacks=callbacks)
-    return tuner.predict_meter
+    tuner, runs = LoaderTuner("fixed", share_host=False), (model.fit, model.evaluate, model.predict)
+    runs[KINDS.index(kind)](dataset, verbose=0, callbacks=[tuner, *callbacks])
+    return (tuner.meter, tuner.test_meter, tuner.predict_meter)[KINDS.index(kind)]
 
 
 def per_execution(seconds, steps_per_execution):
@@ -100,33 +91,17 @@ def per_execution(seconds, steps_per_execution):
 KINDS = ("train", "test", "predict")
 
 
+@pytest.mark.parametrize("row", [0.0, ROW], ids=["there", "slow"])
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_data_that_is_there_is_not_waited_for(kind, steps_per_execution, clock):
+def test_data_is_waited_for_as_long_as_it_takes(kind, steps_per_execution, row, clock):
     model = model_of(Working(clock), steps_per_execution=steps_per_execution)
-    meter = measured(kind, model, rows_read_in(lambda row: row))
-    steps = per_execution(STEP, steps_per_execution)
+    meter = measured(kind, model, rows_read_in(lambda number: clock.advance(row) or number))
     assert meter.steps == BATCHES
-    assert meter.input_waits.tolist() == [0.0] * len(steps)
+    np.testing.assert_allclose(meter.input_waits, per_execution(BATCH * row, steps_per_execution))
+    steps = per_execution(BATCH * row + STEP, steps_per_execution)
     np.testing.assert_allclose(meter.step_times, steps)
-
-
-@pytest.mark.parametrize("steps_per_execution", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_slow_data_is_waited_for_as_long_as_it_takes(kind, steps_per_execution, clock):
-    def read(row):
-        clock.advance(ROW)
-        return row
-
-    model = model_of(Working(clock), steps_per_execution=steps_per_execution)
-    meter = measured(kind, model, rows_read_in(read))
-    waits = per_execution(BATCH * ROW, steps_per_execution)
-    assert meter.steps == BATCHES
-    np.testing.assert_allclose(meter.input_waits, waits)
-    np.testing.assert_allclose(
-        meter.step_times, per_execution(BATCH * ROW + STEP, steps_per_execution)
-    )
-    assert meter.idle_fraction == pytest.approx(BATCH * ROW / (BATCH * ROW + STEP))
+    assert meter.idle_fraction == pytest.approx(BATCH * row / (BATCH * row + STEP))
 
 
 class Host(keras.callbacks.Callback):
@@ -142,37 +117,26 @@ class Host(keras.callbacks.Callback):
     on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
 
-def measured_under_strategy(kind, clock, devices, **options):
-    with keras_het.HeterogeneousStrategy(list(devices[:2]), shares=[1, 1]).scope():
-        model = model_of(**options)
-    return measured(kind, model, rows_read_in(lambda row: row), [Host(clock)])
-
-
+@pytest.mark.parametrize(
+    ("row", "steps_per_execution"), [(0.0, 1), (ROW, 1), (ROW, 2)], ids=["there", "slow", "two"]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_under_the_strategy_data_that_is_there_is_not_waited_for(kind, clock, logical_devices):
-    meter = measured_under_strategy(kind, clock, logical_devices)
-    assert meter.steps == BATCHES
-    assert meter.input_waits.tolist() == [0.0] * BATCHES
-    np.testing.assert_allclose(meter.step_times, [STEP if kind == "train" else 0.0] * BATCHES)
-
-
-@pytest.mark.parametrize("steps_per_execution", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_under_the_strategy_slow_data_is_waited_for_as_long_as_it_takes(
-    kind, steps_per_execution, clock, logical_devices, monkeypatch
+def test_so_it_is_under_the_strategy(
+    kind, row, steps_per_execution, clock, logical_devices, monkeypatch
 ):
     """The data path works ahead at times of its own: what is slow here is to take from it."""
     take = StepIterator.__next__
 
     def slow(iterator):
         element = take(iterator)
-        clock.advance(BATCH * ROW)
+        clock.advance(BATCH * row)
         return element
 
     monkeypatch.setattr(StepIterator, "__next__", slow)
-    options = {"steps_per_execution": steps_per_execution}
-    meter = measured_under_strategy(kind, clock, logical_devices, **options)
-    waits = np.array(per_execution(BATCH * ROW, steps_per_execution))
+    with keras_het.HeterogeneousStrategy(list(logical_devices[:2]), shares=[1, 1]).scope():
+        model = model_of(steps_per_execution=steps_per_execution)
+    meter = measured(kind, model, rows_read_in(lambda number: number), [Host(clock)])
+    waits = np.array(per_execution(BATCH * row, steps_per_execution))
     assert meter.steps == BATCHES
     np.testing.assert_allclose(meter.input_waits, waits)
     # one call behind each execution, however many steps it had
@@ -196,16 +160,12 @@ class Saves(keras.callbacks.Callback):
 @pytest.mark.parametrize("validates", [True, False])
 @pytest.mark.parametrize("others", [[], [Host]])
 def test_what_other_callbacks_do_between_epochs_is_no_step(is_first, validates, others, clock):
-    def read(row):
-        clock.advance(ROW)
-        return row
-
     tuner = LoaderTuner("fixed", share_host=False)
     callbacks = [Saves(clock), tuner] if is_first else [tuner, Saves(clock)]
     validation = {"validation_data": rows_read_in(lambda row: row)} if validates else {}
     model = model_of(Working(clock))
     callbacks += [other(clock) for other in others]
-    data = rows_read_in(read)
+    data = rows_read_in(lambda row: clock.advance(ROW) or row)
     history = model.fit(data, epochs=3, verbose=0, callbacks=callbacks, **validation).history
     step = BATCH * ROW + STEP + STEP * len(others)
     np.testing.assert_allclose(tuner.meter.step_times, [step] * (3 * BATCHES))

@@ -28,8 +28,6 @@ def mean_gradient(model, batches):
 
 
 class Acts(keras.callbacks.Callback):
-    """Calls a function after a step."""
-
     def __init__(self, act, step=1):
         super().__init__()
         self.act, self.step = act, step
@@ -80,9 +78,27 @@ def test_data_whose_first_pass_cannot_start_over_is_refused(strategy):
         make_model(strategy).fit(padded, verbose=0, callbacks=[HybridAggregation()])
 
 
-class Half(Delta):
-    """A rule of the user's own."""
+def test_shorter_epochs_are_refused(strategy):
+    with pytest.raises(ValueError, match=r"steps_per_epoch=2, and data with 6 batches"):
+        make_model(strategy).fit(
+            data(), steps_per_epoch=2, verbose=0, callbacks=[HybridAggregation()]
+        )
 
+
+def test_arrays_that_are_not_dense_are_refused(strategy):
+    x, y = arrays()
+    given = tf.sparse.from_dense(x), y
+    with pytest.raises(ValueError, match="Received: arrays that are not all dense"):
+        make_model(strategy).fit(*given, verbose=0, callbacks=[HybridAggregation()])
+
+
+def test_averages_of_weights_are_refused(strategy):
+    model = make_model(strategy, functools.partial(keras.optimizers.SGD, use_ema=True))
+    with pytest.raises(ValueError, match="use_ema"):
+        model.fit(data(), verbose=0, callbacks=[HybridAggregation()])
+
+
+class Half(Delta):
     def update(self, center, slots, change, meta):
         return super().update(center, slots, change / 2, meta)
 
@@ -193,6 +209,12 @@ def test_a_fit_of_the_same_model_within_a_callback_is_refused(strategy, rule):
     model.fit(data(), verbose=0, callbacks=[HybridAggregation(rule, period=2)])
 
 
+def assert_nobody_listens(strategy):
+    server = FunctionServer(strategy.cluster_config.service_address())
+    server.start()
+    server.close()
+
+
 @pytest.mark.quick("alone")
 @pytest.mark.parametrize("others", [[], [BatchBalancer]], ids=["alone", "before a balancer"])
 def test_a_step_that_fails_ends_the_service(strategy, others):
@@ -210,9 +232,7 @@ def test_a_step_that_fails_ends_the_service(strategy, others):
         model.fit(data(), verbose=0, callbacks=[hybrid, *(make() for make in others), Stopped()])
     del model.distribute_strategy._data_path.on_step
     assert hybrid.participant is None
-    server = FunctionServer(strategy.cluster_config.service_address())  # nobody listens there
-    server.start()
-    server.close()
+    assert_nobody_listens(strategy)
     model.fit(data(), verbose=0, callbacks=[HybridAggregation("delta", period=2)])
 
 
@@ -232,17 +252,9 @@ def test_an_error_elsewhere_ends_the_service(strategy, place):
         if thread.name == "keras_het-fit":
             thread.join(60)
             assert not thread.is_alive()
-    server = FunctionServer(strategy.cluster_config.service_address())  # nobody listens there
-    server.start()
-    server.close()
+    assert_nobody_listens(strategy)
     assert kept.traceback  # which holds what the `fit` had
     model.fit(data(), verbose=0, callbacks=[HybridAggregation("delta", period=2)])
-
-
-def test_shorter_epochs_are_refused(strategy):
-    model = make_model(strategy)
-    with pytest.raises(ValueError, match=r"steps_per_epoch=2, and data with 6 batches"):
-        model.fit(data(), steps_per_epoch=2, verbose=0, callbacks=[HybridAggregation()])
 
 
 @pytest.mark.full
@@ -259,19 +271,6 @@ def test_arrays_train_as_a_data_set_of_them(strategy, shuffle):
     models[1].fit(rows.batch(BATCH), callbacks=[HybridAggregation()], **options)
     assert np.array(models[0].optimizer.iterations) == 2 * NUM_BATCHES
     np.testing.assert_array_equal(*map(flat, models))
-
-
-def test_arrays_that_are_not_dense_are_refused(strategy):
-    model = make_model(strategy)
-    x, y = arrays()
-    with pytest.raises(ValueError, match="Received: arrays that are not all dense"):
-        model.fit(tf.sparse.from_dense(x), y, verbose=0, callbacks=[HybridAggregation()])
-
-
-def test_averages_of_weights_are_refused(strategy):
-    model = make_model(strategy, functools.partial(keras.optimizers.SGD, use_ema=True))
-    with pytest.raises(ValueError, match="use_ema"):
-        model.fit(data(), verbose=0, callbacks=[HybridAggregation()])
 
 
 @pytest.mark.parametrize(
@@ -306,8 +305,6 @@ def test_one_worker_alone_takes_every_batch(strategy, period, steps_per_executio
 
 
 class ClaimsTwo(keras.callbacks.Callback):
-    """Takes two batches of each epoch for the async worker."""
-
     def __init__(self, hybrid):
         super().__init__()
         self.hybrid = hybrid

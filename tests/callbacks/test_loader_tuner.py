@@ -4,7 +4,6 @@ import logging
 import os
 import subprocess
 import sys
-import textwrap
 
 import keras
 import numpy as np
@@ -23,7 +22,9 @@ from loader_training import (
     long_slices,
     moving,
     noting_load,
+    shuffled,
     train,
+    train_either,
     train_under_strategy,
 )
 
@@ -93,8 +94,6 @@ def test_arrays_are_trained_as_without_it():
 
 
 def generated():
-    """Four batches of a Python generator."""
-
     def rows():
         for row in range(8):
             yield np.full([3], row, np.float32), np.float32(row)
@@ -103,14 +102,10 @@ def generated():
     return tf.data.Dataset.from_generator(rows, output_signature=signature).batch(2)
 
 
-@pytest.mark.parametrize("with_strategy", [True, False])
-def test_a_generator_is_only_observed(with_strategy, logical_devices, caplog):
+def test_a_generator_is_only_observed(devices, caplog):
     tuner = moving()
     with caplog.at_level(logging.INFO, "keras_het"):
-        if with_strategy:
-            train_under_strategy(logical_devices, generated(), [tuner])
-        else:
-            assert len(train(generated(), [tuner]).seen) == 3 * 4
+        train_either(devices, generated(), [tuner])
     assert "from_generator" in tuner.observes_only
     assert "only observes" in caplog.text
     assert tuner.moves == []
@@ -118,8 +113,7 @@ def test_a_generator_is_only_observed(with_strategy, logical_devices, caplog):
     assert "from_generator" in tuner.best_settings().code
 
 
-@pytest.mark.parametrize("with_strategy", [True, False])
-def test_a_builder_that_fails_is_only_observed(with_strategy, logical_devices):
+def test_a_builder_that_fails_is_only_observed(devices):
     def fails_later(knobs):
         if knobs.threads == 5:
             raise RuntimeError("no such file")
@@ -129,10 +123,7 @@ def test_a_builder_that_fails_is_only_observed(with_strategy, logical_devices):
     tf.random.set_seed(5)
     weights = []
     for data, callbacks in ((pipeline(fails_later, KNOBS), [tuner]), (long(KNOBS), [])):
-        if with_strategy:
-            weights.append(train_under_strategy(logical_devices, data, callbacks)[0])
-        else:
-            weights.append(train(data, callbacks).get_weights()[0])
+        weights.append(train_either(devices, data, callbacks)[0])
     assert [move.refused for move in tuner.moves] == ["no such file"]
     np.testing.assert_array_equal(*weights)
 
@@ -195,33 +186,29 @@ def test_what_writes_files_is_only_observed(kind, is_built, tmp_path):
         assert len(calls) == known, "the files of the first epoch are complete"
 
 
+TRAINS = """
+import keras, tensorflow as tf
+import keras_het
+
+def build(knobs):
+    rows = tf.data.Dataset.range(4000).map(
+        lambda row: (tf.fill([3], tf.cast(row, tf.float32)), tf.zeros([1])),
+        num_parallel_calls=knobs.num_parallel_calls,
+    )
+    return rows.batch(4).prefetch(knobs.prefetch)
+
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+tuner = keras_het.callbacks.LoaderTuner()
+model.fit(keras_het.loader.pipeline(build), epochs=2, verbose=0, callbacks=[tuner])
+print("trained", tuner.meter.steps)
+"""
+
+
 @pytest.mark.full
-def test_a_process_ends_cleanly_right_after_fit(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent(
-            """
-            import keras, tensorflow as tf
-            import keras_het
-
-            def build(knobs):
-                rows = tf.data.Dataset.range(4000).map(
-                    lambda row: (tf.fill([3], tf.cast(row, tf.float32)), tf.zeros([1])),
-                    num_parallel_calls=knobs.num_parallel_calls,
-                )
-                return rows.batch(4).prefetch(knobs.prefetch)
-
-            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-            model.compile("sgd", "mse")
-            tuner = keras_het.callbacks.LoaderTuner()
-            model.fit(keras_het.loader.pipeline(build), epochs=2, verbose=0, callbacks=[tuner])
-            print("trained", tuner.meter.steps)
-            """
-        )
-    )
-    done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, timeout=200, check=False
-    )
+def test_a_process_ends_cleanly_right_after_fit():
+    run = [sys.executable, "-c", TRAINS]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "trained 2000" in done.stdout
 
@@ -255,16 +242,12 @@ def priority(thread):
 
 
 @pytest.mark.parametrize("is_built", [True, False])
-@pytest.mark.parametrize("with_strategy", [True, False])
-def test_the_fixed_controller_changes_nothing(is_built, with_strategy, logical_devices):
+def test_the_fixed_controller_changes_nothing(is_built, devices):
     tuner = LoaderTuner("fixed", share_host=False)
     watch = Watch(tuner)
     data = pipeline(long, KNOBS) if is_built else long(KNOBS)
     tf.random.set_seed(5)
-    if with_strategy:
-        train_under_strategy(logical_devices, data, [tuner, watch], epochs=2)
-    else:
-        train(data, [tuner, watch], epochs=2)
+    train_either(devices, data, [tuner, watch], epochs=2)
     assert len(watch.changes) == 3 * tuner.meter.steps > 0
     assert not any(watch.changes)
     assert tuner.moves == []
@@ -310,20 +293,13 @@ def test_shares_that_change_meanwhile_change_no_bit(logical_devices):
         np.testing.assert_array_equal(found, expected)
 
 
-def rows(knobs):
-    numbers = tf.data.Dataset.range(ROWS).shuffle(20)
-    return numbers.map(
-        lambda row: (tf.fill([3], tf.cast(row, tf.float32) / ROWS), tf.cast(row, tf.float32)),
-        num_parallel_calls=knobs.num_parallel_calls,
-    )
-
-
 def samples(knobs):
-    return rows(knobs).batch(BATCH).prefetch(knobs.prefetch)
+    return shuffled(ROWS, knobs, None).batch(BATCH).prefetch(knobs.prefetch)
 
 
 def slices(knobs):
-    return rows(knobs).padded_batch(BATCH, padded_shapes=([None], [])).prefetch(knobs.prefetch)
+    rows = shuffled(ROWS, knobs, None)
+    return rows.padded_batch(BATCH, padded_shapes=([None], [])).prefetch(knobs.prefetch)
 
 
 def drawn():
@@ -331,24 +307,14 @@ def drawn():
     return [float(tf.random.uniform([])), *map(int, later)]
 
 
-def test_what_is_drawn_after_a_training_does_not_depend_on_its_moves():
-    results = []
-    for tuner in (None, moving()):
-        callbacks = [tuner] if tuner else []
-        model = train(lambda: pipeline(samples, KNOBS), callbacks)
-        results.append((model.seen, drawn()))
-    assert len(done(tuner)) >= 3
-    assert results[0] == results[1]
-
-
-@pytest.mark.quick("slices-True")
+@pytest.mark.quick("alone-samples-True", "strategy-slices-True")
 @pytest.mark.parametrize(("build", "is_built"), [(samples, True), (slices, True), (samples, False)])
-def test_nor_does_it_under_the_strategy(build, is_built, logical_devices):
+def test_what_is_drawn_after_a_training_does_not_depend_on_its_moves(build, is_built, devices):
     results = []
     for tuner in (None, moving()):
         keras.utils.set_random_seed(5)
         data = pipeline(build, KNOBS) if is_built else build(KNOBS)
-        trained = train_under_strategy(logical_devices, data, [tuner] if tuner else [], epochs=2)
+        trained = train_either(devices, data, [tuner] if tuner else [], epochs=2)
         results.append((trained, drawn()))
     assert len(done(tuner)) >= 1
     assert results[0][1] == results[1][1]

@@ -30,8 +30,6 @@ KNOBS = Knobs(2, 2, 2)
 
 
 class FitsWithin(keras.callbacks.Callback):
-    """Trains the same model on something else, within an epoch and at its end."""
-
     def on_train_batch_end(self, batch, logs=None):
         if batch in (4, 8):
             self.fit_extra()
@@ -76,64 +74,49 @@ def test_a_fit_of_the_same_model_within_a_callback_ends_nothing(first, is_built)
     assert tuner.meter.steps == 3 * STEPS
     assert tuner.observes_only is None
     assert len(done(tuner)) >= 2
+    assert tuner.best_settings().knobs.threads >= 1
 
 
-class EvaluatesAnother(keras.callbacks.Callback):
-    """Evaluates another model with the same LoaderTuner, within an epoch and at its end."""
+def evaluates_another(tuner):
+    """Within an epoch and at its end."""
 
-    def __init__(self, tuner):
-        super().__init__()
-        self.tuner = tuner
-
-    def on_train_batch_end(self, batch, logs=None):
+    def evaluate(batch=4, logs=None):
         if batch == 4:
-            dense().evaluate(slow(0.0), verbose=0, callbacks=[self.tuner])
+            dense().evaluate(slow(0.0), verbose=0, callbacks=[tuner])
 
-    def on_epoch_end(self, epoch, logs=None):
-        dense().evaluate(slow(0.0), verbose=0, callbacks=[self.tuner])
+    ends = {"on_train_batch_end": evaluate, "on_epoch_end": lambda epoch, logs: evaluate()}
+    return keras.callbacks.LambdaCallback(**ends)
 
 
 @pytest.mark.quick("False")
 @pytest.mark.parametrize("is_built", [True, False])
 def test_another_model_may_be_evaluated_with_the_same_tuner(is_built):
     tuner = moving()
-    model = train(lambda: data_of(is_built), [tuner, EvaluatesAnother(tuner)])
+    model = train(lambda: data_of(is_built), [tuner, evaluates_another(tuner)])
     assert all(sorted(epoch) == list(range(ROWS)) for epoch in in_epochs(model.seen))
     assert tuner.meter.steps == len(model.seen) == 3 * STEPS
 
 
-class FitsWithTheTuner(keras.callbacks.Callback):
-    """Trains another model with the same LoaderTuner."""
+def fits_with(tuner, event="on_train_batch_end"):
+    def fit(*_, **logs):
+        dense().fit(slow(0.0), verbose=0, callbacks=[tuner])
 
-    def __init__(self, tuner):
-        super().__init__()
-        self.tuner = tuner
-
-    def on_train_batch_end(self, batch, logs=None):
-        dense().fit(slow(0.0), verbose=0, callbacks=[self.tuner])
+    return keras.callbacks.LambdaCallback(**{event: fit})
 
 
 def test_one_tuner_in_a_fit_within_its_fit_is_refused():
     tuner = LoaderTuner(share_host=False)
     with pytest.raises(RuntimeError, match=r"same LoaderTuner.*one of its own"):
-        dense().fit(slow(0.0), verbose=0, callbacks=[tuner, FitsWithTheTuner(tuner)])
+        dense().fit(slow(0.0), verbose=0, callbacks=[tuner, fits_with(tuner)])
     before = tuner.meter.steps
-    other = FitsWithTheTuner(LoaderTuner(share_host=False))
+    other = fits_with(LoaderTuner(share_host=False))
     dense().fit(slow(0.0), verbose=0, callbacks=[tuner, other])
     assert tuner.meter.steps == before + 6
 
 
-class FitsAtTheEnd(FitsWithTheTuner):
-    def on_train_batch_end(self, batch, logs=None):
-        pass
-
-    def on_train_end(self, logs=None):
-        super().on_train_batch_end(0)
-
-
 def test_one_tuner_that_has_ended_serves_a_fit_at_the_end_of_its_fit():
     tuner = LoaderTuner(share_host=False)
-    dense().fit(slow(0.0), verbose=0, callbacks=[tuner, FitsAtTheEnd(tuner)])
+    dense().fit(slow(0.0), verbose=0, callbacks=[tuner, fits_with(tuner, "on_train_end")])
     assert tuner.meter.steps == 2 * 6
 
 
@@ -191,7 +174,6 @@ def seeded(is_builder):
 
 
 def trained(strategy, data, callbacks):
-    """Weights and optimizer state after three epochs."""
     keras.utils.set_random_seed(3)
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])

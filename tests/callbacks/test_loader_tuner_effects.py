@@ -1,5 +1,6 @@
 """What LoaderTuner does outside of training: threads' priority, CPUs, memory, the log, reports."""
 
+import contextlib
 import functools
 import io
 import logging
@@ -10,7 +11,7 @@ from pathlib import Path
 import keras
 import pytest
 import tensorflow as tf
-from loader_training import dense
+from loader_training import dense, numbered
 
 import keras_het
 from keras_het.callbacks import LoaderTuner, loader_tuner
@@ -24,6 +25,7 @@ from keras_het.usable_cpus import usable_cpus
 
 TASKS = Path("/proc/self/task")
 THREADS = 3
+build = numbered(120)
 needs_tasks = pytest.mark.skipif(not TASKS.exists(), reason="Linux alone shows its threads")
 needs_model = pytest.mark.skipif(
     not hasattr(tf.raw_ops, "IteratorGetModelProto"), reason="TensorFlow 2.16 shows no model"
@@ -48,8 +50,6 @@ class Once(FixedController):
 
 
 class Stays(FixedController):
-    """Looks at every second step, and changes nothing."""
-
     next_window = WindowSize(0, 2, 0.0)
 
     def __init__(self, plan, cpus=None):
@@ -70,21 +70,17 @@ class AtEveryStep(keras.callbacks.Callback):
         self._function()
 
 
-def build(knobs):
-    rows = tf.data.Dataset.range(120).map(
-        lambda row: (tf.fill([3], tf.cast(row, tf.float32) / 120.0), tf.zeros([1])),
-        num_parallel_calls=knobs.num_parallel_calls,
-    )
-    return rows.batch(4).prefetch(knobs.prefetch)
-
-
-def dense_under(devices):
-    with keras_het.HeterogeneousStrategy(list(devices[:2]), shares=[3, 1]).scope():
-        return dense()
+def fit(tuner, data, act=lambda: None, epochs=2, devices=()):
+    """Under the strategy of these devices, or without one if there are none."""
+    scope = contextlib.nullcontext()
+    if devices:
+        scope = keras_het.HeterogeneousStrategy(list(devices[:2]), shares=[3, 1]).scope()
+    with scope:
+        model = dense()
+    model.fit(data, epochs=epochs, verbose=0, callbacks=[tuner, AtEveryStep(tuner, act)])
 
 
 def nice_values():
-    """Nice value of each thread of this process."""
     values = {}
     for task in TASKS.iterdir():
         try:
@@ -96,9 +92,8 @@ def nice_values():
 
 
 @needs_tasks
-@pytest.mark.parametrize("under_strategy", [False, True])
 @pytest.mark.parametrize("is_built", [True, False])
-def test_the_threads_of_the_pipeline_give_way(is_built, under_strategy, logical_devices):
+def test_the_threads_of_the_pipeline_give_way(is_built, devices):
     own, nice = os.getpriority(os.PRIO_PROCESS, 0), 9
     before = set(nice_values())
     numbers = []
@@ -110,8 +105,7 @@ def test_the_threads_of_the_pipeline_give_way(is_built, under_strategy, logical_
     tuner = LoaderTuner(Once, nice=nice, share_host=False)
     first = Knobs(2 * THREADS, 2, THREADS)
     data = pipeline(build, first) if is_built else build(first)
-    model = dense_under(logical_devices) if under_strategy else dense()
-    model.fit(data, epochs=2, verbose=0, callbacks=[tuner, AtEveryStep(tuner, look)])
+    fit(tuner, data, look, devices=devices)
     assert [move.refused for move in tuner.moves] == [None]
     # long after the move, and before the pipeline of the last epoch has given all it has
     assert numbers[-15] >= Once.other.loaders
@@ -140,11 +134,8 @@ _set_priority = os.setpriority
 
 
 @needs_tasks
-@pytest.mark.parametrize("under_strategy", [False, True])
 @pytest.mark.parametrize("is_permitted", [True, False])
-def test_threads_do_not_give_way_to_other_programs(
-    is_permitted, under_strategy, logical_devices, monkeypatch
-):
+def test_threads_do_not_give_way_to_other_programs(is_permitted, devices, monkeypatch):
     if is_permitted and os.geteuid() != 0:
         pytest.skip("only root may raise a priority")
     if not is_permitted:
@@ -158,8 +149,7 @@ def test_threads_do_not_give_way_to_other_programs(
 
     tuner = LoaderTuner(Stays, nice=9, share_host=False)
     data = pipeline(build, Knobs(2 * THREADS, 2, THREADS))
-    model = dense_under(logical_devices) if under_strategy else dense()
-    model.fit(data, epochs=2, verbose=0, callbacks=[tuner, AtEveryStep(tuner, look)])
+    fit(tuner, data, look, devices=devices)
     assert max(each.count(own + 9) for each in values[:10]) >= THREADS
     # the pipeline of the last epoch, before it has given all it has
     assert own + 9 not in values[-15]
@@ -174,7 +164,7 @@ def test_what_is_only_observed_is_not_moved_for_the_sake_of_its_priority(monkeyp
     busy_after(monkeypatch, 10)  # in the second epoch, in which the cache is full
     tuner = LoaderTuner(Stays, nice=9, share_host=False)
     data = pipeline(lambda knobs: build(knobs).cache(), Knobs(2 * THREADS, 2, THREADS))
-    dense().fit(data, epochs=3, verbose=0, callbacks=[tuner, AtEveryStep(tuner, lambda: None)])
+    fit(tuner, data, epochs=3)
     assert "cache" in tuner.observes_only
     assert tuner.moves == []
 
@@ -189,13 +179,11 @@ def test_threads_are_left_alone_without_a_nice_value():
 
     tuner = LoaderTuner(Once, nice=0, share_host=False)
     data = pipeline(build, Knobs(2 * THREADS, 2, THREADS))
-    dense().fit(data, verbose=0, callbacks=[tuner, AtEveryStep(tuner, look)])
+    fit(tuner, data, look, epochs=1)
     assert values == {os.getpriority(os.PRIO_PROCESS, 0)}
 
 
 class Shows:
-    """Keeps what `tuner.inspect` gives and prints, each time that it is called."""
-
     def __init__(self, tuner):
         self.tuner = tuner
         self.reports, self.texts = [], []
@@ -215,7 +203,7 @@ def test_the_running_pipeline_is_shown_within_fit_and_after_a_move_as_it_was_bef
     tuner = LoaderTuner(Once, share_host=False)
     shows = Shows(tuner)
     data = pipeline(build, Knobs(2 * THREADS, 5, THREADS))
-    dense().fit(data, verbose=0, callbacks=[tuner, AtEveryStep(tuner, shows)])
+    fit(tuner, data, shows, epochs=1)
     report, text = shows.reports[1], shows.texts[1]
     assert report.batches == 2
     assert report.seen is None
@@ -243,8 +231,8 @@ def test_an_ordinary_data_set_is_shown_within_fit_and_after_it(kind, logical_dev
         data = data.map(lambda x, y: (x - tf.reduce_mean(x), y))
     tuner = LoaderTuner(Once if kind == "moved" else never_moves, share_host=False)
     shows = Shows(tuner)
-    model = dense_under(logical_devices) if kind in ("own rows", "whole batches") else dense()
-    model.fit(data, epochs=2, verbose=0, callbacks=[tuner, AtEveryStep(tuner, shows)])
+    devices = logical_devices if kind in ("own rows", "whole batches") else ()
+    fit(tuner, data, shows, devices=devices)
     first, middle = shows.reports[0], shows.reports[15]
     names = [stage.name for stage in middle.stages]
     assert first.batches == 1
@@ -268,7 +256,7 @@ def test_of_an_ordinary_data_set_with_a_seeded_shuffle_it_says_where_to_look():
     tuner = LoaderTuner(never_moves, share_host=False)
     shows = Shows(tuner)
     data = build(Knobs(2 * THREADS, 2, THREADS)).shuffle(4, seed=3)
-    dense().fit(data, verbose=0, callbacks=[tuner, AtEveryStep(tuner, shows)])
+    fit(tuner, data, shows, epochs=1)
     assert shows.reports[0].stages == ()
     assert "with a seeded shuffle" in shows.texts[0]
     assert "keras_het.loader.inspect outside of fit" in shows.texts[0]
@@ -282,8 +270,7 @@ def test_a_pipeline_with_a_shuffle_is_shown_with_the_settings_that_stayed():
     def orders(inspects):
         tuner = LoaderTuner(Once, share_host=False)
         data = pipeline(shuffled, Knobs(2 * THREADS, 2, THREADS))
-        wait = AtEveryStep(tuner, lambda: None)
-        dense().fit(data, epochs=2, verbose=0, callbacks=[tuner, wait])
+        fit(tuner, data)
         (move,) = tuner.moves
         assert move.refused is None
         if inspects:
@@ -331,15 +318,10 @@ def test_a_pipeline_that_begins_in_its_own_threads_draws_the_same_values(draw):
     assert found == expected
 
 
-@pytest.mark.parametrize("under_strategy", [False, True])
-def test_each_move_is_in_the_log_and_is_printed_if_wished(
-    under_strategy, logical_devices, caplog, capsys
-):
+def test_each_move_is_in_the_log_and_is_printed_if_wished(devices, caplog, capsys):
     tuner = LoaderTuner(Once, share_host=False, verbose=1)
-    model = dense_under(logical_devices) if under_strategy else dense()
-    data = pipeline(build, Knobs(2 * THREADS, 2, THREADS))
     with caplog.at_level(logging.INFO, "keras_het"):
-        model.fit(data, epochs=2, verbose=0, callbacks=[tuner, AtEveryStep(tuner, lambda: None)])
+        fit(tuner, pipeline(build, Knobs(2 * THREADS, 2, THREADS)), devices=devices)
     (move,) = tuner.moves
     found = re.findall(r"Loader at step (\d+): (.*)\.$", caplog.text, re.MULTILINE)
     assert [plan for _, plan in found] == [f"{THREADS + 2} loaders, prefetch 3 (on purpose)"]

@@ -17,7 +17,7 @@ from loader_training import (
     moving,
     slow,
     train,
-    train_under_strategy,
+    train_either,
 )
 
 import keras_het
@@ -30,11 +30,13 @@ from keras_het.planning.loader import FixedController, LoaderPlan, WindowSize
 
 
 class Fails(keras.callbacks.Callback):
-    """Ends a training in its second step, as Ctrl-C does."""
+    """Ends it in its second step, as Ctrl-C does."""
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == 1:
             raise KeyboardInterrupt
+
+    on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
 
 def host_entries(folder):
@@ -57,23 +59,13 @@ def test_a_training_that_was_broken_off_leaves_the_next_one_alone(callbacks, tmp
     assert tuner.best_settings() is not None
 
 
-class Stops(keras.callbacks.Callback):
-    """Ends an evaluation or a prediction in its second step, as Ctrl-C does."""
-
-    def on_test_batch_end(self, batch, logs=None):
-        if batch == 1:
-            raise KeyboardInterrupt
-
-    on_predict_batch_end = on_test_batch_end
-
-
 @pytest.mark.parametrize("kind", ["evaluate", "predict"])
 def test_what_was_broken_off_measures_nothing_more(kind):
     model, tuner = dense(), LoaderTuner(share_host=False)
     run = getattr(model, kind)
     meter = tuner.test_meter if kind == "evaluate" else tuner.predict_meter
     with pytest.raises(KeyboardInterrupt):
-        run(slow(0.001), verbose=0, callbacks=[tuner, Stops()])
+        run(slow(0.001), verbose=0, callbacks=[tuner, Fails()])
     assert meter.steps == 2
     run(slow(0.001), verbose=0)
     assert meter.steps == 2
@@ -144,17 +136,13 @@ def test_the_priority_that_was_measured_is_in_the_settings(is_built, monkeypatch
     assert nices[-1] == 7
 
 
-@pytest.mark.quick("<lambda>1-True", "<lambda>0-False")
-@pytest.mark.parametrize("with_strategy", [True, False])
-@pytest.mark.parametrize("last", [lambda data: data.prefetch(tf.data.AUTOTUNE), lambda data: data])
-def test_a_prefetch_that_was_not_tuned_is_no_setting(last, with_strategy, logical_devices):
+@pytest.mark.quick("strategy-False", "alone-True")
+@pytest.mark.parametrize("prefetches", [True, False])
+def test_a_prefetch_that_was_not_tuned_is_no_setting(prefetches, devices):
     rows = tf.data.Dataset.range(ROWS).shuffle(20, seed=7)
-    data = last(rows.map(lambda row: (tf.fill([3], 0.1), tf.cast(row, tf.float32))).batch(BATCH))
+    data = rows.map(lambda row: (tf.fill([3], 0.1), tf.cast(row, tf.float32))).batch(BATCH)
     tuner = moving()
-    if with_strategy:
-        train_under_strategy(logical_devices, data, [tuner])
-    else:
-        train(data, [tuner])
+    train_either(devices, data.prefetch(tf.data.AUTOTUNE) if prefetches else data, [tuner])
     code = tuner.best_settings().code
     assert "private_threadpool_size" in code
     assert "prefetch" not in code
@@ -184,20 +172,13 @@ class NothingConfirmed(Unconfirmed):
     kept = 0
 
 
-@pytest.mark.parametrize("with_strategy", [True, False])
 @pytest.mark.parametrize(
     ("controller", "expected"), [(Unconfirmed, Knobs(10, 3, 5)), (NothingConfirmed, Knobs(3, 2, 2))]
 )
-def test_a_move_that_was_not_confirmed_is_no_setting(
-    controller, expected, with_strategy, logical_devices
-):
+def test_a_move_that_was_not_confirmed_is_no_setting(controller, expected, devices):
     tuner = LoaderTuner(controller, share_host=False)
     tf.random.set_seed(5)
-    data = pipeline(long, Knobs(3, 2, 2))
-    if with_strategy:
-        train_under_strategy(logical_devices, data, [tuner])
-    else:
-        train(data, [tuner])
+    train_either(devices, pipeline(long, Knobs(3, 2, 2)), [tuner])
     assert [move.plan for move in done(tuner)] == [LoaderPlan(5, 3), LoaderPlan(1, 1)]
     # the buffer of a strategy's data path stays as long as it was
     assert tuner.best_settings().knobs == expected
@@ -228,15 +209,10 @@ class ShowsAll(keras.callbacks.Callback):
         self.errors.append(str(error.value))
 
 
-@pytest.mark.parametrize("with_strategy", [True, False])
-def test_what_looks_at_every_batch_is_named(with_strategy, logical_devices):
+def test_what_looks_at_every_batch_is_named(devices):
     tuner = LoaderTuner(share_host=False)
     shows = ShowsAll(tuner)
-    data = build(Knobs(2, 2, 2))
-    if with_strategy:
-        train_under_strategy(logical_devices, data, [tuner, shows], epochs=1)
-    else:
-        train(data, [tuner, shows], epochs=1)
+    train_either(devices, build(Knobs(2, 2, 2)), [tuner, shows], epochs=1)
     for text in (tuner.observes_only, tuner.best_settings().code, *shows.errors):
         assert "DataValidation(compare_shards=True) looks at every batch" in text
         assert "strategy" not in text
@@ -275,13 +251,3 @@ def test_everything_is_kept_as_json(tmp_path):
 def test_arguments_are_checked(make, error, match):
     with pytest.raises(error, match=match):
         make()
-
-
-def test_a_fit_of_the_same_model_in_a_callback_leaves_the_settings():
-    class Replays(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            self.model.fit(slow(0.0), verbose=0)
-
-    tuner = LoaderTuner(verbose=1)
-    dense().fit(slow(0.001), verbose=0, callbacks=[tuner, Replays()])
-    assert tuner.best_settings().knobs.threads >= 1

@@ -16,8 +16,6 @@ from keras_het.local_training import LocalSteps, PeriodicExchange
 
 
 class Exchange:
-    """Notes steps and waits."""
-
     def __init__(self):
         self.steps, self.waited_after = 0, []
 
@@ -33,41 +31,32 @@ def small_model(devices):
     return strategy, make_model(strategy)
 
 
-def ends_of_executions(num_steps, each):
-    return [first + each - 1 for first in range(0, num_steps, each)]
+class TrainsLocally(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        self.local = LocalSteps(FitSession.of(self.model), self.model.distribute_strategy)
 
 
-@pytest.mark.parametrize("each", [1, 4, 7, 40])
-def test_the_last_execution_may_be_shorter(each):
+@pytest.mark.parametrize(
+    ("known", "each", "waits"),
+    [*((30, each, [30]) for each in (1, 4, 7, 40)), (None, 1, list(range(1, 31)))],
+)
+def test_the_last_execution_may_be_shorter_and_any_without_a_known_end(known, each, waits):
     callback = LocalTraining("diloco")
-    callback.set_params({"steps": 30})
+    callback.set_params({"steps": known})
     callback._exchange = Exchange()
     callback._steps = SimpleNamespace(take_samples=lambda: 1)
-    for batch in ends_of_executions(30, each):
-        callback.on_train_batch_end(batch)
+    for first in range(0, 30, each):
+        callback.on_train_batch_end(first + each - 1)
     assert callback._exchange.steps == 30
-    assert callback._exchange.waited_after == [30]
-
-
-def test_without_a_known_end_every_step_may_be_the_last():
-    callback = LocalTraining("diloco")
-    callback.set_params({"steps": None})
-    callback._exchange = Exchange()
-    callback._steps = SimpleNamespace(take_samples=lambda: 1)
-    for batch in range(3):
-        callback.on_train_batch_end(batch)
-    assert callback._exchange.waited_after == [1, 2, 3]
+    assert callback._exchange.waited_after == waits
 
 
 def test_what_callbacks_predict_does_not_count(logical_devices):
-    strategy, model = small_model(logical_devices[:2])
+    _, model = small_model(logical_devices[:2])
     x = np.ones((SAMPLES, 3), np.float32)
     counted = []
 
-    class Trains(keras.callbacks.Callback):
-        def on_train_begin(self, logs=None):
-            self.local = LocalSteps(FitSession.of(model), strategy)
-
+    class Trains(TrainsLocally):
         def on_train_batch_begin(self, batch, logs=None):
             model.predict(x, verbose=0)
 
@@ -132,10 +121,7 @@ def test_a_failed_training_is_in_no_later_backup(logical_devices):
     strategy, model = small_model(logical_devices[:1])
     x = np.ones((SAMPLES, 3), np.float32)
 
-    class Fails(keras.callbacks.Callback):
-        def on_train_begin(self, logs=None):
-            LocalSteps(FitSession.of(model), strategy)
-
+    class Fails(TrainsLocally):
         def on_train_batch_end(self, batch, logs=None):
             raise RuntimeError("on purpose")
 
@@ -148,13 +134,10 @@ def test_a_failed_training_is_in_no_later_backup(logical_devices):
 
 @pytest.mark.parametrize("loop", ["fit", "train_on_batch"])
 def test_other_training_within_a_local_one_is_refused(logical_devices, loop):
-    strategy, model = small_model(logical_devices[:1])
+    _, model = small_model(logical_devices[:1])
     x = np.ones((BATCH, 3), np.float32)
 
-    class Trains(keras.callbacks.Callback):
-        def on_train_begin(self, logs=None):
-            LocalSteps(FitSession.of(model), strategy)
-
+    class Trains(TrainsLocally):
         def on_train_batch_end(self, batch, logs=None):
             getattr(model, loop)(x, x[:, :1])
 

@@ -2,9 +2,8 @@
 
 import threading
 
-import keras
 import pytest
-import tensorflow as tf
+from loader_training import dense, numbered
 
 from keras_het.callbacks import LoaderTuner
 from keras_het.loader import Knobs, iterator_adapter, pipeline
@@ -12,6 +11,7 @@ from keras_het.loader.iterators.held_iterator import HeldIterator, release
 from keras_het.loader.iterators.live_iterator import LiveIterator
 
 TIMEOUT = 30
+build = numbered(40)
 
 
 class Ends:
@@ -46,14 +46,6 @@ def ends(monkeypatch):
     ends.may_end.set()
 
 
-def build(knobs):
-    rows = tf.data.Dataset.range(40).map(
-        lambda row: (tf.fill([3], tf.cast(row, tf.float32)), tf.zeros([1])),
-        num_parallel_calls=knobs.num_parallel_calls,
-    )
-    return rows.batch(4).prefetch(knobs.prefetch)
-
-
 def test_who_lets_go_does_not_wait(ends):
     live = LiveIterator(iter(pipeline(build, Knobs(2, 2, 2))))
     live.take(3)
@@ -78,11 +70,9 @@ def test_each_has_a_thread_of_its_own(ends):
 
 @pytest.mark.parametrize("is_built", [True, False])
 def test_epochs_begin_while_the_iterators_of_those_before_still_end(is_built, ends):
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
     tuner = LoaderTuner("fixed", share_host=False)
     data = pipeline(build, Knobs(2, 2, 2)) if is_built else build(Knobs(2, 2, 2))
-    model.fit(data, epochs=3, verbose=0, callbacks=[tuner])
+    dense().fit(data, epochs=3, verbose=0, callbacks=[tuner])
     assert ends.ended == 0, "an end was waited for"
     assert tuner.meter.steps == 3 * 10
     threads = ends.wait_for(3)  # one for each epoch, none of which has ended

@@ -7,6 +7,7 @@ import keras
 import pytest
 import tensorflow as tf
 from handover_pipelines import FIRST_ROUND, ORDERED, cached, plain, repeated, shuffled
+from loader_training import dense, numbered
 
 from keras_het.callbacks import LoaderTuner
 from keras_het.loader import Knobs
@@ -134,14 +135,6 @@ def test_the_end_is_near_half_a_second_or_four_steps_before_it():
     assert not any(end.is_near(0.0, 1) for _ in range(100))
 
 
-def rows(knobs):
-    numbers = tf.data.Dataset.range(40).map(
-        lambda row: (tf.fill([3], tf.cast(row, tf.float32)), tf.zeros([1])),
-        num_parallel_calls=knobs.num_parallel_calls,
-    )
-    return numbers.batch(4).prefetch(knobs.prefetch)
-
-
 class Waiting(keras.callbacks.Callback):
     """Lets no step begin while a spare is being made."""
 
@@ -161,10 +154,8 @@ def test_in_fit_epochs_begin_with_iterators_that_were_made_before(monkeypatch):
         return start(dataset)
 
     monkeypatch.setattr(adjustable_pipeline, "start", noting)
-    source = pipeline(rows, FIRST)
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    source = pipeline(numbered(40), FIRST)
     tuner = LoaderTuner(lambda plan, cpus: TunerController(plan, cpus), share_host=False)
-    model.fit(source, epochs=3, verbose=0, callbacks=[tuner, Waiting(source)])
+    dense().fit(source, epochs=3, verbose=0, callbacks=[tuner, Waiting(source)])
     # the first epoch, two for each of the others, and one that Keras makes after the last
     assert made == ["MainThread", *["loader_tuner"] * 4, "MainThread"]
