@@ -28,8 +28,6 @@ def distributed(dataset):
 
 
 class Seen(keras.Model):
-    """Keeps the labels of its training steps."""
-
     def __init__(self):
         super().__init__()
         self.scale = self.add_weight(shape=(), initializer="ones")

@@ -10,23 +10,10 @@ from pipelines import ALL, indices
 from workers import collect, make_workers
 
 PIPELINES = [
-    "map",
-    "shuffle_map",
-    "map_shuffle",
-    "map_shuffle_once",
-    "two_maps",
-    "repeat_take_skip",
-    "shuffle_shuffle",
-    "unknown_size",
-    "map_above_cache",
-    "no_map",
-    "map_after_batch",
-    "ragged_batch",
-    "generator",
-    "interleave",
-    "shuffled_arrays",
-    "mapped_arrays",
-]
+    "map", "shuffle_map", "map_shuffle", "map_shuffle_once", "two_maps", "repeat_take_skip",
+    "shuffle_shuffle", "unknown_size", "map_above_cache", "no_map", "map_after_batch",
+    "ragged_batch", "generator", "interleave", "shuffled_arrays", "mapped_arrays",
+]  # fmt: skip
 
 
 def one_epoch(worker):

@@ -40,7 +40,6 @@ def adapted(*arguments, **options):
 
 
 def plain(value):
-    """Rows of a leaf as a list of Python values."""
     if isinstance(value, tf.SparseTensor):
         return tf.sparse.to_dense(value).numpy().tolist()
     if isinstance(value, tf.RaggedTensor):
@@ -49,7 +48,6 @@ def plain(value):
 
 
 def leaf_rows(batch):
-    """Rows of a batch as tuples over its leaves."""
     leaves = [plain(leaf) for leaf in tf.nest.flatten(batch) if leaf is not None]
     assert len({len(leaf) for leaf in leaves}) == 1
     return [repr(row) for row in zip(*leaves, strict=True)]

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -85,15 +84,9 @@ def epochs_of(build, moves=(), epochs=EPOCHS, prepared=False):
 
 
 @pytest.mark.quick(
-    "plain",
-    "shuffled",
-    "shuffled_last",
-    "interleaved",
-    "zipped",
-    "filtered",
-    "mapped_batches",
-    "grouped",
-)
+    "plain", "shuffled", "shuffled_last", "interleaved",
+    "zipped", "filtered", "mapped_batches", "grouped",
+)  # fmt: skip
 @pytest.mark.parametrize("name", ORDERED)
 @PROPERTY
 @given(moves=MOVES, prepared=st.booleans())
@@ -241,40 +234,36 @@ def test_the_new_threads_are_known_and_give_way():
     assert list(iterator) == [], "it was emptied"
 
 
+BATCH_SIZES = """
+import tensorflow as tf
+from keras_het.loader import Knobs
+from keras_het.loader.iterators.adjustable_pipeline import build_tuned, pipeline
+from keras_het.loader.iterators.handover import HandoverError, hand_over
+
+def builder(batch):
+    def build(knobs):
+        rows = tf.data.Dataset.range(400).map(lambda v: v, knobs.num_parallel_calls)
+        return rows.batch(batch).prefetch(knobs.prefetch)
+    return build
+
+for before, after in ((20, 8), (8, 20), (20, 20)):
+    iterator = iter(pipeline(builder(before), Knobs(8, 4, 2)))
+    seen = [next(iterator) for _ in range(3)]
+    try:
+        iterator = hand_over(iterator, build_tuned(builder(after), Knobs(4, 4, 2)))
+    except HandoverError as error:
+        print("refused:", error)
+    seen += list(iterator)
+    assert tf.concat(seen, 0).numpy().tolist() == list(range(400))
+print("alive")
+"""
+
+
 @pytest.mark.full
-def test_other_batch_sizes_never_crash(tmp_path):
+def test_other_batch_sizes_never_crash():
     """TensorFlow dies of SIGSEGV here without the guard, so this runs in a process of its own."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent(
-            """
-            import tensorflow as tf
-            from keras_het.loader import Knobs
-            from keras_het.loader.iterators.adjustable_pipeline import build_tuned, pipeline
-            from keras_het.loader.iterators.handover import HandoverError, hand_over
-
-            def builder(batch):
-                def build(knobs):
-                    rows = tf.data.Dataset.range(400).map(lambda v: v, knobs.num_parallel_calls)
-                    return rows.batch(batch).prefetch(knobs.prefetch)
-                return build
-
-            for before, after in ((20, 8), (8, 20), (20, 20)):
-                iterator = iter(pipeline(builder(before), Knobs(8, 4, 2)))
-                seen = [next(iterator) for _ in range(3)]
-                try:
-                    iterator = hand_over(iterator, build_tuned(builder(after), Knobs(4, 4, 2)))
-                except HandoverError as error:
-                    print("refused:", error)
-                seen += list(iterator)
-                assert tf.concat(seen, 0).numpy().tolist() == list(range(400))
-            print("alive")
-            """
-        )
-    )
-    done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, timeout=200, check=False
-    )
+    run = [sys.executable, "-c", BATCH_SIZES]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("refused:") == 2
     assert done.stdout.rstrip().endswith("alive")

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -37,12 +36,10 @@ def job_on(path, cpus=range(8), usable=None, quotas=None, io_budget=None):
 
 
 def need(threads=8.0, seconds=15.0):
-    """Of a job that reads now."""
     return ReadingNeed(threads, time.time() + seconds)
 
 
 def parts(jobs, model=None):
-    """What each job gets once all are there."""
     for job in jobs:
         job.update(model or HUNGRY)
     return [job.update(model or HUNGRY) for job in jobs]
@@ -59,24 +56,31 @@ def test_two_equal_jobs_have_half_each_until_one_leaves(path):
     second.leave()
 
 
-def test_a_killed_job_gives_back(path, tmp_path):
-    program = tmp_path / "job.py"
-    program.write_text(
-        textwrap.dedent(
-            f"""
-            import pathlib, sys
-            from keras_het.loader.host.budget import HostBudget
-            from keras_het.planning.loader import JobModel
-            budget = HostBudget(8.0, pathlib.Path({str(path)!r}), range(8), quotas={{}})
-            budget.update(JobModel(0.040, 0.002, cpu_seconds=0.040))
-            print("written", flush=True)
-            sys.stdin.read()
-            """
-        )
-    )
-    other = subprocess.Popen(
-        [sys.executable, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+WRITES = """
+import pathlib, sys
+from keras_het.loader.host.budget import HostBudget
+from keras_het.planning.loader import JobModel
+budget = HostBudget(8.0, pathlib.Path(sys.argv[1]), range(8), quotas={})
+budget.update(JobModel(0.040, 0.002, cpu_seconds=0.040))
+print("written", flush=True)
+sys.stdin.read()
+"""
+HOLDS = """
+import fcntl, os, signal, sys
+lock = open(sys.argv[1], "a")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("locked", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def start(program, path):
+    command = [sys.executable, "-c", program, str(path)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_killed_job_gives_back(path):
+    other = start(WRITES, path)
     try:
         assert other.stdout.readline() == "written\n"
         budget = job_on(path)
@@ -193,22 +197,10 @@ def test_what_tells_no_process_goes_alone(values, path):
     assert "x" not in json.loads(path.read_text())
 
 
-def test_a_process_that_is_stopped_with_the_lock_holds_nobody_up(path, tmp_path):
+def test_a_process_that_is_stopped_with_the_lock_holds_nobody_up(path):
     first, second = job_on(path), job_on(path)
     assert parts([first, second]) == pytest.approx([4.0, 4.0])
-    program = tmp_path / "holder.py"
-    program.write_text(
-        textwrap.dedent(
-            f"""
-            import fcntl, os, signal
-            lock = open({str(path.with_suffix(".lock"))!r}, "a")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            print("locked", flush=True)
-            os.kill(os.getpid(), signal.SIGSTOP)
-            """
-        )
-    )
-    holder = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True)
+    holder = start(HOLDS, path.with_suffix(".lock"))
     try:
         assert holder.stdout.readline() == "locked\n"
         assert first.update(SATISFIED) == pytest.approx(4.0), "what was known before"
@@ -392,7 +384,6 @@ def test_an_entry_whose_process_tells_nothing_does_not_count(path, monkeypatch):
 
 
 def bounds(jobs, *needs):
-    """What each job has once all are there."""
     for _ in range(2):
         for job, own in zip(jobs, needs, strict=True):
             job.update(HUNGRY, own)

@@ -23,8 +23,6 @@ class Clock:
 
 
 class Budget:
-    """Notes when it was written."""
-
     def __init__(self, clock, error=None):
         self._clock = clock
         self._error = error
@@ -133,8 +131,6 @@ def test_who_is_alone_asks_nobody(clock):
 
 
 class NeverReady:
-    """A preparation that takes for ever."""
-
     def poll(self):
         return False
 

@@ -30,24 +30,33 @@ def waiting(seconds):
     return function
 
 
-def pipeline():
-    numbers = tf.data.Dataset.range(4000)
-    numbers = numbers.map(lambda value: value + 1, num_parallel_calls=2)
-    slow = numbers.map(waiting(0.004), num_parallel_calls=3).batch(4)
-    # without this the slow map and the batch are one stage
+def options_of(threads=2):
+    """Operations stay as they are written, each a stage; with threads of their own if given."""
     options = tf.data.Options()
-    options.experimental_optimization.map_and_batch_fusion = False
-    options.experimental_optimization.map_fusion = False
-    return slow.prefetch(5).with_options(options)
+    for name in ("map_and_batch_fusion", "map_fusion", "map_parallelization"):
+        setattr(options.experimental_optimization, name, False)
+    if threads is not None:
+        options.threading.private_threadpool_size = threads
+    return options
+
+
+def pipeline():
+    numbers = tf.data.Dataset.range(4000).map(lambda value: value + 1, num_parallel_calls=2)
+    slow = numbers.map(waiting(0.004), num_parallel_calls=3).batch(4)
+    return slow.prefetch(5).with_options(options_of(None))
+
+
+def read_on(data, batches):
+    iterator = iter(data)
+    for _ in range(batches):
+        next(iterator)
+    return iterator
 
 
 @needs_model
 def test_the_slow_stage_is_the_bottleneck():
-    iterator = iter(pipeline())
-    for _ in range(12):
-        next(iterator)
     text = io.StringIO()
-    report = inspect(iterator, file=text)
+    report = inspect(read_on(pipeline(), 12), file=text)
     assert report.bottleneck.name == "ParallelMap"
     assert report.bottleneck.parallelism == 3
     assert report.bottleneck.seconds_per_batch >= 4 * 0.004
@@ -81,16 +90,6 @@ def test_a_data_set_is_read_for_a_while():
     assert report.bottleneck.name == "ParallelMap"
 
 
-def options_of(threads=2):
-    """Operations stay as they are written, with threads of their own."""
-    options = tf.data.Options()
-    options.experimental_optimization.map_and_batch_fusion = False
-    options.experimental_optimization.map_fusion = False
-    options.experimental_optimization.map_parallelization = False
-    options.threading.private_threadpool_size = threads
-    return options
-
-
 def named(report, name):
     return [stage for stage in report.stages if stage.name == name]
 
@@ -100,10 +99,7 @@ def test_stages_of_one_thread_are_a_bottleneck_together():
     slow = tf.data.Dataset.range(4000)
     for _ in range(3):
         slow = slow.map(waiting(0.002))
-    iterator = iter(slow.prefetch(2).with_options(options_of()))
-    for _ in range(10):
-        next(iterator)
-    report = read_report(iterator)
+    report = read_report(read_on(slow.prefetch(2).with_options(options_of()), 10))
     assert [stage for stage in report.limit.named if stage.name == "Map"] == named(report, "Map")
     assert len(named(report, "Map")) == 3
     assert report.limit.seconds_per_batch >= 3 * 0.002
@@ -113,9 +109,7 @@ def test_stages_of_one_thread_are_a_bottleneck_together():
 @needs_model
 def test_calls_beyond_the_threads_are_not_counted():
     slow = tf.data.Dataset.range(4000).map(waiting(0.004), num_parallel_calls=16).batch(4)
-    iterator = iter(slow.prefetch(2).with_options(options_of(threads=2)))
-    for _ in range(5):
-        next(iterator)
+    iterator = read_on(slow.prefetch(2).with_options(options_of(threads=2)), 5)
     report = inspect(iterator, file=io.StringIO())
     assert report.bottleneck.parallelism == 16
     assert report.bottleneck.at_once == 2
@@ -125,9 +119,7 @@ def test_calls_beyond_the_threads_are_not_counted():
 @needs_model
 def test_a_stage_before_repeat_has_the_time_of_its_present_round():
     slow = tf.data.Dataset.range(8).map(waiting(0.002)).batch(4)
-    iterator = iter(slow.repeat().prefetch(1).with_options(options_of()))
-    for _ in range(21):
-        next(iterator)
+    iterator = read_on(slow.repeat().prefetch(1).with_options(options_of()), 21)
     for _ in range(20):
         report = read_report(iterator)
         if report.is_complete:  # else it is just between two rounds

@@ -112,7 +112,6 @@ def in_effect(preparation):
 
 
 def go_on_until_moved(worker, iterator, knobs, executor):
-    """Returns the number of steps that it took."""
     preparation, steps = worker.tuning.prepare(knobs, executor), 0
     while not in_effect(preparation):
         assert next(iterator) is not None
@@ -152,17 +151,9 @@ def fits(name):
 
 
 @pytest.mark.quick(
-    "shuffle_map",
-    "map_shuffle",
-    "repeat_take_skip",
-    "shuffle_shuffle",
-    "unknown_size",
-    "map_above_cache",
-    "mapped_arrays",
-    "no_map",
-    "interleave",
-    "generator",
-)
+    "shuffle_map", "map_shuffle", "repeat_take_skip", "shuffle_shuffle", "unknown_size",
+    "map_above_cache", "mapped_arrays", "no_map", "interleave", "generator",
+)  # fmt: skip
 @pytest.mark.parametrize("name", ALL)
 def test_a_move_in_every_step_changes_nothing(name, executor):
     expected, none = run(ALL[name], [], executor)
@@ -174,8 +165,6 @@ def test_a_move_in_every_step_changes_nothing(name, executor):
 
 
 def over_one_shuffle(end):
-    """A builder that reads from a shuffle made outside of it."""
-
     def make():
         rows = tf.data.Dataset.range(47).shuffle(11, seed=4)
         return pipeline(lambda knobs: end(rows, knobs), FIRST)

@@ -82,7 +82,6 @@ def report_of(monkeypatch):
 
 
 def maps(*times, below=None):
-    """Maps one after the other, the consumer's end first."""
     tree = source(50) if below is None else below
     for ms in reversed(times):
         tree = node("Map", 50, ms, tree)
@@ -90,7 +89,6 @@ def maps(*times, below=None):
 
 
 def files(elements, ms, *, kind, counts=(3, 5, 0), names=None, **parameters):
-    """An interleave in the middle of some files."""
     names = source(40) if names is None else names
     inner = [node("Map", count, ms, source(count, "TFRecord")) for count in counts]
     name = "Interleave" if kind == INTERLEAVE else "ParallelInterleaveV4"

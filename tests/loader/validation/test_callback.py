@@ -352,8 +352,6 @@ def test_arguments_that_are_none(tmp_path: Path) -> None:
 
 
 def replaces(event: str, at: int | None = None) -> Callable[[keras.Model], Any]:
-    """Makes a callback that replaces the train function at a batch, or at each event."""
-
     def make(model: keras.Model) -> keras.callbacks.Callback:
         def replace(number: int, logs: Any = None) -> None:
             if at in (None, number):
