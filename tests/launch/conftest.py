@@ -120,8 +120,6 @@ def cluster_of(script: Callable[[str], str]) -> Iterator[Callable[..., LocalClus
 
 @pytest.fixture
 def assert_gone() -> Callable[[list[int]], None]:
-    """Checks that no process of a list survives."""
-
     def check(process_ids: list[int]) -> None:
         alive = []
         for process_id in process_ids:

@@ -41,12 +41,6 @@ def test_prefixes_and_keeps_the_streams_apart(launch: Launch, script: Script) ->
     ]
 
 
-def test_progress_bars_are_one_line_in_a_file(launch: Launch, script: Script) -> None:
-    path = script(r'sys.stdout.write("\r10%\r50%\r100%\nend\n")')
-    result = launch("run", "-w", "1", path).finish()
-    assert result.stdout.splitlines() == ["[worker 0] 100%", "[worker 0] end"]
-
-
 def test_module_form(launch: Launch, script: Script) -> None:
     folder = str(Path(script("print(__name__, sys.argv[1:])")).parent)
     path = launch("run", "-w", "1", "-m", "worker_script", "--x", PYTHONPATH=folder)

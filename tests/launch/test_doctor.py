@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import fake_nvml
 import pytest
@@ -58,7 +59,6 @@ def found(given: Facts, check: str) -> list[Finding]:
 
 
 def problem(given: Facts, check: str) -> Finding:
-    """The one problem that a check finds."""
     (finding,) = (each for each in found(given, check) if each.level in (WARNING, FAULT))
     return finding
 
@@ -169,14 +169,6 @@ def test_a_driver_that_is_missing(monkeypatch, tmp_path):
     assert f"{said.text} {said.fix}".lower().count("install nvidia's driver") == 1
 
 
-def test_a_driver_that_is_too_old():
-    given = having(WITH_GPU, driver_cuda=(11, 8))
-    finding = problem(given, "driver_age")
-    assert "CUDA up to 11.8" in finding.text and "CUDA 12.5.1" in finding.text
-    assert is_well(having(WITH_GPU, driver_cuda=(12, 2)), "driver_age")
-    assert is_well(WITH_GPU, "driver_age")  # it does not say
-
-
 def test_what_a_driver_says(monkeypatch):
     part = FakeGpu("part", "MIG-1")
     module = FakeNvml(FakeGpu("card", "GPU-1", (part,), capability=(8, 6)))
@@ -196,55 +188,6 @@ def test_extras_are_those_of_the_package():
     assert set(EXTRAS) == set(names) - {"cuda", "dev"}
 
 
-def test_a_tensorboard_that_cannot_start():
-    extras = {"tensorboard": "2.20.0"}
-    finding = problem(having(ALONE, extras=extras, has_pkg_resources=False), "extras")
-    assert "TensorBoard 2.20.0 cannot start" in finding.text and "setuptools<82" in finding.fix
-    newer = {"tensorboard": "2.21.0"}
-    for well in ({"extras": extras}, {"extras": newer, "has_pkg_resources": False}):
-        assert is_well(having(ALONE, **well), "extras")
-
-
-def test_a_tensorflow_without_cuda_on_a_machine_with_gpus():
-    finding = problem(having(WITH_GPU, tensorflow=CPU_BUILD), "tensorflow_build")
-    assert "knows no CUDA" in finding.text and "keras-het[cuda]" in finding.fix
-    assert is_well(WITH_GPU, "tensorflow_build") and is_well(ALONE, "tensorflow_build")
-
-
-def test_gpus_that_this_build_has_no_kernels_for():
-    finding = problem(having(WITH_GPU, gpus=(A100, GTX_750)), "kernels")
-    assert "GPU 1 (GTX 750)" in finding.text and "capability 5.0" in finding.text
-    assert "leaves this GPU out" in finding.text
-    finding = problem(having(WITH_GPU, gpus=(A100, RTX_5080)), "kernels")
-    assert "half an hour" in finding.text and "CUDA_ERROR_INVALID_PTX" in finding.text
-    # machine code of 8.0 runs on 8.6; "compute_90" has machine code of 9.0, too
-    for capability in ((8, 6), (9, 0)):
-        gpu = dataclasses.replace(A100, capability=capability)
-        assert is_well(having(WITH_GPU, gpus=(gpu,)), "kernels")
-
-
-def test_a_quota_far_below_the_threads():
-    finding = problem(having(ALONE, affinity=64, cpus=2.0), "cpu_quota")
-    assert "2 CPUs" in finding.text and "64 threads" in finding.text
-    assert "TF_NUM_INTRAOP_THREADS=2" in finding.fix
-    fewer = having(ALONE, {"TF_NUM_INTRAOP_THREADS": "2"}, affinity=64, cpus=2.0)
-    assert is_well(fewer, "cpu_quota") and is_well(ALONE, "cpu_quota")
-
-
-@pytest.mark.parametrize("text", ["", "-1", "7", "GPU-xyz"])
-def test_gpus_that_the_environment_hides(text):
-    finding = problem(having(WITH_GPU, {"CUDA_VISIBLE_DEVICES": text}), "hidden_gpus")
-    assert "hides all GPUs" in finding.text and "Unset" in finding.fix
-
-
-def test_a_wrong_entry_hides_what_comes_behind_it():
-    given = having(WITH_GPU, {"CUDA_VISIBLE_DEVICES": "0,5,1"}, gpus=(A100, RTX_5080))
-    assert "takes the first 1" in problem(given, "hidden_gpus").text
-    for text in ("0", "GPU-a,GPU-c", "1,0"):
-        fine = having(WITH_GPU, {"CUDA_VISIBLE_DEVICES": text}, gpus=(A100, RTX_5080))
-        assert is_well(fine, "hidden_gpus")
-
-
 def test_little_shared_memory_for_nccl(monkeypatch, tmp_path):
     monkeypatch.setattr(machine_checks, "SHARED_MEMORY", tmp_path)
     room = SimpleNamespace(free=64 * 2**20)
@@ -252,13 +195,6 @@ def test_little_shared_memory_for_nccl(monkeypatch, tmp_path):
     finding = problem(having(WITH_GPU, gpus=(A100, RTX_5080)), "shared_memory")
     assert "64 MiB" in finding.text and "--shm-size" in finding.fix
     assert is_well(WITH_GPU, "shared_memory")  # one GPU exchanges with nobody
-
-
-def test_a_public_address():
-    assert is_well(ALONE, "public_address")
-    finding = problem(having(ALONE, public_addresses=("8.8.8.8",)), "public_address")
-    assert finding.level == WARNING and "also on 8.8.8.8" in finding.text
-    assert "firewall" in finding.fix
 
 
 def test_a_folder_for_logs_that_is_full_or_forbidden(monkeypatch, tmp_path):
@@ -274,59 +210,98 @@ def test_a_folder_for_logs_that_is_full_or_forbidden(monkeypatch, tmp_path):
     assert "--log-dir" in full[0].fix and "TMPDIR" in full[1].fix
 
 
+def hiding(text: str, *gpus: Gpu, **changes: Any) -> Facts:
+    return having(WITH_GPU, {"CUDA_VISIBLE_DEVICES": text}, gpus=gpus or (A100,), **changes)
+
+
+def with_versions(**changes: str) -> Facts:
+    return having(ALONE, tensorflow=dataclasses.replace(CPU_BUILD, **changes))
+
+
+def using(*gpus: str, log: str = "") -> TensorFlowFacts:
+    return dataclasses.replace(CUDA_BUILD, gpus=gpus, replicas=min(len(gpus), 1), log=log)
+
+
+TENSORBOARD, NEWER = {"tensorboard": "2.20.0"}, {"tensorboard": "2.21.0"}
+QUOTA = {"affinity": 64, "cpus": 2.0}
+BUSY = dataclasses.replace(A100, used_bytes=30 * GIB)
+WITH_ASYNC = tf_config({"worker": ["127.0.0.1:1001"], "async": ["other:1"]})
+WITH_NODE = tf_config({"worker": ["127.0.0.1:1001", "node.lab:1"]})
+PROXY = {"https_proxy": "http://proxy:3128"}
+NO_LIBRARIES = "Cannot dlopen some GPU libraries."
+SMALL = having(WITH_GPU, tensorflow=using("NVIDIA A100", "GT 1030"), gpus=(A100, GTX_750))
+# the check that finds something, in which facts, what it says, and the fix
+PROBLEMS = [
+    ("driver_age", having(WITH_GPU, driver_cuda=(11, 8)), ["up to 11.8", "CUDA 12.5.1"], ""),
+    ("extras", having(ALONE, extras=TENSORBOARD, has_pkg_resources=False),
+     ["TensorBoard 2.20.0 cannot start"], "setuptools<82"),
+    ("tensorflow_build", having(WITH_GPU, tensorflow=CPU_BUILD), ["knows no CUDA"],
+     "keras-het[cuda]"),
+    ("kernels", having(WITH_GPU, gpus=(A100, GTX_750)),
+     ["GPU 1 (GTX 750)", "capability 5.0", "leaves this GPU out"], ""),
+    ("kernels", having(WITH_GPU, gpus=(A100, RTX_5080)),
+     ["half an hour", "CUDA_ERROR_INVALID_PTX"], ""),
+    ("cpu_quota", having(ALONE, **QUOTA), ["2 CPUs", "64 threads"], "TF_NUM_INTRAOP_THREADS=2"),
+    *(("hidden_gpus", hiding(text), ["hides all GPUs"], "Unset")
+      for text in ("", "-1", "7", "GPU-xyz")),
+    # a wrong entry hides what comes behind it
+    ("hidden_gpus", hiding("0,5,1", A100, RTX_5080), ["takes the first 1"], ""),
+    ("public_address", having(ALONE, public_addresses=("8.8.8.8",)), ["also on 8.8.8.8"],
+     "firewall"),
+    ("secret", in_cluster(WITH_ASYNC), ["neither"], ""),
+    ("proxies", in_cluster(WITH_NODE, PROXY), ["node.lab"], "no_proxy=node.lab"),
+    ("memory", having(ALONE, memory_used=63.5 * GIB), ["GiB"], ""),
+    ("gpus_in_use", having(WITH_GPU, gpus=(BUSY,)), ["30.0 of 40 GiB"], ""),
+    ("emulation", having(ALONE, {"KERAS_HET_EMULATED_DEVICES": "[]"}), [], "Unset it"),
+    ("cpu_budget", having(WITH_GPU, cpus=1.0, affinity=1), ["feed 1 GPUs"], ""),
+    ("used_gpus", having(WITH_GPU, tensorflow=using(log=NO_LIBRARIES)), [NO_LIBRARIES],
+     "tensorflow[and-cuda]==2.21.0"),
+    ("used_gpus", SMALL, [], "MULTIPROCESSOR"),
+    ("versions", with_versions(tensorflow="2.15.1"), [], "pip install"),
+    ("versions", with_versions(keras="2.15.0"), [], "pip install"),
+    ("versions", with_versions(tensorflow="2.22.0-dev20261101"), [], "pip install"),
+    ("versions", with_versions(keras="3.16.0"), [], "pip install"),
+]  # fmt: skip
+FAULTS = [with_versions(tensorflow="2.15.1"), with_versions(keras="2.15.0"), in_cluster(WITH_ASYNC)]
+
+
+@pytest.mark.parametrize(("check", "given", "texts", "fix"), PROBLEMS)
+def test_a_problem_is_told_with_its_fix(check, given, texts, fix):
+    finding = problem(given, check)
+    assert [text for text in texts if text not in finding.text] == [] and fix in finding.fix
+    if check in ("versions", "secret", "public_address"):
+        assert finding.level == (FAULT if given in FAULTS else WARNING)
+
+
 @pytest.mark.parametrize(
-    ("changes", "level"),
+    ("check", "given"),
     [
-        ({"tensorflow": "2.15.1"}, FAULT),
-        ({"keras": "2.15.0"}, FAULT),
-        ({"tensorflow": "2.22.0-dev20261101"}, WARNING),
-        ({"keras": "3.16.0"}, WARNING),
+        ("driver_age", having(WITH_GPU, driver_cuda=(12, 2))),
+        ("driver_age", WITH_GPU),  # it does not say
+        ("extras", having(ALONE, extras=TENSORBOARD)),
+        ("extras", having(ALONE, extras=NEWER, has_pkg_resources=False)),
+        # machine code of 8.0 runs on 8.6; "compute_90" has machine code of 9.0, too
+        ("kernels", having(WITH_GPU, gpus=(dataclasses.replace(A100, capability=(8, 6)),))),
+        ("kernels", having(WITH_GPU, gpus=(dataclasses.replace(A100, capability=(9, 0)),))),
+        ("cpu_quota", having(ALONE, {"TF_NUM_INTRAOP_THREADS": "2"}, **QUOTA)),
+        *(("hidden_gpus", hiding(text, A100, RTX_5080)) for text in ("0", "GPU-a,GPU-c", "1,0")),
+        ("secret", in_cluster(WITH_ASYNC, {"KERAS_HET_SERVICE_SECRET": "s" * 16})),
+        ("proxies", in_cluster(WITH_NODE, {**PROXY, "no_proxy": "localhost,.lab"})),
+        ("proxies", in_cluster(WITH_NODE)),
     ],
 )
-def test_versions_that_no_test_has_seen(changes, level):
-    given = having(ALONE, tensorflow=dataclasses.replace(CPU_BUILD, **changes))
-    finding = problem(given, "versions")
-    assert finding.level == level and "pip install" in finding.fix
-    assert is_well(ALONE, "versions")
+def test_what_is_no_problem(check, given):
+    assert is_well(given, check)
 
 
-def test_a_secret_that_is_missing(ports):
-    text = tf_config({"worker": [ports[0]], "async": ["other:1"]})
-    finding = problem(in_cluster(text), "secret")
-    assert finding.level == FAULT and "neither" in finding.text
-    with_secret = in_cluster(text, {"KERAS_HET_SERVICE_SECRET": "s" * 16})
-    assert is_well(with_secret, "secret") and is_well(ALONE, "secret")
+@pytest.mark.parametrize("given", [ALONE, WITH_GPU])
+def test_a_machine_that_is_well_has_no_problem(given):
+    assert all(finding.level in (OK, NOTE) for finding in run_checks(given))
 
 
-def test_a_web_proxy_between_workers(ports):
-    text = tf_config({"worker": [ports[0], "node.lab:1"]})
-    proxy = {"https_proxy": "http://proxy:3128"}
-    finding = problem(in_cluster(text, proxy), "proxies")
-    assert "node.lab" in finding.text and "no_proxy=node.lab" in finding.fix
-    assert is_well(in_cluster(text, {**proxy, "no_proxy": "localhost,.lab"}), "proxies")
-    assert is_well(in_cluster(text), "proxies")
-
-
-def test_little_memory_busy_gpus_emulation_and_few_cpus():
-    assert "GiB" in problem(having(ALONE, memory_used=63.5 * GIB), "memory").text
-    busy = dataclasses.replace(A100, used_bytes=30 * GIB)
-    assert "30.0 of 40 GiB" in problem(having(WITH_GPU, gpus=(busy,)), "gpus_in_use").text
-    emulated = having(ALONE, {"KERAS_HET_EMULATED_DEVICES": "[]"})
-    assert "Unset it" in problem(emulated, "emulation").fix
-    assert "feed 1 GPUs" in problem(having(WITH_GPU, cpus=1.0, affinity=1), "cpu_budget").text
-
-
-def test_gpus_that_tensorflow_does_not_use():
-    log = "Cannot dlopen some GPU libraries."
-    none = dataclasses.replace(CUDA_BUILD, gpus=(), replicas=0, log=log)
-    finding = problem(having(WITH_GPU, tensorflow=none), "used_gpus")
-    assert log in finding.text and "tensorflow[and-cuda]==2.21.0" in finding.fix
-    hidden = having(WITH_GPU, {"CUDA_VISIBLE_DEVICES": "-1"}, tensorflow=none)
-    assert found(hidden, "used_gpus") == []  # another check says why
-    small = dataclasses.replace(CUDA_BUILD, gpus=("NVIDIA A100", "GT 1030"), replicas=1)
-    given = having(WITH_GPU, tensorflow=small, gpus=(A100, GTX_750))
-    assert "MULTIPROCESSOR" in problem(given, "used_gpus").fix
-    (order,) = found(given, "gpu_order")
+def test_of_gpus_that_tensorflow_does_not_use_one_check_says_why():
+    assert found(hiding("-1", tensorflow=using()), "used_gpus") == []
+    (order,) = found(SMALL, "gpu_order")
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in order.fix
 
 
@@ -409,10 +384,6 @@ def test_a_tensorflow_that_takes_for_ever(package):
 
 
 # The report and the command
-
-
-def test_a_machine_that_is_well_has_no_problem():
-    assert all(finding.level in (OK, NOTE) for finding in run_checks(WITH_GPU))
 
 
 @pytest.mark.parametrize(

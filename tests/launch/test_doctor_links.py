@@ -121,7 +121,6 @@ def test_what_the_measuring_process_is_given(monkeypatch, ports):
 
 
 def doctors(wait: int, *environments: dict[str, str]) -> list[tuple[int, dict[str, Any]]]:
-    """The exit codes and reports of doctors that run at the same time."""
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "keras_het", "doctor", "--json", "--wait", str(wait)],

@@ -62,10 +62,6 @@ def test_plain_lines_come_back(lines: list[str]) -> None:
     assert split(data) == [(line, True) for line in lines]
 
 
-def test_strip_ansi() -> None:
-    assert strip_ansi("\x1b[1m10/10\x1b[0m \x1b[32m━━\x1b[0m\x1b[37m\x1b[0m [x]") == "10/10 ━━ [x]"
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

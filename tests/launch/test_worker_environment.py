@@ -26,14 +26,6 @@ def test_what_is_written_is_what_a_worker_reads() -> None:
         assert math.isclose(device.time_model.seconds(10), 0.5 + 10 * seconds)
 
 
-def test_label_says_emulation_with_the_numbers() -> None:
-    assert Emulation((4.0, 2.0, 0.5)).describe() == (
-        "EMULATION: device speeds 4:2:0.5 are emulated by waiting (1, 2, 8 ms per sample). "
-        "Times of this run are not those of real devices."
-    )
-    assert "plus 5 ms a step" in Emulation((1.0,), fixed_seconds=0.005).describe()
-
-
 @pytest.mark.parametrize("speeds", [(), (0.0,), (1.0, -1.0), (float("nan"),), (float("inf"),)])
 def test_refuses_bad_speeds(speeds: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match=r"positive finite speeds.*Received: speeds="):

@@ -43,6 +43,18 @@ def address(logical_devices):
     return free_address()
 
 
+@pytest.fixture
+def server(address):
+    server = serve(address, 10)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def client(server):
+    return FunctionClient(server.address, b"", 10)
+
+
 def test_answers_until_it_is_closed_and_leaves_its_port(address):
     server = serve(address, 10)
     assert ask(FunctionClient(address, b"", 10)) == 11
@@ -54,9 +66,7 @@ def test_answers_until_it_is_closed_and_leaves_its_port(address):
         taken.bind((host, int(port)))
 
 
-def test_another_server_at_the_same_address_answers_old_clients(address):
-    server = serve(address, 10)
-    client = FunctionClient(address, b"", 10)
+def test_another_server_at_the_same_address_answers_old_clients(address, server, client):
     assert ask(client) == 11
     server.close()
     second = serve(address, 20)
@@ -64,18 +74,13 @@ def test_another_server_at_the_same_address_answers_old_clients(address):
     second.close()
 
 
-def test_goes_on_after_keras_has_cleared_its_session(address):
-    server = serve(address, 10)
-    client = FunctionClient(address, b"", 10)
+def test_goes_on_after_keras_has_cleared_its_session(client):
     assert ask(client) == 11
     keras.backend.clear_session()
     assert ask(client, 5) == 15
-    server.close()
 
 
-def test_an_unknown_function_is_told_from_a_lost_server(address):
-    server = serve(address, 10)
-    client = FunctionClient(address, b"", 10)
+def test_an_unknown_function_is_told_from_a_lost_server(address, server, client):
     with pytest.raises(NoAnswerError, match="not registered") as caught:
         ask(client, function="subtract")
     assert caught.value.is_unknown_function
@@ -85,13 +90,11 @@ def test_an_unknown_function_is_told_from_a_lost_server(address):
     assert not caught.value.is_unknown_function
 
 
-def test_an_address_in_use_is_an_error(address):
-    server = serve(address, 10)
+def test_an_address_in_use_is_an_error(address, client):
     with pytest.raises(RuntimeError, match="did not start"):
         serve(address, 20)
     gc.collect()
-    assert ask(FunctionClient(address, b"", 10)) == 11
-    server.close()
+    assert ask(client) == 11
 
 
 def test_a_server_that_did_not_start_does_not_end_a_later_one(address):
@@ -159,22 +162,16 @@ def test_a_process_ends_well_while_it_is_pushed_to(address):
         assert ended.returncode == 0, text[-2000:]
 
 
-def test_many_calls_are_under_way_at_once_in_a_graph(address):
-    server = serve(address, 10)
-    client = FunctionClient(address, b"", 10)
-
+def test_many_calls_are_under_way_at_once_in_a_graph(client):
     @tf.function
     def ask_all():
         calls = [client.call("add", [tf.constant(value)], (NUMBER, NUMBER)) for value in range(5)]
         return [call.get_value()[1] for call in calls]
 
     assert [int(value) for value in ask_all()] == [10, 11, 12, 13, 14]
-    server.close()
 
 
-def test_an_answer_that_is_dropped_while_a_function_is_traced_leaves_no_trace(address):
-    server = serve(address, 10)
-    client = FunctionClient(address, b"", 10)
+def test_an_answer_that_is_dropped_while_a_function_is_traced_leaves_no_trace(client):
     answers = [client.call("add", [tf.constant(1)], (NUMBER, NUMBER))]
     assert bool(answers[0].is_ok())
 
@@ -187,4 +184,3 @@ def test_an_answer_that_is_dropped_while_a_function_is_traced_leaves_no_trace(ad
     operations = double.get_concrete_function(NUMBER).graph.get_operations()
     assert not any("RpcFuture" in operation.type for operation in operations)
     assert int(double(4)) == 8
-    server.close()

@@ -88,8 +88,6 @@ def service(logical_devices):
 
 
 class Client:
-    """Calls the functions as they are."""
-
     def __init__(self, service):
         self.rpc = private_api.RpcClient(service.address, "fuzzer", timeout_in_ms=5_000)
 
@@ -108,7 +106,6 @@ class Client:
 
 
 def snapshot(service, has_sums):
-    """All that the table keeps."""
     table = service._table
     state = [table._run, table._begun, table._latest, table._sizes]
     queues = [tf.raw_ops.QueueSizeV2(handle=handle) for handle in table._tokens]

@@ -75,7 +75,6 @@ def assert_sums_of_ones(clients, pool, *steps):
 
 
 def wait_for_count(service, slot, steps):
-    """Waits until the workers' contributions to these steps have come."""
     deadline = time.monotonic() + TIMEOUT
     while service._table._latest[slot].numpy().tolist() != steps:
         assert time.monotonic() < deadline
