@@ -299,7 +299,7 @@ def samples(knobs):
 
 def slices(knobs):
     rows = shuffled(ROWS, knobs, None)
-    return rows.padded_batch(BATCH, padded_shapes=([None], [])).prefetch(knobs.prefetch)
+    return rows.padded_batch(BATCH, padded_shapes=([3], [])).prefetch(knobs.prefetch)
 
 
 def drawn():
