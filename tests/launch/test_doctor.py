@@ -175,6 +175,7 @@ def test_what_a_driver_says(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", module)
     assert list_gpus() == {
         "gpus": (Gpu(0, "card", "GPU-1", (8, 6), 40 * GIB, GIB, 1),),
+        "gpu_links": (),
         "driver": "550.54.14",
         "driver_cuda": (12, 4),
     }
@@ -240,7 +241,7 @@ PROBLEMS = [
     ("kernels", having(WITH_GPU, gpus=(A100, GTX_750)),
      ["GPU 1 (GTX 750)", "capability 5.0", "leaves this GPU out"], ""),
     ("kernels", having(WITH_GPU, gpus=(A100, RTX_5080)),
-     ["half an hour", "CUDA_ERROR_INVALID_PTX"], ""),
+     ["half an hour", "CUDA_ERROR_INVALID_PTX"], "CUDA_CACHE_MAXSIZE"),
     ("cpu_quota", having(ALONE, **QUOTA), ["2 CPUs", "64 threads"], "TF_NUM_INTRAOP_THREADS=2"),
     *(("hidden_gpus", hiding(text), ["hides all GPUs"], "Unset")
       for text in ("", "-1", "7", "GPU-xyz")),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_het.launch.doctor.addresses import public_addresses
+from keras_het.launch.doctor.gpu_links import GpuLink, list_gpu_links
 from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts, ask_tensorflow
 from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
 from keras_het.telemetry.hardware import Nvml, NvmlMissingError, processor_name
@@ -77,6 +78,7 @@ class Facts:
     memory_limit: float = 0.0
     memory_used: float = 0.0
     gpus: tuple[Gpu, ...] = ()
+    gpu_links: tuple[GpuLink, ...] = ()
     gpu_boards: int = 0
     driver: str = ""
     driver_cuda: tuple[int, int] = (0, 0)
@@ -127,10 +129,10 @@ def list_gpus() -> dict[str, Any]:
     except NvmlMissingError as error:
         return {"nvml_problem": str(error)}
     version = nvml.ask("SystemGetCudaDriverVersion_v2|SystemGetCudaDriverVersion") or 0
+    handles = nvml.gpus()
     found = {
-        "gpus": tuple(
-            _gpu(nvml, index, handle) for index, handle in enumerate(nvml.gpus()) if handle
-        ),
+        "gpus": tuple(_gpu(nvml, index, handle) for index, handle in enumerate(handles) if handle),
+        "gpu_links": list_gpu_links(nvml, handles),
         "driver": str(nvml.ask("SystemGetDriverVersion") or ""),
         "driver_cuda": (version // 1000, version % 1000 // 10),
     }

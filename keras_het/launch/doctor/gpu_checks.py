@@ -18,7 +18,12 @@ _TOO_NEW = 12
 def driver(facts: Facts) -> Iterator[Finding]:
     found = facts.tensorflow
     if facts.driver or facts.gpus:
-        yield ok(f"NVIDIA's driver {facts.driver} answers (NVML); GPUs: {len(facts.gpus)}.")
+        newest = ".".join(map(str, facts.driver_cuda))
+        limit = f", for CUDA up to {newest}" if facts.driver_cuda[0] else ""
+        built = f"; TensorFlow is built for CUDA {found.cuda}" if found and found.cuda else ""
+        yield ok(
+            f"NVIDIA's driver {facts.driver} answers (NVML){limit}{built}; GPUs: {len(facts.gpus)}."
+        )
     elif facts.gpu_boards:
         yield warning(
             f"This machine has {facts.gpu_boards} NVIDIA GPUs, and no driver that answers: "
@@ -83,6 +88,16 @@ def hidden_gpus(facts: Facts) -> Iterator[Finding]:
         yield note(f"{VISIBLE}={text} lets this process see {shown} of {len(facts.gpus)} GPUs.")
 
 
+def cards(facts: Facts) -> Iterator[Finding]:
+    for gpu in facts.gpus:
+        capability = ".".join(map(str, gpu.capability)) if gpu.capability[0] else "unknown"
+        parts = f", divided into {gpu.parts} parts (MIG)" if gpu.parts else ""
+        yield ok(
+            f"GPU {gpu.index}: {gpu.name}, compute capability {capability}, "
+            f"{gpu.memory_bytes / 2**30:.0f} GiB{parts}."
+        )
+
+
 def kernels(facts: Facts) -> Iterator[Finding]:
     found = facts.tensorflow
     if found is None or not found.kernels:
@@ -105,11 +120,36 @@ def kernels(facts: Facts) -> Iterator[Finding]:
             continue
         known = " On such GPUs that is known to fail (CUDA_ERROR_INVALID_PTX)."
         yield warning(
-            f"{start} It compiles them at its start, which may take half an hour."
+            f"{start} It compiles them at its first step, which takes minutes, up to half an hour."
             f"{known if gpu.capability[0] >= _TOO_NEW else ''}",
             "Install a newer TensorFlow, or NVIDIA's container (nvcr.io/nvidia/tensorflow). Where "
             "the wait is all that is wrong, CUDA_CACHE_MAXSIZE=4294967296 keeps the result.",
         )
+
+
+def gpu_links(facts: Facts) -> Iterator[Finding]:
+    """What NCCL finds between the cards: pairs that are joined alike are one finding."""
+    alike: dict[tuple[str, bool | None, bool], list[str]] = {}
+    for link in facts.gpu_links:
+        key = link.way, link.copies, link.by_cpu
+        alike.setdefault(key, []).append(f"{link.first} and {link.second}")
+    for (way, copies, by_cpu), pairs in alike.items():
+        start = f"Between GPUs {', '.join(pairs)}: {way}."
+        if copies is None:
+            yield note(f"{start} The driver does not say whether they can copy directly.")
+        elif not copies:
+            yield note(
+                f"{start} The driver allows no direct copies, so NCCL goes through the host's "
+                "memory, which is slower."
+            )
+        elif by_cpu:
+            yield note(
+                f"{start} Direct copies are possible, but NCCL goes through the host's memory on "
+                "most CPUs (Intel's, ARM's).",
+                "Where the sum is slow, compare with NCCL_P2P_LEVEL=SYS, for direct copies.",
+            )
+        else:
+            yield ok(f"{start} NCCL copies directly.")
 
 
 def used_gpus(facts: Facts) -> Iterator[Finding]:
