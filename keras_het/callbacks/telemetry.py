@@ -240,8 +240,8 @@ class Telemetry(SessionCallback):
             blocks = recorder.take_new()
             if self._log is None or not blocks:
                 return
-            for first, rows in blocks:
-                self._log.write_steps(first, rows)
+            for first, rows, measured in blocks:
+                self._log.write_steps(first, rows, measured)
         numbers = recorder.logs(latest=len(rows))
         curves = {
             "step_seconds": throughput(rows[:, :4].sum(axis=1), rows[:, 4, 0]).step_seconds,

@@ -63,11 +63,15 @@ class EventLog:
         self._time = 0.0
         self._ended = False
 
-    def write_steps(self, first_step: int, block: Any) -> None:
+    def write_steps(self, first_step: int, block: Any, measured: Any = None) -> None:
+        """Write steps, and which of them were measured; None: all."""
         values = np.asarray(block, np.float32)
         self._check_shape("block", values.shape[1:], (len(log_format.ROWS), self._num_replicas))
         if len(values):
-            self._guard(lambda: self._write_block(first_step, values))
+            written = {log_format.STEPS: values}
+            if measured is not None and not np.all(measured):
+                written[log_format.MEASURED] = np.asarray(measured, np.float32)
+            self._guard(lambda: self._write_block(first_step, written))
 
     def write_hardware(self, step: int, values: Any) -> None:
         sample = np.asarray(values, np.float32)
@@ -154,15 +158,16 @@ class EventLog:
         if not tf.io.gfile.exists(self._file.path):
             raise FileNotFoundError(f"{self._file.path} was removed.")
 
-    def _write_block(self, first_step: int, values: Any) -> None:
-        if self._steps_in_file and self._steps_in_file + len(values) > self._segment_steps:
+    def _write_block(self, first_step: int, values: Mapping[str, Any]) -> None:
+        number = len(values[log_format.STEPS])
+        if self._steps_in_file and self._steps_in_file + number > self._segment_steps:
             self._flush()
             if self._file is not None:
                 self._raw[self._file.path] = self._steps_in_file
             self._release()
             self._thin_old()
-        self._write(first_step, {log_format.STEPS: values})
-        self._steps_in_file += len(values)
+        self._write(first_step, values)
+        self._steps_in_file += number
 
     def _write_entry(self, tag: str, step: int, entry: dict[str, Any]) -> None:
         # TensorBoard keeps one value of a tag and step, the last: it repeats the others.
@@ -243,7 +248,7 @@ def _thinned(values: Sequence[Value], every: int) -> list[Value]:
     for each in values:
         if each.tag in _THINNED_AS_THEY_ARE or log_format.steps_per_row(each.tag) > 1:
             kept.append(each)
-        elif each.tag != log_format.STEPS:
+        elif each.tag not in (log_format.STEPS, log_format.MEASURED):
             last[each.tag, each.step // every] = each
     return sorted([*kept, *last.values()], key=lambda each: each.time)
 

@@ -45,6 +45,7 @@ class StepRecorder:
         self.pipeline: PipelineRecord | None = None
         self._steps = np.zeros(0, np.int64)
         self._rows = np.zeros((0, PARTS, len(devices)), np.float32)
+        self._measured = np.zeros(0, bool)
         self._samples: deque[tuple[int, np.ndarray]] = deque(maxlen=_KEPT_SAMPLES)
         self._epoch_start = self.first_step = 0
         self._taken = -1
@@ -73,7 +74,7 @@ class StepRecorder:
     def read(self) -> None:
         """Read the steps since the last call; any thread may call it."""
         with self._lock:
-            first, rows = self._phases.read_new()
+            first, rows, measured = self._phases.read_new()
             if not len(rows):
                 return
             # a replica of a group that this worker does not sum with
@@ -83,19 +84,23 @@ class StepRecorder:
             own = numbers >= self.first_step
             self._steps = np.concatenate([self._steps, numbers[own]])[-_KEPT_STEPS:]
             self._rows = np.concatenate([self._rows, rows[own]])[-_KEPT_STEPS:]
+            self._measured = np.concatenate([self._measured, measured[own]])[-_KEPT_STEPS:]
 
-    def take_new(self) -> list[tuple[int, np.ndarray]]:
-        """Read, and return the steps since the last call in blocks without gaps."""
+    def take_new(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """Read, and return the steps since the last call in blocks without gaps.
+
+        A block is its first step, its rows, and which of them were measured.
+        """
         self.read()
         with self._lock:
             new = self._steps > self._taken
-            steps, rows = self._steps[new], self._rows[new]
+            steps, rows, measured = self._steps[new], self._rows[new], self._measured[new]
         if not len(steps):
             return []
         self._taken = int(steps[-1])
         gaps = np.flatnonzero(np.diff(steps) != 1) + 1
         blocks = np.split(np.arange(len(steps)), gaps)
-        return [(int(steps[block[0]]), rows[block]) for block in blocks]
+        return [(int(steps[block[0]]), rows[block], measured[block]) for block in blocks]
 
     def sample(self) -> tuple[int, np.ndarray] | None:
         """Keep what was sampled last on all workers."""
@@ -126,7 +131,7 @@ class StepRecorder:
 
     def recording(self) -> Recording:
         with self._lock:
-            rows, steps = self._rows.astype(np.float64), self._steps
+            rows, steps, measured = self._rows.astype(np.float64), self._steps, self._measured
             samples = list(self._samples)
         sampled = np.array([each for _, each in samples])
         sampled = sampled.reshape(-1, len(self.devices), len(HARDWARE))
@@ -143,6 +148,7 @@ class StepRecorder:
             changes=tuple(self.changes),
             pauses=tuple(self.pauses),
             pipeline=self.pipeline,
+            measured=measured,
         )
 
     def note_change(self, kind: str, text: str) -> Change:

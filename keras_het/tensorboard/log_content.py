@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,9 @@ class LogContent:
     exchanges: tuple[dict[str, Any], ...] = ()
     messages: tuple[str, ...] = ()
     passes: tuple[tuple[int, bytes], ...] = ()
+    windows: Integers | None = None
+    """Where only some steps were measured: the first and the last step that has a row's values, the
+    last of which was measured, int64 of shape [T, 2]."""
 
 
 class NoSetupError(ValueError):
@@ -88,10 +91,12 @@ def is_readable(value: Value) -> bool:
     if tag in log_format.TEXTS:
         return isinstance(content, bytes) and len(content) <= _LONGEST_TEXT
     every = log_format.steps_per_row(tag)
-    if not every and tag != log_format.HARDWARE_SAMPLES:
+    if not log_format.has_numbers(tag):
         return content is not None and not tag.startswith(log_format.THINNED)
     if not isinstance(content, np.ndarray) or content.dtype.kind != "f" or not content.size:
         return False
+    if tag == log_format.MEASURED:
+        return content.ndim == 1
     if not every:
         return content.ndim == 2 and not np.any(np.abs(content) > _LARGEST_SAMPLE)
     if content.ndim != (3 if every == 1 else 4) or content.shape[-2] != len(ROWS):
@@ -125,8 +130,10 @@ def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogCon
                 f"version {log_format.VERSION} and may leave something out."
             ] = None
     columns = _Columns(setups, told)
-    every, steps, rows, highest = _steps(
-        [each for each in ordered if log_format.steps_per_row(each.tag)], columns
+    every, steps, rows, highest, measured = _steps(
+        [each for each in ordered if log_format.steps_per_row(each.tag)],
+        columns,
+        {(e.step, e.time): e.value > 0 for e in ordered if e.tag == log_format.MEASURED},
     )
     missing = np.diff(steps) - every[:-1]
     if np.any(missing > 0):
@@ -159,13 +166,26 @@ def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogCon
             and 0 <= entry["seconds"] <= LONGEST_SECONDS
         ),
         pipeline=pipeline,
+        measured=None if measured.all() else measured,
     )
     exchanges = tuple(
         {**entry, "step": each.step}
         for each in _latest(entries(log_format.ASYNC))
         for entry in each.value
     )
-    return LogContent(recording, every, highest, exchanges, _first(told), passes)
+    known = _windows(recording, every)
+    return LogContent(recording, every, highest, exchanges, _first(told), passes, known)
+
+
+def _windows(recording: Recording, every: Integers) -> Integers | None:
+    if recording.measured is None:
+        return None
+    ends = np.flatnonzero(recording.measured)
+    place = np.searchsorted(ends, np.arange(len(every)))
+    # what follows the last measured step belongs to none that is in the log
+    last = np.append(ends, len(every) - 1)[place]
+    first = np.append(0, ends + 1)[place]
+    return np.stack([recording.steps[first], recording.steps[last] + every[last] - 1], axis=1)
 
 
 def _first(messages: dict[str, None]) -> tuple[str, ...]:
@@ -237,8 +257,10 @@ class _Columns:
         return taken
 
 
-def _steps(blocks: Sequence[Value], columns: _Columns) -> tuple[Any, Any, Any, Any]:
-    """Steps per row [T], steps [T], values [T, 5, N] and highest values [T, 5, N]."""
+def _steps(
+    blocks: Sequence[Value], columns: _Columns, known: Mapping[tuple[int, float], Any]
+) -> tuple[Any, Any, Any, Any, Any]:
+    """Steps per row [T], steps [T], values and highest values [T, 5, N], and what was measured."""
     parts = []
     limit = np.iinfo(np.int64).max
     for block in reversed(blocks):  # what was written later replaces all from its first step on
@@ -251,15 +273,20 @@ def _steps(blocks: Sequence[Value], columns: _Columns) -> tuple[Any, Any, Any, A
         kept = int(np.searchsorted(steps, limit))
         array = columns.take(array[:kept], setup)
         middle, high = (array, array) if each == 1 else (array[:, _MEDIAN], array[:, _HIGHEST])
-        parts.append((np.full(kept, each), steps[:kept], middle, high))
+        measured = known.get((block.step, block.time), np.zeros(0, bool))
+        if each > 1 or len(measured) != len(steps):
+            measured = np.ones(len(steps), bool)
+        parts.append((np.full(kept, each), steps[:kept], middle, high, measured[:kept]))
         limit = min(limit, block.step)
     num = len(columns.devices)
     nothing = np.zeros((0, len(ROWS), num), np.float32)
-    parts.append((np.zeros(0, np.int64), np.zeros(0, np.int64), nothing, nothing))
-    every, steps, rows, highest = (
+    none = np.zeros(0, np.int64)
+    parts.append((none, none, nothing, nothing, none.astype(bool)))
+    every, steps, rows, highest, measured = (
         np.concatenate(arrays) for arrays in zip(*reversed(parts), strict=True)
     )
-    return every.astype(np.int64), steps.astype(np.int64), rows.astype(np.float64), highest
+    numbers = every.astype(np.int64), steps.astype(np.int64)
+    return (*numbers, rows.astype(np.float64), highest, measured)
 
 
 def _hardware(values: Sequence[Value], columns: _Columns) -> dict[str, Any]:

@@ -33,6 +33,7 @@ ORDER = ("lowest", "median", "highest")
 
 SETUP = "keras_het/setup"
 STEPS = "keras_het/steps"
+MEASURED = "keras_het/measured"
 THINNED = "keras_het/thinned_"
 HARDWARE_SAMPLES = "keras_het/hardware"
 CHANGES = "keras_het/changes"
@@ -53,6 +54,8 @@ CURVES: Mapping[str, str] = {
 _DESCRIPTIONS = {
     SETUP: "The devices of the replicas and the names of hardware quantities, as JSON.",
     STEPS: f"[steps, {len(ROWS)}, replicas]: {', '.join(ROWS)}.",
+    MEASURED: "[steps], of the block of its time: 1 for a step that was measured, 0 for one with "
+    "the values of the next one that was. A block without it has measured steps only.",
     THINNED: f"[windows, {len(ORDER)}, {len(ROWS)}, replicas]: {', '.join(ORDER)} of old steps.",
     HARDWARE_SAMPLES: "[replicas, quantities], in the order of the setup's names.",
     CHANGES: "What was changed while the model trained, as JSON.",
@@ -89,6 +92,10 @@ def steps_per_row(tag: str) -> int:
         return 1
     every = tag.removeprefix(THINNED)
     return int(every) if tag.startswith(THINNED) and re.fullmatch("[0-9]{1,6}", every) else 0
+
+
+def has_numbers(tag: str) -> bool:
+    return steps_per_row(tag) > 0 or tag in (HARDWARE_SAMPLES, MEASURED)
 
 
 def description(tag: str) -> str:

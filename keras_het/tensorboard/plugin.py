@@ -261,7 +261,7 @@ class Histories:
     def _values(self, ctx: Any, experiment: str, run: str, tags: list[str]) -> Iterator[Value]:
         for tag in tags:
             most = _MOST_PASSES if tag == log_format.PASSES else _MOST_VALUES
-            has_numbers = log_format.steps_per_row(tag) or tag == log_format.HARDWARE_SAMPLES
+            has_numbers = log_format.has_numbers(tag)
             if not has_numbers and tag not in log_format.TEXTS:
                 continue
             if has_numbers:

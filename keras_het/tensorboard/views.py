@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -56,6 +57,7 @@ def between(content: LogContent, first: int | None, last: int | None) -> LogCont
         recording=content.recording.between(begin, end),
         every=content.every[rows],
         highest=content.highest[rows],
+        windows=None if content.windows is None else content.windows[rows],
         exchanges=tuple(each for each in content.exchanges if begin <= each["step"] < end),
         passes=tuple(each for each in content.passes if begin <= each[0] < end) or content.passes,
     )
@@ -83,6 +85,7 @@ def overview(whole: LogContent, content: LogContent) -> dict[str, Any]:
         "first_of_all": first_of_all,
         "last_of_all": last_of_all,
         "thinned": bool(np.any(content.every > 1)),
+        "measured": None if recording.measured is None else int(recording.measured.sum()),
         **{name: _number(value) for name, value in dataclasses.asdict(speed).items()},
         "pauses": len(recording.pauses),
         "pause_seconds": _number(sum(seconds for _, seconds in recording.pauses)),
@@ -239,6 +242,7 @@ def heat_map(
         "group": group,
         "rows": len(cells),
         "values": _packed(cells),
+        "sampled": sampled(content, edges) if name in (*_TIMES, "share") else None,
         "low": _number(low),
         "high": _number(high),
     }
@@ -261,7 +265,30 @@ def lanes(
         "devices": chosen,
         **{name: cut(getattr(recording, name)) for name in PHASES},
         "share": cut(recording.shares),
+        "sampled": sampled(content, edges),
     }
+
+
+def sampled(content: LogContent, edges: Integers) -> list[tuple[int, str]] | None:
+    """Return of each column how many of its steps were not measured, and what to say of that.
+
+    None where all steps were measured.
+    """
+    measured, known = content.recording.measured, content.windows
+    if measured is None or known is None or measured.all():
+        return None
+    bounds = np.searchsorted(content.recording.steps, edges)
+    found = []
+    for begin, end in itertools.pairwise(bounds.tolist()):
+        unmeasured, text = int(np.sum(~measured[begin:end])), ""
+        parts = np.unique(known[begin:end], axis=0)
+        if len(parts) == 1 and parts[0, 0] < parts[0, 1]:
+            first, last = parts[0].tolist()
+            text = f"measured step {last:,}; stands for steps {first:,} to {last:,}"
+        elif unmeasured:
+            text = f"{end - begin - unmeasured:,} of {end - begin:,} steps measured"
+        found.append((unmeasured, text))
+    return found
 
 
 def edges_between(first: int, last: int, most: int) -> Integers:

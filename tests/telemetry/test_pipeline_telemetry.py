@@ -164,7 +164,7 @@ def test_a_process_without_a_stage_only_waits() -> None:
         contribution = times.contribution()
         times.record(contribution)
         times.finish_step(PassClock([batch]), [batch], MicroBatches(batch, 2))
-    _, rows = phases.read_new()
+    _, rows, _ = phases.read_new()
     assert (rows[:, 2, 1] > 0).all()
     assert (rows[:, [0, 4]] == 0).all()
     latest = times.latest()

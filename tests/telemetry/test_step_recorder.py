@@ -257,7 +257,7 @@ class Phases:
     def read_new(self):
         rows, self.new = self.new, self.new[:0]
         self.count += len(rows)
-        return self.count - len(rows), rows
+        return self.count - len(rows), rows, np.ones(len(rows), bool)
 
 
 def test_numbers_of_an_epoch_are_those_of_the_steps_that_are_known_of_all():
@@ -284,7 +284,7 @@ def test_numbers_of_an_epoch_are_those_of_the_steps_that_are_known_of_all():
 def test_blocks_of_steps_are_written_in_their_order():
     """The end of an epoch, in the main thread, does not overtake the thread that writes."""
     telemetry, written = Telemetry(), []
-    blocks = [(0, np.ones((8, PARTS, 1))), (8, np.ones((8, PARTS, 1)))]
+    blocks = [(first, np.ones((8, PARTS, 1)), np.ones(8, bool)) for first in (0, 8)]
 
     class Recorder:
         def take_new(self):
@@ -294,7 +294,7 @@ def test_blocks_of_steps_are_written_in_their_order():
             return {}
 
     class Log:
-        def write_steps(self, first, rows):
+        def write_steps(self, first, rows, measured):
             if first == 0:
                 other.start()
                 other.join(0.2)

@@ -99,19 +99,22 @@ def values(replicas: int, steps: int) -> Iterator[Value]:
         yield Value(log_format.CHANGES, change.step, 2.0 + change.step, text)
 
 
-def write(folder: Path, replicas: int, steps: int, **settings: Any) -> None:
-    """Write the log of a training into a folder."""
+def write(folder: Path, replicas: int, steps: int, every: int = 1, **settings: Any) -> None:
+    """Write the log of a training into a folder, of which every so manyth step was measured."""
     from keras_het.telemetry.event_log import EventLog
 
     devices = devices_of(replicas)
     log = EventLog(folder / log_format.DIRECTORY, devices, HARDWARE, **settings)
     block = times(devices, steps)
+    measured = np.arange(steps) % every == every - 1
+    ends = np.minimum(np.arange(steps) // every * every + every - 1, steps - 1)
+    block = block[ends]
     later = changes(steps) if steps >= BLOCK else []
     for start in range(0, steps, BLOCK):
         part = block[start : start + BLOCK]
         if start % 100 == 0:
             log.write_hardware(start, hardware(devices, start, steps))
-        log.write_steps(start, part)
+        log.write_steps(start, part, measured[start : start + BLOCK])
         while later and later[0].step < start + BLOCK:
             log.write_change(later.pop(0))
         for worker in range(2):

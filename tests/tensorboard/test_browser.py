@@ -206,6 +206,27 @@ def test_the_page_shows_a_training(browser: Browser) -> None:
     assert browser.complaints() == []
 
 
+def test_steps_that_were_not_measured_are_drawn_as_such(browser: Browser, tmp_path: Path) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    made_training.write(tmp_path, 4, 100, every=4)
+    with served(application_of(tmp_path)) as start:
+        for address in (start, page_of(tmp_path, "telemetry")):
+            browser.open(address)
+            assert browser.text(".range") == "steps 0 to 99, 25 measured"
+            assert browser.text("main").count("Hatched: steps that were not measured") == 2
+            canvas = browser.element(".plot canvas")
+            ActionChains(browser.driver).move_to_element(canvas).perform()
+            until(lambda: "measured step" in browser.text(".tip"), "what the step stands for")
+            told = re.search(
+                r"measured step (\d+); stands for steps (\d+) to", browser.text(".tip")
+            )
+            assert told and int(told.group(1)) - int(told.group(2)) == 3
+    if picture := os.environ.get("KERAS_HET_TEST_PICTURE"):
+        browser.driver.save_screenshot(picture)
+    assert browser.complaints() == []
+
+
 @pytest.mark.full
 def test_zoom_hover_and_keyboard(browser: Browser, shell: str) -> None:
     from selenium.webdriver.common.action_chains import ActionChains

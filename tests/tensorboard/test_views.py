@@ -70,6 +70,7 @@ def test_what_is_read_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_overview(training: LogContent) -> None:
     answer = views.overview(training, training)
     assert (answer["first"], answer["last"], answer["thinned"]) == (0, 1000, False)
+    assert answer["measured"] is None
     assert answer["devices"][2]["model"] == "NVIDIA GeForce RTX 2080 Ti"
     assert [each["step"] for each in answer["changes"]] == [200, 500, 800]
     names = [each["name"] for each in answer["quantities"]]
@@ -119,6 +120,30 @@ def test_lanes_of_chosen_devices(training: LogContent) -> None:
     shares = unpacked(answer, "share", 2)
     assert shares[0, 0] == shares[1, 0] == 64
     assert shares[0, -1] < 64 < shares[1, -1]
+
+
+def test_steps_that_were_not_measured_are_told_from_those_that_were() -> None:
+    values = list(made_training.values(2, 60))
+    marks = {0: [0, 0, 0, 1] * 5, 20: [0, 0, 1] + [1] * 17}  # and an older log has none
+    values += [
+        Value(log_format.MEASURED, step, 2.0 + step, np.array(mark, np.float32))
+        for step, mark in marks.items()
+    ]
+    content = log_content(values)
+    whole = views.overview(content, content)
+    assert whole["measured"] == 5 + 18 + 20
+    told = views.lanes(views.between(content, 5, 25), [0])["sampled"]
+    assert told[:4] == [
+        *[(1, "measured step 7; stands for steps 4 to 7")] * 2,
+        (0, "measured step 7; stands for steps 4 to 7"),
+        (1, "measured step 11; stands for steps 8 to 11"),
+    ]
+    assert told[-3:] == [(0, "measured step 22; stands for steps 20 to 22"), (0, ""), (0, "")]
+    heat_map = views.heat_map(content, "compute", "median", most_columns=10)
+    assert heat_map is not None
+    assert heat_map["sampled"][:2] == [(5, "1 of 6 steps measured"), (4, "2 of 6 steps measured")]
+    assert heat_map["sampled"][-1] == (0, "")
+    assert views.lanes(views.between(content, 23, 60), [0])["sampled"] is None
 
 
 def test_a_zoom_into_one_row_of_old_steps_shows_it() -> None:

@@ -12,6 +12,7 @@ from keras_het.planning.pipeline import Timeline
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
+Booleans = np.ndarray[Any, np.dtype[np.bool_]]
 
 PHASES = ("compute", "input", "sync", "other")
 """The four parts of a step's wall time, in the order of the log's rows."""
@@ -92,7 +93,8 @@ class Recording:
     """Times of consecutive steps, of T rows and N replicas; NaN where a value is unknown.
 
     The four times of a replica add up to the wall time of its step. A row may stand for several
-    steps (the median of each value) where old ones were thinned.
+    steps (the median of each value) where old ones were thinned. Where only some steps were
+    measured (`measured` of shape [T]; None: all), the others have the row of the next one that was.
     """
 
     devices: tuple[Device, ...]
@@ -107,6 +109,7 @@ class Recording:
     changes: tuple[Change, ...] = ()
     pauses: tuple[tuple[int, float], ...] = ()
     pipeline: PipelineRecord | None = None
+    measured: Booleans | None = None
 
     def __post_init__(self) -> None:
         expected = (len(self.steps), len(self.devices))
@@ -138,6 +141,7 @@ class Recording:
             hardware_steps=self.hardware_steps[sampled],
             changes=tuple(each for each in self.changes if first <= each.step < last),
             pauses=tuple(each for each in self.pauses if first <= each[0] < last),
+            measured=None if self.measured is None else self.measured[rows],
         )
 
 

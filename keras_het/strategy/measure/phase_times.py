@@ -181,8 +181,11 @@ class PhaseTimes:
     def _num_rows(self) -> int:
         return int(tf.raw_ops.ReadVariableOp(resource=self._count.handle, dtype=tf.int64))
 
-    def read_new(self) -> tuple[int, np.ndarray]:
-        """The steps since the last call, oldest first; at most the latest `CAPACITY`."""
+    def read_new(self) -> tuple[int, np.ndarray, np.ndarray]:
+        """The steps since the last call, oldest first, and which of them were measured.
+
+        At most the latest `CAPACITY` that were.
+        """
         # row k has the step before the one that wrote it: row 0 has none
         count = self._num_rows
         first, self._read = max(self._read, count - CAPACITY, 1), max(count, 1)
@@ -202,8 +205,11 @@ class PhaseTimes:
         rest = np.maximum(wall - parts[:, :_REST].sum(axis=1), 0)
         parts[:, _REST] = np.where(is_known, rest, 0)
         if self._num_steps is None or not len(rows):
-            return first - 1, parts
-        return int(windows[0, 0]), np.repeat(parts, windows[:, 1], axis=0)
+            return first - 1, parts, np.ones(len(parts), bool)
+        stand_for = windows[:, 1]
+        measured = np.zeros(stand_for.sum(), bool)
+        measured[np.cumsum(stand_for) - 1] = True
+        return int(windows[0, 0]), np.repeat(parts, stand_for, axis=0), measured
 
     def samples(self) -> np.ndarray:
         """What was sampled last on all workers, float32 of shape [num_replicas, sampled]."""

@@ -58,6 +58,7 @@ function part(answer, first, last, devices) {
     while (end > begin + 1 && answer.edges[end - 1] >= last) end -= 1;
   }
   found.edges = answer.edges.slice(begin, end + 1);
+  found.sampled = answer.sampled?.slice(begin, end);
   found.devices = devices;
   const rows = devices ?? Array.from({ length: answer.rows }, (_, row) => row);
   for (const name of SERIES.filter((each) => answer[each])) {

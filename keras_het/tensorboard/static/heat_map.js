@@ -3,7 +3,7 @@
 import { heat, theme } from "./colors.js";
 import { card, element, empty, options } from "./dom.js";
 import { quantity } from "./format.js";
-import { Plot, columnTitle } from "./plot.js";
+import { Plot, columnTitle, sampledNote } from "./plot.js";
 
 const HEIGHT = 420;
 const LEAST_RANGE = 0.05;
@@ -35,7 +35,9 @@ export class HeatMap {
     const parts = card("Replicas over steps");
     this.node = parts.whole;
     this.body = parts.body;
+    this.sampled = element("span", { class: "note" });
     parts.tools.append(
+      this.sampled,
       element("span", { class: "legend" }, this.low, this.scale, this.high),
       this.quantity,
       this.how,
@@ -71,6 +73,7 @@ export class HeatMap {
     this.low.textContent = known ? quantity(low, unit) : "";
     this.high.textContent = known ? quantity(high, unit) : "";
     this.scale.hidden = !known;
+    this.sampled.textContent = known ? sampledNote(map) : "";
     if (!known) {
       this.body.replaceChildren(empty("There are no values of this quantity in these steps."));
       return;
@@ -84,6 +87,7 @@ export class HeatMap {
     this.body.replaceChildren(this.plot.node);
     this.plot.show({
       edges: map.edges,
+      sampled: map.sampled,
       rows,
       rowHeight,
       changes,
@@ -95,7 +99,7 @@ export class HeatMap {
       },
       describe: (column, row) => [
         rows[row],
-        columnTitle(map.edges, column),
+        ...columnTitle(map, column),
         quantity(at(column, row), unit),
       ],
     });

@@ -3,7 +3,7 @@
 import { api, inside } from "./api.js";
 import { Changes, Devices, Exchanges } from "./devices.js";
 import { element, file, loaded, options } from "./dom.js";
-import { steps } from "./format.js";
+import { count, steps } from "./format.js";
 import { HeatMap } from "./heat_map.js";
 import { followTheme, onReload } from "./host.js";
 import { Lanes } from "./lanes.js";
@@ -255,7 +255,8 @@ class Page {
     if (!names.includes(this.quantity)) this.quantity = "compute";
     this.heatMap.choices(overview.quantities, this.quantity);
     this.reset.hidden = this.range.first === null;
-    const thinned = overview.thinned ? ", old ones thinned" : "";
+    const measured = overview.measured === null ? "" : `, ${count(overview.measured)} measured`;
+    const thinned = `${measured}${overview.thinned ? ", old ones thinned" : ""}`;
     this.shown.textContent =
       overview.last > overview.first ? `${this.part()}${steps(overview.first, overview.last)}${thinned}` : "";
     this.changes.show(overview.changes);

@@ -4,7 +4,7 @@ import { PHASES } from "./api.js";
 import { PHASE_COLORS, PHASE_TITLES, theme } from "./colors.js";
 import { card, element, empty } from "./dom.js";
 import { seconds } from "./format.js";
-import { Plot, columnTitle } from "./plot.js";
+import { Plot, columnTitle, sampledNote } from "./plot.js";
 
 const GAP = 4;
 
@@ -26,7 +26,9 @@ export class Lanes {
     this.node = parts.whole;
     this.body = parts.body;
     this.height = element("span", { class: "note" });
+    this.sampled = element("span", { class: "note" });
     parts.tools.append(
+      this.sampled,
       this.height,
       element(
         "ul",
@@ -50,6 +52,7 @@ export class Lanes {
     );
     const full = fullHeight(wall);
     this.height.textContent = full ? `a full lane is ${seconds(full)} or more` : "";
+    this.sampled.textContent = sampledNote(lanes);
     if (!full) {
       this.body.replaceChildren(empty("No device is chosen, or there are no times in these steps."));
       return;
@@ -59,6 +62,7 @@ export class Lanes {
     this.body.replaceChildren(this.plot.node);
     this.plot.show({
       edges: lanes.edges,
+      sampled: lanes.sampled,
       rows,
       rowHeight,
       changes,
@@ -85,7 +89,7 @@ export class Lanes {
       },
       describe: (column, row) => [
         rows[row],
-        columnTitle(lanes.edges, column),
+        ...columnTitle(lanes, column),
         ...PHASES.map(
           (name) => `${PHASE_TITLES[name]}: ${seconds(lanes[name][row * columns + column])}`,
         ),

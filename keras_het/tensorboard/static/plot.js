@@ -48,7 +48,7 @@ export class Plot {
     this.listen();
   }
 
-  // content: {edges, rows: [label], rowHeight, changes, paint(context, area), describe(column, row)}
+  // content: {edges, sampled, rows: [label], rowHeight, changes, paint(context, area), describe(column, row)}
   show(content) {
     this.content = content;
     this.forget();
@@ -84,9 +84,23 @@ export class Plot {
     context.scale(ratio, ratio);
     context.font = "11px system-ui, sans-serif";
     this.content.paint(context, area);
+    this.drawSampled(context, area);
     this.drawLabels(context, area);
     this.drawAxis(context, area);
     this.drawChanges(context, area);
+  }
+
+  // Steps that were not measured have the values of one that was: they must not look like it.
+  drawSampled(context, area) {
+    const { edges, sampled } = this.content;
+    if (!sampled) return;
+    context.fillStyle = context.createPattern(hatch(), "repeat");
+    sampled.forEach(([unmeasured], column) => {
+      if (!unmeasured) return;
+      const left = Math.round(this.place(edges[column]));
+      const width = Math.round(this.place(edges[column + 1])) - left;
+      context.fillRect(left, area.top, Math.max(width, 1), area.height);
+    });
   }
 
   drawLabels(context, area) {
@@ -275,6 +289,31 @@ export class Plot {
   }
 }
 
-export function columnTitle(edges, column) {
-  return steps(edges[column], edges[column + 1]);
+export function columnTitle({ edges, sampled }, column) {
+  const note = sampled?.[column][1];
+  const title = steps(edges[column], edges[column + 1]);
+  return note ? [title, note] : [title];
+}
+
+const HATCH = 6;
+
+// What the hatching means, empty where all steps were measured.
+export function sampledNote({ sampled }) {
+  return sampled?.some(([unmeasured]) => unmeasured)
+    ? "Hatched: steps that were not measured; they have the values of the next one that was."
+    : "";
+}
+
+function hatch() {
+  const canvas = element("canvas", { width: HATCH, height: HATCH });
+  const context = canvas.getContext("2d");
+  context.strokeStyle = theme("--card");
+  context.lineWidth = 1.5;
+  context.beginPath();
+  for (const x of [-HATCH, 0, HATCH]) {
+    context.moveTo(x, HATCH);
+    context.lineTo(x + HATCH, 0);
+  }
+  context.stroke();
+  return canvas;
 }
