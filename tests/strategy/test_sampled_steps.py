@@ -105,6 +105,14 @@ CALLBACKS: dict[str, Callable[[Path], list[Any]]] = {
     "telemetry": lambda folder: [keras_het.callbacks.Telemetry(folder)],
     "tuner": lambda folder: [keras_het.callbacks.LoaderTuner()],
     "backup": lambda folder: [keras_het.callbacks.BackupAndRestore(folder)],
+    "those of Keras": lambda folder: [
+        keras.callbacks.EarlyStopping("loss"),
+        keras.callbacks.ReduceLROnPlateau("loss"),
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
+        keras.callbacks.CSVLogger(folder / "log.csv"),
+        keras.callbacks.ModelCheckpoint(folder / "model.keras"),
+        keras.callbacks.TensorBoard(folder),
+    ],
     "all": lambda folder: [
         keras_het.callbacks.BackupAndRestore(folder / "backup"),
         keras_het.callbacks.LoaderTuner(),

@@ -122,7 +122,7 @@ def steps_of(recording: Recording, rows: Integers) -> Steps:
     transfer = np.where(np.isinf(lowest), np.nan, lowest)
     return Steps(
         recording.steps[rows],
-        _weights(recording.steps)[rows],
+        _weights(recording)[rows],
         filled(compute),
         filled(waited),
         filled(other),
@@ -133,7 +133,7 @@ def steps_of(recording: Recording, rows: Integers) -> Steps:
 
 
 def comparable_rows(recording: Recording) -> Integers:
-    """Return the rows with times, samples and a whole global batch."""
+    """Return the rows with times of their own, samples and a whole global batch."""
     compute = np.asarray(recording.compute, np.float64)
     timed = np.isfinite(compute).any(axis=1)
     shares = np.asarray(recording.shares, np.float64)
@@ -143,7 +143,9 @@ def comparable_rows(recording: Recording) -> Integers:
         before[0], after[-1] = total[0], total[-1]
     partial = total < _PARTIAL_BATCH * np.maximum(before, after)
     unknown = ~np.isfinite(shares).any(axis=1)
-    return np.flatnonzero(timed & (unknown | ((total > 0) & ~partial)))
+    # repeated rows would look like steps without noise
+    own = timed if recording.measured is None else timed & recording.measured
+    return np.flatnonzero(own & (unknown | ((total > 0) & ~partial)))
 
 
 def without_long_rows(steps: Steps, begins: bool) -> Steps:
@@ -166,12 +168,17 @@ def without_long_rows(steps: Steps, begins: bool) -> Steps:
     return kept
 
 
-def _weights(numbers: Integers) -> Floats:
-    """How many steps rows stand for: those up to the next row."""
+def _weights(recording: Recording) -> Floats:
+    """How many steps rows stand for: those up to the next row, or since the last measured one."""
+    if recording.measured is not None and not recording.measured.all():
+        measured = np.flatnonzero(recording.measured)
+        weights = np.ones(len(recording.steps))
+        weights[measured] = np.diff(measured, prepend=-1)
+        return weights
+    numbers = np.asarray(recording.steps, np.float64)
     if len(numbers) < 2:
         return np.ones(len(numbers))
-    gaps = np.maximum(np.diff(np.asarray(numbers, np.float64)), 1.0)
-    return np.append(gaps, 1.0)
+    return np.append(np.maximum(np.diff(numbers), 1.0), 1.0)
 
 
 @dataclasses.dataclass(frozen=True)

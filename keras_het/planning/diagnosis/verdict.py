@@ -118,10 +118,12 @@ def _abstention(recording: Recording, windows: Windows) -> str:
         return ""
     if not np.isfinite(recording.compute).any() and len(recording.steps) >= MIN_STEPS:
         return "no compute times: cannot tell devices apart"
-    steps = f"{windows.wanted} of {MIN_STEPS}"
+    number = f"{windows.wanted} of {MIN_STEPS}"
+    is_sampled = recording.measured is not None and not recording.measured.all()
+    steps = "measured steps" if is_sampled else "steps"
     if windows.since_shares is not None:
-        return f"not enough steps since shares changed in step {windows.since_shares}: {steps}"
-    return f"not enough steps yet: {steps}"
+        return f"not enough {steps} since shares changed in step {windows.since_shares}: {number}"
+    return f"not enough {steps} yet: {number}"
 
 
 def _verdict(situation: Situation) -> Verdict:

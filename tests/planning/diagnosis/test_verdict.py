@@ -89,6 +89,45 @@ def test_undisturbed_trainings_have_no_cause(n):
             assert f"would save {100 * max(savings_of(result)):.0f} % of a step" in line
 
 
+def sampled(recording, interval):
+    """What is known of a recording if few of its steps are measured, and others repeat them."""
+    num_steps = len(recording.steps)
+    ends = np.unique(np.r_[0:4, interval - 1 : num_steps : interval])
+    counts = np.diff(ends, prepend=-1)
+    known = recording.between(0, int(recording.steps[ends[-1]]) + 1)
+    rows = {name: getattr(known, name)[ends] for name in ("compute", "sync", "shares")}
+    wall, rows["input"] = (
+        np.add.reduceat(each, ends - counts + 1) / counts[:, None]
+        for each in (known.wall, known.input)
+    )
+    rows["other"] = np.maximum(wall - rows["compute"] - rows["sync"] - rows["input"], 0)
+    measured = np.isin(np.arange(len(known.steps)), ends)
+    repeated = {name: np.repeat(values, counts, axis=0) for name, values in rows.items()}
+    return dataclasses.replace(known, measured=measured, **repeated)
+
+
+@pytest.mark.parametrize("interval", [4, 16])
+@pytest.mark.parametrize("kind", KIND)
+def test_faults_are_named_where_few_steps_are_measured(kind, interval):
+    for training in faults_of(kind, "static"):
+        if training.n <= 16:
+            longer = dataclasses.replace(training, steps=400)
+            verdict = diagnose(sampled(longer.record(), interval))
+            assert is_named(longer, verdict), longer
+
+
+@pytest.mark.parametrize("interval", [4, 16, 64])
+def test_undisturbed_trainings_have_no_cause_where_few_steps_are_measured(interval):
+    for seed in range(40):
+        noise, spikes = (0.02, 0.05, 0.1)[seed // 3 % 3], (0.0, 0.01, 0.02)[seed % 3]
+        training = Training(4, 20 * interval, noise=noise, spikes=spikes, seed=seed)
+        recording = sampled(training.record(), interval)
+        verdict = diagnose(recording)
+        assert verdict.causes == () and verdict.missing == (), training
+        few = diagnose(recording.between(0, 10 * interval))
+        assert "not enough measured steps yet: " in str(few)
+
+
 def savings_of(result):
     """Fractions of a step that each row of the table of repairs saves."""
     seconds = (*result.by_device, *result.by_worker.values(), *result.by_phase.values())
