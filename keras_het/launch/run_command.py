@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -17,14 +18,17 @@ from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.failure_report import describe_failures, first_to_fail
 from keras_het.launch.local.gpus import choose_gpus, environment_of, present_gpus
 from keras_het.launch.local.local_cluster import LocalCluster
+from keras_het.launch.local.own_workers import OwnWorkers, own_workers
 from keras_het.launch.local.worker_environment import secret_names
 from keras_het.launch.local.worker_process import OutputLine, Stream, WorkerResult, signal_name
+from keras_het.strategy.cluster.cluster_config import TF_CONFIG
 from keras_het.telemetry.hardware import NvmlMissingError
 
 _KEEP_LINES = 2000
 # Hides TensorFlow's information messages, of which each worker prints some 50 lines at startup.
 _QUIET_TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_REPLACED = "TF_CONFIG of the environment is replaced: all workers are on this machine."
 _EPILOG = """\
 examples:
   keras-het run --gpus auto train.py            a worker on each GPU
@@ -221,21 +225,26 @@ def run_workers(options: argparse.Namespace) -> int:
         display.say(f"not passed to the workers: {', '.join(withheld)} (see --keep-env).")
     _warn_of_another_backend(display)
     gpus: list[str] = []
+    own: OwnWorkers | None = None
     if options.gpus is not None:
         try:
             gpus = choose_gpus(options.gpus, present_gpus(), options.async_workers)
+            own = own_workers(os.environ, len(gpus), options.async_workers)
         except (ValueError, NvmlMissingError) as error:
             display.say(f"--gpus: {error}")
             return 2
         options.workers = len(gpus)
+    if own is None and os.environ.get(TF_CONFIG, "").strip():
+        display.say(_REPLACED)
+    first = own.first_index if own else 0
     emulation = _emulation(options)
     label = emulation.describe() if emulation else None
     logs: WorkerLogs | None = None
 
     def on_line(worker_index: int, stream: Stream, line: OutputLine) -> None:
         if logs is not None:
-            logs.write(worker_index, line)
-        display.show(worker_index, stream, line)
+            logs.write(first + worker_index, line)
+        display.show(first + worker_index, stream, line)
 
     def on_stop(number: int) -> None:
         display.say(f"forwarding {signal_name(number)} to all workers; send it again to hurry.")
@@ -246,32 +255,40 @@ def run_workers(options: argparse.Namespace) -> int:
     quiet = {} if options.tf_logs else _QUIET_TENSORFLOW
     with contextlib.ExitStack() as stack:
         if options.log_dir is not None:
-            workers = options.workers or len(options.speeds)
-            logs = stack.enter_context(WorkerLogs(options.log_dir, workers, label))
+            indices = range(first, first + (options.workers or len(options.speeds)))
+            logs = stack.enter_context(WorkerLogs(options.log_dir, indices, label))
         cluster = LocalCluster(
             [options.python, *target],
             options.workers,
             num_async_workers=options.async_workers,
             env={name: os.environ.get(name, value) for name, value in quiet.items()},
             withheld=withheld,
-            worker_env=[environment_of(gpu) for gpu in gpus] or None,
+            worker_env=_environments(gpus, own),
             emulation=emulation,
             cpus_per_worker=options.cpus_per_worker,
             pin=options.pin,
             on_line=on_line,
             on_stop=on_stop,
             keep_lines=_KEEP_LINES,
+            end_on_failure=not (own and own.is_async),
             grace_seconds=options.grace_seconds,
         )
         stack.enter_context(_signals_forwarded(cluster))
         if label:
             display.say(label, stream="stdout")
-        for index, gpu in enumerate(gpus):
+        for index, gpu in enumerate(gpus, first):
             display.say(f"worker {index} sees GPU {gpu} only.", stream="stdout")
         with cluster:
             results = cluster.wait()
         display.finish()
-        return _report(cluster, results, display, options.only_chief)
+        return _report(cluster, results, display, options.only_chief, first)
+
+
+def _environments(gpus: Sequence[str], own: OwnWorkers | None) -> list[dict[str, str]] | None:
+    environments = [environment_of(gpu) for gpu in gpus]
+    for environment, text in zip(environments, own.tf_configs if own else (), strict=False):
+        environment[TF_CONFIG] = text
+    return environments or None
 
 
 def _warn_of_another_backend(display: Display) -> None:
@@ -316,7 +333,11 @@ def _signals_forwarded(cluster: LocalCluster) -> Iterator[None]:
 
 
 def _report(
-    cluster: LocalCluster, results: Sequence[WorkerResult], display: Display, only_chief: bool
+    cluster: LocalCluster,
+    results: Sequence[WorkerResult],
+    display: Display,
+    only_chief: bool,
+    first_index: int,
 ) -> int:
     if cluster.stopped_by is not None:
         display.say(f"stopped by {signal_name(cluster.stopped_by)}; all workers have ended.")
@@ -324,7 +345,8 @@ def _report(
     if not cluster.failures:
         return 0
     first = first_to_fail(results)
-    display.say(describe_failures(results, only_chief and first.index != 0))
+    numbered = [replace(result, index=first_index + result.index) for result in results]
+    display.say(describe_failures(numbered, only_chief and first_index + first.index != 0))
     ended_training = [result for result in cluster.failures if cluster.is_needed(result)]
     if not ended_training:
         display.say("the other workers have trained to the end without it, which is no failure.")

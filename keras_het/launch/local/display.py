@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -131,21 +132,21 @@ def discard(stream: object) -> None:
 class WorkerLogs:
     """Log `worker-N.log` of each worker: both streams, in the order in which lines arrive."""
 
-    def __init__(self, directory: Path, num_workers: int, label: str | None = None) -> None:
+    def __init__(self, directory: Path, indices: Iterable[int], label: str | None = None) -> None:
         self._lock = threading.Lock()
         self._failed: set[int] = set()
-        self._files: list[TextIO] = []
+        self._files: dict[int, TextIO] = {}
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            for index in range(num_workers):
+            for index in indices:
                 path = directory / f"worker-{index}.log"
-                self._files.append(path.open("w", encoding="utf-8", buffering=1))
+                self._files[index] = path.open("w", encoding="utf-8", buffering=1)
         except OSError as error:
             raise ValueError(
                 f"The workers' logs cannot be written to {str(directory)!r}: {error}. Give a "
                 "--log-dir where you may create files."
             ) from error
-        for file in self._files:
+        for file in self._files.values():
             file.write(f"{label}\n" if label else "")
 
     def write(self, worker_index: int, line: OutputLine) -> None:
@@ -174,6 +175,6 @@ class WorkerLogs:
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
-            for file in self._files:
+            for file in self._files.values():
                 with contextlib.suppress(OSError):
                     file.close()

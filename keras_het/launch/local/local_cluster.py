@@ -52,7 +52,8 @@ class LocalCluster:
             `async`). They get a secret; the failure of one ends no other worker. Defaults to 0.
         env: Variables for all workers, in addition to those of this process.
         withheld: Names of variables of this process that workers do not get. Defaults to none.
-        worker_env: Additional variables, one mapping per worker. Defaults to none.
+        worker_env: Additional variables, one mapping per worker; a TF_CONFIG among them is used
+            instead of ours. Defaults to none.
         cwd: Working directory of the workers. Defaults to this process's.
         emulation: Emulated devices, one per worker. Defaults to none.
         cpus_per_worker: CPUs of each worker. Defaults to an even division.
@@ -246,6 +247,8 @@ class LocalCluster:
             self._emulation,
             self.num_async_workers,
         )
+        if given := self._worker_env[index].get("TF_CONFIG"):
+            environment["TF_CONFIG"] = given
         worker = WorkerProcess(
             index,
             self._command,
