@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from keras_het import __version__
 from keras_het.launch.doctor_command import add_doctor_command
+from keras_het.launch.grammar import check_script
 from keras_het.launch.local.display import Display
 from keras_het.launch.report_command import add_report_command
 from keras_het.launch.run_command import add_run_command, check_run
 from keras_het.launch.serve_command import add_serve_command
 from keras_het.launch.validate_command import add_validate_command
+from keras_het.launch.worker_command import add_worker_command
 
 _WRONG_USAGE = 2
 
@@ -24,6 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"keras-het {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_run_command(commands)
+    add_worker_command(commands)
     add_doctor_command(commands)
     add_validate_command(commands)
     add_serve_command(commands)
@@ -37,6 +40,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     options = parser.parse_args(arguments)
     if options.command == "run":
         check_run(parser, options)
+    if options.command == "worker":
+        check_script(parser, options)
     return options
 
 

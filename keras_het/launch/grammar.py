@@ -1,8 +1,10 @@
-"""What commands' grammars have in common: how a parser begins, and numbers as arguments."""
+"""What commands' grammars have in common: how a parser begins, scripts and numbers as arguments."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import textwrap
 from collections.abc import Callable
 from typing import TypeAlias
@@ -45,3 +47,57 @@ def not_negative(text: str) -> float:
     if not 0 <= number(text) < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number of at least 0, received {text!r}")
     return number(text)
+
+
+def positive_integer(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number of at least 1, received {text!r}"
+        )
+    return number
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Add the script that workers run; everything after it belongs to it."""
+    parser.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        help="MODULE [ARGUMENTS]: run a module, as python -m does, instead of a script; all that "
+        "follows belongs to it",
+    )
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        metavar="PROGRAM",
+        help="Python interpreter of the workers (default: this one)",
+    )
+    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="script that each worker runs")
+    parser.add_argument(
+        "script_arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script"
+    )
+
+
+def check_script(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Exit with code 2 if there is no script."""
+    if options.module == []:
+        parser.error("-m needs a MODULE")
+    if options.module is not None:
+        return
+    if options.script == "--" and options.script_arguments:
+        options.script, *options.script_arguments = options.script_arguments
+    if not options.script:
+        parser.error("give the script that each worker runs, or -m MODULE")
+    # Path.is_file raises an error for names that are too long
+    if not os.path.isfile(options.script):  # noqa: PTH113
+        parser.error(f"there is no file {options.script!r}; give a script, or -m MODULE")
+
+
+def script_command(options: argparse.Namespace) -> list[str]:
+    if options.module is not None:
+        return [options.python, "-m", *options.module]
+    return [options.python, options.script, *options.script_arguments]

@@ -12,7 +12,16 @@ from types import FrameType
 
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to, public_addresses
-from keras_het.launch.grammar import Commands, add_command, not_negative, number
+from keras_het.launch.grammar import (
+    Commands,
+    add_command,
+    add_script,
+    check_script,
+    not_negative,
+    number,
+    positive_integer,
+    script_command,
+)
 from keras_het.launch.local.display import Display, WorkerLogs
 from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.failure_report import describe_failures, first_to_fail
@@ -66,7 +75,7 @@ def _add_target(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "-w",
         "--workers",
-        type=_positive_integer,
+        type=positive_integer,
         metavar="N",
         help="number of workers (default: the number of GPUs or speeds)",
     )
@@ -78,29 +87,13 @@ def _add_target(run: argparse.ArgumentParser) -> None:
     )
     run.add_argument(
         "--async-workers",
-        type=_positive_integer,
+        type=positive_integer,
         metavar="N",
         default=0,
         help="how many of the workers, the last ones, train outside of the synchronous group and "
         "exchange with its leader (see keras_het.callbacks.HybridAggregation)",
     )
-    run.add_argument(
-        "-m",
-        dest="module",
-        nargs=argparse.REMAINDER,
-        help="MODULE [ARGUMENTS]: run a module, as python -m does, instead of a script; all that "
-        "follows belongs to it",
-    )
-    run.add_argument(
-        "--python",
-        default=sys.executable,
-        metavar="PROGRAM",
-        help="Python interpreter of the workers (default: this one)",
-    )
-    run.add_argument("script", nargs="?", metavar="SCRIPT", help="script that each worker runs")
-    run.add_argument(
-        "script_arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script"
-    )
+    add_script(run)
 
 
 def _add_emulation(run: argparse.ArgumentParser) -> None:
@@ -134,7 +127,7 @@ def _add_processors(run: argparse.ArgumentParser) -> None:
     group = run.add_argument_group("processors")
     group.add_argument(
         "--cpus-per-worker",
-        type=_positive_integer,
+        type=positive_integer,
         metavar="N",
         help="CPUs of each worker (default: all CPUs dealt out evenly)",
     )
@@ -203,17 +196,7 @@ def check_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
             f"--async-workers {options.async_workers} leaves no worker of {num_workers} for the "
             "synchronous group; give less"
         )
-    if options.module == []:
-        parser.error("-m needs a MODULE")
-    if options.module is not None:
-        return
-    if options.script == "--" and options.script_arguments:
-        options.script, *options.script_arguments = options.script_arguments
-    if not options.script:
-        parser.error("give the script that each worker runs, or -m MODULE")
-    # Path.is_file raises an error for names that are too long
-    if not os.path.isfile(options.script):  # noqa: PTH113
-        parser.error(f"there is no file {options.script!r}; give a script, or -m MODULE")
+    check_script(parser, options)
 
 
 def run_workers(options: argparse.Namespace) -> int:
@@ -249,16 +232,13 @@ def run_workers(options: argparse.Namespace) -> int:
     def on_stop(number: int) -> None:
         display.say(f"forwarding {signal_name(number)} to all workers; send it again to hurry.")
 
-    target = [options.script, *options.script_arguments]
-    if options.module is not None:
-        target = ["-m", *options.module]
     quiet = {} if options.tf_logs else _QUIET_TENSORFLOW
     with contextlib.ExitStack() as stack:
         if options.log_dir is not None:
             indices = range(first, first + (options.workers or len(options.speeds)))
             logs = stack.enter_context(WorkerLogs(options.log_dir, indices, label))
         cluster = LocalCluster(
-            [options.python, *target],
+            script_command(options),
             options.workers,
             num_async_workers=options.async_workers,
             env={name: os.environ.get(name, value) for name, value in quiet.items()},
@@ -352,18 +332,6 @@ def _report(
         display.say("the other workers have trained to the end without it, which is no failure.")
         return 0
     return (first if first in ended_training else ended_training[0]).shell_exit_code
-
-
-def _positive_integer(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(
-            f"expected a whole number of at least 1, received {text!r}"
-        )
-    return number
 
 
 def _speeds(text: str) -> tuple[float, ...]:

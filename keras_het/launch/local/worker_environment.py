@@ -35,14 +35,6 @@ def worker_environment(
     emulation: Emulation | None = None,
     num_async_workers: int = 0,
 ) -> dict[str, str]:
-    num_sync = len(addresses) - num_async_workers
-    cluster = {"worker": list(addresses[:num_sync])}
-    task = {"type": "worker", "index": worker_index}
-    if num_async_workers:
-        cluster["async"] = list(addresses[num_sync:])
-    if worker_index >= num_sync:
-        task = {"type": "async", "index": worker_index - num_sync}
-    tf_config = {"cluster": cluster, "task": task}
     defaults = {
         "TF_NUM_INTRAOP_THREADS": str(threads),
         # A worker that waits in a collective needs a second thread to answer its peers. An emulated
@@ -53,10 +45,26 @@ def worker_environment(
         "PYTHONUNBUFFERED": "1",
     }
     emulated = emulation.environment_of(worker_index) if emulation else {}
-    environment = {**defaults, **inherited, **emulated, "TF_CONFIG": json.dumps(tf_config)}
+    tf_config = tf_config_of(worker_index, addresses, num_async_workers)
+    return with_backend({**defaults, **inherited, **emulated, "TF_CONFIG": tf_config})
+
+
+def tf_config_of(worker_index: int, addresses: Sequence[str], num_async_workers: int) -> str:
+    """Return TF_CONFIG of one of the workers, of which the last ones are asynchronous."""
+    num_sync = len(addresses) - num_async_workers
+    cluster = {"worker": list(addresses[:num_sync])}
+    task = {"type": "worker", "index": worker_index}
+    if num_async_workers:
+        cluster["async"] = list(addresses[num_sync:])
+    if worker_index >= num_sync:
+        task = {"type": "async", "index": worker_index - num_sync}
+    return json.dumps({"cluster": cluster, "task": task})
+
+
+def with_backend(environment: Mapping[str, str]) -> dict[str, str]:
     # as Keras does; the default overrides the user's keras.json
-    environment[KERAS_BACKEND] = environment.get(KERAS_BACKEND) or NEEDED_BACKEND
-    return environment
+    backend = environment.get(KERAS_BACKEND) or NEEDED_BACKEND
+    return {**environment, KERAS_BACKEND: backend}
 
 
 def service_environment(

@@ -1,0 +1,268 @@
+"""The workers that a scheduler starts, and which of them this process is, from its variables.
+
+Functions of an environment only. Nothing is asked of a network: where the variables do not tell
+every address, a list of hosts is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+PORT = 12345
+# The parameter service answers one port above that of the first worker.
+_PORTS_OF_A_WORKER = 2
+_PART = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+# Variables of a process's rank, of the number of processes and of the rank on its host.
+_RANKS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("PET_NODE_RANK", "PET_NNODES", ""),
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+)
+_HOW_TO_LIST = "list the hosts of all workers with --hosts"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The host of each worker, which of them this process is, and who says so."""
+
+    hosts: tuple[str, ...]
+    index: int
+    source: str
+
+    def addresses(self, port: int) -> list[str]:
+        """Return `host:port` of each worker, with ports that count up on each host."""
+        before = [self.hosts[:index].count(host) for index, host in enumerate(self.hosts)]
+        pairs = zip(self.hosts, before, strict=True)
+        return [f"{host}:{port + _PORTS_OF_A_WORKER * number}" for host, number in pairs]
+
+    def with_workers(self, number: int) -> Place:
+        """Return the place of the first of so many workers of each process."""
+        hosts = tuple(host for host in self.hosts for _ in range(number))
+        return replace(self, hosts=hosts, index=number * self.index)
+
+
+def place_of(
+    environ: Mapping[str, str],
+    hosts: Sequence[str] = (),
+    hostname: str = "",
+    is_alone_on_host: bool = False,
+) -> Place:
+    """Return this process's place.
+
+    Args:
+        environ: the environment.
+        hosts: host of each worker, where the user lists them.
+        hostname: what this machine calls itself.
+        is_alone_on_host: whether one process stands for all workers of its host.
+
+    Raises:
+        ValueError: if the environment does not tell the place.
+    """
+    if hosts:
+        return Place(tuple(hosts), _index(environ, hosts, hostname, is_alone_on_host), "--hosts")
+    if "SLURM_STEP_NODELIST" in environ:
+        place = _place_in_slurm(environ)
+    elif "PET_MASTER_ADDR" in environ:
+        place = _place_in_kubeflow(environ)
+    else:
+        raise ValueError(_unknown(environ))
+    if is_alone_on_host and len(set(place.hosts)) < len(place.hosts):
+        raise ValueError(
+            "--gpus starts a worker for each GPU of a host, so it needs one task on each. "
+            f"Received: {place.source} starts several on one host. Start one on each host "
+            "(srun --ntasks-per-node=1), or leave out --gpus and let the scheduler give each task "
+            "its GPU (srun --gpus-per-task=1)."
+        )
+    return place
+
+
+def read_hosts(text: str) -> list[str]:
+    """Return the host of each worker.
+
+    Args:
+        text: a file with `host [slots=N]` in each line, or hosts with commas, such as
+            `a,b:2,node[01-03].example`, where `:2` stands for two workers.
+    """
+    if os.path.isfile(text):  # noqa: PTH113 - which raises no error for names that are too long
+        lines = [line.partition("#")[0].strip() for line in Path(text).read_text().splitlines()]
+        text = ",".join(re.sub(r"\s+slots=", ":", line) for line in lines if line)
+    found = [host for part in _parts(text) for host in _slots(part)]
+    if not found or not all(map(_NAME.fullmatch, found)):
+        raise _unreadable(text)
+    return found
+
+
+def expand_hosts(hosts: str) -> list[str]:
+    """Return the names that Slurm writes as `n[1-2,10],m5`, in their order."""
+    return [host for part in _parts(hosts) for host in _expand(part)]
+
+
+def _parts(hosts: str) -> list[str]:
+    parts = _PART.findall(hosts)
+    if ",".join(parts) != hosts:
+        raise _unreadable(hosts)
+    return parts
+
+
+def _slots(part: str) -> list[str]:
+    name, colon, slots = part.rpartition(":")
+    if not colon:
+        return list(_expand(part))
+    if not slots.isdecimal() or not int(slots):
+        raise _unreadable(part)
+    return [host for host in _expand(name) for _ in range(int(slots))]
+
+
+def _expand(part: str) -> Iterator[str]:
+    before, bracket, rest = part.partition("[")
+    if not bracket:
+        yield part
+        return
+    ranges, _, after = rest.partition("]")
+    for each in ranges.split(","):
+        found = _RANGE.fullmatch(each)
+        if found is None:
+            raise _unreadable(part)
+        first, last = found[1], found[2] or found[1]
+        for number in range(int(first), int(last) + 1):
+            for end in _expand(after):
+                yield f"{before}{number:0{len(first)}}{end}"
+
+
+def _unreadable(hosts: str) -> ValueError:
+    return ValueError(
+        f"These are no hosts. Received: {hosts!r}; expected: a file with `host [slots=N]` in each "
+        "line, or hosts with commas, such as a,b:2,node[01-03], where :2 stands for two workers. "
+        "Correct them; what else ssh needs to reach a host belongs into ~/.ssh/config."
+    )
+
+
+def _place_in_slurm(environ: Mapping[str, str]) -> Place:
+    """Find the place by the node's name and the task's number on it.
+
+    Ranks follow `--distribution`, and in a heterogeneous job the nodes of a step are sorted by
+    name while ranks and SLURM_NODEID count through its components.
+    """
+    nodes = expand_hosts(environ["SLURM_STEP_NODELIST"])
+    numbers: list[int] = []
+    for each in _text(environ, "SLURM_STEP_TASKS_PER_NODE").split(","):
+        found = _TASKS.fullmatch(each)
+        if found is None:
+            raise _broken(environ, "SLURM_STEP_TASKS_PER_NODE", "such as 2(x3),1")
+        numbers += [int(found[1])] * int(found[2] or 1)
+    own, local = _text(environ, "SLURMD_NODENAME"), _number(environ, "SLURM_LOCALID")
+    if len(numbers) != len(nodes) or own not in nodes or local >= numbers[nodes.index(own)]:
+        names = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURMD_NODENAME")
+        received = ", ".join(f"{name}={environ[name]}" for name in (*names, "SLURM_LOCALID"))
+        raise ValueError(
+            f"Slurm's variables contradict each other. Received: {received}. Were they set by "
+            f"hand, or for another step? Unset them, or {_HOW_TO_LIST}."
+        )
+    hosts = tuple(node for node, number in zip(nodes, numbers, strict=True) for _ in range(number))
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if name in environ and _number(environ, name) != len(hosts):
+            raise ValueError(
+                "Slurm counts other processes than MPI. Received: SLURM_STEP_NUM_TASKS for "
+                f"{len(hosts)}, {name}={environ[name]}; expected: the same. Start the workers "
+                f"with srun in the place of mpirun, or {_HOW_TO_LIST}."
+            )
+    return Place(hosts, hosts.index(own) + local, "Slurm")
+
+
+def _place_in_kubeflow(environ: Mapping[str, str]) -> Place:
+    """Name the pods of a TrainJob after the first one, `NAME-node-0-0.NAME`."""
+    first, rank = environ["PET_MASTER_ADDR"], _number(environ, "PET_NODE_RANK")
+    number = _number(environ, "PET_NNODES")
+    pod, dot, domain = first.partition(".")
+    name, _, ordinal = pod.rpartition("-")
+    if not name or ordinal != "0" or rank >= number:
+        raise ValueError(
+            "PET_MASTER_ADDR, PET_NODE_RANK and PET_NNODES do not tell the names of all pods. "
+            f"Received: {first!r}, {rank}, {number}; expected: pod 0 of an indexed job, such as "
+            f"train-node-0-0.train. In another place {_HOW_TO_LIST}."
+        )
+    hosts = tuple(f"{name}-{index}{dot}{domain}" for index in range(number))
+    return Place(hosts, rank, "Kubeflow Trainer")
+
+
+def _index(
+    environ: Mapping[str, str], hosts: Sequence[str], hostname: str, is_alone_on_host: bool
+) -> int:
+    """Find this process in the list by its host's name, or else by its rank."""
+    places = list(range(len(hosts)))
+    if is_alone_on_host:
+        places = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    found = (names for names in _RANKS if names[0] in environ)
+    rank_name, size_name, local_name = next(found, ("", "", ""))
+    if size_name in environ and _number(environ, size_name) != len(places):
+        raise ValueError(
+            f"--hosts must list one worker for each process. Received: {len(places)} from --hosts "
+            f"({', '.join(hosts[place] for place in places)}), and {size_name}="
+            f"{environ[size_name]}. Correct one of them."
+        )
+    own = _label(hostname)
+    here = [place for place in places if own and _label(hosts[place]) == own]
+    local = _number(environ, local_name) if local_name in environ else None
+    if local is None and len(here) == 1:
+        local = 0
+    if here and local is not None:
+        chosen = here[local : local + 1]
+    else:
+        chosen = places[_number(environ, rank_name) :][:1] if rank_name else []
+    if chosen and (not here or chosen[0] in here):
+        return chosen[0]
+    raise ValueError(
+        "--hosts does not tell which of its workers this process is. Received: "
+        f"{', '.join(hosts)}, and this host's name {hostname!r}"
+        + (f", {rank_name}={environ[rank_name]}" if rank_name else "")
+        + ". Name hosts as `hostname` prints them there, or set RANK to this worker's place in the "
+        "list, from 0 on."
+    )
+
+
+def _label(host: str) -> str:
+    """The first part of a name; an IP address stays whole."""
+    return host if re.fullmatch(r"[\d.:]+", host) else host.partition(".")[0]
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    if not environ.get(name):
+        raise _broken(environ, name, "as the scheduler sets it beside the others")
+    return environ[name]
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    if not environ.get(name, "").isdecimal():
+        raise _broken(environ, name, "a whole number")
+    return int(environ[name])
+
+
+def _broken(environ: Mapping[str, str], name: str, expected: str) -> ValueError:
+    return ValueError(
+        f"{name} tells nothing. Received: {environ.get(name)!r}; expected: {expected}. Unset "
+        f"what was set by hand, or {_HOW_TO_LIST}."
+    )
+
+
+def _unknown(environ: Mapping[str, str]) -> str:
+    if "SLURM_JOB_ID" in environ:
+        received = "a job of Slurm, but no step of it"
+        fix = "start one task for each worker: srun keras-het worker train.py"
+    else:
+        names = (*(names[0] for names in _RANKS), "JOB_COMPLETION_INDEX")
+        found = next((name for name in names if name in environ), "")
+        fix = f"{_HOW_TO_LIST}, or set TF_CONFIG"
+        received = f"{found}, which does not tell where the others are" if found else "none of them"
+    return (
+        "Variables must tell where all workers are: TF_CONFIG, those of a step of Slurm, or those "
+        f"of Kubeflow Trainer. Received: {received}. To fix it, {fix}."
+    )

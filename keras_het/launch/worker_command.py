@@ -1,0 +1,118 @@
+"""The command `keras-het worker`: a scheduler calls it for each worker, or once on each host."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+
+from keras_het.launch.cluster_environment import PORT, place_of, read_hosts
+from keras_het.launch.grammar import (
+    Commands,
+    add_command,
+    add_script,
+    positive_integer,
+    script_command,
+)
+from keras_het.launch.local.display import Display
+from keras_het.launch.local.gpus import choose_gpus, present_gpus
+from keras_het.launch.local.worker_environment import tf_config_of, with_backend
+from keras_het.strategy.cluster.cluster_config import TF_CONFIG, read_cluster_config
+from keras_het.telemetry.hardware import NvmlMissingError
+
+_EPILOG = """\
+examples:
+  srun --ntasks-per-node 4 --gpus-per-task 1 keras-het worker train.py
+  srun --ntasks-per-node 1 keras-het worker --gpus auto train.py
+  keras-het worker --hosts 'train-fast-0-[0-3].train,train-slow-0-0.train' train.py  (a JobSet)
+  mpirun --hostfile hosts.txt keras-het worker --hosts hosts.txt train.py
+
+TF_CONFIG is taken from the environment, or made from the variables of Slurm, of Kubeflow Trainer,
+or from --hosts; then this process becomes the script, which receives all signals. Options of
+keras-het stand before the script; everything after it belongs to the script.
+"""
+
+
+def add_worker_command(commands: Commands) -> None:
+    worker = add_command(
+        commands,
+        "worker",
+        become_worker,
+        "run a script as one worker of a cluster that a scheduler starts",
+        "Finds out from a scheduler's variables which worker this process is, sets TF_CONFIG, and "
+        "runs the script in its place.",
+        _EPILOG,
+    )
+    worker.add_argument(
+        "--gpus",
+        metavar="WHICH",
+        help="one worker for each GPU of this host, as in keras-het run; the scheduler starts one "
+        "task on each host, and all have as many GPUs, unless --hosts tells the numbers",
+    )
+    worker.add_argument(
+        "--hosts",
+        metavar="HOSTS",
+        help="host of each worker: a file with 'host [slots=N]' in each line, or hosts with "
+        "commas, such as a,b:2,node[01-03], where :2 stands for two workers",
+    )
+    worker.add_argument(
+        "--port",
+        type=positive_integer,
+        metavar="N",
+        default=PORT,
+        help=f"port of the first worker of each host; the next ones take every second port after "
+        f"it (default: {PORT})",
+    )
+    worker.add_argument(
+        "--async-workers",
+        type=positive_integer,
+        metavar="N",
+        default=0,
+        help="how many of the workers, the last ones, train outside of the synchronous group; "
+        "KERAS_HET_SERVICE_SECRET must be set for all",
+    )
+    add_script(worker)
+
+
+def become_worker(options: argparse.Namespace) -> int:
+    environment = {"PYTHONUNBUFFERED": "1", **with_backend(os.environ)}
+    command = script_command(options)
+    if options.gpus is not None:
+        run = [sys.executable, "-m", "keras_het", "run", "--gpus", options.gpus]
+        command = [*run, "--keep-env", "*", "--python", options.python, *command[1:]]
+    if read_cluster_config(environment) is None:
+        hosts = _set_tf_config(environment, options)
+        if options.gpus is not None and len(hosts) == 1:
+            del environment[TF_CONFIG]
+    elif options.hosts:
+        raise ValueError(
+            "--hosts and TF_CONFIG both list the workers. Received: --hosts "
+            f"{options.hosts}, TF_CONFIG={environment[TF_CONFIG]}. Unset TF_CONFIG, or leave out "
+            "--hosts."
+        )
+    sys.stdout.flush()
+    os.execvpe(command[0], command, environment)
+
+
+def _set_tf_config(environment: dict[str, str], options: argparse.Namespace) -> set[str]:
+    listed = read_hosts(options.hosts) if options.hosts else ()
+    is_alone = options.gpus is not None
+    place = place_of(environment, listed, socket.gethostname(), is_alone)
+    hosts = set(place.hosts)
+    if is_alone and len(hosts) == len(place.hosts):
+        try:
+            place = place.with_workers(len(choose_gpus(options.gpus, present_gpus())))
+        except (ValueError, NvmlMissingError) as error:
+            raise ValueError(f"--gpus: {error}") from error
+    addresses = place.addresses(options.port)
+    if options.async_workers >= len(addresses):
+        raise ValueError(
+            f"--async-workers {options.async_workers} leaves no worker of {len(addresses)} for the "
+            "synchronous group; give less"
+        )
+    environment[TF_CONFIG] = tf_config_of(place.index, addresses, options.async_workers)
+    Display(sys.stdout, sys.stderr).say(
+        f"worker {place.index} of {len(addresses)} at {addresses[place.index]}, by {place.source}."
+    )
+    return hosts
