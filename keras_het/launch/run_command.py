@@ -1,4 +1,4 @@
-"""The command `keras-het run`: a script as several workers on this machine."""
+"""The command `keras-het run`: a script as several workers, on this machine or by ssh."""
 
 import argparse
 import contextlib
@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
+from keras_het.launch.cluster_environment import PORT, read_hosts
 from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to, public_addresses
 from keras_het.launch.grammar import (
     Commands,
@@ -25,11 +27,12 @@ from keras_het.launch.grammar import (
 from keras_het.launch.local.display import Display, WorkerLogs
 from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.failure_report import describe_failures, first_to_fail
-from keras_het.launch.local.gpus import choose_gpus, environment_of, present_gpus
+from keras_het.launch.local.gpus import AUTO, choose_gpus, environment_of, present_gpus
 from keras_het.launch.local.local_cluster import LocalCluster
 from keras_het.launch.local.own_workers import OwnWorkers, own_workers
 from keras_het.launch.local.worker_environment import secret_names
 from keras_het.launch.local.worker_process import OutputLine, Stream, WorkerResult, signal_name
+from keras_het.launch.ssh_cluster import SshCluster
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG
 from keras_het.telemetry.hardware import NvmlMissingError
 
@@ -37,13 +40,14 @@ _KEEP_LINES = 2000
 # Hides TensorFlow's information messages, of which each worker prints some 50 lines at startup.
 _QUIET_TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_REPLACED = "TF_CONFIG of the environment is replaced: all workers are on this machine."
+_REPLACED = "TF_CONFIG of the environment is replaced by one of the workers that are started here."
 _EPILOG = """\
 examples:
   keras-het run --gpus auto train.py            a worker on each GPU
   keras-het run --workers 3 train.py --epochs 5
   keras-het run --speeds 4,2,1 train.py         three emulated devices, 4 : 2 : 1
   keras-het run --workers 2 -m package.train
+  keras-het run --hosts hosts.txt train.py      workers on other machines, by ssh
   keras-het run --speeds 4,4,1 --async-workers 1 train.py    the slow one trains on its own
 
 Options of keras-het stand before the script; everything after it belongs to the script.
@@ -60,9 +64,10 @@ def add_run_command(commands: Commands) -> None:
         commands,
         "run",
         run_workers,
-        "start a script as several workers on this machine",
+        "start a script as several workers, on this machine or by ssh",
         "Starts a script as several workers on this machine, with TF_CONFIG on "
-        "127.0.0.1 and free ports. Ends all when one fails and says which and why.",
+        "127.0.0.1 and free ports, or by ssh on others. Ends all when one fails and says which "
+        "and why.",
         _EPILOG,
     )
     _add_target(run)
@@ -84,6 +89,21 @@ def _add_target(run: argparse.ArgumentParser) -> None:
         metavar="WHICH",
         help="one worker for each GPU: auto for all of this machine, a number, or places such as "
         "0,2; each worker sees its own only",
+    )
+    run.add_argument(
+        "--hosts",
+        metavar="HOSTS",
+        help="start the workers by ssh, in this directory on other machines: a file with 'host "
+        "[slots=N]' in each line, or hosts with commas, such as a,b:2,node[01-03]; with --gpus "
+        "auto each sees the next GPU of its host only",
+    )
+    run.add_argument(
+        "--port",
+        type=positive_integer,
+        metavar="N",
+        default=PORT,
+        help="with --hosts, port of the first worker of each host; the next ones take every "
+        f"second port after it (default: {PORT})",
     )
     run.add_argument(
         "--async-workers",
@@ -182,21 +202,39 @@ def check_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
             f"--speeds has {len(options.speeds)} speeds, but --workers is {options.workers}: give "
             "as many speeds as workers, or leave out --workers"
         )
-    if options.gpus is not None:
+    if options.hosts:
+        _check_hosts(parser, options)
+    elif options.gpus is not None:
         if options.speeds or options.workers:
             parser.error("--gpus starts one worker for each GPU: leave out --workers and --speeds")
     elif options.workers is None and options.speeds is None:
         parser.error(
-            "give --gpus auto for a worker on each GPU, --workers N, or --speeds A,B,... to "
-            "emulate devices"
+            "give --gpus auto for a worker on each GPU, --hosts FILE for other machines, "
+            "--workers N, or --speeds A,B,... to emulate devices"
         )
     num_workers = options.workers or len(options.speeds or ())
-    if options.gpus is None and options.async_workers >= num_workers:
+    if num_workers and options.async_workers >= num_workers:
         parser.error(
             f"--async-workers {options.async_workers} leaves no worker of {num_workers} for the "
             "synchronous group; give less"
         )
     check_script(parser, options)
+
+
+def _check_hosts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    others = {
+        "--workers": options.workers,
+        "--speeds": options.speeds,
+        "--cpus-per-worker": options.cpus_per_worker,
+        "--pin": options.pin,
+    }
+    if given := [name for name, value in others.items() if value is not None]:
+        parser.error(f"--hosts tells the workers, on other machines: leave out {given[0]}")
+    if options.gpus not in (None, AUTO):
+        parser.error(
+            f"with --hosts each worker takes the next GPU of its host: give --gpus {AUTO}, and as "
+            "many slots of a host as it has GPUs"
+        )
 
 
 def run_workers(options: argparse.Namespace) -> int:
@@ -209,7 +247,10 @@ def run_workers(options: argparse.Namespace) -> int:
     _warn_of_another_backend(display)
     gpus: list[str] = []
     own: OwnWorkers | None = None
-    if options.gpus is not None:
+    hosts = read_hosts(options.hosts) if options.hosts else []
+    if hosts:
+        options.workers = len(hosts)
+    elif options.gpus is not None:
         try:
             gpus = choose_gpus(options.gpus, present_gpus(), options.async_workers)
             own = own_workers(os.environ, len(gpus), options.async_workers)
@@ -237,25 +278,35 @@ def run_workers(options: argparse.Namespace) -> int:
         if options.log_dir is not None:
             indices = range(first, first + (options.workers or len(options.speeds)))
             logs = stack.enter_context(WorkerLogs(options.log_dir, indices, label))
-        cluster = LocalCluster(
-            script_command(options),
-            options.workers,
-            num_async_workers=options.async_workers,
-            env={name: os.environ.get(name, value) for name, value in quiet.items()},
-            withheld=withheld,
-            worker_env=_environments(gpus, own),
-            emulation=emulation,
-            cpus_per_worker=options.cpus_per_worker,
-            pin=options.pin,
-            on_line=on_line,
-            on_stop=on_stop,
-            keep_lines=_KEEP_LINES,
-            end_on_failure=not (own and own.is_async),
-            grace_seconds=options.grace_seconds,
-        )
+        common: dict[str, Any] = {
+            "num_async_workers": options.async_workers,
+            "env": {name: os.environ.get(name, value) for name, value in quiet.items()},
+            "withheld": withheld,
+            "on_line": on_line,
+            "on_stop": on_stop,
+            "keep_lines": _KEEP_LINES,
+            "grace_seconds": options.grace_seconds,
+        }
+        command = script_command(options)
+        if hosts:
+            has_gpus = options.gpus is not None
+            cluster: LocalCluster = SshCluster(command, hosts, options.port, has_gpus, **common)
+        else:
+            cluster = LocalCluster(
+                command,
+                options.workers,
+                worker_env=_environments(gpus, own),
+                emulation=emulation,
+                cpus_per_worker=options.cpus_per_worker,
+                pin=options.pin,
+                end_on_failure=not (own and own.is_async),
+                **common,
+            )
         stack.enter_context(_signals_forwarded(cluster))
         if label:
             display.say(label, stream="stdout")
+        for index, host in enumerate(hosts):
+            display.say(f"worker {index} is on {host}.", stream="stdout")
         for index, gpu in enumerate(gpus, first):
             display.say(f"worker {index} sees GPU {gpu} only.", stream="stdout")
         with cluster:

@@ -52,8 +52,8 @@ class Launcher:
     def send_signal(self, number: int) -> None:
         self._process.send_signal(number)
 
-    def finish(self) -> WorkerResult:
-        if not self._process.join(TIMEOUT):
+    def finish(self, timeout: float = TIMEOUT) -> WorkerResult:
+        if not self._process.join(timeout):
             stdout, stderr = self._process.text("stdout"), self._process.text("stderr")
             pytest.fail(f"the launcher did not end:\n{stdout}\n{stderr}")
         return self._process.result()

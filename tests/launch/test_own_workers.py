@@ -207,7 +207,7 @@ def test_two_launchers_train_one_model(launch: Callable[..., Any], script: Any) 
             )
             for index, visible in [(0, "7"), (1, "8,9")]
         ]
-        results = [launcher.finish() for launcher in launchers]
+        results = [launcher.finish(240.0) for launcher in launchers]
     assert [result.exit_code for result in results] == [0, 0], [each.stderr for each in results]
     lines = [line for each in results for line in each.stdout.splitlines() if "trained" in line]
     told = sorted(line.partition("[[")[0].partition("trained ")[::2] for line in lines)

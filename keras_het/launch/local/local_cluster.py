@@ -259,6 +259,9 @@ class LocalCluster:
             cwd=self._cwd,
             keep_lines=self._keep_lines,
         )
+        self._add(worker)
+
+    def _add(self, worker: WorkerProcess) -> None:
         self._workers.append(worker)
         self._tell_watchdog("+", worker)
 

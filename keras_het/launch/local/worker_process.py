@@ -131,7 +131,11 @@ def signal_name(number: int) -> str:
 
 
 class WorkerProcess:
-    """A worker in its own session, so that a signal reaches everything it started."""
+    """A worker in its own session, so that a signal reaches everything it started.
+
+    With `opening`, the first line of its standard input, signals follow there as numbers: the
+    process stands for a worker on another machine.
+    """
 
     def __init__(
         self,
@@ -143,6 +147,7 @@ class WorkerProcess:
         cpus: Sequence[int] | None = None,
         cwd: str | None = None,
         keep_lines: int | None = None,
+        opening: str | None = None,
     ) -> None:
         self.index = index
         self.was_ended = False
@@ -154,7 +159,9 @@ class WorkerProcess:
         self._changed = threading.Condition()
         self._is_complete = False
         with _affinity(cpus):
-            self._process = _start(command, environment, cwd)
+            self._process = _start(command, environment, cwd, opening is not None)
+        if opening is not None:
+            self._write(opening)
         self._readers = [self._thread(self._read, stream) for stream in STREAMS]
         self._waiter = self._thread(self._wait)
 
@@ -169,7 +176,11 @@ class WorkerProcess:
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the worker and everything it started; does nothing after its exit."""
-        if not self.has_exited:
+        if self.has_exited:
+            return
+        if self._process.stdin is not None:
+            self._write(str(int(number)))
+        if self._process.stdin is None or number == signal.SIGKILL:
             self._signal_group(number)
 
     def join(self, timeout: float | None = None) -> bool:
@@ -196,6 +207,11 @@ class WorkerProcess:
             stderr=self.text("stderr"),
             error_at=self._error_at,
         )
+
+    def _write(self, line: str) -> None:
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):  # the process is gone
+                self._process.stdin.write(f"{line}\n".encode())
 
     def _contains(self, text: str) -> bool:
         return any(text in line for lines in self._lines.values() for line in lines)
@@ -242,16 +258,17 @@ class WorkerProcess:
 
 
 def _start(
-    command: Sequence[str], environment: Mapping[str, str], cwd: str | None
+    command: Sequence[str], environment: Mapping[str, str], cwd: str | None, has_input: bool
 ) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             command,
             env=environment,
             cwd=cwd,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            bufsize=0,
             start_new_session=True,
         )
     except OSError as error:

@@ -1,0 +1,69 @@
+"""A cluster of workers on other machines, started by ssh."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from keras_het.launch.cluster_environment import Place
+from keras_het.launch.local.local_cluster import LocalCluster
+from keras_het.launch.local.worker_environment import ADDRESS, tf_config_of
+from keras_het.launch.local.worker_process import WorkerProcess
+
+# BatchMode: nobody is there to type a password. ServerAlive: a lost host is noticed in 45 s.
+_SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
+_PASSED = ("KERAS_", "NCCL_", "TF_", "XLA_", "PYTHONUNBUFFERED")
+
+
+class SshCluster(LocalCluster):
+    """The same command as several workers, each on its host and in this directory there.
+
+    Args:
+        command: program and arguments of each worker; the program is a Python interpreter.
+        hosts: host of each worker.
+        port: port of the first worker of each host.
+        each_has_gpu: whether each worker sees one GPU of its host only.
+        env: variables for all workers, in addition to those of this process whose names begin like
+            those of Keras, TensorFlow, XLA and NCCL.
+        options: as of a LocalCluster.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        hosts: Sequence[str],
+        port: int,
+        each_has_gpu: bool,
+        env: dict[str, str],
+        **options: Any,
+    ) -> None:
+        self._hosts = tuple(hosts)
+        self._places = Place(self._hosts, 0, "--hosts").addresses(port)
+        self._each_has_gpu = each_has_gpu
+        # the parameter service is beside the first worker, not on this machine
+        address = os.environ.get(ADDRESS, f"{hosts[0]}:{port + 1}")
+        own = {ADDRESS: address, "PYTHONUNBUFFERED": "1", **env}
+        super().__init__(command, len(hosts), env=own, pin=False, **options)
+
+    def _start_worker(self, index: int) -> None:
+        inherited = self._inherited_environment(index)
+        environment = {name: inherited[name] for name in inherited if name.startswith(_PASSED)}
+        environment["TF_CONFIG"] = tf_config_of(index, self._places, self.num_async_workers)
+        gpu = self._hosts[:index].count(self._hosts[index]) if self._each_has_gpu else None
+        program = [self._command[0], "-m", "keras_het.launch.local.remote_worker", *self._command]
+        remote = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(program)}"
+        self._add(
+            WorkerProcess(
+                index,
+                [*_SSH, self._hosts[index], remote],
+                os.environ,
+                on_line=self._on_line,
+                on_exit=lambda index: self._events.put(("exit", index)),
+                keep_lines=self._keep_lines,
+                opening=json.dumps({"environment": environment, "gpu": gpu}),
+            )
+        )
