@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 PORT = 12345
+SLURM = "Slurm"
 # The parameter service answers one port above that of the first worker.
 _PORTS_OF_A_WORKER = 2
 _PART = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
@@ -62,7 +63,7 @@ def place_of(
         environ: the environment.
         hosts: host of each worker, where the user lists them.
         hostname: what this machine calls itself.
-        is_alone_on_host: whether one process stands for all workers of its host.
+        is_alone_on_host: whether one process stands for all workers of its host in that list.
 
     Raises:
         ValueError: if the environment does not tell the place.
@@ -70,19 +71,10 @@ def place_of(
     if hosts:
         return Place(tuple(hosts), _index(environ, hosts, hostname, is_alone_on_host), "--hosts")
     if "SLURM_STEP_NODELIST" in environ:
-        place = _place_in_slurm(environ)
-    elif "PET_MASTER_ADDR" in environ:
-        place = _place_in_kubeflow(environ)
-    else:
-        raise ValueError(_unknown(environ))
-    if is_alone_on_host and len(set(place.hosts)) < len(place.hosts):
-        raise ValueError(
-            "--gpus starts a worker for each GPU of a host, so it needs one task on each. "
-            f"Received: {place.source} starts several on one host. Start one on each host "
-            "(srun --ntasks-per-node=1), or leave out --gpus and let the scheduler give each task "
-            "its GPU (srun --gpus-per-task=1)."
-        )
-    return place
+        return _place_in_slurm(environ)
+    if "PET_MASTER_ADDR" in environ:
+        return _place_in_kubeflow(environ)
+    raise ValueError(_unknown(environ))
 
 
 def read_hosts(text: str) -> list[str]:
@@ -175,7 +167,7 @@ def _place_in_slurm(environ: Mapping[str, str]) -> Place:
                 f"{len(hosts)}, {name}={environ[name]}; expected: the same. Start the workers "
                 f"with srun in the place of mpirun, or {_HOW_TO_LIST}."
             )
-    return Place(hosts, hosts.index(own) + local, "Slurm")
+    return Place(hosts, hosts.index(own) + local, SLURM)
 
 
 def _place_in_kubeflow(environ: Mapping[str, str]) -> Place:

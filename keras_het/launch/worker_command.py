@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 
-from keras_het.launch.cluster_environment import PORT, place_of, read_hosts
+from keras_het.launch.cluster_environment import PORT, SLURM, place_of, read_hosts
 from keras_het.launch.grammar import (
     Commands,
     add_command,
@@ -16,15 +16,14 @@ from keras_het.launch.grammar import (
     script_command,
 )
 from keras_het.launch.local.display import Display
-from keras_het.launch.local.gpus import choose_gpus, present_gpus
+from keras_het.launch.local.gpus import choose_gpus, environment_of, present_gpus
 from keras_het.launch.local.worker_environment import tf_config_of, with_backend
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG, read_cluster_config
 from keras_het.telemetry.hardware import NvmlMissingError
 
 _EPILOG = """\
 examples:
-  srun --ntasks-per-node 4 --gpus-per-task 1 keras-het worker train.py
-  srun --ntasks-per-node 1 keras-het worker --gpus auto train.py
+  srun --ntasks-per-node 4 keras-het worker --gpus auto train.py    a task for each GPU
   keras-het worker --hosts 'train-fast-0-[0-3].train,train-slow-0-0.train' train.py  (a JobSet)
   mpirun --hostfile hosts.txt keras-het worker --hosts hosts.txt train.py
 
@@ -47,8 +46,9 @@ def add_worker_command(commands: Commands) -> None:
     worker.add_argument(
         "--gpus",
         metavar="WHICH",
-        help="one worker for each GPU of this host, as in keras-het run; the scheduler starts one "
-        "task on each host, and all have as many GPUs, unless --hosts tells the numbers",
+        help="as in keras-het run; under Slurm each task of a host takes one of them. Elsewhere "
+        "one process on each host starts a worker for each; all hosts have as many, unless --hosts "
+        "tells the numbers",
     )
     worker.add_argument(
         "--hosts",
@@ -78,33 +78,43 @@ def add_worker_command(commands: Commands) -> None:
 def become_worker(options: argparse.Namespace) -> int:
     environment = {"PYTHONUNBUFFERED": "1", **with_backend(os.environ)}
     command = script_command(options)
-    if options.gpus is not None:
-        run = [sys.executable, "-m", "keras_het", "run", "--gpus", options.gpus]
-        command = [*run, "--keep-env", "*", "--python", options.python, *command[1:]]
-    if read_cluster_config(environment) is None:
-        hosts = _set_tf_config(environment, options)
-        if options.gpus is not None and len(hosts) == 1:
-            del environment[TF_CONFIG]
-    elif options.hosts:
-        raise ValueError(
-            "--hosts and TF_CONFIG both list the workers. Received: --hosts "
-            f"{options.hosts}, TF_CONFIG={environment[TF_CONFIG]}. Unset TF_CONFIG, or leave out "
-            "--hosts."
-        )
+    run = [sys.executable, "-m", "keras_het", "run", "--keep-env", "*", "--python", options.python]
+    if read_cluster_config(environment) is not None:
+        if options.hosts:
+            raise ValueError(
+                "--hosts and TF_CONFIG both list the workers. Received: --hosts "
+                f"{options.hosts}, TF_CONFIG={environment[TF_CONFIG]}. Unset TF_CONFIG, or leave "
+                "out --hosts."
+            )
+        is_one = options.gpus is None
+    else:
+        is_one = _set_tf_config(environment, options)
+    if not is_one:
+        command = [*run, "--gpus", options.gpus, *command[1:]]
     sys.stdout.flush()
     os.execvpe(command[0], command, environment)
 
 
-def _set_tf_config(environment: dict[str, str], options: argparse.Namespace) -> set[str]:
+def _set_tf_config(environment: dict[str, str], options: argparse.Namespace) -> bool:
+    """Set it for this process, and return whether that is one worker, not all of a host."""
     listed = read_hosts(options.hosts) if options.hosts else ()
-    is_alone = options.gpus is not None
-    place = place_of(environment, listed, socket.gethostname(), is_alone)
-    hosts = set(place.hosts)
-    if is_alone and len(hosts) == len(place.hosts):
-        try:
-            place = place.with_workers(len(choose_gpus(options.gpus, present_gpus())))
-        except (ValueError, NvmlMissingError) as error:
-            raise ValueError(f"--gpus: {error}") from error
+    place = place_of(environment, listed, socket.gethostname(), options.gpus is not None)
+    gpus = _gpus(options)
+    tasks = [at for at, host in enumerate(place.hosts) if host == place.hosts[place.index]]
+    # Slurm signals all processes of a step: with a launcher workers would be signalled twice,
+    # which ends them at once
+    is_one = not gpus or place.source == SLURM
+    if gpus and is_one:
+        if len(gpus) != len(tasks):
+            raise ValueError(
+                "Under Slurm each task of a host takes one of its GPUs. Received: "
+                f"{len(tasks)} task(s) on this host, and {len(gpus)} GPU(s). Start a task for each "
+                "GPU (srun --ntasks-per-node), or choose others with --gpus; leave it out where "
+                "each task sees its own GPU only (srun --gpus-per-task=1)."
+            )
+        environment |= environment_of(gpus[tasks.index(place.index)])
+    elif gpus and len(set(place.hosts)) == len(place.hosts):
+        place = place.with_workers(len(gpus))
     addresses = place.addresses(options.port)
     if options.async_workers >= len(addresses):
         raise ValueError(
@@ -112,7 +122,16 @@ def _set_tf_config(environment: dict[str, str], options: argparse.Namespace) -> 
             "synchronous group; give less"
         )
     environment[TF_CONFIG] = tf_config_of(place.index, addresses, options.async_workers)
+    if not is_one and len(set(place.hosts)) == 1:
+        del environment[TF_CONFIG]  # they meet on this host, where keras-het run finds free ports
     Display(sys.stdout, sys.stderr).say(
         f"worker {place.index} of {len(addresses)} at {addresses[place.index]}, by {place.source}."
     )
-    return hosts
+    return is_one
+
+
+def _gpus(options: argparse.Namespace) -> list[str]:
+    try:
+        return choose_gpus(options.gpus, present_gpus()) if options.gpus is not None else []
+    except (ValueError, NvmlMissingError) as error:
+        raise ValueError(f"--gpus: {error}") from error

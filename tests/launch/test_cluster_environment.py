@@ -156,11 +156,6 @@ def test_environments_that_do_not_tell_the_place(
         place_of(environ, read_hosts(hosts) if hosts else (), "h")
 
 
-def test_one_process_for_a_host_needs_one_task_there() -> None:
-    with pytest.raises(ValueError, match=r"Slurm starts several on one host.*--gpus-per-task=1"):
-        place_of(slurm("n1", 0, "n1", "2"), is_alone_on_host=True)
-
-
 def test_every_worker_of_a_host_has_a_port_and_one_above_it() -> None:
     place = Place(("a", "b", "a"), 1, "test")
     assert place.addresses(700) == ["a:700", "b:700", "a:702"]
@@ -240,6 +235,11 @@ def test_a_tf_config_is_used_as_it_is(launch: Launch, script: Script) -> None:
         ),
         (["--async-workers", "1", "--hosts", "a"], {"RANK": "0"}, "leaves no worker of 1"),
         (["--gpus", "3", "--hosts", "a"], {"RANK": "0"}, "--gpus: there are no such GPUs"),
+        (
+            ["--gpus", "auto"],
+            slurm("n1", 0, "n1", "2"),
+            "2 task(s) on this host, and 1 GPU",
+        ),
         (["--python", "no-such-python"], slurm("n1", 0, "n1", "1"), "No such file"),
     ],
 )
@@ -269,6 +269,13 @@ def test_one_task_on_a_host_starts_a_worker_for_each_gpu(
         f"[worker {first + number}] {expected} {4 + number}" for number in range(2)
     ]
     assert "not passed" not in result.stderr
+
+
+def test_each_task_of_slurm_takes_its_gpu(launch: Launch, script: Script) -> None:
+    path = script('print(index, os.environ["CUDA_VISIBLE_DEVICES"], os.getpid())')
+    place = slurm("n2", 1, "n[1-2]", "1,2")
+    launched = launch("worker", "--gpus", "auto", path, CUDA_VISIBLE_DEVICES="4,5", **place)
+    assert launched.finish().stdout == f"2 5 {launched.process_id}"
 
 
 def test_workers_of_one_host_meet_on_it(launch: Launch, script: Script) -> None:
