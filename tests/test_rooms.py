@@ -28,7 +28,7 @@ ROOMS = [
     "local_training",
     *("telemetry", "launch.report"),
     "callbacks",
-    *("launch.local", "launch.doctor", "launch"),
+    *("launch.local", "launch.doctor", "ray", "launch"),
 ]
 MOST_FILES = 17
 

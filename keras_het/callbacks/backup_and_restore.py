@@ -78,21 +78,26 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         strategy = self._strategy()
         if strategy.is_async_worker:
             return  # it resumes from the group's center and epoch
-        error = self._lock_folder(strategy)
-        self._check_same_backup(self._folder.find(), error)
+        folder = self._find_backup(strategy)
         super().on_train_begin(logs)  # finds no backup in Keras's format
         self._forget()
         self._data = data_of_fit(self.model, strategy)
         self._loop = private_api.EpochLoop(self.model)
-        if self._folder.newest is not None:
-            self._restore(strategy)
+        if folder.newest is not None:
+            self._restore(strategy, folder)
             strategy.barrier()  # at its end, the chief deletes what others may still read
         if (session := FitSession.of(self.model)) is not None:
             request = strategy._stop_request
             self._guard = request.guard_steps(session, self._position, self._save_last_step)
 
-    def _restore(self, strategy: HeterogeneousStrategy) -> None:
-        state = self._folder.restore(self.model)
+    def _find_backup(self, strategy: HeterogeneousStrategy) -> BackupFolder:
+        """Find the folder from which all workers restore the same backup, if there is one."""
+        error = self._lock_folder(strategy)
+        self._check_same_backup(self._folder.find(), error)
+        return self._folder
+
+    def _restore(self, strategy: HeterogeneousStrategy, folder: BackupFolder) -> None:
+        state = folder.restore(self.model)
         position = json.loads(str(state.pop("position")))
         if state:
             strategy._training_state.restored = {
@@ -113,7 +118,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._pass_step:
             self._warn_of_another_order(position.get("seeds"))
         place = f"epoch {self._epoch + 1}, step {self._first_step + 1}"
-        tell(f"Training goes on from {self._folder.newest} at {place}.", strategy, self._verbose)
+        tell(f"Training goes on from {folder.newest} at {place}.", strategy, self._verbose)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
@@ -235,8 +240,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _write(
         self, position: Mapping[str, Any], is_valid: Callable[[], bool] = lambda: True
     ) -> bool:
-        state = {"position": np.array(json.dumps(position)), **self._service_state()}
-        return self._folder.add(self.model, state, is_valid)
+        return self._folder.add(self.model, self._state_of(position), is_valid)
+
+    def _state_of(self, position: Mapping[str, Any]) -> dict[str, Any]:
+        return {"position": np.array(json.dumps(position)), **self._service_state()}
 
     def _service_state(self) -> dict[str, np.ndarray]:
         """Versions and rule state of a parameter service; the last saved ones if it is lost."""

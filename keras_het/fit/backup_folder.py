@@ -11,7 +11,9 @@ import logging
 import math
 import os
 import re
+import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +32,10 @@ _STATE = "keras_het"
 _SEED = "seed/"
 _OTHER_FORMATS = ("latest.weights.h5", "training_metadata.json", "data_position.json")
 _LOCK = "keras_het.lock"
+_ASIDE = "incomplete.weights.h5"
+RUN = "KERAS_HET_RUN"
+"""Variable with the name of a run, which is the same however often its workers start again."""
+_SHARED_MEMORY = Path("/dev/shm")
 _IS_LOCKED = (errno.EACCES, errno.EAGAIN)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CHUNK_BYTES = 2**20
@@ -61,6 +67,12 @@ class BackupFolder:
     def newest(self) -> Path | None:
         """The backup that was found or added last, None if there is none."""
         return self._whole[-1] if self._whole else None
+
+    @property
+    def number(self) -> int:
+        """The number of the newest backup, 0 if there is none."""
+        name = _NAME.fullmatch(self.newest.name) if self.newest else None
+        return int(name[1]) if name else 0
 
     def lock(self) -> None:
         """Keep other processes from writing here until `unlock`, or the end of this process."""
@@ -157,14 +169,14 @@ class BackupFolder:
         model: keras.Model,
         state: Mapping[str, Any],
         is_valid: Callable[[], bool] = lambda: True,
+        number: int | None = None,
     ) -> bool:
         """Write a backup, then remove those that are not kept; False if it is not valid then."""
         content = io.BytesIO()
         seeds = {f"{_SEED}{n}": seed.value.numpy() for n, seed in enumerate(_seeds(model))}
         np.savez(content, **state, **seeds)
         with self._writing:
-            present = self._found()
-            aside = self.path / "incomplete.weights.h5"
+            aside = self.path / _ASIDE
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 _reserve(aside, _bytes_needed(model) + content.tell())
@@ -175,18 +187,39 @@ class BackupFolder:
                 with h5py.File(aside, "r+") as file:
                     file[_STATE] = np.frombuffer(content.getvalue(), np.uint8)
                 _to_disk(aside)
-                name = f"backup-{max(present, default=0) + 1}-{_sha256(aside)}.weights.h5"
-                path = aside.rename(self.path / name)
-                _to_disk(self.path)
+                number = number or max(self._found(), default=0) + 1
+                name = f"backup-{number}-{_sha256(aside)}.weights.h5"
+                self._complete(aside, self.path / name)
             except (OSError, RuntimeError) as error:  # h5py raises both for failed writes
                 with contextlib.suppress(OSError):
                     aside.unlink(missing_ok=True)
                 raise self._error(error, aside) from error
-            self._whole = [*self._whole, path][-self._num_kept :]
-            for earlier, _ in present.values():
-                if earlier not in self._whole:
-                    earlier.unlink(missing_ok=True)
         return True
+
+    def adopt(self, name: str, content: IO[bytes]) -> None:
+        """Write a backup that another folder has, under its name."""
+        with self._writing:
+            aside = self.path / _ASIDE
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                with aside.open("wb") as file:
+                    shutil.copyfileobj(content, file, _CHUNK_BYTES)
+                _to_disk(aside)
+                self._complete(aside, self.path / name)
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    aside.unlink(missing_ok=True)
+                raise self._error(error, aside) from error
+
+    def _complete(self, aside: Path, path: Path) -> None:
+        """Give a written backup its name, and remove those that are not kept."""
+        present = self._found()
+        aside.rename(path)
+        _to_disk(self.path)
+        self._whole = [*self._whole, path][-self._num_kept :]
+        for earlier, _ in present.values():
+            if earlier not in self._whole:
+                earlier.unlink(missing_ok=True)
 
     def _error(self, error: Exception, path: Path) -> OSError:
         return OSError(
@@ -209,6 +242,26 @@ class BackupFolder:
                     f"{path}. Give another backup_dir, or remove the files of that backup; "
                     "model.load_weights reads the weights alone."
                 )
+
+
+def memory_folder(run: str, backup_dir: str | Path) -> Path:
+    """A folder in this machine's memory for the backups of a run."""
+    digest = hashlib.sha256(str(Path(backup_dir).absolute()).encode()).hexdigest()
+    return _memory() / f"{_memory_prefix(run)}{digest[:8]}"
+
+
+def remove_memory_folders(run: str) -> None:
+    """Remove what a run that has ended left in this machine's memory."""
+    for folder in _memory().glob(f"{_memory_prefix(run)}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _memory() -> Path:
+    return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+def _memory_prefix(run: str) -> str:
+    return f"keras_het-{os.getuid()}-{run}-"
 
 
 def _seeds(model: keras.Model) -> list[keras.Variable]:

@@ -30,15 +30,13 @@ from keras_het.launch.local.failure_report import describe_failures, first_to_fa
 from keras_het.launch.local.gpus import AUTO, choose_gpus, environment_of, present_gpus
 from keras_het.launch.local.local_cluster import LocalCluster
 from keras_het.launch.local.own_workers import OwnWorkers, own_workers
-from keras_het.launch.local.worker_environment import secret_names
+from keras_het.launch.local.worker_environment import QUIET_TENSORFLOW, secret_names
 from keras_het.launch.local.worker_process import OutputLine, Stream, WorkerResult, signal_name
 from keras_het.launch.ssh_cluster import SshCluster
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG
 from keras_het.telemetry.hardware import NvmlMissingError
 
 _KEEP_LINES = 2000
-# Hides TensorFlow's information messages, of which each worker prints some 50 lines at startup.
-_QUIET_TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _REPLACED = "TF_CONFIG of the environment is replaced by one of the workers that are started here."
 _EPILOG = """\
@@ -273,7 +271,7 @@ def run_workers(options: argparse.Namespace) -> int:
     def on_stop(number: int) -> None:
         display.say(f"forwarding {signal_name(number)} to all workers; send it again to hurry.")
 
-    quiet = {} if options.tf_logs else _QUIET_TENSORFLOW
+    quiet = {} if options.tf_logs else QUIET_TENSORFLOW
     with contextlib.ExitStack() as stack:
         if options.log_dir is not None:
             indices = range(first, first + (options.workers or len(options.speeds)))

@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.local.emulation import Emulation
 
+# Hides TensorFlow's information messages, of which each worker prints some 50 lines at startup.
+QUIET_TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 _LEAST_INTEROP_THREADS = 2
 ADDRESS = "KERAS_HET_SERVICE_ADDRESS"
 _SECRET = "KERAS_HET_SERVICE_SECRET"

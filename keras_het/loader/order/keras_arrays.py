@@ -7,6 +7,8 @@ import tensorflow as tf
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 
+_SECOND_SEED_OF_0 = 2**31 - 1
+
 
 def with_repeatable_order(dataset: tf.data.Dataset, seed: int | None = None) -> tf.data.Dataset:
     """Return the samples of Keras's arrays, but shuffled by tf.data's `shuffle`."""
@@ -41,7 +43,9 @@ def seeds_of_orders(dataset: tf.data.Dataset) -> list[list[int | None]]:
             seeds = adapter.shuffle_seeds(node)
             found.append([None if seed is None else int(seed) for seed in seeds])
         elif (arrays := adapter.keras_arrays(node)) is not None and arrays.is_shuffled:
-            found.append([iterator_adapter.global_seed() or 0] * 2)
+            seed = iterator_adapter.global_seed()
+            # as TensorFlow keeps seed 0 apart from none
+            found.append([0, 0] if seed is None else [seed, seed or _SECOND_SEED_OF_0])
     return found
 
 

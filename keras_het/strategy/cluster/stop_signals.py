@@ -80,6 +80,13 @@ class StopSignals:
             )
             atexit.register(self.leave)
 
+    def ask(self, number: int) -> bool:
+        """Stop at the next step boundary, from any thread; False if no loop of Keras has begun."""
+        running = [each for each in list(self._requests) if each.is_in_steps]
+        for each in running:
+            each.ask(number)
+        return bool(running)
+
     def exception(self, number: int) -> BaseException:
         """Return the exception that ends the script with a signal's exit code, 143 or 130."""
         self._raised = (number, time.monotonic())
@@ -139,10 +146,7 @@ class StopSignals:
         self._was_received.set()
         if self._is_leaving:
             os._exit(128 + number)
-        running = [each for each in list(self._requests) if each.is_in_steps]
-        for each in running:
-            each.ask(number)
-        if not running:
+        if not self.ask(number):
             exception = self.exception(number)
             if not _makes_an_exception(frame):
                 raise exception

@@ -1,0 +1,217 @@
+"""Backups for a training whose workers are replaced while it goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import math
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from keras_het.callbacks.backup_and_restore import BackupAndRestore
+from keras_het.fit.backup_folder import RUN, BackupFolder, memory_folder
+from keras_het.fit.model_strategy import tell
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
+
+_logger = logging.getLogger("keras_het")
+
+AUTO = "auto"
+# Of the time of a training, the part that its backups may take.
+_COST = 0.02
+_LEAST_SECONDS = 1.0
+_WORDS_AT_ONCE = 2**21
+_BYTES_PER_WORD = 8
+_listeners: list[Callable[[], None]] = []
+
+
+def when_saved(listener: Callable[[], None]) -> None:
+    """Call a function after each backup that an `Elastic` of this process has seen written."""
+    _listeners.append(listener)
+
+
+class Elastic(BackupAndRestore):
+    """`BackupAndRestore` for workers that are lost, replaced and added while a training goes on.
+
+    Where an engine such as `keras_het.ray.Trainer` starts the workers again, each machine also
+    keeps the newest backup in its memory. A new group of workers goes on from the newest backup
+    that one of them has, on disk or in memory: `backup_dir` need not be shared, and may be lost
+    with the chief's machine. The backup of a finished `fit` stays until the next run, so that the
+    loss of a worker after it does not begin it again.
+
+    With `save_freq="auto"` backups take at most 2 % of the time: after one that took c seconds, the
+    next follows
+
+        n = ceil(max(c / 0.02, 1 s) / t)
+
+    steps later, with t the seconds of a step, both those of the slowest worker.
+
+    Args:
+        backup_dir: folder of the backup.
+        save_freq: "auto", "epoch", or the number of batches between two backups.
+        verbose: 1 prints each backup, and the point at which a training resumes, on the chief.
+        **kwargs: further arguments of `BackupAndRestore`.
+
+    Raises:
+        ValueError: as `BackupAndRestore`; but workers may find different backups.
+        OSError: if the only backup is damaged, or a backup cannot be written.
+    """
+
+    def __init__(
+        self, backup_dir: str, save_freq: str | int = AUTO, *, verbose: int = 0, **kwargs: Any
+    ) -> None:
+        self._is_auto = save_freq == AUTO
+        super().__init__(backup_dir, 1 if self._is_auto else save_freq, verbose=verbose, **kwargs)
+        self._run = os.environ.get(RUN)
+        self._memory = BackupFolder(memory_folder(self._run or "", backup_dir), num_kept=1)
+        self._keeps_memory = self._is_finished = False
+        # of the newest backup of all workers
+        self._number = 0
+        self._saved_at, self._num_steps_since = 0.0, 0
+
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        """Restore the newest backup that one of the workers has."""
+        self._keeps_memory = self._is_finished = False
+        super().on_train_begin(logs)
+        self._saved_at, self._num_steps_since = time.monotonic(), 0
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        self._num_steps_since += 1
+        super().on_train_batch_end(batch, logs)
+
+    def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
+        """Keep the backup of a finished `fit` if its workers may start again."""
+        if self._run is not None and not self._strategy().is_async_worker:
+            self._is_finished, self.delete_checkpoint = True, False
+            self._save_model()
+        super().on_train_end(logs)
+
+    def _find_backup(self, strategy: HeterogeneousStrategy) -> BackupFolder:
+        if self._run is None:
+            return super()._find_backup(strategy)
+        error = self._lock_folder(strategy)
+        found = []
+        for folder in (self._memory, self._folder):
+            try:
+                found.append((_find(folder, self._run), folder))
+            except OSError as damaged:
+                error = error or damaged
+        number, own = max(found, key=lambda each: each[0], default=(0, self._folder))
+        content = own.newest.read_bytes() if number and own.newest else b""
+        row = [
+            number,
+            max(self._memory.number, self._folder.number),
+            error is not None,
+            _as_number(socket.gethostname().encode()),
+            _as_number(content),
+            len(content),
+        ]
+        everyone = strategy.extended.gather_over_workers(np.array([row], np.int64))
+        numbers, latest, errors, hosts, hashes, sizes = everyone.T
+        if errors.any():
+            raise error or ValueError(
+                f"Worker {int(errors.argmax())} cannot use its backups in {self._folder.path}: see "
+                "its own output."
+            )
+        index, holder = strategy.worker_index, int(numbers.argmax())
+        is_first_of_host = hosts.tolist().index(hosts[index]) == index
+        self._keeps_memory = is_first_of_host and not strategy._holds_parts
+        self._number = int(latest.max())
+        if not numbers[holder]:
+            return BackupFolder(self._folder.path, num_kept=1)
+        if (hashes == hashes[holder]).all():
+            return own
+        content = _send(strategy, content if index == holder else b"", int(sizes[holder]))
+        return own if hashes[index] == hashes[holder] else self._keep(int(numbers[holder]), content)
+
+    def _keep(self, number: int, content: bytes) -> BackupFolder:
+        """Keep a backup that another worker has sent."""
+        name = f"backup-{number}-{hashlib.sha256(content).hexdigest()}.weights.h5"
+        try:
+            self._memory.adopt(name, io.BytesIO(content))
+        except OSError as error:  # a container's memory may have little room
+            self._memory = BackupFolder(tempfile.mkdtemp(prefix="keras_het-"), num_kept=1)
+            _logger.warning("%s It is kept in %s.", error, self._memory.path)
+            self._memory.adopt(name, io.BytesIO(content))
+        return self._memory
+
+    def _save_model(self) -> None:
+        began = time.monotonic()
+        strategy = self._strategy()
+        strategy._complete(self.model, "Elastic")
+        if strategy.is_chief or self._keeps_memory:
+            self._write(self._position())
+        if strategy.is_chief:
+            tell(f"Saved {self._folder.newest}.", strategy, self._verbose)
+        self._number += 1
+        for listener in _listeners:
+            listener()
+        if self._is_auto and not (strategy._stop_request.is_agreed or strategy.is_async_worker):
+            self._choose_next(strategy, time.monotonic() - began)
+
+    def _choose_next(self, strategy: HeterogeneousStrategy, cost: float) -> None:
+        """Choose after how many steps the next backup follows, on all workers alike."""
+        now = time.monotonic()
+        step = (now - self._saved_at - cost) / max(1, self._num_steps_since)
+        costs = strategy.extended.gather_over_workers(np.array([[cost, step]], np.float64))
+        cost, step = costs.max(axis=0).tolist()
+        self.save_freq = max(1, math.ceil(max(cost / _COST, _LEAST_SECONDS) / max(step, 1e-6)))
+        self._saved_at, self._num_steps_since = time.monotonic(), 0
+
+    def _write(
+        self, position: Mapping[str, Any], is_valid: Callable[[], bool] = lambda: True
+    ) -> bool:
+        state, number = self._state_of(position), self._number + 1
+        if self._keeps_memory:
+            try:
+                if not self._memory.add(self.model, state, is_valid, number):
+                    return False
+            except OSError as error:
+                self._keeps_memory = False
+                _logger.warning("%s This machine keeps no backup in its memory.", error)
+        if not self._strategy().is_chief:
+            return True
+        if not self._keeps_memory or self._memory.newest is None:
+            return self._folder.add(self.model, state, is_valid, number)
+        with self._memory.newest.open("rb") as content:
+            self._folder.adopt(self._memory.newest.name, content)
+        return True
+
+    def _state_of(self, position: Mapping[str, Any]) -> dict[str, Any]:
+        finished_in = self._run if self._is_finished else None
+        return super()._state_of({**position, "finished_in": finished_in})
+
+
+def _find(folder: BackupFolder, run: str) -> int:
+    """Return the number of a folder's newest backup, 0 for that of an earlier, finished run."""
+    folder.find()
+    if folder.newest is None:
+        return 0
+    finished_in = json.loads(str(folder.state()["position"])).get("finished_in")
+    return folder.number if finished_in in (None, run) else 0
+
+
+def _as_number(content: bytes) -> int:
+    """Hash a content to a number that workers can compare."""
+    return int.from_bytes(hashlib.sha256(content).digest()[: _BYTES_PER_WORD - 1], "big")
+
+
+def _send(strategy: HeterogeneousStrategy, content: bytes, num_bytes: int) -> bytes:
+    """Give all workers what one of them has, in parts; the others pass nothing."""
+    words = np.frombuffer(
+        content.ljust(-(-len(content) // _BYTES_PER_WORD) * _BYTES_PER_WORD), np.int64
+    )
+    parts = [
+        strategy.extended.gather_over_workers(words[start : start + _WORDS_AT_ONCE])
+        for start in range(0, -(-num_bytes // _BYTES_PER_WORD), _WORDS_AT_ONCE)
+    ]
+    return np.concatenate(parts).tobytes()[:num_bytes]

@@ -1,0 +1,136 @@
+"""The cluster that the workers of Ray Train form: addresses, groups and devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.train.backend import Backend, BackendConfig
+
+from keras_het.launch.local.gpus import environment_of, present_gpus
+from keras_het.launch.local.worker_environment import QUIET_TENSORFLOW, worker_environment
+from keras_het.ray.worker import OnWorker
+from keras_het.telemetry.hardware import NvmlMissingError
+
+ROLE_LABEL, ASYNC = "keras-het-role", "async"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a worker is.
+
+    Attributes:
+        node: Ray's name of the node.
+        address: host and port at which the worker will listen.
+        is_async: whether the node's label puts its workers outside of the synchronous group.
+        gpus: names of the node's GPUs, () where Ray has already chosen this worker's.
+    """
+
+    node: str
+    address: str
+    is_async: bool
+    gpus: tuple[str, ...]
+
+
+def environments(places: Sequence[Place], threads: int) -> list[dict[str, str]]:
+    """Return the variables of each worker.
+
+    A worker that has asked Ray for no GPU takes that of its place among the workers of its node.
+
+    Args:
+        places: of each worker, in Ray's order.
+        threads: CPU threads of each worker.
+
+    Raises:
+        ValueError: if no worker is left for the synchronous group.
+    """
+    order = sorted(range(len(places)), key=lambda worker: places[worker].is_async)
+    num_async = sum(place.is_async for place in places)
+    if num_async == len(places):
+        raise ValueError(
+            f"no worker is left for the synchronous group. Received: {num_async} worker(s), all on "
+            f"nodes with the label {ROLE_LABEL}={ASYNC}. Start a node without that label."
+        )
+    addresses = [places[worker].address for worker in order]
+    of_node: defaultdict[str, int] = defaultdict(int)
+    found: list[dict[str, str]] = [{} for _ in places]
+    for index, worker in enumerate(order):
+        place = places[worker]
+        found[worker] = worker_environment(
+            index, addresses, threads, QUIET_TENSORFLOW, num_async_workers=num_async
+        )
+    for worker, place in enumerate(places):
+        if of_node[place.node] < len(place.gpus):
+            found[worker].update(environment_of(place.gpus[of_node[place.node]]))
+        of_node[place.node] += 1
+    return found
+
+
+class Cluster(Backend):
+    """Sets the variables of each worker before its training function begins."""
+
+    def on_start(self, worker_group: Any, backend_config: ClusterConfig) -> None:
+        places = worker_group.execute(_find_place)
+        ray.get(
+            [
+                worker_group.execute_single_async(worker, _set_variables, variables)
+                for worker, variables in enumerate(environments(places, backend_config.threads))
+            ]
+        )
+
+
+@dataclasses.dataclass
+class ClusterConfig(BackendConfig):
+    """Configuration of `Cluster`.
+
+    Args:
+        threads: CPU threads of each worker.
+        progress: the actor that counts backups.
+        run: name of the run.
+    """
+
+    threads: int = 1
+    progress: Any = None
+    run: str = ""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return Cluster
+
+    @property
+    def train_func_context(self) -> Callable[[], OnWorker]:
+        return functools.partial(OnWorker, self.progress, self.run)
+
+
+def _find_place() -> Place:
+    context = ray.get_runtime_context()
+    node = context.get_node_id()
+    labels: dict[str, str] = next(
+        (each["Labels"] for each in ray.nodes() if each["NodeID"] == node), {}
+    )
+    host = ray.util.get_node_ip_address()
+    with socket.socket() as free:
+        free.bind((host, 0))
+        address = f"{host}:{free.getsockname()[1]}"
+    is_given = bool(context.get_accelerator_ids().get("GPU"))
+    return Place(node, address, labels.get(ROLE_LABEL) == ASYNC, () if is_given else _gpus())
+
+
+def _gpus() -> tuple[str, ...]:
+    try:
+        return tuple(present_gpus({}))
+    except NvmlMissingError:
+        return ()
+
+
+def _set_variables(variables: dict[str, str]) -> None:
+    ours = ("TF_CONFIG", "CUDA_VISIBLE_DEVICES")
+    os.environ.update(
+        {name: text for name, text in variables.items() if name in ours or name not in os.environ}
+    )

@@ -1,0 +1,15 @@
+"""Why a training on Ray ends, or goes on with other workers."""
+
+from __future__ import annotations
+
+
+class ScriptError(RuntimeError):
+    """The training function raised an error on a worker; the message is its traceback."""
+
+
+class LostTooOftenError(RuntimeError):
+    """Workers were lost again and again, and no backup was written in between."""
+
+
+class LeavingError(RuntimeError):
+    """All workers have stopped at the same step and saved, because a machine leaves."""

@@ -1,0 +1,97 @@
+"""What happens to a group of workers that is about to end: all stop together, and save."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import ray
+from ray.train import FailureConfig
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+from ray.train.v2._internal.execution.failure_handling.default import RETRYABLE_CONTROLLER_ERRORS
+
+from keras_het.ray import worker
+from keras_het.ray.errors import LeavingError, ScriptError
+from keras_het.ray.nodes import on_every_node
+
+_logger = logging.getLogger("keras_het")
+
+_SECONDS_TO_ANSWER = 10.0
+
+
+class StopTogether(ControllerCallback, WorkerGroupCallback):
+    """Lets a group save before Ray ends it to make a larger or a smaller one.
+
+    Args:
+        grace_seconds: the longest time to wait for the group's next step and its backup.
+    """
+
+    def __init__(self, grace_seconds: float) -> None:
+        self._grace_seconds = grace_seconds
+        self._group: Any = None
+        self._is_leaving = False
+
+    def after_worker_group_training_start(self, worker_group: Any) -> None:
+        self._group, self._is_leaving = worker_group, False
+
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        """Stop the group as soon as Ray knows that one of its machines is about to leave."""
+        if worker_group_status.errors:
+            self._group = None  # what its workers hold is no longer that of one step
+        is_leaving = worker_group_status.get_preemption_info() is not None
+        if is_leaving and not self._is_leaving and self._group is not None:
+            self._group.execute_async(worker.stop)
+            self._is_leaving = True
+
+    def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
+        """Stop the group that trains, if there is one, when newcomers are ready."""
+        if self._group is None:
+            return
+        used = {each.metadata.node_id for each in self._group.get_workers()}
+        # newcomers read what a worker imports while the others still train
+        on_every_node(_import, but=used)
+        asked = self._group.execute_async(worker.stop_and_wait, self._grace_seconds)
+        ray.wait(asked, num_returns=len(asked), timeout=self._grace_seconds + _SECONDS_TO_ANSWER)
+
+    def before_worker_group_shutdown(self, worker_group: Any) -> None:
+        self._group = None
+
+
+def _import() -> None:
+    import keras_het.strategy.heterogeneous_strategy  # noqa: F401
+
+
+class Losses(FailurePolicy):
+    """Ends a training whose script fails, or which comes to nothing however often it starts.
+
+    Args:
+        failure_config: of Ray Train.
+        most: how often workers may be lost in a row without a backup in between.
+        progress: the actor that counts backups.
+    """
+
+    def __init__(self, failure_config: FailureConfig, most: int, progress: Any) -> None:
+        super().__init__(failure_config)
+        self._most, self._progress = most, progress
+        self._num_lost = self._num_saved = 0
+
+    def make_decision(self, training_failed_error: Exception) -> FailureDecision:
+        """Let Ray start another group, unless that is of no use."""
+        failures = getattr(training_failed_error, "worker_failures", {}).values()
+        if any(isinstance(error, ScriptError) for error in failures):
+            return FailureDecision.RAISE
+        cause = getattr(training_failed_error, "controller_failure", None)
+        if cause is not None and not isinstance(cause, RETRYABLE_CONTROLLER_ERRORS):
+            return FailureDecision.RAISE
+        num_saved = ray.get(self._progress.num_saved.remote())
+        is_progress = num_saved > self._num_saved or all(
+            isinstance(error, LeavingError) for error in failures
+        )
+        self._num_saved = num_saved
+        self._num_lost = 1 if is_progress else self._num_lost + 1
+        if self._num_lost > self._most:
+            return FailureDecision.RAISE
+        names = ", ".join(f"{type(error).__name__}: {error}" for error in failures) or cause
+        _logger.warning("Another group of workers goes on from the newest backup, after %s", names)
+        return FailureDecision.RETRY

@@ -1,0 +1,138 @@
+"""Ray Train's trainer for unlike workers that come and go."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray.train import FailureConfig, Result, RunConfig, ScalingConfig, WorkerGroupError
+from ray.train.tensorflow import TensorflowTrainer
+
+from keras_het.fit.backup_folder import remove_memory_folders
+from keras_het.ray.cluster import ClusterConfig
+from keras_het.ray.errors import LostTooOftenError, ScriptError
+from keras_het.ray.group import Losses, StopTogether
+from keras_het.ray.nodes import on_every_node
+from keras_het.ray.progress import start_progress
+
+# seconds; by default Ray looks after its workers every 2, and after machines that leave every 5
+_INTERVALS = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
+}
+_UNLIMITED = -1
+
+
+class Trainer(TensorflowTrainer):
+    """`ray.train.tensorflow.TensorflowTrainer` for workers that differ, come and go.
+
+    Each worker calls the training function, which makes a `HeterogeneousStrategy` and trains with
+    `callbacks=[keras_het.callbacks.Elastic(backup_dir)]`. When a worker is lost, or machines join,
+    Ray starts another group of workers, and the training goes on at the step after the newest
+    backup: with the same global batch in other shares, and each sample used once.
+
+    An error of the training function ends the training at once, and is raised here.
+
+    Args:
+        train_function: called on each worker, without argument or with `train_loop_config`.
+        num_workers: number of workers, or the least and the most.
+        resources_per_worker: what Ray reserves for each worker, in Ray's units. With "GPU" in it
+            each worker has a GPU. Without, a worker takes the GPU that has its place among the
+            workers of its node, and the CPU where there are no more: for GPU and CPU nodes at once
+            start each with `ray start --resources='{"het": N}'` for N workers, and give
+            {"het": 1}. By default one CPU.
+        grace_seconds: the longest time that a group may take to save before a larger one starts.
+        resize_seconds: how often to look for machines that have joined.
+        run_config: of Ray Train. `failure_config.max_failures` limits the losses in a row without
+            a backup in between; 3 if it is not given.
+        scaling_config: of Ray Train, in place of `num_workers` and `resources_per_worker`.
+        **kwargs: further arguments of `TensorflowTrainer`.
+
+    Raises:
+        ValueError: if both `scaling_config` and what it would hold are given.
+        ScriptError: by `fit`, if the training function fails.
+        LostTooOftenError: by `fit`, if workers are lost again and again without a backup.
+
+    Reference: https://docs.ray.io/en/latest/train/user-guides/elastic-training.html
+    """
+
+    def __init__(
+        self,
+        train_function: Callable[..., Any],
+        num_workers: int | tuple[int, int] | None = None,
+        *,
+        resources_per_worker: Mapping[str, float] | None = None,
+        grace_seconds: float = 30.0,
+        resize_seconds: float = 10.0,
+        run_config: RunConfig | None = None,
+        scaling_config: ScalingConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if (scaling_config is None) == (num_workers is None):
+            raise ValueError(
+                "Give either `num_workers` or `scaling_config`. Received: "
+                f"num_workers={num_workers}, scaling_config={scaling_config}. Expected for example "
+                "num_workers=(2, 4)."
+            )
+        scaling = scaling_config or ScalingConfig(
+            num_workers=num_workers,
+            resources_per_worker=dict(resources_per_worker or {"CPU": 1}),
+            elastic_resize_monitor_interval_s=resize_seconds,
+        )
+        given = run_config or RunConfig()
+        failures = given.failure_config or FailureConfig()
+        self._most_losses = failures.max_failures or 3
+        self._grace_seconds = grace_seconds
+        threads = max(1, int((scaling.resources_per_worker or {}).get("CPU", 1)))
+        super().__init__(
+            train_function,
+            tensorflow_config=ClusterConfig(threads),
+            scaling_config=scaling,
+            run_config=dataclasses.replace(
+                given,
+                failure_config=dataclasses.replace(failures, max_failures=_UNLIMITED),
+            ),
+            **kwargs,
+        )
+
+    def fit(self) -> Result:
+        """Train, with as many groups of workers as it takes."""
+        for name, seconds in _INTERVALS.items():
+            os.environ.setdefault(name, seconds)
+        if not ray.is_initialized():
+            ray.init()
+        progress = start_progress()
+        self.backend_config.progress = progress
+        self.backend_config.run = run = uuid.uuid4().hex
+        given = self.run_config.callbacks or []
+        self.run_config.callbacks = [*given, StopTogether(self._grace_seconds)]
+        try:
+            return super().fit()
+        except WorkerGroupError as error:
+            raise self._cause(error) from None
+        finally:
+            self.run_config.callbacks = given
+            ray.kill(progress)
+            on_every_node(remove_memory_folders, run)
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> Result:
+        policy = Losses(
+            self.run_config.failure_config, self._most_losses, self.backend_config.progress
+        )
+        return super()._initialize_and_run_controller(**{**arguments, "failure_policy": policy})
+
+    def _cause(self, error: WorkerGroupError) -> Exception:
+        failures = sorted(error.worker_failures.items())
+        for _, failure in failures:
+            if isinstance(failure, ScriptError):
+                return failure
+        rank, failure = failures[0]
+        return LostTooOftenError(
+            f"Workers were lost {self._most_losses + 1} times in a row, and no backup was written "
+            f"in between. Received the last time, from worker {rank}: {failure}. See that worker's "
+            "output; callbacks=[keras_het.callbacks.Elastic(backup_dir)] writes backups."
+        )
