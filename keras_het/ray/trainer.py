@@ -18,11 +18,14 @@ from keras_het.ray.errors import LostTooOftenError, ScriptError
 from keras_het.ray.group import Losses, StopTogether
 from keras_het.ray.nodes import on_every_node
 from keras_het.ray.progress import start_progress
+from keras_het.ray.scaling import PresentNodes
 
-# seconds; by default Ray looks after its workers every 2, and after machines that leave every 5
-_INTERVALS = {
+# By default Ray looks after its workers every 2 seconds, and after machines that leave every 5. It
+# waits 60 for a machine that is lost while a group starts.
+_SECONDS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
 }
 _UNLIMITED = -1
 
@@ -101,7 +104,7 @@ class Trainer(TensorflowTrainer):
 
     def fit(self) -> Result:
         """Train, with as many groups of workers as it takes."""
-        for name, seconds in _INTERVALS.items():
+        for name, seconds in _SECONDS.items():
             os.environ.setdefault(name, seconds)
         if not ray.is_initialized():
             ray.init()
@@ -123,7 +126,10 @@ class Trainer(TensorflowTrainer):
         policy = Losses(
             self.run_config.failure_config, self._most_losses, self.backend_config.progress
         )
-        return super()._initialize_and_run_controller(**{**arguments, "failure_policy": policy})
+        arguments["failure_policy"] = policy
+        if self.scaling_config.elasticity_enabled:
+            arguments["scaling_policy"] = PresentNodes(self.scaling_config)
+        return super()._initialize_and_run_controller(**arguments)
 
     def _cause(self, error: WorkerGroupError) -> Exception:
         failures = sorted(error.worker_failures.items())
