@@ -1,0 +1,182 @@
+"""Backups of an elastic training: in memory and on disk, as often as they are worth it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from interruption import Interruption
+from small_training import NUM_BATCHES, data, flat, make_model
+
+import keras_het
+from keras_het.callbacks import Elastic, elastic
+from keras_het.fit.backup_folder import RUN, BackupFolder, memory_folder, remove_memory_folders
+
+EPOCHS = 3
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The name of a run in whose memory folders a test writes."""
+    names = []
+
+    def begin(name: str) -> str:
+        names.append(f"test-{tmp_path.name}-{name}")
+        monkeypatch.setenv(RUN, names[-1])
+        return names[-1]
+
+    yield begin
+    for name in names:
+        remove_memory_folders(name)
+
+
+def fit(folder: Path, interrupted_at: int | None = None, **options: Any) -> keras.Model:
+    model = make_model(keras_het.HeterogeneousStrategy())
+    callbacks = [Elastic(str(folder), **{"save_freq": 2, **options})]
+    if interrupted_at is None:
+        model.fit(data(), epochs=EPOCHS, verbose=0, callbacks=callbacks)
+    else:
+        with pytest.raises(InterruptedError):
+            model.fit(
+                data(),
+                epochs=EPOCHS,
+                verbose=0,
+                callbacks=[*callbacks, Interruption(interrupted_at)],
+            )
+    return model
+
+
+def expected() -> np.ndarray:
+    model = make_model(keras_het.HeterogeneousStrategy())
+    model.fit(data(), epochs=EPOCHS, verbose=0)
+    return flat(model)
+
+
+def backups(folder: Path) -> list[Path]:
+    return sorted(folder.glob("backup-*")) if folder.exists() else []
+
+
+def test_a_run_goes_on_from_memory_when_the_disk_is_lost(run: Any, tmp_path: Path) -> None:
+    name, folder = run("a"), tmp_path / "backup"
+    fit(folder, interrupted_at=9)
+    (on_disk,), (in_memory,) = backups(folder), backups(memory_folder(name, folder))
+    assert on_disk.read_bytes() == in_memory.read_bytes()
+    on_disk.unlink()
+    model = fit(folder)
+    np.testing.assert_array_equal(flat(model), expected())
+
+
+def test_another_run_looks_at_the_disk_only(run: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "backup"
+    fit_in = run("a")
+    fit(folder, interrupted_at=9)
+    for path in backups(folder):
+        path.unlink()
+    run("b")
+    fit(folder, interrupted_at=3)
+    (path,) = backups(folder)
+    assert path.name.startswith("backup-1-")
+    assert backups(memory_folder(fit_in, folder))
+
+
+def test_the_newer_of_disk_and_memory_wins(run: Any, tmp_path: Path) -> None:
+    name, folder = run("a"), tmp_path / "backup"
+    fit(folder, interrupted_at=9)
+    (newer,) = backups(folder)
+    kept = newer.read_bytes()
+    newer.unlink()
+    remove_memory_folders(name)
+    fit(folder, interrupted_at=3)
+    for path in backups(folder):
+        path.unlink()
+    (folder / newer.name).write_bytes(kept)
+    model = fit(folder)
+    np.testing.assert_array_equal(flat(model), expected())
+
+
+def test_a_finished_fit_is_not_trained_again_by_the_same_run(run: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "backup"
+    run("a")
+    np.testing.assert_array_equal(flat(fit(folder)), expected())
+    again = fit(folder, save_freq=1)
+    np.testing.assert_array_equal(flat(again), expected())
+    assert int(np.array(again.optimizer.iterations)) == EPOCHS * NUM_BATCHES
+
+
+@pytest.mark.parametrize("keeps_two", [False, True])
+def test_the_next_run_begins_anew(run: Any, tmp_path: Path, keeps_two: bool) -> None:
+    folder = tmp_path / "backup"
+    run("a")
+    fit(folder)
+    run("b")
+    fit(folder, interrupted_at=3, double_checkpoint=keeps_two)
+    run("c")  # goes on from the second run, not from the end of the first one
+    model = fit(folder)
+    np.testing.assert_array_equal(flat(model), expected())
+
+
+def test_without_an_engine_it_is_a_backup_and_restore(tmp_path: Path) -> None:
+    folder = tmp_path / "backup"
+    fit(folder, interrupted_at=9)
+    model = fit(folder)
+    np.testing.assert_array_equal(flat(model), expected())
+    assert not backups(folder)
+    assert not memory_folder("", folder).exists()
+
+
+def test_memory_without_room_is_said_and_done_without(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run("a")
+    add = BackupFolder.add
+
+    def add_without_room(self: BackupFolder, *arguments: Any) -> bool:
+        if self.path != tmp_path / "backup":
+            raise OSError("No space left on device")
+        return add(self, *arguments)
+
+    monkeypatch.setattr(BackupFolder, "add", add_without_room)
+    fit(tmp_path / "backup", interrupted_at=9)
+    assert len(backups(tmp_path / "backup")) == 1
+    assert caplog.text.count("This machine keeps no backup in its memory.") == 1
+    np.testing.assert_array_equal(flat(fit(tmp_path / "backup")), expected())
+
+
+def test_a_damaged_backup_without_another_is_an_error(run: Any, tmp_path: Path) -> None:
+    name = run("a")
+    fit(tmp_path / "backup", interrupted_at=9)
+    remove_memory_folders(name)
+    (path,) = backups(tmp_path / "backup")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    model = make_model(keras_het.HeterogeneousStrategy())
+    with pytest.raises(OSError, match="The backup is damaged, and there is no other"):
+        model.fit(data(), verbose=0, callbacks=[Elastic(str(tmp_path / "backup"))])
+
+
+@pytest.mark.parametrize(
+    ("cost", "step", "expected_steps"),
+    [(0.1, 0.5, 10), (0.001, 0.01, 100), (2.0, 200.0, 1), (0.0, 0.5, 2)],
+)
+def test_backups_take_a_fiftieth_of_the_time(
+    tmp_path: Path, cost: float, step: float, expected_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback = Elastic(str(tmp_path / "backup"))
+    strategy = keras_het.HeterogeneousStrategy()
+    callback._num_steps_since, callback._saved_at = 4, 0.0
+    monkeypatch.setattr(elastic.time, "monotonic", lambda: 4 * step + cost)
+    callback._choose_next(strategy, cost)
+    assert callback.save_freq == expected_steps
+
+
+def test_its_position_is_that_of_a_backup_and_restore(run: Any, tmp_path: Path) -> None:
+    run("a")
+    folder = BackupFolder(tmp_path / "backup", num_kept=1)
+    fit(tmp_path / "backup", interrupted_at=9)
+    folder.find()
+    position = json.loads(str(folder.state()["position"]))
+    assert (position["epoch"], position["step"]) == (1, 2)
+    assert position["finished_in"] is None

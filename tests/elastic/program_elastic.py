@@ -1,0 +1,280 @@
+"""A training on Ray nodes of this machine, which is disturbed in ways that a test chooses.
+
+Arguments: a folder, and a JSON object
+
+    nodes: number of nodes with a worker each
+    least: the least number of workers
+    events: what happens to the group, one after the other, each while it trains
+    dies: phase of the training in which worker 1 ends itself, once
+    fails: step at which worker 1 raises an error
+
+Each sample has an input of its own to a layer whose gradient counts how often it was used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+NUM_SAMPLES, BATCH, EPOCHS = 240, 24, 12
+RATE = 0.1
+NUM_STEPS = NUM_SAMPLES // BATCH * EPOCHS
+STEPS_BETWEEN_EVENTS = 7
+LONGEST_SECONDS = 240.0
+SHARED = "shared"
+
+
+def model_and_data() -> tuple[Any, list[Any], list[Any]]:
+    import keras
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    features = generator.normal(size=(NUM_SAMPLES, 4)).astype(np.float32)
+    target = np.sin(features[:, :1])
+    which, given = keras.Input((NUM_SAMPLES,)), keras.Input((4,))
+    count = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", name="count")(which)
+    hidden = keras.layers.Dropout(0.1)(keras.layers.Dense(8, "tanh")(given))
+    model = keras.Model([which, given], [count, keras.layers.Dense(1, name="out")(hidden)])
+    model.compile(keras.optimizers.SGD(RATE), loss=[mean_output, "mse"])
+    return model, [np.eye(NUM_SAMPLES, dtype=np.float32), features], [target, target]
+
+
+def mean_output(y: Any, p: Any) -> Any:
+    import keras
+
+    return keras.ops.mean(p, axis=-1)
+
+
+def train(config: dict[str, Any]) -> None:
+    import keras
+    import numpy as np
+
+    import keras_het
+
+    folder = Path(config["folder"])
+    once = folder / "died"
+    keras.utils.set_random_seed(0)
+
+    def die_in(phase: str, index: int) -> None:
+        if config.get("dies") == phase and index == 1 and not once.exists():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    die_in("start", index)
+    strategy = keras_het.HeterogeneousStrategy()
+    with strategy.scope():
+        model, x, y = model_and_data()
+
+    class Watched(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            die_in("begin of fit", index)
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            die_in("first step", index)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            step = int(self.model.optimizer.iterations.numpy())
+            with (folder / f"steps-{index}").open("a") as file:
+                file.write(
+                    json.dumps([os.getpid(), strategy.num_workers, step, time.time()]) + "\n"
+                )
+            if step == config.get("fails") and index == 1:
+                raise KeyError("a mistake of the script")
+            if step == NUM_STEPS - 1:
+                wait_until(lambda: (folder / "may_end").exists())
+            if step == NUM_STEPS:
+                die_in("last step", index)
+            time.sleep(1.0 if (folder / "slow").exists() else 0.05)
+
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            die_in("validation", index)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            die_in("end of an epoch", index)
+
+    where = folder / (SHARED if config.get("shares_disk", True) else f"disk-{os.getpid()}")
+    elastic = keras_het.callbacks.Elastic(str(where), save_freq=config.get("save_freq", 3))
+    if config.get("dies") == "save":
+        write = elastic._write
+
+        def dying(*arguments: Any) -> bool:
+            die_in("save", index)
+            return write(*arguments)
+
+        elastic._keeps_memory, elastic._write = True, dying
+    model.fit(
+        x,
+        y,
+        batch_size=BATCH,
+        epochs=EPOCHS,
+        verbose=0,
+        validation_data=([each[:BATCH] for each in x], [each[:BATCH] for each in y]),
+        callbacks=[elastic, Watched()],
+    )
+    die_in("after fit", index)
+    if strategy.is_chief:
+        aside = folder / "weights.npz.tmp"
+        with aside.open("wb") as file:
+            np.savez(file, *model.get_weights())
+        aside.rename(folder / "weights.npz")
+
+
+def wait_until(condition: Any, what: str = "") -> None:
+    deadline = time.monotonic() + LONGEST_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {LONGEST_SECONDS} s for {what or condition}")
+        time.sleep(0.05)
+
+
+class Disturbance:
+    """What is done to a cluster while it trains."""
+
+    def __init__(self, cluster: Any, nodes: list[Any], folder: Path) -> None:
+        self.cluster, self.nodes, self.folder = cluster, nodes, folder
+        self.ended: set[int] = set()
+
+    def groups(self) -> set[int]:
+        pids = (self.folder / "steps-0").read_text().splitlines()
+        return {json.loads(line)[0] for line in pids}
+
+    def wait_for_steps(self) -> None:
+        """Wait until a group has trained some steps of its own."""
+        path = self.folder / "steps-0"
+
+        def has_trained() -> bool:
+            lines = path.read_text().splitlines() if path.exists() else []
+            rows = [json.loads(line) for line in lines if line.endswith("]")]
+            recent = rows[-STEPS_BETWEEN_EVENTS:]
+            is_new = len(recent) == STEPS_BETWEEN_EVENTS and len({row[0] for row in recent}) == 1
+            return is_new and recent[0][0] not in self.ended
+
+        wait_until(has_trained, "steps of a new group")
+        (self.folder / "slow").unlink(missing_ok=True)
+
+    def run(self, event: str) -> None:
+        self.wait_for_steps()
+        print("event", event, time.time(), flush=True)
+        self.ended = self.groups()
+        kind, _, argument = event.partition(" ")
+        if kind in ("add", "drain"):
+            (self.folder / "slow").touch()  # Ray takes up to 20 seconds to see it
+        getattr(self, kind)(*argument.split())
+
+    def kill(self, *workers: str) -> None:
+        rows = [(self.folder / f"steps-{each}").read_text().splitlines()[-1] for each in workers]
+        for row in rows:
+            os.kill(json.loads(row)[0], signal.SIGKILL)
+
+    def lose(self, node: str = "-1") -> None:
+        self.cluster.remove_node(self.nodes.pop(int(node)), allow_graceful=False)
+
+    def terminate(self) -> None:
+        process = self.nodes.pop().all_processes["raylet"][0].process
+        process.send_signal(signal.SIGTERM)
+
+    def drain(self) -> None:
+        from ray._private import worker
+        from ray.core.generated import autoscaler_pb2
+
+        worker.global_worker.gcs_client.drain_node(
+            self.nodes.pop().node_id,
+            autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION,
+            "a test",
+            int((time.time() + LONGEST_SECONDS) * 1000),
+        )
+
+    def add(self) -> None:
+        self.nodes.append(add_node(self.cluster))
+
+    def lose_and_add(self) -> None:
+        """Lose a node that is needed, and give another one when training has stopped."""
+        before = len((self.folder / "steps-0").read_text().splitlines())
+        self.lose()
+        seen = [before, time.monotonic()]
+
+        def stands_still() -> bool:
+            now = len((self.folder / "steps-0").read_text().splitlines())
+            if now != seen[0]:
+                seen[:] = [now, time.monotonic()]
+            return time.monotonic() - seen[1] > 8.0
+
+        wait_until(stands_still)
+        self.add()
+
+
+def add_node(cluster: Any) -> Any:
+    return cluster.add_node(num_cpus=4, resources={"het": 1}, object_store_memory=80 * 2**20)
+
+
+@contextlib.contextmanager
+def local_cluster(num_nodes: int) -> Iterator[tuple[Any, list[Any]]]:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        nodes = [add_node(cluster) for _ in range(num_nodes)]
+        ray.init(address=cluster.address, logging_level="ERROR")
+        yield cluster, nodes
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def main(folder: Path, config: dict[str, Any]) -> int:
+    from ray import cloudpickle
+    from ray.train import RunConfig
+
+    import keras_het.ray
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    result: list[BaseException | None] = []
+    with local_cluster(config["nodes"]) as (cluster, nodes):
+        trainer = keras_het.ray.Trainer(
+            train,
+            (config.get("least", 1), config["nodes"] + 1),
+            resources_per_worker={"het": 1},
+            resize_seconds=3,
+            train_loop_config={**config, "folder": str(folder)},
+            run_config=RunConfig(storage_path=str(folder / "results")),
+        )
+
+        def fit() -> None:
+            try:
+                trainer.fit()
+            except BaseException as error:
+                result.append(error)
+            else:
+                result.append(None)
+
+        running = threading.Thread(target=fit, daemon=True)
+        running.start()
+        disturbance = Disturbance(cluster, nodes, folder)
+        for event in config.get("events", ()):
+            disturbance.run(event)
+        if config.get("events"):
+            disturbance.wait_for_steps()
+        (folder / "may_end").touch()
+        running.join(LONGEST_SECONDS)
+    if not result:
+        print("it has not ended", flush=True)
+        return 2
+    if result[0] is not None:
+        print(f"{type(result[0]).__name__}: {result[0]}", flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), json.loads(sys.argv[2])))

@@ -1,0 +1,186 @@
+"""A training goes on exactly when workers and machines are lost and added, on real Ray nodes."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+pytest.importorskip("ray", reason="needs keras-het[ray]")
+
+PROGRAM = Path(__file__).with_name("program_elastic.py")
+SECONDS = 280
+# A busy machine starts Ray's processes slowly.
+ENVIRONMENT = {
+    "RAY_raylet_start_wait_time_s": "200",
+    "RAY_agent_register_timeout_ms": "200000",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    def run(**config: Any) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(PROGRAM), str(tmp_path), json.dumps({"nodes": 3, **config})]
+        environment = {**os.environ, **ENVIRONMENT}
+        with subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=SECONDS)
+            except subprocess.TimeoutExpired as late:
+                pytest.fail(f"not ready after {SECONDS} s:\n{late.output}")
+            finally:
+                process.kill()
+                reap(process.pid)
+        assert not memory_folders(tmp_path)
+        return subprocess.CompletedProcess(command, process.returncode, output)
+
+    return run
+
+
+def reap(session: int) -> None:
+    """End what is left of a program's session; Ray's processes may have sessions of their own."""
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session:
+                process.kill()
+        except (OSError, psutil.Error):
+            continue
+
+
+def memory_folders(folder: Path) -> list[Path]:
+    digest = hashlib.sha256(str(folder / "shared").encode()).hexdigest()
+    return list(Path("/dev/shm").glob(f"keras_het-*-{digest[:8]}"))
+
+
+def rows(folder: Path) -> list[list[Any]]:
+    found = [
+        json.loads(line)
+        for path in folder.glob("steps-*")
+        for line in path.read_text().splitlines()
+        if line.endswith("]")
+    ]
+    return sorted(found, key=lambda row: row[3])
+
+
+@functools.cache
+def undisturbed() -> list[np.ndarray]:
+    """Weights of one device that trains alone, in a process of its own."""
+    program = (
+        "import sys, keras, numpy as np; sys.path.insert(0, sys.argv[1]); "
+        "import program_elastic as p; keras.utils.set_random_seed(0); "
+        "model, x, y = p.model_and_data(); "
+        "model.fit(x, y, batch_size=p.BATCH, epochs=p.EPOCHS, verbose=0); "
+        "np.savez(sys.stdout.buffer, *model.get_weights())"
+    )
+    import io
+
+    command = [sys.executable, "-c", program, str(PROGRAM.parent)]
+    output = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=SECONDS).stdout
+    return list(np.load(io.BytesIO(output)).values())
+
+
+def assert_exact(folder: Path) -> None:
+    import program_elastic as program
+
+    weights = list(np.load(folder / "weights.npz").values())
+    (kernel,) = [each for each in weights if each.shape == (program.NUM_SAMPLES, 1)]
+    uses = -kernel.ravel() * program.BATCH / program.RATE
+    np.testing.assert_allclose(uses, program.EPOCHS, atol=1e-3)
+    for own, expected in zip(weights, undisturbed(), strict=True):
+        np.testing.assert_allclose(own, expected, atol=1e-5)
+
+
+def sizes_of_groups(folder: Path) -> list[int]:
+    """Number of workers of each group that has trained, in their order."""
+    sizes: list[int] = []
+    last = None
+    for row in rows(folder):
+        if row[1] != last and not (sizes and sizes[-1] == row[1]):
+            sizes.append(row[1])
+        last = row[1]
+    return sizes
+
+
+def test_workers_and_machines_come_and_go(run: Run, tmp_path: Path) -> None:
+    result = run(events=["kill 1", "lose", "kill 0", "add", "drain"])
+    assert result.returncode == 0, result.stdout
+    assert_exact(tmp_path)
+    assert sizes_of_groups(tmp_path) == [3, 2, 3, 2], result.stdout
+
+
+def test_an_error_of_the_script_ends_all_at_once(run: Run, tmp_path: Path) -> None:
+    result = run(fails=10)
+    assert result.returncode == 1, result.stdout
+    last = result.stdout.rstrip().rsplit("ScriptError: Traceback", 1)[-1]
+    assert last.endswith("KeyError: 'a mistake of the script'"), result.stdout
+    assert max(row[2] for row in rows(tmp_path)) == 10
+    assert len({row[0] for row in rows(tmp_path)}) == 3  # no second group
+
+
+EVENTS = [
+    pytest.param({"events": ["kill 0 1"]}, id="two-at-once"),
+    pytest.param({"events": ["kill 0 1 2"]}, id="all-at-once"),
+    pytest.param({"events": ["terminate"]}, id="sigterm-of-a-node"),
+    pytest.param({"events": ["lose_and_add"], "least": 3}, id="below-the-least-and-back"),
+    pytest.param({"events": ["kill 0", "lose 0"], "shares_disk": False}, id="no-shared-disk"),
+    pytest.param({"events": ["kill 1"], "save_freq": "auto"}, id="save-freq-by-time"),
+    pytest.param({"events": ["kill 1"], "save_freq": "epoch"}, id="save-freq-by-epoch"),
+    *(
+        pytest.param({"dies": phase}, id=phase.replace(" ", "-"))
+        for phase in (
+            *("start", "begin of fit", "first step", "save", "validation", "end of an epoch"),
+            *("last step", "after fit"),
+        )
+    ),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", EVENTS)
+def test_every_loss_is_exact(run: Run, tmp_path: Path, config: dict[str, Any]) -> None:
+    result = run(**config)
+    assert result.returncode == 0, result.stdout
+    assert_exact(tmp_path)
+    if "dies" in config:
+        assert (tmp_path / "died").exists()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+def test_twenty_generations_leave_nothing_behind(run: Run, tmp_path: Path) -> None:
+    for part in range(4):
+        folder = tmp_path
+        result = run(events=[f"kill {event % 3}" for event in range(part, part + 5)])
+        assert result.returncode == 0, result.stdout
+        assert_exact(folder)
+        for path in folder.glob("steps-*"):
+            path.unlink()
+        (folder / "may_end").unlink()
+
+
+@pytest.mark.full
+def test_workers_lost_again_and_again_end_the_training(run: Run, tmp_path: Path) -> None:
+    started = time.monotonic()
+    result = run(dies="always")
+    assert result.returncode == 1, result.stdout
+    assert "LostTooOftenError: Workers were lost 4 times in a row" in result.stdout
+    assert time.monotonic() > started
