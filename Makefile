@@ -31,7 +31,7 @@ demo: .venv/installed ## Train on three emulated workers of different speed (und
 
 # Two processes share the tests file by file, the files that take long first: the last one would
 # leave a core idle. Those that look at what they measure run alone.
-ROOMS := multi_process benchmarks recipes docs strategy exactness asynchronous loader callbacks \
+ROOMS := multi_process elastic benchmarks recipes docs strategy exactness asynchronous loader callbacks \
   outside launch summation pipeline planning telemetry tensorboard fit rpc gpu
 TESTS := $(ROOMS:%=tests/%) $(patsubst %,tests/test_%.py,depth make optional_parts packaging private_api private_graphs rooms)
 PYTEST := .venv/bin/python -m pytest
@@ -114,7 +114,7 @@ docs: .venv-docs/installed ## Build the documentation into build/site; a broken 
 COMPILE = .venv/bin/uv pip compile -q --universal --no-header --no-annotate --override overrides.txt \
   --extra dev --group cpu-build pyproject.toml
 constraints: .venv/installed ## Bring the pinned versions up to date with pyproject.toml.
-	$(COMPILE) --python-version 3.10 -o constraints.txt
+	$(COMPILE) --extra ray --python-version 3.10 -o constraints.txt
 	$(COMPILE) --extra data-validation --python-version 3.11 -o constraints-oldest.txt
 
 clean: ## Remove caches and results.
@@ -178,8 +178,9 @@ ifneq ($(PYTHON),)
 	@$(call find_python,10,13)
 endif
 
+EXTRAS := dev,ray
 .venv/installed: pyproject.toml overrides.txt $(CONSTRAINTS) | check-python
-	$(call install,.venv,$(CONSTRAINTS),10,13,dev)
+	$(call install,.venv,$(CONSTRAINTS),10,13,$(EXTRAS))
 
 # Without constraints: `rm -r .venv-nightly` brings the builds of another night.
 .venv-nightly/installed: pyproject.toml overrides-nightly.txt | check-python
