@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
-from keras_het.ray.errors import LostTooOftenError, ScriptError
-from keras_het.ray.report import Report
-from keras_het.ray.trainer import Trainer
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keras_het.ray.errors import LostTooOftenError, ScriptError
+    from keras_het.ray.report import Report
+    from keras_het.ray.trainer import Trainer
 
 __all__ = ["LostTooOftenError", "Report", "ScriptError", "Trainer"]
+
+_MODULE_OF = {
+    "LostTooOftenError": "errors",
+    "Report": "report",
+    "ScriptError": "errors",
+    "Trainer": "trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Ray's own processes import parts of this; TensorFlow would take each of them seconds.
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"keras_het.ray.{_MODULE_OF[name]}"), name)
+    raise AttributeError(f"module 'keras_het.ray' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
