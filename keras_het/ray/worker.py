@@ -33,8 +33,8 @@ class OnWorker:
         from keras_het.callbacks import elastic
 
         os.environ[RUN] = self._run
-        # Ray's log shows all that passes a logger
-        logging.getLogger("tensorflow").setLevel(logging.WARNING)
+        for name in ("tensorflow", "keras_het"):  # Ray shows whatever passes a logger
+            logging.getLogger(name).setLevel(logging.WARNING)
         if ray.train.get_context().get_world_rank() == 0:
             elastic.when_saved(lambda: self._progress.note_saved.remote())
 
