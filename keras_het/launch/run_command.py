@@ -46,6 +46,7 @@ examples:
   keras-het run --speeds 4,2,1 train.py         three emulated devices, 4 : 2 : 1
   keras-het run --workers 2 -m package.train
   keras-het run --hosts hosts.txt train.py      workers on other machines, by ssh
+  keras-het run --ray --workers 2:4 train.py    on a Ray cluster, with the machines it has
   keras-het run --speeds 4,4,1 --async-workers 1 train.py    the slow one trains on its own
 
 Options of keras-het stand before the script; everything after it belongs to the script.
@@ -69,6 +70,7 @@ def add_run_command(commands: Commands) -> None:
         _EPILOG,
     )
     _add_target(run)
+    _add_ray(run)
     _add_emulation(run)
     _add_processors(run)
     _add_output(run)
@@ -78,9 +80,10 @@ def _add_target(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "-w",
         "--workers",
-        type=positive_integer,
+        type=_workers,
         metavar="N",
-        help="number of workers (default: the number of GPUs or speeds)",
+        help="number of workers (default: the number of GPUs or speeds); with --ray also the least "
+        "and the most, such as 2:4",
     )
     run.add_argument(
         "--gpus",
@@ -112,6 +115,27 @@ def _add_target(run: argparse.ArgumentParser) -> None:
         "exchange with its leader (see keras_het.callbacks.HybridAggregation)",
     )
     add_script(run)
+
+
+def _add_ray(run: argparse.ArgumentParser) -> None:
+    group = run.add_argument_group(
+        "Ray: workers that are lost are replaced, and new ones are added"
+    )
+    group.add_argument(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="start the workers on the Ray cluster of this machine, or that of an address (see "
+        "keras_het.ray.Trainer)",
+    )
+    group.add_argument(
+        "--resources",
+        type=_resources,
+        metavar="NAME=AMOUNT,...",
+        help="with --ray, what each worker needs, in Ray's units: GPU=1, or a resource that its "
+        "nodes were started with (default: CPU=1)",
+    )
 
 
 def _add_emulation(run: argparse.ArgumentParser) -> None:
@@ -192,6 +216,10 @@ def _add_output(run: argparse.ArgumentParser) -> None:
 
 def check_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Exit with code 2 if options contradict each other."""
+    if options.ray:
+        _check_ray(parser, options)
+    elif options.resources or isinstance(options.workers, tuple):
+        parser.error("--resources, and the least and the most of --workers, need --ray")
     emulated = options.sample_milliseconds, options.fixed_milliseconds
     if options.speeds is None and (options.asynchronous or emulated != (None, None)):
         parser.error("--sample-milliseconds, --fixed-milliseconds and --asynchronous need --speeds")
@@ -210,13 +238,31 @@ def check_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
             "give --gpus auto for a worker on each GPU, --hosts FILE for other machines, "
             "--workers N, or --speeds A,B,... to emulate devices"
         )
-    num_workers = options.workers or len(options.speeds or ())
+    num_workers = 0 if options.ray else options.workers or len(options.speeds or ())
     if num_workers and options.async_workers >= num_workers:
         parser.error(
             f"--async-workers {options.async_workers} leaves no worker of {num_workers} for the "
             "synchronous group; give less"
         )
     check_script(parser, options)
+
+
+def _check_ray(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if os.path.isfile(options.ray):  # noqa: PTH113
+        parser.error(f"--ray takes an address, received {options.ray!r}: give --workers behind it")
+    others = {
+        "--gpus": options.gpus,
+        "--hosts": options.hosts,
+        "--speeds": options.speeds,
+        "--async-workers": options.async_workers or None,
+        "--cpus-per-worker": options.cpus_per_worker,
+        "--pin": options.pin,
+        "--log-dir": options.log_dir,
+    }
+    if given := [name for name, value in others.items() if value is not None]:
+        parser.error(f"with --ray, Ray's nodes decide where workers are: leave out {given[0]}")
+    if options.workers is None:
+        parser.error("--ray needs --workers N, or the least and the most: --workers 2:4")
 
 
 def _check_hosts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -243,6 +289,8 @@ def run_workers(options: argparse.Namespace) -> int:
     if withheld:
         display.say(f"not passed to the workers: {', '.join(withheld)} (see --keep-env).")
     _warn_of_another_backend(display)
+    if options.ray:
+        return _run_on_ray(options, display)
     gpus: list[str] = []
     own: OwnWorkers | None = None
     hosts = read_hosts(options.hosts) if options.hosts else []
@@ -320,6 +368,24 @@ def _environments(gpus: Sequence[str], own: OwnWorkers | None) -> list[dict[str,
     return environments or None
 
 
+def _run_on_ray(options: argparse.Namespace, display: Display) -> int:
+    try:
+        from keras_het.ray import LostTooOftenError, ScriptError
+        from keras_het.ray.script import run_on_ray
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        display.say("--ray needs Ray: pip install 'keras-het[ray]'")
+        return 2
+    target = script_command(options)[1:]
+    try:
+        run_on_ray(target, options.workers, options.ray, options.resources)
+    except (ScriptError, LostTooOftenError, ConnectionError) as error:
+        display.say(str(error))
+        return 1
+    return 0
+
+
 def _warn_of_another_backend(display: Display) -> None:
     """Warn only: a script may set its own before importing keras; the strategy checks that."""
     backend = os.environ.get(KERAS_BACKEND) or NEEDED_BACKEND
@@ -390,3 +456,23 @@ def _speeds(text: str) -> tuple[float, ...]:
             f"expected positive numbers with commas, such as 4,2,1; received {text!r}"
         )
     return speeds
+
+
+def _workers(text: str) -> int | tuple[int, int]:
+    least, colon, most = text.partition(":")
+    if not colon:
+        return positive_integer(text)
+    found = positive_integer(least), positive_integer(most)
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"expected the least before the most, received {text!r}")
+    return found
+
+
+def _resources(text: str) -> dict[str, float]:
+    found = {}
+    for part in text.split(","):
+        name, equals, amount = part.partition("=")
+        if not (name.strip() and equals and number(amount) > 0):
+            raise argparse.ArgumentTypeError(f"expected such as GPU=1,het=1, received {text!r}")
+        found[name.strip()] = number(amount)
+    return found
