@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("keras_het")
 
 _SERVICE = "service/"
+_TIMES = "device_times"
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -99,6 +100,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _restore(self, strategy: HeterogeneousStrategy, folder: BackupFolder) -> None:
         state = folder.restore(self.model)
         position = json.loads(str(state.pop("position")))
+        strategy._training_state.restored_times = str(state.pop(_TIMES, ""))
         if state:
             strategy._training_state.restored = {
                 name.removeprefix(_SERVICE): values for name, values in state.items()
@@ -243,7 +245,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return self._folder.add(self.model, self._state_of(position), is_valid)
 
     def _state_of(self, position: Mapping[str, Any]) -> dict[str, Any]:
-        return {"position": np.array(json.dumps(position)), **self._service_state()}
+        state = {"position": np.array(json.dumps(position)), **self._service_state()}
+        if (times := self._strategy()._training_state.export_times) is not None:
+            state[_TIMES] = np.array(times())
+        return state
 
     def _service_state(self) -> dict[str, np.ndarray]:
         """Versions and rule state of a parameter service; the last saved ones if it is lost."""

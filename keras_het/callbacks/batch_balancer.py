@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,14 @@ from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, te
 from keras_het.fit.session import FitSession, Rank
 from keras_het.fit.share_bounds import Bound, MemoryBounds, start_policy
 from keras_het.planning import BalancePlan, BalancePolicy, apportion, make_policy
+from keras_het.planning.balance import known_times
 from keras_het.planning.balance.summary import summarize
+from keras_het.planning.diagnosis.recording import Device
 from keras_het.strategy.keras_calls import SessionCallback
 from keras_het.strategy.measure.compute_times import MeasuredSteps, Reading
 from keras_het.strategy.measure.sampled_steps import SampledSteps
+from keras_het.telemetry.hardware import product_names
+from keras_het.telemetry.step_recorder import devices_of
 
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
@@ -98,13 +103,16 @@ class BatchBalancer(SessionCallback):
         self._fit: FitSession | None = None
         self._global_batch_size = 0
         self._used_shares: tuple[int, ...] = ()
+        self._begins = False
+        self._devices: list[Device] = []
+        self._known: dict[str, known_times.KnownDevice] = {}
         self._steps = MeasuredSteps(keep_measurements)
         self._sampled: SampledSteps | None = None
         self.plans: list[BalancePlan] = []
         self.measurements = self._steps.rows
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Start measuring, with the shares of an earlier fit or those of a first plan."""
+        """Start measuring."""
         self._strategy = strategy = heterogeneous_strategy(self.model, self)
         self._fit = fit = self._fit_session
         if fit is not None:
@@ -116,6 +124,8 @@ class BatchBalancer(SessionCallback):
                 )
             note_memory = functools.partial(self._memory.run_step, strategy, self.measurements)
             fit.add_layer(Rank.NOTE_MEMORY, note_memory)
+            strategy._training_state.export_times = self._export_times
+            fit.on_end(lambda: setattr(strategy._training_state, "export_times", None))
         strategy.measure_compute_times(self.model)
         self._sampled = strategy._sample_steps(fit, self._sampled)
         self._steps.begin(strategy.compute_times, self._sampled)
@@ -125,8 +135,12 @@ class BatchBalancer(SessionCallback):
         data = data_of_fit(self.model, strategy)
         if hasattr(data, "refuse_shares"):
             data.refuse_shares("BatchBalancer")
-        # Keras has inspected the first batch, which shows the size of the global batch: bounds and
-        # weights apply from the first step.
+        self._begins = True
+
+    def _begin(self) -> None:
+        """Apply the shares of an earlier fit, or those of a first plan, from the first step on."""
+        strategy, data = self._strategy, data_of_fit(self.model, self._strategy)
+        # Keras has inspected the first batch, which shows the size of the global batch.
         is_latest = data is not None and data is strategy.iterated_data
         first = strategy.latest_shares if is_latest else ()
         if total := sum(first) or int(getattr(data, "global_batch_size", None) or 0):
@@ -145,6 +159,9 @@ class BatchBalancer(SessionCallback):
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Restart the step clock, because validation does not count as a step."""
         self._steps.pause()
+        if self._begins:  # only now has every callback restored what a backup has
+            self._begins = False
+            self._begin()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         self._steps.pause()  # validation and other callbacks came before this point
@@ -193,11 +210,35 @@ class BatchBalancer(SessionCallback):
         bounds = self._min_share, self._max_share, self._memory.read()
         given, options = self._given_policy, self._options
         self._policy = start_policy(given, self._strategy, total, options, *bounds)
+        if hasattr(self._policy, "recall"):
+            self._recall(self._policy)
         if (plan := self._policy.propose(-1)) is not None:
             self._note(plan)
             self._use(plan.shares)
             self._strategy.compute_times.send_shares(plan.shares)
         return self._policy
+
+    def _recall(self, policy: Any) -> None:
+        """Start from what a backup knows of these devices, or of others of their products."""
+        state, local = self._strategy._training_state, self._strategy.extended.worker_devices
+        self._devices = devices_of(self._strategy, local, product_names(local))
+        self._known = known_times.from_json(state.restored_times)
+        state.restored_times = ""
+        devices = [(each.identity, each.model) for each in self._devices]
+        policy.recall(*known_times.recall(self._known, devices))
+
+    def _export_times(self) -> str:
+        """Return what is known of the devices for a backup, also of those that are gone."""
+        known = {name: replace(each, share=None) for name, each in self._known.items()}
+        if self._devices:
+            policy: Any = self._policy
+            measured = zip(self._devices, policy.models, policy.shares, strict=True)
+            known |= {
+                device.identity: known_times.KnownDevice(device.model, times, share)
+                for device, times, share in measured
+                if device.identity and times is not None
+            }
+        return known_times.to_json(known)
 
     def _go_on(self, policy: BalancePolicy, data: Any, total: int) -> None:
         """Start another fit with this balancer: its shares apply again, to batches of that size."""

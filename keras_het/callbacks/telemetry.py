@@ -131,7 +131,7 @@ class Telemetry(SessionCallback):
         local = list(strategy.compute_times.phases.devices)
         self._sampler = HardwareSampler(local)
         fit.on_end(self._sampler.close)
-        devices = devices_of(strategy, describe_devices(local))
+        devices = devices_of(strategy, local, describe_devices(local))
         self._recorder = recorder = StepRecorder(strategy, devices)
         recorder.begin(int(keras.ops.convert_to_numpy(self.model.optimizer.iterations)))
         self._send_samples(strategy)

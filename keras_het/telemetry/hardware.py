@@ -77,20 +77,46 @@ class HardwareSampler:
 def describe_devices(devices: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the products, such as "NVIDIA A100-SXM4-40GB"; empty if unknown."""
     nvml, handles = _open_gpus(devices)
+    found = product_names(devices)
+    if nvml:
+        named = {name: nvml.name_of(handle) for name, handle in handles.items()}
+        found = tuple(named.get(name, other) for name, other in zip(devices, found, strict=True))
+        nvml.close()
+    return found
+
+
+def product_names(devices: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the products that are known without NVML; empty if unknown."""
     logical = tensorflow_gpus() or []
+    places = [int(gpu.partition(":")[2]) if gpu else -1 for gpu in map(gpu_name, devices)]
+    return tuple(
+        processor_name() if place < 0 else logical[place][1] if place < len(logical) else ""
+        for place in places
+    )
+
+
+def identities(devices: Sequence[str]) -> tuple[str, ...]:
+    """Return what stays when a device's process starts again: a GPU's UUID, else host and name.
+
+    Devices of several processes of a host, or parts of one GPU, may have the same.
+    """
+    uuids = cuda_uuids() if any(map(gpu_name, devices)) else []
     found = []
     for name in devices:
         gpu = gpu_name(name)
-        if nvml and name in handles:
-            found.append(nvml.name_of(handles[name]))
-        elif gpu:
-            place = int(gpu.partition(":")[2])
-            found.append(logical[place][1] if place < len(logical) else "")
-        else:
-            found.append(processor_name())
-    if nvml:
-        nvml.close()
+        place = _cuda_index(gpu, tensorflow_gpus()) if gpu else -1
+        is_known = 0 <= place < len(uuids)
+        own_name = ":".join(name.split(":")[-2:])
+        found.append(f"GPU-{uuids[place]}" if is_known else f"{platform.node()} {own_name}")
     return tuple(found)
+
+
+def _cuda_index(gpu: str, logical: Sequence[tuple[int, str]] | None) -> int:
+    """Return CUDA's index of TensorFlow's "GPU:i", -1 if there is none."""
+    place = int(gpu.partition(":")[2])
+    if not logical:
+        return place
+    return logical[place][0] if place < len(logical) else -1
 
 
 def processor_name(cpuinfo: Path = _CPUINFO) -> str:
@@ -123,10 +149,12 @@ def _open_gpus(devices: Sequence[str]) -> tuple[Nvml | None, dict[str, Any]]:
     found = [[nvml.ask("DeviceGetHandleByUUID", each) for each in names] for names in asked]
     handles: dict[str, Any] = {}
     for name in filter(gpu_name, devices):
-        place = int(gpu_name(name).partition(":")[2])
-        if logical:
-            place = logical[place][0] if place < len(logical) else len(found)
-        known = [each for each in found[place] if each is not None] if place < len(found) else []
+        place = _cuda_index(gpu_name(name), logical)
+        known = (
+            [each for each in found[place] if each is not None]
+            if place in range(len(found))
+            else []
+        )
         if known:
             handles[name] = known[0]
         else:

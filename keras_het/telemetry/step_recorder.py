@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,13 +21,14 @@ from keras_het.planning.diagnosis.recording import (
 )
 from keras_het.planning.diagnosis.steps import throughput
 from keras_het.strategy.measure.phase_times import PARTS
+from keras_het.telemetry.hardware import identities
 
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _KEPT_STEPS = 5000
 _KEPT_SAMPLES = 1000
-_LONGEST_NAMES = 4096
+_LONGEST_NAMES = 8192
 _COMPLETED_STEPS = 64
 _logger = logging.getLogger("keras_het")
 
@@ -182,15 +183,16 @@ class StepRecorder:
         return result
 
 
-def devices_of(strategy: HeterogeneousStrategy, models: Sequence[str]) -> list[Device]:
-    """Return the devices of all replicas; every worker must call it."""
-    phases = strategy.compute_times.phases
-    counts = phases.layout.replicas_per_worker
+def devices_of(
+    strategy: HeterogeneousStrategy, local: Sequence[str], models: Sequence[str]
+) -> list[Device]:
+    """Return the devices of all replicas; every worker must call it, with its own ones."""
+    counts = strategy.compute_times.phases.layout.replicas_per_worker
     # processes of a pipeline may have devices of different types
-    kinds = [tf.DeviceSpec.from_string(device).device_type for device in phases.devices]
-    own = json.dumps([*zip(kinds, models, strict=True)]).encode()
+    kinds = [tf.DeviceSpec.from_string(device).device_type for device in local]
+    own = json.dumps([*zip(kinds, models, identities(local), strict=True)]).encode()
     if len(own) > _LONGEST_NAMES:
-        own = json.dumps([(kind, "") for kind in kinds]).encode()[:_LONGEST_NAMES]
+        own = json.dumps([(kind, "", "") for kind in kinds]).encode()[:_LONGEST_NAMES]
     padded = np.zeros([1, _LONGEST_NAMES], np.uint8)
     padded[0, : len(own)] = np.frombuffer(own, np.uint8)
     if strategy.num_workers > 1:
@@ -199,15 +201,21 @@ def devices_of(strategy: HeterogeneousStrategy, models: Sequence[str]) -> list[D
     addresses = config.sync_group_addresses if config is not None else ()
     hosts = [address.rpartition(":")[0] for address in addresses]
     found = []
+    of_identity: Counter[str] = Counter()
     for worker, count in enumerate(counts):
         try:
             names = json.loads(padded[worker].tobytes().rstrip(b"\0"))
         except ValueError:  # too long
             names = []
-        for local in range(count):
-            kind, model = names[local] if local < len(names) else (kinds[0], "")
+        for local_index in range(count):
+            known = names[local_index] if local_index < len(names) else (kinds[0], "", "")
+            kind, model, identity = known
+            of_identity[identity] += 1
+            if identity and of_identity[identity] > 1:
+                identity += f" #{of_identity[identity]}"
             host = hosts[worker] if worker < len(hosts) else ""
-            found.append(Device(f"worker {worker} {kind} {local}", worker, kind, host, model))
+            name = f"worker {worker} {kind} {local_index}"
+            found.append(Device(name, worker, kind, host, model, identity))
     return found
 
 

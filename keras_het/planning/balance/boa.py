@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Integral, Real
 
 import numpy as np
@@ -13,6 +14,7 @@ from keras_het.planning.balance.plan import BalancePlan
 from keras_het.planning.balance.plan_trial import TAKEN_BACK, PlanTrial, RetrySchedule
 from keras_het.planning.balance.policy import SharePolicy
 from keras_het.planning.shares import FloatArray, IntArray
+from keras_het.planning.times.time_model import LinearTimeModel
 from keras_het.planning.times.time_model_fit import TimeModelFit
 
 _FIRST_HOLD = 2
@@ -105,6 +107,31 @@ class BoaPolicy(SharePolicy):
                 unknown.
         """
         self._step_seconds = seconds
+
+    @property
+    def models(self) -> tuple[LinearTimeModel | None, ...]:
+        """The time model of each replica, None for those that were never measured."""
+        return self._fit.models()
+
+    def recall(
+        self, models: Sequence[LinearTimeModel | None], shares: Sequence[int] | None = None
+    ) -> None:
+        """Base the first plan on times known from before; call this before the first `propose`.
+
+        Two measured steps of a replica replace what was known of it.
+
+        Args:
+            models: the time model of each replica, None for unknown ones, which keep their shares.
+            shares: shares that were found for these replicas; by default the optimum for `models`.
+        """
+        for replica, model in enumerate(models):
+            if model is not None:
+                self._fit.recall(replica, model)
+        if self._fit.known.any():
+            weights = None if shares is None else np.asarray(shares, np.float64)
+            wanted = self._solve() if weights is None else self._proportional(weights)
+            self._schedule_retries(-1, wanted, None)
+            self._current, self._first_reason = wanted, "times known from before"
 
     def set_global_batch_size(self, samples: int) -> None:
         """Change the number of samples that shares sum to; earlier steps are not comparable.

@@ -50,13 +50,14 @@ machine's, or the cgroup's where it has a limit. All replicas of a worker have i
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """The device of a replica."""
+    """The device of a replica; its identity stays when its process starts again, if it is known."""
 
     name: str
     worker: int
     kind: str = "CPU"
     host: str = ""
     model: str = ""
+    identity: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

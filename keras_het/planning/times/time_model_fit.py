@@ -241,6 +241,12 @@ class TimeModelFit:
             self._refit(replica)
         return changed
 
+    def recall(self, replica: int, model: LinearTimeModel) -> None:
+        """Take a model that was fitted before; it stays until there are observations."""
+        self._fixed[replica], self._slope[replica] = model.fixed_seconds, model.seconds_per_sample
+        self._known[replica] = True
+        self.forget(replica)
+
     def forget(self, replica: int) -> None:
         """Drop a replica's observations; its model stays until there are new ones.
 
