@@ -133,15 +133,23 @@ class Telemetry(SessionCallback):
         fit.on_end(self._sampler.close)
         devices = devices_of(strategy, local, describe_devices(local))
         self._recorder = recorder = StepRecorder(strategy, devices)
-        recorder.begin(int(keras.ops.convert_to_numpy(self.model.optimizer.iterations)))
         self._send_samples(strategy)
+        fit.before_callbacks("on_epoch_begin", lambda *_: self._begin(strategy, recorder, fit))
+        fit.before_callbacks("on_epoch_end", self._end_epoch)
+
+    def _begin(
+        self, strategy: HeterogeneousStrategy, recorder: StepRecorder, fit: FitSession
+    ) -> None:
+        """Begin with the step that comes next: only now a backup's is known."""
+        if self._background is not None:
+            return
+        recorder.begin(int(keras.ops.convert_to_numpy(self.model.optimizer.iterations)))
         if strategy.is_chief:
             self._open_outlets(recorder, fit)
         if hasattr(strategy, "measured_passes"):  # importing PipelineStrategy might fail
             self._pipeline = PipelineLog(strategy, recorder, self._log)
         fit.on_change(self._note_change)
-        fit.before_callbacks("on_epoch_end", self._end_epoch)
-        fit.on_end(lambda: self._end(fit.error))
+        fit.on_end(lambda: self._end(fit.error))  # before the log is closed
         self._background = Background(self._tick, _INTERVAL_SECONDS)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -181,7 +189,8 @@ class Telemetry(SessionCallback):
     def _open_outlets(self, recorder: StepRecorder, fit: FitSession) -> None:
         if self._log_dir is not None:
             names = tuple(HARDWARE)
-            self._log = EventLog(self._log_dir, recorder.devices, names, self._keep_steps)
+            begin = {"first_step": recorder.first_step}
+            self._log = EventLog(self._log_dir, recorder.devices, names, self._keep_steps, **begin)
             fit.on_end(self._log.close)
         port, address = self._prometheus
         if port is not None:

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _THINNED_AS_THEY_ARE = (log_format.SETUP, log_format.PLAN, log_format.CHANGES, log_format.PAUSES)
 _PASSES_INTERVAL_SECONDS = 10.0
+_PROCESS = uuid.uuid4().hex
 _logger = logging.getLogger("keras_het")
 
 
@@ -32,7 +34,8 @@ class EventLog:
 
     Every so many steps a new file begins. When the files hold more than `keep_steps` steps, the
     oldest one is replaced by one that has the lowest, the median and the highest value of each 32
-    steps. A training that is resumed adds files to those that are there.
+    steps. A training that is resumed adds files to those that are there: its setup, at
+    `first_step`, begins a generation.
 
     What goes wrong with the log makes one warning and ends the log, never the training. Calls may
     come from several threads.
@@ -45,13 +48,15 @@ class EventLog:
         hardware_names: Sequence[str] = (),
         keep_steps: int = 20_000,
         *,
+        first_step: int | None = None,
         segment_steps: int = 2_000,
         every: int = 32,
     ) -> None:
         self._directory = os.fspath(directory)
         self._num_replicas = len(devices)
         self._num_quantities = len(hardware_names)
-        self._setup = log_format.setup_text(devices, hardware_names).encode()
+        self._setup = log_format.setup_text(devices, hardware_names, _PROCESS).encode()
+        self._first_step = first_step
         self._keep_steps, self._segment_steps, self._every = keep_steps, segment_steps, every
         self._lock = threading.RLock()
         self._names: Iterator[str] | None = None
@@ -197,7 +202,9 @@ class EventLog:
         self._file = file = EventFile(next(self._names))
         self._steps_in_file = 0
         now = self._now()
-        first = [Value(log_format.SETUP, step, now, self._setup)]
+        begin, self._first_step = self._first_step, None
+        begin = step if begin is None else begin
+        first = [Value(log_format.SETUP, begin, now, self._setup)]
         if self._plan is not None:
             first.append(Value(log_format.PLAN, step, now, self._plan))
         file.write(first)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,13 @@ from keras_het.planning.diagnosis.recording import (
     Change,
     Device,
     Floats,
+    Generation,
     Integers,
     PipelineRecord,
     Recording,
 )
 from keras_het.tensorboard import log_format
-from keras_het.tensorboard.log_format import ROWS, Setup, parse_plan
+from keras_het.tensorboard.log_format import MOST_DEVICES, ROWS, Setup, parse_plan
 
 _MEDIAN, _HIGHEST = log_format.ORDER.index("median"), log_format.ORDER.index("highest")
 _MOST_PASSES, _MOST_TEXTS, _MOST_MESSAGES = 500, 100_000, 20
@@ -115,9 +117,8 @@ def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogCon
     told = dict.fromkeys(messages)
     ordered = sorted(_undamaged(values, told), key=lambda each: each.time)
     parse_setup = functools.cache(log_format.parse_setup)  # each file begins with the same one
-    setups = [
-        (each.time, each.value) for each in _parsed(ordered, log_format.SETUP, parse_setup, told)
-    ]
+    parsed = _parsed(ordered, log_format.SETUP, parse_setup, told)
+    setups = [(each.time, each.value) for each in parsed]
     if not setups:
         reasons = " ".join(_first(told))
         raise NoSetupError(
@@ -129,7 +130,9 @@ def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogCon
                 f"This log has version {version} of the format; this version of keras_het reads "
                 f"version {log_format.VERSION} and may leave something out."
             ] = None
-    columns = _Columns(setups, told)
+    pipeline, passes = _pipeline(ordered, setups[-1], told)
+    begins = _begins(parsed)
+    columns = _Columns(setups, begins, told, keeps_gone=pipeline is None)
     every, steps, rows, highest, measured = _steps(
         [each for each in ordered if log_format.steps_per_row(each.tag)],
         columns,
@@ -142,22 +145,22 @@ def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogCon
             f"{np.sum(missing[missing > 0])} steps are not in this log, the first of them is step "
             f"{steps[row] + every[row]}."
         ] = None
-    pipeline, passes = _pipeline(ordered, setups[-1], told)
 
     def entries(tag: str) -> list[Value]:
         return _parsed(ordered, tag, log_format.parse_entries, told)
 
+    changes = [
+        Change(each.step, str(entry.get("kind", "")), str(entry.get("text", "")))
+        for each in _latest(entries(log_format.CHANGES))
+        for entry in each.value
+    ]
     recording = Recording(
         devices=columns.devices,
         steps=steps,
         **{name: rows[:, ROWS.index(name)] for name in PHASES},
         shares=rows[:, ROWS.index("share")],
         **_hardware(ordered, columns),
-        changes=tuple(
-            Change(each.step, str(entry.get("kind", "")), str(entry.get("text", "")))
-            for each in _latest(entries(log_format.CHANGES))
-            for entry in each.value
-        ),
+        changes=tuple(sorted([*_restarts(begins), *changes], key=lambda each: each.step)),
         pauses=tuple(
             (each.step, float(entry["seconds"]))
             for each in _latest(entries(log_format.PAUSES))
@@ -167,6 +170,7 @@ def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogCon
         ),
         pipeline=pipeline,
         measured=None if measured.all() else measured,
+        generations=columns.generations,
     )
     exchanges = tuple(
         {**entry, "step": each.step}
@@ -224,14 +228,71 @@ def _parsed(
     return found
 
 
-class _Columns:
-    """Brings the columns of earlier setups into the order of the latest one."""
+def _begins(setups: Sequence[Value]) -> list[Value]:
+    """Return the setups with which generations begin: other processes, or other devices."""
+    found: list[Value] = []
+    latest = None
+    for each in setups:
+        present = (each.value.process, each.value.devices)
+        if present != latest:
+            found.append(each)
+        latest = present
+    return _latest(found)
 
-    def __init__(self, setups: Sequence[tuple[float, Setup]], messages: dict[str, None]) -> None:
+
+def _restarts(begins: Sequence[Value]) -> Iterator[Change]:
+    for before, now in itertools.pairwise(begins):
+        devices = now.value.devices
+        earlier, present = ({*map(_key, each.value.devices)} for each in (before, now))
+        counts = (len(earlier - present), "gone"), (len(present - earlier), "new")
+        differences = ", ".join(f"{number} {what}" for number, what in counts if number)
+        workers, replicas = len({device.worker for device in devices}), len(devices)
+        text = f"restart with {_count(workers, 'worker')}, {_count(replicas, 'replica')}"
+        yield Change(now.step, "restart", f"{text}: {differences}" if differences else text)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _key(device: Device) -> str:
+    return device.identity or device.name
+
+
+class _Columns:
+    """Brings the columns of earlier setups into one order: those of the latest one come first.
+
+    Devices are known again by their identities. Those that are gone say so in their names; a plan
+    names devices by their places among the present ones, so that there it is only these.
+    """
+
+    def __init__(
+        self,
+        setups: Sequence[tuple[float, Setup]],
+        begins: Sequence[Value],
+        messages: dict[str, None],
+        keeps_gone: bool = True,
+    ) -> None:
         self._setups = setups
         self._messages = messages
-        self.devices: tuple[Device, ...] = setups[-1][1].devices
+        present = setups[-1][1].devices
+        gone: dict[str, Device] = {}
+        for each, following in reversed([*itertools.pairwise(begins)] if keeps_gone else []):
+            for device in each.value.devices:
+                name = f"{device.name} (until step {following.step - 1})"
+                gone.setdefault(_key(device), dataclasses.replace(device, name=name))
+        for device in present:
+            gone.pop(_key(device), None)
+        room = MOST_DEVICES - len(present)
+        self._keys = [*map(_key, present), *[*gone][:room]]
+        self.devices: tuple[Device, ...] = (*present, *[*gone.values()][:room])
         self.hardware = setups[-1][1].hardware
+        of_each = [(each.step, {*map(_key, each.value.devices)}) for each in begins]
+        self.generations = tuple(
+            Generation(step, places)
+            for step, keys in (of_each if keeps_gone and len(begins) > 1 else [])
+            if (places := tuple(n for n, key in enumerate(self._keys) if key in keys))
+        )
 
     def setup_of(self, value: Value, num_replicas: int) -> Setup | None:
         """The setup that was in force, if it has so many replicas; else one that has."""
@@ -248,8 +309,8 @@ class _Columns:
 
     def take(self, array: Any, setup: Setup) -> Any:
         """Columns of an array (its last axis) in the present order; NaN where there is none."""
-        known = {device.name: place for place, device in enumerate(setup.devices)}
-        places = [known.get(device.name, -1) for device in self.devices]
+        known = {_key(device): place for place, device in enumerate(setup.devices)}
+        places = [known.get(key, -1) for key in self._keys]
         if setup.devices == self.devices or places == list(range(array.shape[-1])):
             return array
         taken = array[..., np.maximum(places, 0)]

@@ -68,11 +68,12 @@ _DESCRIPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """Who takes part in a training."""
+    """Who takes part in a training, and the process that writes; a log has one of each start."""
 
     devices: tuple[Device, ...]
     hardware: tuple[str, ...] = ()
     version: int = VERSION
+    process: str = ""
 
 
 def own_files(names: Iterable[str]) -> list[str]:
@@ -106,10 +107,11 @@ def metadata_content() -> bytes:
     return json.dumps({"version": VERSION}).encode()
 
 
-def setup_text(devices: Sequence[Device], hardware: Sequence[str]) -> str:
+def setup_text(devices: Sequence[Device], hardware: Sequence[str], process: str = "") -> str:
     return json.dumps(
         {
             "version": VERSION,
+            "process": process,
             "devices": [dataclasses.asdict(device) for device in devices],
             "hardware": list(hardware),
         }
@@ -131,7 +133,8 @@ def parse_setup(text: str | bytes) -> Setup:
             raise ValueError("no devices, too many, or a worker that cannot be")
         hardware = [str(name)[:_LONGEST_NAME] for name in content.get("hardware", ())]
         version = int(content.get("version", VERSION))
-        return Setup(tuple(devices), tuple(hardware[:_MOST_QUANTITIES]), version)
+        process = str(content.get("process", ""))[:_LONGEST_NAME]
+        return Setup(tuple(devices), tuple(hardware[:_MOST_QUANTITIES]), version, process)
 
 
 @contextlib.contextmanager

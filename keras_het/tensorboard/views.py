@@ -78,7 +78,7 @@ def overview(whole: LogContent, content: LogContent) -> dict[str, Any]:
     rows = np.arange(len(recording.steps))[
         :: max(len(recording.steps) // _MOST_ROWS_FOR_MEDIANS, 1)
     ]
-    speed = throughput(recording.wall, recording.samples, content.every)
+    speed = throughput(recording.wall_of_all, recording.samples, content.every)
     return {
         "first": first,
         "last": last,
@@ -122,16 +122,29 @@ class Diagnosis:
 
 
 def diagnosis_of(recording: Recording) -> Diagnosis:
-    """Diagnose a training or a part of it.
+    """Diagnose a training or a part of it, of several generations the newest one.
 
     Of a model in stages there are no costs: its steps do not wait for the slowest replica.
     """
+    newest, places = recording.newest()
+
+    def of_all(values: Floats) -> Floats:
+        found = np.full(len(recording.devices), np.nan)
+        found[places] = values
+        return found
+
     with np.errstate(all="ignore"):
-        recent = choose_windows(recording, WINDOW).recent
-        known = Diagnosis(diagnose(recording), recent, *scores(recording))
-        if recording.pipeline is not None or not recent.mean(recent.seconds) > 0:
+        recent = choose_windows(newest, WINDOW).recent
+        verdict = diagnose(newest)
+        if len(recording.generations) > 1 and not verdict.lines:
+            step = recording.generations[-1].step
+            reasons = (f"{each} (since the restart in step {step})" for each in verdict.missing)
+            verdict = dataclasses.replace(verdict, missing=tuple(reasons))
+        known = Diagnosis(verdict, recent, *map(of_all, scores(newest)))
+        if newest.pipeline is not None or not recent.mean(recent.seconds) > 0:
             return known
-        costs, gain = what_if(recording, recent), gain_over_even(recording, recent)
+        costs, gain = what_if(newest, recent), gain_over_even(newest, recent)
+        costs = dataclasses.replace(costs, by_device=of_all(costs.by_device))
         return dataclasses.replace(known, costs=costs, gain=gain)
 
 

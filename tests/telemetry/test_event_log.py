@@ -160,9 +160,11 @@ def test_other_devices_after_a_resume(tmp_path: Path) -> None:
     log.write_hardware(10, [[50], [np.nan]])
     log.close()
     recording = only_run(tmp_path).recording
-    assert recording.devices == newer
-    np.testing.assert_allclose(recording.compute[3], [3.02, np.nan])
-    np.testing.assert_allclose(recording.compute[11], [11.0, 11.01])
+    assert recording.devices[:2] == newer
+    gone = [f"worker {n} GPU 0 (until step 9)" for n in range(2)]
+    assert [device.name for device in recording.devices[2:]] == gone
+    np.testing.assert_allclose(recording.compute[3], [3.02, np.nan, 3.0, 3.01])
+    np.testing.assert_allclose(recording.compute[11], [11.0, 11.01, np.nan, np.nan])
     assert list(recording.hardware) == ["hw.temperature"]
 
 

@@ -8,7 +8,7 @@ writes one, to be looked at with TensorBoard.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,49 @@ def write(folder: Path, replicas: int, steps: int, every: int = 1, **settings: A
             },
         )
     log.close()
+
+
+SPEEDS = {"fast": 4, "other": 2, "slow": 1}
+GENERATIONS = (
+    (0, ("fast", "other", "slow")),
+    (300, ("slow", "fast")),
+    (600, ("fast", "new", "slow")),
+)
+
+
+def machines(hosts: Sequence[str]) -> tuple[Device, ...]:
+    """The GPUs of some hosts, one for each worker."""
+    return tuple(
+        Device(f"worker {n} GPU 0", n, "GPU", host, "H100", f"GPU-{host}")
+        for n, host in enumerate(hosts)
+    )
+
+
+def balanced(hosts: Sequence[str], steps: int) -> Any:
+    """Times and shares of machines that finish together, [steps, 5, replicas]."""
+    speed = np.array([SPEEDS.get(host, 2) for host in hosts], float)
+    shares = np.round(GLOBAL_BATCH * speed / speed.sum())
+    noise = np.random.default_rng(7).normal(1, 0.02, (steps, len(hosts)))
+    compute = 0.004 * shares / speed * noise
+    sync = compute.max(axis=1, keepdims=True) - compute + 0.004
+    short = np.full_like(compute, 0.001)
+    parts = [compute, short, sync, short, np.broadcast_to(shares, compute.shape)]
+    return np.stack(parts, axis=1).astype(np.float32)
+
+
+def write_generations(folder: Path, generations: Any = GENERATIONS, steps: int = 300) -> None:
+    """Write the log of a training that lost a machine, and then got a new one."""
+    from keras_het.telemetry.event_log import EventLog
+
+    for first, hosts in generations:
+        path = folder / log_format.DIRECTORY
+        log = EventLog(path, machines(hosts), HARDWARE, first_step=first, segment_steps=100)
+        # the first value is of a later step, as that of a sampler is
+        log.write_hardware(first + 1, np.full((len(hosts), len(HARDWARE)), 0.5))
+        block = balanced(hosts, steps)
+        for start in range(0, steps, BLOCK):
+            log.write_steps(first + start, block[start : start + BLOCK])
+        log.close()
 
 
 if __name__ == "__main__":

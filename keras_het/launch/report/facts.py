@@ -100,7 +100,7 @@ class Facts:
         if costs is None:
             return list(self.devices)
         saved = np.nan_to_num(costs.step_seconds - costs.by_device)
-        return [self.devices[index] for index in np.argsort(-saved, kind="stable")]
+        return sorted(self.devices, key=lambda device: -saved[device.index])
 
 
 def facts_of(run: str, content: LogContent) -> Facts:
@@ -111,8 +111,10 @@ def facts_of(run: str, content: LogContent) -> Facts:
         rows = np.flatnonzero(np.isin(recording.steps, diagnosis.recent.numbers))
         if not len(rows):
             rows = np.arange(len(recording.steps))[-WINDOW:]
+        places = set(recording.newest()[1])
         devices = _devices(recording, rows, diagnosis)
-        speed = throughput(recording.wall, recording.samples, content.every)
+        devices = tuple(device for device in devices if device.index in places)
+        speed = throughput(recording.wall_of_all, recording.samples, content.every)
     numbers = recording.steps[rows]
     plan = "" if recording.pipeline is None else recording.pipeline.text
     worst, phases = _repairs(recording, diagnosis)

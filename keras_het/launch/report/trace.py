@@ -28,7 +28,7 @@ def write_trace(path: Path, facts: Facts) -> int | None:
     The log has the length of each phase, not when it began: all replicas begin a step together. A
     row that stands for several old steps is one slice of their length.
     """
-    replicas = max(len(facts.devices), 1)
+    replicas = max(len(facts.recording.devices), 1)
     rows = max(MOST_SLICES // (len(_ORDER) * replicas), 1)
     first = max(len(facts.recording.steps) - rows, 0)
     with path.open("w", encoding="utf-8") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Booleans = np.ndarray[Any, np.dtype[np.bool_]]
 
+_END = int(np.iinfo(np.int64).max)
 PHASES = ("compute", "input", "sync", "other")
 """The four parts of a step's wall time, in the order of the log's rows."""
 
@@ -70,6 +72,14 @@ class Change:
 
 
 @dataclasses.dataclass(frozen=True)
+class Generation:
+    """A part of a training with the same processes: its first step, and places of its devices."""
+
+    step: int
+    devices: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class StageRecord:
     """A stage of a model in stages: who has it."""
 
@@ -111,6 +121,8 @@ class Recording:
     pauses: tuple[tuple[int, float], ...] = ()
     pipeline: PipelineRecord | None = None
     measured: Booleans | None = None
+    generations: tuple[Generation, ...] = ()
+    """In the order of their steps; none if all steps are of the same one."""
 
     def __post_init__(self) -> None:
         expected = (len(self.steps), len(self.devices))
@@ -125,10 +137,37 @@ class Recording:
         return self.compute + self.input + self.sync + self.other
 
     @property
+    def wall_of_all(self) -> Floats:
+        """Wall times, with the mean of the others for devices that a generation has not."""
+        wall = self.wall
+        edges = np.searchsorted(self.steps, [*(each.step for each in self.generations), _END])
+        for generation, (begin, end) in zip(
+            self.generations, itertools.pairwise(edges.tolist()), strict=True
+        ):
+            absent = np.setdiff1d(np.arange(wall.shape[1]), generation.devices)
+            others = wall[begin:end, list(generation.devices)]
+            wall[begin:end, absent] = others.mean(axis=1, keepdims=True)
+        return wall
+
+    @property
     def samples(self) -> Floats:
         """Samples of each step, float64 of shape [T]: each stage of a pipeline takes all."""
         stages = 1 if self.pipeline is None else max(len(self.pipeline.stages), 1)
         return np.nansum(self.shares, axis=1) / stages
+
+    def newest(self) -> tuple[Recording, list[int]]:
+        """Return the newest generation with its own devices, and their places among all."""
+        if not self.generations:
+            return self, list(range(len(self.devices)))
+        generation = self.generations[-1]
+        part, columns = self.between(generation.step, _END), list(generation.devices)
+        return dataclasses.replace(
+            part,
+            devices=tuple(self.devices[column] for column in columns),
+            **{name: getattr(part, name)[:, columns] for name in (*PHASES, "shares")},
+            hardware={name: values[:, columns] for name, values in part.hardware.items()},
+            generations=(),
+        ), columns
 
     def between(self, first: int, last: int) -> Recording:
         """Return the rows of some steps, with the hardware and the changes of that time."""
@@ -143,6 +182,7 @@ class Recording:
             changes=tuple(each for each in self.changes if first <= each.step < last),
             pauses=tuple(each for each in self.pauses if first <= each[0] < last),
             measured=None if self.measured is None else self.measured[rows],
+            generations=tuple(each for each in self.generations if each.step < last),
         )
 
 
