@@ -19,6 +19,7 @@ from keras_het.ray.worker import OnWorker
 from keras_het.telemetry.hardware import NvmlMissingError
 
 ROLE_LABEL, ASYNC = "keras-het-role", "async"
+NO_GPU = "-1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +30,13 @@ class Place:
         node: Ray's name of the node.
         address: host and port at which the worker will listen.
         is_async: whether the node's label puts its workers outside of the synchronous group.
-        gpus: names of the node's GPUs, () where Ray has already chosen this worker's.
+        gpus: names of the node's GPUs, None where Ray has already chosen this worker's.
     """
 
     node: str
     address: str
     is_async: bool
-    gpus: tuple[str, ...]
+    gpus: tuple[str, ...] | None
 
 
 def environments(places: Sequence[Place], threads: int) -> list[dict[str, str]]:
@@ -65,10 +66,11 @@ def environments(places: Sequence[Place], threads: int) -> list[dict[str, str]]:
         found[worker] = worker_environment(
             index, addresses, threads, QUIET_TENSORFLOW, num_async_workers=num_async
         )
-    for worker, place in enumerate(places):
-        if of_node[place.node] < len(place.gpus):
-            found[worker].update(environment_of(place.gpus[of_node[place.node]]))
-        of_node[place.node] += 1
+    for variables, place in zip(found, places, strict=True):
+        if place.gpus is not None:
+            own = place.gpus[of_node[place.node] :][:1] or (NO_GPU,)
+            variables.update(environment_of(*own))
+            of_node[place.node] += 1
     return found
 
 
@@ -119,7 +121,7 @@ def _find_place() -> Place:
         free.bind((host, 0))
         address = f"{host}:{free.getsockname()[1]}"
     is_given = bool(context.get_accelerator_ids().get("GPU"))
-    return Place(node, address, labels.get(ROLE_LABEL) == ASYNC, () if is_given else _gpus())
+    return Place(node, address, labels.get(ROLE_LABEL) == ASYNC, None if is_given else _gpus())
 
 
 def _gpus() -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -58,6 +59,7 @@ def train(config: dict[str, Any]) -> None:
     import numpy as np
 
     import keras_het
+    import keras_het.ray
 
     folder = Path(config["folder"])
     once = folder / "died"
@@ -118,7 +120,7 @@ def train(config: dict[str, Any]) -> None:
         epochs=EPOCHS,
         verbose=0,
         validation_data=([each[:BATCH] for each in x], [each[:BATCH] for each in y]),
-        callbacks=[elastic, Watched()],
+        callbacks=[elastic, keras_het.ray.Report(), Watched()],
     )
     die_in("after fit", index)
     if strategy.is_chief:
@@ -252,11 +254,14 @@ def main(folder: Path, config: dict[str, Any]) -> int:
 
         def fit() -> None:
             try:
-                trainer.fit()
+                found = trainer.fit()
             except BaseException as error:
                 result.append(error)
             else:
                 result.append(None)
+                (folder / "reported").write_text(json.dumps(found.metrics))
+                with found.checkpoint.as_directory() as saved:
+                    shutil.copy(Path(saved) / "model.keras", folder)
 
         running = threading.Thread(target=fit, daemon=True)
         running.start()

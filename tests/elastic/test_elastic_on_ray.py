@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from program_elastic import BATCH, EPOCHS, NUM_SAMPLES, RATE
 
 pytest.importorskip("ray", reason="needs keras-het[ray]")
 
@@ -108,12 +110,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[np.ndarray]:
 
 
 def assert_exact(folder: Path, undisturbed: list[np.ndarray]) -> None:
-    import program_elastic as program
-
     weights = list(np.load(folder / "weights.npz").values())
-    (kernel,) = [each for each in weights if each.shape == (program.NUM_SAMPLES, 1)]
-    uses = -kernel.ravel() * program.BATCH / program.RATE
-    np.testing.assert_allclose(uses, program.EPOCHS, atol=1e-3)
+    (kernel,) = [each for each in weights if each.shape == (NUM_SAMPLES, 1)]
+    uses = -kernel.ravel() * BATCH / RATE
+    np.testing.assert_allclose(uses, EPOCHS, atol=1e-3)
     for own, expected in zip(weights, undisturbed, strict=True):
         np.testing.assert_allclose(own, expected, atol=1e-5)
 
@@ -136,6 +136,10 @@ def test_workers_and_machines_come_and_go(
     assert result.returncode == 0, result.stdout
     assert_exact(tmp_path, undisturbed)
     assert sizes_of_groups(tmp_path) == [3, 2, 3, 2], result.stdout
+    reported = json.loads((tmp_path / "reported").read_text())
+    assert reported["epoch"] == EPOCHS
+    assert reported["loss"] > 0
+    assert zipfile.is_zipfile(tmp_path / "model.keras")
 
 
 def test_an_error_of_the_script_ends_all_at_once(run: Run, tmp_path: Path) -> None:

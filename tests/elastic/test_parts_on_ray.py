@@ -1,0 +1,122 @@
+"""What the trainer decides, without a cluster."""
+
+from __future__ import annotations
+
+import json
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="needs keras-het[ray]")
+
+from ray.train import FailureConfig, WorkerGroupError
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+
+from keras_het.ray import group, scaling, script
+from keras_het.ray.cluster import Place, environments
+from keras_het.ray.errors import LeavingError, ScriptError
+
+LOST = RuntimeError("the actor died")
+
+
+def places(*rows: tuple[str, bool, tuple[str, ...]]) -> list[Place]:
+    return [
+        Place(node, f"{node}:{port}", is_async, gpus)
+        for port, (node, is_async, gpus) in enumerate(rows, 1000)
+    ]
+
+
+def test_workers_take_the_gpus_of_their_node_in_turn() -> None:
+    found = environments(
+        places(("a", False, ("G0", "G1")), ("b", False, ()), ("a", False, ("G0", "G1"))), threads=3
+    )
+    assert [each.get("CUDA_VISIBLE_DEVICES") for each in found] == ["G0", "-1", "G1"]
+    assert {each["TF_NUM_INTRAOP_THREADS"] for each in found} == {"3"}
+    configs = [json.loads(each["TF_CONFIG"]) for each in found]
+    assert all(each["cluster"] == {"worker": ["a:1000", "b:1001", "a:1002"]} for each in configs)
+    assert [each["task"] for each in configs] == [{"type": "worker", "index": n} for n in range(3)]
+
+
+def test_a_gpu_that_ray_has_chosen_stays() -> None:
+    (found,) = environments([Place("a", "a:1000", False, None)], threads=1)
+    assert "CUDA_VISIBLE_DEVICES" not in found
+
+
+def test_a_worker_beyond_the_gpus_of_its_node_computes_on_the_cpu() -> None:
+    found = environments(places(("a", False, ("G0",)), ("a", False, ("G0",))), threads=1)
+    assert [each.get("CUDA_VISIBLE_DEVICES") for each in found] == ["G0", "-1"]
+
+
+def test_workers_of_slow_nodes_are_outside_of_the_synchronous_group() -> None:
+    found = environments(places(("a", True, ()), ("b", False, ()), ("c", False, ())), threads=1)
+    configs = [json.loads(each["TF_CONFIG"]) for each in found]
+    assert configs[0]["cluster"] == {"worker": ["b:1001", "c:1002"], "async": ["a:1000"]}
+    assert [(each["task"]["type"], each["task"]["index"]) for each in configs] == [
+        ("async", 0),
+        ("worker", 0),
+        ("worker", 1),
+    ]
+
+
+def test_slow_nodes_alone_are_refused() -> None:
+    with pytest.raises(ValueError, match="no worker is left for the synchronous group"):
+        environments(places(("a", True, ())), threads=1)
+
+
+@pytest.fixture
+def losses(monkeypatch: pytest.MonkeyPatch) -> tuple[group.Losses, SimpleNamespace]:
+    saved = SimpleNamespace(number=0)
+    monkeypatch.setattr(group.ray, "get", lambda reference: saved.number)
+    progress = SimpleNamespace(num_saved=SimpleNamespace(remote=lambda: None))
+    return group.Losses(FailureConfig(), 2, progress), saved
+
+
+def decide(policy: group.Losses, *errors: Exception) -> FailureDecision:
+    return policy.make_decision(WorkerGroupError("lost", dict(enumerate(errors))))
+
+
+def test_losses_count_without_a_backup_in_between(losses: Any) -> None:
+    policy, saved = losses
+    assert [decide(policy, LOST) for _ in range(2)] == [FailureDecision.RETRY] * 2
+    saved.number = 1
+    assert [decide(policy, LOST) for _ in range(2)] == [FailureDecision.RETRY] * 2
+    assert decide(policy, LOST) == FailureDecision.RAISE
+
+
+def test_machines_that_leave_in_order_do_not_count(losses: Any) -> None:
+    policy, _ = losses
+    assert {decide(policy, LeavingError(), LeavingError()) for _ in range(9)} == {
+        FailureDecision.RETRY
+    }
+
+
+def test_an_error_of_the_script_ends_all_also_beside_losses(losses: Any) -> None:
+    policy, _ = losses
+    assert decide(policy, LOST, ScriptError("Traceback")) == FailureDecision.RAISE
+
+
+def test_a_node_that_does_not_listen_is_not_present() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        node = {
+            "Alive": True,
+            "NodeManagerAddress": "127.0.0.1",
+            "NodeManagerPort": server.getsockname()[1],
+        }
+        assert scaling._answers(node)
+        assert not scaling._answers({**node, "Alive": False})
+    assert not scaling._answers(node)
+
+
+def test_a_script_runs_from_a_copy_where_its_machine_has_none(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script.sys, "argv", [])
+    monkeypatch.setattr(script.sys, "path", [*script.sys.path])
+    source = b"import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(__name__)"
+    missing, result = tmp_path / "missing.py", tmp_path / "result"
+    script.run_script({"name": str(missing), "arguments": [str(result)], "source": source})
+    assert result.read_text() == "__main__"
