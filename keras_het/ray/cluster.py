@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import socket
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +17,7 @@ from keras_het.launch.local.gpus import environment_of, present_gpus
 from keras_het.launch.local.worker_environment import QUIET_TENSORFLOW, worker_environment
 from keras_het.ray.worker import OnWorker
 from keras_het.telemetry.hardware import NvmlMissingError
+from keras_het.usable_cpus import usable_cpus
 
 ROLE_LABEL, ASYNC = "keras-het-role", "async"
 NO_GPU = "-1"
@@ -31,22 +32,24 @@ class Place:
         address: host and port at which the worker will listen.
         is_async: whether the node's label puts its workers outside of the synchronous group.
         gpus: names of the node's GPUs, None where Ray has already chosen this worker's.
+        cpus: number of CPUs of the node.
     """
 
     node: str
     address: str
     is_async: bool
     gpus: tuple[str, ...] | None
+    cpus: int
 
 
-def environments(places: Sequence[Place], threads: int) -> list[dict[str, str]]:
+def environments(places: Sequence[Place], threads: int | None) -> list[dict[str, str]]:
     """Return the variables of each worker.
 
     A worker that has asked Ray for no GPU takes that of its place among the workers of its node.
 
     Args:
         places: of each worker, in Ray's order.
-        threads: CPU threads of each worker.
+        threads: CPU threads of each worker, None to deal out the CPUs of a node among its workers.
 
     Raises:
         ValueError: if no worker is left for the synchronous group.
@@ -59,12 +62,17 @@ def environments(places: Sequence[Place], threads: int) -> list[dict[str, str]]:
             f"nodes with the label {ROLE_LABEL}={ASYNC}. Start a node without that label."
         )
     addresses = [places[worker].address for worker in order]
-    of_node: defaultdict[str, int] = defaultdict(int)
+    num_on_node = Counter(place.node for place in places)
+    of_node: Counter[str] = Counter()
     found: list[dict[str, str]] = [{} for _ in places]
     for index, worker in enumerate(order):
         place = places[worker]
         found[worker] = worker_environment(
-            index, addresses, threads, QUIET_TENSORFLOW, num_async_workers=num_async
+            index,
+            addresses,
+            threads or max(1, place.cpus // num_on_node[place.node]),
+            QUIET_TENSORFLOW,
+            num_async_workers=num_async,
         )
     for variables, place in zip(found, places, strict=True):
         if place.gpus is not None:
@@ -92,12 +100,12 @@ class ClusterConfig(BackendConfig):
     """Configuration of `Cluster`.
 
     Args:
-        threads: CPU threads of each worker.
+        threads: CPU threads of each worker, None to deal out the CPUs of its node.
         progress: the actor that counts backups.
         run: name of the run.
     """
 
-    threads: int = 1
+    threads: int | None = None
     progress: Any = None
     run: str = ""
 
@@ -121,7 +129,8 @@ def _find_place() -> Place:
         free.bind((host, 0))
         address = f"{host}:{free.getsockname()[1]}"
     is_given = bool(context.get_accelerator_ids().get("GPU"))
-    return Place(node, address, labels.get(ROLE_LABEL) == ASYNC, None if is_given else _gpus())
+    is_async = labels.get(ROLE_LABEL) == ASYNC
+    return Place(node, address, is_async, None if is_given else _gpus(), int(usable_cpus()))
 
 
 def _gpus() -> tuple[str, ...]:

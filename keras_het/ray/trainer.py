@@ -90,7 +90,7 @@ class Trainer(TensorflowTrainer):
         failures = given.failure_config or FailureConfig()
         self._most_losses = failures.max_failures or 3
         self._grace_seconds = grace_seconds
-        threads = max(1, int((scaling.resources_per_worker or {}).get("CPU", 1)))
+        threads = int((scaling.resources_per_worker or {}).get("CPU", 0)) or None
         super().__init__(
             train_function,
             tensorflow_config=ClusterConfig(threads),

@@ -23,7 +23,7 @@ LOST = RuntimeError("the actor died")
 
 def places(*rows: tuple[str, bool, tuple[str, ...]]) -> list[Place]:
     return [
-        Place(node, f"{node}:{port}", is_async, gpus)
+        Place(node, f"{node}:{port}", is_async, gpus, cpus=8)
         for port, (node, is_async, gpus) in enumerate(rows, 1000)
     ]
 
@@ -39,8 +39,14 @@ def test_workers_take_the_gpus_of_their_node_in_turn() -> None:
     assert [each["task"] for each in configs] == [{"type": "worker", "index": n} for n in range(3)]
 
 
+def test_the_cpus_of_a_node_are_dealt_out() -> None:
+    rows = [("a", False, ()), ("b", False, ()), ("a", False, ())]
+    threads = [each["TF_NUM_INTRAOP_THREADS"] for each in environments(places(*rows), None)]
+    assert threads == ["4", "8", "4"]
+
+
 def test_a_gpu_that_ray_has_chosen_stays() -> None:
-    (found,) = environments([Place("a", "a:1000", False, None)], threads=1)
+    (found,) = environments([Place("a", "a:1000", False, None, cpus=8)], threads=1)
     assert "CUDA_VISIBLE_DEVICES" not in found
 
 
