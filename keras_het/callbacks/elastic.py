@@ -12,6 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +33,8 @@ _LEAST_SECONDS = 1.0
 _WORDS_AT_ONCE = 2**21
 _BYTES_PER_WORD = 8
 _listeners: list[Callable[[], None]] = []
+_used_folders: set[Path] = set()
+"""Of what this process has trained to its end."""
 
 
 def when_saved(listener: Callable[[], None]) -> None:
@@ -46,7 +49,7 @@ class Elastic(BackupAndRestore):
     keeps the newest backup in its memory. A new group of workers goes on from the newest backup
     that one of them has, on disk or in memory: `backup_dir` need not be shared, and may be lost
     with the chief's machine. The backup of a finished `fit` stays until the next run, so that the
-    loss of a worker after it does not begin it again.
+    loss of a worker after it does not begin it again; each `fit` of a script needs its own folder.
 
     With `save_freq="auto"` backups take at most 2 % of the time: after one that took c seconds, the
     next follows
@@ -62,7 +65,8 @@ class Elastic(BackupAndRestore):
         **kwargs: further arguments of `BackupAndRestore`.
 
     Raises:
-        ValueError: as `BackupAndRestore`; but workers may find different backups.
+        ValueError: as `BackupAndRestore`, but workers may find different backups; or if an earlier
+            `fit` of this process has used the folder.
         OSError: if the only backup is damaged, or a backup cannot be written.
     """
 
@@ -93,11 +97,18 @@ class Elastic(BackupAndRestore):
         if self._run is not None and not self._strategy().is_async_worker:
             self._is_finished, self.delete_checkpoint = True, False
             self._save_model()
+            _used_folders.add(self._folder.path.absolute())
         super().on_train_end(logs)
 
     def _find_backup(self, strategy: HeterogeneousStrategy) -> BackupFolder:
         if self._run is None:
             return super()._find_backup(strategy)
+        if self._folder.path.absolute() in _used_folders:
+            raise ValueError(
+                "Each fit of a script needs backups of its own: after a loss the script begins "
+                "anew, and those that were finished are passed over. Received: "
+                f"backup_dir={self._folder.path}, as in an earlier fit. Give each its own folder."
+            )
         error = self._lock_folder(strategy)
         found = []
         for folder in (self._memory, self._folder):

@@ -25,6 +25,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     names = []
 
     def begin(name: str) -> str:
+        elastic._used_folders.clear()  # as in the processes of another group
         names.append(f"test-{tmp_path.name}-{name}")
         monkeypatch.setenv(RUN, names[-1])
         return names[-1]
@@ -102,9 +103,18 @@ def test_a_finished_fit_is_not_trained_again_by_the_same_run(run: Any, tmp_path:
     folder = tmp_path / "backup"
     run("a")
     np.testing.assert_array_equal(flat(fit(folder)), expected())
+    elastic._used_folders.clear()
     again = fit(folder, save_freq=1)
     np.testing.assert_array_equal(flat(again), expected())
     assert int(np.array(again.optimizer.iterations)) == EPOCHS * NUM_BATCHES
+
+
+def test_a_second_fit_of_a_script_needs_its_own_folder(run: Any, tmp_path: Path) -> None:
+    run("a")
+    fit(tmp_path / "backup")
+    model = make_model(keras_het.HeterogeneousStrategy())
+    with pytest.raises(ValueError, match="Each fit of a script needs backups of its own"):
+        model.fit(data(), verbose=0, callbacks=[Elastic(str(tmp_path / "backup"))])
 
 
 @pytest.mark.parametrize("keeps_two", [False, True])
