@@ -60,6 +60,7 @@ def train(config: dict[str, Any]) -> None:
 
     import keras_het
     import keras_het.ray
+    from keras_het.fit import backup_folder
 
     folder = Path(config["folder"])
     once = folder / "died"
@@ -105,14 +106,15 @@ def train(config: dict[str, Any]) -> None:
 
     where = folder / (SHARED if config.get("shares_disk", True) else f"disk-{os.getpid()}")
     elastic = keras_het.callbacks.Elastic(str(where), save_freq=config.get("save_freq", 3))
-    if config.get("dies") == "save":
-        write = elastic._write
+    if config.get("dies") == "save" and strategy.is_chief:
+        complete = backup_folder.BackupFolder._complete
 
-        def dying(*arguments: Any) -> bool:
-            die_in("save", index)
-            return write(*arguments)
+        def dying(self: Any, aside: Path, path: Path) -> None:
+            if path.name.startswith("backup-3-"):
+                die_in("save", 1)
+            complete(self, aside, path)
 
-        elastic._keeps_memory, elastic._write = True, dying
+        backup_folder.BackupFolder._complete = dying
     model.fit(
         x,
         y,
