@@ -140,7 +140,8 @@ def diagnosis_of(recording: Recording) -> Diagnosis:
             step = recording.generations[-1].step
             reasons = (f"{each} (since the restart in step {step})" for each in verdict.missing)
             verdict = dataclasses.replace(verdict, missing=tuple(reasons))
-        known = Diagnosis(verdict, recent, *map(of_all, scores(newest)))
+        best, own_best = map(of_all, scores(newest))
+        known = Diagnosis(verdict, recent, best, own_best)
         if newest.pipeline is not None or not recent.mean(recent.seconds) > 0:
             return known
         costs, gain = what_if(newest, recent), gain_over_even(newest, recent)
