@@ -48,6 +48,7 @@ EXTRAS = {
         "tensorflow-data-validation",
         "to validate data (Python 3.11 and TensorFlow 2.16 only)",
     ),
+    "ray": ("ray", "to replace and add machines while a training goes on"),
     "recipes": ("matplotlib", "for the scripts in recipes/"),
 }
 """A package that each extra of keras_het brings, and what it is needed for."""
