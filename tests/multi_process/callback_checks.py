@@ -96,6 +96,8 @@ def telemetry(run: Recording) -> None:
         run.keep(f"{ONLY_WORKERS}shares", rows.shares)
         run.keep(f"{ONLY_WORKERS}compute", rows.compute)
         run.keep(f"{OWN}names", np.array([device.name for device in rows.devices]))
+        identities = [device.identity for device in rows.devices]
+        run.keep(f"{OWN}identities", np.array(identities))
         run.keep(f"{OWN}hosts", np.array([device.host for device in rows.devices]))
         run.keep(f"{OWN}models", np.array([device.model for device in rows.devices]))
         run.keep(f"{OWN}in_history", "samples_per_second" in history.history)

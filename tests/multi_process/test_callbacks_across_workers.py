@@ -6,6 +6,7 @@ With LoaderTuner each worker changes its own data path, and both keep the one or
 from __future__ import annotations
 
 import csv
+import platform
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,8 @@ def test_telemetry_knows_the_devices_of_all_workers(runs: Runs) -> None:
     for results in runs.of_workers("telemetry"):
         assert list(results[f"{OWN}names"]) == ["worker 0 CPU 0", "worker 1 CPU 0"]
         assert set(results[f"{OWN}hosts"]) == {"127.0.0.1"}
+        own = f"{platform.node()} CPU:0"  # of a host's processes that of the second one is another
+        assert list(results[f"{OWN}identities"]) == [own, f"{own} #2"]
         assert all(results[f"{OWN}models"]) and results[f"{OWN}in_history"]
         # six steps, of which the last is known to none
         assert results[f"{ONLY_WORKERS}steps"].tolist() == [0, 1, 2, 3, 4]

@@ -258,6 +258,16 @@ def test_names_of_products(monkeypatch, tmp_path):
     assert describe_devices(["GPU:0", "GPU:1"]) == (TITAN, "")
 
 
+def test_what_stays_when_a_process_starts_again(monkeypatch):
+    monkeypatch.setattr(hardware, "cuda_uuids", lambda: ["a", "b", "c"])
+    monkeypatch.setattr(hardware.platform, "node", lambda: "node7")
+    names = ["/job:worker/replica:0/task:1/device:GPU:1", "GPU:0", "/device:CPU:2"]
+    assert identities(names) == ("GPU-b", "GPU-a", "node7 CPU:2")
+    # two parts of one GPU; the third is not one of CUDA
+    tensorflow_has(monkeypatch, [(2, TITAN), (2, TITAN), (7, "other")])
+    assert identities([*names, "GPU:2"]) == ("GPU-c", "GPU-c", "node7 CPU:2", "node7 GPU:2")
+
+
 # Process, cgroups and machine
 
 RATES = [

@@ -228,6 +228,23 @@ def test_steps_that_were_not_measured_are_drawn_as_such(browser: Browser, tmp_pa
 
 
 @pytest.mark.full
+def test_a_training_that_went_on_with_other_devices(browser: Browser, tmp_path: Path) -> None:
+    made_training.write_generations(tmp_path)
+    with served(application_of(tmp_path)) as start:
+        for address in (start, page_of(tmp_path, "telemetry")):
+            browser.open(address)
+            assert browser.text(".range") == "steps 0 to 899"
+            assert browser.text(".verdict .first").startswith("Nothing to do")
+            assert "step 300restart with 2 workers" in browser.text(".changes").replace("\n", "")
+            assert "worker 1 GPU 0 (until step 299)" in browser.text(".scroll tbody")
+            assert browser.text(".uplot .u-legend").count("GPU") == 4
+            assert browser.colors(0) > 5
+            if picture := os.environ.get("KERAS_HET_TEST_PICTURE"):
+                browser.driver.save_screenshot(picture)
+    assert browser.complaints() == []
+
+
+@pytest.mark.full
 def test_zoom_hover_and_keyboard(browser: Browser, shell: str) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
