@@ -17,6 +17,7 @@ from reads_of_devices import Reads
 
 import keras_het
 from keras_het.callbacks import BatchBalancer
+from keras_het.loader.input.step_iterator import StepIterator
 from keras_het.planning.measuring_schedule import BURST, FIRST_STEPS
 from keras_het.strategy.measure import emulated_device
 from keras_het.strategy.measure.emulated_device import DeviceQueue
@@ -174,16 +175,35 @@ def test_devices_that_do_not_work_ahead_are_measured_in_all_steps(strategy: Any)
     assert [row["step"] for row in balancer.measurements] == list(range(20))
 
 
-class SlowBatches(keras.utils.PyDataset):
-    """Batches that come half as fast as devices compute them."""
+class LateBatches(keras.utils.PyDataset):
+    """Batches that come when the device has long been empty, and its host waits for them."""
+
+    def __init__(self, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self._strategy, self._waiting = strategy, -1
+        wait = StepIterator.__next__
+
+        def noting(iterator: StepIterator) -> Any:
+            self._waiting = iterator.step
+            return wait(iterator)
+
+        monkeypatch.setattr(StepIterator, "__next__", noting)
 
     def __len__(self) -> int:
         return STEPS
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        time.sleep(2 * STEP_SECONDS)
+        deadline = time.monotonic() + 60
+        while self._waiting >= 0 and not self._is_awaited(index):  # else Keras looks at shapes
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+        time.sleep(STEP_SECONDS)
         x = np.full((BATCH, 4), index, "float32")
         return x, x[:, :1]
+
+    def _is_awaited(self, index: int) -> bool:
+        pending = self._strategy._stop_request.sampled._reads._pending
+        return self._waiting >= index and all(read.done() for read in pending)
 
 
 def test_rows_stand_for_all_steps_and_their_times_add_up(strategy: Any) -> None:
@@ -204,13 +224,24 @@ def test_rows_stand_for_all_steps_and_their_times_add_up(strategy: Any) -> None:
     assert np.median(recording.input) < 0.4 * np.median(walls)  # hosts wait, devices do not
 
 
-def test_a_device_that_is_empty_waits_for_its_input(strategy: Any) -> None:
-    telemetry = keras_het.callbacks.Telemetry()
+def test_a_device_that_is_empty_waits_for_its_input(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    telemetry, noted = keras_het.callbacks.Telemetry(), []
     model = trained(strategy, steps=4)
-    model.fit(SlowBatches(), shuffle=False, verbose=0, callbacks=[telemetry])
-    recording = telemetry.recording()
-    walls = recording.compute + recording.input + recording.sync + recording.other
-    assert np.median(recording.input[FIRST_STEPS:]) > 0.25 * np.median(walls)
+    phases = strategy.compute_times.phases
+    note = phases.note_input_wait
+
+    def noting(seconds: float) -> None:
+        noted.append(seconds)
+        note(seconds)
+
+    monkeypatch.setattr(phases, "note_input_wait", noting)
+    data = LateBatches(strategy, monkeypatch)
+    model.fit(data, shuffle=False, verbose=0, callbacks=[telemetry])
+    assert len(noted) > FIRST_STEPS  # the first know no step before
+    assert min(noted[FIRST_STEPS:]) >= STEP_SECONDS
+    assert (telemetry.recording().input[FIRST_STEPS:] > 0).all()
 
 
 def test_an_epoch_without_a_measured_step_has_the_latest_numbers(strategy: Any) -> None:
