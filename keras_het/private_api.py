@@ -28,6 +28,7 @@ from keras.src.optimizers import base_optimizer as keras_base_optimizer
 from keras.src.optimizers import loss_scale_optimizer as keras_loss_scale_optimizer
 from keras.src.random import seed_generator as keras_seed_generator
 from keras.src.trainers import trainer as keras_base_trainer
+from keras.src.utils import python_utils as keras_python_utils
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.distribute import (
@@ -108,6 +109,7 @@ __all__ = [
     "keras_loss_scale_optimizer",
     "keras_losses",
     "keras_nn",
+    "keras_python_utils",
     "keras_reduction_metrics",
     "keras_seed_generator",
     "keras_tf_optimizer",

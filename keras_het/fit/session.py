@@ -33,14 +33,15 @@ _running: weakref.WeakKeyDictionary[keras.Model, list[FitSession]] = weakref.Wea
 class Rank(enum.IntEnum):
     """The order of the layers around a step, the outermost first."""
 
-    END_IF_ASKED = 0
-    GUARD_STATE = 1
-    VALIDATE_DATA = 2
-    TUNE_LOADER = 3
-    COUNT_SAMPLES = 4
-    NOTE_MEMORY = 5
-    REDUCE_LOCALLY = 6
-    SAMPLE_STEPS = 7
+    KEEP_LOGS = 0
+    END_IF_ASKED = 1
+    GUARD_STATE = 2
+    VALIDATE_DATA = 3
+    TUNE_LOADER = 4
+    COUNT_SAMPLES = 5
+    NOTE_MEMORY = 6
+    REDUCE_LOCALLY = 7
+    SAMPLE_STEPS = 8
 
 
 class FitSession:

@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.fit.session import STEP_FUNCTIONS, FitSession, step_property
+from keras_het.fit.session import STEP_FUNCTIONS, FitSession, Rank, step_property
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.strategy.agreed_calls import StepWatch, agree_on_call
 from keras_het.strategy.batches.gathered_rows import refusal_in
@@ -29,6 +29,7 @@ from keras_het.strategy.cluster.agreement import pass_on
 from keras_het.strategy.cluster.peer_watch import message_in
 from keras_het.strategy.exact.created_in_scope import explain_scope_errors, move_optimizer
 from keras_het.strategy.exact.step import current_step
+from keras_het.strategy.measure.unread_logs import keep_unread
 from keras_het.value_types import Leaf, TensorLike
 
 if TYPE_CHECKING:
@@ -153,6 +154,8 @@ def _in_session(call: Call) -> Iterator[None]:
     with FitSession(model, call.name, call.callbacks) as session:
         if strategy is not None and call.name in STEP_FUNCTIONS:
             strategy._stop_request.watch(session)
+            if strategy._works_ahead:
+                session.add_layer(Rank.KEEP_LOGS, keep_unread)
         if call.name == "fit" and (holds_parts or _takes_part(call)):
             before_others = keras.callbacks.LambdaCallback(
                 on_epoch_begin=lambda epoch, logs: session.tell("on_epoch_begin", epoch, logs),

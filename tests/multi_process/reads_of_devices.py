@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 from tensorflow.python.framework.ops import EagerTensor
 
 
@@ -20,15 +21,19 @@ class Reads(keras.callbacks.Callback):
         self.measured: set[int] = set()
         self._num_steps = 0
         self._step: int | None = None
-        read = EagerTensor._numpy
+        # NumPy's own functions take a tensor's buffer, without a call of its method
+        for owner, name in ((EagerTensor, "_numpy"), (np, "array"), (np, "asarray")):
+            set_attribute(owner, name, self._counting(getattr(owner, name)))
 
-        def counting(tensor: Any) -> Any:
+    def _counting(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(value: Any, *args: Any, **kwargs: Any) -> Any:
             is_main = threading.current_thread() is threading.main_thread()
-            if self._step is not None and is_main and "CPU:0" not in tensor.backing_device:
-                self.of_steps[self._step] += 1
-            return read(tensor)
+            is_tensor = isinstance(value, EagerTensor)
+            if self._step is not None and is_main and is_tensor:
+                self.of_steps[self._step] += "CPU:0" not in value.backing_device
+            return read(value, *args, **kwargs)
 
-        set_attribute(EagerTensor, "_numpy", counting)
+        return counting
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._step, self._num_steps = self._num_steps, self._num_steps + 1

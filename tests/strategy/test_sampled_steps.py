@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 from devices import DEVICES
 from reads_of_devices import Reads
+from tensorflow.core.util import event_pb2
 
 import keras_het
 from keras_het.callbacks import BatchBalancer
@@ -52,12 +53,14 @@ def data(steps: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True))).batch(BATCH)
 
 
-def trained(strategy: Any, callbacks: Any = (), steps: int = STEPS, **compiled: Any) -> Any:
+def trained(
+    strategy: Any, callbacks: Any = (), steps: int = STEPS, verbose: int = 0, **compiled: Any
+) -> Any:
     keras.utils.set_random_seed(3)
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.01), "mse", **compiled)
-    model.fit(data(steps), verbose=0, callbacks=list(callbacks))
+    model.fit(data(steps), verbose=verbose, callbacks=list(callbacks))
     return model
 
 
@@ -129,9 +132,55 @@ def test_a_plain_step_reads_nothing_from_a_device(
 ) -> None:
     reads = Reads(monkeypatch.setattr)
     trained(strategy, [*CALLBACKS[callbacks](tmp_path), reads])
-    assert not set(reads.of_steps) - reads.measured
+    assert not {s for s, n in reads.of_steps.items() if n} - reads.measured
     measures = callbacks in ("balancer", "telemetry", "all")
     assert bool(reads.measured) == measures and len(reads.measured) < STEPS
+
+
+def test_a_progress_bar_shows_late_numbers_and_reads_nothing(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reads = Reads(monkeypatch.setattr)
+    model = trained(strategy, [reads], verbose=1)
+    assert not sum(reads.of_steps.values())
+    *earlier, last = capsys.readouterr().out.strip().split("\r")
+    assert any("loss: " in shown for shown in earlier)
+    assert f"loss: {model.history.history['loss'][-1]:.4f}" in last
+
+
+def test_who_looks_at_logs_finds_those_of_the_step(strategy: Any, tmp_path: Path) -> None:
+    def logged(strategy: Any) -> list[float]:
+        found: list[float] = []
+        look = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: found.append(logs["loss"]),
+            on_epoch_end=lambda epoch, logs: found.append(logs["loss"]),
+        )
+        trained(strategy, [look], steps=6)
+        return found
+
+    found = logged(strategy)
+    assert len(found) == 7 and all(type(loss) is float for loss in found)
+    np.testing.assert_allclose(found, logged(tf.distribute.get_strategy()), rtol=1e-5)
+
+
+def test_tensorboard_writes_the_logs_of_the_steps_that_it_writes(
+    strategy: Any, tmp_path: Path
+) -> None:
+    losses: list[float] = []
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: losses.append(logs["loss"])
+    )
+    trained(strategy, [keras.callbacks.TensorBoard(tmp_path, update_freq=3), look], steps=6)
+    written = {}
+    for file in (tmp_path / "train").iterdir():
+        for record in tf.data.TFRecordDataset(str(file)):
+            event = event_pb2.Event.FromString(record.numpy())
+            for value in event.summary.value:
+                if value.tag == "batch_loss":
+                    written[event.step] = float(tf.make_ndarray(value.tensor))
+    assert set(written) == {3, 6}
+    for step, loss in written.items():
+        assert loss == pytest.approx(losses[step - 1], rel=1e-6)
 
 
 @pytest.mark.parametrize("execution", [1, 4])

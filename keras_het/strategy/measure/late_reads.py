@@ -74,6 +74,11 @@ class LateReads:
         number = len(self._pending) - (0 if all_of_them else self._lag)
         return [self._pending.popleft().result() for _ in range(number)]
 
+    @property
+    def are_done(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return all(future.done() for future in self._pending)
+
     def clear(self) -> None:
         """Forget what is not taken."""
         self._pending.clear()
