@@ -258,7 +258,7 @@ class HybridAggregation(SessionCallback):
         self._samples_of_epoch += self._samples
         _check_trains_on(self._participant.data, self._samples)
         if logs and "loss" in logs and isinstance(self._participant, AsyncWorker):
-            self._participant.note_loss(float(logs["loss"]))
+            self._participant.note_logs(logs)
         self._participant.steps_done(steps, self._samples)
 
     def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:

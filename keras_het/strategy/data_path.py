@@ -246,5 +246,6 @@ class _Wrapper:
         """Convert the shares once for all steps that have the same ones."""
         key = sizes.tobytes()
         if self._sizes is None or self._sizes[0] != key:
-            self._sizes = (key, tf.constant(sizes, tf.int64))
+            with tf.device("CPU:0"):  # where steps look at them
+                self._sizes = (key, tf.constant(sizes, tf.int64))
         return self._sizes[1]

@@ -49,7 +49,7 @@ class Worker(AsyncWorker):
         ask = exchanges[0].transport.greet
         self._engine = ExchangeEngine(exchanges, ask, self.options, "Training", self._note_loss)
         self._ledger, self._plan, self._mean_gradient = Ledger(), None, None
-        self._planned_period = self._loss = None
+        self._planned_period = self._logs = None
         self._steps = self._samples = self._unreported = self._stage = self._worker = 0
         self.num_participants = 2
         self._claims, self._early_claim = None, Early()

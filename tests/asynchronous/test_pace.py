@@ -64,6 +64,23 @@ def test_speed_is_that_of_computation_alone(clock, pace):
     assert pace.pace == pytest.approx(Pace(80.0, 8, 1.0, answer_seconds=1.0))
 
 
+def test_steps_of_a_device_that_works_ahead_end_where_the_exchange_waits_for_it(clock):
+    left = [0.0]
+
+    def wait():
+        clock.sleep(left.pop())
+        left.append(0.0)
+
+    pace = PushPace(clock, wait_for_devices=wait)
+    for _ in range(4):
+        steps(pace, clock, 4, 0.01)  # what the host takes to queue one
+        left[0] = 4 * (0.1 - 0.01)
+        exchange(pace, clock, own=0.02, travel=1.0, measures=True)
+        with pace.exchanging():  # without steps in between
+            clock.sleep(0.02)
+    assert pace.pace == pytest.approx(Pace(80.0, 8, 1.0, answer_seconds=1.0))
+
+
 def test_what_is_done_with_an_early_answer_is_part_of_the_exchange(clock, pace):
     steps(pace, clock, 2, 5.0)  # traced
     for _ in range(4):

@@ -56,8 +56,7 @@ def main() -> None:
     name = f"worker_{strategy.worker_index}" if strategy.num_workers > 1 else "single"
     np.savez(folder / f"{name}.npz", *[np.array(weight) for weight in model.weights])
     if strategy.num_workers > 1:
-        plain = set(reads.of_steps) - reads.measured
-        report = {**balancer.to_dict(), "read_in_plain_steps": sorted(plain)}
+        report = {**balancer.to_dict(), "read_in_plain_steps": reads.in_plain_steps}
         (folder / f"{name}.json").write_text(json.dumps(report))
 
 

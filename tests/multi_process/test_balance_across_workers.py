@@ -55,7 +55,7 @@ def test_times_and_shares_of_every_step_are_known(
     if "asynchronous" in request.node.name:
         assert numbers[0] == 0 and numbers[-1] < STEPS and 20 < len(set(numbers)) < STEPS
         assert numbers == sorted(numbers)
-        assert [report(folder, each)["read_in_plain_steps"] for each in range(2)] == [[], []]
+        assert [report(folder, each)["read_in_plain_steps"] for each in range(2)] == [{}, {}]
     else:
         assert numbers == list(range(STEPS))
     assert all(sum(row["shares"]) == BATCH for row in rows)

@@ -132,7 +132,7 @@ def test_a_plain_step_reads_nothing_from_a_device(
 ) -> None:
     reads = Reads(monkeypatch.setattr)
     trained(strategy, [*CALLBACKS[callbacks](tmp_path), reads])
-    assert not {s for s, n in reads.of_steps.items() if n} - reads.measured
+    assert not reads.in_plain_steps
     measures = callbacks in ("balancer", "telemetry", "all")
     assert bool(reads.measured) == measures and len(reads.measured) < STEPS
 
@@ -142,7 +142,7 @@ def test_a_progress_bar_shows_late_numbers_and_reads_nothing(
 ) -> None:
     reads = Reads(monkeypatch.setattr)
     model = trained(strategy, [reads], verbose=1)
-    assert not sum(reads.of_steps.values())
+    assert not reads.places
     *earlier, last = capsys.readouterr().out.strip().split("\r")
     assert any("loss: " in shown for shown in earlier)
     assert f"loss: {model.history.history['loss'][-1]:.4f}" in last

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import keras
@@ -70,13 +71,15 @@ class AsyncWorker(Participant):
         self._worker = int(config_of(strategy).task_index)
         self._number = first_async_participant(strategy) + self._worker
         self._stage = 0
-        self._loss: float | None = None
+        self._logs: Mapping[str, float] | None = None
         self._heartbeat: Heartbeat | None = None
         self._epoch = -1
         self._steps = self._samples = self._unreported = 0
         self._latest_batch = -1
         self._steps_at_hand = 0  # of this pass, with batches available
-        self._pace = PushPace(waits=options.waits_for_answer)
+        self._pace = PushPace(
+            waits=options.waits_for_answer, wait_for_devices=self.wait_for_devices
+        )
         self._planned_period: int | None = None
         self._plan = LocalStepTuner(self.rule, self._number) if self.rule.is_measured else None
         self._num_parts = self._count_parts()
@@ -153,7 +156,8 @@ class AsyncWorker(Participant):
 
     def _tell(self) -> None:
         if self.rule.local_steps(self._worker, self._stage) is not None:
-            is_over = self._loss is not None and self.rule.is_stage_over(self._loss)
+            loss = None if self._logs is None else self._logs["loss"]
+            is_over = loss is not None and self.rule.is_stage_over(loss)
             signal = Signal.LOSS_REACHED if is_over else Signal.NOTHING
             stage = self._engine.weights.transport.signal(signal)
             self._stage = self._stage if stage is None else stage
@@ -189,8 +193,9 @@ class AsyncWorker(Participant):
         pace = self._pace.pace
         return pace and pace._replace(staleness=self._engine.weights.staleness)
 
-    def note_loss(self, loss: float) -> None:
-        self._loss = loss
+    def note_logs(self, logs: Mapping[str, float]) -> None:
+        """Keep the logs of a step, whose loss is read only where the rule looks at it."""
+        self._logs = logs
 
     def meet_center(self) -> list[tf.Tensor]:
         """Send unsent progress and wait for the answer; own weights without a service."""

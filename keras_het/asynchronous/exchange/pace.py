@@ -40,13 +40,21 @@ class PushPace:
     An exchange that takes e seconds, during c of which the task itself is busy, should hide behind
     computation and cost a tenth of it at most: pushes are at least :math:`\max(e, 10 c)` seconds
     apart. A task that needs the answer to continue is busy all the time, c = e.
+
+    Where devices work ahead, the host does not know how long a step takes. An exchange waits for
+    them first, and the steps since the last one count together: their time is no part of e.
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, *, waits: bool = False
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        waits: bool = False,
+        wait_for_devices: Callable[[], None] | None = None,
     ) -> None:
-        self._clock, self._waits = clock, waits
+        self._clock, self._waits, self._wait_for_devices = clock, waits, wait_for_devices
         self._since = clock()
+        self._open_steps = self._open_samples = 0
         self._num_steps = self._num_exchanges = 0
         self._steps: deque[tuple[float, float]] = deque(maxlen=32)
         self._travels: deque[float] = deque(maxlen=3)
@@ -56,16 +64,29 @@ class PushPace:
         self._sent_at: float | None = None
 
     def computed(self, steps: int, samples: int) -> None:
+        self._open_steps += steps
+        self._open_samples += samples
+        if self._wait_for_devices is None:
+            self._note_steps()
+
+    def _note_steps(self) -> None:
+        steps, samples = self._open_steps, self._open_samples
+        self._open_steps = self._open_samples = 0
+        if not steps:
+            return
+        if self._wait_for_devices is not None:
+            self._wait_for_devices()
         now = self._clock()
         seconds, self._since = now - self._since, now
         self._num_steps += steps
         # The first steps are traced; a step without samples says nothing.
-        if self._num_steps > _WARM_UP_STEPS and samples:
+        if self._num_steps - steps >= _WARM_UP_STEPS and samples:
             self._steps.append((seconds / steps, samples / steps))
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
         """Time this task's work for an exchange; `waiting` within it may be hidden."""
+        self._note_steps()
         started, self._waited = self._clock(), 0.0
         yield
         self._since = self._clock()
@@ -78,6 +99,7 @@ class PushPace:
     @contextlib.contextmanager
     def taking_early(self) -> Iterator[None]:
         """Time this task's work on an answer that arrives before the next exchange."""
+        self._note_steps()
         started = self._clock()
         yield
         self._since = self._clock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -24,6 +25,7 @@ from keras_het.loader.input.data_pass import Claims
 from keras_het.rpc.secret import read_secret
 from keras_het.rpc.vector import LARGEST_MESSAGE_BYTES, PartitionedVector, shared_variables
 from keras_het.strategy.cluster.cluster_config import config_of
+from keras_het.strategy.measure.emulated_device import until_computed
 
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
@@ -289,6 +291,16 @@ class Participant(abc.ABC):
             self.run,
             self.options.num_epochs,
         )
+
+    @property
+    def wait_for_devices(self) -> Callable[[], None] | None:
+        """A function that waits for all steps that devices have yet to compute, if they may."""
+        return self._read_a_weight if self.strategy._works_ahead else None
+
+    def _read_a_weight(self) -> None:
+        until_computed()()
+        value = self.model.trainable_variables[0].value
+        tf.reshape(self.strategy.experimental_local_results(value)[0], [-1])[:1].numpy()
 
     def passes_before(self, epoch: int) -> tuple[bool, ...]:
         """Return, for each pass over the data before an epoch, whether it was iterated.

@@ -48,7 +48,9 @@ class SyncGroup(Participant):
         self._num_known = 0  # batches of the group not used yet
         self._counted = 0  # number of samples that the ledger knows
         self._sum = tf.function(self._sum_over_members, autograph=False)
-        self._pace = PushPace(waits=options.waits_for_answer)
+        self._pace = PushPace(
+            waits=options.waits_for_answer, wait_for_devices=self.wait_for_devices
+        )
         self.period = options.period
 
     def start_epoch(self, epoch: int) -> None:

@@ -106,16 +106,18 @@ def gather_rows(
         return local[0]
     if isinstance(local[0], tf.RaggedTensor):
         rows = _gather_ragged_rows(strategy, tf.concat(local, axis=0))
-        count = rows.nrows(tf.int64)
+        count = rows.nrows(tf.int32)
     elif isinstance(local[0], tf.SparseTensor):
         dense = [tf.sparse.to_dense(part) for part in local]
         rows = tf.sparse.from_dense(_gather_dense_rows(strategy, dense, name))
-        count = rows.dense_shape[0]
+        count = tf.cast(rows.dense_shape[0], tf.int32)
     elif local[0].shape.rank == 0:
         raise ValueError(f"{_JOINS}{_RULE}{name} of shape []. {_REMEDY}")
     else:
         rows = _gather_dense_rows(strategy, local, name)
-        count = tf.shape(rows, tf.int64)[0]
+        count = tf.shape(rows)[0]
+    with tf.device("CPU:0"):  # 32 bits: see `is_positive`
+        total = tf.cast(total, tf.int32)
     parts = [f"{_JOINS}{_RULE}{name} with", count, "rows for", total, f"samples. {_REMEDY}"]
     with _required(count == total, parts):
         return tf.nest.map_structure(tf.identity, rows, expand_composites=True)

@@ -20,7 +20,13 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.exact.created_in_scope import check_created_in_scope
-from keras_het.strategy.exact.step import Original, ReplicaSum, StepSpec, running_step
+from keras_het.strategy.exact.step import (
+    Original,
+    ReplicaSum,
+    StepSpec,
+    is_positive,
+    running_step,
+)
 from keras_het.value_types import EitherVariable, Leaf, Nest, Summand
 
 if TYPE_CHECKING:
@@ -62,7 +68,7 @@ class Update:
             with unfinished.updating(present) if unfinished else nullcontext():
                 if not self._spec.may_have_no_samples:
                     return update(reduced)
-                tf.cond(self._spec.total > 0, run, lambda: tf.constant(0))
+                tf.cond(is_positive(self._spec.total), run, lambda: tf.constant(0))
                 return None
         finally:
             self.is_running = False

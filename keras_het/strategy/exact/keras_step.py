@@ -22,7 +22,7 @@ from keras_het.strategy.exact.keras_hooks import as_replica, keras_hooks, record
 from keras_het.strategy.exact.means import Means
 from keras_het.strategy.exact.metrics import Metrics, flatten_metrics
 from keras_het.strategy.exact.own_state import Assignments, OwnState, tell
-from keras_het.strategy.exact.step import ReplicaSum, StepSpec, active
+from keras_het.strategy.exact.step import ReplicaSum, StepSpec, active, is_positive
 from keras_het.strategy.measure.emulated_device import works_ahead
 from keras_het.strategy.measure.step_clock import Measurement
 from keras_het.value_types import Leaf, Nest
@@ -178,7 +178,8 @@ def _spec(
     is_local, local = strategy.extended.reduces_within_worker, strategy.layout.local_replicas
     group = local if is_local else range(strategy.layout.num_replicas)
     if sizes is not None:
-        samples, total = sizes[replica_id], tf.reduce_sum(sizes[group.start : group.stop])
+        with tf.device("CPU:0"):
+            samples, total = sizes[replica_id], tf.reduce_sum(sizes[group.start : group.stop])
     else:
         samples = _num_rows(data)
         total = strategy.extended.all_reduce_in_replica(tf.distribute.ReduceOp.SUM, samples)
@@ -191,7 +192,7 @@ def _spec(
         local_replicas=local,
         samples=samples,
         total=total,
-        has_samples=samples > 0,
+        has_samples=is_positive(samples),
         weight=tf.math.divide_no_nan(part, whole),
         inverse_weight=tf.math.divide_no_nan(whole, part),
         sizes=sizes,

@@ -96,6 +96,17 @@ class StepSpec:
         return tf.where(is_first, value, tf.zeros_like(value))
 
 
+def is_positive(number: tf.Tensor) -> tf.Tensor:
+    """Compare a number of samples on the host, where a step chooses between branches.
+
+    GPUs leave 32-bit integers to their host. A copy of what they compare themselves would wait for
+    all steps that they have yet to compute.
+    """
+    with tf.device("CPU:0"):
+        small = tf.cast(number, tf.int32)
+    return small > 0
+
+
 @contextlib.contextmanager
 def active(step: ExactStep) -> Iterator[None]:
     """Make a step that of the running thread (TensorFlow traces one replica per thread)."""

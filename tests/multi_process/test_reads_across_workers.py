@@ -1,0 +1,77 @@
+"""On devices that work ahead of their hosts, hosts read only in the steps that need it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from addresses import free_address
+from forked_workers import cluster_environments
+from hybrid_clusters import SECRET
+
+from keras_het.launch.local.emulation import Emulation
+
+PERIOD = 5
+
+
+def read_steps(start_workers: Any, folder: Path, jobs: dict[str, int], **way: Any) -> Any:
+    """Train; of each task, where it reads by the number of a plain step, and all steps."""
+    emulation = Emulation((1.0,), seconds_per_sample=0.002, asynchronous=True)
+    common = {**SECRET, "KERAS_HET_SERVICE_ADDRESS": free_address()}
+    environments = [
+        {**environment, **emulation.environment_of(0)}
+        for environment in cluster_environments(jobs, common)
+    ]
+    arguments = [folder, json.dumps(way)]
+    started = start_workers("program_reads.py", arguments=arguments, environments=environments)
+    for worker in started.wait():
+        assert worker.exit_code == 0, worker.output
+    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    assert len(reports) == sum(jobs.values())
+    return [({int(n): where for n, where in r["reads"].items()}, r["steps"]) for r in reports]
+
+
+def test_local_training_reads_where_it_exchanges(start_workers: Any, tmp_path: Path) -> None:
+    options = {"rule": "diloco", "period": PERIOD}
+    jobs, way = {"worker": 2}, {"callback": "LocalTraining", "options": options}
+    for reads, steps in read_steps(start_workers, tmp_path, jobs, **way):
+        assert list(reads) == list(range(PERIOD - 1, steps, PERIOD)), reads
+
+
+@pytest.mark.full
+def test_local_training_that_overlaps_reads_where_it_sends_and_receives(
+    start_workers: Any, tmp_path: Path
+) -> None:
+    options = {"rule": "diloco", "period": PERIOD, "overlap": 2}
+    jobs, way = {"worker": 2}, {"callback": "LocalTraining", "options": options}
+    for reads, steps in read_steps(start_workers, tmp_path, jobs, **way):
+        sent = range(PERIOD - 1, steps, PERIOD)
+        received = range(PERIOD + 1, steps, PERIOD)
+        assert list(reads) == sorted([*sent, *received]), reads
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rule", ["delta", "async_easgd"])
+def test_async_workers_and_the_group_read_where_they_exchange(
+    start_workers: Any, tmp_path: Path, rule: str
+) -> None:
+    options = {"rule": rule, "period": PERIOD, "timeout_seconds": 60}
+    jobs, way = {"worker": 2, "async": 1}, {"callback": "HybridAggregation", "options": options}
+    found = read_steps(start_workers, tmp_path, jobs, **way)
+    asynchronous, *group = found
+    for reads, steps in group:
+        assert list(reads) == list(range(PERIOD - 1, steps, PERIOD)), reads
+    reads, steps = asynchronous
+    # an answer is taken in the step in which it comes, too
+    sent = {*range(PERIOD - 1, steps, PERIOD)}
+    assert sent <= reads.keys() and len(reads) <= 2 * len(sent), reads
+
+
+@pytest.mark.full
+def test_summation_reads_in_each_step(start_workers: Any, tmp_path: Path) -> None:
+    """Gradients go through the host, in the step's graph: nothing else is read."""
+    way = {"strategy": {"aggregation": "summation"}}
+    for reads, _ in read_steps(start_workers, tmp_path, {"worker": 2}, **way):
+        assert not reads
