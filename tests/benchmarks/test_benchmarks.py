@@ -28,6 +28,7 @@ FIELDS = {
         "peak_rss_mb",
     },
     "easgd": {"speedup", "communication_share_before", "communication_share_after"},
+    "elastic": {"trainer", "seconds_without_progress", "goodput"},
     "parameter_service": {
         "gb_per_s",
         "ratio_to_socket",
@@ -75,6 +76,8 @@ def test_every_benchmark_is_listed():
 @pytest.mark.full
 @pytest.mark.parametrize("name", FIELDS)
 def test_form(name, tmp_path):
+    if name == "elastic":
+        pytest.importorskip("ray", reason="needs keras-het[ray]")
     path = tmp_path / "report.json"
     done = subprocess.run(
         [sys.executable, FOLDER / f"{name}.py", "--quick", "--json", path],
