@@ -7,6 +7,8 @@ killed; later a fourth node joins. Each sample has an input of its own to a laye
 counts how often the sample was used.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import signal
@@ -27,10 +29,11 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-NUM_SAMPLES, BATCH_SIZE, EPOCHS = 240, 24, 32
+NUM_SAMPLES, BATCH_SIZE, EPOCHS = 240, 24, 60
 RATE = 0.1
-STEP_SECONDS = 0.2  # as a larger model would need
+STEP_SECONDS = 0.2  # as a larger model would need; less when all has happened
 STEPS_BETWEEN = 25
+NUM_NODES = 3
 LONGEST_SECONDS = 150
 
 
@@ -58,7 +61,7 @@ def train(config: dict[str, Any]) -> None:
         """Time of a step, and a note of each for those who look on."""
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            time.sleep(config["step_seconds"])
+            time.sleep(config["step_seconds"] if strategy.num_workers <= NUM_NODES else 0.02)
             step = int(model.optimizer.iterations.numpy())
             line = json.dumps([time.time(), step, strategy.num_workers, os.getpid()])
             with (folder / f"steps-{strategy.worker_index}").open("a") as file:
@@ -81,10 +84,11 @@ class Watch:
 
     Args:
         folder: where they do.
+        training: the thread that waits for the end of the training.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, training: threading.Thread) -> None:
+        self._folder, self._training = folder, training
         self._start = time.time()
 
     def say(self, text: str) -> None:
@@ -100,8 +104,8 @@ class Watch:
     def wait(self, is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LONGEST_SECONDS
         while not is_so():
-            if time.monotonic() > deadline:
-                sys.exit(f"nothing happened for {LONGEST_SECONDS} s")
+            if not self._training.is_alive() or time.monotonic() > deadline:
+                sys.exit("The training has ended, or stands still.")
             time.sleep(0.2)
 
     def next_group(self, pid: int, stopped: float, why: str) -> None:
@@ -144,25 +148,24 @@ def train_on_ray(folder: Path) -> None:
     node = {"num_cpus": 4, "resources": {"het": 1}, "object_store_memory": 80 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     try:
-        for _ in range(2):
+        for _ in range(NUM_NODES - 1):
             cluster.add_node(**node)
         ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
-        watch = Watch(folder)
-        watch.say("Ray has three nodes, all on this machine")
-        disturbance = threading.Thread(
-            target=disturb, args=(watch, lambda: cluster.add_node(**node)), daemon=True
-        )
-        disturbance.start()
         trainer = keras_het.ray.Trainer(
             train,
-            num_workers=(1, 4),
+            num_workers=(1, NUM_NODES + 1),
             resources_per_worker={"het": 1},
             resize_seconds=3,
             train_loop_config={"folder": str(folder), "step_seconds": STEP_SECONDS},
             run_config=ray.train.RunConfig(storage_path=str(folder / "ray")),
         )
-        trainer.fit()
-        disturbance.join(timeout=10)
+        # Nodes are added in the main thread.
+        training = threading.Thread(target=trainer.fit, daemon=True)
+        training.start()
+        watch = Watch(folder, training)
+        watch.say(f"Ray has {NUM_NODES} nodes, all on this machine")
+        disturb(watch, lambda: cluster.add_node(**node))
+        training.join(LONGEST_SECONDS)
         watch.say(f"the training has ended after step {watch.newest()[1]}")
     finally:
         ray.shutdown()
