@@ -19,7 +19,13 @@ from fake_nvml import FakeNvml, Gpu
 
 from keras_het.planning.diagnosis.recording import HARDWARE
 from keras_het.telemetry import hardware, host_values
-from keras_het.telemetry.hardware import HardwareSampler, describe_devices, gpu_name, processor_name
+from keras_het.telemetry.hardware import (
+    HardwareSampler,
+    describe_devices,
+    gpu_name,
+    identities,
+    processor_name,
+)
 from keras_het.usable_cpus import own_cpus
 
 GPU_NAMES = [name for name in HARDWARE if name.startswith(("hw.", "keras_het.gpu"))]
