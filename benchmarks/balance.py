@@ -15,8 +15,9 @@ limit is a training that measures nothing. Time is taken when devices have compu
 step, in the middle and at the end.
 
 Three more parts: "reaction", in which a device becomes three times slower at twenty different steps
-of a run; "cpu quotas", in which two worker processes really compute and one is throttled by a
-cgroup; and "accuracy", the digits of scikit-learn under the even split and under "boa".
+of a run, in one process with three devices and in two workers with one each; "cpu quotas", in which
+two worker processes really compute and one is throttled by a cgroup; and "accuracy", the digits of
+scikit-learn under the even split and under "boa".
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,13 +40,15 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 import tensorflow as tf
-from _cpu_quota import measure_with_quotas
+from _cpu_quota import TIMEOUT_SECONDS, measure_with_quotas
 from _peer_policies import PEERS
 from _report import environment, print_table, write_report
 from digits import global_batches, load_digits, make_model
 
 from keras_het import HeterogeneousStrategy
 from keras_het.callbacks import BatchBalancer
+from keras_het.launch.local.failure_report import describe_failures
+from keras_het.launch.local.local_cluster import LocalCluster
 from keras_het.planning import BalancePlan, LinearTimeModel, min_max_shares_of_models
 from keras_het.strategy.measure import emulated_device
 from keras_het.strategy.measure.emulated_device import KERAS_HET_EMULATED_DEVICES
@@ -201,8 +205,10 @@ class Bench:
             }
             for speed in cluster.speeds
         ]
+        if "TF_CONFIG" in os.environ:  # one of them for each worker
+            devices = [devices[json.loads(os.environ["TF_CONFIG"])["task"]["index"]]]
         os.environ[KERAS_HET_EMULATED_DEVICES] = json.dumps(devices)
-        names = [f"CPU:{index}" for index in range(len(cluster.speeds))]
+        names = [f"CPU:{index}" for index in range(len(devices))]
         self.strategy = HeterogeneousStrategy(devices=names)
         with self.strategy.scope():
             self.model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
@@ -344,11 +350,25 @@ class Reaction(keras.callbacks.Callback):
         return None
 
 
-def reaction_rows(num_phases: int) -> list[dict[str, Any]]:
+def reactions_of_two_workers(num_phases: int) -> list[dict[str, Any]]:
+    """The same for two workers, whose chief writes its rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.json"
+        command = [sys.executable, __file__, "--reaction", str(num_phases), "--json", str(path)]
+        with LocalCluster(command, 2) as cluster:
+            cluster.wait(timeout=TIMEOUT_SECONDS)
+        if cluster.failures:
+            raise RuntimeError(describe_failures(cluster.failures, cluster.ended))
+        rows: list[dict[str, Any]] = json.loads(path.read_text())
+    return rows
+
+
+def reaction_rows(num_phases: int, speeds: tuple[int, ...] = (4, 2, 1)) -> list[dict[str, Any]]:
     """How late shares follow a device that becomes three times slower, at each phase of a run."""
     rows = []
+    where = ", two workers" if "TF_CONFIG" in os.environ else ""
     for asynchronous in (False, True):
-        cluster = Cluster((4, 2, 1), 140, 0.5, asynchronous=asynchronous)
+        cluster = Cluster(speeds, 20 * sum(speeds), 0.5, asynchronous=asynchronous)
         bench = Bench(cluster, 40 + num_phases + 40)
         bench.run("even")
         found = []
@@ -361,7 +381,7 @@ def reaction_rows(num_phases: int) -> list[dict[str, Any]]:
             found.append(reaction.found())
         seen = [each for each in found if each is not None]
         row: dict[str, Any] = {
-            "case": f"reaction, {'working ahead' if asynchronous else 'all steps measured'}",
+            "case": f"reaction, {'working ahead' if asynchronous else 'all steps measured'}{where}",
             "num_phases": num_phases,
             "num_without": len(found) - len(seen),
         }
@@ -406,6 +426,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="few steps: form, not numbers")
     parser.add_argument("--only", help="only the clusters whose name contains this, nothing else")
+    parser.add_argument("--reaction", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(
@@ -413,6 +434,11 @@ def main() -> None:
     )
     # A sleeping device occupies a thread.
     tf.config.threading.set_inter_op_parallelism_threads(4 * MOST_REPLICAS)
+    if options.reaction:
+        rows = reaction_rows(options.reaction, speeds=(4, 1))
+        if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0:
+            options.json.write_text(json.dumps(rows))
+        return
     names = [name for name in CLUSTERS if options.only is None or options.only in name]
     if options.quick:
         names = names[1:2] + names[-1:]
@@ -427,7 +453,8 @@ def main() -> None:
     print_table(rows, ["case", "policy", *columns])
     quotas = measure_with_quotas(quick=options.quick)
     accuracy = accuracy_rows(1 if options.quick else 3, 1 if options.quick else 5)
-    reactions = reaction_rows(2 if options.quick else 20)
+    num_phases = 2 if options.quick else 20
+    reactions = reaction_rows(num_phases) + reactions_of_two_workers(num_phases)
     print_table(reactions)
     print_table(quotas)
     print_table(accuracy)
