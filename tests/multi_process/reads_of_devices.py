@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import threading
 import traceback
 from collections.abc import Callable, Iterable
@@ -25,7 +24,6 @@ class Reads(keras.callbacks.Callback):
 
     def __init__(self, set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
         super().__init__()
-        self.of_steps: collections.Counter[int] = collections.Counter()
         self.measured: set[int] = set()
         self.places: dict[int, str] = {}
         self.num_steps = 0
@@ -40,7 +38,9 @@ class Reads(keras.callbacks.Callback):
     @property
     def in_plain_steps(self) -> dict[int, str]:
         """Where the main thread reads first, by the number of a step that is not measured."""
-        return {step: self.places[step] for step in sorted(self.places.keys() - self.measured)}
+        # Keras begins one more step to find the end of data whose length it does not know
+        plain = (step for step in range(self.num_steps) if step not in self.measured)
+        return {step: self.places[step] for step in plain if step in self.places}
 
     def _counting(self, read: Callable[..., Any]) -> Callable[..., Any]:
         def counting(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,20 +66,19 @@ class Reads(keras.callbacks.Callback):
     def _note(self, is_read: bool) -> None:
         is_main = threading.current_thread() is threading.main_thread()
         if is_read and is_main and self._step is not None:
-            self.of_steps[self._step] += 1
             if self._step not in self.places:
                 frames = traceback.extract_stack()[:-2]
                 own = [frame for frame in frames if "keras_het" in frame.filename] or frames
                 self.places[self._step] = f"{own[-1].filename}:{own[-1].lineno} {own[-1].name}"
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._step, self.num_steps = self.num_steps, self.num_steps + 1
+        self._step = self.num_steps
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         sampled = self.model.distribute_strategy._stop_request.sampled
         if sampled is not None and sampled.was_measured:
-            self.measured.add(self.num_steps - 1)
-        self._step = None
+            self.measured.add(self.num_steps)
+        self._step, self.num_steps = None, self.num_steps + 1
 
 
 def _is_on_device(value: Any) -> bool:

@@ -142,7 +142,7 @@ def test_a_progress_bar_shows_late_numbers_and_reads_nothing(
 ) -> None:
     reads = Reads(monkeypatch.setattr)
     model = trained(strategy, [reads], verbose=1)
-    assert not reads.places
+    assert not reads.in_plain_steps
     *earlier, last = capsys.readouterr().out.strip().split("\r")
     assert any("loss: " in shown for shown in earlier)
     assert f"loss: {model.history.history['loss'][-1]:.4f}" in last
