@@ -185,6 +185,17 @@ def test_resume_gives_the_uninterrupted_weights(tmp_path: Path) -> None:
     assert numbers(r"uninterrupted training: (\S+)", text)[0] < 1e-4
 
 
+def test_elastic_goes_on_and_gives_the_weights_of_one_device(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs keras-het[ray]")
+    text = run(RECIPES / "elastic.py", cwd=tmp_path)
+    assert re.search(r"worker 1 is killed after step \d+", text)
+    assert numbers(r"(\d) workers go on at step \d+", text) == [3, 4]
+    assert numbers(r"has ended after step (\d+)", text) == [600]
+    assert numbers(r"Uses of a sample in 60 epochs: ([\d.]+) to", text) == [60]
+    assert numbers(r"Uses of a sample in 60 epochs: \S+ to ([\d.]+)", text) == [60]
+    assert numbers(r"training on one device: (\S+)", text)[0] < 1e-4
+
+
 @pytest.fixture
 def two_cpus() -> Iterator[int]:
     """What a test starts may use two CPUs, however many there are; returns how many it may."""
