@@ -65,11 +65,10 @@ class Reads(keras.callbacks.Callback):
 
     def _note(self, is_read: bool) -> None:
         is_main = threading.current_thread() is threading.main_thread()
-        if is_read and is_main and self._step is not None:
-            if self._step not in self.places:
-                frames = traceback.extract_stack()[:-2]
-                own = [frame for frame in frames if "keras_het" in frame.filename] or frames
-                self.places[self._step] = f"{own[-1].filename}:{own[-1].lineno} {own[-1].name}"
+        if is_read and is_main and self._step is not None and self._step not in self.places:
+            frames = traceback.extract_stack()[:-2]
+            own = [frame for frame in frames if "keras_het" in frame.filename] or frames
+            self.places[self._step] = f"{own[-1].filename}:{own[-1].lineno} {own[-1].name}"
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._step = self.num_steps

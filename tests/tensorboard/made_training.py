@@ -99,16 +99,18 @@ def values(replicas: int, steps: int) -> Iterator[Value]:
         yield Value(log_format.CHANGES, change.step, 2.0 + change.step, text)
 
 
-def write(folder: Path, replicas: int, steps: int, every: int = 1, **settings: Any) -> None:
+def write(
+    folder: Path, replicas: int, steps: int, measured_every: int = 1, **settings: Any
+) -> None:
     """Write the log of a training into a folder, of which every so manyth step was measured."""
     from keras_het.telemetry.event_log import EventLog
 
     devices = devices_of(replicas)
     log = EventLog(folder / log_format.DIRECTORY, devices, HARDWARE, **settings)
     block = times(devices, steps)
-    measured = np.arange(steps) % every == every - 1
-    ends = np.minimum(np.arange(steps) // every * every + every - 1, steps - 1)
-    block = block[ends]
+    measured = np.arange(steps) % measured_every == measured_every - 1
+    ends = (np.arange(steps) // measured_every + 1) * measured_every - 1
+    block = block[np.minimum(ends, steps - 1)]
     later = changes(steps) if steps >= BLOCK else []
     for start in range(0, steps, BLOCK):
         part = block[start : start + BLOCK]

@@ -209,7 +209,7 @@ def test_the_page_shows_a_training(browser: Browser) -> None:
 def test_steps_that_were_not_measured_are_drawn_as_such(browser: Browser, tmp_path: Path) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
-    made_training.write(tmp_path, 4, 100, every=4)
+    made_training.write(tmp_path, 4, 100, measured_every=4)
     with served(application_of(tmp_path)) as start:
         for address in (start, page_of(tmp_path, "telemetry")):
             browser.open(address)
