@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-NUM_WORKERS = 3
 # What a cloud gives a machine that it takes away.
 NOTICE_SECONDS = 30.0
 # Several nodes start slowly on few cores; and Ray's workers would give way to any other program.
@@ -43,7 +42,7 @@ class OnRay:
         self._about = {"num_cpus": 4, "resources": {"het": 1}, "object_store_memory": 80 * 2**20}
         head = {**self._about, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        self._nodes = [self._add() for _ in range(NUM_WORKERS - 1)]
+        self._nodes = [self._add() for _ in range(config["num_workers"] - 1)]
         ray.init(address=self._cluster.address, logging_level="WARNING", log_to_driver=False)
         threading.Thread(target=self._train, daemon=True).start()
 
@@ -79,7 +78,7 @@ class OnRay:
         import keras_het.ray
 
         storage = str(Path(self._config["folder"]) / "ray")
-        workers, each = (1, NUM_WORKERS), {"het": 1}
+        workers, each = (1, self._config["num_workers"]), {"het": 1}
         if self._is_peer:
             failures = FailureConfig(max_failures=-1)
             TensorflowTrainer(
@@ -106,7 +105,7 @@ class ByHand:
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._config, self._num_workers, self._is_over = config, NUM_WORKERS, False
+        self._config, self._num_workers, self._is_over = config, config["num_workers"], False
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._start_again_and_again)
         self._thread.start()

@@ -1,9 +1,11 @@
 """Seconds that a training loses when workers are killed, preempted and added.
 
-    python benchmarks/elastic.py [--json FILE] [--quick] [--trainer TEXT] [--minutes M]
+    python benchmarks/elastic.py [--json FILE] [--quick] [--trainer TEXT] [--workers N] ...
 
-Three workers on this machine train a deep, narrow model. A step's computation is emulated (each
-worker waits); starting processes, forming the cluster, tracing and backups are real. Trainers:
+Three workers on this machine (or N) train a deep, narrow model. A step's computation is emulated
+(each worker waits); starting processes, forming the cluster, tracing and backups are real.
+
+Trainers:
 
 * `keras_het.ray`: `keras_het.ray.Trainer`, a node of Ray for each worker, and `Elastic`.
 * `restart by hand`: `keras-het run` with the same script, which ends when a worker is lost, and is
@@ -37,7 +39,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _elastic_engines import ENGINES, NUM_WORKERS
+from _elastic_engines import ENGINES
 from _elastic_events import Events, breakdown, longest_gap, progress, step_seconds, useful_seconds
 
 LONGEST_SECONDS = 240.0
@@ -60,6 +62,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one kill, small model: form only")
     parser.add_argument("--trainer", default="", help="only trainers whose names begin so")
     parser.add_argument("--minutes", type=int, default=10, help="of kills; 10")
+    parser.add_argument("--workers", type=int, default=3, help="3; with 2 each may have a core")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
@@ -70,27 +73,33 @@ def main() -> None:
     every, num_kills = (40.0, 1) if options.quick else (60.0, options.minutes)
     rows = []
     for trainer in (name for name in ENGINES if name.startswith(options.trainer)):
-        rows.append(killed(trainer, every, num_kills, options.quick))
+        rows.append(killed(trainer, options.workers, every, num_kills, options.quick))
         print(rows[-1], flush=True)
         if not options.quick or trainer == next(iter(ENGINES)):
-            rows += resized(trainer, options.quick)
+            rows += resized(trainer, options.workers, options.quick)
             print(*rows[-2:], sep="\n", flush=True)
     print_table(rows, COLUMNS)
     write_report("elastic", rows, options.json, environment())
 
 
-def killed(trainer: str, every: float, num_kills: int, quick: bool) -> dict[str, Any]:
+def killed(
+    trainer: str, num_workers: int, every: float, num_kills: int, quick: bool
+) -> dict[str, Any]:
     """Return the row of workers that are killed one after the other."""
-    times, events, steps = _measure(trainer, {"every": every, "num_kills": num_kills}, quick)
+    times, events, steps = _measure(
+        trainer, num_workers, {"every": every, "num_kills": num_kills}, quick
+    )
     start, kills, end = times["start"], times["kills"], times["end"]
     seconds = step_seconds(steps, kills[0])
-    gaps = [longest_gap(steps, a, b) for a, b in zip(kills, [*kills[1:], end], strict=True)]
-    parts = [breakdown(events, a, b) for a, b in zip(kills, [*kills[1:], end], strict=True)]
+    intervals = list(zip(kills, [*kills[1:], times["until"]], strict=True))
+    gaps = [longest_gap(steps, *interval) for interval in intervals]
+    parts = [breakdown(events, *interval) for interval in intervals]
     whole = [each for each in parts if each]
     useful = useful_seconds(steps, start, end, seconds)
     return {
         "case": "killed",
         "trainer": trainer,
+        "workers": num_workers,
         "seconds_without_progress": round(statistics.median(gaps), 2),
         "lowest": round(min(gaps), 2),
         "highest": round(max(gaps), 2),
@@ -103,14 +112,15 @@ def killed(trainer: str, every: float, num_kills: int, quick: bool) -> dict[str,
     }
 
 
-def resized(trainer: str, quick: bool) -> list[dict[str, Any]]:
+def resized(trainer: str, num_workers: int, quick: bool) -> list[dict[str, Any]]:
     """Return the rows of a node that leaves, and of one that joins."""
-    times, events, steps = _measure(trainer, {}, quick)
+    times, events, steps = _measure(trainer, num_workers, {}, quick)
     seconds = step_seconds(steps, times["preempted"][0])
     return [
         {
             "case": case,
             "trainer": trainer,
+            "workers": num_workers,
             "seconds_without_progress": round(longest_gap(steps, start, end), 2),
             "lowest": None,
             "highest": None,
@@ -124,12 +134,15 @@ def resized(trainer: str, quick: bool) -> list[dict[str, Any]]:
     ]
 
 
-def _measure(trainer: str, case: dict[str, Any], quick: bool) -> tuple[dict[str, Any], Any, Any]:
+def _measure(
+    trainer: str, num_workers: int, case: dict[str, Any], quick: bool
+) -> tuple[dict[str, Any], Any, Any]:
     """Run a case in a process of its own; return its times, all events and its progress."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = {
             "folder": name,
+            "num_workers": num_workers,
             "num_blocks": 2 if quick else 30,
             "step_seconds": 0.25,
             "checkpoint_steps": 20,
@@ -157,7 +170,10 @@ def run(trainer: str, config: dict[str, Any], every: float = 0.0, num_kills: int
     events = Events(folder)
     try:
         _wait(lambda: any(step["step"] >= 10 for step in events.update()))
-        times = kill(events, every, num_kills) if num_kills else resize(engine, events)
+        count = config["num_workers"]
+        times = (
+            kill(events, count, every, num_kills) if num_kills else resize(engine, count, events)
+        )
         (folder / "times").write_text(json.dumps(times))
     finally:
         engine.stop()
@@ -165,26 +181,28 @@ def run(trainer: str, config: dict[str, Any], every: float = 0.0, num_kills: int
     os._exit(0)  # the trainer's thread would wait for its workers
 
 
-def kill(events: Events, every: float, num_kills: int) -> dict[str, Any]:
+def kill(events: Events, num_workers: int, every: float, num_kills: int) -> dict[str, Any]:
     """Kill a worker in the middle of each interval."""
     start, kills = time.time(), []
     for number in range(num_kills):
         time.sleep(start + (number + 0.5) * every - time.time())
         # in turn; worker 0 is the chief
-        steps = [step for step in events.update() if step["worker"] == (number + 1) % NUM_WORKERS]
+        steps = [step for step in events.update() if step["worker"] == (number + 1) % num_workers]
         with contextlib.suppress(ProcessLookupError, IndexError):
             os.kill(steps[-1]["pid"], signal.SIGKILL)
             kills.append(time.time())
-    time.sleep(start + num_kills * every - time.time())
-    return {"start": start, "kills": kills, "end": time.time()}
+    end = start + num_kills * every
+    # the last one may take as long as those before
+    time.sleep(end + every / 2 - time.time())
+    return {"start": start, "kills": kills, "end": end, "until": time.time()}
 
 
-def resize(engine: Any, events: Events) -> dict[str, Any]:
+def resize(engine: Any, num_workers: int, events: Events) -> dict[str, Any]:
     """Take a node away, and add one."""
     times = {}
     for case, act, size in (
-        ("preempted", engine.preempt, NUM_WORKERS - 1),
-        ("joined", engine.join, NUM_WORKERS),
+        ("preempted", engine.preempt, num_workers - 1),
+        ("joined", engine.join, num_workers),
     ):
         began = time.time()
         act()
