@@ -100,11 +100,6 @@ def _late_logs(bar: keras.callbacks.ProgbarLogger, logs: UnreadLogs) -> Logs:
     return late.known_at(logs, progbar.interval)
 
 
-def _tensors(board: keras.callbacks.TensorBoard, logs: UnreadLogs) -> Logs:
-    """TensorBoard goes through the logs of all steps, and reads those that it writes."""
-    return logs.tensors()
-
-
 def _given(original: Callable[..., None], choose: Callable[..., Logs]) -> Callable[..., None]:
     @functools.wraps(original)
     def on_batch_end(
@@ -124,6 +119,7 @@ private_api.keras_python_utils.pythonify_logs = _unless_unread
 for _owner, _method, _choose in (
     (keras.callbacks.ProgbarLogger, "on_train_batch_end", _late_logs),
     (keras.callbacks.ProgbarLogger, "on_test_batch_end", _late_logs),
-    (keras.callbacks.TensorBoard, "on_train_batch_end", _tensors),
+    # goes through the logs of all steps, and reads those that it writes
+    (keras.callbacks.TensorBoard, "on_train_batch_end", lambda _, logs: logs.tensors()),
 ):
     setattr(_owner, _method, _given(getattr(_owner, _method), _choose))
