@@ -137,7 +137,7 @@ def test_workers_and_machines_come_and_go(
     assert sizes_of_groups(tmp_path) == [3, 2, 3], result.stdout
     reported = json.loads((tmp_path / "reported").read_text())
     assert reported["epoch"] == EPOCHS
-    assert reported["loss"] > 0
+    assert np.isfinite(reported["loss"])
     assert zipfile.is_zipfile(tmp_path / "model.keras")
 
 

@@ -115,11 +115,14 @@ def _unless_unread(logs: Any) -> Logs:
     return UnreadLogs(logs) if isinstance(logs, StepLogs) else _as_numbers(logs)
 
 
-private_api.keras_python_utils.pythonify_logs = _unless_unread
-for _owner, _method, _choose in (
-    (keras.callbacks.ProgbarLogger, "on_train_batch_end", _late_logs),
-    (keras.callbacks.ProgbarLogger, "on_test_batch_end", _late_logs),
-    # goes through the logs of all steps, and reads those that it writes
-    (keras.callbacks.TensorBoard, "on_train_batch_end", lambda _, logs: logs.tensors()),
-):
-    setattr(_owner, _method, _given(getattr(_owner, _method), _choose))
+@functools.cache
+def let_keras_pass_unread_logs() -> None:
+    """Replace what reads them, before the first step on a device that works ahead."""
+    private_api.keras_python_utils.pythonify_logs = _unless_unread
+    for owner, method, choose in (
+        (keras.callbacks.ProgbarLogger, "on_train_batch_end", _late_logs),
+        (keras.callbacks.ProgbarLogger, "on_test_batch_end", _late_logs),
+        # goes through the logs of all steps, and reads those that it writes
+        (keras.callbacks.TensorBoard, "on_train_batch_end", lambda _, logs: logs.tensors()),
+    ):
+        setattr(owner, method, _given(getattr(owner, method), choose))
