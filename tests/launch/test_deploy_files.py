@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,17 @@ def test_a_jobset_lists_the_names_of_its_pods() -> None:
 
 
 def test_a_trainjob_names_its_pods_by_number() -> None:
-    job = read("trainjob.yaml")
+    runtime, job = yaml.safe_load_all((FILES / "trainjob.yaml").read_text())
+    assert job["spec"]["runtimeRef"] == {
+        "kind": runtime["kind"],
+        "name": runtime["metadata"]["name"],
+    }
+    spec = runtime["spec"]["template"]["spec"]
+    (node,) = spec["replicatedJobs"]
+    assert node["name"] == "node" and "torch" in runtime["spec"]["mlPolicy"]
+    assert node["template"]["spec"]["backoffLimit"] == 0  # the set starts again as a whole
+    assert spec["failurePolicy"]["maxRestarts"] and spec["network"]["publishNotReadyAddresses"]
+    assert node["template"]["spec"]["template"]["spec"]["restartPolicy"] == "Never"
     name, number = job["metadata"]["name"], job["spec"]["trainer"]["numNodes"]
     variables = {"PET_MASTER_ADDR": f"{name}-node-0-0.{name}", "PET_NNODES": str(number)}
     places = [place_of({**variables, "PET_NODE_RANK": str(rank)}) for rank in range(number)]
@@ -69,4 +80,6 @@ def test_a_rayjob_has_a_resource_for_each_worker() -> None:
 @pytest.mark.parametrize("name", ["train.sbatch", "unequal.sbatch"])
 def test_batch_scripts_are_bash_and_start_workers(name: str) -> None:
     subprocess.run(["bash", "-n", str(FILES / name)], check=True, timeout=60)
-    assert "keras-het worker train.py" in (FILES / name).read_text()
+    (line,) = re.findall(r"keras-het (worker .*)", (FILES / name).read_text())
+    with pytest.raises(SystemExit, match="2"):  # no such file here: the options are understood
+        main(line.replace("$port", "7000").replace("train.py", "missing.py").split())

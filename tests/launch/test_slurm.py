@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 from _namespaces import limited_hosts, why_not
 
-PROGRAMS = ("munged", "nsenter", "scancel", "sinfo", "slurmctld", "slurmd", "srun")
+PROGRAMS = ("munged", "nsenter", "sbatch", "scancel", "sinfo", "slurmctld", "slurmd", "srun")
 SEARCH = f"{os.environ['PATH']}:/usr/sbin"
 NODES = ("n1", "n2")
+DEPLOY = Path(__file__).parents[2] / "recipes" / "deploy"
 PATIENCE = 240.0  # on a busy machine, importing TensorFlow included
 CONFIG = """\
 ClusterName=test
@@ -241,3 +242,35 @@ def test_a_signal_from_slurm_saves_a_backup(slurm: Slurm, tmp_path: Path) -> Non
     assert step.returncode == 143, "".join(lines) + output
     assert "again: ends at once" not in output
     assert backup.exists()
+
+
+def test_the_batch_script_waits_for_its_next_turn_after_the_signal(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    """That of recipes/deploy, without GPUs and with a script that saves nothing."""
+    text = (DEPLOY / "train.sbatch").read_text()
+    (tmp_path / "train.sbatch").write_text(re.sub(r"--gpus(-per-node=2| auto)", "", text))
+    (tmp_path / "train.py").write_text(
+        "import signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "print('ready', flush=True)\n"
+        "while True:\n"
+        "    signal.pause()\n"
+    )
+    program = tmp_path / "bin" / "keras-het"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m keras_het "$@"\n')
+    program.chmod(0o755)
+    path = f"--export=ALL,PATH={program.parent}:{SEARCH}"
+    where = [f"--chdir={tmp_path}", f"--output={tmp_path}/out", "--nodes=2", "--parsable"]
+    job = slurm.call("sbatch", path, *where, str(tmp_path / "train.sbatch")).strip()
+    out = tmp_path / "out"
+    slurm.wait_until(lambda: out.exists() and out.read_text().count("ready") == 4, "workers")
+    slurm.call("scancel", "--signal=TERM", job)
+
+    def is_queued_again() -> bool:
+        told = slurm.call("scontrol", "show", "job", job)
+        return "Restarts=1" in told and "JobState=PENDING" in told
+
+    slurm.wait_until(is_queued_again, "job that is queued again")
+    slurm.call("scancel", job)
