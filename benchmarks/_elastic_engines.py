@@ -39,6 +39,7 @@ class OnRay:
         from ray.cluster_utils import Cluster
 
         self._config, self._is_peer = config, is_peer
+        self._trainer: Any = None
         self._about = {"num_cpus": 4, "resources": {"het": 1}, "object_store_memory": 80 * 2**20}
         head = {**self._about, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -64,8 +65,12 @@ class OnRay:
 
     def stop(self) -> None:
         """End all of Ray's processes; `Cluster.shutdown` refuses while a trainer is connected."""
+        from keras_het.fit.backup_folder import remove_memory_folders
+
         for node in self._cluster.list_all_nodes():
             node.kill_all_processes(check_alive=False, allow_graceful=False)
+        if not self._is_peer and self._trainer is not None:
+            remove_memory_folders(self._trainer.backend_config.run)
 
     def _add(self) -> Any:
         return self._cluster.add_node(**self._about)
@@ -88,13 +93,14 @@ class OnRay:
                 run_config=RunConfig(storage_path=storage, failure_config=failures),
             ).fit()
         else:
-            keras_het.ray.Trainer(
+            self._trainer = keras_het.ray.Trainer(
                 train,
                 workers,
                 resources_per_worker=each,
                 train_loop_config=self._config,
                 run_config=RunConfig(storage_path=storage),
-            ).fit()
+            )
+            self._trainer.fit()
 
 
 class ByHand:

@@ -59,7 +59,7 @@ COLUMNS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--quick", action="store_true", help="one kill, small model: form only")
+    parser.add_argument("--quick", action="store_true", help="one case of two trainers: form only")
     parser.add_argument("--trainer", default="", help="only trainers whose names begin so")
     parser.add_argument("--minutes", type=int, default=10, help="of kills; 10")
     parser.add_argument("--workers", type=int, default=3, help="3; with 2 each may have a core")
@@ -73,9 +73,11 @@ def main() -> None:
     every, num_kills = (40.0, 1) if options.quick else (60.0, options.minutes)
     rows = []
     for trainer in (name for name in ENGINES if name.startswith(options.trainer)):
-        rows.append(killed(trainer, options.workers, every, num_kills, options.quick))
-        print(rows[-1], flush=True)
-        if not options.quick or trainer == next(iter(ENGINES)):
+        # in a quick run each trainer takes half a minute or more to begin, so not all do all
+        if not options.quick or trainer == "keras_het.ray":
+            rows.append(killed(trainer, options.workers, every, num_kills, options.quick))
+            print(rows[-1], flush=True)
+        if not options.quick or trainer == "restart by hand":
             rows += resized(trainer, options.workers, options.quick)
             print(*rows[-2:], sep="\n", flush=True)
     print_table(rows, COLUMNS)
