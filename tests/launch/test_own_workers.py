@@ -116,15 +116,20 @@ def test_workers_have_their_numbers_in_the_whole_cluster(
     path = script(
         """
         print("sees", os.environ["CUDA_VISIBLE_DEVICES"], config["cluster"]["worker"][index])
+        # worker 1 is ended when this one fails: not before it has said the same
+        while index == 2 and not os.path.getsize(sys.argv[1]):
+            pass
         sys.exit(3 * (index == 2))
         """
     )
-    assert main(["run", "--gpus", "auto", "--log-dir", str(tmp_path / "logs"), path]) == 3
+    logs = tmp_path / "logs"
+    options = ["--gpus", "auto", "--log-dir", str(logs)]
+    assert main(["run", *options, path, str(logs / "worker-1.log")]) == 3
     captured = capfd.readouterr()
     for line in ("sees GPU-a b:1", "sees GPU-b b:2"):
         index = int(line[-1])
         assert f"[worker {index}] {line}" in captured.out
-        assert (tmp_path / "logs" / f"worker-{index}.log").read_text() == f"{line}\n"
+        assert (logs / f"worker-{index}.log").read_text() == f"{line}\n"
     assert "worker 2 failed first: exit code 3" in captured.err
     assert "replaced" not in captured.err
 
