@@ -29,7 +29,7 @@ from keras_het.strategy.cluster.agreement import pass_on
 from keras_het.strategy.cluster.peer_watch import message_in
 from keras_het.strategy.exact.created_in_scope import explain_scope_errors, move_optimizer
 from keras_het.strategy.exact.step import current_step
-from keras_het.strategy.measure.unread_logs import keep_unread, let_keras_pass_unread_logs
+from keras_het.strategy.measure.unread_logs import keep_unread, keras_passes_unread_logs
 from keras_het.value_types import Leaf, TensorLike
 
 if TYPE_CHECKING:
@@ -151,11 +151,12 @@ def _in_session(call: Call) -> Iterator[None]:
     """Callbacks of ours may put layers around the steps, and prepare what later ones see."""
     strategy, model = call.strategy, call.model
     holds_parts = strategy is not None and strategy._holds_parts
-    with FitSession(model, call.name, call.callbacks) as session:
+    with contextlib.ExitStack() as stack:
+        session = stack.enter_context(FitSession(model, call.name, call.callbacks))
         if strategy is not None and call.name in STEP_FUNCTIONS:
             strategy._stop_request.watch(session)
             if strategy._works_ahead:
-                let_keras_pass_unread_logs()
+                stack.enter_context(keras_passes_unread_logs())
                 session.add_layer(Rank.KEEP_LOGS, keep_unread)
         if call.name == "fit" and (holds_parts or _takes_part(call)):
             before_others = keras.callbacks.LambdaCallback(

@@ -132,8 +132,8 @@ def test_a_worker_that_ignores_sigterm_is_killed(
 def test_a_signal_is_forwarded_and_what_follows_is_shown(run: Launch, script: Script) -> None:
     path = script(
         """
-        print("ready", flush=True)
         try:
+            print("ready", flush=True)
             signal.pause()
         except KeyboardInterrupt:
             print("saved", index, flush=True)

@@ -6,9 +6,10 @@ a device that works ahead of its host would have to stop in each step for that.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -115,14 +116,21 @@ def _unless_unread(logs: Any) -> Logs:
     return UnreadLogs(logs) if isinstance(logs, StepLogs) else _as_numbers(logs)
 
 
-@functools.cache
-def let_keras_pass_unread_logs() -> None:
-    """Replace what reads them, before the first step on a device that works ahead."""
-    private_api.keras_python_utils.pythonify_logs = _unless_unread
+@contextlib.contextmanager
+def keras_passes_unread_logs() -> Iterator[None]:
+    """Replace what reads them, during a training on a device that works ahead."""
+    replaced: list[tuple[Any, str, Any]] = [
+        (private_api.keras_python_utils, "pythonify_logs", _unless_unread)
+    ]
     for owner, method, choose in (
         (keras.callbacks.ProgbarLogger, "on_train_batch_end", _late_logs),
         (keras.callbacks.ProgbarLogger, "on_test_batch_end", _late_logs),
         # goes through the logs of all steps, and reads those that it writes
         (keras.callbacks.TensorBoard, "on_train_batch_end", lambda _, logs: logs.tensors()),
     ):
-        setattr(owner, method, _given(getattr(owner, method), choose))
+        replaced.append((owner, method, _given(getattr(owner, method), choose)))
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in replaced:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, replacement)
+        yield
