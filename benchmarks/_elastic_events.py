@@ -69,7 +69,7 @@ def step_seconds(steps: Sequence[tuple[float, int]], until: float) -> float:
 
 
 def longest_gap(steps: Sequence[tuple[float, int]], start: float, end: float) -> float:
-    """Return the longest time without progress after a disturbance; `end` if there is none."""
+    """Return the longest time without progress after a disturbance, at most until `end`."""
     times = [time for time, _ in steps]
     first = max(0, bisect.bisect_right(times, start) - 1)
     inside = [*(time for time in times[first:] if time < end)]

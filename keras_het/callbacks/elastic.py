@@ -32,13 +32,13 @@ _COST = 0.02
 _LEAST_SECONDS = 1.0
 _WORDS_AT_ONCE = 2**21
 _BYTES_PER_WORD = 8
-_listeners: list[Callable[[], None]] = []
+_listeners: list[Callable[[int, int], None]] = []
 _used_folders: set[Path] = set()
 """Of what this process has trained to its end."""
 
 
-def when_saved(listener: Callable[[], None]) -> None:
-    """Call a function after each backup that an `Elastic` of this process has seen written."""
+def when_saved(listener: Callable[[int, int], None]) -> None:
+    """Call a function on the chief after each backup of an `Elastic`, with its epoch and step."""
     _listeners.append(listener)
 
 
@@ -96,6 +96,7 @@ class Elastic(BackupAndRestore):
         """Keep the backup of a finished `fit` if its workers may start again."""
         if self._run is not None and not self._strategy().is_async_worker:
             self._is_finished, self.delete_checkpoint = True, False
+            self._epoch = self.params["epochs"]  # also if another callback has ended it before
             self._save_model()
             _used_folders.add(self._folder.path.absolute())
         super().on_train_end(logs)
@@ -105,35 +106,42 @@ class Elastic(BackupAndRestore):
             return super()._find_backup(strategy)
         if self._folder.path.absolute() in _used_folders:
             raise ValueError(
-                "Each fit of a script needs backups of its own: after a loss the script begins "
-                "anew, and those that were finished are passed over. Received: "
-                f"backup_dir={self._folder.path}, as in an earlier fit. Give each its own folder."
+                f"Received: backup_dir={self._folder.path}, which an earlier fit of this script "
+                "has used. After a loss the script runs again from the top, and each fit looks for "
+                "its own backup there. Give each fit its own folder."
             )
         error = self._lock_folder(strategy)
-        found = []
+        found, damage = [(0, self._folder)], None
         for folder in (self._memory, self._folder):
             try:
                 found.append((_find(folder, self._run), folder))
-            except OSError as damaged:
-                error = error or damaged
-        number, own = max(found, key=lambda each: each[0], default=(0, self._folder))
-        content = own.newest.read_bytes() if number and own.newest else b""
+            except OSError as found_damage:
+                damage = found_damage
+        number, own = max(found, key=lambda each: each[0])
+        path = own.newest if number else None
         row = [
             number,
             max(self._memory.number, self._folder.number),
             error is not None,
-            _as_number(socket.gethostname().encode()),
-            _as_number(content),
-            len(content),
+            damage is not None,
+            _as_number(hashlib.sha256(socket.gethostname().encode()).hexdigest()),
+            _as_number(path.name.split("-")[2]) if path else 0,
+            path.stat().st_size if path else 0,
         ]
         everyone = strategy.extended.gather_over_workers(np.array([row], np.int64))
-        numbers, latest, errors, hosts, hashes, sizes = everyone.T
-        if errors.any():
-            raise error or ValueError(
-                f"Worker {int(errors.argmax())} cannot use its backups in {self._folder.path}: see "
-                "its own output."
-            )
+        numbers, latest, errors, damages, hosts, hashes, sizes = everyone.T
         index, holder = strategy.worker_index, int(numbers.argmax())
+        fatal = errors if numbers[holder] else errors + damages
+        if fatal[index]:
+            raise error or damage or OSError()
+        if fatal.any():
+            raise OSError(
+                f"The backups in {self._folder.path} cannot be used. Received: an error on worker "
+                f"{int(fatal.argmax())}: see its own output, which names the file. Mend what is "
+                "wrong there, and start again."
+            )
+        if damage is not None:
+            _logger.warning("Going on from another worker's or another copy. %s", damage)
         is_first_of_host = hosts.tolist().index(hosts[index]) == index
         self._keeps_memory = is_first_of_host and not strategy._holds_parts
         self._number = int(latest.max())
@@ -141,7 +149,8 @@ class Elastic(BackupAndRestore):
             return BackupFolder(self._folder.path, num_kept=1)
         if (hashes == hashes[holder]).all():
             return own
-        content = _send(strategy, content if index == holder else b"", int(sizes[holder]))
+        content = path.read_bytes() if path and index == holder else b""
+        content = _send(strategy, content, int(sizes[holder]))
         return own if hashes[index] == hashes[holder] else self._keep(int(numbers[holder]), content)
 
     def _keep(self, number: int, content: bytes) -> BackupFolder:
@@ -163,9 +172,9 @@ class Elastic(BackupAndRestore):
             self._write(self._position())
         if strategy.is_chief:
             tell(f"Saved {self._folder.newest}.", strategy, self._verbose)
+            for listener in _listeners:
+                listener(self._epoch, self._step)
         self._number += 1
-        for listener in _listeners:
-            listener()
         if self._is_auto and not (strategy._stop_request.is_agreed or strategy.is_async_worker):
             self._choose_next(strategy, time.monotonic() - began)
 
@@ -211,18 +220,16 @@ def _find(folder: BackupFolder, run: str) -> int:
     return folder.number if finished_in in (None, run) else 0
 
 
-def _as_number(content: bytes) -> int:
-    """Hash a content to a number that workers can compare."""
-    return int.from_bytes(hashlib.sha256(content).digest()[: _BYTES_PER_WORD - 1], "big")
+def _as_number(sha256: str) -> int:
+    """Return the part of a hash that workers can compare as a number."""
+    return int(sha256[: 2 * _BYTES_PER_WORD - 2], 16)
 
 
 def _send(strategy: HeterogeneousStrategy, content: bytes, num_bytes: int) -> bytes:
     """Give all workers what one of them has, in parts; the others pass nothing."""
-    words = np.frombuffer(
-        content.ljust(-(-len(content) // _BYTES_PER_WORD) * _BYTES_PER_WORD), np.int64
-    )
+    words = np.frombuffer(content + bytes(-len(content) % _BYTES_PER_WORD), np.int64)
     parts = [
         strategy.extended.gather_over_workers(words[start : start + _WORDS_AT_ONCE])
-        for start in range(0, -(-num_bytes // _BYTES_PER_WORD), _WORDS_AT_ONCE)
+        for start in range(0, math.ceil(num_bytes / _BYTES_PER_WORD), _WORDS_AT_ONCE)
     ]
     return np.concatenate(parts).tobytes()[:num_bytes]

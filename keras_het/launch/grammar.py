@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Callable
 from typing import TypeAlias
 
+from keras_het.launch.cluster_environment import PORT
+
 _WIDTH = 96
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -59,6 +61,27 @@ def positive_integer(text: str) -> int:
             f"expected a whole number of at least 1, received {text!r}"
         )
     return number
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add the ports of workers on several machines, and which of the workers are asynchronous."""
+    parser.add_argument(
+        "--port",
+        type=positive_integer,
+        metavar="N",
+        default=PORT,
+        help="port of the first worker of each host; the next ones take every second port after it "
+        f"(default: {PORT}); of no use where all workers are on this machine",
+    )
+    parser.add_argument(
+        "--async-workers",
+        type=positive_integer,
+        metavar="N",
+        default=0,
+        help="how many of the workers, the last ones, train outside of the synchronous group and "
+        "exchange with its leader (see keras_het.callbacks.HybridAggregation); those of keras-het "
+        "worker all need the same KERAS_HET_SERVICE_SECRET",
+    )
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:

@@ -12,10 +12,11 @@ from types import FrameType
 from typing import Any
 
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
-from keras_het.launch.cluster_environment import PORT, read_hosts
+from keras_het.launch.cluster_environment import read_hosts
 from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to, public_addresses
 from keras_het.launch.grammar import (
     Commands,
+    add_cluster,
     add_command,
     add_script,
     check_script,
@@ -98,22 +99,7 @@ def _add_target(run: argparse.ArgumentParser) -> None:
         "[slots=N]' in each line, or hosts with commas, such as a,b:2,node[01-03]; with --gpus "
         "auto each sees the next GPU of its host only",
     )
-    run.add_argument(
-        "--port",
-        type=positive_integer,
-        metavar="N",
-        default=PORT,
-        help="with --hosts, port of the first worker of each host; the next ones take every "
-        f"second port after it (default: {PORT})",
-    )
-    run.add_argument(
-        "--async-workers",
-        type=positive_integer,
-        metavar="N",
-        default=0,
-        help="how many of the workers, the last ones, train outside of the synchronous group and "
-        "exchange with its leader (see keras_het.callbacks.HybridAggregation)",
-    )
+    add_cluster(run)
     add_script(run)
 
 
@@ -258,9 +244,13 @@ def _check_ray(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         "--cpus-per-worker": options.cpus_per_worker,
         "--pin": options.pin,
         "--log-dir": options.log_dir,
+        "--only-chief": options.only_chief or None,
+        "--tf-logs": options.tf_logs or None,
+        "--keep-env": options.keep_env or None,
+        "--python": None if options.python == sys.executable else options.python,
     }
     if given := [name for name, value in others.items() if value is not None]:
-        parser.error(f"with --ray, Ray's nodes decide where workers are: leave out {given[0]}")
+        parser.error(f"with --ray, Ray starts the workers: leave out {given[0]}")
     if options.workers is None:
         parser.error("--ray needs --workers N, or the least and the most: --workers 2:4")
 
@@ -283,14 +273,14 @@ def _check_hosts(parser: argparse.ArgumentParser, options: argparse.Namespace) -
 
 def run_workers(options: argparse.Namespace) -> int:
     display = Display(sys.stdout, sys.stderr, options.only_chief, options.tf_logs)
+    _warn_of_another_backend(display)
+    if options.ray:
+        return _run_on_ray(options, display)
     withheld = secret_names(os.environ, options.keep_env)
     if public := public_addresses():
         display.say(f"warning: {open_to(public)} {HOW_TO_CLOSE}")
     if withheld:
         display.say(f"not passed to the workers: {', '.join(withheld)} (see --keep-env).")
-    _warn_of_another_backend(display)
-    if options.ray:
-        return _run_on_ray(options, display)
     gpus: list[str] = []
     own: OwnWorkers | None = None
     hosts = read_hosts(options.hosts) if options.hosts else []

@@ -7,12 +7,12 @@ import os
 import socket
 import sys
 
-from keras_het.launch.cluster_environment import PORT, SLURM, place_of, read_hosts
+from keras_het.launch.cluster_environment import SLURM, place_of, read_hosts
 from keras_het.launch.grammar import (
     Commands,
+    add_cluster,
     add_command,
     add_script,
-    positive_integer,
     script_command,
 )
 from keras_het.launch.local.display import Display
@@ -56,22 +56,7 @@ def add_worker_command(commands: Commands) -> None:
         help="host of each worker: a file with 'host [slots=N]' in each line, or hosts with "
         "commas, such as a,b:2,node[01-03], where :2 stands for two workers",
     )
-    worker.add_argument(
-        "--port",
-        type=positive_integer,
-        metavar="N",
-        default=PORT,
-        help=f"port of the first worker of each host; the next ones take every second port after "
-        f"it (default: {PORT})",
-    )
-    worker.add_argument(
-        "--async-workers",
-        type=positive_integer,
-        metavar="N",
-        default=0,
-        help="how many of the workers, the last ones, train outside of the synchronous group; "
-        "KERAS_HET_SERVICE_SECRET must be set for all",
-    )
+    add_cluster(worker)
     add_script(worker)
 
 

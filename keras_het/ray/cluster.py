@@ -101,7 +101,7 @@ class ClusterConfig(BackendConfig):
 
     Args:
         threads: CPU threads of each worker, None to deal out the CPUs of its node.
-        progress: the actor that counts backups.
+        progress: the actor that knows how far backups have come.
         run: name of the run.
     """
 

@@ -8,7 +8,7 @@ class ScriptError(RuntimeError):
 
 
 class LostTooOftenError(RuntimeError):
-    """Workers were lost again and again, and no backup was written in between."""
+    """Workers were lost again and again, and no backup got further in between."""
 
 
 class LeavingError(RuntimeError):

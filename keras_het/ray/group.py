@@ -14,6 +14,7 @@ from ray.train.v2._internal.execution.failure_handling.default import RETRYABLE_
 from keras_het.ray import worker
 from keras_het.ray.errors import LeavingError, ScriptError
 from keras_het.ray.nodes import on_every_node
+from keras_het.ray.progress import Place
 
 _logger = logging.getLogger("keras_het")
 
@@ -30,19 +31,16 @@ class StopTogether(ControllerCallback, WorkerGroupCallback):
     def __init__(self, grace_seconds: float) -> None:
         self._grace_seconds = grace_seconds
         self._group: Any = None
-        self._is_leaving = False
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
-        self._group, self._is_leaving = worker_group, False
+        self._group = worker_group
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Stop the group as soon as Ray knows that one of its machines is about to leave."""
         if worker_group_status.errors:
             self._group = None  # what its workers hold is no longer that of one step
-        is_leaving = worker_group_status.get_preemption_info() is not None
-        if is_leaving and not self._is_leaving and self._group is not None:
-            self._group.execute_async(worker.stop)
-            self._is_leaving = True
+        if self._group is not None and worker_group_status.get_preemption_info() is not None:
+            self._group.execute_async(worker.stop)  # again if no step had begun
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
         """Stop the group that trains, if there is one, when newcomers are ready."""
@@ -65,33 +63,39 @@ def _import() -> None:
 class Losses(FailurePolicy):
     """Ends a training whose script fails, or which comes to nothing however often it starts.
 
+    Backups of steps that an earlier group has already saved are no progress: an error that comes
+    back at the same step ends the training, too.
+
     Args:
         failure_config: of Ray Train.
-        most: how often workers may be lost in a row without a backup in between.
-        progress: the actor that counts backups.
+        most: how often workers may be lost in a row without progress in between.
+        progress: the actor that knows how far the backups have come.
     """
 
-    def __init__(self, failure_config: FailureConfig, most: int, progress: Any) -> None:
+    def __init__(self, failure_config: FailureConfig, most: float, progress: Any) -> None:
         super().__init__(failure_config)
         self._most, self._progress = most, progress
-        self._num_lost = self._num_saved = 0
+        self._num_lost = 0
+        self._furthest: Place = (0, 0)
 
     def make_decision(self, training_failed_error: Exception) -> FailureDecision:
         """Let Ray start another group, unless that is of no use."""
+        cause = getattr(training_failed_error, "controller_failure", None)
+        if cause is not None:  # a group that waits for machines may wait for long
+            is_waiting = isinstance(cause, RETRYABLE_CONTROLLER_ERRORS)
+            return FailureDecision.RETRY if is_waiting else FailureDecision.RAISE
         failures = getattr(training_failed_error, "worker_failures", {}).values()
         if any(isinstance(error, ScriptError) for error in failures):
             return FailureDecision.RAISE
-        cause = getattr(training_failed_error, "controller_failure", None)
-        if cause is not None and not isinstance(cause, RETRYABLE_CONTROLLER_ERRORS):
-            return FailureDecision.RAISE
-        num_saved = ray.get(self._progress.num_saved.remote())
-        is_progress = num_saved > self._num_saved or all(
-            isinstance(error, LeavingError) for error in failures
+        if not all(isinstance(error, LeavingError) for error in failures):
+            furthest = ray.get(self._progress.furthest.remote())
+            self._num_lost = 1 if furthest > self._furthest else self._num_lost + 1
+            self._furthest = furthest
+            if self._num_lost > self._most:
+                return FailureDecision.RAISE
+        names = ", ".join(f"{type(error).__name__}: {error}" for error in failures)
+        _logger.warning(
+            "Another group of workers goes on from the newest backup, after %s",
+            names or training_failed_error,
         )
-        self._num_saved = num_saved
-        self._num_lost = 1 if is_progress else self._num_lost + 1
-        if self._num_lost > self._most:
-            return FailureDecision.RAISE
-        names = ", ".join(f"{type(error).__name__}: {error}" for error in failures) or cause
-        _logger.warning("Another group of workers goes on from the newest backup, after %s", names)
         return FailureDecision.RETRY

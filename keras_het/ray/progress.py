@@ -6,18 +6,21 @@ from typing import Any
 
 import ray
 
+Place = tuple[int, int]
+"""An epoch, and the number of its steps that are trained."""
+
 
 class Progress:
-    """Number of backups that the workers have written."""
+    """The furthest place from which a training can go on."""
 
     def __init__(self) -> None:
-        self._num_saved = 0
+        self._furthest: Place = (0, 0)
 
-    def note_saved(self) -> None:
-        self._num_saved += 1
+    def note_saved(self, place: Place) -> None:
+        self._furthest = max(self._furthest, place)
 
-    def num_saved(self) -> int:
-        return self._num_saved
+    def furthest(self) -> Place:
+        return self._furthest
 
 
 def start_progress() -> Any:

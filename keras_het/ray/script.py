@@ -24,7 +24,7 @@ def run_on_ray(
 
     Raises:
         ScriptError: if it fails.
-        LostTooOftenError: if workers are lost again and again without a backup.
+        LostTooOftenError: if workers are lost again and again without progress.
     """
     ray.init(address=address, log_to_driver=True)
     script, *arguments = target

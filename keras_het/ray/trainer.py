@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import os
 import uuid
 from collections.abc import Callable, Mapping
@@ -28,6 +30,7 @@ _SECONDS = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
 }
 _UNLIMITED = -1
+_MOST_LOSSES = 3
 
 
 class Trainer(TensorflowTrainer):
@@ -51,14 +54,14 @@ class Trainer(TensorflowTrainer):
         grace_seconds: the longest time that a group may take to save before a larger one starts.
         resize_seconds: how often to look for machines that have joined.
         run_config: of Ray Train. `failure_config.max_failures` limits the losses in a row without
-            a backup in between; 3 if it is not given.
+            progress in between: 3 in place of Ray's default 0, any number with -1.
         scaling_config: of Ray Train, in place of `num_workers` and `resources_per_worker`.
         **kwargs: further arguments of `TensorflowTrainer`.
 
     Raises:
         ValueError: if both `scaling_config` and what it would hold are given.
         ScriptError: by `fit`, if the training function fails.
-        LostTooOftenError: by `fit`, if workers are lost again and again without a backup.
+        LostTooOftenError: by `fit`, if workers are lost again and again without progress.
 
     Reference: https://docs.ray.io/en/latest/train/user-guides/elastic-training.html
     """
@@ -88,7 +91,8 @@ class Trainer(TensorflowTrainer):
         )
         given = run_config or RunConfig()
         failures = given.failure_config or FailureConfig()
-        self._most_losses = failures.max_failures or 3
+        most = failures.max_failures or _MOST_LOSSES
+        self._most_losses = math.inf if most == _UNLIMITED else most
         self._grace_seconds = grace_seconds
         threads = int((scaling.resources_per_worker or {}).get("CPU", 0)) or None
         super().__init__(
@@ -119,8 +123,9 @@ class Trainer(TensorflowTrainer):
             raise self._cause(error) from None
         finally:
             self.run_config.callbacks = given
-            ray.kill(progress)
-            on_every_node(remove_memory_folders, run)
+            with contextlib.suppress(Exception):  # the cluster may be gone
+                ray.kill(progress)
+                on_every_node(remove_memory_folders, run)
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Result:
         policy = Losses(
@@ -138,7 +143,7 @@ class Trainer(TensorflowTrainer):
                 return failure
         rank, failure = failures[0]
         return LostTooOftenError(
-            f"Workers were lost {self._most_losses + 1} times in a row, and no backup was written "
+            f"Workers were lost {self._most_losses + 1} times in a row, and no backup got further "
             f"in between. Received the last time, from worker {rank}: {failure}. See that worker's "
             "output; callbacks=[keras_het.callbacks.Elastic(backup_dir)] writes backups."
         )

@@ -10,8 +10,6 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-import ray.train
-
 from keras_het.fit.backup_folder import RUN
 from keras_het.ray.errors import LeavingError, ScriptError
 
@@ -22,7 +20,7 @@ class OnWorker:
     """Context of the training function: what its errors mean to the trainer.
 
     Args:
-        progress: the actor that counts backups.
+        progress: the actor that knows how far backups have come.
         run: name of the run, the same for all groups of workers.
     """
 
@@ -35,8 +33,7 @@ class OnWorker:
         os.environ[RUN] = self._run
         for name in ("tensorflow", "keras_het"):  # Ray shows whatever passes a logger
             logging.getLogger(name).setLevel(logging.WARNING)
-        if ray.train.get_context().get_world_rank() == 0:
-            elastic.when_saved(lambda: self._progress.note_saved.remote())
+        elastic.when_saved(lambda *place: self._progress.note_saved.remote(place))
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None

@@ -109,11 +109,33 @@ def test_a_finished_fit_is_not_trained_again_by_the_same_run(run: Any, tmp_path:
     assert int(np.array(again.optimizer.iterations)) == EPOCHS * NUM_BATCHES
 
 
+def test_a_fit_that_ended_early_is_not_trained_on(run: Any, tmp_path: Path) -> None:
+    run("a")
+    saved: list[tuple[int, int]] = []
+    elastic.when_saved(lambda *place: saved.append(place))
+
+    def ended_early() -> keras.Model:
+        elastic._used_folders.clear()
+        model = make_model(keras_het.HeterogeneousStrategy())
+        end = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", True)
+        )
+        callbacks = [Elastic(str(tmp_path / "backup"), save_freq=2), end]
+        model.fit(data(), epochs=EPOCHS, verbose=0, callbacks=callbacks)
+        return model
+
+    first, again = ended_early(), ended_early()
+    elastic._listeners.pop()
+    assert int(np.array(again.optimizer.iterations)) == NUM_BATCHES
+    np.testing.assert_array_equal(flat(again), flat(first))
+    assert saved == [(0, 2), (0, 4), (0, 6), (EPOCHS, 0), (EPOCHS, 0)]
+
+
 def test_a_second_fit_of_a_script_needs_its_own_folder(run: Any, tmp_path: Path) -> None:
     run("a")
     fit(tmp_path / "backup")
     model = make_model(keras_het.HeterogeneousStrategy())
-    with pytest.raises(ValueError, match="Each fit of a script needs backups of its own"):
+    with pytest.raises(ValueError, match="which an earlier fit of this script has used"):
         model.fit(data(), verbose=0, callbacks=[Elastic(str(tmp_path / "backup"))])
 
 
@@ -165,6 +187,17 @@ def test_a_damaged_backup_without_another_is_an_error(run: Any, tmp_path: Path) 
     model = make_model(keras_het.HeterogeneousStrategy())
     with pytest.raises(OSError, match="The backup is damaged, and there is no other"):
         model.fit(data(), verbose=0, callbacks=[Elastic(str(tmp_path / "backup"))])
+
+
+def test_a_damaged_copy_beside_an_intact_one_is_no_error(
+    run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run("a")
+    fit(tmp_path / "backup", interrupted_at=9)
+    (path,) = backups(tmp_path / "backup")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    np.testing.assert_array_equal(flat(fit(tmp_path / "backup")), expected())
+    assert "The backup is damaged" in caplog.text
 
 
 @pytest.mark.parametrize(

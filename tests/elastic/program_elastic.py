@@ -5,6 +5,7 @@ Arguments: a folder, and a JSON object
     nodes: number of nodes with a worker each
     least: the least number of workers
     events: what happens to the group, one after the other, each while it trains
+    shares_nothing: whether each node has a disk and a memory of its own
     dies: phase of the training in which worker 1 ends itself, once
     fails: step at which worker 1 raises an error
 
@@ -18,10 +19,11 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +60,12 @@ def mean_output(y: Any, p: Any) -> Any:
 def train(config: dict[str, Any]) -> None:
     import keras
     import numpy as np
+    import ray
 
     import keras_het
     import keras_het.ray
     from keras_het.fit import backup_folder
+    from keras_het.launch.local.emulation import Emulation
 
     folder = Path(config["folder"])
     once = folder / "died"
@@ -75,6 +79,14 @@ def train(config: dict[str, Any]) -> None:
 
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     die_in("start", index)
+    os.environ.update(Emulation((1.0,), 0.0, fixed_seconds=0.05).environment_of(0))
+    where = folder / SHARED
+    if config.get("shares_nothing"):  # as if each node of Ray were a machine
+        node = ray.get_runtime_context().get_node_id()
+        where = folder / f"disk-{node}"
+        (memory := folder / f"memory-{node}").mkdir(exist_ok=True)
+        backup_folder._SHARED_MEMORY = memory
+        socket.gethostname = lambda: node
     strategy = keras_het.HeterogeneousStrategy()
     with strategy.scope():
         model, x, y = model_and_data()
@@ -98,7 +110,7 @@ def train(config: dict[str, Any]) -> None:
                 wait_until(lambda: (folder / "may_end").exists())
             if step == NUM_STEPS:
                 die_in("last step", index)
-            time.sleep(1.0 if (folder / "slow").exists() else 0.05)
+            wait_for(lambda: not (folder / "slow").exists(), 1.0)
 
         def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
             die_in("validation", index)
@@ -106,7 +118,6 @@ def train(config: dict[str, Any]) -> None:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             die_in("end of an epoch", index)
 
-    where = folder / (SHARED if config.get("shares_disk", True) else f"disk-{os.getpid()}")
     elastic = keras_het.callbacks.Elastic(str(where), save_freq=config.get("save_freq", 3))
     if config.get("dies") == "save" and strategy.is_chief:
         complete = backup_folder.BackupFolder._complete
@@ -134,12 +145,17 @@ def train(config: dict[str, Any]) -> None:
         aside.rename(folder / "weights.npz")
 
 
-def wait_until(condition: Any, what: str = "") -> None:
-    deadline = time.monotonic() + LONGEST_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {LONGEST_SECONDS} s for {what or condition}")
+def wait_until(condition: Callable[[], bool], what: str = "") -> None:
+    if not wait_for(condition, LONGEST_SECONDS):
+        raise TimeoutError(f"waited {LONGEST_SECONDS} s for {what or condition}")
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for a condition, and return whether it became true in time."""
+    deadline = time.monotonic() + seconds
+    while not (is_true := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
+    return is_true
 
 
 class Disturbance:

@@ -156,7 +156,9 @@ EVENTS = [
     pytest.param({"events": ["drain"]}, id="preempted"),
     pytest.param({"events": ["terminate"]}, id="sigterm-of-a-node"),
     pytest.param({"events": ["lose_and_add"], "least": 3}, id="below-the-least-and-back"),
-    pytest.param({"events": ["kill 0", "lose 0"], "shares_disk": False}, id="no-shared-disk"),
+    pytest.param(
+        {"events": ["kill 0", "lose 0", "add"], "shares_nothing": True}, id="nothing-shared"
+    ),
     pytest.param({"events": ["kill 1"], "save_freq": "auto"}, id="save-freq-by-time"),
     pytest.param({"events": ["kill 1"], "save_freq": "epoch"}, id="save-freq-by-epoch"),
     *(
@@ -177,6 +179,9 @@ def test_every_loss_is_exact(
     result = run(**config)
     assert result.returncode == 0, result.stdout
     assert_exact(tmp_path, undisturbed)
+    if config.get("shares_nothing"):
+        newest = [sorted(each.glob("*/backup-*"))[-1:] for each in tmp_path.glob("memory-*")]
+        assert len(newest) == 4 and all(newest)
     if "dies" in config:
         assert (tmp_path / "died").exists()
 
@@ -195,4 +200,7 @@ def test_twenty_generations_leave_nothing_behind(
 def test_workers_lost_again_and_again_end_the_training(run: Run, tmp_path: Path) -> None:
     result = run(dies="always")
     assert result.returncode == 1, result.stdout
-    assert "LostTooOftenError: Workers were lost 4 times in a row" in result.stdout
+    assert (
+        "LostTooOftenError: Workers were lost 4 times in a row, and no backup got further"
+        in result.stdout
+    )

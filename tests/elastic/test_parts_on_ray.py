@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 
 pytest.importorskip("ray", reason="needs keras-het[ray]")
 
-from ray.train import FailureConfig, WorkerGroupError
+from ray.train import ControllerError, FailureConfig, RunConfig, WorkerGroupError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 
-from keras_het.ray import group, scaling, script
+from keras_het.ray import Trainer, group, progress, scaling, script
 from keras_het.ray.cluster import Place, environments
 from keras_het.ray.errors import LeavingError, ScriptError
 
@@ -73,34 +75,57 @@ def test_slow_nodes_alone_are_refused() -> None:
 
 @pytest.fixture
 def losses(monkeypatch: pytest.MonkeyPatch) -> tuple[group.Losses, SimpleNamespace]:
-    saved = SimpleNamespace(number=0)
-    monkeypatch.setattr(group.ray, "get", lambda reference: saved.number)
-    progress = SimpleNamespace(num_saved=SimpleNamespace(remote=lambda: None))
-    return group.Losses(FailureConfig(), 2, progress), saved
+    saved = SimpleNamespace(place=(0, 0))
+    monkeypatch.setattr(group.ray, "get", lambda reference: saved.place)
+    actor = SimpleNamespace(furthest=SimpleNamespace(remote=lambda: None))
+    return group.Losses(FailureConfig(), 2, actor), saved
 
 
 def decide(policy: group.Losses, *errors: Exception) -> FailureDecision:
     return policy.make_decision(WorkerGroupError("lost", dict(enumerate(errors))))
 
 
-def test_losses_count_without_a_backup_in_between(losses: Any) -> None:
+RETRY, RAISE = FailureDecision.RETRY, FailureDecision.RAISE
+
+
+def test_losses_count_without_progress_in_between(losses: Any) -> None:
     policy, saved = losses
-    assert [decide(policy, LOST) for _ in range(2)] == [FailureDecision.RETRY] * 2
-    saved.number = 1
-    assert [decide(policy, LOST) for _ in range(2)] == [FailureDecision.RETRY] * 2
-    assert decide(policy, LOST) == FailureDecision.RAISE
+    assert [decide(policy, LOST) for _ in range(2)] == [RETRY] * 2
+    saved.place = (0, 5)
+    assert [decide(policy, LOST) for _ in range(3)] == [RETRY, RETRY, RAISE]
+
+
+def test_steps_that_were_saved_before_are_no_progress() -> None:
+    far = progress.Progress()
+    for place in ((0, 3), (1, 2), (1, 1), (0, 9)):
+        far.note_saved(place)
+    assert far.furthest() == (1, 2)
 
 
 def test_machines_that_leave_in_order_do_not_count(losses: Any) -> None:
     policy, _ = losses
-    assert {decide(policy, LeavingError(), LeavingError()) for _ in range(9)} == {
-        FailureDecision.RETRY
-    }
+    assert {decide(policy, LeavingError(), LeavingError()) for _ in range(9)} == {RETRY}
+    assert [decide(policy, LOST, LeavingError()) for _ in range(3)] == [RETRY, RETRY, RAISE]
+
+
+def test_a_group_may_wait_for_machines_for_long(losses: Any) -> None:
+    policy, _ = losses
+    waits = ControllerError(WorkerGroupStartupTimeoutError(num_workers=3))
+    assert {policy.make_decision(waits) for _ in range(9)} == {RETRY}
+    assert policy.make_decision(ControllerError(ValueError("of ours"))) == RAISE
 
 
 def test_an_error_of_the_script_ends_all_also_beside_losses(losses: Any) -> None:
     policy, _ = losses
-    assert decide(policy, LOST, ScriptError("Traceback")) == FailureDecision.RAISE
+    assert decide(policy, LOST, ScriptError("Traceback")) == RAISE
+
+
+@pytest.mark.parametrize(("given", "most"), [(0, 3), (5, 5), (-1, math.inf)])
+def test_the_limit_of_losses_is_that_of_ray_train(given: int, most: float) -> None:
+    run_config = RunConfig(failure_config=FailureConfig(max_failures=given))
+    trainer = Trainer(lambda: None, 2, run_config=run_config)
+    assert trainer._most_losses == most
+    assert run_config.failure_config.max_failures == given
 
 
 def test_a_node_that_does_not_listen_is_not_present() -> None:

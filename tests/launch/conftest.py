@@ -84,6 +84,25 @@ def script(tmp_path: Path) -> Callable[[str], str]:
 
 
 @pytest.fixture
+def train_script(script: Callable[[str], str]) -> str:
+    """Path of a training that says the number of workers, a worker's GPUs and its weights."""
+    return script(
+        """
+        import keras, numpy as np, keras_het
+        strategy = keras_het.HeterogeneousStrategy()
+        keras.utils.set_random_seed(0)
+        x = np.random.normal(size=(24, 4)).astype("float32")
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(x, x.sum(axis=1, keepdims=True), batch_size=12, epochs=2, verbose=0)
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "-")
+        print("trained", strategy.num_workers, gpus, model.get_weights()[0].tolist(), flush=True)
+        """
+    )
+
+
+@pytest.fixture
 def launch() -> Iterator[Callable[..., Launcher]]:
     """Starts the command line; ends it, whatever happens, at the end of the test."""
     started: list[Launcher] = []

@@ -182,23 +182,8 @@ def test_a_tf_config_that_is_replaced_is_told_once(
     assert captured.err.count("TF_CONFIG of the environment is replaced") == 1
 
 
-TRAIN = """
-import keras, numpy as np, keras_het
-strategy = keras_het.HeterogeneousStrategy()
-keras.utils.set_random_seed(0)
-x = np.random.normal(size=(24, 4)).astype("float32")
-with strategy.scope():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-model.fit(x, x.sum(axis=1, keepdims=True), batch_size=12, epochs=2, verbose=0)
-print("trained", strategy.num_workers, os.environ["CUDA_VISIBLE_DEVICES"],
-      model.get_weights()[0].ravel().tolist(), flush=True)
-"""
-
-
 @pytest.mark.full
-def test_two_launchers_train_one_model(launch: Callable[..., Any], script: Any) -> None:
-    path = script(TRAIN)
+def test_two_launchers_train_one_model(launch: Callable[..., Any], train_script: str) -> None:
     with ReservedPorts(3) as reserved:
         reserved.release()
         addresses = [f"localhost:{reserved.ports[0]}"]
@@ -206,7 +191,7 @@ def test_two_launchers_train_one_model(launch: Callable[..., Any], script: Any) 
         launchers = [
             launch(
                 "run",
-                *("--gpus", "auto", path),
+                *("--gpus", "auto", train_script),
                 CUDA_VISIBLE_DEVICES=visible,
                 **tf_config(index, worker=addresses),
             )

@@ -215,17 +215,6 @@ CLIENT = """\
 exec {ssh} -F none -p {port} -i {folder}/user -o IdentitiesOnly=yes -o HostName=127.0.0.1 \
   -o StrictHostKeyChecking=no -o UserKnownHostsFile={folder}/known -o LogLevel=ERROR "$@"
 """
-TRAIN = """
-import keras, numpy as np, keras_het
-strategy = keras_het.HeterogeneousStrategy()
-keras.utils.set_random_seed(0)
-x = np.random.normal(size=(24, 4)).astype("float32")
-with strategy.scope():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-model.fit(x, x.sum(axis=1, keepdims=True), batch_size=12, epochs=2, verbose=0)
-print("trained", strategy.num_workers, model.get_weights()[0].ravel().tolist(), flush=True)
-"""
 
 
 @pytest.fixture
@@ -259,11 +248,11 @@ def path_to_server(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.full
-def test_workers_train_by_ssh(launch: Launch, script: Script, path_to_server: str) -> None:
+def test_workers_train_by_ssh(launch: Launch, train_script: str, path_to_server: str) -> None:
     with ReservedPorts(1) as reserved:
         reserved.release()
         options = ["--hosts", "127.0.0.1:2", "--port", str(reserved.ports[0])]
-        result = launch("run", *options, script(TRAIN), PATH=path_to_server).finish(240.0)
+        result = launch("run", *options, train_script, PATH=path_to_server).finish(240.0)
     assert result.exit_code == 0, result.stderr
     trained = [line for line in result.stdout.splitlines() if "trained 2 " in line]
     assert len(trained) == 2 and len({line.partition("trained")[2] for line in trained}) == 1
