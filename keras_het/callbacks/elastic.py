@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from keras_het.callbacks.backup_and_restore import BackupAndRestore
-from keras_het.fit.backup_folder import RUN, BackupFolder, memory_folder
+from keras_het.fit.backup_folder import RUN, BackupFolder, memory_folder, remove_other_runs
 from keras_het.fit.model_strategy import tell
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ _COST = 0.02
 _LEAST_SECONDS = 1.0
 _WORDS_AT_ONCE = 2**21
 _BYTES_PER_WORD = 8
-_listeners: list[Callable[[int, int], None]] = []
+_listeners: list[Callable[[str, int, int], None]] = []
 _used_folders: set[Path] = set()
 """Of what this process has trained to its end."""
 
 
-def when_saved(listener: Callable[[int, int], None]) -> None:
-    """Call a function on the chief after each backup of an `Elastic`, with its epoch and step."""
+def when_saved(listener: Callable[[str, int, int], None]) -> None:
+    """Call a function on the chief after each backup, with its folder, epoch and step."""
     _listeners.append(listener)
 
 
@@ -144,6 +144,8 @@ class Elastic(BackupAndRestore):
             _logger.warning("Going on from another worker's or another copy. %s", damage)
         is_first_of_host = hosts.tolist().index(hosts[index]) == index
         self._keeps_memory = is_first_of_host and not strategy._holds_parts
+        if is_first_of_host:
+            remove_other_runs(self._memory.path)
         self._number = int(latest.max())
         if not numbers[holder]:
             return BackupFolder(self._folder.path, num_kept=1)
@@ -173,7 +175,7 @@ class Elastic(BackupAndRestore):
         if strategy.is_chief:
             tell(f"Saved {self._folder.newest}.", strategy, self._verbose)
             for listener in _listeners:
-                listener(self._epoch, self._step)
+                listener(str(self._folder.path), self._epoch, self._step)
         self._number += 1
         if self._is_auto and not (strategy._stop_request.is_agreed or strategy.is_async_worker):
             self._choose_next(strategy, time.monotonic() - began)

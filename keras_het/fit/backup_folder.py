@@ -256,6 +256,14 @@ def remove_memory_folders(run: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_other_runs(memory: Path) -> None:
+    """Remove what runs that were killed left in this machine's memory for the same backups."""
+    digest = memory.name.rpartition("-")[2]
+    for folder in _memory().glob(f"{_memory_prefix('*')}{digest}"):
+        if folder != memory:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _memory() -> Path:
     return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 

@@ -76,7 +76,7 @@ class Losses(FailurePolicy):
         super().__init__(failure_config)
         self._most, self._progress = most, progress
         self._num_lost = 0
-        self._furthest: Place = (0, 0)
+        self._furthest: dict[str, Place] = {}
 
     def make_decision(self, training_failed_error: Exception) -> FailureDecision:
         """Let Ray start another group, unless that is of no use."""
@@ -89,7 +89,7 @@ class Losses(FailurePolicy):
             return FailureDecision.RAISE
         if not all(isinstance(error, LeavingError) for error in failures):
             furthest = ray.get(self._progress.furthest.remote())
-            self._num_lost = 1 if furthest > self._furthest else self._num_lost + 1
+            self._num_lost = 1 if furthest != self._furthest else self._num_lost + 1
             self._furthest = furthest
             if self._num_lost > self._most:
                 return FailureDecision.RAISE

@@ -6,21 +6,21 @@ from typing import Any
 
 import ray
 
-Place = tuple[int, int]
+Place = tuple[int, ...]
 """An epoch, and the number of its steps that are trained."""
 
 
 class Progress:
-    """The furthest place from which a training can go on."""
+    """The furthest place from which each `fit` of a script can go on."""
 
     def __init__(self) -> None:
-        self._furthest: Place = (0, 0)
+        self._furthest: dict[str, Place] = {}
 
-    def note_saved(self, place: Place) -> None:
-        self._furthest = max(self._furthest, place)
+    def note_saved(self, folder: str, *place: int) -> None:
+        self._furthest[folder] = max(self._furthest.get(folder, (0, 0)), place)
 
-    def furthest(self) -> Place:
-        return self._furthest
+    def furthest(self) -> dict[str, Place]:
+        return dict(self._furthest)
 
 
 def start_progress() -> Any:

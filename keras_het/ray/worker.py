@@ -33,7 +33,7 @@ class OnWorker:
         os.environ[RUN] = self._run
         for name in ("tensorflow", "keras_het"):  # Ray shows whatever passes a logger
             logging.getLogger(name).setLevel(logging.WARNING)
-        elastic.when_saved(lambda *place: self._progress.note_saved.remote(place))
+        elastic.when_saved(self._progress.note_saved.remote)
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None

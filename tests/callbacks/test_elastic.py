@@ -72,16 +72,18 @@ def test_a_run_goes_on_from_memory_when_the_disk_is_lost(run: Any, tmp_path: Pat
 
 
 def test_another_run_looks_at_the_disk_only(run: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "backup"
+    folder, other = tmp_path / "backup", tmp_path / "other"
     fit_in = run("a")
     fit(folder, interrupted_at=9)
+    fit(other, interrupted_at=9)
     for path in backups(folder):
         path.unlink()
     run("b")
     fit(folder, interrupted_at=3)
     (path,) = backups(folder)
     assert path.name.startswith("backup-1-")
-    assert backups(memory_folder(fit_in, folder))
+    assert not memory_folder(fit_in, folder).exists()
+    assert backups(memory_folder(fit_in, other))
 
 
 def test_the_newer_of_disk_and_memory_wins(run: Any, tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_a_finished_fit_is_not_trained_again_by_the_same_run(run: Any, tmp_path:
 
 def test_a_fit_that_ended_early_is_not_trained_on(run: Any, tmp_path: Path) -> None:
     run("a")
-    saved: list[tuple[int, int]] = []
+    saved: list[tuple[str, int, int]] = []
     elastic.when_saved(lambda *place: saved.append(place))
 
     def ended_early() -> keras.Model:
@@ -128,7 +130,8 @@ def test_a_fit_that_ended_early_is_not_trained_on(run: Any, tmp_path: Path) -> N
     elastic._listeners.pop()
     assert int(np.array(again.optimizer.iterations)) == NUM_BATCHES
     np.testing.assert_array_equal(flat(again), flat(first))
-    assert saved == [(0, 2), (0, 4), (0, 6), (EPOCHS, 0), (EPOCHS, 0)]
+    places = [(0, 2), (0, 4), (0, 6), (EPOCHS, 0), (EPOCHS, 0)]
+    assert saved == [(str(tmp_path / "backup"), *place) for place in places]
 
 
 def test_a_second_fit_of_a_script_needs_its_own_folder(run: Any, tmp_path: Path) -> None:
@@ -140,12 +143,14 @@ def test_a_second_fit_of_a_script_needs_its_own_folder(run: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("keeps_two", [False, True])
-def test_the_next_run_begins_anew(run: Any, tmp_path: Path, keeps_two: bool) -> None:
+def test_the_next_run_starts_from_its_own(run: Any, tmp_path: Path, keeps_two: bool) -> None:
     folder = tmp_path / "backup"
     run("a")
     fit(folder)
+    last = int(backups(folder)[-1].name.split("-")[1])
     run("b")
     fit(folder, interrupted_at=3, double_checkpoint=keeps_two)
+    assert int(backups(folder)[-1].name.split("-")[1]) > last
     run("c")  # goes on from the second run, not from the end of the first one
     model = fit(folder)
     np.testing.assert_array_equal(flat(model), expected())

@@ -6,6 +6,7 @@ Arguments: a folder, and a JSON object
     least: the least number of workers
     events: what happens to the group, one after the other, each while it trains
     shares_nothing: whether each node has a disk and a memory of its own
+    hosts: address of this host, then of one for another node, and the command that runs there
     dies: phase of the training in which worker 1 ends itself, once
     fails: step at which worker 1 raises an error
 
@@ -20,6 +21,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -161,8 +163,16 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 class Disturbance:
     """What is done to a cluster while it trains."""
 
-    def __init__(self, cluster: Any, nodes: list[Any], folder: Path) -> None:
-        self.cluster, self.nodes, self.folder = cluster, nodes, folder
+    def __init__(
+        self,
+        cluster: Any,
+        nodes: list[Any],
+        other: OtherHost | None,
+        folder: Path,
+        running: threading.Thread,
+    ) -> None:
+        self.cluster, self.nodes, self.other = cluster, nodes, other
+        self.folder, self.running = folder, running
         self.ended: set[int] = set()
 
     def groups(self) -> set[int]:
@@ -180,7 +190,7 @@ class Disturbance:
             is_new = len(recent) == STEPS_BETWEEN_EVENTS and len({row[0] for row in recent}) == 1
             return is_new and recent[0][0] not in self.ended
 
-        wait_until(has_trained, "steps of a new group")
+        wait_until(lambda: has_trained() or not self.running.is_alive(), "steps of a new group")
         (self.folder / "slow").unlink(missing_ok=True)
 
     def run(self, event: str) -> None:
@@ -218,6 +228,21 @@ class Disturbance:
     def add(self) -> None:
         self.nodes.append(add_node(self.cluster))
 
+    def lose_store(self) -> None:
+        """Lose what the head node knows; a driver of Ray ends its process then."""
+        self.cluster.head_node.kill_gcs_server(check_alive=False)
+        self.running.join(LONGEST_SECONDS)
+
+    def link(self, state: str) -> None:
+        """Have the other host's cable pulled out, or put in and its node started again."""
+        (request := self.folder / f"link-{state}").touch()
+        wait_until(lambda: not request.exists())
+        if state == "up":
+            assert self.other is not None
+            self.other.wait()  # it learns that it is believed dead
+            (self.folder / "slow").touch()
+            self.other.start()
+
     def lose_and_add(self) -> None:
         """Lose a node that is needed, and give another one when training has stopped."""
         before = len((self.folder / "steps-0").read_text().splitlines())
@@ -234,22 +259,56 @@ class Disturbance:
         self.add()
 
 
+STORE_BYTES = 80 * 2**20
+
+
 def add_node(cluster: Any) -> Any:
-    return cluster.add_node(num_cpus=4, resources={"het": 1}, object_store_memory=80 * 2**20)
+    about = {"num_cpus": 4, "resources": {"het": 1}, "object_store_memory": STORE_BYTES}
+    return cluster.add_node(**about, node_ip_address=cluster.head_node.node_ip_address)
+
+
+class OtherHost:
+    """A node on another host, started as a user does."""
+
+    def __init__(self, cluster_address: str, own_address: str, *prefix: str) -> None:
+        options = [f"--address={cluster_address}", f"--node-ip-address={own_address}"]
+        options += ["--num-cpus=4", '--resources={"het": 1}', "--block"]
+        options += [f"--object-store-memory={STORE_BYTES}"]
+        self._command = [*prefix, str(Path(sys.executable).with_name("ray")), "start", *options]
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command)
+
+    def wait(self) -> None:
+        self._process.wait(LONGEST_SECONDS)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self.wait()
 
 
 @contextlib.contextmanager
-def local_cluster(num_nodes: int) -> Iterator[tuple[Any, list[Any]]]:
+def local_cluster(
+    num_nodes: int, hosts: list[str]
+) -> Iterator[tuple[Any, list[Any], OtherHost | None]]:
     import ray
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+    head = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    if hosts:
+        head["node_ip_address"] = hosts[0]
     cluster = Cluster(initialize_head=True, head_node_args=head)
+    other = None
     try:
         nodes = [add_node(cluster) for _ in range(num_nodes)]
         ray.init(address=cluster.address, logging_level="ERROR")
-        yield cluster, nodes
+        if hosts:
+            other = OtherHost(cluster.address, *hosts[1:])
+        yield cluster, nodes, other
     finally:
+        if other is not None:
+            other.stop()
         ray.shutdown()
         cluster.shutdown()
 
@@ -262,7 +321,7 @@ def main(folder: Path, config: dict[str, Any]) -> int:
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     result: list[BaseException | None] = []
-    with local_cluster(config["nodes"]) as (cluster, nodes):
+    with local_cluster(config["nodes"], config.get("hosts", [])) as (cluster, nodes, other):
         trainer = keras_het.ray.Trainer(
             train,
             (config.get("least", 1), config["nodes"] + 1),
@@ -285,7 +344,7 @@ def main(folder: Path, config: dict[str, Any]) -> int:
 
         running = threading.Thread(target=fit, daemon=True)
         running.start()
-        disturbance = Disturbance(cluster, nodes, folder)
+        disturbance = Disturbance(cluster, nodes, other, folder, running)
         for event in config.get("events", ()):
             disturbance.run(event)
         if config.get("events"):

@@ -7,14 +7,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+from _namespaces import Hosts, limited_hosts, why_not
 from program_elastic import BATCH, EPOCHS, NUM_SAMPLES, RATE
 
 pytest.importorskip("ray", reason="needs keras-het[ray]")
@@ -34,8 +37,9 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    def run(**config: Any) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(PROGRAM), str(tmp_path), json.dumps({"nodes": 3, **config})]
+    def run(prefix: Sequence[str] = (), **config: Any) -> subprocess.CompletedProcess[str]:
+        options = json.dumps({"nodes": 3, **config})
+        command = [*prefix, sys.executable, str(PROGRAM), str(tmp_path), options]
         environment = {**os.environ, **ENVIRONMENT}
         with subprocess.Popen(
             command,
@@ -52,7 +56,7 @@ def run(tmp_path: Path) -> Run:
             finally:
                 process.kill()
                 reap(process.pid)
-        assert not memory_folders(tmp_path)
+        assert not memory_folders(tmp_path) or "lose_store" in config.get("events", ())
         return subprocess.CompletedProcess(command, process.returncode, output)
 
     return run
@@ -184,6 +188,51 @@ def test_every_loss_is_exact(
         assert len(newest) == 4 and all(newest)
     if "dies" in config:
         assert (tmp_path / "died").exists()
+
+
+@pytest.mark.full
+@pytest.mark.network_namespaces
+def test_a_machine_is_cut_off_and_comes_back(
+    run: Run, tmp_path: Path, undisturbed: list[np.ndarray]
+) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    with limited_hosts([1000.0, 1000.0]) as hosts, ThreadPoolExecutor(1) as pool:
+        pool.submit(plug_when_asked, hosts, tmp_path, ("down", "up"))
+        result = run(
+            hosts.command(0, []),
+            nodes=2,
+            hosts=[hosts.address(0), hosts.address(1), *hosts.command(1, [])],
+            events=["link down", "link up"],
+        )
+        for state in ("down", "up"):  # so that the thread ends
+            (tmp_path / f"link-{state}").touch()
+    assert result.returncode == 0, result.stdout
+    assert_exact(tmp_path, undisturbed)
+    assert sizes_of_groups(tmp_path) == [3, 2, 3], result.stdout
+
+
+def plug_when_asked(hosts: Hosts, folder: Path, states: Sequence[str]) -> None:
+    deadline = time.monotonic() + SECONDS
+    for state in states:
+        while not (request := folder / f"link-{state}").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        hosts.set_link(1, state == "up")
+        request.unlink(missing_ok=True)
+
+
+@pytest.mark.full
+def test_training_goes_on_in_another_cluster_when_the_head_is_lost(
+    run: Run, tmp_path: Path, undisturbed: list[np.ndarray]
+) -> None:
+    result = run(events=["lose_store"])
+    assert "Failed to connect to GCS" in result.stdout
+    before = {row[0]: row[2] for row in rows(tmp_path)}
+    result = run()
+    assert result.returncode == 0, result.stdout
+    assert_exact(tmp_path, undisturbed)
+    first_step = min(row[2] for row in rows(tmp_path) if row[0] not in before)
+    assert 1 < first_step <= max(before.values()) + 1
 
 
 @pytest.mark.full

@@ -12,11 +12,17 @@ import pytest
 
 pytest.importorskip("ray", reason="needs keras-het[ray]")
 
-from ray.train import ControllerError, FailureConfig, RunConfig, WorkerGroupError
+from ray.train import (
+    ControllerError,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    WorkerGroupError,
+)
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 
-from keras_het.ray import Trainer, group, progress, scaling, script
+from keras_het.ray import Trainer, group, progress, scaling, script, worker
 from keras_het.ray.cluster import Place, environments
 from keras_het.ray.errors import LeavingError, ScriptError
 
@@ -74,11 +80,11 @@ def test_slow_nodes_alone_are_refused() -> None:
 
 
 @pytest.fixture
-def losses(monkeypatch: pytest.MonkeyPatch) -> tuple[group.Losses, SimpleNamespace]:
-    saved = SimpleNamespace(place=(0, 0))
-    monkeypatch.setattr(group.ray, "get", lambda reference: saved.place)
-    actor = SimpleNamespace(furthest=SimpleNamespace(remote=lambda: None))
-    return group.Losses(FailureConfig(), 2, actor), saved
+def losses(monkeypatch: pytest.MonkeyPatch) -> tuple[group.Losses, progress.Progress]:
+    far = progress.Progress()
+    monkeypatch.setattr(group.ray, "get", lambda result: result)
+    actor = SimpleNamespace(furthest=SimpleNamespace(remote=far.furthest))
+    return group.Losses(FailureConfig(), 2, actor), far
 
 
 def decide(policy: group.Losses, *errors: Exception) -> FailureDecision:
@@ -89,17 +95,28 @@ RETRY, RAISE = FailureDecision.RETRY, FailureDecision.RAISE
 
 
 def test_losses_count_without_progress_in_between(losses: Any) -> None:
-    policy, saved = losses
+    policy, far = losses
     assert [decide(policy, LOST) for _ in range(2)] == [RETRY] * 2
-    saved.place = (0, 5)
+    far.note_saved("a", 0, 5)
     assert [decide(policy, LOST) for _ in range(3)] == [RETRY, RETRY, RAISE]
 
 
-def test_steps_that_were_saved_before_are_no_progress() -> None:
-    far = progress.Progress()
-    for place in ((0, 3), (1, 2), (1, 1), (0, 9)):
-        far.note_saved(place)
-    assert far.furthest() == (1, 2)
+def test_steps_that_were_saved_before_are_no_progress(losses: Any) -> None:
+    policy, far = losses
+    for place in ((0, 3), (1, 2)):
+        far.note_saved("a", *place)
+    assert decide(policy, LOST) == RETRY
+    for place in ((0, 9), (1, 2), (1, 1)):
+        far.note_saved("a", *place)
+    assert [decide(policy, LOST) for _ in range(2)] == [RETRY, RAISE]
+
+
+def test_steps_of_the_next_fit_are_progress(losses: Any) -> None:
+    policy, far = losses
+    far.note_saved("first", 9, 0)
+    for step in range(9):
+        far.note_saved("second", 0, step)
+        assert [decide(policy, LOST) for _ in range(2)] == [RETRY, RETRY]
 
 
 def test_machines_that_leave_in_order_do_not_count(losses: Any) -> None:
@@ -140,6 +157,33 @@ def test_a_node_that_does_not_listen_is_not_present() -> None:
         assert scaling._answers(node)
         assert not scaling._answers({**node, "Alive": False})
     assert not scaling._answers(node)
+
+
+def test_workers_are_counted_on_nodes_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [{"NodeID": name} for name in ("present", "leaving", "silent")]
+    monkeypatch.setattr(scaling.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(scaling.state, "get_draining_nodes", lambda: {"leaving": 0})
+    monkeypatch.setattr(scaling, "_answers", lambda node: node["NodeID"] != "silent")
+    config = ScalingConfig(num_workers=(1, 9), resources_per_worker={"het": 1})
+    policy = scaling.PresentNodes(config)
+    held = {each["NodeID"]: {"het": 2.0} for each in nodes}
+    assert policy._count_possible_workers({**held, "gone": {"het": 2.0}}) == 2
+
+
+def test_only_a_whole_group_is_asked_to_save() -> None:
+    asked: list[Any] = []
+    whole = SimpleNamespace(execute_async=lambda function: asked.append(function))
+    leaves = SimpleNamespace(errors={}, get_preemption_info=lambda: object())
+    stop = group.StopTogether(1.0)
+    stop.after_worker_group_poll_status(leaves)  # no group yet
+    stop.after_worker_group_training_start(whole)
+    for _ in range(2):
+        stop.after_worker_group_poll_status(leaves)
+    assert asked == [worker.stop] * 2
+    stop.after_worker_group_poll_status(SimpleNamespace(**{**vars(leaves), "errors": {1: LOST}}))
+    stop.after_worker_group_poll_status(leaves)
+    stop.before_controller_execute_resize_decision(None)
+    assert len(asked) == 2
 
 
 def test_a_script_runs_from_a_copy_where_its_machine_has_none(

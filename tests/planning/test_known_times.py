@@ -79,7 +79,7 @@ def test_what_is_known_balances_from_the_first_step_on() -> None:
     assert not run.changes()
 
 
-def test_a_device_that_became_slower_meanwhile_is_measured_anew() -> None:
+def test_a_device_that_became_slower_meanwhile_is_measured_again() -> None:
     plant = by_speeds("4:2:1", (4, 2, 1), factor=slow_down(0, 3, 0, 10**6))
     policy, run = resumed(by_speeds("4:2:1", (4, 2, 1)), plant)
     assert 0 < run.steps_to_balance() <= 10
