@@ -14,7 +14,11 @@ import ray
 from ray.train.backend import Backend, BackendConfig
 
 from keras_het.launch.local.gpus import environment_of, present_gpus
-from keras_het.launch.local.worker_environment import QUIET_TENSORFLOW, worker_environment
+from keras_het.launch.local.worker_environment import (
+    QUIET_TENSORFLOW,
+    service_environment,
+    worker_environment,
+)
 from keras_het.ray.worker import OnWorker
 from keras_het.telemetry.hardware import NvmlMissingError
 from keras_het.usable_cpus import usable_cpus
@@ -30,6 +34,7 @@ class Place:
     Attributes:
         node: Ray's name of the node.
         address: host and port at which the worker will listen.
+        service_address: those of the parameter service, if the worker becomes its leader.
         is_async: whether the node's label puts its workers outside of the synchronous group.
         gpus: names of the node's GPUs, None where Ray has already chosen this worker's.
         cpus: number of CPUs of the node.
@@ -37,6 +42,7 @@ class Place:
 
     node: str
     address: str
+    service_address: str
     is_async: bool
     gpus: tuple[str, ...] | None
     cpus: int
@@ -62,6 +68,8 @@ def environments(places: Sequence[Place], threads: int | None) -> list[dict[str,
             f"nodes with the label {ROLE_LABEL}={ASYNC}. Start a node without that label."
         )
     addresses = [places[worker].address for worker in order]
+    leader = places[order[0]]
+    service = service_environment(leader.service_address, {}) if num_async else {}
     num_on_node = Counter(place.node for place in places)
     of_node: Counter[str] = Counter()
     found: list[dict[str, str]] = [{} for _ in places]
@@ -71,7 +79,7 @@ def environments(places: Sequence[Place], threads: int | None) -> list[dict[str,
             index,
             addresses,
             threads or max(1, place.cpus // num_on_node[place.node]),
-            QUIET_TENSORFLOW,
+            {**QUIET_TENSORFLOW, **service},
             num_async_workers=num_async,
         )
     for variables, place in zip(found, places, strict=True):
@@ -125,12 +133,15 @@ def _find_place() -> Place:
         (each["Labels"] for each in ray.nodes() if each["NodeID"] == node), {}
     )
     host = ray.util.get_node_ip_address()
-    with socket.socket() as free:
-        free.bind((host, 0))
-        address = f"{host}:{free.getsockname()[1]}"
+    with socket.socket() as one, socket.socket() as another:
+        for free in (one, another):
+            free.bind((host, 0))
+        ports = one.getsockname()[1], another.getsockname()[1]
+    address, service_address = (f"{host}:{port}" for port in ports)
     is_given = bool(context.get_accelerator_ids().get("GPU"))
     is_async = labels.get(ROLE_LABEL) == ASYNC
-    return Place(node, address, is_async, None if is_given else _gpus(), int(usable_cpus()))
+    gpus = None if is_given else _gpus()
+    return Place(node, address, service_address, is_async, gpus, int(usable_cpus()))
 
 
 def _gpus() -> tuple[str, ...]:

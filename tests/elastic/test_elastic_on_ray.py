@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,11 +19,13 @@ import numpy as np
 import psutil
 import pytest
 from _namespaces import Hosts, limited_hosts, why_not
+from program_async import EPOCHS as ASYNC_EPOCHS
 from program_elastic import BATCH, EPOCHS, NUM_SAMPLES, RATE
 
 pytest.importorskip("ray", reason="needs keras-het[ray]")
 
 PROGRAM = Path(__file__).with_name("program_elastic.py")
+ASYNC_PROGRAM = Path(__file__).with_name("program_async.py")
 # Ray starts a dozen processes for each node.
 SECONDS = 560
 # A busy machine starts Ray's processes slowly.
@@ -37,9 +40,11 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    def run(prefix: Sequence[str] = (), **config: Any) -> subprocess.CompletedProcess[str]:
+    def run(
+        prefix: Sequence[str] = (), program: Path = PROGRAM, **config: Any
+    ) -> subprocess.CompletedProcess[str]:
         options = json.dumps({"nodes": 3, **config})
-        command = [*prefix, sys.executable, str(PROGRAM), str(tmp_path), options]
+        command = [*prefix, sys.executable, str(program), str(tmp_path), options]
         environment = {**os.environ, **ENVIRONMENT}
         with subprocess.Popen(
             command,
@@ -233,6 +238,19 @@ def test_training_goes_on_in_another_cluster_when_the_head_is_lost(
     assert_exact(tmp_path, undisturbed)
     first_step = min(row[2] for row in rows(tmp_path) if row[0] not in before)
     assert 1 < first_step <= max(before.values()) + 1
+
+
+@pytest.mark.full
+def test_a_slow_node_trains_asynchronously_and_is_lost(run: Run, tmp_path: Path) -> None:
+    result = run(program=ASYNC_PROGRAM)
+    assert result.returncode == 0, result.stdout
+    assert json.loads((tmp_path / "reported").read_text())["epoch"] == ASYNC_EPOCHS
+    assert (tmp_path / "died").exists()
+    steps = Counter((tmp_path / "async-steps").read_text().split())
+    assert len(steps) == 2 and min(steps.values()) >= 3
+    kernel, bias = np.load(tmp_path / "weights.npz").values()
+    np.testing.assert_allclose(kernel, np.ones((4, 1)), atol=1e-4)
+    np.testing.assert_allclose(bias, 0, atol=1e-4)
 
 
 @pytest.mark.full

@@ -29,9 +29,9 @@ from keras_het.ray.errors import LeavingError, ScriptError
 LOST = RuntimeError("the actor died")
 
 
-def places(*rows: tuple[str, bool, tuple[str, ...]]) -> list[Place]:
+def places(*rows: tuple[str, bool, tuple[str, ...] | None]) -> list[Place]:
     return [
-        Place(node, f"{node}:{port}", is_async, gpus, cpus=8)
+        Place(node, f"{node}:{port}", f"{node}:{port + 100}", is_async, gpus, cpus=8)
         for port, (node, is_async, gpus) in enumerate(rows, 1000)
     ]
 
@@ -54,7 +54,7 @@ def test_the_cpus_of_a_node_are_dealt_out() -> None:
 
 
 def test_a_gpu_that_ray_has_chosen_stays() -> None:
-    (found,) = environments([Place("a", "a:1000", False, None, cpus=8)], threads=1)
+    (found,) = environments(places(("a", False, None)), threads=1)
     assert "CUDA_VISIBLE_DEVICES" not in found
 
 
@@ -72,6 +72,8 @@ def test_workers_of_slow_nodes_are_outside_of_the_synchronous_group() -> None:
         ("worker", 0),
         ("worker", 1),
     ]
+    assert {each["KERAS_HET_SERVICE_ADDRESS"] for each in found} == {"b:1101"}
+    assert len({each["KERAS_HET_SERVICE_SECRET"] for each in found}) == 1
 
 
 def test_slow_nodes_alone_are_refused() -> None:
