@@ -25,6 +25,7 @@ from program_elastic import BATCH, EPOCHS, NUM_SAMPLES, RATE
 pytest.importorskip("ray", reason="needs keras-het[ray]")
 
 PROGRAM = Path(__file__).with_name("program_elastic.py")
+TUNE_PROGRAM = Path(__file__).with_name("program_tune.py")
 ASYNC_PROGRAM = Path(__file__).with_name("program_async.py")
 # Ray starts a dozen processes for each node.
 SECONDS = 560
@@ -251,6 +252,15 @@ def test_a_slow_node_trains_asynchronously_and_is_lost(run: Run, tmp_path: Path)
     kernel, bias = np.load(tmp_path / "weights.npz").values()
     np.testing.assert_allclose(kernel, np.ones((4, 1)), atol=1e-4)
     np.testing.assert_allclose(bias, 0, atol=1e-4)
+
+
+@pytest.mark.full
+def test_tune_sees_each_epoch(run: Run, tmp_path: Path) -> None:
+    result = run(program=TUNE_PROGRAM)
+    assert result.returncode == 0, result.stdout
+    told = json.loads((tmp_path / "told").read_text())
+    assert told["best"] == 0.1
+    assert [epoch for epoch, _ in told["told"].values()] == [3, 3]
 
 
 @pytest.mark.full
