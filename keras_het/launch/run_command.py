@@ -373,6 +373,9 @@ def _run_on_ray(options: argparse.Namespace, display: Display) -> int:
     except (ScriptError, LostTooOftenError, ConnectionError) as error:
         display.say(str(error))
         return 1
+    except SystemExit:  # how Ray leaves after Ctrl-C
+        display.say("interrupted; the same command goes on from the newest backup of Elastic.")
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -1,0 +1,107 @@
+"""`keras-het run --ray`: what it refuses, what it asks of Ray, and how it ends."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keras_het.launch.command_line import main
+
+
+@pytest.fixture
+def ray_script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("")
+    return str(path)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | None], list[Any]]:
+    """Stands in for the training on Ray, which ends with an error or without."""
+    script = pytest.importorskip("keras_het.ray.script", reason="needs keras-het[ray]")
+
+    def end_with(error: BaseException | None) -> list[Any]:
+        calls: list[Any] = []
+
+        def run_on_ray(*arguments: Any) -> None:
+            calls.append(arguments)
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(script, "run_on_ray", run_on_ray)
+        return calls
+
+    return end_with
+
+
+def test_a_script_is_given_to_ray_with_its_arguments(asked: Any, ray_script: str) -> None:
+    calls = asked(None)
+    options = ["--workers", "2:4", "--resources", "het=1,CPU=0.5"]
+    assert main(["run", "--ray", "head:6379", *options, ray_script, "--epochs", "3"]) == 0
+    assert calls == [([ray_script, "--epochs", "3"], (2, 4), "head:6379", {"het": 1.0, "CPU": 0.5})]
+
+
+@pytest.mark.parametrize(
+    ("make_error", "exit_code", "last_line"),
+    [
+        ("ScriptError", 1, "KeyError: 'no'"),
+        ("LostTooOftenError", 1, "KeyError: 'no'"),
+        ("ConnectionError", 1, "KeyError: 'no'"),
+        # Ray's handler of SIGINT
+        ("SystemExit", 130, "goes on from the newest backup of Elastic."),
+    ],
+)
+def test_exit_codes(
+    asked: Any,
+    ray_script: str,
+    capsys: pytest.CaptureFixture[str],
+    make_error: str,
+    exit_code: int,
+    last_line: str,
+) -> None:
+    import keras_het.ray
+
+    kind = getattr(keras_het.ray, make_error, getattr(builtins, make_error, None))
+    asked(kind("KeyError: 'no'"))
+    assert main(["run", "--ray", "--workers", "2", ray_script]) == exit_code
+    assert capsys.readouterr().err.rstrip().endswith(last_line)
+
+
+def test_without_ray_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ray_script: str
+) -> None:
+    for name in [each for each in sys.modules if each.startswith("keras_het.ray")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["run", "--ray", "--workers", "2", ray_script]) == 2
+    assert "pip install 'keras-het[ray]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(["--speeds", "2,1"], ["--gpus", "auto"], ["--hosts", "a,b"], ["--pin"], ["--only-chief"]),
+        *(["--cpus-per-worker", "1"], ["--log-dir", "logs"], ["--keep-env", "A"], ["--tf-logs"]),
+        ["--python", "python3"],
+    ],
+)
+def test_what_ray_decides_is_refused(
+    capsys: pytest.CaptureFixture[str], ray_script: str, option: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--ray", "--workers", "2", *option, ray_script])
+    assert ended.value.code == 2
+    assert option[0] in capsys.readouterr().err
+
+
+def test_the_number_of_workers_is_needed(
+    capsys: pytest.CaptureFixture[str], ray_script: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--ray", "head:6379", ray_script])
+    assert "--workers 2:4" in capsys.readouterr().err
