@@ -29,6 +29,7 @@ from keras_het.strategy.cluster.agreement import pass_on
 from keras_het.strategy.cluster.peer_watch import message_in
 from keras_het.strategy.exact.created_in_scope import explain_scope_errors, move_optimizer
 from keras_het.strategy.exact.step import current_step
+from keras_het.strategy.executions import Execution
 from keras_het.strategy.measure.unread_logs import keep_unread, keras_passes_unread_logs
 from keras_het.value_types import Leaf, TensorLike
 
@@ -195,6 +196,12 @@ def _shape_and_type(spec: Leaf) -> Leaf:
     return spec if hasattr(spec, "dtype") else None
 
 
+def _in_one_call(call: Call) -> None:
+    """The steps of an execution start together."""
+    make, model, data_path = call.function, call.model, call.strategy._data_path
+    call.function = lambda *arguments: Execution(data_path, model, make(*arguments))
+
+
 def _whole(call: Call) -> None:
     """Every process gets the whole model first, where each holds a part of it."""
     call.strategy._complete(call.model, call.name)
@@ -327,6 +334,7 @@ _WRITING_CALLBACKS = {
 _HANDLERS: dict[tuple[type, str], tuple[Handler, ...]] = {
     **{(keras.Model, name): _LOOP for name in STEP_FUNCTIONS},
     **{(keras.Model, name): _ON_BATCH for name in _ON_BATCHES},
+    (keras.Model, "_make_function"): (_in_one_call,),
     (keras.Model, "_maybe_symbolic_build"): (_built_without_a_look,),
     (keras.Model, "get_weights"): (_whole,),
     **{(keras.Model, name): (_whole, _on_chief) for name in _SAVING},

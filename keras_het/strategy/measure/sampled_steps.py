@@ -92,7 +92,8 @@ class SampledSteps:
         self.was_measured = self.schedule.is_due or times.is_measuring_gradients
         if self.was_measured:
             function = self._measured(function)
-            phases.note_input_wait(self._starved / max(self._num_steps, 1))
+            mean = self._starved / max(self._num_steps, 1)
+            phases.note_input_wait(mean, of_each_later=mean)
             self._starved, self._num_steps = 0.0, 0
         times.is_sampled_out = not self.was_measured  # what a trace reads
         self._is_in_call = True
@@ -134,7 +135,7 @@ class SampledSteps:
             call, before = self._calls.popleft(), self._latest_end
             self._latest_end = end
             self._num_steps += max(len(call.arrivals), 1)
-            for arrival, waited in call.arrivals[:1]:
+            for arrival, waited in call.arrivals[-1:]:  # if drawn together, that of all
                 # a device that still computes the step before does not wait
                 self._starved += min(waited, max(arrival - before, 0.0)) if before else waited
             if before is not None and self._cost.observe(call.was_measured, end - before):
