@@ -37,6 +37,7 @@ class DataPath:
         # Seconds that the batches drawn so far for one execution were waited for, if all of them
         # are drawn before its first step.
         self._waited: float | None = None
+        self._least_lookahead = 0
         self._latest: weakref.ref[DistributedSteps] | None = None
         self.latest_shares: tuple[int, ...] = ()
         self.samples_delivered = 0
@@ -58,6 +59,8 @@ class DataPath:
             # the user did not set this seed, and it must not make epochs alike
             dataset = with_order_of_epoch(dataset, (drawn + self._num_distributed) % 2**31)
             self._num_distributed += 1
+        if "lookahead" not in options:
+            options["lookahead"] = max(GlobalOrderDataset.LOOKAHEAD, self._least_lookahead)
         return self._build(
             GlobalOrderDataset,
             dataset,
@@ -124,6 +127,15 @@ class DataPath:
                 "Call fit with the data; it looks at the first batch before its callbacks start."
             )
         dataset.start_at(passes, step)
+
+    @contextlib.contextmanager
+    def reading_ahead(self, steps: int) -> Iterator[None]:
+        """Let data that is distributed meanwhile work ahead by at least so many steps."""
+        before, self._least_lookahead = self._least_lookahead, steps
+        try:
+            yield
+        finally:
+            self._least_lookahead = before
 
     @contextlib.contextmanager
     def drawing_together(self) -> Iterator[None]:

@@ -196,6 +196,11 @@ def _shape_and_type(spec: Leaf) -> Leaf:
     return spec if hasattr(spec, "dtype") else None
 
 
+def _reading_ahead(call: Call) -> AbstractContextManager[None]:
+    """Data of this call is prepared an execution ahead."""
+    return call.strategy._data_path.reading_ahead(call.model.steps_per_execution)
+
+
 def _in_one_call(call: Call) -> None:
     """The steps of an execution start together."""
     make, model, data_path = call.function, call.model, call.strategy._data_path
@@ -319,7 +324,7 @@ def _average_over_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _ON_BATCH: tuple[Handler, ...] = (_with_short_errors, _with_own_optimizer, _agreed, _in_session)
-_LOOP = (_ending_if_asked, *_ON_BATCH)
+_LOOP = (_ending_if_asked, *_ON_BATCH, _reading_ahead)
 _SAVING = ("save", "save_weights", "export")
 _WRITING_CALLBACKS = {
     # Every worker still reads the backup at the start of training.

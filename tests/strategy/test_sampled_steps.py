@@ -281,9 +281,9 @@ def test_a_device_that_is_empty_waits_for_its_input(
     phases = strategy.compute_times.phases
     note = phases.note_input_wait
 
-    def noting(seconds: float) -> None:
+    def noting(seconds: float, **options: Any) -> None:
         noted.append(seconds)
-        note(seconds)
+        note(seconds, **options)
 
     monkeypatch.setattr(phases, "note_input_wait", noting)
     data = LateBatches(strategy, monkeypatch)
