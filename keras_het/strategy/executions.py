@@ -44,7 +44,9 @@ class Execution:
 
     def __call__(self, batches: Batches) -> Nest:
         number = self._model.steps_per_execution
-        is_of_tensorflow = isinstance(batches, (tf.data.Iterator, tf.distribute.DistributedIterator))
+        is_of_tensorflow = isinstance(
+            batches, (tf.data.Iterator, tf.distribute.DistributedIterator)
+        )
         if number == 1 or self._model.run_eagerly or is_of_tensorflow:
             return self._function(batches)
         with self._data_path.drawing_together():
@@ -130,6 +132,4 @@ def _tensors(structure: Nest) -> list[tf.Tensor]:
 
 def _values(optional: tf.Tensor, like: Sequence[tf.Tensor | tf.TensorSpec]) -> list[tf.Tensor]:
     types, shapes = [each.dtype for each in like], [each.shape for each in like]
-    return tf.raw_ops.OptionalGetValue(
-        optional=optional, output_types=types, output_shapes=shapes
-    )
+    return tf.raw_ops.OptionalGetValue(optional=optional, output_types=types, output_shapes=shapes)

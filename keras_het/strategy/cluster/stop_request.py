@@ -359,11 +359,15 @@ class StepGuard:
             if has_state and not self._has_failed:
                 position = self._positions[0] if self._is_in_step else self._mark()
                 return self._save(position, lambda: True)
-            finished = self._unfinished.num_before
-            if finished is not None:
-                position = self._positions[min(finished, len(self._positions) - 1)]
-                with self._unfinished.values_before(self._model):
-                    if self._save(position, lambda: self._unfinished.num_before == finished):
-                        return True
+            if self._save_finished_steps(self._unfinished.num_before):
+                return True
             if has_state or time.monotonic() > deadline:
                 return False
+
+    def _save_finished_steps(self, number: int | None) -> bool:
+        """Save the state after so many steps of the running execution, if they are known."""
+        if number is None:
+            return False
+        position = self._positions[min(number, len(self._positions) - 1)]
+        with self._unfinished.values_before(self._model):
+            return self._save(position, lambda: self._unfinished.num_before == number)
