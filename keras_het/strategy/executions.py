@@ -89,8 +89,12 @@ class Execution:
             results[:] = [step, self._function(iter([batch]))]
             return step + 1, tf.raw_ops.OptionalFromValue(components=_tensors(results))
 
-        start = tf.constant(0), tf.raw_ops.OptionalNone()
-        _, latest = tf.while_loop(lambda step, _: step < number, run_step, start)
+        _, latest = tf.while_loop(
+            lambda step, _: step < number,
+            run_step,
+            (tf.constant(0), tf.raw_ops.OptionalNone()),
+            parallel_iterations=1,
+        )
         values = iter(_values(latest, _tensors(results)))
         results = tf.nest.map_structure(
             lambda leaf: leaf if leaf is None else next(values), results, expand_composites=True

@@ -17,6 +17,7 @@ import keras_het
 from keras_het import HeterogeneousStrategy
 from keras_het.loader.input import step_iterator
 from keras_het.strategy.executions import Execution
+from keras_het.strategy.measure import compute_times
 
 ROWS, BATCH, K = 44, 6, 3  # 8 batches, the last one of 2 rows: executions of 3, 3 and 2 steps
 SHARES = {"one device": (1,), "uneven": (5, 2), "empty": (0, 1)}
@@ -313,6 +314,14 @@ def test_the_balancer_counts_steps():
     expected = built(None)
     expected.fit(batches(), epochs=2, verbose=0)
     assert_same_weights(model, expected)
+
+
+@pytest.mark.full
+def test_an_execution_with_more_steps_than_are_kept(monkeypatch):
+    monkeypatch.setattr(compute_times, "CAPACITY", 4)
+    balancer = keras_het.callbacks.BatchBalancer("even")
+    built((5, 2), 6).fit(batches(), verbose=0, callbacks=[balancer])
+    assert [row["step"] for row in balancer.measurements] == [2, 3, 4, 5, 6, 7]
 
 
 class Signal(keras.layers.Layer):

@@ -47,7 +47,9 @@ class SampledSteps:
     ) -> None:
         self.schedule = MeasuringSchedule()
         self.was_measured = False
-        """Whether the latest step was measured."""
+        """Whether the latest execution was measured."""
+        self.latest_length = 0
+        """Steps of the latest execution."""
         self.model, self._strategy = session.model, strategy
         self._cost = MeasuringCost()
         if earlier is not None and earlier.model is self.model:
@@ -104,8 +106,9 @@ class SampledSteps:
         self.schedule.step_ended()
         if self.was_measured and (steps := times.latest(1)):
             self.schedule.observe(steps[-1].shares, steps[-1].seconds)
+        self.latest_length = max(len(self._arrivals), 1)
         if phases.is_measuring:
-            phases.count_steps(max(len(self._arrivals), 1), self.was_measured)
+            phases.count_steps(self.latest_length, self.was_measured)
         self._calls.append(_Call(self.was_measured, self._arrivals))
         self._arrivals = []
         logs = [leaf for leaf in tf.nest.flatten(result) if tf.is_tensor(leaf)]
