@@ -204,7 +204,8 @@ def _reading_ahead(call: Call) -> AbstractContextManager[None]:
 def _in_one_call(call: Call) -> None:
     """The steps of an execution start together."""
     make, model, data_path = call.function, call.model, call.strategy._data_path
-    call.function = lambda *arguments: Execution(data_path, model, make(*arguments))
+    if model.steps_per_execution > 1:
+        call.function = lambda *arguments: Execution(data_path, model, make(*arguments))
 
 
 def _whole(call: Call) -> None:

@@ -166,9 +166,8 @@ def test_an_execution_is_one_call(shares, calls):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 1}])
-def test_steps_that_keras_runs_one_by_one(options, calls):
-    built((5, 2), **options).fit(batches(), verbose=0)
+def test_eager_steps_are_run_one_by_one(calls):
+    built((5, 2), run_eagerly=True).fit(batches(), verbose=0)
     assert calls.executions == 0 and calls.steps > 0
 
 
