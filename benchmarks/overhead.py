@@ -237,12 +237,13 @@ def make_model(name: str) -> Any:
     if name in AHEAD:
         host, _ = ahead_seconds(name)
         return keras.Sequential([keras.Input((64,)), make_pause(host)(), layers.Dense(10)])
-    if name == "dense":
+    if name.startswith("dense"):
+        units = int(name.partition("_")[2] or 128)
         return keras.Sequential(
             [
                 keras.Input((64,)),
-                layers.Dense(128, activation="relu"),
-                layers.Dense(128, activation="relu"),
+                layers.Dense(units, activation="relu"),
+                layers.Dense(units, activation="relu"),
                 layers.Dense(10),
             ]
         )
@@ -311,19 +312,25 @@ def watched_fit_block(strategy: Any, model_name: str) -> Any:
     return fit_block(strategy, model_name, callbacks)
 
 
-def fit_block(strategy: Any, model_name: str, callbacks: Sequence[Any] = ()) -> Any:
+def fit_of_16_block(strategy: Any, model_name: str) -> Any:
+    return fit_block(strategy, model_name, steps_per_execution=16)
+
+
+def fit_block(
+    strategy: Any, model_name: str, callbacks: Sequence[Any] = (), steps_per_execution: int = 1
+) -> Any:
     import keras
 
     from keras_het.strategy.measure import emulated_device
 
     class Clock(keras.callbacks.Callback):
-        """Timer of all steps of an epoch except the first."""
+        """Timer of all steps of an epoch except those of the first execution."""
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch == 0:
+            if batch == steps_per_execution - 1:
                 self.wait()
                 self.start = time.perf_counter()
-            self.steps = batch
+            self.steps = batch - steps_per_execution + 1
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.wait()
@@ -336,14 +343,20 @@ def fit_block(strategy: Any, model_name: str, callbacks: Sequence[Any] = ()) -> 
         model = make_model(model_name)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         # Keras would compile with XLA on one device, and never does under a strategy.
-        model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"], jit_compile=False)
+        model.compile(
+            keras.optimizers.Adam(1e-3),
+            loss,
+            metrics=["accuracy"],
+            jit_compile=False,
+            steps_per_execution=steps_per_execution,
+        )
     dataset = make_dataset(model)
 
     def run_block(steps: int) -> float:
         clock = Clock()
         model.fit(
             dataset,
-            steps_per_epoch=steps + 1,
+            steps_per_epoch=steps + steps_per_execution,
             verbose=0,
             callbacks=[*callbacks, clock],
             shuffle=False,
@@ -395,6 +408,7 @@ def loop_block(strategy: Any, model_name: str) -> Any:
 
 BLOCKS = {
     "fit": fit_block,
+    "fit_of_16": fit_of_16_block,
     "balanced_fit": balanced_fit_block,
     "telemetry_fit": telemetry_fit_block,
     "watched_fit": watched_fit_block,

@@ -46,6 +46,7 @@ SIGNATURES = [
     (keras.layers.Layer, "_clear_losses(self)"),
     (private_api.BaseTrainer, "_aggregate_additional_loss(self, loss)"),
     (private_api.TensorFlowTrainer, "_maybe_symbolic_build(self, iterator, data_batch)"),
+    (private_api.TensorFlowTrainer, "_make_function(self, step_function)"),
     (private_api.KerasTensorFlowVariable, "_direct_assign(self, value)"),
     (private_api.keras_nn, "_compute_moments_sync(x, axes, keepdims)"),
     *[(private_api.ResourceVariable, f"assign{kind}(self)") for kind in ("", "_add", "_sub")],

@@ -44,8 +44,7 @@ class LoaderTuner(SessionCallback):
     Loaders are added only while the device waits and the host has the resources; each move is
     confirmed by measurement and reverted if it does not pay; see docs/concepts/controller.md.
 
-    The input wait of every step is measured in Python: `steps_per_execution` above 1 is exact but
-    runs its steps one after another.
+    With `steps_per_execution` above 1, input waits are those of whole executions.
 
     Args:
         controller: "tuner", "fixed" (measures but changes nothing), or a function that takes the

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -33,6 +34,10 @@ class DataPath:
         self._strategy = weakref.ref(strategy)
         self.weights = weights
         self.on_input_wait: Callable[[float], None] | None = None
+        # Seconds that the batches drawn so far for one execution were waited for, if all of them
+        # are drawn before its first step.
+        self._waited: float | None = None
+        self._least_lookahead = 0
         self._latest: weakref.ref[DistributedSteps] | None = None
         self.latest_shares: tuple[int, ...] = ()
         self.samples_delivered = 0
@@ -54,6 +59,8 @@ class DataPath:
             # the user did not set this seed, and it must not make epochs alike
             dataset = with_order_of_epoch(dataset, (drawn + self._num_distributed) % 2**31)
             self._num_distributed += 1
+        if "lookahead" not in options:
+            options["lookahead"] = max(GlobalOrderDataset.LOOKAHEAD, self._least_lookahead)
         return self._build(
             GlobalOrderDataset,
             dataset,
@@ -121,11 +128,37 @@ class DataPath:
             )
         dataset.start_at(passes, step)
 
+    @contextlib.contextmanager
+    def reading_ahead(self, steps: int) -> Iterator[None]:
+        """Let data that is distributed meanwhile work ahead by at least so many steps."""
+        before, self._least_lookahead = self._least_lookahead, steps
+        try:
+            yield
+        finally:
+            self._least_lookahead = before
+
+    @contextlib.contextmanager
+    def drawing_together(self) -> Iterator[None]:
+        """Let batches be drawn for several steps of which none has begun."""
+        self._waited = 0.0
+        try:
+            yield
+        finally:
+            self._waited = None
+
+    @property
+    def draws_together(self) -> bool:
+        """Whether an execution draws all its batches before its first step."""
+        return self._waited is not None
+
     def on_step(self, dataset: DistributedSteps, is_new_pass: bool) -> None:
         """Compare the workers' data in the first step of a pass; called with every step."""
         self._latest = weakref.ref(dataset)
+        waited = dataset.input_wait_seconds
+        if self._waited is not None:  # the first step waits for all batches
+            self._waited = waited = self._waited + waited
         if self.on_input_wait is not None:
-            self.on_input_wait(dataset.input_wait_seconds)
+            self.on_input_wait(waited)
         if is_new_pass and self._is_compared:
             shares = str(list(self.latest_shares))
             agreement.check_same_pass(self._get_strategy(), dataset, shares)
@@ -234,7 +267,7 @@ class _Wrapper:
 
     def wait_begins(self) -> None:
         if self._data_path.guard is not None:
-            self._data_path.guard.wait_for_batch()
+            self._data_path.guard.wait_for_batch(self._data_path.draws_together)
 
     def at_end(self, steps: int) -> None:
         """Report the end of the data set's pass; called once, with its number of steps."""

@@ -294,7 +294,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """Change the share weights from a later step on.
 
         Call it on every worker between the same two steps with the same weights. The data path has
-        already cut the batches of the next few steps (`lookahead` of the data set, 2 by default).
+        already cut the batches of the next few steps (`lookahead` of the data set, by default 2 or
+        `steps_per_execution`).
 
         Args:
             shares: one weight, zero or more, per replica of all workers.

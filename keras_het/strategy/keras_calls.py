@@ -29,6 +29,7 @@ from keras_het.strategy.cluster.agreement import pass_on
 from keras_het.strategy.cluster.peer_watch import message_in
 from keras_het.strategy.exact.created_in_scope import explain_scope_errors, move_optimizer
 from keras_het.strategy.exact.step import current_step
+from keras_het.strategy.executions import Execution
 from keras_het.strategy.measure.unread_logs import keep_unread, keras_passes_unread_logs
 from keras_het.value_types import Leaf, TensorLike
 
@@ -195,6 +196,18 @@ def _shape_and_type(spec: Leaf) -> Leaf:
     return spec if hasattr(spec, "dtype") else None
 
 
+def _reading_ahead(call: Call) -> AbstractContextManager[None]:
+    """Data of this call is prepared an execution ahead."""
+    return call.strategy._data_path.reading_ahead(call.model.steps_per_execution)
+
+
+def _in_one_call(call: Call) -> None:
+    """The steps of an execution start together."""
+    make, model, data_path = call.function, call.model, call.strategy._data_path
+    if model.steps_per_execution > 1:
+        call.function = lambda *arguments: Execution(data_path, model, make(*arguments))
+
+
 def _whole(call: Call) -> None:
     """Every process gets the whole model first, where each holds a part of it."""
     call.strategy._complete(call.model, call.name)
@@ -312,7 +325,7 @@ def _average_over_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _ON_BATCH: tuple[Handler, ...] = (_with_short_errors, _with_own_optimizer, _agreed, _in_session)
-_LOOP = (_ending_if_asked, *_ON_BATCH)
+_LOOP = (_ending_if_asked, *_ON_BATCH, _reading_ahead)
 _SAVING = ("save", "save_weights", "export")
 _WRITING_CALLBACKS = {
     # Every worker still reads the backup at the start of training.
@@ -327,6 +340,7 @@ _WRITING_CALLBACKS = {
 _HANDLERS: dict[tuple[type, str], tuple[Handler, ...]] = {
     **{(keras.Model, name): _LOOP for name in STEP_FUNCTIONS},
     **{(keras.Model, name): _ON_BATCH for name in _ON_BATCHES},
+    (keras.Model, "_make_function"): (_in_one_call,),
     (keras.Model, "_maybe_symbolic_build"): (_built_without_a_look,),
     (keras.Model, "get_weights"): (_whole,),
     **{(keras.Model, name): (_whole, _on_chief) for name in _SAVING},

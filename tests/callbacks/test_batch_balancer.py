@@ -375,7 +375,7 @@ def test_a_first_step_that_loads_kernels_says_nothing(first, is_warm_up):
 
     waiting = [[], [step(first)], [step((2, 3))]]
     record = MeasuredSteps(keep=10)
-    record.begin(SimpleNamespace(read_new=lambda: waiting.pop(0)))
+    record.begin(SimpleNamespace(read_new=lambda: waiting.pop(0), num_lost=0))
     assert not record.read()  # the next step shows what the first one is
     seen = [reading.seconds.tolist() for reading in record.read()]
     assert all(map(math.isnan, seen[0])) == is_warm_up

@@ -183,6 +183,19 @@ def steps_per_execution_with_pydataset(run: Recording) -> None:
 
 
 @check
+def executions_of_several_steps(run: Recording) -> None:
+    run.set_shares([3, 0, 1])
+    hidden = keras.layers.BatchNormalization(momentum=0.5, synchronized=True)
+    model = run.build(lambda: small_model("adam", hidden, steps_per_execution=2, metrics=["mae"]))
+    change = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: run.set_shares([1, 1 + batch, 4])
+    )
+    run.fit(model, batches(), validation_data=batches(15, 6), callbacks=[change])
+    run.keep("evaluate", model.evaluate(batches(), verbose=0))
+    run.keep("predict", model.predict(batches(), verbose=0))
+
+
+@check
 def unknown_cardinality(run: Recording) -> None:
     def rows() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield from zip(*arrays(), strict=True)

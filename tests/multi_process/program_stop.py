@@ -91,9 +91,32 @@ def slow(arrays_of_data: Any) -> Any:
     return tf.data.Dataset.from_generator(rows, output_signature=specs).batch(8)
 
 
+class Blocks(keras.layers.Layer):
+    """Passes its inputs on, except in one training step, which it never ends."""
+
+    step = 0
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return tf.grad_pass_through(self._wait)(inputs) if training else inputs
+
+    def _wait(self, inputs: Any) -> Any:
+        waited = tf.numpy_function(self._step, [inputs], inputs.dtype)
+        waited.set_shape(inputs.shape)
+        return waited
+
+    def _step(self, inputs: Any) -> Any:
+        self.step += 1
+        if self.step == option("blocks_at"):
+            print("blocked", flush=True)
+            threading.Event().wait()
+        return inputs
+
+
 def model_with_state() -> Any:
     """A model whose steps change more than its weights."""
     layers = [keras.layers.Dense(6), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    if "blocks_at" in OPTIONS:
+        layers.insert(0, Blocks())
     model = keras.Sequential([keras.Input((5,)), *layers])
     steps = option("steps_per_execution") or 1
     model.compile(keras.optimizers.Adam(0.01), "mse", steps_per_execution=steps)

@@ -19,6 +19,7 @@ UNEQUAL_DEVICES = (
     "state_of_ones_own",
     "sharpness_aware_steps_with_vectors_in_logs",
     "steps_per_execution_with_pydataset",
+    "executions_of_several_steps",
     "sample_weights_and_masks",
     "shares_change_within_the_epoch",
     "train_on_batch",

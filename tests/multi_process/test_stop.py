@@ -101,6 +101,7 @@ WAITS = {
     "chief-in-its-step": (2, 4, {"waits_at": [None, 36]}),
     "chief-for-data": (2, 4, {"waits_at": [36, None]}),
     "within-an-execution": (2, 1, {"waits_at": 30, "steps_per_execution": 2}),
+    "later-in-an-execution": (2, 2, {"blocks_at": [None, 9], "steps_per_execution": 4}),
     "callback": (2, 4, {"waits_at": None, "stuck_at": 4, "backup_last": True}),
     "validation": (2, 2, {"waits_at": 20, "validate": True, "epochs": 1}),
     "alone": (1, 4, {"waits_at": 36}),
@@ -115,8 +116,12 @@ def test_what_waits_ends_in_time_and_saves_the_last_finished_step(
     backup, result, expected = (tmp_path / name for name in ("backup", "result.npz", "one.npz"))
     jobs = {"worker": number}
     common = {"epochs": 2, **waits, "waits_at": None, "stuck_at": None}
+    if "blocks_at" in waits:
+        common["blocks_at"] = None
     stopped = start(jobs, **{**common, **waits}, backup=str(backup), save_freq=1000)
     stopped.wait_for_outputs(range(number), f"step {step}\n")
+    if "blocks_at" in waits:
+        stopped.wait_for_output(1, "blocked")
     stopped.send_signal(number - 1, signal.SIGTERM)
     assert_all_end(stopped)  # nothing else ends them
     assert "Saved the last finished step" in stopped.output(0)

@@ -192,6 +192,21 @@ def test_weights_are_those_of_one_device(strategy: Any, execution: int) -> None:
         np.testing.assert_allclose(got, expected, rtol=2e-5)
 
 
+@pytest.mark.full
+def test_measured_steps_have_their_numbers_among_executions(strategy: Any) -> None:
+    balancer, telemetry = BatchBalancer("even"), keras_het.callbacks.Telemetry()
+    trained(strategy, [balancer, telemetry], steps=STEPS + 2, steps_per_execution=4)
+    numbers = [row["step"] for row in balancer.measurements]
+    executions = sorted({number // 4 for number in numbers})
+    whole = [4 * each + step for each in executions for step in range(4)]
+    assert numbers == [number for number in whole if number < STEPS + 2]
+    assert len(executions) < (STEPS + 2) / 4
+    recording = telemetry.recording()
+    assert recording.steps.tolist() == list(range(len(recording.steps)))
+    walls = recording.compute + recording.input + recording.sync + recording.other
+    np.testing.assert_allclose(*walls.sum(axis=0), rtol=0.1)
+
+
 @pytest.mark.parametrize("strategy", [((3, 1), True)], indirect=True)
 def test_shares_follow_speeds_and_a_change_of_speed(strategy: Any) -> None:
     balancer = BatchBalancer()
@@ -281,9 +296,9 @@ def test_a_device_that_is_empty_waits_for_its_input(
     phases = strategy.compute_times.phases
     note = phases.note_input_wait
 
-    def noting(seconds: float) -> None:
+    def noting(seconds: float, **options: Any) -> None:
         noted.append(seconds)
-        note(seconds)
+        note(seconds, **options)
 
     monkeypatch.setattr(phases, "note_input_wait", noting)
     data = LateBatches(strategy, monkeypatch)

@@ -91,6 +91,8 @@ class GlobalOrderDataset(DistributedSteps):
         ValueError: if elements are not batches, or `lookahead` or `global_batch_size` is too small.
     """
 
+    LOOKAHEAD = 2
+
     def __init__(
         self,
         dataset: tf.data.Dataset,
@@ -100,7 +102,7 @@ class GlobalOrderDataset(DistributedSteps):
         *,
         global_batch_size: int | None = None,
         batch_map: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
-        lookahead: int = 2,
+        lookahead: int = LOOKAHEAD,
         claims: Callable[[GlobalOrderDataset], Claims | None] | None = None,
     ) -> None:
         if not isinstance(dataset, tf.data.Dataset):

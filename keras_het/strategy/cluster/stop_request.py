@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
@@ -32,7 +33,7 @@ _logger = logging.getLogger(__name__)
 _SECONDS_TO_MEET = 2.0
 # a signal of each kind, to measure closely, and an interval between measured steps
 _NUM_WISHES = len(SIGNALS) + 2
-_COMPUTES, _UPDATES = 1.0, 2.0
+_UPDATES = 0.5
 _SECONDS_BETWEEN_LOOKS = 0.05
 _Position: TypeAlias = Mapping[str, Any]
 _Stored: TypeAlias = dict[int, tuple[keras.Variable, tf.Tensor]]
@@ -218,15 +219,23 @@ class UnfinishedStep:
 
     def __init__(self, device: str) -> None:
         with tf.init_scope(), tf.device(device):
+            # the number of the step that runs in this execution, and a half when it updates
             self._phase = tf.Variable(0.0, trainable=False)
         self._is_known = True
         self._stored: weakref.WeakKeyDictionary[keras.Model, _Stored] = weakref.WeakKeyDictionary()
 
+    def begin_execution(self) -> None:
+        """Count steps from here."""
+        tf.raw_ops.AssignVariableOp(resource=self._phase.handle, value=np.float32(0))
+
     @property
-    def is_before_update(self) -> bool:
-        """Whether the running step has stored what it changes, and updates no weight yet."""
-        phase = tf.raw_ops.ReadVariableOp(resource=self._phase.handle, dtype=tf.float32)
-        return self._is_known and float(phase.numpy()) == _COMPUTES
+    def num_before(self) -> int | None:
+        """Number of steps that the running execution has finished, if their state is to be had.
+
+        It is if the step after them has stored what it changes, and updates no weight yet.
+        """
+        phase = float(self._read_phase().numpy())
+        return int(phase) - 1 if self._is_known and phase >= 1 and phase.is_integer() else None
 
     def values_before(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
         """Let the variables of a model show their values before the running step."""
@@ -252,7 +261,7 @@ class UnfinishedStep:
             if id(variable) in own or "float" not in variable.dtype  # others are frozen weights
         ]
         with tf.control_dependencies(stored):
-            begun = self._set_phase(_COMPUTES)
+            begun = self._set_phase(tf.floor(self._read_phase()) + 1)
         with tf.control_dependencies([begun]):
             yield
 
@@ -264,11 +273,14 @@ class UnfinishedStep:
     def updating(self, reduced: Iterable[tf.Tensor]) -> Iterator[None]:
         """Let the update wait until all gradients are reduced; in the graph."""
         with tf.control_dependencies(tf.nest.flatten(list(reduced), expand_composites=True)):
-            begun = self._set_phase(_UPDATES)
+            begun = self._set_phase(tf.floor(self._read_phase()) + _UPDATES)
         with tf.control_dependencies([begun]):
             yield
 
-    def _set_phase(self, phase: float) -> tf.Operation:
+    def _read_phase(self) -> tf.Tensor:
+        return tf.raw_ops.ReadVariableOp(resource=self._phase.handle, dtype=tf.float32)
+
+    def _set_phase(self, phase: tf.Tensor) -> tf.Operation:
         # not `assign`, which counts as the step's own
         return tf.raw_ops.AssignVariableOp(resource=self._phase.handle, value=phase)
 
@@ -301,12 +313,14 @@ class StepGuard:
         self._changing = threading.Lock()  # held while a step may change the model
         self._num_drawn = 0
         self._is_in_step = self._is_waiting = self._has_failed = False
-        self._position = mark()
+        # of the running execution: after each step that it may have finished
+        self._positions = [mark()]
 
     def run_step(self, function: StepFunction, batches: Batches) -> Nest:
         """Run a step; the outermost layer around it."""
         self._changing.acquire()
-        self._position, self._is_in_step, self._has_failed = self._mark(), True, False
+        self._positions, self._is_in_step, self._has_failed = [self._mark()], True, False
+        self._unfinished.begin_execution()
         try:
             result = function(batches)
             self.num_trained = self._num_drawn
@@ -319,12 +333,15 @@ class StepGuard:
             self._is_in_step = self._is_waiting = False
         return result
 
-    def wait_for_batch(self) -> None:
-        """Note that the step waits for its batch, or that an execution has finished a step."""
+    def wait_for_batch(self, is_ahead: bool) -> None:
+        """Note that the step waits for its batch, or that an execution has finished a step.
+
+        It has not if it draws all batches before its first step (`is_ahead`).
+        """
         if self._is_in_step:
             if self.num_trained < self._num_drawn:
                 self.num_trained = self._num_drawn
-                self._position = self._mark()
+                self._positions = [*(self._positions if is_ahead else ()), self._mark()]
             self._is_waiting = True
             self._changing.release()
 
@@ -340,11 +357,17 @@ class StepGuard:
         while True:
             has_state = self._changing.acquire(timeout=_SECONDS_BETWEEN_LOOKS)
             if has_state and not self._has_failed:
-                position = self._position if self._is_in_step else self._mark()
+                position = self._positions[0] if self._is_in_step else self._mark()
                 return self._save(position, lambda: True)
-            if self._unfinished.is_before_update:
-                with self._unfinished.values_before(self._model):
-                    if self._save(self._position, lambda: self._unfinished.is_before_update):
-                        return True
+            if self._save_finished_steps(self._unfinished.num_before):
+                return True
             if has_state or time.monotonic() > deadline:
                 return False
+
+    def _save_finished_steps(self, number: int | None) -> bool:
+        """Save the state after so many steps of the running execution, if they are known."""
+        if number is None:
+            return False
+        position = self._positions[min(number, len(self._positions) - 1)]
+        with self._unfinished.values_before(self._model):
+            return self._save(position, lambda: self._unfinished.num_before == number)

@@ -53,6 +53,8 @@ class ComputeTimes:
         self._num_replicas = num_replicas = layout.num_replicas
         self.phases = PhaseTimes(layout)
         self._read = 0
+        self.num_lost = 0
+        """Steps before those read last, in an execution that has more than the ring."""
         self.is_measuring = False
         self.is_measuring_gradients = False
         self.is_sampled_out = False
@@ -140,7 +142,8 @@ class ComputeTimes:
         """The steps since the last call, oldest first; at most the latest `CAPACITY`."""
         # operations, because the variables' methods take longer
         count = int(tf.raw_ops.ReadVariableOp(resource=self._count.handle, dtype=tf.int64))
-        first, self._read = max(self._read, count - CAPACITY), count
+        first = max(self._read, count - CAPACITY)
+        self.num_lost, self._read = first - self._read, count
         return self._steps(first, count)
 
     def latest(self, number: int) -> list[StepTimes]:
@@ -223,7 +226,8 @@ class MeasuredSteps:
 
     def is_due(self) -> bool:
         if self._sampled is not None:
-            self._num_skipped += not self._sampled.was_measured
+            if not self._sampled.was_measured:
+                self._num_skipped += self._sampled.latest_length
             return self._sampled.was_measured
         self._calls += 1
         return self._calls >= self._interval
@@ -237,7 +241,7 @@ class MeasuredSteps:
         steps = self._times.read_new()
         if not steps:
             return []
-        self.count += self._num_skipped * len(steps)  # those of one call
+        self.count += self._num_skipped + self._times.num_lost
         self._num_skipped = 0
         steps = [*self._first, *steps]
         if self.count == 0 and len(steps) < 2 and not is_last:

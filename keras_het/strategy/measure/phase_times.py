@@ -81,7 +81,7 @@ class PhaseTimes:
             # of this worker's replicas: the parts of the latest step, and the time of its end
             self._own = [variable(host, PARTS) for host in self._hosts]
             self._ends = [variable(host, dtype=tf.float64) for host in self._hosts]
-            self._input_wait = variable(first, dtype=tf.float64)
+            self._input_wait = variable(first, 2, dtype=tf.float64)  # of the next step, of others
             self._samples = variable(first, len(self._hosts) * self._sampled)
             # of all replicas
             self._rows = variable(first, CAPACITY, width * self._num_replicas)
@@ -111,11 +111,15 @@ class PhaseTimes:
         self._clock_start = self._num_steps or 0
         return max(seconds, 0.0)
 
-    def note_input_wait(self, seconds: float) -> None:
-        """Note how long this worker waited for the batch of the step that begins."""
+    def note_input_wait(self, seconds: float, of_each_later: float = 0.0) -> None:
+        """Note how long this worker waited for the batches of the step that begins.
+
+        The steps after it in the same execution, whose batches are there, wait `of_each_later`.
+        """
         if self.is_measuring:
             # an operation, because the variable's method takes longer
-            tf.raw_ops.AssignVariableOp(resource=self._input_wait.handle, value=np.float64(seconds))
+            waits = np.array([seconds, of_each_later])
+            tf.raw_ops.AssignVariableOp(resource=self._input_wait.handle, value=waits)
 
     def send_samples(self, samples: np.ndarray) -> None:
         """Let the next steps tell all workers what was sampled on this one."""
@@ -149,11 +153,14 @@ class PhaseTimes:
         with tf.device(self._hosts[position]):
             wall = end - self._ends[position].value()
             # one variable for a worker, which is on the device of its first replica
-            waited = 0.0 if position else self._input_wait.value()
+            waited = 0.0 if position else self._input_wait.value()[0]
             share = tf.cast(samples, tf.float64)
             parts = tf.stack([compute, waited, sync, wall, share])
             self._own[position].assign(tf.cast(parts, tf.float32), read_value=False)
             self._ends[position].assign(end, read_value=False)
+            if not position:
+                later = self._input_wait.value()[1]
+                self._input_wait.assign(tf.stack([later, later]), read_value=False)
 
     def record(self, summed: tf.Tensor) -> None:
         """Write the step before; called in the graph, by the first local replica."""

@@ -47,7 +47,9 @@ class SampledSteps:
     ) -> None:
         self.schedule = MeasuringSchedule()
         self.was_measured = False
-        """Whether the latest step was measured."""
+        """Whether the latest execution was measured."""
+        self.latest_length = 0
+        """Steps of the latest execution."""
         self.model, self._strategy = session.model, strategy
         self._cost = MeasuringCost()
         if earlier is not None and earlier.model is self.model:
@@ -92,7 +94,8 @@ class SampledSteps:
         self.was_measured = self.schedule.is_due or times.is_measuring_gradients
         if self.was_measured:
             function = self._measured(function)
-            phases.note_input_wait(self._starved / max(self._num_steps, 1))
+            mean = self._starved / max(self._num_steps, 1)
+            phases.note_input_wait(mean, of_each_later=mean)
             self._starved, self._num_steps = 0.0, 0
         times.is_sampled_out = not self.was_measured  # what a trace reads
         self._is_in_call = True
@@ -103,8 +106,9 @@ class SampledSteps:
         self.schedule.step_ended()
         if self.was_measured and (steps := times.latest(1)):
             self.schedule.observe(steps[-1].shares, steps[-1].seconds)
+        self.latest_length = max(len(self._arrivals), 1)
         if phases.is_measuring:
-            phases.count_steps(max(len(self._arrivals), 1), self.was_measured)
+            phases.count_steps(self.latest_length, self.was_measured)
         self._calls.append(_Call(self.was_measured, self._arrivals))
         self._arrivals = []
         logs = [leaf for leaf in tf.nest.flatten(result) if tf.is_tensor(leaf)]
@@ -134,7 +138,7 @@ class SampledSteps:
             call, before = self._calls.popleft(), self._latest_end
             self._latest_end = end
             self._num_steps += max(len(call.arrivals), 1)
-            for arrival, waited in call.arrivals[:1]:
+            for arrival, waited in call.arrivals[-1:]:  # if drawn together, that of all
                 # a device that still computes the step before does not wait
                 self._starved += min(waited, max(arrival - before, 0.0)) if before else waited
             if before is not None and self._cost.observe(call.was_measured, end - before):
