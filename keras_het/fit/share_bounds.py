@@ -53,6 +53,19 @@ def bound_of_each(
     return [missing if bound is None else min(int(bound), most) for bound in bounds]
 
 
+def read_micro_batch_size(given: Bound, num_replicas: int) -> list[int] | None:
+    """Return the most samples that each replica computes on at a time, None for whole shares."""
+    if given is None:
+        return None
+    sizes = bound_of_each("micro_batch_size", given, num_replicas, MAX_TOTAL)
+    if min(sizes) < 1:
+        raise ValueError(
+            "A micro-batch has at least one sample. Received: "
+            f"micro_batch_size={given!r}. None leaves the share of a replica whole."
+        )
+    return sizes
+
+
 def start_policy(
     policy: str | BalancePolicy,
     strategy: HeterogeneousStrategy,

@@ -158,6 +158,7 @@ class Metrics:
             if variable.aggregation == "sum":
                 if before is not None:
                     value = tf.where(self._spec.has_samples, value, before)
+                value = self._sum.joined_by(lambda _, latest: latest, value)
             elif variable.aggregation == "mean" and value.dtype.is_floating:
                 value = self._spec.weighted(value)
             else:
