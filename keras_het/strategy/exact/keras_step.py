@@ -212,6 +212,8 @@ def _compute_parts(
         _, of_logs, of_state = compute(part, parts.rows(number))
         with active(part):
             part.gradients.refuse_reads_after_update(part.own_state, model)
+            own_metrics = [v for m in flatten_metrics(model.metrics) for v in m.variables]
+            part.metrics.refuse_derived(of_logs, part.own_state.handles_in_graph(own_metrics))
             return part.gradients.of_part, _summands(part, of_logs, of_state)
 
     gradients, summands = parts.add_up(of_first, first.sum.join_of, own)
