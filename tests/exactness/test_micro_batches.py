@@ -508,18 +508,18 @@ def fit(rows):
     model.fit(x, x[:, :1], batch_size=rows, epochs=2, verbose=0)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 before = fit(8)
-print("kilobytes", fit(8192) - before)
+print("kilobytes", fit(4096) - before)
 """
 
 
 @pytest.mark.full
 def test_memory_is_that_of_one_part():
-    """Peak memory of a step of 8192 samples whose activations take 1.6 GB, whole and in parts."""
+    """Peak memory of a step of 4096 samples, whole and in parts."""
     used = []
-    for size in (0, 512):
+    for size in (0, 256):
         result = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(size)], capture_output=True, text=True, timeout=240
         )
         assert result.returncode == 0, result.stderr
         used.append(int(result.stdout.split()[-1]))
-    assert used[0] > 4 * used[1], used
+    assert used[0] > 3 * used[1], used

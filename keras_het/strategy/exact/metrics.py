@@ -112,7 +112,7 @@ class Metrics:
         )
 
     def refuse_derived(self, logs: Nest, handles: Iterable[str]) -> None:
-        """Refuse to cut a step whose logs are computed from results of metrics, as known by handles.
+        """Refuse to cut a step whose logs are computed from metrics, given their handles.
 
         A metric goes on from part to part, so that what parts compute from it has no mean.
         """
