@@ -141,22 +141,28 @@ class MemoryBounds:
             return step(batches)
         except tf.errors.ResourceExhaustedError as error:
             first, devices = strategy.layout.local_replicas.start, strategy.extended.worker_devices
-            bounds = {
-                replica: largest_share_that_fits(replica, strategy.latest_shares[replica], measured)
-                for replica in replicas_without_memory(str(error), devices, first)
-            }
-            for replica, samples in bounds.items():
-                self.write(replica, samples)
-            remembered = f"BatchBalancer remembers max_share={bounds}."
-            given = (
-                f"Start again with BatchBalancer(max_share={bounds}), or with "
-                "memory_directory=... to have it remembered."
-            )
+            shares, sizes = strategy.latest_shares, strategy._micro_batch_sizes
+            without = replicas_without_memory(str(error), devices, first)
+            if sizes is not None:
+                bounds = {each: max(1, min(shares[each], sizes[each]) // 2) for each in without}
+                advice = f"Start again with HeterogeneousStrategy(micro_batch_size={bounds})."
+            else:
+                bounds = {
+                    replica: largest_share_that_fits(replica, shares[replica], measured)
+                    for replica in without
+                }
+                for replica, samples in bounds.items():
+                    self.write(replica, samples)
+                advice = (
+                    f"Start all workers again: BatchBalancer remembers max_share={bounds}."
+                    if self._directory
+                    else f"Start again with BatchBalancer(max_share={bounds}), or with "
+                    "memory_directory=... to have it remembered."
+                )
             raise tf.errors.ResourceExhaustedError(
                 error.node_def,
                 error.op,
-                f"{error.message}\nOut of memory on replica(s) {sorted(bounds)}. "
-                + (f"Start all workers again: {remembered}" if self._directory else given),
+                f"{error.message}\nOut of memory on replica(s) {sorted(bounds)}. {advice}",
             ) from error
 
 
