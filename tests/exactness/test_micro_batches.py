@@ -234,6 +234,7 @@ CASES = {
             )
         )
     ),
+    "mixed_precision": lambda: assert_exact(half_precision, rtol=2e-2),
     **{
         kind.__name__: functools.partial(
             assert_exact, functools.partial(own_step, kind), evaluate=False
@@ -252,11 +253,22 @@ CASES = {
 }
 
 
+def half_precision():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        # each part rounds to 11 bits
+        optimizer = functools.partial(keras.optimizers.LossScaleOptimizer, sgd(0.1), 256)
+        return dense_model("mse", optimizer)
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
 def sgd(rate):
     return keras.optimizers.SGD(rate)
 
 
-@pytest.mark.quick("regularizer_and_clipping", "several_divisors", "GuideStep", "Counters")
+@pytest.mark.quick("several_divisors", "GuideStep")
 @pytest.mark.parametrize("case", CASES)
 def test_parts_give_what_one_device_gives(case, caplog):
     CASES[case]()
@@ -280,6 +292,7 @@ def normalized():
     )
 
 
+@pytest.mark.full
 def test_parts_are_like_replicas():
     """Shares of 6 and 2 in parts of 2: the moving statistics of four replicas with 2 each."""
 
@@ -338,6 +351,7 @@ def test_parts_drop_different_units():
     np.testing.assert_array_equal(*seeds)
 
 
+@pytest.mark.full
 def test_share_within_the_bound_is_not_cut():
     plain = HeterogeneousStrategy(DEVICES[:2])
     bounded = HeterogeneousStrategy(DEVICES[:2], micro_batch_size=4)
@@ -368,6 +382,7 @@ def test_other_shares_do_not_trace_again():
     assert CountsTraces.traces == traces
 
 
+@pytest.mark.full
 def test_shares_in_parts_are_balanced():
     strategy = HeterogeneousStrategy(DEVICES[:2], micro_batch_size=2)
     with strategy.scope():
@@ -474,6 +489,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.quick("computed from a metric's result", "assigns 'rows")
 @pytest.mark.parametrize("says", REFUSED)
 def test_what_cannot_be_cut_is_named(says):
     strategy = HeterogeneousStrategy(DEVICES[:1], micro_batch_size=2)

@@ -310,9 +310,9 @@ class OwnState:
         for key, (variable, _) in self._assignments.recorded.items():
             if key not in before:
                 self._sum.refuse_parts(
-                    f"it assigns {variable.name!r}, which is neither state of a layer or metric "
-                    "nor trained by an optimizer",
-                    "Make it with self.add_weight(..., trainable=False) of a layer or the model.",
+                    f"it assigns {variable.name!r} outside of the optimizer's update",
+                    "Make state with self.add_weight(..., trainable=False) of a layer or the "
+                    "model, and leave out layers that assign weights, as SpectralNormalization.",
                 )
             if key not in of_metrics or variable.aggregation != "sum":
                 found.append((variable, before[key]))
