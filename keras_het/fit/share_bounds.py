@@ -53,6 +53,19 @@ def bound_of_each(
     return [missing if bound is None else min(int(bound), most) for bound in bounds]
 
 
+def read_micro_batch_size(given: Bound, num_replicas: int) -> list[int] | None:
+    """Return the most samples that each replica computes on at a time, None for whole shares."""
+    if given is None:
+        return None
+    sizes = bound_of_each("micro_batch_size", given, num_replicas, MAX_TOTAL)
+    if min(sizes) < 1:
+        raise ValueError(
+            "A micro-batch has at least one sample. Received: "
+            f"micro_batch_size={given!r}. None leaves the share of a replica whole."
+        )
+    return sizes
+
+
 def start_policy(
     policy: str | BalancePolicy,
     strategy: HeterogeneousStrategy,
@@ -128,22 +141,28 @@ class MemoryBounds:
             return step(batches)
         except tf.errors.ResourceExhaustedError as error:
             first, devices = strategy.layout.local_replicas.start, strategy.extended.worker_devices
-            bounds = {
-                replica: largest_share_that_fits(replica, strategy.latest_shares[replica], measured)
-                for replica in replicas_without_memory(str(error), devices, first)
-            }
-            for replica, samples in bounds.items():
-                self.write(replica, samples)
-            remembered = f"BatchBalancer remembers max_share={bounds}."
-            given = (
-                f"Start again with BatchBalancer(max_share={bounds}), or with "
-                "memory_directory=... to have it remembered."
-            )
+            shares, sizes = strategy.latest_shares, strategy._micro_batch_sizes
+            without = replicas_without_memory(str(error), devices, first)
+            if sizes is not None:
+                bounds = {each: max(1, min(shares[each], sizes[each]) // 2) for each in without}
+                advice = f"Start again with HeterogeneousStrategy(micro_batch_size={bounds})."
+            else:
+                bounds = {
+                    replica: largest_share_that_fits(replica, shares[replica], measured)
+                    for replica in without
+                }
+                for replica, samples in bounds.items():
+                    self.write(replica, samples)
+                advice = (
+                    f"Start all workers again: BatchBalancer remembers max_share={bounds}."
+                    if self._directory
+                    else f"Start again with BatchBalancer(max_share={bounds}), or with "
+                    "memory_directory=... to have it remembered."
+                )
             raise tf.errors.ResourceExhaustedError(
                 error.node_def,
                 error.op,
-                f"{error.message}\nOut of memory on replica(s) {sorted(bounds)}. "
-                + (f"Start all workers again: {remembered}" if self._directory else given),
+                f"{error.message}\nOut of memory on replica(s) {sorted(bounds)}. {advice}",
             ) from error
 
 

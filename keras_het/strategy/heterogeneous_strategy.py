@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.fit.session import FitSession
+from keras_het.fit.share_bounds import Bound, read_micro_batch_size
 from keras_het.keras_backend import check_keras_backend
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.input.distributed_steps import DistributedSteps
@@ -107,6 +108,11 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         peer_timeout_seconds: how long a worker may be silent before it counts as lost, in seconds;
             a worker whose process has ended is noticed at once. Default:
             `KERAS_HET_PEER_TIMEOUT_SECONDS` in the environment, or 30.
+        micro_batch_size: most samples that a replica computes on at a time, for instance the limit
+            of its memory: a number for all replicas, a list with one for each replica of all
+            workers, or a dict {replica: samples} for some. A larger share is computed in parts,
+            whose gradients are added up before the replicas exchange them. Default: shares are
+            never cut.
 
     Raises:
         TypeError: for devices that are not a list of names.
@@ -141,6 +147,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         aggregation: str | Summation = "all_reduce",
         connect_seconds: float = 300.0,
         peer_timeout_seconds: float | None = None,
+        micro_batch_size: Bound = None,
     ) -> None:
         check_keras_backend(keras.backend.backend())
         check_seconds("connect_seconds", connect_seconds)
@@ -170,11 +177,15 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             leave_quickly()
         self._cluster_config = membership.config
         self._data_path = DataPath(self, share_weights(shares, self.layout))
+        num_replicas = self.layout.num_replicas
+        self._micro_batch_sizes = read_micro_batch_size(micro_batch_size, num_replicas)
         self._compute_times = ComputeTimes(self.layout)
         self._training_state = TrainingState()
         self._warn_of_emulation(len(self.layout.local_replicas))
         if self.num_workers > 1:
-            agreement.check_agreement(self.extended, self.shares, summation)
+            agreement.check_agreement(
+                self.extended, self.shares, summation, self._micro_batch_sizes
+            )
             agreement.share_random_seed(self.extended)
             watch = self._peer_watch = self._peer_watch or watch_peers(membership, patience)
             if summation is not None:
@@ -555,6 +566,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             or self.is_async_worker
             or self._emulated_devices is not None
             or self._steps_are_timed
+            or self._micro_batch_sizes is not None
             # its `cond` must not merge replicas, not even one
             or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         )

@@ -170,6 +170,7 @@ def assert_equivalent(
     shares: Sequence[Sequence[float]] = SHARES,
     rtol: float = RTOL,
     atol: float = ATOL,
+    strategy: HeterogeneousStrategy | None = None,
 ) -> Outcome:
     """Fails unless training over every one of `shares` gives what one device gives.
 
@@ -177,7 +178,7 @@ def assert_equivalent(
         What one device gave.
     """
     keras.backend.clear_session()
-    strategy = three_replicas()
+    strategy = strategy or three_replicas()
     with strategy.scope():
         replicated = build_seeded(trial.build)
         build_optimizers(replicated)
@@ -225,7 +226,7 @@ def assert_trained(outcome: Outcome, start: Sequence[np.ndarray]) -> None:
 def assert_same_outcome(actual: Outcome, expected: Outcome, rtol: float, atol: float) -> None:
     assert len(actual.steps) == len(expected.steps)
     for got, want in zip(actual.steps, expected.steps, strict=True):
-        assert got.keys() == want.keys()
+        assert got.keys() == want.keys(), (got, want)
         for key in want:
             close(got[key], want[key], rtol, atol, f"log {key!r} of step {want['batch']}")
     compare_lists(actual.weights, expected.weights, rtol, atol, "weight")

@@ -39,18 +39,31 @@ def test_the_message_names_the_device():
     assert replicas_without_memory("no device here", GPUS, first=4) == [4, 5, 6]
 
 
-@pytest.mark.parametrize("is_remembered", [False, True])
-def test_what_to_do_stands_behind_the_error(tmp_path, is_remembered):
-    """Which has hundreds of lines: what to do must be the last one on the screen."""
-    strategy = SimpleNamespace(
+def without_memory(sizes=None):
+    return SimpleNamespace(
         layout=SimpleNamespace(local_replicas=range(2, 5)),
         extended=SimpleNamespace(worker_devices=GPUS),
         latest_shares=(1, 1, 8, 8, 8),
+        _micro_batch_sizes=sizes,
     )
-    memory = MemoryBounds(tmp_path if is_remembered else None)
 
-    def lacks(batches):
-        raise tf.errors.ResourceExhaustedError(None, None, "on device:GPU:1")
+
+def lacks(batches):
+    raise tf.errors.ResourceExhaustedError(None, None, "on device:GPU:1")
+
+
+def test_too_large_a_micro_batch_bounds_no_share(tmp_path):
+    memory = MemoryBounds(tmp_path)
+    with pytest.raises(tf.errors.ResourceExhaustedError, match=r"micro_batch_size=\{3: 2\}"):
+        memory.run_step(without_memory([4, 4, 4, 5, 4]), [], lacks, None)
+    assert memory.read() == {}
+
+
+@pytest.mark.parametrize("is_remembered", [False, True])
+def test_what_to_do_stands_behind_the_error(tmp_path, is_remembered):
+    """Which has hundreds of lines: what to do must be the last one on the screen."""
+    strategy = without_memory()
+    memory = MemoryBounds(tmp_path if is_remembered else None)
 
     with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
         memory.run_step(strategy, [{"shares": [1, 1, 6, 6, 6]}], lacks, None)

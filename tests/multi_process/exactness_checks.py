@@ -78,6 +78,36 @@ def zero_share(run: Recording) -> None:
 
 
 @check
+def micro_batches(run: Recording) -> None:
+    """Workers take different numbers of parts, one of them none."""
+
+    def words() -> Any:
+        inputs = keras.Input((4,), dtype="int32")
+        embedded = keras.layers.Embedding(9, 3, mask_zero=True)(inputs)
+        each = keras.layers.Dense(1, name="each")(embedded)
+        whole = keras.layers.Dense(1, kernel_regularizer="l2", name="whole")(embedded[:, 0])
+        model = keras.Model(inputs, [each, whole])
+        model.compile(keras.optimizers.Adam(0.05), ["mse", "mae"])
+        return model
+
+    random = np.random.default_rng(5)
+    x = random.integers(0, 9, (22, 4)).astype("int32")
+    y = random.normal(size=(22, 4, 1)).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((x, (y, y[:, 0]))).batch(8)
+    run.set_shares([5, 0, 2])
+    sizes = None
+    if run.strategy is not None:
+        sizes, run.strategy._micro_batch_sizes = run.strategy._micro_batch_sizes, [2, 2, 1]
+    try:
+        model = run.build(words)
+        run.fit(model, data)
+        run.keep("evaluate", model.evaluate(data, verbose=0))
+    finally:
+        if run.strategy is not None:
+            run.strategy._micro_batch_sizes = sizes
+
+
+@check
 def zero_share_from_the_start(run: Recording) -> None:
     def lazy() -> Any:
         hidden = keras.layers.Dense(4, "tanh", kernel_regularizer="l2", activity_regularizer="l2")

@@ -16,6 +16,7 @@ from runs import Runs
 UNEQUAL_DEVICES = (
     "shares_and_partial_batch",
     "zero_share_from_the_start",
+    "micro_batches",
     "state_of_ones_own",
     "sharpness_aware_steps_with_vectors_in_logs",
     "steps_per_execution_with_pydataset",

@@ -139,13 +139,17 @@ def _names(workers: Sequence[int]) -> str:
 
 
 def check_agreement(
-    extended: HeterogeneousExtended, weights: Sequence[float], aggregation: object = None
+    extended: HeterogeneousExtended,
+    weights: Sequence[float],
+    aggregation: object = None,
+    micro_batch_sizes: object = None,
 ) -> None:
     described = {
         "share weights": str([float(weight) for weight in weights]),
         "type of device": extended._local_device_type,
         "versions": f"TensorFlow {tf.__version__}, Keras {keras.__version__}",
         "aggregation": repr(aggregation),
+        "micro_batch_size": repr(micro_batch_sizes),
     }
     agree(
         extended,

@@ -31,6 +31,7 @@ from keras_het.value_types import EitherVariable, Leaf, Nest, Summand
 
 if TYPE_CHECKING:
     from keras_het.strategy.cluster.stop_request import UnfinishedStep
+    from keras_het.strategy.exact.own_state import OwnState
     from keras_het.strategy.measure.step_clock import Measurement
 
 _Given: TypeAlias = "Summand | EitherVariable | None"
@@ -81,6 +82,7 @@ class _PendingUpdate:
     apply: Callable[[_Reduced], Any]
     gradients: _Reduced
     is_weighted: bool
+    have_unique_indices: list[bool]
 
 
 class Gradients:
@@ -105,7 +107,9 @@ class Gradients:
         self._values_of_model = {id(v.value) for v in model.variables} if model else set[int]()
         self._weighted_optimizers = set[int]()
         self._is_scaling = False
-        self._pending: _PendingUpdate | None = None
+        self._pending: list[_PendingUpdate] = []
+        self._optimizers: list[keras.optimizers.Optimizer] = []
+        self._num_operations = 0  # of the graph when the first update began to wait
 
     @property
     def are_weighted(self) -> bool:
@@ -173,16 +177,46 @@ class Gradients:
             return list(grads_and_vars)
         return list(original(optimizer, grads_and_vars))
 
-    def sum_with(self, others: Nest) -> tuple[_Reduced, Nest]:
+    def sum_with(self, others: Nest) -> tuple[list[_Reduced], Nest]:
         """Sum the gradients that wait for it, and other values, over all replicas."""
-        if self._pending is None:
+        if not self._pending:
             return [], self._sum(others)
         return self._summed(self._pending, others)
 
-    def update(self, reduced: _Reduced) -> None:
-        """Run the update that has waited for the sum, if there is one."""
-        if self._pending is not None:
-            self._finish(self._pending, reduced)
+    def update(self, reduced: list[_Reduced]) -> None:
+        """Run the updates that have waited for the sum, if there are any."""
+        for pending, gradients in zip(self._pending, reduced, strict=True):
+            self._finish(pending, gradients)
+
+    @property
+    def of_part(self) -> list[_Reduced]:
+        """The gradients of one micro-batch, for each update."""
+        return [update.gradients for update in self._pending]
+
+    def take(self, first: Gradients, gradients: list[_Reduced]) -> None:
+        """Take over the updates of the first micro-batch, with the gradients of the whole share."""
+        for update, of_share in zip(first._pending, gradients, strict=True):
+            measured = self._measured(of_share, is_weighted=True)
+            self._pending.append(dataclasses.replace(update, gradients=measured))
+
+    def refuse_reads_after_update(self, own_state: OwnState, model: keras.Model) -> None:
+        """Refuse to cut a step that reads, behind its update, what the update changes."""
+        if not self._pending or self._spec.deferrable_optimizer is not None:
+            return
+        operations = tf.compat.v1.get_default_graph().get_operations()[self._num_operations :]
+        of_optimizers = [
+            variable
+            for optimizer in self._optimizers
+            for variable in optimizer.variables
+            if variable is not optimizer._learning_rate
+        ]
+        names = own_state.handles_in_graph([*model.trainable_variables, *of_optimizers])
+        read = {names[i.name] for op in operations for i in op.inputs if i.name in names}
+        if read:
+            self._sum.refuse_parts(
+                f"it reads {', '.join(sorted(read))} after the update of the optimizer",
+                "Read weights and the state of the optimizer before it, or in a callback.",
+            )
 
     def _reduce_and_apply(
         self,
@@ -190,36 +224,55 @@ class Gradients:
         gradients: _Reduced,
         apply: Callable[[_Reduced], Any],
     ) -> Any:
-        is_weighted = id(optimizer) in self._weighted_optimizers
-        if self._measurement is not None:
-            gradients = self._measurement.gradients_are_computed(gradients)
-            if self._measurement.measures_squares:
-                own_square = self._own_square(gradients, is_weighted)
-                self._measurement.own_squares.append(own_square)
-        update = _PendingUpdate(apply, gradients, is_weighted)
-        may_wait = optimizer is self._spec.deferrable_optimizer and self._pending is None
-        if may_wait and is_weighted:
-            self._pending = update
+        is_weighted, is_cut = (
+            id(optimizer) in self._weighted_optimizers,
+            self._spec.parts is not None,
+        )
+        if is_cut and not is_weighted:
+            gradients = [each if each is None else self._spec.weighted(each) for each in gradients]
+        elif not is_cut:
+            gradients = self._measured(gradients, is_weighted)
+        have_unique_indices = [_has_unique_indices(each) for each in gradients]
+        update = _PendingUpdate(apply, gradients, is_weighted or is_cut, have_unique_indices)
+        may_wait = optimizer is self._spec.deferrable_optimizer and not self._pending
+        if is_cut or (may_wait and is_weighted):
+            if not self._pending and is_cut:
+                graph = tf.compat.v1.get_default_graph()
+                self._num_operations = len(graph.get_operations())
+            self._pending.append(update)
+            self._optimizers.append(optimizer)
             return None
-        reduced, _ = self._summed(update, [])
+        (reduced,), _ = self._summed([update], [])
         return self._finish(update, reduced)
 
-    def _summed(self, update: _PendingUpdate, others: Nest) -> tuple[_Reduced, Nest]:
-        gradients, leading = list(update.gradients), dict[tf.DType, int]()
-        for place, each in enumerate(gradients):
-            if isinstance(each, tf.IndexedSlices):
-                gradients[place] = _prepared(self._spec, each, update.is_weighted)
-            elif each is not None:
-                leading[each.dtype] = leading.get(each.dtype, 0) + each.shape.num_elements()
+    def _measured(self, gradients: _Reduced, is_weighted: bool) -> _Reduced:
+        """Stop the clock of the share, whose gradients are computed."""
+        if self._measurement is None:
+            return gradients
+        gradients = self._measurement.gradients_are_computed(gradients)
+        if self._measurement.measures_squares:
+            self._measurement.own_squares.append(self._own_square(gradients, is_weighted))
+        return gradients
+
+    def _summed(self, updates: list[_PendingUpdate], others: Nest) -> tuple[list[_Reduced], Nest]:
+        leading, gradients = dict[tf.DType, int](), [list(each.gradients) for each in updates]
+        is_weighted = updates[0].is_weighted  # several wait only where all are
+        for of_one in gradients:
+            for place, each in enumerate(of_one):
+                if isinstance(each, tf.IndexedSlices):
+                    of_one[place] = _prepared(self._spec, each, is_weighted)
+                elif each is not None:
+                    leading[each.dtype] = leading.get(each.dtype, 0) + each.shape.num_elements()
 
         def prepare(buffer: tf.Tensor) -> tf.Tensor:
             count = leading.get(buffer.dtype, 0)
-            return _prepared(self._spec, buffer, update.is_weighted, count) if count else buffer
+            return _prepared(self._spec, buffer, is_weighted, count) if count else buffer
 
         reduced, summed = self._sum((gradients, others), prepare)
-        for place, before in enumerate(update.gradients):
-            if _has_unique_indices(before):
-                reduced[place] = _merge_equal_indices(reduced[place])
+        for update, of_one in zip(updates, reduced, strict=True):
+            for place, is_unique in enumerate(update.have_unique_indices):
+                if is_unique:
+                    of_one[place] = _merge_equal_indices(of_one[place])
         return reduced, summed
 
     def _finish(self, update: _PendingUpdate, reduced: _Reduced) -> Any:
@@ -242,15 +295,14 @@ class Gradients:
         grads = [self._value(each) for each in given]
         check_created_in_scope(tf.distribute.get_strategy(), variables)
         self._sum.refuse_condition()
-        num_replicas = self._spec.num_replicas
         for grad, variable in zip(grads, variables, strict=True):
             # their next value, which replicas cannot sum
-            if getattr(variable, "overwrite_with_gradient", False) and num_replicas > 1:
+            if getattr(variable, "overwrite_with_gradient", False) and not self._spec.is_whole:
                 raise ValueError(
                     "Variables that are overwritten with their gradient cannot be trained on "
                     "several replicas, whose gradients are summed. Received: "
-                    f"{variable.path!r} on {num_replicas} replicas, probably of a layer quantized "
-                    "to float8. Train before model.quantize('float8'), or on one device."
+                    f"{variable.path!r} on {self._spec.num_replicas} replicas, probably of a layer "
+                    "quantized to float8. Train before model.quantize('float8'), or on one device."
                 )
             # packing needs them, and an embedding's dense gradient has none
             if grad is not None and not isinstance(grad, tf.IndexedSlices):
@@ -261,7 +313,7 @@ class Gradients:
         value = given.value if isinstance(given, private_api.KerasTensorFlowVariable) else given
         if not isinstance(value, tf.Variable):
             return value
-        if id(value) not in self._values_of_model and self._spec.num_replicas > 1:
+        if id(value) not in self._values_of_model and not self._spec.is_whole:
             raise ValueError(
                 "Gradients that a step keeps must be in variables that Keras knows: a tf.Variable "
                 "is each replica's own, and is not added up as the shares were when it was written."
@@ -304,6 +356,10 @@ def reduce_over_replicas(values: Nest, aggregation: str = "mean") -> Nest:
             )
         return values
     step.sum.refuse_condition()
+    step.sum.refuse_parts(
+        "keras_het.reduce_over_replicas combines values in the middle of it",
+        "Let the optimizer do what needs the gradient of the global batch.",
+    )
 
     def own(value: Leaf) -> Summand | None:
         if value is None:

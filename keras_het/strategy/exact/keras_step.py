@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -21,7 +23,8 @@ from keras_het.strategy.exact.gradients import Gradients, Update
 from keras_het.strategy.exact.keras_hooks import as_replica, keras_hooks, recorded_results
 from keras_het.strategy.exact.means import Means
 from keras_het.strategy.exact.metrics import Metrics, flatten_metrics
-from keras_het.strategy.exact.own_state import Assignments, OwnState, tell
+from keras_het.strategy.exact.micro_batches import MicroBatches
+from keras_het.strategy.exact.own_state import Assignments, OwnState, StateChange, tell
 from keras_het.strategy.exact.step import ReplicaSum, StepSpec, active, is_positive
 from keras_het.strategy.measure.emulated_device import works_ahead
 from keras_het.strategy.measure.step_clock import Measurement
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 Run = Callable[..., Any]
+_About: TypeAlias = (
+    "tuple[keras.Model | None, list[keras.metrics.Metric], UnfinishedStep | None, list[str]]"
+)
+"""Model, metrics, the store of what an unfinished step changes, and remarks for the user."""
 
 
 def run_train_or_test_step(
@@ -65,8 +72,8 @@ def run_train_or_test_step(
     remarks: list[str] = []
 
     def replica_step(rows: Nest, sizes: tf.Tensor | None) -> Nest:
-        spec = _spec(strategy, rows, sizes, **facts)
-        step = ExactStep(strategy, spec, rows, model, metrics, unfinished, remarks)
+        about = (model, metrics, unfinished, remarks)
+        step, rows = _step(strategy, rows, sizes, about, **facts)
         return _trace(strategy, step, model, function, rows, caller, request)
 
     with keras_hooks(), recorded_results(flatten_metrics(metrics)):
@@ -85,9 +92,8 @@ def run_predict_step(
     remarks: list[str] = []
 
     def replica_step(rows: Nest, sizes: tf.Tensor | None) -> Nest:
-        spec = _spec(strategy, rows, sizes, kind="predict")
-        step = ExactStep(strategy, spec, rows, model, [], None, remarks)
-        rows = at_least_one_row(spec, rows if step.measurement is None else step.measurement.rows)
+        step, rows = _step(strategy, rows, sizes, (model, [], None, remarks), kind="predict")
+        spec, rows = step.spec, at_least_one_row(step.spec, rows)
         step.own_state.read_from(rows)
         with as_replica(caller), active(step):
             outputs = function(rows)
@@ -131,32 +137,30 @@ def _trace(
 ) -> Nest:
     """Run one replica's train or test step: its own part, one collective for all, the update."""
     spec, measurement, is_first = step.spec, step.measurement, step.spec.local_position == 0
-    with (
-        as_replica(caller),
-        active(step),
-        step.metrics.unchanged_without_samples(),
-        step.update.storing(model),
-    ):
-        rows = at_least_one_row(spec, rows if measurement is None else measurement.rows)
-        step.own_state.read_from(rows)
-        logs = function(rows)  # the hooks call the stages; gradients most often wait for the sum
+    compute = functools.partial(_compute, model=model, function=function, caller=caller)
+    with step.update.storing(model):
+        if spec.parts is None:
+            part, logs, changes = compute(step, rows)
+            own = None
+        else:
+            part, logs, changes, own = _compute_parts(step, spec.parts, model, compute)
+        of_metrics = {id(v) for metric in flatten_metrics(model.metrics) for v in metric.variables}
+        step.update.check_stored(model, part.assignments.recorded.keys() - of_metrics)
     with active(step):
-        logs, metrics = step.metrics.values(logs), flatten_metrics(model.metrics)
-        of_metrics = {id(variable) for metric in metrics for variable in metric.variables}
-        step.update.check_stored(model, step.assignments.recorded.keys() - of_metrics)
-        changes = step.own_state.changes(model, metrics)
         check_created_in_scope(strategy, [change.variable for change in changes])
         # A test step has no gradients that could wait for the emulated device.
-        computed = _tensors(logs) if measurement is None else measurement.held(_tensors(logs))
+        results = _tensors(logs if own is None else own)
+        computed = results if measurement is None else measurement.held(results)
         times = [] if measurement is None else measurement.summands()
         wishes = [] if request is None else [_wishes(request, is_first, logs)]
         with tf.control_dependencies(computed):
-            reduced, (of_logs, of_state, times, wishes) = step.gradients.sum_with(
-                (step.metrics.summands(logs), [c.summands for c in changes], times, wishes)
-            )
-            logs = step.metrics.logs_of_all(logs, of_logs)
+            if own is None:
+                own = _summands(part, logs, changes)
+            reduced, (own, times, wishes) = step.gradients.sum_with((own, times, wishes))
+            of_logs, of_state = own
+            logs = part.metrics.logs_of_all(logs, of_logs)
         step.gradients.update(reduced)
-        before = {**step.own_state.before, **step.metrics.before}
+        before = {**part.own_state.before, **part.metrics.before}
         for change, sums in zip(changes, of_state, strict=True):
             value = change.finish(sums)
             if spec.may_have_no_samples:
@@ -167,6 +171,78 @@ def _trace(
         if request is not None and is_first:
             request.record(wishes[0])
     return logs
+
+
+def _compute(
+    step: ExactStep,
+    rows: Nest,
+    *,
+    model: keras.Model,
+    function: Callable[[Nest], Nest],
+    caller: dict[str, Any],
+) -> tuple[ExactStep, Nest, list[StateChange]]:
+    """Run the step on a share, or on one micro-batch; return its logs, and its changes of state."""
+    with as_replica(caller), active(step), step.metrics.unchanged_without_samples():
+        rows = at_least_one_row(step.spec, rows)
+        if step.spec.parts is not None and step.spec.is_first_part:
+            step.spec.parts.first_rows = rows
+        step.own_state.read_from(rows)
+        logs = function(rows)  # the hooks call the stages; gradients most often wait for the sum
+    with active(step):
+        logs = step.metrics.values(logs)
+        return step, logs, step.own_state.changes(model, flatten_metrics(model.metrics))
+
+
+def _compute_parts(
+    step: ExactStep, parts: MicroBatches, model: keras.Model, compute: Callable[..., Any]
+) -> tuple[ExactStep, Nest, list[StateChange], Nest]:
+    """Run the step on all micro-batches of a share; return also what they add to the sums."""
+    if tf.executing_eagerly():
+        parts.refuse("it runs eagerly", "Compile the model without run_eagerly=True.")
+    first, logs, changes = compute(step.part(parts, None), parts.rows(None))
+    with active(first):
+        of_first = first.gradients.of_part, _summands(first, logs, changes)
+        values = first.own_state.values_of_parts(first.metrics.before)
+
+    def own(number: tf.Tensor) -> Nest:
+        with active(first):
+            first.own_state.put_back(values)
+        part = step.part(parts, number)
+        part.means.divisors = first.means.divisors
+        _, of_logs, of_state = compute(part, parts.rows(number))
+        with active(part):
+            part.gradients.refuse_reads_after_update(part.own_state, model)
+            own_metrics = [v for m in flatten_metrics(model.metrics) for v in m.variables]
+            part.metrics.refuse_derived(of_logs, part.own_state.handles_in_graph(own_metrics))
+            return part.gradients.of_part, _summands(part, of_logs, of_state)
+
+    gradients, summands = parts.add_up(of_first, first.sum.join_of, own)
+    with active(step):
+        step.gradients.take(first.gradients, gradients)
+    return first, logs, changes, summands
+
+
+def _summands(step: ExactStep, logs: Nest, changes: Sequence[StateChange]) -> Nest:
+    return step.metrics.summands(logs), [change.summands for change in changes]
+
+
+def _step(
+    strategy: HeterogeneousStrategy,
+    rows: Nest,
+    sizes: tf.Tensor | None,
+    about: _About,
+    **facts: Any,
+) -> tuple[ExactStep, Nest]:
+    """Return a replica's step, and its rows once its clock has started."""
+    spec = _spec(strategy, rows, sizes, **facts)
+    is_measured = spec.is_timed or spec.emulated_device is not None
+    # Absent where nobody measures: nothing of it is in the graph then.
+    measurement = Measurement(spec, strategy.compute_times, rows) if is_measured else None
+    rows = rows if measurement is None else measurement.rows
+    if strategy._micro_batch_sizes is not None and spec.kind != "predict":
+        most = strategy._micro_batch_sizes[spec.replica_id]
+        spec = dataclasses.replace(spec, parts=MicroBatches(spec.samples, most, rows))
+    return ExactStep(spec, measurement, *about), rows
 
 
 def _spec(
@@ -209,25 +285,27 @@ class ExactStep:
 
     def __init__(
         self,
-        strategy: HeterogeneousStrategy,
         spec: StepSpec,
-        rows: Nest,
+        measurement: Measurement | None,
         model: keras.Model | None,
         metrics: Sequence[keras.metrics.Metric],
         unfinished: UnfinishedStep | None,
         remarks: list[str],
     ) -> None:
-        is_measured = spec.is_timed or spec.emulated_device is not None
-        self.spec = spec
-        # Absent where nobody measures: nothing of it is in the graph then.
-        self.measurement = Measurement(spec, strategy.compute_times, rows) if is_measured else None
+        self.spec, self.measurement = spec, measurement
         self.update = Update(spec, unfinished if spec.local_position == 0 else None)
         self.assignments = Assignments(self.update)
-        self.sum = ReplicaSum(spec, self.assignments, self.measurement)
-        self.gradients = Gradients(spec, self.sum, self.update, self.measurement, model)
+        self.sum = ReplicaSum(spec, self.assignments, measurement)
+        self.gradients = Gradients(spec, self.sum, self.update, measurement, model)
         self.means = Means(spec, self.sum, self.gradients)
         self.metrics = Metrics(spec, self.sum, self.assignments, metrics)
         self.own_state = OwnState(spec, self.sum, self.assignments, model, remarks)
+        self._about = (model, metrics, None, remarks)
+
+    def part(self, parts: MicroBatches, number: tf.Tensor | None) -> ExactStep:
+        """Return the step on one micro-batch, in the graph being built."""
+        spec = parts.spec(self.spec, number)
+        return ExactStep(spec, self.measurement if number is None else None, *self._about)
 
 
 def _is_measured(strategy: HeterogeneousStrategy) -> bool:
@@ -281,6 +359,11 @@ def check_can_compile(strategy: HeterogeneousStrategy, model: keras.Model | None
     """Refuse a model whose step XLA is asked to compile but cannot."""
     if model is None or not model.jit_compile:
         return
+    if strategy._micro_batch_sizes is not None:
+        raise ValueError(
+            "XLA cannot compile a step whose number of micro-batches changes. Received: a model "
+            "with jit_compile=True under a strategy with micro_batch_size. Leave one of them out."
+        )
     extended = strategy.extended
     is_gpu = "GPU" in extended.worker_devices[0]
     # whether a step traced now sums on the machines' CPUs

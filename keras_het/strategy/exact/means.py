@@ -34,6 +34,9 @@ class Means:
 
     def __init__(self, spec: StepSpec, replica_sum: ReplicaSum, gradients: Gradients) -> None:
         self._spec, self._sum, self._gradients = spec, replica_sum, gradients
+        self.divisors: list[tf.Tensor] = []
+        """Divisors of all replicas that depend on the data, in order; the first part sums them."""
+        self._num_used = 0
 
     def keep_local(self, original: Original, value: tf.Tensor) -> tf.Tensor:
         """Hook `scale_loss_for_distribution` and its inverse: the gradient gets the weight."""
@@ -132,13 +135,24 @@ class Means:
         divisor = _data_dependent_divisor(values, sample_weight, mask, reduction)
         if divisor is None:
             return loss
-        return loss * tf.cast(self._divisor_factor(divisor), loss.dtype)
+        is_weighted = mask is not None or reduction == "mean_with_sample_weight"
+        return loss * tf.cast(self._divisor_factor(divisor, is_weighted), loss.dtype)
 
-    def _divisor_factor(self, divisor: tf.Tensor) -> tf.Tensor:
-        # A replica without samples computes on a row of zeros, which does not count.
-        divisor = tf.stop_gradient(self._spec.or_zero(divisor))
-        fraction = tf.math.divide_no_nan(divisor, self._sum(divisor))
-        return tf.cast(fraction, tf.float64) * self._spec.inverse_weight
+    def _divisor_factor(self, divisor: tf.Tensor, is_weighted: bool) -> tf.Tensor:
+        spec = self._spec
+        if spec.is_first_part:
+            whole = divisor
+            if spec.parts is not None and is_weighted:
+                whole = spec.parts.of_share(divisor, "a mask, or a weight of samples,")
+            elif spec.parts is not None:
+                whole = spec.parts.size_of_share(divisor, spec.samples)
+            # A replica without samples computes on a row of zeros, which does not count.
+            self.divisors.append(self._sum(tf.stop_gradient(spec.or_zero(whole))))
+        total = self.divisors[self._num_used]
+        self._num_used += 1
+        divisor = tf.stop_gradient(spec.or_zero(divisor))
+        fraction = tf.math.divide_no_nan(divisor, total)
+        return tf.cast(fraction, tf.float64) * spec.inverse_weight
 
     def update_scalar(
         self,
@@ -205,6 +219,12 @@ class Means:
         return list(tf.cond(self._spec.has_samples, sums, zeros))
 
     def _over_replicas(self, *values: tf.Tensor) -> list[tf.Tensor]:
+        self._sum.refuse_parts(
+            "BatchNormalization(synchronized=True) normalises with statistics of the global batch",
+            "Leave synchronized out, so that each part is normalised by itself, or use "
+            "LayerNormalization or GroupNormalization.",
+        )
+
         @tf.custom_gradient
         def summed(*xs: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
             return list(self._sum(list(xs))), self._gradients_of_sums

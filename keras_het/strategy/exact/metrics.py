@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_het.strategy.exact.own_state import Assignments
+from keras_het.strategy.exact.sample_dependence import made_from
 from keras_het.strategy.exact.step import ReplicaSum, StepSpec
 from keras_het.value_types import Leaf, Nest
 
@@ -110,6 +111,19 @@ class Metrics:
             ],
         )
 
+    def refuse_derived(self, logs: Nest, handles: Iterable[str]) -> None:
+        """Refuse to cut a step whose logs are computed from metrics, given their handles.
+
+        A metric goes on from part to part, so that what parts compute from it has no mean.
+        """
+        plain = [leaf for leaf in tf.nest.flatten(logs) if id(leaf) not in self._records]
+        made = made_from(tf.compat.v1.get_default_graph(), handles)
+        if any(tf.is_tensor(leaf) and leaf.name in made for leaf in plain):
+            self._sum.refuse_parts(
+                "its logs have a number that is computed from a metric's result",
+                "Return the results themselves, or make it the result of a metric of your own.",
+            )
+
     def logs_of_all(self, logs: Nest, sums: Nest) -> Nest:
         leaves = tf.nest.flatten(logs)
         records, (summed_states, summed_parts) = self._states(leaves), sums
@@ -158,6 +172,7 @@ class Metrics:
             if variable.aggregation == "sum":
                 if before is not None:
                     value = tf.where(self._spec.has_samples, value, before)
+                value = self._sum.joined_by(lambda _, latest: latest, value)
             elif variable.aggregation == "mean" and value.dtype.is_floating:
                 value = self._spec.weighted(value)
             else:

@@ -206,11 +206,15 @@ class OwnState:
         self.before = {
             id(variable): tf.identity(tf.convert_to_tensor(variable.value))
             for variable in (model.non_trainable_variables if model is not None else ())
-            if spec.may_have_no_samples or not is_float(variable) or variable.aggregation == "sum"
+            if spec.may_have_no_samples
+            or spec.parts is not None
+            or not is_float(variable)
+            or variable.aggregation == "sum"
         }
         # The batch, and tensors that differ although no sample affects them.
         self._rows: Nest = ()
         self._seeds: list[tf.Tensor] = []
+        self._drawn: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
 
     def read_from(self, rows: Nest) -> None:
         """Take note of the batch, whose rows all that depends on samples is computed from."""
@@ -227,9 +231,11 @@ class OwnState:
         seed = original(generator, *args, **kwargs)
         # has one value on all replicas
         self._assignments.recorded.pop(id(generator.state), None)
-        if self._spec.seed_stream != 0:
-            offset = (self._spec.seed_stream * _SEED_STRIDE) % (2**31)
-            seed = seed + tf.cast(tf.constant([offset, 0], tf.int64), seed.dtype)
+        self._drawn.setdefault(id(generator.state), (generator.state, seed))
+        stream = self._spec.seed_stream
+        if tf.is_tensor(stream) or stream != 0:
+            offset = (stream * _SEED_STRIDE) % (2**31)
+            seed = seed + tf.cast(tf.convert_to_tensor([offset, 0], tf.int64), seed.dtype)
         self._seeds.append(seed)
         return seed
 
@@ -250,6 +256,10 @@ class OwnState:
         if not tf.is_tensor(value) or aggregation not in _SUMS:
             return original(value, aggregation, destinations)
         is_mean = aggregation == tf.VariableAggregation.MEAN
+        self._sum.refuse_parts(
+            f"a layer assigns the tf.Variable {destinations.name!r} with an aggregation",
+            "Make it with self.add_weight(..., trainable=False).",
+        )
         return self._sum(self._spec.weighted(value) if is_mean else self._spec.or_zero(value))
 
     def finish_prediction(self, model: keras.Model) -> None:
@@ -263,7 +273,7 @@ class OwnState:
     ) -> list[StateChange]:
         """Return the state that this step has changed and replicas must agree on."""
         spec, assigned = self._spec, self._assignments.recorded
-        if spec.num_replicas == 1 and not spec.may_have_no_samples:
+        if spec.is_whole and not spec.may_have_no_samples:
             return []
         rules = Rules(private_api.layers_with_state(model), "replica")
         reader = _Reader(self._assignments, self._rows, self._sum.results, self._seeds)
@@ -287,6 +297,37 @@ class OwnState:
             combined = {id(variable) for variable in (*model.non_trainable_variables, *of_metrics)}
             self._remark_on_others(model, combined, reader)
         return changes
+
+    def values_of_parts(
+        self, of_metrics: dict[int, tf.Tensor]
+    ) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """Return what the first micro-batch has changed, with the values that others start from.
+
+        `of_metrics` has those of metrics before the step, by id. Their sums go on in each part.
+        """
+        before = {**of_metrics, **self.before}
+        found = [(v, before.get(key, seed)) for key, (v, seed) in self._drawn.items()]
+        for key, (variable, _) in self._assignments.recorded.items():
+            if key not in before:
+                self._sum.refuse_parts(
+                    f"it assigns {variable.name!r} outside of the optimizer's update",
+                    "Make state with self.add_weight(..., trainable=False) of a layer or the "
+                    "model, and leave out layers that assign weights, as SpectralNormalization.",
+                )
+            if key not in of_metrics or variable.aggregation != "sum":
+                found.append((variable, before[key]))
+        return found
+
+    def put_back(self, values: Sequence[tuple[keras.Variable, tf.Tensor]]) -> None:
+        """Start another micro-batch from the state before the step."""
+        with self._assignments.by_keras():
+            for variable, value in values:
+                variable.value.assign(value)  # not Keras's assign: this is no part of the step
+
+    def handles_in_graph(self, variables: Iterable[EitherVariable]) -> dict[str, str]:
+        """Return the names of variables by the names of their handles in the graph being built."""
+        handles = ((_handle_in_graph(variable), variable) for variable in variables)
+        return {handle: variable.path for handle, variable in handles if handle is not None}
 
     def _change(self, variable: keras.Variable, rule: Rule) -> StateChange:
         if rule.combination is not None:
@@ -317,11 +358,16 @@ class OwnState:
         value = carried(tensor)
         if kind in (Kind.MAX, Kind.MIN):
             nothing = value.dtype.min if kind is Kind.MAX else value.dtype.max
-            return self._in_own_row(self._unless_empty(value, nothing))
+            largest = tf.maximum if kind is Kind.MAX else tf.minimum
+            row = self._in_own_row(self._unless_empty(value, nothing))
+            return self._sum.joined_by(largest, row)
         return self._unless_empty(value, 0)
 
     def _sum_of_changes(self, variable: keras.Variable, unless_equal: bool) -> StateChange:
-        """The old value plus the changes of all replicas, or plus one of them if all are equal."""
+        """The old value plus the changes of all replicas, or plus one of them if all are equal.
+
+        Those of micro-batches are added up on their replica, beside the least and the largest.
+        """
         value = tf.convert_to_tensor(variable.value)
         before = self.before.get(id(variable))
         if before is None:  # made in this step
@@ -334,12 +380,15 @@ class OwnState:
             counts = ~tf.math.is_nan(sums[0])
             total = tf.reduce_sum(tf.where(counts, sums[0], tf.zeros_like(sums[0])), axis=0)
             if unless_equal:
-                least = tf.reduce_min(tf.where(counts, sums[0], sums[0].dtype.max), axis=0)
-                most = tf.reduce_max(tf.where(counts, sums[0], sums[0].dtype.min), axis=0)
+                low, high = sums[1:] or (sums[0], sums[0])
+                least = tf.reduce_min(tf.where(counts, low, low.dtype.max), axis=0)
+                most = tf.reduce_max(tf.where(counts, high, high.dtype.min), axis=0)
                 total = tf.where(tf.reduce_all(least == most), most, total)
             return before + tf.cast(total, value.dtype)
 
-        return StateChange(variable, [rows], finish)
+        bounds = (tf.minimum, tf.maximum) if unless_equal and self._spec.parts is not None else ()
+        limits = [self._sum.joined_by(limit, rows) for limit in bounds]
+        return StateChange(variable, [rows, *limits], finish)
 
     def _unless_empty(self, value: tf.Tensor, nothing: float) -> tf.Tensor:
         return tf.where(self._spec.has_samples, value, tf.cast(nothing, value.dtype))

@@ -130,20 +130,10 @@ class SampleDependence:
                 terms.extend(operation.inputs[1:] if operation.type == "Sub" else [])
             else:
                 terms.append(latest)
-        made = self._made_from(tensor.graph, partial)
+        made = made_from(tensor.graph, partial)
         return held == 1 and all(
             self.kind(term) is not Kind.EQUAL and term.name not in made for term in terms
         )
-
-    def _made_from(self, graph: tf.Graph, handles: Iterable[str]) -> set[str]:
-        """Names of all tensors that are computed from what variables hold."""
-        waiting = [graph.get_tensor_by_name(handle) for handle in handles]
-        found = set[str]()
-        while waiting:
-            outputs = [out for each in waiting.pop().consumers() for out in each.outputs]
-            waiting.extend(each for each in outputs if each.name not in found)
-            found.update(each.name for each in outputs)
-        return found
 
     def _collect(self, tensor: tf.Tensor, found: dict[str, tuple[Kind, tf.Tensor]]) -> bool:
         kind = self.kind(tensor)
@@ -213,6 +203,17 @@ class SampleDependence:
         if not is_random and not set(of_values) <= {Kind.EQUAL, Kind.SHAPE, *_ROWS}:
             return Kind.OTHER
         return Kind.SUBSET if _leaves_rows_out(operation, kinds) else Kind.ROWS
+
+
+def made_from(graph: tf.Graph, handles: Iterable[str]) -> set[str]:
+    """Names of all tensors that are computed from what variables hold."""
+    waiting = [graph.get_tensor_by_name(handle) for handle in handles]
+    found = set[str]()
+    while waiting:
+        outputs = [out for each in waiting.pop().consumers() for out in each.outputs]
+        waiting.extend(each for each in outputs if each.name not in found)
+        found.update(each.name for each in outputs)
+    return found
 
 
 def _of_shapes(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind | None:

@@ -27,11 +27,14 @@ from keras_het.value_types import Nest, Summand
 
 if TYPE_CHECKING:
     from keras_het.strategy.exact.keras_step import ExactStep
+    from keras_het.strategy.exact.micro_batches import MicroBatches
     from keras_het.strategy.exact.own_state import Assignments
     from keras_het.strategy.measure.step_clock import Measurement
 
 Original: TypeAlias = Callable[..., Any]
 """The function of Keras or TensorFlow that a hook replaces."""
+Join: TypeAlias = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+"""How what two micro-batches add to a sum over replicas becomes one."""
 _local = threading.local()
 
 
@@ -52,7 +55,7 @@ class StepSpec:
     inverse_weight: tf.Tensor
     sizes: tf.Tensor | None
     """Shares of all replicas, int64 of shape [num_replicas], if the batch carries them."""
-    seed_stream: int
+    seed_stream: int | tf.Tensor
     """The independent stream of random numbers that this replica draws from."""
     is_on_gpu: bool
     """Whether it is on a GPU or another device that works asynchronously to its host."""
@@ -64,6 +67,14 @@ class StepSpec:
     """The optimizer whose gradients travel with the logs, as nothing reads weights in between."""
     is_timed: bool = False
     emulated_device: EmulatedDevice | None = None
+    parts: MicroBatches | None = None
+    """The micro-batches that this replica's share is computed in."""
+    is_first_part: bool = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it computes on the whole global batch."""
+        return self.num_replicas == 1 and self.parts is None
 
     @property
     def num_replicas(self) -> int:
@@ -93,6 +104,8 @@ class StepSpec:
         if self.sizes is not None:
             sizes = self.sizes[self.group.start : self.group.stop]
             is_first = tf.argmax(tf.cast(sizes > 0, tf.int32)) == self.position
+        if not self.is_first_part:
+            is_first = False
         return tf.where(is_first, value, tf.zeros_like(value))
 
 
@@ -143,6 +156,21 @@ class ReplicaSum:
         self._graph = tf.compat.v1.get_default_graph()
         self.results: list[Summand] = []
         """All sums so far, which are equal on all replicas."""
+        self._joins: dict[int, tuple[tf.Tensor, Join]] = {}
+
+    def joined_by(self, join: Join, value: tf.Tensor) -> tf.Tensor:
+        """Return a summand whose values of several micro-batches are not simply added up."""
+        value = value if self._spec.parts is None else tf.identity(value)
+        self._joins[id(value)] = value, join
+        return value
+
+    def refuse_parts(self, what: str, instead: str) -> None:
+        """Refuse to sum over all samples before the last micro-batch is computed."""
+        if self._spec.parts is not None:
+            self._spec.parts.refuse(what, instead)
+
+    def join_of(self, value: tf.Tensor) -> Join:
+        return self._joins[id(value)][1] if id(value) in self._joins else tf.add
 
     def __call__(
         self, values: Nest, prepare: Callable[[tf.Tensor], tf.Tensor] | None = None
@@ -185,7 +213,8 @@ class ReplicaSum:
     def refuse_condition(self) -> None:
         """Refuse to sum in a branch, from which replicas of one process cannot be reached."""
         num_local = len(self._spec.local_replicas)
-        if self._graph is tf.compat.v1.get_default_graph() or num_local == 1:
+        is_alone = num_local == 1 and self._spec.parts is None
+        if self._graph is tf.compat.v1.get_default_graph() or is_alone:
             return
         raise ValueError(
             "An update within tf.cond, tf.while_loop or a tf.function of one's own cannot add up "

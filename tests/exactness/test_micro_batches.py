@@ -1,0 +1,541 @@
+"""Shares that are computed in parts give what one device gives, or a replica for each part."""
+
+import functools
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from devices import DEVICES
+from equivalence import (
+    Trial,
+    arrays,
+    assert_equivalent,
+    assert_same_outcome,
+    batches,
+    build_seeded,
+    dense_model,
+    masked_words,
+    said,
+    values_of,
+)
+from keras import ops
+from test_own_state import Counters, Extremes, Sums
+
+import keras_het
+from keras_het import HeterogeneousStrategy
+
+SHARES = ((3, 0, 5), (5, 2, 1))
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx(before[0])
+    keras.config.set_dtype_policy(before[1])
+
+
+@functools.cache
+def in_parts(size=2, devices=3):
+    return HeterogeneousStrategy(DEVICES[:devices], micro_batch_size=size)
+
+
+def assert_exact(build, data=batches, size=2, rtol=1e-9, **options):
+    trial = Trial(build, data, **{"predict": False, "infer_always": True, **options})
+    assert_equivalent(trial, SHARES, rtol, rtol / 100, strategy=in_parts(size))
+
+
+class Activities(keras.layers.Layer):
+    """Losses of both kinds, as scalars and as values of samples."""
+
+    def call(self, x):
+        self.add_loss(0.1 * ops.mean(ops.square(x)))
+        self.add_loss(0.01 * ops.sum(ops.square(x), axis=1))
+        return x
+
+
+class Step(keras.Model):
+    """A step of one's own, as in the guides."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(4, "tanh", kernel_regularizer="l2")
+        self.head = keras.layers.Dense(1)
+        self.build((None, 5))
+
+    def build(self, shape):
+        self.hidden.build(shape)
+        self.head.build((None, 4))
+        self.built = True
+
+    def call(self, x, training=False):
+        return self.head(self.hidden(x))
+
+    def gradients(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred)
+        return y, y_pred, loss, tape.gradient(loss, self.trainable_variables)
+
+
+class GuideStep(Step):
+    def train_step(self, data):
+        y, y_pred, loss, gradients = self.gradients(data)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        for metric in self.metrics:
+            args = (loss,) if metric.name == "loss" else (y, y_pred)
+            metric.update_state(*args)
+        return {
+            **{m.name: m.result() for m in self.metrics},
+            "spread": ops.mean(ops.square(y_pred)),
+        }
+
+
+class OldStep(Step):
+    def train_step(self, data):
+        *_, loss, gradients = self.gradients(data)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss, "rate": self.optimizer.learning_rate}
+
+
+class Extended(Step):
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return {**logs, "size": ops.mean(ops.cast(data[0] > 0, "float64"))}
+
+
+class TwoOptimizers(Step):
+    def train_step(self, data):
+        *_, loss, gradients = self.gradients(data)
+        variables = self.trainable_variables
+        self.optimizer.apply(gradients[:2], variables[:2])
+        self.second.apply(gradients[2:], variables[2:])
+        return {"loss": loss}
+
+
+def own_step(kind):
+    model = kind()
+    metrics = None if kind in (OldStep, TwoOptimizers) else ["mae"]
+    model.compile(keras.optimizers.Adam(0.05, global_clipnorm=0.3), "mse", metrics=metrics)
+    if kind is TwoOptimizers:
+        model.second = keras.optimizers.SGD(0.1)
+    return model
+
+
+def classifier(**options):
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    return dense_model(loss, functools.partial(sgd, 0.1), **options)
+
+
+def classes():
+    x, y = arrays()
+    return tf.data.Dataset.from_tensor_slices((x, (y > 0.5).astype("float64"))).batch(8)
+
+
+def weighted():
+    x, y = arrays()
+    weights = np.random.default_rng(3).uniform(0.0, 2.0, (len(x),))
+    return tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(8)
+
+
+def sentences(masked=True, recurrent=False):
+    model = keras.Sequential(
+        [
+            keras.Input((4,), dtype="int32"),
+            keras.layers.Embedding(9, 3, mask_zero=masked),
+            *([keras.layers.GRU(3, return_sequences=True)] if recurrent else []),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.05), "mse", weighted_metrics=["mae"])
+    return model
+
+
+def words_to_words():
+    words = np.concatenate([x for x, _ in masked_words()])
+    targets = np.random.default_rng(1).normal(size=(*words.shape, 1))
+    return tf.data.Dataset.from_tensor_slices((words, targets)).batch(8)
+
+
+def several_outputs():
+    """Losses with different divisors in one gradient."""
+    inputs = keras.Input((4,), dtype="int32")
+    hidden = keras.layers.Embedding(9, 3, mask_zero=True)(inputs)
+    each = keras.layers.Dense(1, name="each")(hidden)
+    whole = keras.layers.Dense(1, name="whole")(keras.layers.GlobalAveragePooling1D()(hidden))
+    model = keras.Model(inputs, [each, whole])
+    losses = ["mse", keras.losses.MeanAbsoluteError(reduction="sum")]
+    model.compile(keras.optimizers.SGD(0.05), losses)
+    return model
+
+
+def words_to_several():
+    def targets(words, target):
+        return words, (target, target[:, 0])
+
+    return words_to_words().map(targets)
+
+
+def mse(reduction):
+    return keras.losses.MeanSquaredError(reduction=reduction)
+
+
+def with_state(layer):
+    return dense_model(
+        layers=lambda: [keras.layers.Dense(5, "tanh"), layer(name="own", dtype="float32")]
+    )
+
+
+CASES = {
+    "regularizer_and_clipping": lambda: assert_exact(
+        lambda: dense_model(
+            optimizer=lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.1),
+            layers=lambda: [keras.layers.Dense(4, "tanh", kernel_regularizer="l2")],
+            metrics=["mae", keras.metrics.RootMeanSquaredError()],
+        )
+    ),
+    "add_loss": lambda: assert_exact(lambda: dense_model(layers=lambda: [Activities()])),
+    "auc_and_class_weight": lambda: assert_exact(
+        lambda: classifier(metrics=["accuracy", keras.metrics.AUC(20, name="auc")]),
+        classes,
+        options={"class_weight": {0: 1.0, 1: 3.0}},
+    ),
+    "sum": lambda: assert_exact(lambda: dense_model(mse("sum"), functools.partial(sgd, 0.01))),
+    "none": lambda: assert_exact(
+        lambda: dense_model(mse("none"), functools.partial(sgd, 0.01)), evaluate=False
+    ),
+    "mean": lambda: assert_exact(lambda: dense_model(mse("mean"))),
+    "sample_weight": lambda: assert_exact(
+        lambda: dense_model(weighted_metrics=["mae"], metrics=["mse"]), weighted
+    ),
+    "mean_with_sample_weight": lambda: assert_exact(
+        lambda: dense_model(mse("mean_with_sample_weight")), weighted
+    ),
+    "masks": lambda: assert_exact(functools.partial(sentences, recurrent=True), words_to_words),
+    "several_divisors": lambda: assert_exact(several_outputs, words_to_several),
+    "embedding": lambda: assert_exact(functools.partial(sentences, masked=False), words_to_words),
+    "accumulation": lambda: assert_exact(
+        lambda: dense_model(
+            optimizer=lambda: keras.optimizers.Adam(
+                0.05, gradient_accumulation_steps=2, clipvalue=0.1
+            )
+        )
+    ),
+    "loss_scale": lambda: assert_exact(
+        lambda: dense_model(
+            optimizer=lambda: keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.SGD(0.1), initial_scale=8.0, dynamic_growth_steps=2
+            )
+        )
+    ),
+    "mixed_precision": lambda: assert_exact(half_precision, rtol=2e-2),
+    **{
+        kind.__name__: functools.partial(
+            assert_exact, functools.partial(own_step, kind), evaluate=False
+        )
+        for kind in (GuideStep, OldStep, Extended, TwoOptimizers)
+    },
+    **{
+        layer.__name__: functools.partial(
+            assert_exact, functools.partial(with_state, layer), rtol=1e-5, evaluate=False
+        )
+        for layer in (Counters, Sums, Extremes)
+    },
+    "not_divisible": lambda: assert_exact(dense_model, size=3),
+    "one_sample_each": lambda: assert_exact(dense_model, size=1),
+    "some_replicas": lambda: assert_exact(dense_model, size=(None, 1, 2)),
+}
+
+
+def half_precision():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        # each part rounds to 11 bits
+        optimizer = functools.partial(keras.optimizers.LossScaleOptimizer, sgd(0.1), 256)
+        return dense_model("mse", optimizer)
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def sgd(rate):
+    return keras.optimizers.SGD(rate)
+
+
+@pytest.mark.quick("several_divisors", "GuideStep")
+@pytest.mark.parametrize("case", CASES)
+def test_parts_give_what_one_device_gives(case, caplog):
+    CASES[case]()
+    assert not said(caplog)
+
+
+def trained(strategy, build, data=batches, **options):
+    keras.backend.clear_session()
+    with strategy.scope():
+        model = build_seeded(build)
+    trial = Trial(build, data, evaluate=False, predict=False, options=options)
+    return model, trial.train(model, strategy.distribute(data()), inference=False)
+
+
+def normalized():
+    return dense_model(
+        layers=lambda: [
+            keras.layers.Dense(4),
+            keras.layers.BatchNormalization(momentum=0.5, epsilon=0.1),
+        ]
+    )
+
+
+@pytest.mark.full
+def test_parts_are_like_replicas():
+    """Shares of 6 and 2 in parts of 2: the moving statistics of four replicas with 2 each."""
+
+    def data():
+        return batches(16)
+
+    replicas = HeterogeneousStrategy(DEVICES[:4])
+    parts = HeterogeneousStrategy(DEVICES[:2], shares=[3, 1], micro_batch_size=2)
+    _, expected = trained(replicas, normalized, data)
+    _, actual = trained(parts, normalized, data)
+    assert_same_outcome(actual, expected, 1e-9, 1e-11)
+
+
+class Codes(keras.layers.Layer):
+    """Keeps the least and the largest pattern of dropped units."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.dropout = keras.layers.Dropout(0.5, seed=4)
+        for name in ("least", "most"):
+            start = 1e6 if name == "least" else -1e6
+            setattr(
+                self,
+                name,
+                self.add_weight((), keras.initializers.Constant(start), name=name, trainable=False),
+            )
+
+    def build(self, shape):
+        self.dropout.build(shape)
+
+    def call(self, x, training=False):
+        ones = ops.ones_like(ops.repeat(x[:, :1], 16, axis=1))
+        dropped = self.dropout(ones, training=training)
+        codes = ops.sum(dropped * ops.cast(2.0 ** np.arange(16), dropped.dtype), axis=1)
+        self.least.assign(ops.minimum(self.least, ops.min(codes)))
+        self.most.assign(ops.maximum(self.most, ops.max(codes)))
+        return x + 0.001 * dropped[:, :5]
+
+
+def with_codes():
+    return dense_model(layers=lambda: [Codes(name="codes")])
+
+
+def test_parts_drop_different_units():
+    def data():
+        return batches(4, size=4)
+
+    seeds = []
+    for size in (1, 4):
+        model, _ = trained(
+            HeterogeneousStrategy(DEVICES[:1], micro_batch_size=size), with_codes, data
+        )
+        codes = model.get_layer("codes")
+        assert np.array(codes.least) < np.array(codes.most)
+        seeds.append(np.array(codes.dropout.seed_generator.state))
+    np.testing.assert_array_equal(*seeds)
+
+
+@pytest.mark.full
+def test_share_within_the_bound_is_not_cut():
+    plain = HeterogeneousStrategy(DEVICES[:2])
+    bounded = HeterogeneousStrategy(DEVICES[:2], micro_batch_size=4)
+    (a, expected), (b, actual) = trained(plain, with_codes), trained(bounded, with_codes)
+    assert_same_outcome(actual, expected, 0.0, 0.0)
+    for got, want in zip(values_of(b.weights), values_of(a.weights), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+class CountsTraces(keras.layers.Layer):
+    traces = 0
+
+    def call(self, x):
+        type(self).traces += 1
+        return x
+
+
+def test_other_shares_do_not_trace_again():
+    strategy = in_parts()
+    strategy.set_shares((1, 1, 1))
+    with strategy.scope():
+        model = dense_model(layers=lambda: [CountsTraces()])
+    model.fit(strategy.distribute(batches()), verbose=0)
+    traces = CountsTraces.traces
+    for shares in ((5, 0, 1), (0, 0, 1)):
+        strategy.set_shares(shares)
+        model.fit(strategy.distribute(batches()), verbose=0)
+    assert CountsTraces.traces == traces
+
+
+@pytest.mark.full
+def test_shares_in_parts_are_balanced():
+    strategy = HeterogeneousStrategy(DEVICES[:2], micro_batch_size=2)
+    with strategy.scope():
+        model = dense_model()
+    balancer = keras_het.callbacks.BatchBalancer()
+    model.fit(strategy.distribute(batches(64)), epochs=2, verbose=0, callbacks=[balancer])
+    assert balancer.plans
+    assert min(min(row["seconds"]) for row in balancer.measurements) > 0
+
+
+class ReadsAfterUpdate(Step):
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return {**logs, "norm": ops.norm(self.head.kernel)}
+
+
+class TwoUpdates(Step):
+    def train_step(self, data):
+        for _ in range(2):
+            *_, loss, gradients = self.gradients(data)
+            self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class DoublesResult(Step):
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return {**logs, "double": 2 * logs["loss"]}
+
+
+class Sharpness(Step):
+    def train_step(self, data):
+        *_, loss, gradients = self.gradients(data)
+        reduced = keras_het.reduce_over_replicas(gradients)
+        self.optimizer.apply(reduced, self.trainable_variables)
+        return {"loss": loss}
+
+
+class InCondition(Step):
+    def train_step(self, data):
+        *_, loss, gradients = self.gradients(data)
+
+        def update():
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return 0
+
+        tf.cond(loss > 0, update, lambda: 0)
+        return {"loss": loss}
+
+
+class KeepsVariable(keras.layers.Layer):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.rows = tf.Variable(0.0, trainable=False, name="rows")
+
+    def call(self, x):
+        self.rows.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+        return x
+
+
+class MasksByWeight(keras.layers.Layer):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.score = keras.layers.Dense(1)
+        self.supports_masking = True
+
+    def build(self, shape):
+        self.score.build(shape)
+
+    def compute_mask(self, inputs, mask=None):
+        return self.score(inputs)[..., 0] > 0
+
+    def call(self, inputs):
+        return inputs
+
+
+def masked_by_weight():
+    layers = [keras.Input((4, 1)), MasksByWeight(), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    return model
+
+
+def vectors():
+    words = np.random.default_rng(1).normal(size=(8, 4, 1))
+    return tf.data.Dataset.from_tensor_slices((words, words)).batch(8)
+
+
+def synchronized():
+    return dense_model(layers=lambda: [keras.layers.BatchNormalization(synchronized=True)])
+
+
+REFUSED = {
+    "normalises with statistics of the global batch": synchronized,
+    "reads .*kernel.* after the update": lambda: own_step(ReadsAfterUpdate),
+    "reads .*kernel.* after the update of": lambda: own_step(TwoUpdates),
+    "computed from a metric's result": lambda: own_step(DoublesResult),
+    "reduce_over_replicas": lambda: own_step(Sharpness),
+    "within tf.cond": lambda: own_step(InCondition),
+    "assigns 'rows": lambda: dense_model(layers=lambda: [KeepsVariable()]),
+    "a mask, .* depends on more than the batch": masked_by_weight,
+    "runs eagerly": lambda: dense_model(run_eagerly=True),
+    "XLA cannot compile": lambda: dense_model(jit_compile=True),
+}
+
+
+@pytest.mark.quick("computed from a metric's result", "assigns 'rows")
+@pytest.mark.parametrize("says", REFUSED)
+def test_what_cannot_be_cut_is_named(says):
+    strategy = HeterogeneousStrategy(DEVICES[:1], micro_batch_size=2)
+    with strategy.scope():
+        model = build_seeded(REFUSED[says])
+    data = vectors() if "mask" in says else batches()
+    with pytest.raises(ValueError, match=says):
+        model.fit(data, verbose=0)
+
+
+@pytest.mark.parametrize("given", [0, [2], {7: 1}])
+def test_sizes_must_fit_the_replicas(given):
+    with pytest.raises(ValueError, match="micro_batch_size"):
+        HeterogeneousStrategy(DEVICES[:2], micro_batch_size=given)
+
+
+PROGRAM = """
+import resource, sys
+import keras, numpy as np, tensorflow as tf
+import keras_het
+size = int(sys.argv[1]) or None
+strategy = keras_het.HeterogeneousStrategy(devices=["CPU:0"], micro_batch_size=size)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,))])
+    for _ in range(6):
+        model.add(keras.layers.Dense(4096, "tanh"))
+        model.add(keras.layers.Dense(8))
+    model.add(keras.layers.Dense(1))
+    model.compile("sgd", "mse")
+def fit(rows):
+    x = np.ones((rows, 8), "float32")
+    model.fit(x, x[:, :1], batch_size=rows, epochs=2, verbose=0)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = fit(8)
+print("kilobytes", fit(4096) - before)
+"""
+
+
+@pytest.mark.full
+def test_memory_is_that_of_one_part():
+    """Peak memory of a step of 4096 samples, whole and in parts."""
+    used = []
+    for size in (0, 256):
+        result = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(size)], capture_output=True, text=True, timeout=240
+        )
+        assert result.returncode == 0, result.stderr
+        used.append(int(result.stdout.split()[-1]))
+    assert used[0] > 3 * used[1], used
