@@ -4,6 +4,7 @@ Its single argument is a JSON object: "mode" ("fit", "evaluate", "predict", "cus
 "wait_at_start", "handler", "fork"), "backup" (a path, with {} for the worker's index), "save_freq",
 "result" (a path for the variables at the end), "validate", "input" (a kind), "shares", and one
 value, or a list of one for each worker: "waits_at" (a row of the data that never comes),
+"blocks_at" (a training step that never ends in the model),
 "signal_at" (its signal at a step, the number of the step), "signal", "fails_at" and "stuck_at" (a
 step in which it fails, or stays), "saves_at" (a step after which it saves), "killed_before" (a
 file operation, counted from the first save on, before which the chief is killed), "reads_late"

@@ -128,8 +128,9 @@ def test_callbacks_and_numbers_are_those_of_keras(shares, way):
     assert_same_events(events, events_of_keras)
     assert_same_weights(model, expected)
     np.testing.assert_allclose(predicted, expected_predictions, rtol=1e-6)
-    every_loop(alone, data, **options)
-    assert_same_weights(model, alone)
+    if "steps_per_epoch" not in options:  # which Keras exceeds to fill an execution
+        every_loop(alone, data, **options)
+        assert_same_weights(model, alone)
 
 
 @pytest.fixture
