@@ -224,10 +224,8 @@ class Gradients:
         gradients: _Reduced,
         apply: Callable[[_Reduced], Any],
     ) -> Any:
-        is_weighted, is_cut = (
-            id(optimizer) in self._weighted_optimizers,
-            self._spec.parts is not None,
-        )
+        is_weighted = id(optimizer) in self._weighted_optimizers
+        is_cut = self._spec.parts is not None
         if is_cut and not is_weighted:
             gradients = [each if each is None else self._spec.weighted(each) for each in gradients]
         elif not is_cut:
