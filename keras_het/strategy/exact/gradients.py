@@ -208,7 +208,7 @@ class Gradients:
             variable
             for optimizer in self._optimizers
             for variable in optimizer.variables
-            if variable is not optimizer._learning_rate
+            if variable is not getattr(optimizer, "_learning_rate", None)
         ]
         names = own_state.handles_in_graph([*model.trainable_variables, *of_optimizers])
         read = {names[i.name] for op in operations for i in op.inputs if i.name in names}
