@@ -208,7 +208,7 @@ class Gradients:
             variable
             for optimizer in self._optimizers
             for variable in optimizer.variables
-            if variable is not optimizer._learning_rate
+            if variable is not getattr(optimizer, "_learning_rate", None)
         ]
         names = own_state.handles_in_graph([*model.trainable_variables, *of_optimizers])
         read = {names[i.name] for op in operations for i in op.inputs if i.name in names}
@@ -224,10 +224,8 @@ class Gradients:
         gradients: _Reduced,
         apply: Callable[[_Reduced], Any],
     ) -> Any:
-        is_weighted, is_cut = (
-            id(optimizer) in self._weighted_optimizers,
-            self._spec.parts is not None,
-        )
+        is_weighted = id(optimizer) in self._weighted_optimizers
+        is_cut = self._spec.parts is not None
         if is_cut and not is_weighted:
             gradients = [each if each is None else self._spec.weighted(each) for each in gradients]
         elif not is_cut:
