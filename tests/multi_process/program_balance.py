@@ -21,7 +21,7 @@ import keras_het
 from keras_het.strategy.measure import emulated_device
 
 BATCH = 40
-STEPS = 120
+STEPS = 240
 
 
 class SlowDown(keras.callbacks.Callback):

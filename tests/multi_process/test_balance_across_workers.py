@@ -12,7 +12,7 @@ from forked_workers import cluster_environments
 
 from keras_het.launch.local.emulation import Emulation
 
-STEPS, PHASE, BATCH = 120, 40, 40
+STEPS, PHASE, BATCH = 240, 80, 40
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "asynchronous"])

@@ -283,7 +283,8 @@ def test_rows_stand_for_all_steps_and_their_times_add_up(strategy: Any) -> None:
     assert numbers.tolist() == list(range(len(numbers))) and STEPS < len(numbers) < 2 * STEPS
     walls = recording.compute + recording.input + recording.sync + recording.other
     np.testing.assert_allclose(*walls.sum(axis=0), rtol=0.1)
-    assert 0.9 * len(walls) * STEP_SECONDS < walls[:, 0].sum() < whole
+    # a busy machine delays the reading of the clock, too
+    assert 0.9 * len(walls) * STEP_SECONDS < walls[:, 0].sum() < 1.1 * whole
     assert np.median(recording.compute) >= 0.9 * STEP_SECONDS
     assert np.median(recording.input) < 0.4 * np.median(walls)  # hosts wait, devices do not
 
