@@ -37,7 +37,7 @@ def test_a_weight_that_is_slightly_wrong_is_noticed():
 
 @pytest.mark.full
 def test_a_missing_factor_of_masked_losses_is_noticed(monkeypatch):
-    monkeypatch.setattr(Means, "_divisor_factor", lambda means, divisor: 1.0)
+    monkeypatch.setattr(Means, "_divisor_factor", lambda *_: 1.0)
 
     def build():
         loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
