@@ -34,6 +34,7 @@ _SECONDS_TO_MEET = 2.0
 # a signal of each kind, to measure closely, and an interval between measured steps
 _NUM_WISHES = len(SIGNALS) + 2
 _UPDATES = 0.5
+_COUNTED = 2.0**20  # float32 holds halves of it
 _SECONDS_BETWEEN_LOOKS = 0.05
 _Position: TypeAlias = Mapping[str, Any]
 _Stored: TypeAlias = dict[int, tuple[keras.Variable, tf.Tensor]]
@@ -225,7 +226,7 @@ class UnfinishedStep:
         self._stored: weakref.WeakKeyDictionary[keras.Model, _Stored] = weakref.WeakKeyDictionary()
 
     def begin_execution(self) -> None:
-        """Count steps from here."""
+        """Count steps from here; a device would stop for that in each execution of one step."""
         tf.raw_ops.AssignVariableOp(resource=self._phase.handle, value=np.float32(0))
 
     @property
@@ -261,7 +262,8 @@ class UnfinishedStep:
             if id(variable) in own or "float" not in variable.dtype  # others are frozen weights
         ]
         with tf.control_dependencies(stored):
-            begun = self._set_phase(tf.floor(self._read_phase()) + 1)
+            # steps go on being counted where nobody begins executions
+            begun = self._set_phase(tf.math.floormod(tf.floor(self._read_phase()), _COUNTED) + 1)
         with tf.control_dependencies([begun]):
             yield
 
@@ -320,7 +322,8 @@ class StepGuard:
         """Run a step; the outermost layer around it."""
         self._changing.acquire()
         self._positions, self._is_in_step, self._has_failed = [self._mark()], True, False
-        self._unfinished.begin_execution()
+        if self._model.steps_per_execution > 1:
+            self._unfinished.begin_execution()
         try:
             result = function(batches)
             self.num_trained = self._num_drawn
