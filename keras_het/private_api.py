@@ -280,6 +280,35 @@ def share_instances(collectives: CollectiveAllReduce) -> None:
             launcher._instances = {}
 
 
+def local_nccl(
+    workers: CollectiveAllReduce, devices: Sequence[str], group_key: int
+) -> CollectiveAllReduce:
+    """Return NCCL's all-reduce among the devices of this process.
+
+    The first of them also reduces with other `workers`. Its collectives of both kinds have one
+    order: with NCCL they could wait for each other else.
+    """
+    local = CollectiveAllReduce(
+        devices=tuple(devices),
+        group_size=len(devices),
+        options=CommunicationOptions(
+            implementation=tf.distribute.experimental.CommunicationImplementation.NCCL
+        ),
+        collective_keys=CollectiveKeys(group_key_start=group_key),
+    )
+    local._launchers[0]._ordering_token = workers._launchers[0]._ordering_token
+    return local
+
+
+def sums_of_replicas(
+    collectives: CollectiveAllReduce, values: Sequence[tf.distribute.DistributedValues]
+) -> list[tf.distribute.DistributedValues]:
+    """Sum values of one type over the devices of `collectives`, in one collective; in a graph."""
+    return collectives._all_reduce_per_replica_values(
+        tf.distribute.ReduceOp.SUM, values, collectives._options
+    )
+
+
 class _SharedInstances(cross_device_utils.CollectiveReplicaLauncher):
     """A launcher of all-reduces that share an instance per type and shape."""
 

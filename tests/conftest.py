@@ -95,6 +95,19 @@ def logical_devices() -> tuple[str, ...]:
     return create_logical_devices()
 
 
+@pytest.fixture
+def double_precision() -> Iterator[None]:
+    """Let layers compute in float64 unless they say otherwise."""
+    import keras
+
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx(before[0])
+    keras.config.set_dtype_policy(before[1])
+
+
 def processes_of_this_run() -> list[psutil.Process]:
     """Return all live processes that tests started, orphans included."""
     found = []

@@ -38,6 +38,7 @@ class OnWorker:
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        from keras_het.strategy.cluster.arrival import PortInUseError
         from keras_het.strategy.cluster.peer_watch import WorkerLostError, may_be_a_lost_connection
 
         _has_ended.set()
@@ -46,7 +47,9 @@ class OnWorker:
                 return True
             if error.code == 128 + signal.SIGTERM:
                 raise LeavingError("all workers have saved, and stopped at the same step") from None
-        if error is None or isinstance(error, WorkerLostError) or may_be_a_lost_connection(error):
+        # Ray chooses a free port, which another program may take before the worker does
+        is_of_the_group = isinstance(error, WorkerLostError | PortInUseError)
+        if error is None or is_of_the_group or may_be_a_lost_connection(error):
             return False
         lines = traceback.format_exception(error.with_traceback(_without_this(trace)))
         raise ScriptError("".join(lines).rstrip()) from None

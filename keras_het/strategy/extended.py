@@ -170,8 +170,11 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
 
     def _new_collective_keys(self) -> private_api.CollectiveKeys:
         self._num_key_ranges += 1
-        first_key = 1 + self._collective_key_base + self._num_key_ranges * _KEYS_PER_RANGE
-        return private_api.CollectiveKeys(group_key_start=first_key)
+        return private_api.CollectiveKeys(group_key_start=self._first_key)
+
+    @property
+    def _first_key(self) -> int:
+        return 1 + int(self._collective_key_base) + self._num_key_ranges * _KEYS_PER_RANGE
 
     def use_summation(self, group: SummationGroup) -> None:
         """Make the reductions of graphs traced from now on go through a summation."""
@@ -209,6 +212,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             num_replicas=num_values,
             options=self._communication_options,
             collective_keys=keys,
+            first_local_key=self._first_key + _KEYS_PER_RANGE // 2 + self._id_in_cluster,
         )
 
     def _of_hosts(self, keys: private_api.CollectiveKeys) -> HierarchicalAllReduce:

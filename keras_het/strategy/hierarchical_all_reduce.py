@@ -24,10 +24,37 @@ _TYPES_TO_GATHER_AS = {
     tf.uint32: tf.int64,
     tf.uint64: tf.int64,
 }
+# NCCL sums other types too; those of gradients are worth a collective of each device.
+_TYPES_FOR_NCCL = (tf.float16, tf.float32, tf.float64)
+
+
+def is_joined_by_nccl(devices: Sequence[str], options: private_api.CommunicationOptions) -> bool:
+    """Whether TensorFlow's NCCL can sum between a process's devices, as `MirroredStrategy` does.
+
+    They have to be whole GPUs of one type; `CommunicationOptions(implementation=RING)` declines.
+    """
+    names = [device.rpartition("device:")[2] for device in devices]
+    if len(names) < 2 or any(name.split(":")[0] != "GPU" for name in names):
+        return False
+    if options.implementation == tf.distribute.experimental.CommunicationImplementation.RING:
+        return False
+    physical = tf.config.get_visible_devices("GPU")
+    if len(physical) != len(tf.config.list_logical_devices("GPU")):
+        return False  # parts of a GPU
+    if not tf.sysconfig.get_build_info().get("is_cuda_build"):
+        return False
+    used = [physical[int(name.split(":")[1])] for name in names]
+    products = {
+        tf.config.experimental.get_device_details(device).get("device_name") for device in used
+    }
+    return len(products) == 1 and None not in products
 
 
 class HierarchicalAllReduce(private_api.CollectiveAllReduce):
     """Sum over the local devices, all-reduce with one member per worker, copy back.
+
+    Local GPUs of one type are summed by NCCL: each moves 2 (N - 1) / N of a value. Others copy
+    their values to the first one, which moves 2 (N - 1) of them.
 
     TensorFlow's `CollectiveAllReduce` makes every device a member of the collective group and
     requires the same number of devices in every process. Here a worker is one member, whatever
@@ -44,6 +71,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         num_replicas: int,
         options: private_api.CommunicationOptions,
         collective_keys: private_api.CollectiveKeys,
+        first_local_key: int,
     ) -> None:
         super().__init__(
             devices=(devices[0],),
@@ -54,6 +82,9 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         private_api.share_instances(self)
         self._local_devices = tuple(devices)
         self._num_replicas = num_replicas
+        self._nccl: private_api.CollectiveAllReduce | None = None
+        if is_joined_by_nccl(devices, options):
+            self._nccl = private_api.local_nccl(self, devices, first_local_key)
         # Sums float32 values in place of the collective, if the user wants that.
         self.summation: SummationGroup | None = None
         # Graphs traced meanwhile reduce among this worker's devices only.
@@ -65,10 +96,40 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         per_replica_values: Sequence[tf.distribute.DistributedValues],
         options: private_api.CommunicationOptions,
     ) -> list[tf.distribute.DistributedValues | Summand]:
+        by_nccl = self._sum_by_nccl(per_replica_values)
         with tf.device(self._local_devices[0]):
-            local_sums = [_sum(value.values) for value in per_replica_values]
+            local_sums = [
+                by_nccl[place].values[0] if place in by_nccl else _sum(value.values)
+                for place, value in enumerate(per_replica_values)
+            ]
         reduced = self._all_reduce(reduce_op, local_sums, 0, options)
-        return [self._mirror(value) for value in reduced]
+        if self._is_among_workers or reduce_op != tf.distribute.ReduceOp.SUM:
+            by_nccl = {}  # the final value is on the first device
+        return [
+            by_nccl[place] if place in by_nccl else self._mirror(value)
+            for place, value in enumerate(reduced)
+        ]
+
+    @property
+    def _is_among_workers(self) -> bool:
+        return self._group_size > 1 and not self.stays_within_worker
+
+    def _sum_by_nccl(
+        self, per_replica_values: Sequence[tf.distribute.DistributedValues]
+    ) -> dict[int, tf.distribute.DistributedValues]:
+        """Sum over the local devices, to all of them; return the sums by their places."""
+        if self._nccl is None or tf.executing_eagerly():
+            return {}
+        by_type: dict[tf.DType, list[int]] = {}
+        for place, value in enumerate(per_replica_values):
+            first = value.values[0]
+            if not isinstance(first, tf.IndexedSlices) and first.dtype in _TYPES_FOR_NCCL:
+                by_type.setdefault(first.dtype, []).append(place)
+        found: dict[int, tf.distribute.DistributedValues] = {}
+        for places in by_type.values():
+            values = [per_replica_values[place] for place in places]
+            found |= zip(places, private_api.sums_of_replicas(self._nccl, values), strict=True)
+        return found
 
     def _all_reduce(
         self,
@@ -78,7 +139,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         options: private_api.CommunicationOptions,
     ) -> Nest:
         flat = list(tf.nest.flatten(value))
-        if self._group_size > 1 and not self.stays_within_worker:
+        if self._is_among_workers:
             flat = self._all_reduce_by_type(flat, replica_id, options)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
             local = len(self._local_devices)
@@ -133,7 +194,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         options: private_api.CommunicationOptions | None = None,
     ) -> tf.Tensor:
         """Concatenate one tensor of every worker along `axis`, in worker order."""
-        if self._group_size == 1 or self.stays_within_worker:
+        if not self._is_among_workers:
             return value
         options = self._options if options is None else self._options.merge(options)
         carried = tf.cast(value, _TYPES_TO_GATHER_AS.get(value.dtype, value.dtype))

@@ -134,6 +134,28 @@ def test_a_group_may_wait_for_machines_for_long(losses: Any) -> None:
     assert policy.make_decision(ControllerError(ValueError("of ours"))) == RAISE
 
 
+def raised_by_a_worker(error: Exception) -> Exception:
+    with pytest.raises(Exception) as found, worker.OnWorker(None, "run"):  # type: ignore[arg-type]
+        raise error
+    return found.value
+
+
+def test_a_taken_port_is_no_error_of_the_script(
+    losses: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from keras_het.strategy.cluster.arrival import wait_for_peers
+
+    policy, _ = losses
+    monkeypatch.setattr(worker.OnWorker, "__enter__", lambda self: None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        monkeypatch.setattr("keras_het.strategy.cluster.arrival._SECONDS_TO_END", 0.0)
+        with pytest.raises(RuntimeError, match="cannot listen") as taken:
+            wait_for_peers(address, {}, 1.0, listens=True)
+    assert decide(policy, raised_by_a_worker(taken.value)) == RETRY
+    assert decide(policy, raised_by_a_worker(RuntimeError("of the script"))) == RAISE
+
+
 def test_an_error_of_the_script_ends_all_also_beside_losses(losses: Any) -> None:
     policy, _ = losses
     assert decide(policy, LOST, ScriptError("Traceback")) == RAISE

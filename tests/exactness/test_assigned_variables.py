@@ -231,17 +231,7 @@ def trained_by_sam(scope, reduce=keras_het.reduce_over_replicas):
     return [*map(np.array, model.weights), np.array(losses)]
 
 
-@pytest.fixture
-def float64():
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_floatx(before[0])
-    keras.config.set_dtype_policy(before[1])
-
-
-def test_sharpness_aware_minimization_is_exact_with_the_sum_over_replicas(float64, caplog):
+def test_sharpness_aware_minimization_is_exact_with_the_sum_over_replicas(double_precision, caplog):
     expected = trained_by_sam(contextlib.nullcontext)
     strategy = three_replicas()
     for shares in [(4, 0, 1), (0, 3, 5)]:
@@ -273,7 +263,7 @@ def normalized(scope, of_unknown_length):
 
 
 @pytest.mark.full
-def test_the_end_of_data_of_unknown_length_is_no_step(float64):
+def test_the_end_of_data_of_unknown_length_is_no_step(double_precision):
     """On one device Keras does then what needs no data, such as normalizing a weight."""
     steps, expected = normalized(contextlib.nullcontext, False)
     assert steps == 6

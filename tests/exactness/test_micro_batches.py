@@ -28,16 +28,7 @@ import keras_het
 from keras_het import HeterogeneousStrategy
 
 SHARES = ((3, 0, 5), (5, 2, 1))
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_floatx(before[0])
-    keras.config.set_dtype_policy(before[1])
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 @functools.cache

@@ -6,6 +6,7 @@ replicas; where a cluster has more, the others get the share 1.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +17,12 @@ from recorded import ONLY_WORKERS, OWN, arrays
 from recording import Recording, batches, check, small_model
 
 import keras_het
+from keras_het.strategy import hierarchical_all_reduce
 
 NUM_REPLICAS = 3
+if os.environ.get("SUM_AS_GPUS"):
+    # on CPUs, TensorFlow's ring takes the place of NCCL
+    hierarchical_all_reduce.is_joined_by_nccl = lambda devices, _: len(devices) > 1
 
 
 @check
@@ -97,7 +102,9 @@ def micro_batches(run: Recording) -> None:
     run.set_shares([5, 0, 2])
     sizes = None
     if run.strategy is not None:
-        sizes, run.strategy._micro_batch_sizes = run.strategy._micro_batch_sizes, [2, 2, 1]
+        others = run.strategy.num_replicas_in_sync - NUM_REPLICAS
+        parts = [2, 2, 1, *[1] * others]
+        sizes, run.strategy._micro_batch_sizes = run.strategy._micro_batch_sizes, parts
     try:
         model = run.build(words)
         run.fit(model, data)

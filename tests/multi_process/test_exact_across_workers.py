@@ -32,6 +32,8 @@ UNEQUAL_DEVICES = (
     "ragged_predictions",
     "predictions_of_other_types",
 )
+# of any number of replicas
+SEVERAL_GPUS = tuple(check for check in UNEQUAL_DEVICES if check != "sums_of_all_types")
 # The unseeded one comes first, before another one sets a seed.
 THREE_WORKERS = (
     "unseeded_numpy_shuffle",
@@ -78,6 +80,15 @@ def chief_and_worker(start_for_session: Any, tmp_path_factory: pytest.TempPathFa
     return Runs(start_for_session, folder, "exactness_checks", UNEQUAL_DEVICES, jobs, "1,2")
 
 
+@pytest.fixture(scope="module")
+def workers_of_gpus(start_for_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Workers whose devices are summed as GPUs of one type are, by a collective of their own."""
+    folder = tmp_path_factory.mktemp("workers_of_gpus")
+    jobs, environment = {"chief": 1, "worker": 1}, {"SUM_AS_GPUS": "1"}
+    arguments = (start_for_session, folder, "exactness_checks", SEVERAL_GPUS, jobs, "2,2")
+    return Runs(*arguments, environment=environment)
+
+
 @pytest.mark.quick(*QUICK)
 @pytest.mark.parametrize("check", THREE_WORKERS)
 def test_three_workers_equal_one_device(three_workers: Runs, check: str) -> None:
@@ -88,6 +99,12 @@ def test_three_workers_equal_one_device(three_workers: Runs, check: str) -> None
 @pytest.mark.parametrize("check", UNEQUAL_DEVICES)
 def test_workers_with_unequal_devices_equal_one_device(chief_and_worker: Runs, check: str) -> None:
     chief_and_worker.assert_as_one_device(check)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("check", SEVERAL_GPUS)
+def test_workers_of_several_gpus_equal_one_device(workers_of_gpus: Runs, check: str) -> None:
+    workers_of_gpus.assert_as_one_device(check)
 
 
 def test_unseeded_order_is_shared_and_random(three_workers: Runs) -> None:

@@ -18,7 +18,7 @@ def collectives(logical_devices):
     device = tf.config.list_logical_devices("CPU")[0].name
     device = tf.DeviceSpec.from_string(device).replace(job="localhost", replica=0, task=0)
     return HierarchicalAllReduce(
-        (device.to_string(),), 1, 1, private_api.CommunicationOptions(), keys
+        (device.to_string(),), 1, 1, private_api.CommunicationOptions(), keys, 0
     )
 
 

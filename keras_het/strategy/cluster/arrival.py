@@ -31,6 +31,10 @@ _MOST_NAMES = 8
 _QUEUE = 1024
 
 
+class PortInUseError(RuntimeError):
+    """Another program has taken the port at which this worker is to be reached."""
+
+
 def wait_for_peers(
     own_address: str, peers: Mapping[str, str], connect_seconds: float, listens: bool = True
 ) -> float:
@@ -99,7 +103,7 @@ def _bind(listener: socket.socket, place: tuple[str, int], address: str) -> None
             if error.errno != errno.EADDRINUSE:
                 raise
             if time.monotonic() >= end:
-                raise RuntimeError(
+                raise PortInUseError(
                     f"This worker cannot listen at {address}, its address in TF_CONFIG: another "
                     "program on this machine uses the port. Perhaps a second worker has the same "
                     "index, or a worker of an earlier run has not ended. End it, or give this "
