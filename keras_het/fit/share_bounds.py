@@ -92,6 +92,9 @@ def start_policy(
         if min_share is None:
             lower = [min(pair) for pair in zip(lower, upper, strict=True)]
         weights = {"weights": strategy.shares} if policy == "static" else {}
+        sizes = strategy._micro_batch_sizes if policy not in FIXED_POLICIES else None
+        if sizes is not None:  # absent without, for the sake of policies that do not know them
+            options = {"micro_batch_sizes": sizes, **options}
         options = {**weights, **options, "lower": lower, "upper": upper}
     started = make_policy(policy, num_replicas, total, **options)
     if not isinstance(policy, str):

@@ -189,6 +189,15 @@ def test_bounds(strategy, bound):
     assert balancer.plans[0].shares[2] >= 2
 
 
+def test_times_of_shares_in_parts_are_no_lines(logical_devices):
+    strategy = HeterogeneousStrategy(logical_devices[:3], micro_batch_size=[2, None, 4])
+    balancer = BatchBalancer()
+    fit(balancer, strategy=strategy)
+    sizes = [getattr(times, "micro_batch_size", None) for times in balancer._policy.models]
+    assert sizes == [2, None, 4]
+    assert start_policy("even", strategy, 24, {}, None, None, {}).name == "even"
+
+
 def test_a_bound_that_is_set_in_training(model):
     class Bound(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
