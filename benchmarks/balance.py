@@ -14,10 +14,12 @@ Devices that "work ahead" are asynchronous, as GPUs are: only some steps are mea
 limit is a training that measures nothing. Time is taken when devices have computed, after the first
 step, in the middle and at the end.
 
-Three more parts: "reaction", in which a device becomes three times slower at twenty different steps
-of a run, in one process with three devices and in two workers with one each; "cpu quotas", in which
-two worker processes really compute and one is throttled by a cgroup; and "accuracy", the digits of
-scikit-learn under the even split and under "boa".
+Four more parts: "memory", in which the memory of the fastest device holds 50 samples: without that
+bound, with shares of at most 50, and with larger ones in micro-batches of 50, each of which has the
+device's fixed time; "reaction", in which a device becomes three times slower at twenty different
+steps of a run, in one process with three devices and in two workers with one each; "cpu quotas", in
+which two worker processes really compute and one is throttled by a cgroup; and "accuracy", the
+digits of scikit-learn under the even split and under "boa".
 """
 
 from __future__ import annotations
@@ -49,7 +51,12 @@ from keras_het import HeterogeneousStrategy
 from keras_het.callbacks import BatchBalancer
 from keras_het.launch.local.failure_report import describe_failures
 from keras_het.launch.local.local_cluster import LocalCluster
-from keras_het.planning import BalancePlan, LinearTimeModel, min_max_shares_of_models
+from keras_het.planning import (
+    BalancePlan,
+    LinearTimeModel,
+    MicroBatchTimeModel,
+    min_max_shares_of_models,
+)
 from keras_het.strategy.measure import emulated_device
 from keras_het.strategy.measure.emulated_device import KERAS_HET_EMULATED_DEVICES
 
@@ -70,6 +77,7 @@ class Cluster:
         upper: largest share of each device, None for no bound.
         slow_steps: first and last step in which the first device is three times slower.
         asynchronous: whether devices work ahead of their host.
+        micro_batch_size: most samples that each device computes on at a time, None for any number.
     """
 
     speeds: tuple[float, ...]
@@ -79,6 +87,7 @@ class Cluster:
     upper: tuple[int | None, ...] | None = None
     slow_steps: tuple[int, int] | None = None
     asynchronous: bool = False
+    micro_batch_size: tuple[int | None, ...] | None = None
 
     @property
     def upper_bounds(self) -> list[int] | None:
@@ -92,11 +101,18 @@ class Cluster:
         factors = [1.0] * len(self.speeds)
         if self.slow_steps and self.slow_steps[0] <= step < self.slow_steps[1]:
             factors[0] = 3.0
-        return [
+        lines = [
             LinearTimeModel(
                 factor * self.fixed_milliseconds / 1e3, factor * self.milliseconds / speed / 1e3
             )
             for factor, speed in zip(factors, self.speeds, strict=True)
+        ]
+        sizes = self.micro_batch_size or [None] * len(lines)
+        return [
+            line
+            if most is None
+            else MicroBatchTimeModel(*dataclasses.astuple(line), line.fixed_seconds, most)
+            for line, most in zip(lines, sizes, strict=True)
         ]
 
     def best_shares(self, step: int = 0) -> tuple[int, ...]:
@@ -209,7 +225,9 @@ class Bench:
             devices = [devices[json.loads(os.environ["TF_CONFIG"])["task"]["index"]]]
         os.environ[KERAS_HET_EMULATED_DEVICES] = json.dumps(devices)
         names = [f"CPU:{index}" for index in range(len(devices))]
-        self.strategy = HeterogeneousStrategy(devices=names)
+        self.strategy = HeterogeneousStrategy(
+            devices=names, micro_batch_size=cluster.micro_batch_size
+        )
         with self.strategy.scope():
             self.model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
             self.model.compile("sgd", "mse")
@@ -322,6 +340,42 @@ def row_of(
         "num_steps": num_steps,
         "num_runs": len(to_limit),
     }
+
+
+def memory_rows(
+    fixed_milliseconds: float, num_steps: int, rounds: int, most: int = 50
+) -> list[dict[str, Any]]:
+    """Samples/s of "boa" if the memory of the fastest device holds few samples."""
+    fits = Cluster((4, 2, 1), 140, 2.0, fixed_milliseconds=fixed_milliseconds)
+    bound = (most, None, None)
+    clusters = {
+        "fits": fits,
+        "max_share": dataclasses.replace(fits, upper=bound),
+        "micro_batch_size": dataclasses.replace(fits, micro_batch_size=bound),
+    }
+    benches = {kind: Bench(cluster, num_steps) for kind, cluster in clusters.items()}
+    for bench in benches.values():
+        bench.run("even")  # Traces the step.
+    speeds: dict[str, list[float]] = {kind: [] for kind in benches}
+    for _ in range(rounds):
+        for kind, bench in benches.items():
+            speeds[kind].append(bench.run("boa")["samples_per_s"])
+    true = {kind: each.seconds(each.best_shares()) for kind, each in clusters.items()}
+    rows = []
+    for kind, bench in benches.items():
+        row: dict[str, Any] = {
+            "case": f"memory, {fixed_milliseconds:g} ms a part",
+            "memory": kind,
+            "samples_per_s": round(statistics.median(speeds[kind]), 1),
+            "shares": " ".join(map(str, bench.strategy.latest_shares)),
+        }
+        for other in ("fits", "max_share"):
+            ratios = [a / b for a, b in zip(speeds[kind], speeds[other], strict=True)]
+            row[f"ratio_to_{other}"] = round(statistics.median(ratios), 3)
+            row[f"lowest_to_{other}"] = round(min(ratios), 3)
+            row[f"possible_to_{other}"] = round(true[other] / true[kind], 3)
+        rows.append({**row, "num_runs": rounds})
+    return rows
 
 
 class Reaction(keras.callbacks.Callback):
@@ -451,6 +505,10 @@ def main() -> None:
     columns = ["samples_per_s", "ratio_to_limit", "whole_run_ratio_to_limit", "speedup_over_even"]
     columns += ["steps_to_balance", "plan_changes", "plan_changes_after_balance"]
     print_table(rows, ["case", "policy", *columns])
+    num_steps, rounds = (16, 1) if options.quick else (60, 5)
+    memory = [row for fixed in (2.0, 20.0) for row in memory_rows(fixed, num_steps, rounds)]
+    ratios = ["ratio_to_fits", "possible_to_fits", "ratio_to_max_share", "possible_to_max_share"]
+    print_table(memory, ["case", "memory", "shares", "samples_per_s", *ratios])
     quotas = measure_with_quotas(quick=options.quick)
     accuracy = accuracy_rows(1 if options.quick else 3, 1 if options.quick else 5)
     num_phases = 2 if options.quick else 20
@@ -458,7 +516,9 @@ def main() -> None:
     print_table(reactions)
     print_table(quotas)
     print_table(accuracy)
-    write_report("balance", [*rows, *reactions, *quotas, *accuracy], options.json, environment())
+    write_report(
+        "balance", [*rows, *memory, *reactions, *quotas, *accuracy], options.json, environment()
+    )
 
 
 if __name__ == "__main__":

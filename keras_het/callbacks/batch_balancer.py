@@ -50,7 +50,8 @@ class BatchBalancer(SessionCallback):
             By default 1 for "boa", because a device without a share computes a row of zeros anyway;
             0 allows it to give a replica nothing.
         memory_directory: directory, shared by all workers, that records across restarts which share
-            was too large for a replica's memory; such a bound acts like `max_share`.
+            was too large for a replica's memory; such a bound acts like `max_share`, or like
+            `micro_batch_size` if the strategy has one.
         verbose: 1 prints every plan on the chief; plans are always logged at level INFO.
         keep_measurements: number of steps whose measurements are kept.
         **options: further arguments of the policy, such as `dead_band` of "boa" or `weights` of
@@ -97,6 +98,7 @@ class BatchBalancer(SessionCallback):
         self._given_policy, self._options = policy, options
         self._min_share, self._max_share = min_share, max_share
         self._memory = MemoryBounds(memory_directory)
+        self._share_bounds: dict[int, int] = {}
         self._verbose = verbose
         self._strategy: HeterogeneousStrategy
         self._policy: BalancePolicy | None = None
@@ -126,6 +128,7 @@ class BatchBalancer(SessionCallback):
             fit.add_layer(Rank.NOTE_MEMORY, note_memory)
             strategy._training_state.export_times = self._export_times
             fit.on_end(lambda: setattr(strategy._training_state, "export_times", None))
+        self._share_bounds = self._memory.apply(strategy)
         strategy.measure_compute_times(self.model)
         self._sampled = strategy._sample_steps(fit, self._sampled)
         self._steps.begin(strategy.compute_times, self._sampled)
@@ -207,7 +210,7 @@ class BatchBalancer(SessionCallback):
     def _start(self, total: int) -> BalancePolicy:
         """Make the first plan, which depends on no measurement and is equal on all workers."""
         self._global_batch_size = total
-        bounds = self._min_share, self._max_share, self._memory.read()
+        bounds = self._min_share, self._max_share, self._share_bounds
         given, options = self._given_policy, self._options
         self._policy = start_policy(given, self._strategy, total, options, *bounds)
         if hasattr(self._policy, "recall"):

@@ -7,13 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
 from keras_het.fit.session import Batches, StepFunction
 from keras_het.planning import BalancePolicy, make_policy
 from keras_het.planning.shares import MAX_TOTAL
+from keras_het.planning.times.time_model import further_parts
 from keras_het.value_types import Nest
 
 if TYPE_CHECKING:
@@ -53,11 +54,16 @@ def bound_of_each(
     return [missing if bound is None else min(int(bound), most) for bound in bounds]
 
 
-def read_micro_batch_size(given: Bound, num_replicas: int) -> list[int] | None:
+MicroBatchSize = Bound | Literal["auto"]
+"""The same, or "auto" for whole shares until memory is known not to hold them."""
+
+
+def read_micro_batch_size(given: MicroBatchSize, num_replicas: int) -> list[int] | None:
     """Return the most samples that each replica computes on at a time, None for whole shares."""
     if given is None:
         return None
-    sizes = bound_of_each("micro_batch_size", given, num_replicas, MAX_TOTAL)
+    bound = MAX_TOTAL if given == "auto" else given
+    sizes = bound_of_each("micro_batch_size", bound, num_replicas, MAX_TOTAL)
     if min(sizes) < 1:
         raise ValueError(
             "A micro-batch has at least one sample. Received: "
@@ -92,6 +98,9 @@ def start_policy(
         if min_share is None:
             lower = [min(pair) for pair in zip(lower, upper, strict=True)]
         weights = {"weights": strategy.shares} if policy == "static" else {}
+        sizes = strategy._micro_batch_sizes if policy not in FIXED_POLICIES else None
+        if sizes is not None:  # absent without, for the sake of policies that do not know them
+            options = {"micro_batch_sizes": sizes, **options}
         options = {**weights, **options, "lower": lower, "upper": upper}
     started = make_policy(policy, num_replicas, total, **options)
     if not isinstance(policy, str):
@@ -105,8 +114,9 @@ def start_policy(
 
 
 class MemoryBounds:
-    """Largest shares that fit a replica's memory, in one small file for each that ran out of it.
+    """Most samples that fit a replica's memory, in one small file for each that ran out of it.
 
+    They bound its shares, or its micro-batches under a strategy that computes shares in parts.
     TensorFlow cannot continue after one replica of a collective has failed, so training must be
     restarted; it then finds the bound. Without a directory, the error says which one to give.
     """
@@ -115,10 +125,23 @@ class MemoryBounds:
         self._directory = None if directory is None else Path(directory)
 
     def read(self) -> dict[int, int]:
-        """Return the known bounds: replica to its largest share."""
+        """Return the known bounds: replica to the most samples that it computes on at a time."""
         paths = sorted(self._directory.glob("replica-*.json")) if self._directory else []
         known = [json.loads(path.read_text()) for path in paths]
         return {int(each["replica"]): int(each["max_share"]) for each in known}
+
+    def apply(self, strategy: HeterogeneousStrategy) -> dict[int, int]:
+        """Make micro-batches as small as is known; return the known bounds of whole shares.
+
+        All workers call it before the step is traced.
+        """
+        known, sizes = self.read(), strategy._micro_batch_sizes
+        if sizes is None:
+            return known
+        strategy._micro_batch_sizes = [
+            min(size, known.get(replica, size)) for replica, size in enumerate(sizes)
+        ]
+        return {}
 
     def write(self, replica: int, samples: int) -> None:
         if self._directory is None:
@@ -143,22 +166,21 @@ class MemoryBounds:
             first, devices = strategy.layout.local_replicas.start, strategy.extended.worker_devices
             shares, sizes = strategy.latest_shares, strategy._micro_batch_sizes
             without = replicas_without_memory(str(error), devices, first)
-            if sizes is not None:
-                bounds = {each: max(1, min(shares[each], sizes[each]) // 2) for each in without}
-                advice = f"Start again with HeterogeneousStrategy(micro_batch_size={bounds})."
-            else:
-                bounds = {
-                    replica: largest_share_that_fits(replica, shares[replica], measured)
-                    for replica in without
-                }
-                for replica, samples in bounds.items():
-                    self.write(replica, samples)
-                advice = (
-                    f"Start all workers again: BatchBalancer remembers max_share={bounds}."
-                    if self._directory
-                    else f"Start again with BatchBalancer(max_share={bounds}), or with "
-                    "memory_directory=... to have it remembered."
-                )
+            bounds = {}
+            for replica in without:
+                most, least = (MAX_TOTAL, 0) if sizes is None else (sizes[replica], 1)
+                fits = largest_share_that_fits(replica, shares[replica], measured, most)
+                bounds[replica] = max(fits, least)
+            for replica, samples in bounds.items():
+                self.write(replica, samples)
+            name = "max_share" if sizes is None else "micro_batch_size"
+            owner = "BatchBalancer" if sizes is None else "HeterogeneousStrategy"
+            advice = (
+                f"Start all workers again: BatchBalancer remembers {name}={bounds}."
+                if self._directory
+                else f"Start again with {owner}({name}={bounds}), or with "
+                "BatchBalancer(memory_directory=...) to have it remembered."
+            )
             raise tf.errors.ResourceExhaustedError(
                 error.node_def,
                 error.op,
@@ -167,11 +189,20 @@ class MemoryBounds:
 
 
 def largest_share_that_fits(
-    replica: int, failed: int, measured: Sequence[Mapping[str, Any]]
+    replica: int,
+    failed: int,
+    measured: Sequence[Mapping[str, Any]],
+    micro_batch_size: int = MAX_TOTAL,
 ) -> int:
-    """Return the largest share below `failed` that a replica has computed, else half of it."""
-    fitted = [row["shares"][replica] for row in measured]
-    return max((share for share in fitted if share < failed), default=0) or failed // 2
+    """Return the most samples that a replica has computed at a time, fewer than in a failed share.
+
+    That is half of those if there are none.
+    """
+    *fitted, too_many = (
+        -(-share // (1 + further_parts(share, micro_batch_size)))
+        for share in (*(row["shares"][replica] for row in measured), failed)
+    )
+    return max((most for most in fitted if most < too_many), default=0) or too_many // 2
 
 
 def replicas_without_memory(message: str, devices: Sequence[str], first: int) -> list[int]:

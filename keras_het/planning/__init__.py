@@ -15,7 +15,12 @@ from keras_het.planning.roles.summation_placement import (
     plan_summation,
 )
 from keras_het.planning.shares import apportion, proportional_shares
-from keras_het.planning.times.time_model import LinearTimeModel, OverlappedTimeModel, TimeModel
+from keras_het.planning.times.time_model import (
+    LinearTimeModel,
+    MicroBatchTimeModel,
+    OverlappedTimeModel,
+    TimeModel,
+)
 from keras_het.planning.times.time_model_fit import TimeModelFit
 
 __all__ = [
@@ -25,6 +30,7 @@ __all__ = [
     "ExchangeSettings",
     "LinearTimeModel",
     "LocalStepsPlan",
+    "MicroBatchTimeModel",
     "ModePrediction",
     "OverlappedTimeModel",
     "PushPlan",

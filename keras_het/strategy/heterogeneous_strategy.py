@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.fit.session import FitSession
-from keras_het.fit.share_bounds import Bound, read_micro_batch_size
+from keras_het.fit.share_bounds import MicroBatchSize, read_micro_batch_size
 from keras_het.keras_backend import check_keras_backend
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.input.distributed_steps import DistributedSteps
@@ -112,8 +112,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         micro_batch_size: most samples that a replica computes on at a time, for instance the limit
             of its memory: a number for all replicas, a list with one for each replica of all
             workers, or a dict {replica: samples} for some. A larger share is computed in parts,
-            whose gradients are added up before the replicas exchange them. Default: shares are
-            never cut.
+            whose gradients are added up before the replicas exchange them. "auto" cuts only shares
+            that a `BatchBalancer(memory_directory=...)` knows not to fit. Default: shares are never
+            cut.
 
     Raises:
         TypeError: for devices that are not a list of names.
@@ -148,7 +149,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         aggregation: str | Summation = "all_reduce",
         connect_seconds: float = 300.0,
         peer_timeout_seconds: float | None = None,
-        micro_batch_size: Bound = None,
+        micro_batch_size: MicroBatchSize = None,
     ) -> None:
         check_keras_backend(keras.backend.backend())
         check_seconds("connect_seconds", connect_seconds)

@@ -14,7 +14,7 @@ from equivalence import Trial, assert_equivalent, batches, dense_model, three_re
 
 from keras_het import HeterogeneousStrategy
 from keras_het.callbacks import BatchBalancer
-from keras_het.fit.share_bounds import start_policy
+from keras_het.fit.share_bounds import MemoryBounds, start_policy
 from keras_het.planning import BalancePlan
 from keras_het.strategy.measure import compute_times
 from keras_het.strategy.measure.compute_times import MeasuredSteps, StepTimes
@@ -187,6 +187,15 @@ def test_bounds(strategy, bound):
     fit(balancer, 24, 1, strategy)
     assert balancer.plans[0].shares[0] == 2
     assert balancer.plans[0].shares[2] >= 2
+
+
+def test_times_of_shares_in_parts_are_no_lines(logical_devices):
+    strategy = HeterogeneousStrategy(logical_devices[:3], micro_batch_size=[2, None, 4])
+    balancer = BatchBalancer()
+    fit(balancer, strategy=strategy)
+    sizes = [getattr(times, "micro_batch_size", None) for times in balancer._policy.models]
+    assert sizes == [2, None, 4]
+    assert start_policy("even", strategy, 24, {}, None, None, {}).name == "even"
 
 
 def test_a_bound_that_is_set_in_training(model):
@@ -436,3 +445,35 @@ def test_a_lack_of_memory_is_noted(model, tmp_path):
     with pytest.raises(tf.errors.ResourceExhaustedError, match="share"):
         model.fit(batches(24), verbose=0, callbacks=[balancer, others])
     assert list(tmp_path.iterdir())
+
+
+class NotesRows(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def call(self, x):
+        noted = tf.numpy_function(self._note, [tf.shape(x)[0]], tf.int32)
+        with tf.control_dependencies([noted]):
+            return tf.identity(x)
+
+    def _note(self, rows):
+        self.noted.append(int(rows))
+        return rows
+
+
+def test_what_did_not_fit_is_computed_in_parts(logical_devices, tmp_path):
+    MemoryBounds(tmp_path).write(1, 2)
+    strategy = HeterogeneousStrategy(logical_devices[:3], shares=[1, 5, 2], micro_batch_size="auto")
+    notes = NotesRows()
+    with strategy.scope():
+        model = dense_model(layers=lambda: [notes])
+    shares = []
+    balancer = BatchBalancer("static", memory_directory=tmp_path)
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: shares.append(strategy.latest_shares)
+    )
+    notes.noted.clear()
+    model.fit(strategy.distribute(batches(16)), verbose=0, callbacks=[balancer, look])
+    assert set(shares) == {(1, 5, 2)}
+    assert sorted(notes.noted) == sorted([1, 1, 2, 2, 2] * len(shares))

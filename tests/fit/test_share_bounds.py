@@ -8,6 +8,7 @@ import tensorflow as tf
 from keras_het.fit.share_bounds import (
     MemoryBounds,
     largest_share_that_fits,
+    read_micro_batch_size,
     replicas_without_memory,
 )
 
@@ -52,11 +53,38 @@ def lacks(batches):
     raise tf.errors.ResourceExhaustedError(None, None, "on device:GPU:1")
 
 
-def test_too_large_a_micro_batch_bounds_no_share(tmp_path):
-    memory = MemoryBounds(tmp_path)
-    with pytest.raises(tf.errors.ResourceExhaustedError, match=r"micro_batch_size=\{3: 2\}"):
+@pytest.mark.parametrize(
+    ("shares", "failed", "expected"), [([], 10, 2), ([12, 8, 6], 10, 4), ([2, 0], 11, 2)]
+)
+def test_the_most_samples_that_were_computed_at_a_time(shares, failed, expected):
+    """Shares of 10 and 11 in parts of at most 5 have parts of 5 and 4."""
+    rows = [{"shares": [99, share]} for share in shares]
+    assert largest_share_that_fits(1, failed, rows, micro_batch_size=5) == expected
+
+
+@pytest.mark.parametrize("is_remembered", [False, True])
+def test_too_large_a_micro_batch_is_smaller_in_the_next_start(tmp_path, is_remembered):
+    memory = MemoryBounds(tmp_path if is_remembered else None)
+    with pytest.raises(tf.errors.ResourceExhaustedError, match=r"micro_batch_size=\{3: 2\}") as e:
         memory.run_step(without_memory([4, 4, 4, 5, 4]), [], lacks, None)
-    assert memory.read() == {}
+    assert ("BatchBalancer remembers" in e.value.message) == is_remembered
+    again = without_memory([4, 4, 4, 5, 4])
+    assert memory.apply(again) == {}  # shares stay as large
+    assert again._micro_batch_sizes == [4, 4, 4, 2 if is_remembered else 5, 4]
+    with pytest.raises(tf.errors.ResourceExhaustedError, match=r"micro_batch_size=\{3: 1\}"):
+        memory.run_step(without_memory([1] * 5), [], lacks, None)
+
+
+def test_auto_cuts_what_was_a_whole_share_that_did_not_fit(tmp_path):
+    memory, sizes = MemoryBounds(tmp_path), read_micro_batch_size("auto", 5)
+    with pytest.raises(tf.errors.ResourceExhaustedError, match=r"micro_batch_size=\{3: 6\}"):
+        memory.run_step(without_memory(sizes), [{"shares": [1, 1, 6, 6, 6]}], lacks, None)
+    again = without_memory(sizes)
+    assert memory.apply(again) == {}
+    assert again._micro_batch_sizes == [*sizes[:3], 6, sizes[4]]
+    whole = without_memory()
+    assert memory.apply(whole) == {3: 6}  # a bound of the share without micro-batches
+    assert whole._micro_batch_sizes is None
 
 
 @pytest.mark.parametrize("is_remembered", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from keras_het.planning import BalancePlan, make_policy
+from keras_het.planning import BalancePlan, LinearTimeModel, MicroBatchTimeModel, make_policy
 from keras_het.planning.balance.summary import summarize
 
 FIXED, SLOPE = np.array([0.002, 0.002, 0.004]), np.array([1e-3, 2e-3, 4e-3])
@@ -49,6 +49,21 @@ def test_times_are_those_of_the_devices(noise):
     )
     assert f"{len(plans)} plans; 120 measured steps." in text
     assert text.count("\n") == (5 if not summary.taken_back else 7)
+
+
+def test_times_of_shares_in_parts_are_known_where_a_line_would_miss():
+    models = MicroBatchTimeModel(0.05, 1e-3, 0.05, 25), LinearTimeModel(0.0, 1e-4)
+    rows = [
+        {
+            "step": step,
+            "shares": shares,
+            "seconds": [times.seconds(b) for times, b in zip(models, shares, strict=True)],
+        }
+        for step, shares in enumerate([[40, 20]] * 9 + [[10, 50]] * 9 + [[20, 40]] * 9)
+    ]
+    plan = BalancePlan(0, "boa", (20, 40), "", models=models)
+    summary = summarize("boa", [plan], rows)
+    assert summary.even_seconds == pytest.approx(models[0].seconds(30), rel=0.02)
 
 
 def test_even_shares_have_gained_nothing():

@@ -35,6 +35,12 @@ def test_reads_one_device_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_emulated_devices() == expected
 
 
+def test_each_part_of_a_share_has_the_fixed_time() -> None:
+    (device,) = read([ONE]) or ()
+    times = device.in_parts(10).time_model
+    assert [times.seconds(10), times.seconds(25)] == pytest.approx([0.51, 1.525])
+
+
 def test_description_says_emulated(caplog: pytest.LogCaptureFixture) -> None:
     warn_of_emulated_devices(read([ONE, {**ONE, "fixed_seconds": 0.0}]), 2)
     assert caplog.messages[0].splitlines() == [

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_het.planning.balance.min_max import min_max_shares_linear
+from keras_het.planning.balance.min_max import min_max_shares, min_max_shares_linear
 from keras_het.planning.balance.plan import BalancePlan
 from keras_het.planning.balance.plan_trial import TAKEN_BACK, PlanTrial, RetrySchedule
 from keras_het.planning.balance.policy import SharePolicy
@@ -60,6 +60,8 @@ class BoaPolicy(SharePolicy):
         least_gain_seconds: smallest predicted gain in seconds per step.
         lower: smallest share of each replica, int [n]; by default 0.
         upper: largest share of each replica, int [n]; by default no bound.
+        micro_batch_sizes: most samples that each replica computes on at a time, int [n]; a time is
+            then a `MicroBatchTimeModel` over the share. By default shares are not cut.
 
     Raises:
         TypeError: if a bound is not whole.
@@ -83,12 +85,13 @@ class BoaPolicy(SharePolicy):
         least_gain_seconds: float = 1e-3,
         lower: ArrayLike | None = None,
         upper: ArrayLike | None = None,
+        micro_batch_sizes: ArrayLike | None = None,
     ) -> None:
         super().__init__(num_replicas, global_batch_size, lower=lower, upper=upper)
         self._dead_band = _check_number("dead_band", dead_band, 0)
         self._least_gain_seconds = _check_number("least_gain_seconds", least_gain_seconds, 0)
         _check_number("window", window, 1, is_whole=True)
-        self._fit = TimeModelFit(num_replicas, window)
+        self._fit = TimeModelFit(num_replicas, window, micro_batch_sizes)
         self._retries = RetrySchedule()
         self._trying: int | None = None
         self._changed: list[int] = []
@@ -232,19 +235,17 @@ class BoaPolicy(SharePolicy):
 
     def _times(self, shares: IntArray) -> FloatArray:
         """Return predicted times; 0 for replicas that are unknown or unused."""
-        line = self._fit.fixed_seconds + self._fit.seconds_per_sample * shares
-        return np.where(shares > 0, line, 0.0)
+        return np.where(shares > 0, self._fit.seconds(shares), 0.0)
 
     def _solve(self, lower: IntArray | None = None, upper: IntArray | None = None) -> IntArray:
         """Return optimal shares; replicas without a model keep their current shares."""
-        known = self._fit.known
-        return min_max_shares_linear(
-            self._fit.fixed_seconds,
-            self._fit.seconds_per_sample,
-            self._total,
-            np.where(known, self._lower if lower is None else lower, self._current),
-            np.where(known, self._upper if upper is None else upper, self._current),
-        )
+        known, fit = self._fit.known, self._fit
+        low = np.where(known, self._lower if lower is None else lower, self._current)
+        high = np.where(known, self._upper if upper is None else upper, self._current)
+        if fit.shares_are_cut:
+            return min_max_shares(fit.seconds, self._total, low, high)
+        lines = fit.fixed_seconds, fit.seconds_per_sample
+        return min_max_shares_linear(*lines, self._total, low, high)
 
     def _within_bounds(self) -> IntArray:
         if not self._fit.known.all():

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 
-from keras_het.planning.times.time_model import LinearTimeModel
+from keras_het.planning.times.time_model import LinearTimeModel, model_of_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ def to_json(known: Known) -> str:
 
 def from_json(text: str) -> dict[str, KnownDevice]:
     return {
-        identity: KnownDevice(each["product"], LinearTimeModel(**each["times"]), each["share"])
+        identity: KnownDevice(each["product"], model_of_fields(each["times"]), each["share"])
         for identity, each in json.loads(text or "{}").items()
     }
 

@@ -138,7 +138,7 @@ def min_max_shares_of_models(
         TypeError: if bounds or total are not whole numbers.
         ValueError: if no shares satisfy the bounds.
     """
-    lines = [model for model in models if isinstance(model, LinearTimeModel)]
+    lines = [model for model in models if type(model) is LinearTimeModel]
     if len(lines) == len(models):
         fixed = [model.fixed_seconds for model in lines]
         slope = [model.seconds_per_sample for model in lines]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from keras_het.planning.times.time_model import LinearTimeModel
+from keras_het.planning.times.time_model import LinearTimeModel, model_of_fields
 from keras_het.planning.times.time_model_fit import Measurement
 
 _SHARES_ON_ONE_LINE = 16
@@ -85,7 +85,7 @@ class BalancePlan:
         given["shares"] = tuple(given["shares"])
         given["predicted_seconds"] = tuple(given["predicted_seconds"])
         given["measured"] = tuple(item and Measurement(**item) for item in given["measured"])
-        given["models"] = tuple(item and LinearTimeModel(**item) for item in given["models"])
+        given["models"] = tuple(item and model_of_fields(item) for item in given["models"])
         return cls(**given)
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_het.planning.balance.plan import BalancePlan
 from keras_het.planning.balance.plan_trial import TAKEN_BACK
-from keras_het.planning.shares import FloatArray, IntArray, proportional_shares
+from keras_het.planning.shares import MAX_TOTAL, FloatArray, IntArray, proportional_shares
 from keras_het.planning.times.time_model_fit import TimeModelFit
 
 # Latest steps whose median is the present time.
@@ -117,7 +117,9 @@ def summarize(
     shares = np.array([row["shares"] for row in kept], np.int64)
     seconds = np.array([row["seconds"] for row in kept], np.float64)
     seconds[(shares <= 0) | ~(seconds > 0)] = np.nan
-    fit = TimeModelFit(shares.shape[1])
+    models = plans[-1].models if plans else ()
+    sizes = [getattr(times, "micro_batch_size", MAX_TOTAL) for times in models]
+    fit = TimeModelFit(shares.shape[1], micro_batch_sizes=sizes or None)
     for used, times in zip(shares[_warm_up(seconds) :], seconds[_warm_up(seconds) :], strict=True):
         fit.observe(used, times)
     now = _latest_whole(shares, plans)
@@ -156,8 +158,8 @@ def _latest_whole(shares: IntArray, plans: Sequence[BalancePlan]) -> IntArray:
 def _step_and_even(fit: TimeModelFit, now: IntArray, seconds: FloatArray) -> tuple[float, float]:
     """Return the median time of steps with the present shares, and of the same with even ones."""
     even_shares = proportional_shares(int(now.sum()), np.ones(len(now)))
-    present = fit.fixed_seconds + fit.seconds_per_sample * now
-    even = np.where(even_shares > 0, fit.fixed_seconds + fit.seconds_per_sample * even_shares, 0.0)
+    present = fit.seconds(now)
+    even = np.where(even_shares > 0, fit.seconds(even_shares), 0.0)
     deviation = np.ones_like(seconds)
     np.divide(seconds, present, out=deviation, where=(present > 0) & ~np.isnan(seconds))
     steps = np.nan_to_num(seconds).max(axis=1, initial=0.0)

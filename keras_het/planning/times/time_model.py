@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
@@ -62,6 +63,68 @@ class LinearTimeModel:
         """
         check_not_negative("samples", samples)
         return self.fixed_seconds + self.seconds_per_sample * samples
+
+
+@dataclass(frozen=True)
+class MicroBatchTimeModel(LinearTimeModel):
+    r"""Compute time of one step of a replica that computes a large share in parts.
+
+    With m the micro-batch size, a share of n samples has p parts, each with fixed costs of its own:
+
+    .. math::
+        p(n) = \max(1, \lceil n / m \rceil), \quad
+        t(n) = fixed\_seconds + (p(n) - 1)\, part\_seconds + seconds\_per\_sample \cdot n
+
+    Args:
+        fixed_seconds: Time of a step of one part without samples, in seconds; at least 0.
+        seconds_per_sample: Additional time of each sample, in seconds; at least 0.
+        part_seconds: Additional time of each part after the first one, in seconds; at least 0.
+        micro_batch_size: Most samples of a part; at least 1.
+
+    Raises:
+        TypeError: If an argument is not a real number.
+        ValueError: If an argument is negative or not finite, or a part has no samples.
+    """
+
+    part_seconds: float
+    micro_batch_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_not_negative("part_seconds", self.part_seconds)
+        if not self.micro_batch_size >= 1:
+            raise ValueError(
+                "A part has at least one sample. Received: "
+                f"micro_batch_size={self.micro_batch_size!r}. Use LinearTimeModel for shares that "
+                "are never cut."
+            )
+
+    def seconds(self, samples: float) -> float:
+        """Return the compute time of one step.
+
+        Args:
+            samples: Number of samples of the replica's share; at least 0.
+
+        Returns:
+            Time in seconds.
+
+        Raises:
+            TypeError: If `samples` is not a real number.
+            ValueError: If `samples` is negative or not finite.
+        """
+        of_one_part = super().seconds(samples)
+        return of_one_part + self.part_seconds * further_parts(samples, self.micro_batch_size)
+
+
+def further_parts(samples: Any, micro_batch_size: Any) -> Any:
+    """Count the parts of shares after the first one, for numbers and for arrays alike."""
+    return (samples > 0) * (-(-samples // micro_batch_size) - 1)
+
+
+def model_of_fields(fields: Mapping[str, Any]) -> LinearTimeModel:
+    """Return the model that `dataclasses.asdict` has written."""
+    is_cut = "micro_batch_size" in fields
+    return MicroBatchTimeModel(**fields) if is_cut else LinearTimeModel(**fields)
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from keras_het.planning.shares import FloatArray, IntArray
-from keras_het.planning.times.time_model import LinearTimeModel
+from keras_het.planning.shares import MAX_TOTAL, FloatArray, IntArray
+from keras_het.planning.times.time_model import (
+    LinearTimeModel,
+    MicroBatchTimeModel,
+    further_parts,
+)
 
 # Two shares identify a line if the larger one is at least this many times the smaller one.
 MIN_SPREAD = 1.1
@@ -18,6 +23,9 @@ MIN_SPREAD = 1.1
 MIN_SLOPE_FRACTION = 0.05
 # Uncertainty of the earlier fixed part: its standard deviation as a fraction of the compute time.
 FIXED_PART_DEVIATION = 0.5
+# The fraction of the fixed part that each further part costs, before a share was cut. The first
+# shares that are cut show if it is more; too much would keep shares from being cut at all.
+PART_FRACTION = 0.5
 _MIN_NOISE = 0.01
 
 
@@ -94,6 +102,55 @@ def _slope_for(points: list[Measurement], fixed: float) -> float:
     return over / under
 
 
+def fit_parts(
+    points: Iterable[Measurement],
+    micro_batch_size: int,
+    fixed_before: float,
+    part_before: float,
+    noise: float,
+) -> tuple[float, float, float, bool]:
+    r"""Fit t(n) = once + part p(n) + slope n, where a share of n samples has p(n) parts.
+
+    `fit_line` with a further unknown, so that the jump where a part begins bends no slope. All are
+    at least 0, and what the points leave open between `once` and `part` stays as it was:
+
+    .. math:: \sum_g \frac{c_g}{\sigma^2} \left(\frac{t(n_g)}{t_g} - 1\right)^2
+        + \frac{(once - once_0)^2 + (part - part_0)^2}{(0.5\, \bar t)^2}
+
+    Returns:
+        The fixed part of a share that is not cut (once + part), `part`, the slope, and whether two
+        shares identify them.
+    """
+    chosen = list(points)
+    chosen = [point for point in chosen if point.count > 1] or chosen
+    share, seconds, count = np.array([(p.share, p.seconds, p.count) for p in chosen]).T
+    weight = np.sqrt(count) / (max(noise, _MIN_NOISE) * seconds)
+    least_slope = MIN_SLOPE_FRACTION * float((seconds / share).min())
+    prior = 1.0 / (FIXED_PART_DEVIATION * float(seconds.mean()))
+    parts = 1 + further_parts(share, micro_batch_size)
+    features = np.stack([np.ones_like(share), parts, share], axis=1) * weight[:, None]
+    features = np.concatenate([features, [[prior, 0.0, 0.0], [0.0, prior, 0.0]]])
+    before = prior * np.array([fixed_before - part_before, part_before])
+    wanted = np.concatenate([weight * (seconds - least_slope * share), before])
+    once, part, slope = _not_negative(features, wanted)
+    is_line_known = bool(share.max() >= MIN_SPREAD * share.min())
+    return once + part, part, slope + least_slope, is_line_known
+
+
+def _not_negative(features: FloatArray, wanted: FloatArray) -> list[float]:
+    """Return the least squares of a few unknowns, each at least 0."""
+    best, least = np.zeros(features.shape[1]), float(wanted @ wanted)
+    for used in itertools.product((False, True), repeat=features.shape[1]):
+        if not any(used):
+            continue
+        found = np.zeros(features.shape[1])
+        found[list(used)] = np.linalg.lstsq(features[:, used], wanted, rcond=None)[0]
+        error = float(np.square(features @ found - wanted).sum())
+        if (found >= 0).all() and error < least:
+            best, least = found, error
+    return best.tolist()
+
+
 # Assumed before the first measurement, as if this many differences had been seen.
 PRIOR_NOISE = 0.03
 PRIOR_DIFFERENCES = 4.0
@@ -150,14 +207,25 @@ class TimeModelFit:
     Args:
         num_replicas: number of replicas.
         window: number of observations kept for each replica.
+        micro_batch_sizes: most samples that each replica computes on at a time, int [n]; by default
+            shares are not cut.
 
     Reference:
         Page, "Continuous inspection schemes", Biometrika 41, 1954. Rescaling a known line to the
         latest time is the idea of LBB's rapid tuning, which keeps the fixed part.
     """
 
-    def __init__(self, num_replicas: int, window: int = 64) -> None:
+    def __init__(
+        self,
+        num_replicas: int,
+        window: int = 64,
+        micro_batch_sizes: ArrayLike | None = None,
+    ) -> None:
         self._window = window
+        self._most: IntArray | None = None
+        if micro_batch_sizes is not None:
+            self._most = np.broadcast_to(micro_batch_sizes, (num_replicas,)).astype(np.int64)
+        self._part = np.zeros(num_replicas)
         self._shares = np.zeros((num_replicas, window), np.int64)
         self._seconds = np.zeros((num_replicas, window))
         self._position = np.zeros(num_replicas, np.int64)
@@ -198,6 +266,16 @@ class TimeModelFit:
         return self._slope
 
     @property
+    def shares_are_cut(self) -> bool:
+        """Whether replicas compute large shares in parts, so that their times are no lines."""
+        return self._most is not None
+
+    def seconds(self, shares: IntArray) -> FloatArray:
+        """Return the times that the models say for shares, int64 [n], as float64 [n]."""
+        line: FloatArray = self._fixed + self._slope * shares
+        return line if self._most is None else line + self._part * further_parts(shares, self._most)
+
+    @property
     def noise(self) -> float:
         """Relative standard deviation of one compute time."""
         return self._noise.value
@@ -209,9 +287,15 @@ class TimeModelFit:
 
     def models(self) -> tuple[LinearTimeModel | None, ...]:
         """Return the time model of each replica, None for replicas never measured."""
+        numbers = zip(self._fixed.tolist(), self._slope.tolist(), self._part.tolist(), strict=True)
+        sizes = [MAX_TOTAL] * len(self._fixed) if self._most is None else self._most.tolist()
         return tuple(
-            LinearTimeModel(float(fixed), float(slope)) if known else None
-            for fixed, slope, known in zip(self._fixed, self._slope, self._known, strict=True)
+            None
+            if not known
+            else LinearTimeModel(fixed, slope)
+            if most >= MAX_TOTAL
+            else MicroBatchTimeModel(fixed, slope, part, most)
+            for (fixed, slope, part), most, known in zip(numbers, sizes, self._known, strict=True)
         )
 
     def observe(self, shares: ArrayLike, seconds: ArrayLike) -> BoolArray:
@@ -244,6 +328,8 @@ class TimeModelFit:
     def recall(self, replica: int, model: LinearTimeModel) -> None:
         """Take a model that was fitted before; it stays until there are observations."""
         self._fixed[replica], self._slope[replica] = model.fixed_seconds, model.seconds_per_sample
+        known_part = getattr(model, "part_seconds", PART_FRACTION * model.fixed_seconds)
+        self._part[replica] = known_part
         self._known[replica] = True
         self.forget(replica)
 
@@ -294,7 +380,7 @@ class TimeModelFit:
         judged = valid & self._known & ~self._rescale
         judged &= self._identified | (self._streak >= _STREAK_BEFORE_CHANGE)
         ratio = np.ones_like(second)
-        np.divide(second, self._fixed + self._slope * share, out=ratio, where=judged)
+        np.divide(second, self.seconds(share), out=ratio, where=judged)
         deviation = (ratio - 1.0) / max(self.noise, MIN_DEVIATION_UNIT)
         np.minimum(deviation, LARGEST_DEVIATION, out=deviation)
         np.maximum(deviation, -LARGEST_DEVIATION, out=deviation)
@@ -326,12 +412,30 @@ class TimeModelFit:
             latest = points[-1]
             if latest.count < 2:
                 return
-            known = self._fixed[replica] + self._slope[replica] * latest.share
-            self._fixed[replica] *= latest.seconds / known
+            changed = latest.seconds / self._seconds_of(replica, latest.share)
+            self._fixed[replica] *= changed
+            self._part[replica] *= changed
             self._rescale[replica] = False
-        fixed, slope, identified = fit_line(points, float(self._fixed[replica]), self.noise)
+        fixed, slope, identified = self._fit_of(replica, points)
         self._fixed[replica], self._slope[replica] = fixed, slope
         self._known[replica] = True
         self._identified[replica] |= identified
         self._since_fit[replica] = 0
         self._version += 1
+
+    def _seconds_of(self, replica: int, share: int) -> float:
+        return float(self.seconds(np.full(len(self._fixed), share))[replica])
+
+    def _fit_of(self, replica: int, points: list[Measurement]) -> tuple[float, float, bool]:
+        """Fit a replica's line, and what its further parts cost, if it has any."""
+        before = float(self._fixed[replica])
+        most = MAX_TOTAL if self._most is None else int(self._most[replica])
+        if all(point.share <= most for point in points):
+            part = float(self._part[replica]) / before if before else PART_FRACTION
+            fixed, slope, identified = fit_line(points, before, self.noise)
+            self._part[replica] = part * fixed
+            return fixed, slope, identified
+        part_before = float(self._part[replica])
+        fixed, part, slope, identified = fit_parts(points, most, before, part_before, self.noise)
+        self._part[replica] = part
+        return fixed, slope, identified

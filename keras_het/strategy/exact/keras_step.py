@@ -235,12 +235,16 @@ def _step(
 ) -> tuple[ExactStep, Nest]:
     """Return a replica's step, and its rows once its clock has started."""
     spec = _spec(strategy, rows, sizes, **facts)
+    sizes_of_parts = strategy._micro_batch_sizes if spec.kind != "predict" else None
+    most = None if sizes_of_parts is None else sizes_of_parts[spec.replica_id]
+    if most is not None and spec.emulated_device is not None:
+        emulated = spec.emulated_device.in_parts(most)
+        spec = dataclasses.replace(spec, emulated_device=emulated)
     is_measured = spec.is_timed or spec.emulated_device is not None
     # Absent where nobody measures: nothing of it is in the graph then.
     measurement = Measurement(spec, strategy.compute_times, rows) if is_measured else None
     rows = rows if measurement is None else measurement.rows
-    if strategy._micro_batch_sizes is not None and spec.kind != "predict":
-        most = strategy._micro_batch_sizes[spec.replica_id]
+    if most is not None:
         spec = dataclasses.replace(spec, parts=MicroBatches(spec.samples, most, rows))
     return ExactStep(spec, measurement, *about), rows
 

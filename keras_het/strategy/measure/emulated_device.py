@@ -5,6 +5,7 @@ The replica waits without burning CPU.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -19,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.planning.times.time_model import LinearTimeModel
+from keras_het.planning.times.time_model import LinearTimeModel, MicroBatchTimeModel
 from keras_het.value_types import Leaf
 
 _logger = logging.getLogger(__name__)
@@ -52,6 +53,12 @@ class EmulatedDevice:
                 "An emulated device needs a positive finite speed. Received: "
                 f"speed={self.speed!r}. Give relative speeds such as 4, 2 and 1."
             )
+
+    def in_parts(self, micro_batch_size: int) -> EmulatedDevice:
+        """Return the same device as it computes shares in parts: each has the fixed costs."""
+        fixed, slope = self.time_model.fixed_seconds, self.time_model.seconds_per_sample
+        model = MicroBatchTimeModel(fixed, slope, fixed, micro_batch_size)
+        return dataclasses.replace(self, time_model=model)
 
     def describe(self) -> str:
         """Return one line for logs and plots that labels the device as EMULATED."""
