@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from keras_het.local_training import (
     LocalSteps,
     PeriodicExchange,
     adopt_variables_of_the_chief,
+    balanced_shares,
 )
 from keras_het.strategy.keras_calls import SessionCallback
 
@@ -32,7 +34,8 @@ class LocalTraining(SessionCallback):
               c \leftarrow c - \eta (D + \mu u), \qquad x_i \leftarrow c.
 
     With the rule's `overlap`, the sum travels while the next steps are computed. All workers wait
-    at an exchange for the slowest: give them shares in proportion to their speed.
+    at an exchange for the slowest: give them shares in proportion to their speed, or let `balance`
+    do it.
 
     `evaluate`, `save` and callbacks after this one in the list see the center at the end of an
     epoch and of training; it is that of the last exchange, so let `period` divide the steps of an
@@ -42,7 +45,9 @@ class LocalTraining(SessionCallback):
     Args:
         rule: name, dict or instance of a `keras_het.asynchronous.rules.SynchronousRule`:
             "sync_easgd", "diloco", "streaming_diloco".
-        verbose: 1 prints on the chief after each epoch how often workers exchanged.
+        balance: whether the shares follow the speeds of the workers, measured from one exchange to
+            the next, so that none waits for the slowest.
+        verbose: 1 prints on the chief after each epoch how often workers exchanged, and new shares.
         **settings: further arguments of a rule given by name, such as `period` and `overlap`:
             `LocalTraining("diloco", period=10)`.
 
@@ -61,6 +66,7 @@ class LocalTraining(SessionCallback):
         self,
         rule: str | dict[str, Any] | SynchronousRule = "diloco",
         *,
+        balance: bool = False,
         verbose: int = 0,
         **settings: Any,
     ) -> None:
@@ -71,7 +77,7 @@ class LocalTraining(SessionCallback):
                 f"{sorted(settings)} beside {rule!r}. Give them to the rule itself."
             )
         self._rule = {"class_name": rule, "config": settings} if settings else rule
-        self._verbose = verbose
+        self._balance, self._verbose = balance, verbose
         _synchronous(self._rule, num_workers=2)
         self._exchange: PeriodicExchange | None = None
         self._steps: LocalSteps | None = None
@@ -102,6 +108,7 @@ class LocalTraining(SessionCallback):
         """Restore the worker's own weights."""
         exchange = self._exchange or self._start(heterogeneous_strategy(self.model, self))
         exchange.hide_center()
+        exchange.pace.leave_out()
         self._last_batch, self._samples_of_epoch = -1, 0
         if self._steps is not None:
             self._steps.take_samples()
@@ -126,10 +133,31 @@ class LocalTraining(SessionCallback):
         samples = self._steps.take_samples()
         self._samples_of_epoch += samples
         self._exchange.steps_done(steps, samples)
+        if self._balance and (paces := self._exchange.take_paces()) is not None:
+            self._use_shares(*paces)
         if in_epoch is None or batch + 1 == in_epoch:
             # Keras reads the metrics of all workers next, and collectives must run one after
             # another. If the number of steps is unknown, this can happen after any step.
             self._exchange.wait()
+
+    def _use_shares(self, samples: list[float], seconds: list[float]) -> None:
+        """Give each worker a share by its speed; the same on all workers, between two steps."""
+        strategy = heterogeneous_strategy(self.model, self)
+        layout = strategy.layout
+        replicas = [layout.replicas_of(worker) for worker in range(layout.num_workers)]
+        own = [math.fsum(strategy.shares[each.start : each.stop]) for each in replicas]
+        wanted = balanced_shares(samples, seconds, own)
+        if wanted is None:
+            return
+        strategy.set_shares(
+            [
+                strategy.shares[replica] * (new / old if old else 0.0)
+                for each, old, new in zip(replicas, own, wanted, strict=True)
+                for replica in each
+            ]
+        )
+        parts = ", ".join(f"{100 * each / math.fsum(wanted):.1f} %" for each in wanted)
+        tell(f"Local training: the workers' shares are {parts}.", strategy, self._verbose)
 
     def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
         if self._exchange is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 from keras_het.asynchronous.rules import SynchronousRule
 from keras_het.local_training.local_steps import adopt_vector_of_the_chief
+from keras_het.local_training.pace import Pace
 from keras_het.rpc.vector import Vector, shared_variables
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class PeriodicExchange:
         variables, state = shared_variables(model)
         self._rule = rule
         self.num_exchanges = 0
+        self.pace = Pace()
         self._step = 0
         groups = rule.fragments([int(np.prod(variable.shape)) for variable in variables])
         self.fragments = [
@@ -44,12 +47,14 @@ class PeriodicExchange:
                 rule,
                 Vector([variables[number] for number in group], strategy),
                 Vector([] if place else state, strategy),
+                None if place else self.pace,
             )
             for place, group in enumerate(groups)
         ]
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="keras_het_exchange")
 
     def steps_done(self, steps: int, samples: int) -> None:
+        self.pace.steps_done(samples)
         passed = range(self._step + 1, self._step + steps + 1)
         self._step += steps
         for fragment in self.fragments:
@@ -65,6 +70,15 @@ class PeriodicExchange:
         fragment.start(self._executor, self._step)
         self.num_exchanges += 1
         fragment.merge_if_due(self._step)
+
+    def take_paces(self) -> tuple[list[float], list[float]] | None:
+        """Return samples and seconds of each worker, if an exchange has just brought them."""
+        fragment = self.fragments[0]
+        found, fragment.paces = fragment.paces, None
+        if found is None:
+            return None
+        samples, seconds = np.split(found.astype(np.float64), 2)
+        return samples.tolist(), seconds.tolist()
 
     def wait(self) -> None:
         """Wait for the sums in flight, which must finish before other collectives."""
@@ -140,8 +154,12 @@ class Fragment:
         rule: SynchronousRule,
         weights: Vector,
         statistics: Vector,
+        pace: Pace | None = None,
     ) -> None:
-        self._strategy, self._rule = strategy, rule
+        self._strategy, self._rule, self._pace = strategy, rule, pace
+        self.paces: np.ndarray | None = None
+        """Samples of all workers since the exchange before, then their seconds; float32 [2 W]."""
+        self._latest_paces: np.ndarray | None = None
         self._weights, self._statistics = weights, statistics
         self._pending: _Pending | None = None
         self._own: tuple[tf.Tensor, tf.Tensor] | None = None
@@ -156,7 +174,7 @@ class Fragment:
         combine = tf.function(self._combine, autograph=False)
         statistics = self._mean_statistics
         self._exchange = combine.get_concrete_function(
-            self.center, statistics, statistics, tf.constant(0.0), self.state
+            self.center, statistics, statistics, tf.constant(0.0), self._own_pace(0), self.state
         )
 
     @property
@@ -169,18 +187,20 @@ class Fragment:
         statistics: tf.Tensor,
         last_mean: tf.Tensor,
         samples: tf.Tensor,
+        pace: tf.Tensor,
         state: dict[str, tf.Tensor],
-    ) -> tuple[tf.Tensor, tf.Tensor, dict[str, tf.Tensor]]:
-        mean = statistics
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, dict[str, tf.Tensor]]:
+        mean, paces = statistics, pace
 
         def all_reduce_sum(vector: tf.Tensor) -> tf.Tensor:
-            nonlocal mean
+            nonlocal mean, paces
             # Zero samples times infinity is not a number.
             own = tf.math.multiply_no_nan(statistics, samples)
             moved = samples * self._statistics.differ(statistics, last_mean)
-            parts = [vector, own, moved, samples[None]]
+            parts = [vector, own, moved, samples[None], pace]
             total = self._strategy.extended.sum_over_workers(tf.concat(parts, axis=0))
-            summed, sums, moved, count = tf.split(total, [part.shape[0] for part in parts])
+            sizes = [part.shape[0] for part in parts]
+            summed, sums, moved, count, paces = tf.split(total, sizes)
             # Rounding can make the mean of equal numbers differ from them.
             mean = self._statistics.choose(moved > 0, tf.math.divide_no_nan(sums, count), last_mean)
             mean = tf.where(count > 0, mean, statistics)
@@ -188,22 +208,34 @@ class Fragment:
 
         with tf.device("CPU:0"):
             weights, state = self._rule.combine(weights, state, samples, all_reduce_sum)
-        return weights, mean, state
+        return weights, mean, paces, state
+
+    def _own_pace(self, samples: int) -> tf.Tensor:
+        """Return this worker's samples and seconds at its places among those of all workers."""
+        found = np.zeros([2, self._strategy.num_workers if self._pace else 0], np.float32)
+        if self._pace is not None:
+            found[:, self._strategy.worker_index] = samples, self._pace.take_seconds()
+        return tf.constant(found.ravel())
 
     def start(self, executor: Executor, step: int) -> None:
         sent = self._weights.read(), self._statistics.read()
         samples = tf.constant(float(self.samples), tf.float32)
         self.samples = self.steps = 0
-        combined = executor.submit(self._run, sent, samples)
+        measured = self._pace.take_samples() if self._pace else 0
+        combined = executor.submit(self._run, sent, samples, measured)
         self._pending = _Pending(sent, step + self._rule.overlap, combined)
 
     def _run(
-        self, sent: tuple[tf.Tensor, tf.Tensor], samples: tf.Tensor
+        self, sent: tuple[tf.Tensor, tf.Tensor], samples: tf.Tensor, measured: int
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        last_mean = self._mean_statistics
+        with tf.device("CPU:0"):  # as soon as the device has computed them
+            own = [tf.identity(each) for each in sent]
+        last_mean, pace = self._mean_statistics, self._own_pace(measured)
         with self._strategy._naming_lost_workers():
-            weights, mean, self.state = self._exchange(*sent, last_mean, samples, self.state)
-        self._mean_statistics = mean
+            weights, mean, paces, self.state = self._exchange(
+                *own, last_mean, samples, pace, self.state
+            )
+        self._mean_statistics, self._latest_paces = mean, np.asarray(paces)
         return weights, mean
 
     def wait(self) -> None:
@@ -219,7 +251,11 @@ class Fragment:
         pending, self._pending = self._pending, None
         if pending is None:
             return
+        began = time.perf_counter()
         combined, mean = pending.combined.result()
+        if self._pace is not None:
+            self._pace.leave_out(began)
+            self.paces, self._latest_paces = self._latest_paces, None
         if self.steps == 0 and self._rule.center_is_weights:
             # Nothing to merge with: the result has exactly the same bits on all workers.
             self._weights.write(combined)

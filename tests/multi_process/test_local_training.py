@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked_workers import TIMEOUT
 from local_training_reference import Simulation
 from recorded import arrays
 
@@ -323,3 +324,19 @@ def test_a_lost_worker_is_named_at_the_next_exchange(start_workers: Any, tmp_pat
     survivor, victim = workers.wait()
     assert victim.exit_code == -9 and survivor.exit_code not in (0, -9)
     assert "WorkerLostError: Lost worker 1" in survivor.output
+
+
+@pytest.mark.parametrize("overlap", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_shares_follow_the_speeds_of_the_workers(launch: Any, tmp_path: Path, overlap: int) -> None:
+    """Speeds 3:1 give 30 and 10 of 40 samples, by what the exchanges say."""
+    options = {"folder": str(tmp_path), "period": 5, "overlap": overlap, "balance": True}
+    process = launch(
+        "program_local_balance.py", options, "--speeds", "3,1", "--sample-milliseconds", "3"
+    )
+    process.join(TIMEOUT)
+    found = [np.load(tmp_path / f"{index}.npz") for index in range(2)]
+    fast, slow = (each["samples"][1:] for each in found)
+    assert set(fast + slow) == {40}  # every sample once
+    assert list(fast[:3]) == [20] * 3  # nothing was exchanged yet
+    assert np.all(np.abs(fast[-10:] - 30) <= 3), fast
+    np.testing.assert_array_equal(found[0]["weights"], found[1]["weights"])
