@@ -244,6 +244,11 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             del kwargs["colocate_with"]  # of a single replica, whose variables are in one place
         return super()._create_variable(next_creator, **kwargs)
 
+    @property
+    def bytes_per_bucket(self) -> int:
+        """Gradients of that size are summed before the others exist; 0 if all travel at once."""
+        return int(self._communication_options.bytes_per_pack)
+
     def _use_merge_call(self) -> bool:
         return False
 

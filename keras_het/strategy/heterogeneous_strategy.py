@@ -99,7 +99,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`. Default: `TF_CONFIG`.
         communication_options: `tf.distribute.experimental.CommunicationOptions`. Default: NCCL
             between workers with GPUs, and between GPUs of one type in a worker; rings over gRPC
-            otherwise.
+            otherwise. With `bytes_per_pack`, gradients are summed in buckets of that size while
+            the backward pass computes others.
         aggregation: how gradients (and whatever else a step sums) are added up between workers:
             "all_reduce" by TensorFlow's collectives; "summation" by the CPUs of all workers and
             of the spare machines in TF_CONFIG's job `summation`, or a

@@ -278,6 +278,24 @@ def gradient_accumulation_and_clipping(run: Recording) -> None:
 
 
 @check
+def gradients_in_buckets(run: Recording) -> None:
+    """Each layer's gradients travel by themselves."""
+    run.set_shares([4, 0, 1])
+    before = None
+    if run.strategy is not None:
+        extended = run.strategy.extended
+        before, extended._communication_options = (
+            extended._communication_options,
+            tf.distribute.experimental.CommunicationOptions(bytes_per_pack=1),
+        )
+    try:
+        run.fit(run.build(lambda: small_model(keras.optimizers.Adam(0.05))), batches())
+    finally:
+        if run.strategy is not None:
+            extended._communication_options = before
+
+
+@check
 def sample_weights_and_masks(run: Recording) -> None:
     random = np.random.default_rng(3)
     tokens = random.integers(1, 7, size=(22, 4))

@@ -17,6 +17,7 @@ UNEQUAL_DEVICES = (
     "shares_and_partial_batch",
     "zero_share_from_the_start",
     "micro_batches",
+    "gradients_in_buckets",
     "state_of_ones_own",
     "sharpness_aware_steps_with_vectors_in_logs",
     "steps_per_execution_with_pydataset",

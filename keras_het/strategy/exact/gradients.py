@@ -11,6 +11,7 @@ Every replica then holds the same gradient, and all optimizer state stays identi
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -255,6 +256,7 @@ class Gradients:
     def _summed(self, updates: list[_PendingUpdate], others: Nest) -> tuple[list[_Reduced], Nest]:
         leading, gradients = dict[tf.DType, int](), [list(each.gradients) for each in updates]
         is_weighted = updates[0].is_weighted  # several wait only where all are
+        early = self._sum_buckets(gradients, is_weighted)
         for of_one in gradients:
             for place, each in enumerate(of_one):
                 if isinstance(each, tf.IndexedSlices):
@@ -267,11 +269,45 @@ class Gradients:
             return _prepared(self._spec, buffer, is_weighted, count) if count else buffer
 
         reduced, summed = self._sum((gradients, others), prepare)
+        for (number, place), each in early.items():
+            reduced[number][place] = each
         for update, of_one in zip(updates, reduced, strict=True):
             for place, is_unique in enumerate(update.have_unique_indices):
                 if is_unique:
                     of_one[place] = _merge_equal_indices(of_one[place])
         return reduced, summed
+
+    def _sum_buckets(
+        self, gradients: list[_Reduced], is_weighted: bool
+    ) -> dict[tuple[int, int], tf.Tensor]:
+        """Take full buckets of dense gradients out, and sum each as soon as its members exist.
+
+        The last variables come first, whose gradients a backward pass makes first. What is left
+        travels with all else.
+        """
+        most = tf.distribute.get_strategy().extended.bytes_per_bucket
+        found = dict[tuple[int, int], tf.Tensor]()
+        if not most or self._spec.parts is not None:  # those of parts exist all at once
+            return found
+        places = [(i, j) for i, of_one in enumerate(gradients) for j in range(len(of_one))]
+        buckets = dict[tf.DType, list[tuple[int, int]]]()
+        sizes = dict[tf.DType, int]()
+        for update, place in reversed(places):
+            each = gradients[update][place]
+            if not isinstance(each, tf.Tensor):
+                continue
+            bucket = buckets.setdefault(each.dtype, [])
+            bucket.append((update, place))
+            size = sizes.get(each.dtype, 0) + each.shape.num_elements() * each.dtype.size
+            sizes[each.dtype] = size
+            if size >= most:
+                del buckets[each.dtype], sizes[each.dtype]
+                members = [gradients[i][j] for i, j in bucket]
+                prepare = functools.partial(_prepared, self._spec, is_weighted=is_weighted)
+                found |= zip(bucket, self._sum.of_bucket(members, prepare), strict=True)
+                for i, j in bucket:
+                    gradients[i][j] = None
+        return found
 
     def _finish(self, update: _PendingUpdate, reduced: _Reduced) -> Any:
         if self._measurement is not None and self._measurement.measures_squares:

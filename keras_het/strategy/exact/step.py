@@ -196,10 +196,17 @@ class ReplicaSum:
             flat[place] = slices
         return tf.nest.pack_sequence_as(values, flat)
 
-    def _all_reduced(self, summands: list[Summand]) -> list[Summand]:
+    def of_bucket(
+        self, tensors: Sequence[tf.Tensor], prepare: Callable[[tf.Tensor], tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Sum tensors of one type while others are still computed; no time is taken."""
+        (total,) = self._all_reduced([prepare(_packed(tensors))], is_measured=False)
+        return _unpacked(total, tensors)
+
+    def _all_reduced(self, summands: list[Summand], is_measured: bool = True) -> list[Summand]:
         if not summands:
             return []
-        clock = self._measurement.clock if self._measurement else None
+        clock = self._measurement.clock if self._measurement and is_measured else None
         if clock is not None:
             started, summands = clock.collective_starts(summands)
         extended = tf.distribute.get_strategy().extended

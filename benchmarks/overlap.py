@@ -1,0 +1,251 @@
+"""What a step takes when gradients travel while others are still computed.
+
+    python benchmarks/overlap.py [--json FILE] [--quick] [--rates 500 100] [--cases mlp] ...
+
+Workers on hosts of their own (network namespaces with limited links and jumbo frames, see
+`_namespaces.py`) train by `fit`, each on one thread.
+
+Modes:
+
+* `alone`: no other worker; both processes compute side by side all the same.
+* `one bucket`: `HeterogeneousStrategy`, all gradients in one sum behind the backward pass.
+* `buckets of N MB`: `CommunicationOptions(bytes_per_pack=...)`.
+* `MultiWorkerMirrored`: TensorFlow's strategy in its guide's custom loop.
+
+`bound_ms` is the longer one of `alone` and the wire: 2 (W - 1) / W of the gradients' bytes at the
+link's rate. `ratio_to_bound` is the median of the blocks' medians, over it. Modes take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+MODES = {
+    "alone": None,
+    "one bucket": 0.0,
+    "buckets of 1 MB": 1.0,
+    "buckets of 4 MB": 4.0,
+    "MultiWorkerMirrored": None,
+}
+CASES = ("mlp", "convnet", "transformer")
+RATES = (10_000.0, 1_000.0, 500.0, 100.0)
+JUMBO = 9000
+STEPS, WARM_UP = 14, 4
+COLUMNS = ("case", "workers", "mbit", "mode", "step_ms", "bound_ms", "ratio_to_bound")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--quick", action="store_true", help="one case of two modes: form only")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="Mbit/s")
+    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(**json.loads(options.worker))
+        return
+    from _namespaces import why_not
+    from _report import environment, print_table, write_report
+
+    if (reason := why_not()) is not None:
+        rows = [{**dict.fromkeys(COLUMNS), "case": "all", "skipped": reason}]
+        write_report("overlap", rows, options.json, environment())
+        return
+    if options.quick:
+        options.rates, options.cases, options.workers, options.blocks = [500.0], ["mlp"], [2], 1
+        options.modes = ["alone", "buckets of 1 MB"]
+    rows = list[dict[str, Any]]()
+    for case in options.cases:
+        for num_workers in options.workers:
+            for rate in options.rates:
+                rows += measure(case, num_workers, rate, options.modes, options.blocks)
+                print(*rows[-len(options.modes) :], sep="\n", flush=True)
+    print_table(rows, COLUMNS)
+    write_report("overlap", rows, options.json, environment())
+
+
+def measure(
+    case: str, num_workers: int, mbit: float, modes: list[str], blocks: int
+) -> list[dict[str, Any]]:
+    """Return the rows of one model on links of one rate."""
+    from _namespaces import limited_hosts
+
+    found: dict[str, list[float]] = {mode: [] for mode in modes}
+    size = 0
+    with limited_hosts([mbit] * num_workers, JUMBO) as hosts:
+        for block in range(blocks):
+            for mode in modes:
+                seconds, size = _block(hosts, case, num_workers, mode, 7000 + block)
+                found[mode].append(seconds)
+    medians = {mode: 1e3 * statistics.median(each) for mode, each in found.items()}
+    wire = 2 * (num_workers - 1) / num_workers * size * 8 / mbit / 1e3
+    bound = max(medians.get("alone", 0.0), wire)
+    return [
+        {
+            "case": case,
+            "workers": num_workers,
+            "mbit": mbit,
+            "mode": mode,
+            "step_ms": round(medians[mode], 2),
+            "lowest_ms": round(1e3 * min(found[mode]), 2),
+            "highest_ms": round(1e3 * max(found[mode]), 2),
+            "wire_ms": round(wire, 2),
+            "bound_ms": round(bound, 2),
+            "ratio_to_bound": round(medians[mode] / bound, 3),
+        }
+        for mode in modes
+    ]
+
+
+def _block(hosts: Any, case: str, num_workers: int, mode: str, port: int) -> tuple[float, int]:
+    """Run one mode once; return the chief's seconds for a step, and the gradients' bytes."""
+    addresses = [f"{hosts.address(index)}:{port}" for index in range(num_workers)]
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result"
+        started = []
+        for index in range(num_workers):
+            task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+            config = {"TF_CONFIG": "" if mode == "alone" else json.dumps(task)}
+            # with one between operations, the ring would wait for the backward pass
+            threads = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "4"}
+            quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", **threads}
+            about = {"case": case, "mode": mode, "result": str(result) if index == 0 else ""}
+            command = [sys.executable, __file__, "--worker", json.dumps(about)]
+            with (Path(folder) / f"output{index}").open("w") as output:
+                started.append(
+                    subprocess.Popen(
+                        hosts.command(index, command),
+                        env={**os.environ, **quiet, "OMP_NUM_THREADS": "1", **config},
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        try:
+            for process in started:
+                process.wait(timeout=300)
+        finally:
+            for process in started:
+                process.kill()
+        if not result.exists():
+            sys.exit((Path(folder) / "output0").read_text()[-5000:])
+        written = json.loads(result.read_text())
+    return float(written["seconds"]), int(written["bytes"])
+
+
+def work(case: str, mode: str, result: str) -> None:
+    """Train as one worker."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import keras_het
+
+    if not os.environ["TF_CONFIG"]:
+        del os.environ["TF_CONFIG"]
+    is_stock = mode == "MultiWorkerMirrored"
+    if is_stock:
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    else:
+        size = int(2**20 * (MODES[mode] or 0))
+        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=size)
+        strategy = keras_het.HeterogeneousStrategy(communication_options=options)
+    num_replicas = strategy.num_replicas_in_sync
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model, x, y = build(keras, np, case, num_replicas)
+        model.compile("sgd", "mse", jit_compile=False)
+    batch = len(x)
+    data = tf.data.Dataset.from_tensors((x, y)).repeat(STEPS)
+    if is_stock:
+        seconds = _custom_loop(tf, strategy, model, data)
+    else:
+        times = [time.perf_counter()]
+
+        class Note(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+                times.append(time.perf_counter())
+
+        model.fit(data, epochs=1, verbose=0, callbacks=[Note()])
+        seconds = statistics.median(np.diff(times)[WARM_UP:])
+    if result:
+        size = sum(4 * int(np.prod(each.shape)) for each in model.trainable_weights)
+        about = {"seconds": float(seconds), "bytes": size, "batch": batch}
+        Path(result).with_suffix(".tmp").write_text(json.dumps(about))
+        Path(result).with_suffix(".tmp").rename(result)
+    sys.stdout.flush()
+    if is_stock:
+        os._exit(0)  # its threads would wait for the other worker
+
+
+def build(keras: Any, np: Any, case: str, num_replicas: int) -> tuple[Any, Any, Any]:
+    """Return a model, and a global batch whose share computes for some 100 ms on one core."""
+    layers = keras.layers
+    random = np.random.default_rng(0)
+    if case == "mlp":  # 3.2 million parameters
+        inner = [layers.Dense(1024, "relu") for _ in range(3)]
+        model = keras.Sequential([keras.Input((64,)), *inner, layers.Dense(1)])
+        x = random.normal(size=(800 * num_replicas, 64)).astype("float32")
+    elif case == "convnet":  # 10.2 million, most of them in two dense layers
+        inner = []
+        for filters in (32, 64, 128, 256):
+            inner += [layers.Conv2D(filters, 3, padding="same", activation="relu")]
+            inner += [layers.MaxPooling2D()]
+        head = [layers.Flatten(), layers.Dense(4096, "relu"), layers.Dense(1400, "relu")]
+        model = keras.Sequential([keras.Input((32, 32, 3)), *inner, *head, layers.Dense(1)])
+        x = random.normal(size=(24 * num_replicas, 32, 32, 3)).astype("float32")
+    else:  # 3.2 million
+        values = inputs = keras.Input((32, 256))
+        for _ in range(4):
+            mixed = layers.MultiHeadAttention(4, 64)(values, values)
+            values = layers.LayerNormalization()(values + mixed)
+            wide = layers.Dense(256)(layers.Dense(1024, "relu")(values))
+            values = layers.LayerNormalization()(values + wide)
+        model = keras.Model(inputs, layers.Dense(1)(layers.Flatten()(values)))
+        x = random.normal(size=(8 * num_replicas, 32, 256)).astype("float32")
+    y = random.normal(size=(len(x), 1)).astype("float32")
+    return model, x, y
+
+
+def _custom_loop(tf: Any, strategy: Any, model: Any, data: Any) -> float:
+    """Train as TensorFlow's guide does; return the median seconds of a step."""
+    import keras
+
+    num_samples = int(data.element_spec[0].shape[0])
+
+    def step(batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            losses = keras.ops.square(model(x, training=True) - y)
+            loss = tf.nn.compute_average_loss(losses[:, 0], global_batch_size=num_samples)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    @tf.function
+    def distributed(batch: Any) -> Any:
+        losses = strategy.run(step, args=(batch,))
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
+
+    seconds = []
+    for batch in strategy.experimental_distribute_dataset(data):
+        began = time.perf_counter()
+        float(distributed(batch))
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[WARM_UP:])
+
+
+if __name__ == "__main__":
+    main()
