@@ -56,23 +56,26 @@ def balanced_shares(
 ) -> list[float] | None:
     """Return new shares of the workers, or None if the present ones are as good.
 
-    The same numbers give the same bits on machines of every kind.
+    A share falls by half at most, and one that was too small for a sample grows: a worker that was
+    slow for a moment, or is fast again, is found out at a later exchange. The same numbers give the
+    same bits on machines of every kind.
 
     Args:
         samples: samples that each worker has used since the last exchange.
         seconds: time in which it has used them.
-        shares: present share of each worker; one without samples keeps it.
+        shares: present share of each worker, at least 0; those without one get none.
     """
     known = [number for number, used in enumerate(samples) if used > 0 and seconds[number] > 0]
-    if len(known) < 2:
+    unknown = [number for number, share in enumerate(shares) if share > 0 and not samples[number]]
+    if not known or len(known) + len(unknown) < 2:
         return None
     speeds = {number: samples[number] / seconds[number] for number in known}
     speed = math.fsum(speeds.values())
     best = math.fsum(samples[number] for number in known) / speed
-    if max(seconds[number] for number in known) <= (1 + _DEAD_BAND) * best:
+    if not unknown and max(seconds[number] for number in known) <= (1 + _DEAD_BAND) * best:
         return None
     moved = math.fsum(shares[number] for number in known)
-    return [
-        moved * speeds[number] / speed if number in speeds else share
-        for number, share in enumerate(shares)
-    ]
+    found = [2 * share if number in unknown else share for number, share in enumerate(shares)]
+    for number in known:
+        found[number] = max(moved * speeds[number] / speed, shares[number] / 2)
+    return found
