@@ -48,6 +48,7 @@ def embedding_model():
     return model
 
 
+@pytest.mark.quick("dense", "sparse")
 @pytest.mark.parametrize(
     ("build", "data", "options"),
     [
