@@ -100,18 +100,7 @@ class MicroBatchTimeModel(LinearTimeModel):
             )
 
     def seconds(self, samples: float) -> float:
-        """Return the compute time of one step.
-
-        Args:
-            samples: Number of samples of the replica's share; at least 0.
-
-        Returns:
-            Time in seconds.
-
-        Raises:
-            TypeError: If `samples` is not a real number.
-            ValueError: If `samples` is negative or not finite.
-        """
+        """Return the compute time of one step, as `LinearTimeModel.seconds` does."""
         of_one_part = super().seconds(samples)
         return of_one_part + self.part_seconds * further_parts(samples, self.micro_batch_size)
 
