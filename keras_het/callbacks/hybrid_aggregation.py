@@ -155,7 +155,7 @@ class HybridAggregation(SessionCallback):
         period = _default_period(found) if period is None else period
         self._options = HybridOptions(
             rule=found,
-            period=FIRST_PERIOD if period == "auto" else int(period),
+            period=max(FIRST_PERIOD, found.least_period) if period == "auto" else int(period),
             adapts_period=period == "auto",
             async_batch_size=async_batch_size,
             staleness_bound=staleness_bound,

@@ -154,6 +154,13 @@ def test_there_are_some_exchanges_in_an_epoch():
     assert longest_period(3) == 1
 
 
+def test_a_rule_of_long_periods_is_not_bound_by_the_epoch():
+    paces, limits = [(80.0, 16, 0.0), (20.0, 8, 0.1)], (20.0, longest_period(160, 50))
+    assert choose_period(paces, [HEARD] * 2, 1, limits, 50) == 50
+    assert choose_period(paces, [HEARD] * 2, 0, limits, 50) == 100
+    assert choose_period([(0.0, 0, 0.0)], [HEARD], 0, limits, 50) == 50
+
+
 def test_what_only_some_rules_measure_changes_nothing():
     paces = [(800.0, 16, 0.0, 0.5), (20.0, 8, 0.1, 9.0)]
     assert choose_period(paces, [HEARD] * 2, 0, LIMITS) == 20

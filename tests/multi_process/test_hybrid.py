@@ -98,6 +98,7 @@ FACTORS = {
 }
 MOMENTUM = {"rate": 0.01, "momentum": 0.5}
 ASHL = {"class_name": "ASHL", "config": STEPS}
+DELAYED = {"class_name": "delayed_nesterov", "config": {"period": 2}}
 COMPRESSED = {"class_name": "ASHL", "config": {**STEPS, "compression_ratios": [0.5, 0.8]}}
 # Fast enough for either to get its part, and so many parts that each task holds some.
 BESIDE, IN_PARTS = {"fast": 0.004}, {"fast": 0.006, "partition_bytes": 64}
@@ -122,6 +123,9 @@ TRAININGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "gradients, several steps at once": (PAIR, {**BESIDE, **GRADIENTS, "steps_per_execution": 4}),
     "alone": (ALONE, {}),
     "alone, elastic": (ALONE, {"rule": "async_easgd"}),
+    "alone, delayed Nesterov": (ALONE, {"rule": DELAYED, "period": "auto"}),
+    "delayed Nesterov": (PAIR, {**BESIDE, "rule": DELAYED}),
+    "delayed Nesterov, service on two tasks": ({**GROUP, "ps": 2}, {**IN_PARTS, "rule": DELAYED}),
     "alone, round robin": (ALONE, {"rule": "round_robin_easgd"}),
     "alone, ashl": (ALONE, {"rule": ASHL}),
     "alone, compressed ashl": (ALONE, {"rule": COMPRESSED}),

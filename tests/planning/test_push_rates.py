@@ -35,6 +35,14 @@ def test_the_number_of_batches_that_is_nearest_in_ratio(slowest, samples):
     assert plan_pushes([1.0, 1.0], [10, 1], [0.0, slowest]).samples[0] == samples
 
 
+def test_the_slowest_takes_the_batches_that_it_is_to_take_at_least():
+    plan = plan_pushes([400.0, 200.0, 100.0], [8, 8, 8], [0.0, 0.0, 0.0], least_batches=50)
+    assert plan.samples == (1600, 800, 400)
+    # a link may need longer than that
+    plan = plan_pushes([800.0, 100.0], [16, 4], [0.0, 0.5], least_batches=12)
+    assert plan.samples == (400, 52)
+
+
 @given(pushers=PUSHERS)
 def test_everyone_pushes_as_near_to_the_target_as_batches_allow(pushers):
     speeds, batches, exchanges = zip(*pushers, strict=True)
@@ -62,5 +70,7 @@ def test_what_cannot_be_planned_is_refused():
         plan_pushes([1.0], [0], [1.0])
     with pytest.raises(ValueError, match=r"`exchange_seconds` must be finite"):
         plan_pushes([1.0], [1], [-1.0])
+    with pytest.raises(ValueError, match=r"least_batches .* at least 1. Received: 0"):
+        plan_pushes([1.0], [1], [0.0], least_batches=0)
     with pytest.raises(TypeError, match=r"`samples_per_second` must be a real number"):
         plan_pushes(["64"], [1], [0.0])

@@ -185,9 +185,10 @@ class AsyncWorker(Participant):
             return
         found = self._ledger.pace(pace)
         if adapts:
-            longest = longest_period(self.num_batches * self._num_parts)
+            least = self.rule.least_period
+            longest = longest_period(self.num_batches * self._num_parts, least)
             limits = self.options.presence_seconds, longest
-            self._planned_period = choose_period(*found, self._number, limits)
+            self._planned_period = choose_period(*found, self._number, limits, least)
 
     def _own_pace(self) -> Pace | None:
         pace = self._pace.pace

@@ -144,17 +144,29 @@ class PushPace:
 
 
 def choose_period(
-    paces: np.ndarray, silence: np.ndarray, participant: int, limits: tuple[float, int]
+    paces: np.ndarray,
+    silence: np.ndarray,
+    participant: int,
+    limits: tuple[float, int],
+    least: int = 1,
 ) -> int:
-    """Return the steps of one pusher between two exchanges, for about equal push rates."""
+    """Return the steps of one pusher between two exchanges, for about equal push rates.
+
+    Args:
+        paces: row of every participant, as in `Pace`.
+        silence: seconds since each was heard of.
+        participant: whose steps.
+        limits: silence after which a participant counts as gone, and the longest period.
+        least: steps of the slowest.
+    """
     paces, longest_silence = np.asarray(paces), limits[0]
     counts = (paces[:, 0] > 0) & (paces[:, 1] >= 1) & (np.asarray(silence) < longest_silence)
     counts[participant] = paces[participant, 0] > 0 and paces[participant, 1] >= 1
     if not counts[participant]:
-        return FIRST_PERIOD
+        return max(FIRST_PERIOD, least)
     speeds, batches, exchanges = paces[counts].T[:3]
     batches = [round(batch) for batch in batches]
-    plan = plan_pushes(speeds.tolist(), batches, exchanges.tolist())
+    plan = plan_pushes(speeds.tolist(), batches, exchanges.tolist(), least)
     place = int(counts[:participant].sum())
     return max(1, min(plan.samples[place] // batches[place], limits[1]))
 

@@ -161,8 +161,9 @@ class SyncGroup(Participant):
         self.paces = found[0]
         if not self.options.adapts_period:
             return self.period
-        limits = self.options.presence_seconds, longest_period(self.num_batches)
-        return choose_period(*found, 0, limits)
+        least = self.rule.least_period
+        limits = self.options.presence_seconds, longest_period(self.num_batches, least)
+        return choose_period(*found, 0, limits, least)
 
     def _agreed(
         self, vector: PartitionedVector, read: Callable[[], list[tf.Tensor]] | None

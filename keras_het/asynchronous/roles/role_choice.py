@@ -149,6 +149,7 @@ class RoleChoice:
             busy_seconds=busy_seconds,
             sends_gradients=options.rule.uses_gradients,
             num_batches=self._num_batches,
+            least_period=options.rule.least_period,
         )
 
 

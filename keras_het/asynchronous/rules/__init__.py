@@ -3,6 +3,7 @@
 from keras_het.asynchronous.rules.ashl import ASHL
 from keras_het.asynchronous.rules.async_sgd import AsyncSGD
 from keras_het.asynchronous.rules.delay_compensated import DelayCompensated
+from keras_het.asynchronous.rules.delayed_nesterov import DelayedNesterov
 from keras_het.asynchronous.rules.delta import Delta
 from keras_het.asynchronous.rules.diloco import DiLoCo, StreamingDiLoCo
 from keras_het.asynchronous.rules.elastic_averaging import (
@@ -24,6 +25,7 @@ __all__ = [
     "AsyncMEASGD",
     "AsyncSGD",
     "DelayCompensated",
+    "DelayedNesterov",
     "Delta",
     "DiLoCo",
     "ElasticAveraging",

@@ -10,6 +10,15 @@ import tensorflow as tf
 from keras_het.asynchronous.rules.synchronous_rule import AllReduceSum, State, SynchronousRule
 
 
+def check_outer_step(learning_rate: float, momentum: float) -> None:
+    """Refuse an outer step that is not gradient descent with Nesterov momentum."""
+    if not learning_rate > 0 or not 0 <= momentum < 1:
+        raise ValueError(
+            "The outer learning_rate must be positive and momentum from 0 to below 1. "
+            f"Received: learning_rate={learning_rate}, momentum={momentum}."
+        )
+
+
 class DiLoCo(SynchronousRule):
     r"""An outer step of gradient descent with Nesterov momentum every `period` local steps.
 
@@ -49,11 +58,7 @@ class DiLoCo(SynchronousRule):
         overlap: int = 0,
     ) -> None:
         super().__init__(period, overlap)
-        if not learning_rate > 0 or not 0 <= momentum < 1:
-            raise ValueError(
-                "The outer learning_rate must be positive and momentum from 0 to below 1. "
-                f"Received: learning_rate={learning_rate}, momentum={momentum}."
-            )
+        check_outer_step(learning_rate, momentum)
         self.learning_rate = learning_rate
         self.momentum = momentum
 

@@ -8,6 +8,7 @@ from typing import Any
 from keras_het.asynchronous.rules.ashl import ASHL
 from keras_het.asynchronous.rules.async_sgd import AsyncSGD
 from keras_het.asynchronous.rules.delay_compensated import DelayCompensated
+from keras_het.asynchronous.rules.delayed_nesterov import DelayedNesterov
 from keras_het.asynchronous.rules.delta import Delta
 from keras_het.asynchronous.rules.diloco import DiLoCo, StreamingDiLoCo
 from keras_het.asynchronous.rules.elastic_averaging import (
@@ -28,6 +29,7 @@ RULES: dict[str, type[Rule]] = {
         AsyncMEASGD,
         AsyncSGD,
         DelayCompensated,
+        DelayedNesterov,
         Delta,
         DiLoCo,
         ElasticAveraging,

@@ -43,6 +43,7 @@ class ExchangeSettings:
         period: steps of every task between two exchanges; None if each plans its own, as with
             `period="auto"`.
         async_period: the same for async workers, if the rule gives them another one.
+        least_period: steps that the slowest task takes at least, if each plans its own.
         async_batch_size: samples in each of an async worker's steps; None for the global batch over
             the number of members of the sync group.
         busy_seconds: time that a task itself needs for one exchange, such as reading and writing
@@ -64,10 +65,11 @@ class ExchangeSettings:
     sends_gradients: bool = False
     num_batches: int | None = None
     async_period: int | None = None
+    least_period: int = 1
 
     def __post_init__(self) -> None:
         check_not_negative("busy_seconds", self.busy_seconds)
-        for name in ("period", "async_batch_size", "num_batches", "async_period"):
+        for name in ("period", "async_batch_size", "num_batches", "async_period", "least_period"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(
@@ -90,12 +92,13 @@ def periods_of(exchange: ExchangeSettings, pushers: Sequence[Pusher]) -> tuple[i
             max(pusher.travel_seconds, (pusher.busy_seconds + waited) / LARGEST_OVERHEAD)
             for pusher, waited in zip(pushers, waits, strict=True)
         ],
+        exchange.least_period,
     )
     periods = []
     for samples, batch, pusher in zip(plan.samples, batches, pushers, strict=True):
         longest: float = math.inf
         if exchange.num_batches is not None:
-            longest = longest_period(exchange.num_batches * pusher.parts)
+            longest = longest_period(exchange.num_batches * pusher.parts, exchange.least_period)
         periods.append(int(max(1, min(samples // batch, longest))))
     return tuple(periods)
 
@@ -118,8 +121,12 @@ def mean_age_in_periods(exchange: ExchangeSettings, pusher: Pusher, period: int)
     return 1.0 + min(steps, period) / period
 
 
-def longest_period(num_steps: int) -> int:
-    return max(1, num_steps // EXCHANGES_AN_EPOCH)
+def longest_period(num_steps: int, least_period: int = 1) -> int:
+    """Return the bound of a planned period in an epoch of some steps.
+
+    A rule that asks for long periods knows better: only the end of the epoch bounds them.
+    """
+    return max(1, num_steps // EXCHANGES_AN_EPOCH if least_period == 1 else num_steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,13 +150,14 @@ def plan_pushes(
     samples_per_second: Sequence[float],
     batch_samples: Sequence[int],
     exchange_seconds: Sequence[float],
+    least_batches: int = 1,
 ) -> PushPlan:
     r"""Choose the samples of one push for all pushers, for about equal push rates.
 
     Pushers compute while they exchange: with speed s and an exchange of e seconds, the time between
     two pushes of A samples is :math:`\max(A / s, e)`. The target is the shortest that all can
-    sustain, one batch and one exchange of the slowest pusher. Of the two neighboring numbers of
-    batches, the one whose time is closer to the target in ratio is chosen; it is at least large
+    sustain: `least_batches` and one exchange of the slowest pusher. Of the two neighboring numbers
+    of batches, the one whose time is closer to the target in ratio is chosen; it is at least large
     enough that the exchange ends before the batches are computed, so that nobody waits for its
     link.
 
@@ -157,6 +165,8 @@ def plan_pushes(
         samples_per_second: speed of every pusher; the sync group is one pusher.
         batch_samples: samples of one step of every pusher; for the sync group, its global batch.
         exchange_seconds: time of one push and pull; 0 if the parameter service is embedded.
+        least_batches: batches that the slowest pusher accumulates at least, such as the local steps
+            of DiLoCo.
 
     Returns:
         The plan. The time between pushes of a pusher misses the target by at most a factor
@@ -186,7 +196,9 @@ def plan_pushes(
                 f"least 1. Received: samples_per_second={speed!r}, batch_samples={batch!r}. "
                 "Measure the worker, or leave it out."
             )
-    target = max(max(batch / speed, exchange) for speed, batch, exchange in pushers)
+    if least_batches < 1:
+        raise ValueError(f"least_batches must be at least 1. Received: {least_batches!r}.")
+    target = max(max(least_batches * batch / speed, own) for speed, batch, own in pushers)
     samples = tuple(_pushed_samples(*pusher, target) for pusher in pushers)
     return PushPlan(
         target_seconds=target,

@@ -33,6 +33,7 @@ ASYNCHRONOUS = {
         "num_workers": WORKERS,
         "decay": 0.9,
     },
+    "delayed_nesterov": {"num_workers": WORKERS, "period": 4},
     "delta": {},
     "delta scaled": {"scale": 0.3},
     "elastic_averaging": {"alpha": 0.4},

@@ -24,6 +24,7 @@ from keras_het.asynchronous.rules import (
     AsyncMEASGD,
     AsyncSGD,
     DelayCompensated,
+    DelayedNesterov,
     Delta,
     DiLoCo,
     HogwildEASGD,
@@ -40,6 +41,10 @@ ASYNCHRONOUS = {
     "async_sgd": (lambda: AsyncSGD(0.1, reference_samples=32, warm_up_pushes=100), {}),
     "async_sgd adam": (lambda: AsyncSGD(optimizer=keras.optimizers.Adam(0.005)), {}),
     "delay_compensated": (lambda: DelayCompensated(0.2, 2.0, WORKERS, decay=0.95), OFTEN),
+    "delayed_nesterov": (
+        lambda: DelayedNesterov(WORKERS, 4),
+        {"rate": 0.1, "periods": (16, 16, 8, 4)},
+    ),
     "delta": (Delta, {"rate": 0.2}),
     "round_robin_easgd": (lambda: RoundRobinEASGD(WORKERS), {"rate": 0.6}),
     "async_easgd": (lambda: AsyncEASGD(num_workers=WORKERS), {"rate": 0.6}),
