@@ -46,7 +46,7 @@ MODES: dict[str, tuple[float, str | None]] = {
 }
 CASES = ("mlp", "convnet", "transformer", "digits")
 DIGITS_MODES = ("one bucket", "bfloat16", "float16")
-DIGITS_EPOCHS, DIGITS_SEEDS = 40, 5
+DIGITS_EPOCHS, DIGITS_SEEDS = 40, 3
 MOST_ROUNDED = 3  # workers
 RATES = (10_000.0, 1_000.0, 500.0, 100.0)
 JUMBO = 9000
