@@ -10,7 +10,11 @@ Modes:
 * `alone`: no other worker; both processes compute side by side all the same.
 * `one bucket`: `HeterogeneousStrategy`, all gradients in one sum behind the backward pass.
 * `buckets of N MB`: `CommunicationOptions(bytes_per_pack=...)`.
+* `bfloat16`, `float16`: `communication_dtype`, at once or in buckets; for up to three workers.
 * `MultiWorkerMirrored`: TensorFlow's strategy in its guide's custom loop.
+
+The case `digits` trains scikit-learn's digits to the end, with several seeds. `loss_ratio` is the
+mean of the loss of the last epoch over that of `one bucket`.
 
 `bound_ms` is the longer one of `alone` and the wire: 2 (W - 1) / W of the gradients' bytes at the
 link's rate. `ratio_to_bound` is the median of the blocks' medians, over it. Modes take turns.
@@ -29,14 +33,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-MODES = {
-    "alone": None,
-    "one bucket": 0.0,
-    "buckets of 1 MB": 1.0,
-    "buckets of 4 MB": 4.0,
-    "MultiWorkerMirrored": None,
+# Megabytes in a bucket, and the type in which gradients travel.
+MODES: dict[str, tuple[float, str | None]] = {
+    "alone": (0.0, None),
+    "one bucket": (0.0, None),
+    "buckets of 1 MB": (1.0, None),
+    "buckets of 4 MB": (4.0, None),
+    "bfloat16": (0.0, "bfloat16"),
+    "bfloat16 in buckets of 1 MB": (1.0, "bfloat16"),
+    "float16": (0.0, "float16"),
+    "MultiWorkerMirrored": (0.0, None),
 }
-CASES = ("mlp", "convnet", "transformer")
+CASES = ("mlp", "convnet", "transformer", "digits")
+DIGITS_MODES = ("one bucket", "bfloat16", "float16")
+DIGITS_EPOCHS, DIGITS_SEEDS = 40, 3
+MOST_ROUNDED = 3  # workers
 RATES = (10_000.0, 1_000.0, 500.0, 100.0)
 JUMBO = 9000
 STEPS, WARM_UP = 14, 4
@@ -69,11 +80,16 @@ def main() -> None:
         options.modes = ["alone", "buckets of 1 MB"]
     rows = list[dict[str, Any]]()
     for case in options.cases:
+        if case == "digits":
+            rows += measure_losses()
+            continue
         for num_workers in options.workers:
+            few = num_workers <= MOST_ROUNDED
+            modes = [mode for mode in options.modes if few or MODES[mode][1] is None]
             for rate in options.rates:
-                rows += measure(case, num_workers, rate, options.modes, options.blocks)
-                print(*rows[-len(options.modes) :], sep="\n", flush=True)
-    print_table(rows, COLUMNS)
+                rows += measure(case, num_workers, rate, modes, options.blocks)
+                print(*rows[-len(modes) :], sep="\n", flush=True)
+    print_table(rows, [*COLUMNS, "loss_ratio"])
     write_report("overlap", rows, options.json, environment())
 
 
@@ -88,8 +104,9 @@ def measure(
     with limited_hosts([mbit] * num_workers, JUMBO) as hosts:
         for block in range(blocks):
             for mode in modes:
-                seconds, size = _block(hosts, case, num_workers, mode, 7000 + block)
-                found[mode].append(seconds)
+                written = _block(hosts, case, num_workers, mode, block)
+                found[mode].append(written["seconds"])
+                size = int(written["bytes"])
     medians = {mode: 1e3 * statistics.median(each) for mode, each in found.items()}
     wire = 2 * (num_workers - 1) / num_workers * size * 8 / mbit / 1e3
     bound = max(medians.get("alone", 0.0), wire)
@@ -105,14 +122,35 @@ def measure(
             "wire_ms": round(wire, 2),
             "bound_ms": round(bound, 2),
             "ratio_to_bound": round(medians[mode] / bound, 3),
+            "loss_ratio": None,
         }
         for mode in modes
     ]
 
 
-def _block(hosts: Any, case: str, num_workers: int, mode: str, port: int) -> tuple[float, int]:
-    """Run one mode once; return the chief's seconds for a step, and the gradients' bytes."""
-    addresses = [f"{hosts.address(index)}:{port}" for index in range(num_workers)]
+def measure_losses() -> list[dict[str, Any]]:
+    """Return a row for each type, from two workers."""
+    from _namespaces import limited_hosts
+
+    found: dict[str, list[float]] = {mode: [] for mode in DIGITS_MODES}
+    with limited_hosts([10_000.0] * 2, JUMBO) as hosts:
+        for seed in range(DIGITS_SEEDS):
+            for mode in DIGITS_MODES:
+                found[mode].append(_block(hosts, "digits", 2, mode, seed)["loss"])
+    means = {mode: statistics.mean(losses) for mode, losses in found.items()}
+    empty = dict.fromkeys(("mbit", "step_ms", "bound_ms", "ratio_to_bound"))
+    rows = []
+    for mode, losses in found.items():
+        row = {"case": "digits", "workers": 2, "mode": mode, **empty}
+        row["loss_ratio"] = round(means[mode] / means["one bucket"], 4)
+        rows.append({**row, "losses": [round(loss, 5) for loss in losses]})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def _block(hosts: Any, case: str, num_workers: int, mode: str, seed: int) -> dict[str, float]:
+    """Run one mode once; return what the chief found."""
+    addresses = [f"{hosts.address(index)}:{7000 + seed}" for index in range(num_workers)]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
         started = []
@@ -122,7 +160,8 @@ def _block(hosts: Any, case: str, num_workers: int, mode: str, port: int) -> tup
             # with one between operations, the ring would wait for the backward pass
             threads = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "4"}
             quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", **threads}
-            about = {"case": case, "mode": mode, "result": str(result) if index == 0 else ""}
+            about = {"case": case, "mode": mode, "seed": seed}
+            about["result"] = str(result) if index == 0 else ""
             command = [sys.executable, __file__, "--worker", json.dumps(about)]
             with (Path(folder) / f"output{index}").open("w") as output:
                 started.append(
@@ -141,11 +180,10 @@ def _block(hosts: Any, case: str, num_workers: int, mode: str, port: int) -> tup
                 process.kill()
         if not result.exists():
             sys.exit((Path(folder) / "output0").read_text()[-5000:])
-        written = json.loads(result.read_text())
-    return float(written["seconds"]), int(written["bytes"])
+        return dict(json.loads(result.read_text()))
 
 
-def work(case: str, mode: str, result: str) -> None:
+def work(case: str, mode: str, seed: int, result: str) -> None:
     """Train as one worker."""
     import keras
     import numpy as np
@@ -159,11 +197,19 @@ def work(case: str, mode: str, result: str) -> None:
     if is_stock:
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
     else:
-        size = int(2**20 * (MODES[mode] or 0))
+        megabytes, dtype = MODES[mode]
+        size = int(2**20 * megabytes)
         options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=size)
-        strategy = keras_het.HeterogeneousStrategy(communication_options=options)
+        strategy = keras_het.HeterogeneousStrategy(
+            communication_options=options, communication_dtype=dtype
+        )
     num_replicas = strategy.num_replicas_in_sync
-    keras.utils.set_random_seed(1)
+    keras.utils.set_random_seed(seed)
+    if case == "digits":
+        loss = _loss_of_digits(strategy)
+        if result:
+            _write(Path(result), {"loss": loss})
+        return
     with strategy.scope():
         model, x, y = build(keras, np, case, num_replicas)
         model.compile("sgd", "mse", jit_compile=False)
@@ -182,12 +228,31 @@ def work(case: str, mode: str, result: str) -> None:
         seconds = statistics.median(np.diff(times)[WARM_UP:])
     if result:
         size = sum(4 * int(np.prod(each.shape)) for each in model.trainable_weights)
-        about = {"seconds": float(seconds), "bytes": size, "batch": batch}
-        Path(result).with_suffix(".tmp").write_text(json.dumps(about))
-        Path(result).with_suffix(".tmp").rename(result)
+        _write(Path(result), {"seconds": float(seconds), "bytes": size, "batch": batch})
     sys.stdout.flush()
     if is_stock:
         os._exit(0)  # its threads would wait for the other worker
+
+
+def _write(path: Path, found: dict[str, float]) -> None:
+    path.with_suffix(".tmp").write_text(json.dumps(found))
+    path.with_suffix(".tmp").rename(path)
+
+
+def _loss_of_digits(strategy: Any) -> float:
+    """Train to the end; return the loss of the last epoch."""
+    import keras
+    import sklearn.datasets
+
+    digits = sklearn.datasets.load_digits()
+    with strategy.scope():
+        inner = [keras.layers.Dense(64, "relu") for _ in range(2)]
+        model = keras.Sequential([keras.Input((64,)), *inner, keras.layers.Dense(10)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(1e-3), loss, jit_compile=False)
+    x, y = (digits.data / 16).astype("float32"), digits.target
+    history = model.fit(x, y, batch_size=64, epochs=DIGITS_EPOCHS, verbose=0)
+    return float(history.history["loss"][-1])
 
 
 def build(keras: Any, np: Any, case: str, num_replicas: int) -> tuple[Any, Any, Any]:

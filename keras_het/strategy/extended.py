@@ -21,6 +21,7 @@ from keras_het.summation import SummationGroup
 from keras_het.value_types import Leaf, Nest
 
 _KEYS_PER_RANGE = 10_000
+_MOST_WORKERS_TO_GATHER = 3
 # PeerWatch finds a silent worker first, and names it.
 _MORE_SECONDS = 15.0
 
@@ -48,6 +49,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         on_join: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_join = on_join
+        self._communication_dtype: tf.DType | None = None
         self._requested_devices = tuple(devices)
         self._timeouts = (connect_seconds, peer_timeout_seconds + _MORE_SECONDS)
         self._num_key_ranges = 0
@@ -248,6 +250,36 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
     def bytes_per_bucket(self) -> int:
         """Gradients of that size are summed before the others exist; 0 if all travel at once."""
         return int(self._communication_options.bytes_per_pack)
+
+    @property
+    def communication_dtype(self) -> tf.DType | None:
+        """The type in which gradients travel to other workers; None for their own."""
+        return self._communication_dtype if self.layout.num_workers > 1 else None
+
+    def send_gradients_as(self, name: str | None) -> None:
+        """Set the type in which gradients travel.
+
+        Raises:
+            ValueError: for workers between which that would not save anything.
+        """
+        num_workers = self.layout.num_workers
+        if name is not None and num_workers > _MOST_WORKERS_TO_GATHER:
+            raise ValueError(
+                f"communication_dtype is for {_MOST_WORKERS_TO_GATHER} workers at most: each gets "
+                "the rounded gradients of all others, which from four workers on is as much as "
+                f"a ring of float32. Received: {name!r} with {num_workers} workers. Leave it out; "
+                'keras_het.callbacks.LocalTraining("diloco") sends less.'
+            )
+        self._communication_dtype = None if name is None else tf.as_dtype(name)
+
+    @contextlib.contextmanager
+    def sending_as(self, dtype: tf.DType | None) -> Iterator[None]:
+        """Sum what is traced within in float32, but send it to other workers as another type."""
+        self._cross_device_ops.sends_as = dtype
+        try:
+            yield
+        finally:  # not what it was: replicas of a process enter one after another
+            self._cross_device_ops.sends_as = None
 
     def _use_merge_call(self) -> bool:
         return False

@@ -21,6 +21,7 @@ from keras_het.keras_backend import check_keras_backend
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout
+from keras_het.planning.argument_checks import check_one_of
 from keras_het.planning.replica_layout import share_weights
 from keras_het.strategy import keras_calls
 from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
@@ -116,6 +117,10 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             whose gradients are added up before the replicas exchange them. "auto" cuts only shares
             that a `BatchBalancer(memory_directory=...)` knows not to fit. Default: shares are never
             cut.
+        communication_dtype: "bfloat16" or "float16": gradients of float32 and float64 travel
+            between workers rounded to that type, half the bytes or less, and are summed in their
+            own. Then the numbers are NOT those of one device. For two or three workers. Default:
+            gradients travel as they are.
 
     Raises:
         TypeError: for devices that are not a list of names.
@@ -151,11 +156,19 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         connect_seconds: float = 300.0,
         peer_timeout_seconds: float | None = None,
         micro_batch_size: MicroBatchSize = None,
+        communication_dtype: str | None = None,
     ) -> None:
         check_keras_backend(keras.backend.backend())
         check_seconds("connect_seconds", connect_seconds)
         patience = read_peer_timeout(peer_timeout_seconds)
         summation = read_aggregation(aggregation)
+        if communication_dtype is not None:
+            check_one_of("communication_dtype", communication_dtype, ("bfloat16", "float16"))
+        if summation is not None and communication_dtype is not None:
+            raise ValueError(
+                "The CPUs of a summation sum float32. Received: communication_dtype="
+                f'{communication_dtype!r} with aggregation="summation". Leave one of them out.'
+            )
         self._collective_key_base = next_collective_key_base()
         self._emulated_devices = read_emulated_devices()
         self._has_warned = False
@@ -183,11 +196,16 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         num_replicas = self.layout.num_replicas
         self._micro_batch_sizes = read_micro_batch_size(micro_batch_size, num_replicas)
         self._compute_times = ComputeTimes(self.layout)
+        self.extended.send_gradients_as(communication_dtype)
         self._training_state = TrainingState()
         self._warn_of_emulation(len(self.layout.local_replicas))
         if self.num_workers > 1:
             agreement.check_agreement(
-                self.extended, self.shares, summation, self._micro_batch_sizes
+                self.extended,
+                self.shares,
+                summation,
+                self._micro_batch_sizes,
+                communication_dtype,
             )
             agreement.share_random_seed(self.extended)
             watch = self._peer_watch = self._peer_watch or watch_peers(membership, patience)

@@ -26,6 +26,7 @@ _TYPES_TO_GATHER_AS = {
 }
 # NCCL sums other types too; those of gradients are worth a collective of each device.
 _TYPES_FOR_NCCL = (tf.float16, tf.float32, tf.float64)
+_TYPES_TO_ROUND = {tf.float32, tf.float64}
 
 
 def is_joined_by_nccl(devices: Sequence[str], options: private_api.CommunicationOptions) -> bool:
@@ -87,6 +88,8 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
             self._nccl = private_api.local_nccl(self, devices, first_local_key)
         # Sums float32 values in place of the collective, if the user wants that.
         self.summation: SummationGroup | None = None
+        # What is traced meanwhile travels between workers as this type, of 16 bits.
+        self.sends_as: tf.DType | None = None
         # Graphs traced meanwhile reduce among this worker's devices only.
         self.stays_within_worker = False
 
@@ -152,6 +155,8 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         self, flat: list[Summand], replica_id: int, options: private_api.CommunicationOptions
     ) -> list[Summand]:
         """Sum over the workers; one packed collective per element type."""
+        if self.sends_as is not None and {item.dtype for item in flat} <= _TYPES_TO_ROUND:
+            return [self._sum_of_rounded(item, self.sends_as, options) for item in flat]
         group = self.summation
         by_type: dict[tuple[tf.DType, bool], list[int]] = {}
         for position, item in enumerate(flat):
@@ -168,6 +173,24 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
             for position, item in zip(positions, summed, strict=True):
                 result[position] = item
         return result
+
+    def _sum_of_rounded(
+        self, value: tf.Tensor, dtype: tf.DType, options: private_api.CommunicationOptions
+    ) -> tf.Tensor:
+        r"""Sum what each worker has rounded, in the value's own type and the order of workers.
+
+        .. math:: s = \sum_w \operatorname{round}_{16}(v_w)
+
+        TensorFlow's ring would round each partial sum. Two values of 16 bits travel as the bits of
+        one float32, which every transport gathers.
+        """
+        size = tf.size(value)
+        rounded = tf.cast(tf.reshape(value, [-1]), dtype)
+        pairs = tf.reshape(tf.pad(rounded, [[0, size % 2]]), [-1, 2])
+        gathered = self.gather_between_workers(tf.bitcast(pairs, tf.float32), 0, options)
+        own = tf.reshape(tf.bitcast(gathered, dtype), [self._group_size, -1])[:, :size]
+        total = functools.reduce(tf.add, tf.unstack(tf.cast(own, value.dtype)))
+        return tf.reshape(total, tf.shape(value))
 
     def _sum_by_service(self, values: list[tf.Tensor]) -> list[tf.Tensor] | None:
         """Sum on the machines' CPUs; None if they have no room for it."""

@@ -39,6 +39,39 @@ def test_judged_once_and_not_too_early():
     assert trial.shares_to_return_to() is None
 
 
+def test_what_has_failed_may_be_tried_again_later_and_later():
+    trial = trial_with([1.0] * 8, [2.0] * 8)
+    for wait in (1024, 2048, 4096):
+        assert trial.shares_to_return_to() is not None
+        for _ in range(wait - 1):
+            trial.observe(OLD, 1.0)
+        assert trial.refused(NEW) and trial.distrust == 2
+        trial.observe(OLD, 1.0)
+        assert not trial.refused(NEW) and trial.distrust == 1
+        trial.begin(OLD, NEW, 0.2)
+        for _ in range(8):
+            trial.observe(NEW, 2.0)
+
+
+def test_a_good_plan_that_came_at_a_bad_moment_gets_another_chance():
+    """Another program holds up all steps just while the plan is judged."""
+    policy = make_policy("boa", 2, 16)
+    shares, disturbed, used, plans = policy.propose(-1).shares, 10, [], []
+    for step in range(1200):
+        seconds = np.array([0.001, 0.0013]) * shares
+        is_held_up = shares != (8, 8) and disturbed > 0
+        disturbed -= is_held_up
+        policy.observe_step_seconds(seconds.max() + 0.005 * is_held_up)
+        policy.observe(step, shares, seconds)
+        plan = policy.propose(step)
+        plans += [str(plan)] if plan is not None else []
+        shares = plan.shares if plan is not None else shares
+        used.append(tuple(shares))
+    assert any("taken back" in plan for plan in plans)
+    assert set(used[100:900]) == {(8, 8)}
+    assert used[-1] == (9, 7)
+
+
 def test_outliers_do_not_decide():
     assert trial_with([1.0] * 8, [0.8] * 5 + [9.0] * 3).shares_to_return_to() is None
 

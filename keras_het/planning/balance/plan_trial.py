@@ -58,6 +58,8 @@ _STEPS_SINCE_CHANGE = 3
 # Fraction of the predicted gain that must be achieved.
 _LEAST_PART_OF_GAIN = 0.25
 _MOST_DISTRUST = 16.0
+# Steps until shares that have failed may be tried again, which doubles: noise can fail good ones.
+_FIRST_REFUSAL = 1024
 
 
 class PlanTrial:
@@ -71,11 +73,13 @@ class PlanTrial:
         self._previous: IntArray | None = None
         self._shares: IntArray | None = None
         self._gain = 0.0
-        self._refused: set[tuple[int, ...]] = set()
+        self._num_steps = 0
+        self._refused_until: dict[tuple[int, ...], int] = {}
+        self._failures: dict[tuple[int, ...], int] = {}
 
     def refused(self, shares: IntArray) -> bool:
-        """Whether these shares have failed since a replica last changed its speed."""
-        return tuple(shares.tolist()) in self._refused
+        """Whether these shares have failed lately, and no replica has changed its speed since."""
+        return tuple(shares.tolist()) in self._refused_until
 
     def observe(self, shares: IntArray, seconds: float) -> None:
         """Record a step with the shares of the last plan."""
@@ -83,6 +87,10 @@ class PlanTrial:
             self._shares = None  # another plan came in between
         if seconds > 0:
             self._latest.append(seconds)
+        self._num_steps += 1
+        for tried in [t for t, until in self._refused_until.items() if self._num_steps >= until]:
+            del self._refused_until[tried]
+            self.distrust = max(self.distrust / 2, 1.0)
 
     def speed_changed(self) -> None:
         """Discard older steps, because a replica became faster or slower."""
@@ -90,13 +98,17 @@ class PlanTrial:
             self._latest.popleft()
         self._shares = None
         self.distrust = 1.0
-        self._refused.clear()
+        self._forget_failures()
 
     def batch_changed(self) -> None:
         """Discard older steps, because steps now have another number of samples."""
         self._latest.clear()
         self._before = self._shares = None
-        self._refused.clear()
+        self._forget_failures()
+
+    def _forget_failures(self) -> None:
+        self._refused_until.clear()
+        self._failures.clear()
 
     def begin(self, previous: IntArray, shares: IntArray, gain: float) -> None:
         """Prepare for a plan that is about to come into effect."""
@@ -113,7 +125,9 @@ class PlanTrial:
             self.distrust = 1.0
             return None
         self.distrust = min(2 * self.distrust, _MOST_DISTRUST)
-        self._refused.add(tuple(tried.tolist()))
+        key = tuple(tried.tolist())
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        self._refused_until[key] = self._num_steps + (_FIRST_REFUSAL << min(failures - 1, 20))
         self.comparison = (
             f"{after * 1e3:.3g} ms a step measured, {self._before * 1e3:.3g} ms before"
         )

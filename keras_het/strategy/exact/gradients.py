@@ -283,15 +283,28 @@ class Gradients:
         """Take full buckets of dense gradients out, and sum each as soon as its members exist.
 
         The last variables come first, whose gradients a backward pass makes first. What is left
-        travels with all else.
+        travels with all else, unless gradients travel as another type.
         """
-        most = tf.distribute.get_strategy().extended.bytes_per_bucket
+        extended = tf.distribute.get_strategy().extended
+        sent_as, most = extended.communication_dtype, extended.bytes_per_bucket
         found = dict[tuple[int, int], tf.Tensor]()
-        if not most or self._spec.parts is not None:  # those of parts exist all at once
+        if self._spec.parts is not None:  # their gradients exist all at once
+            most = 0
+        if not (most or sent_as):
             return found
         places = [(i, j) for i, of_one in enumerate(gradients) for j in range(len(of_one))]
         buckets = dict[tf.DType, list[tuple[int, int]]]()
         sizes = dict[tf.DType, int]()
+
+        def sum_bucket(dtype: tf.DType) -> None:
+            bucket = buckets.pop(dtype)
+            members = [gradients[i][j] for i, j in bucket]
+            prepare = functools.partial(_prepared, self._spec, is_weighted=is_weighted)
+            sums = self._sum.of_bucket(members, prepare, is_measured=not most)
+            found.update(zip(bucket, sums, strict=True))
+            for i, j in bucket:
+                gradients[i][j] = None
+
         for update, place in reversed(places):
             each = gradients[update][place]
             if not isinstance(each, tf.Tensor):
@@ -300,13 +313,11 @@ class Gradients:
             bucket.append((update, place))
             size = sizes.get(each.dtype, 0) + each.shape.num_elements() * each.dtype.size
             sizes[each.dtype] = size
-            if size >= most:
-                del buckets[each.dtype], sizes[each.dtype]
-                members = [gradients[i][j] for i, j in bucket]
-                prepare = functools.partial(_prepared, self._spec, is_weighted=is_weighted)
-                found |= zip(bucket, self._sum.of_bucket(members, prepare), strict=True)
-                for i, j in bucket:
-                    gradients[i][j] = None
+            if most and size >= most:
+                sum_bucket(each.dtype)
+                del sizes[each.dtype]
+        for dtype in list(buckets) if sent_as else ():
+            sum_bucket(dtype)
         return found
 
     def _finish(self, update: _PendingUpdate, reduced: _Reduced) -> Any:

@@ -197,10 +197,18 @@ class ReplicaSum:
         return tf.nest.pack_sequence_as(values, flat)
 
     def of_bucket(
-        self, tensors: Sequence[tf.Tensor], prepare: Callable[[tf.Tensor], tf.Tensor]
+        self,
+        tensors: Sequence[tf.Tensor],
+        prepare: Callable[[tf.Tensor], tf.Tensor],
+        is_measured: bool = False,
     ) -> list[tf.Tensor]:
-        """Sum tensors of one type while others are still computed; no time is taken."""
-        (total,) = self._all_reduced([prepare(_packed(tensors))], is_measured=False)
+        """Sum gradients of one type, in the type in which they travel between workers.
+
+        No time is taken where others are still computed.
+        """
+        extended = tf.distribute.get_strategy().extended
+        with extended.sending_as(extended.communication_dtype):
+            (total,) = self._all_reduced([prepare(_packed(tensors))], is_measured)
         return _unpacked(total, tensors)
 
     def _all_reduced(self, summands: list[Summand], is_measured: bool = True) -> list[Summand]:

@@ -1,0 +1,91 @@
+"""Program: trains a linear model whose gradients travel in 16 bits, beside the same in numpy.
+
+Arguments: folder of the results; number of devices of each worker, separated by commas. Three
+replicas have 4, 3 and 1 of the 8 samples of a batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_het
+
+SHARES, RATE, INPUTS = (4, 3, 1), 0.5, 4
+CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "bfloat16": ("bfloat16", {}),
+    "in buckets": ("float16", {"bytes_per_pack": 1}),
+    "in parts": ("bfloat16", {"micro_batch_size": 2}),
+    "as they are": (None, {}),
+}
+
+
+def samples() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(5)
+    x = random.normal(size=(3 * sum(SHARES), INPUTS)).astype("float32")
+    return x, (x.sum(1, keepdims=True) + random.normal(size=(len(x), 1))).astype("float32")
+
+
+def expected(dtype: str | None, devices: list[int]) -> np.ndarray:
+    """Weights after an epoch in which each worker rounds its part of the mean gradient."""
+    x, y = samples()
+    weights, start = np.zeros(INPUTS + 1), 0
+    ends = np.cumsum(SHARES)
+    while start < len(x):
+        total, replica = np.zeros(INPUTS + 1), 0
+        for number in devices:
+            first = start + (ends[replica - 1] if replica else 0)
+            replica += number
+            rows = np.c_[x, np.ones(len(x))][first : start + ends[replica - 1]]
+            of_rows = y[first : start + ends[replica - 1], 0]
+            part = 2 * (rows @ weights - of_rows) @ rows / sum(SHARES)
+            sent = tf.cast(tf.constant(part, "float32"), dtype or "float32")
+            total += tf.cast(sent, "float64").numpy()
+        weights = weights - RATE * 0.1 * total
+        start += sum(SHARES)
+    return weights
+
+
+def trained(strategy: Any) -> np.ndarray:
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((INPUTS,)), keras.layers.Dense(1, kernel_initializer="zeros")]
+        )
+        model.compile(keras.optimizers.SGD(RATE * 0.1), "mse", metrics=["mae"], jit_compile=False)
+    x, y = samples()
+    model.fit(x, y, batch_size=sum(SHARES), shuffle=False, verbose=0)
+    return np.concatenate([weight.ravel() for weight in model.get_weights()])
+
+
+def main() -> None:
+    folder, devices = sys.argv[1], [int(number) for number in sys.argv[2].split(",")]
+    own = devices[json.loads(os.environ["TF_CONFIG"])["task"]["index"]]
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    logical = [tf.config.LogicalDeviceConfiguration()] * own
+    tf.config.set_logical_device_configuration(cpu, logical)
+    strategy = keras_het.HeterogeneousStrategy(
+        [f"CPU:{index}" for index in range(own)], SHARES, communication_dtype="bfloat16"
+    )
+    assert strategy.extended.communication_dtype == tf.bfloat16
+    found = {}
+    for name, (dtype, options) in CASES.items():
+        strategy.extended.send_gradients_as(dtype)
+        packs = tf.distribute.experimental.CommunicationOptions(
+            bytes_per_pack=options.get("bytes_per_pack", 0)
+        )
+        strategy.extended._communication_options = packs
+        size = options.get("micro_batch_size")
+        strategy._micro_batch_sizes = None if size is None else [size] * len(SHARES)
+        found[name] = trained(strategy)
+        found[f"{name}, expected"] = expected(dtype, devices)
+    np.savez(Path(folder) / f"{strategy.worker_index}.npz", **found)
+
+
+main()

@@ -1,0 +1,28 @@
+"""Gradients that travel in 16 bits: rounded once by each worker, and summed in 32."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+CASES = ("bfloat16", "in buckets", "in parts")
+
+
+@pytest.mark.parametrize("devices", ["1,2", pytest.param("1,1,1", marks=pytest.mark.full)])
+def test_each_worker_rounds_its_gradient_once(
+    start_workers: Any, tmp_path: Path, devices: str
+) -> None:
+    number = len(devices.split(","))
+    arguments = [str(tmp_path), devices]
+    workers = start_workers("program_communication_dtype.py", {"worker": number}, arguments)
+    results = workers.wait()
+    for each in results[::-1]:
+        assert each.exit_code == 0, each.output[-3000:]
+    found = [np.load(tmp_path / f"{index}.npz") for index in range(number)]
+    for name in (*CASES, "as they are"):
+        for each in found[1:]:
+            np.testing.assert_array_equal(each[name], found[0][name])
+        np.testing.assert_allclose(found[0][name], found[0][f"{name}, expected"], rtol=2e-6)
+    exact = found[0]["as they are"]
+    assert all(np.abs(found[0][name] / exact - 1).max() > 1e-5 for name in CASES)
