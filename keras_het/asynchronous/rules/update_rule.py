@@ -109,8 +109,6 @@ class UpdateRule(Rule, abc.ABC):
             makes its move equal to the negative gradient.
         center_is_weights: whether a worker's weights are the center after `receive`. If not, they
             are its own, and evaluation and saving must use the center.
-        least_period: steps that the slowest worker takes from one exchange to the next, at least,
-            where `period="auto"` plans them.
         rows_of_workers: names of slots with a row for each worker, in which `update` changes only
             the row of the pushing worker. Other slots are copied in full while it runs and restored
             if the center or a slot is not finite afterwards.
@@ -122,6 +120,7 @@ class UpdateRule(Rule, abc.ABC):
 
     @property
     def least_period(self) -> int:
+        """Least steps of the slowest worker between two exchanges, if `period="auto"` plans."""
         return 1
 
     def slots(self, size: int) -> dict[str, tuple[int, ...]]:
