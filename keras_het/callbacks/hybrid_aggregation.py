@@ -72,8 +72,8 @@ class HybridAggregation(SessionCallback):
             async worker accumulates one. "auto" chooses one per worker from times measured in
             training, such that all exchange at about the same rate (`planning.plan_pushes`) and no
             exchange costs more than a tenth of the time ("delayed_nesterov": the slowest takes the
-            rule's period); for rules in which workers do not wait for each other. Default: "auto" for rules whose workers send their changes, such as "delta",
-            else 8.
+            rule's period); for rules in which workers do not wait for each other. Default: "auto"
+            for rules whose workers send their changes, such as "delta", else 8.
         async_batch_size: samples in each of an async worker's steps. Default: the global batch over
             the number of workers in the sync group. A worker that takes more steps of an epoch than
             it has batches ends its last epoch early; the others use the rest.
