@@ -28,9 +28,9 @@ class DelayedNesterov(SendsChange):
 
     .. math:: u \leftarrow \mu u + s, \qquad c \leftarrow c - \eta \mu u, \qquad s \leftarrow 0.
 
-    Momentum with every push would carry each worker's direction into the others' rounds, which is
-    why plain asynchronous Nesterov is unstable. If all workers push from the same center, a round
-    is exactly an outer step of `DiLoCo`.
+    Momentum with every push would amplify stale directions, by which plain asynchronous training
+    loses to `DiLoCo` in the paper. If all workers push from the same center, a round is exactly an
+    outer step of `DiLoCo`.
 
     A worker continues from the answer plus what it has moved meanwhile. A lost one costs its own
     samples only: rounds of the others become longer. It may come back at any time.
