@@ -185,9 +185,9 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         one float32, which every transport gathers.
         """
         size = tf.size(value)
-        rounded = tf.cast(tf.reshape(value, [-1]), dtype)
-        pairs = tf.reshape(tf.pad(rounded, [[0, size % 2]]), [-1, 2])
-        gathered = self.gather_between_workers(tf.bitcast(pairs, tf.float32), 0, options)
+        even = tf.pad(tf.reshape(value, [-1]), [[0, size % 2]])
+        pairs = tf.bitcast(tf.cast(tf.reshape(even, [-1, 2]), dtype), tf.float32)
+        gathered = self.gather_between_workers(pairs, 0, options)
         own = tf.reshape(tf.bitcast(gathered, dtype), [self._group_size, -1])[:, :size]
         total = functools.reduce(tf.add, tf.unstack(tf.cast(own, value.dtype)))
         return tf.reshape(total, tf.shape(value))
