@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.planning import ReplicaLayout
+from keras_het.planning.argument_checks import check_one_of
 from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
 from keras_het.strategy.cluster import agreement
 from keras_het.strategy.exact.created_in_scope import check_created_in_scope
@@ -24,6 +25,18 @@ _KEYS_PER_RANGE = 10_000
 _MOST_WORKERS_TO_GATHER = 3
 # PeerWatch finds a silent worker first, and names it.
 _MORE_SECONDS = 15.0
+
+
+def check_communication_dtype(name: str | None, summation: object) -> None:
+    """Refuse a type in which gradients cannot travel between workers."""
+    if name is None:
+        return
+    check_one_of("communication_dtype", name, ("bfloat16", "float16"))
+    if summation is not None:
+        raise ValueError(
+            "The CPUs of a summation sum float32. Received: communication_dtype="
+            f'{name!r} with aggregation="summation". Leave one of them out.'
+        )
 
 
 class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):

@@ -21,7 +21,6 @@ from keras_het.keras_backend import check_keras_backend
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout
-from keras_het.planning.argument_checks import check_one_of
 from keras_het.planning.replica_layout import share_weights
 from keras_het.strategy import keras_calls
 from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
@@ -44,7 +43,7 @@ from keras_het.strategy.exact.keras_step import (
     run_predict_step,
     run_train_or_test_step,
 )
-from keras_het.strategy.extended import HeterogeneousExtended
+from keras_het.strategy.extended import HeterogeneousExtended, check_communication_dtype
 from keras_het.strategy.measure.compute_times import ComputeTimes
 from keras_het.strategy.measure.emulated_device import (
     EmulatedDevice,
@@ -117,10 +116,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             whose gradients are added up before the replicas exchange them. "auto" cuts only shares
             that a `BatchBalancer(memory_directory=...)` knows not to fit. Default: shares are never
             cut.
-        communication_dtype: "bfloat16" or "float16": gradients of float32 and float64 travel
-            between workers rounded to that type, half the bytes or less, and are summed in their
-            own. Then the numbers are NOT those of one device. For two or three workers. Default:
-            gradients travel as they are.
+        communication_dtype: "bfloat16" or "float16": gradients travel between two or three workers
+            rounded to that type, and are summed in their own. The numbers are then NOT those of one
+            device. Default: they travel as they are.
 
     Raises:
         TypeError: for devices that are not a list of names.
@@ -162,13 +160,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         check_seconds("connect_seconds", connect_seconds)
         patience = read_peer_timeout(peer_timeout_seconds)
         summation = read_aggregation(aggregation)
-        if communication_dtype is not None:
-            check_one_of("communication_dtype", communication_dtype, ("bfloat16", "float16"))
-        if summation is not None and communication_dtype is not None:
-            raise ValueError(
-                "The CPUs of a summation sum float32. Received: communication_dtype="
-                f'{communication_dtype!r} with aggregation="summation". Leave one of them out.'
-            )
+        check_communication_dtype(communication_dtype, summation)
         self._collective_key_base = next_collective_key_base()
         self._emulated_devices = read_emulated_devices()
         self._has_warned = False
@@ -193,19 +185,14 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             leave_quickly()
         self._cluster_config = membership.config
         self._data_path = DataPath(self, share_weights(shares, self.layout))
-        num_replicas = self.layout.num_replicas
-        self._micro_batch_sizes = read_micro_batch_size(micro_batch_size, num_replicas)
+        self._micro_batch_sizes = read_micro_batch_size(micro_batch_size, self.num_replicas_in_sync)
         self._compute_times = ComputeTimes(self.layout)
         self.extended.send_gradients_as(communication_dtype)
         self._training_state = TrainingState()
         self._warn_of_emulation(len(self.layout.local_replicas))
         if self.num_workers > 1:
             agreement.check_agreement(
-                self.extended,
-                self.shares,
-                summation,
-                self._micro_batch_sizes,
-                communication_dtype,
+                self.extended, self.shares, summation, self._micro_batch_sizes
             )
             agreement.share_random_seed(self.extended)
             watch = self._peer_watch = self._peer_watch or watch_peers(membership, patience)
@@ -326,8 +313,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """Change the share weights from a later step on.
 
         Call it on every worker between the same two steps with the same weights. The data path has
-        already cut the batches of the next few steps (`lookahead` of the data set, by default 2 or
-        `steps_per_execution`).
+        already cut the batches of the next steps (its `lookahead`: 2 or `steps_per_execution`).
 
         Args:
             shares: one weight, zero or more, per replica of all workers.
@@ -363,8 +349,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """Give every worker whole files in proportion to its shares; it reads no others.
 
         Every sample is used exactly once per epoch, but the order is not that of one device. A
-        worker's number of samples differs from its ideal by at most the samples of the largest
-        file.
+        worker's number of samples differs from its ideal by those of the largest file at most.
 
         Args:
             filenames: all files, in the same order on all workers.
@@ -392,8 +377,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """Make the training steps of Keras measure each replica's compute time.
 
         Every worker must call it. The step of a model that has been trained is retraced;
-        `gradients` adds squared norms for the noise scale; `stops` tells that `stop_measuring`
-        follows.
+        `gradients` adds squared norms for the noise scale; with `stops`, `stop_measuring` follows.
         """
         self._compute_times.begin(model, gradients, stops)
 

@@ -37,6 +37,7 @@ class Worker:
     def __init__(self, gathering: Gathering, index: int, device_type: str = "CPU") -> None:
         self._gathering = gathering
         self._local_device_type = device_type
+        self.communication_dtype = None
         self.layout = ReplicaLayout((1, 1, 1), index)
 
     def meet(self, own: np.ndarray) -> np.ndarray:

@@ -143,7 +143,6 @@ def check_agreement(
     weights: Sequence[float],
     aggregation: object = None,
     micro_batch_sizes: object = None,
-    communication_dtype: str | None = None,
 ) -> None:
     described = {
         "share weights": str([float(weight) for weight in weights]),
@@ -151,7 +150,7 @@ def check_agreement(
         "versions": f"TensorFlow {tf.__version__}, Keras {keras.__version__}",
         "aggregation": repr(aggregation),
         "micro_batch_size": repr(micro_batch_sizes),
-        "communication_dtype": repr(communication_dtype),
+        "communication_dtype": repr(extended.communication_dtype),
     }
     agree(
         extended,
