@@ -238,7 +238,7 @@ def main() -> None:
     options = parser.parse_args()
     from _report import environment, print_table, write_report
 
-    rows = rows_of_undisturbed(1, 12) if options.quick else rows_of_undisturbed(options.seeds, 32)
+    rows = rows_of_undisturbed(1, 8) if options.quick else rows_of_undisturbed(options.seeds, 32)
     if options.minutes and not options.quick:
         rows += rows_of_killed(options.minutes)
     print_table(rows)
