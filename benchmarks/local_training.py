@@ -1,4 +1,4 @@
-"""Local training at unlike speeds: who waits, what it costs in loss, and what a lost worker costs.
+"""Local training on devices of different speed: throughput, loss, and the cost of a lost worker.
 
     python benchmarks/local_training.py [--json FILE] [--quick] [--seeds N] [--minutes N]
 
@@ -10,9 +10,9 @@ Three workers on EMULATED devices of speed 4:2:1 train the digits of scikit-lear
   emulated time.
 
 The case "undisturbed" trains for a number of epochs. `of_sum_of_speeds` is samples per second from
-the moment at which all have taken ten steps until the first has ended, over what the three devices
-compute without any pause. `loss` is that of the center over the training data at the end, and
-`loss_ratio` its mean over seeds over that of `plain` after the same samples.
+the moment at which all have taken ten steps until the first has ended, over the combined speed of
+the three devices. `loss` is the center's final loss on the training data, and `loss_ratio` its mean
+over the seeds, relative to `plain` after the same samples.
 
 In the case "killed" a worker is killed every minute, the fast one first. In `plain` the others end
 with it, all are started again at once, and go on from the backup of the last epoch; with
