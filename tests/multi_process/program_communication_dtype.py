@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "in buckets": ("float16", {"bytes_per_pack": 1}),
     "in parts": ("bfloat16", {"micro_batch_size": 2}),
     "as they are": (None, {}),
+    "measured": ("bfloat16", {"measures": True}),  # the last one: later steps would be too
 }
 
 
@@ -53,13 +54,15 @@ def expected(dtype: str | None, devices: list[int]) -> np.ndarray:
     return weights
 
 
-def trained(strategy: Any) -> np.ndarray:
+def trained(strategy: Any, measures: bool) -> np.ndarray:
     with strategy.scope():
         model = keras.Sequential(
             [keras.Input((INPUTS,)), keras.layers.Dense(1, kernel_initializer="zeros")]
         )
         model.compile(keras.optimizers.SGD(RATE * 0.1), "mse", metrics=["mae"], jit_compile=False)
     x, y = samples()
+    if measures:
+        strategy.measure_compute_times(model)
     model.fit(x, y, batch_size=sum(SHARES), shuffle=False, verbose=0)
     return np.concatenate([weight.ravel() for weight in model.get_weights()])
 
@@ -83,8 +86,9 @@ def main() -> None:
         strategy.extended._communication_options = packs
         size = options.get("micro_batch_size")
         strategy._micro_batch_sizes = None if size is None else [size] * len(SHARES)
-        found[name] = trained(strategy)
+        found[name] = trained(strategy, options.get("measures", False))
         found[f"{name}, expected"] = expected(dtype, devices)
+    found["seconds"] = strategy.compute_times.latest(1)[0].seconds
     np.savez(Path(folder) / f"{strategy.worker_index}.npz", **found)
 
 
