@@ -29,8 +29,10 @@ from keras.src.optimizers import loss_scale_optimizer as keras_loss_scale_optimi
 from keras.src.random import seed_generator as keras_seed_generator
 from keras.src.trainers import trainer as keras_base_trainer
 from keras.src.utils import python_utils as keras_python_utils
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.client.pywrap_tf_session import TF_DeviceListMemoryBytes as memory_bytes
 from tensorflow.python.distribute import (
     collective_util,
     cross_device_utils,
@@ -569,3 +571,17 @@ def showing_values(values: Sequence[tuple[keras.Variable, tf.Tensor]]) -> Iterat
     finally:
         for variable, value in own:
             variable._value = value
+
+
+def memory_limits() -> dict[str, int]:
+    """Return the bytes that TensorFlow's allocators may take, by the full names of devices."""
+    runtime = eager_context.context()
+    runtime.ensure_initialized()
+    devices = pywrap_tfe.TFE_ContextListDevices(runtime._handle)
+    try:
+        return {
+            pywrap_tfe.TF_DeviceListName(devices, index): memory_bytes(devices, index)
+            for index in range(pywrap_tfe.TF_DeviceListCount(devices))
+        }
+    finally:
+        pywrap_tfe.TF_DeleteDeviceList(devices)

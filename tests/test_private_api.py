@@ -10,8 +10,8 @@ import keras
 import pytest
 import tensorflow as tf
 
+from keras_het import HeterogeneousStrategy, private_api
 from keras_het import keras_graphs_adapter as adapter
-from keras_het import private_api
 from keras_het.loader import iterator_adapter
 from keras_het.loader.input.in_graph import GraphDataset, GraphIterator
 from keras_het.loader.input.step_iterator import StepIterator
@@ -461,6 +461,14 @@ def test_a_data_set_may_pass_for_its_source(logical_devices):
     same = iterator_adapter.UnchangedElementsDataset(source, variant)
     assert [int(value) for value in same.map(lambda value: value + 1)] == [1, 2, 3]
     assert same.element_spec == source.element_spec
+
+
+def test_what_tensorflow_may_take_of_a_device(logical_devices):
+    limits = private_api.memory_limits()
+    assert set(limits) >= set(HeterogeneousStrategy().extended.worker_devices)
+    assert all(limit > 0 for limit in limits.values())
+    with pytest.raises(ValueError, match="GPU:7"):
+        tf.config.experimental.get_memory_info("GPU:7")
 
 
 def test_state_belongs_to_the_layer_that_made_it():

@@ -13,13 +13,14 @@ import numpy as np
 
 from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, tell
 from keras_het.fit.session import FitSession, Rank
-from keras_het.fit.share_bounds import Bound, MemoryBounds, start_policy
+from keras_het.fit.share_bounds import Bound, MemoryBounds, start_policy, upper_bounds
 from keras_het.planning import BalancePlan, BalancePolicy, apportion, make_policy
 from keras_het.planning.balance import known_times
 from keras_het.planning.balance.summary import summarize
 from keras_het.planning.diagnosis.recording import Device
 from keras_het.strategy.keras_calls import SessionCallback
 from keras_het.strategy.measure.compute_times import MeasuredSteps, Reading
+from keras_het.strategy.measure.memory_use import MemoryUse
 from keras_het.strategy.measure.sampled_steps import SampledSteps
 from keras_het.telemetry.hardware import product_names
 from keras_het.telemetry.step_recorder import devices_of
@@ -99,6 +100,9 @@ class BatchBalancer(SessionCallback):
         self._min_share, self._max_share = min_share, max_share
         self._memory = MemoryBounds(memory_directory)
         self._share_bounds: dict[int, int] = {}
+        self._memory_use: MemoryUse | None = None
+        self._upper: list[int] = []
+        self._fitting: tuple[int, ...] = ()
         self._verbose = verbose
         self._strategy: HeterogeneousStrategy
         self._policy: BalancePolicy | None = None
@@ -129,6 +133,10 @@ class BatchBalancer(SessionCallback):
             strategy._training_state.export_times = self._export_times
             fit.on_end(lambda: setattr(strategy._training_state, "export_times", None))
         self._share_bounds = self._memory.apply(strategy)
+        if self._measures_memory:
+            local, cuts = strategy.extended.worker_devices, strategy.compute_times.cuts
+            self._memory_use = self._memory_use or MemoryUse(strategy.layout, local, cuts)
+            strategy.compute_times.send_fitting(self._memory_use.fitting)
         strategy.measure_compute_times(self.model)
         self._sampled = strategy._sample_steps(fit, self._sampled)
         self._steps.begin(strategy.compute_times, self._sampled)
@@ -156,8 +164,12 @@ class BatchBalancer(SessionCallback):
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Decide after every step, or after several if steps are short."""
-        if self._steps.is_due():
-            self._balance(self._steps.read())
+        if not self._steps.is_due():
+            return
+        readings = self._steps.read()
+        if readings and self._memory_use and self._memory_use.note(readings[-1].shares):
+            self._strategy.compute_times.send_fitting(self._memory_use.fitting)
+        self._balance(readings)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Restart the step clock, because validation does not count as a step."""
@@ -184,6 +196,8 @@ class BatchBalancer(SessionCallback):
             policy = self._policy_for(int(reading.shares.sum()))
             if self._strategy.is_chief:
                 policy.observe(reading.step, reading.shares, reading.seconds)
+        if self._strategy.is_chief:
+            self._bound(policy, readings[-1].fitting)
         if self._strategy.is_chief and (plan := policy.propose(readings[-1].step)) is not None:
             self._note(plan)
             if self._sampled is not None:
@@ -210,8 +224,10 @@ class BatchBalancer(SessionCallback):
     def _start(self, total: int) -> BalancePolicy:
         """Make the first plan, which depends on no measurement and is equal on all workers."""
         self._global_batch_size = total
-        bounds = self._min_share, self._max_share, self._share_bounds
         given, options = self._given_policy, self._options
+        num_replicas = len(self._strategy.shares)
+        self._upper = upper_bounds(self._max_share, self._share_bounds, num_replicas)
+        bounds = self._min_share, self._upper
         self._policy = start_policy(given, self._strategy, total, options, *bounds)
         if hasattr(self._policy, "recall"):
             self._recall(self._policy)
@@ -221,6 +237,30 @@ class BatchBalancer(SessionCallback):
             self._strategy.compute_times.send_shares(plan.shares)
         return self._policy
 
+    @property
+    def _measures_memory(self) -> bool:
+        """Whether shares are bounded, or cut, by what fits; a given size says what does."""
+        strategy = self._strategy
+        is_open = strategy._micro_batch_sizes is None or strategy.compute_times.cuts
+        return is_open and isinstance(self._given_policy, str)
+
+    def _bound(self, policy: Any, fitting: tuple[int, ...]) -> None:
+        """Follow what is known of memory: no share grows beyond it, or only in parts."""
+        if fitting == self._fitting or not any(fitting):
+            return
+        cuts, bounds = self._strategy.compute_times.cuts, list(self._upper)
+        for replica, samples in enumerate(fitting):
+            if samples and not (cuts and samples > 0):
+                latest = policy.shares[replica]
+                bounds[replica] = min(bounds[replica], max(samples, latest))
+        if sum(bounds) < self._global_batch_size:  # its first plan for larger batches is to come
+            return
+        self._fitting = fitting
+        for replica, (samples, most) in enumerate(zip(fitting, bounds, strict=True)):
+            policy.set_upper(replica, most)
+            if cuts and samples > 0 and hasattr(policy, "set_micro_batch_size"):
+                policy.set_micro_batch_size(replica, samples)
+
     def _recall(self, policy: Any) -> None:
         """Start from what a backup knows of these devices, or of others of their products."""
         state, local = self._strategy._training_state, self._strategy.extended.worker_devices
@@ -228,7 +268,14 @@ class BatchBalancer(SessionCallback):
         self._known = known_times.from_json(state.restored_times)
         state.restored_times = ""
         devices = [(each.identity, each.model) for each in self._devices]
-        policy.recall(*known_times.recall(self._known, devices))
+        times, shares = known_times.recall(self._known, devices)
+        if self._memory_use and self._strategy.compute_times.cuts:
+            for replica, each in enumerate(times):
+                if size := getattr(each, "micro_batch_size", 0):
+                    self._memory_use.start_from(replica, size)
+                    policy.set_micro_batch_size(replica, size)
+            self._strategy.compute_times.send_fitting(self._memory_use.fitting)
+        policy.recall(times, shares)
 
     def _export_times(self) -> str:
         """Return what is known of the devices for a backup, also of those that are gone."""
@@ -256,6 +303,10 @@ class BatchBalancer(SessionCallback):
 
     def _resize(self, policy: BalancePolicy, total: int) -> None:
         self._global_batch_size = total
+        if any(self._fitting):  # more is known after the next step
+            self._fitting = ()
+            for replica, most in enumerate(self._upper):
+                policy.set_upper(replica, most)
         policy.set_global_batch_size(total)
 
     def _use(self, shares: tuple[int, ...]) -> None:
@@ -288,15 +339,21 @@ class BatchBalancer(SessionCallback):
                 "BatchBalancer(max_share=...) instead."
             )
         self._policy.set_upper(replica, samples)
+        self._upper[replica], self._fitting = samples, ()
 
     def summary(self) -> str:
         """Return in a few lines what the balancer has done, for `print`.
 
         The compute time of a step now and with even shares, the shares at first and now, the time
         of a sample on each replica, and which plans were taken back, and why. Before the first
-        measurement it says that there is none. Times are of the latest measured steps.
+        measurement it says that there is none. Times are of the latest measured steps. On the chief
+        it also says how many samples fit into memory, where devices count their bytes.
         """
-        return str(summarize(self._policy_name, self.plans, self.measurements))
+        text = str(summarize(self._policy_name, self.plans, self.measurements))
+        fitting = enumerate(self._fitting)
+        if known := [f"{most} on {replica}" for replica, most in fitting if most > 0]:
+            text += f"\nSamples that fit into a replica's memory: {', '.join(known)}."
+        return text
 
     def to_dict(self) -> dict[str, Any]:
         """Return all plans and the kept measurements as plain Python values, for JSON."""

@@ -72,23 +72,25 @@ def read_micro_batch_size(given: MicroBatchSize, num_replicas: int) -> list[int]
     return sizes
 
 
+def upper_bounds(max_share: Bound, memory: Mapping[int, int], num_replicas: int) -> list[int]:
+    """Return the largest share of each replica; `memory` has those that are known to be smaller."""
+    upper = bound_of_each("max_share", max_share, num_replicas, MAX_TOTAL)
+    return [min(most, memory.get(replica, most)) for replica, most in enumerate(upper)]
+
+
 def start_policy(
     policy: str | BalancePolicy,
     strategy: HeterogeneousStrategy,
     total: int,
     options: Mapping[str, Any],
     min_share: Bound,
-    max_share: Bound,
-    memory: Mapping[int, int],
+    upper: Sequence[int],
 ) -> BalancePolicy:
     """Return a policy within the bounds, which begins with the strategy's shares if it measures.
 
-    `total` counts the samples of a global batch; `memory` has the largest share of each replica
-    whose memory holds less than `max_share`.
+    `total` counts the samples of a global batch; `upper` has the largest share of each replica.
     """
     num_replicas = len(strategy.shares)
-    upper = bound_of_each("max_share", max_share, num_replicas, MAX_TOTAL)
-    upper = [min(most, memory.get(replica, most)) for replica, most in enumerate(upper)]
     if isinstance(policy, str):
         # A real device without a share computes a row of zeros, which takes as long as one sample:
         # giving it no samples gains nothing. An emulated device then takes no time.
@@ -165,6 +167,8 @@ class MemoryBounds:
         except tf.errors.ResourceExhaustedError as error:
             first, devices = strategy.layout.local_replicas.start, strategy.extended.worker_devices
             shares, sizes = strategy.latest_shares, strategy._micro_batch_sizes
+            if sizes is not None:
+                sizes = strategy.compute_times.sizes_at_a_time(sizes)
             without = replicas_without_memory(str(error), devices, first)
             bounds = {}
             for replica in without:

@@ -114,8 +114,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             of its memory: a number for all replicas, a list with one for each replica of all
             workers, or a dict {replica: samples} for some. A larger share is computed in parts,
             whose gradients are added up before the replicas exchange them. "auto" cuts only shares
-            that a `BatchBalancer(memory_directory=...)` knows not to fit. Default: shares are never
-            cut.
+            that do not fit, as a `BatchBalancer` finds out. Default: shares are never cut.
         communication_dtype: "bfloat16" or "float16": gradients travel between two or three workers
             rounded to that type, and are summed in their own. The numbers are then NOT those of one
             device. Default: they travel as they are.
@@ -186,7 +185,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._cluster_config = membership.config
         self._data_path = DataPath(self, share_weights(shares, self.layout))
         self._micro_batch_sizes = read_micro_batch_size(micro_batch_size, self.num_replicas_in_sync)
-        self._compute_times = ComputeTimes(self.layout)
+        self._compute_times = ComputeTimes(self.layout, micro_batch_size == "auto")
         self.extended.send_gradients_as(communication_dtype)
         self._training_state = TrainingState()
         self._warn_of_emulation(len(self.layout.local_replicas))

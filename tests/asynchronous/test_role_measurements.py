@@ -40,6 +40,7 @@ def step(shares, squares, global_square):
         mean_shares=np.array(shares, float),
         seconds=np.ones(len(shares)),
         wanted_shares=np.zeros(len(shares), int),
+        fitting=np.zeros(len(shares), int),
         gradient_squares=np.array(squares, float),
         global_gradient_square=float(global_square),
     )

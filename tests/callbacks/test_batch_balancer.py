@@ -164,7 +164,7 @@ def test_static_policy(strategy, weights, shares):
 
 @pytest.mark.parametrize(("least", "expected"), [(None, 1), (0, 0), ({0: 2}, 1)])
 def test_real_devices_get_a_sample_at_least(strategy, least, expected):
-    policy = start_policy("boa", strategy, 24, {}, least, None, {})
+    policy = start_policy("boa", strategy, 24, {}, least, [24] * 3)
     for step in range(-1, 20):
         policy.propose(step)
         policy.observe(step + 1, policy.shares, np.array(policy.shares) * [0.01, 0.01, 1.0])
@@ -195,7 +195,7 @@ def test_times_of_shares_in_parts_are_no_lines(logical_devices):
     fit(balancer, strategy=strategy)
     sizes = [getattr(times, "micro_batch_size", None) for times in balancer._policy.models]
     assert sizes == [2, None, 4]
-    assert start_policy("even", strategy, 24, {}, None, None, {}).name == "even"
+    assert start_policy("even", strategy, 24, {}, None, [24] * 3).name == "even"
 
 
 def test_a_bound_that_is_set_in_training(model):
@@ -380,7 +380,7 @@ def test_a_first_step_that_loads_kernels_says_nothing(first, is_warm_up):
     def step(seconds):
         shares = np.array([4, 4])
         times = np.array(seconds, float)
-        return StepTimes(shares, shares.astype(float), times, shares, np.zeros(2), 0.0)
+        return StepTimes(shares, shares.astype(float), times, shares, shares, np.zeros(2), 0.0)
 
     waiting = [[], [step(first)], [step((2, 3))]]
     record = MeasuredSteps(keep=10)

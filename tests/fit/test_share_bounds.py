@@ -46,6 +46,7 @@ def without_memory(sizes=None):
         extended=SimpleNamespace(worker_devices=GPUS),
         latest_shares=(1, 1, 8, 8, 8),
         _micro_batch_sizes=sizes,
+        compute_times=SimpleNamespace(sizes_at_a_time=lambda sizes: sizes),
     )
 
 

@@ -100,3 +100,26 @@ def test_a_share_that_ran_out_of_memory_is_not_tried_again(
     shares = json.loads((tmp_path / "shares.json").read_text())
     assert len(shares) == 10
     assert all(share[1] <= 5 for share in shares), shares
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["", "asynchronous"])
+@pytest.mark.parametrize("size", ["None", "auto"])
+def test_the_chief_knows_what_fits_into_the_memory_of_others(
+    start_workers: Any, tmp_path: Path, size: str, asynchronous: bool
+) -> None:
+    """At speeds 1:5 worker 1 deserves 33 of 40 samples, and holds 26."""
+    emulation = Emulation((1, 5), seconds_per_sample=0.003, asynchronous=asynchronous)
+    environments = [
+        {**environment, **emulation.environment_of(index)}
+        for index, environment in enumerate(cluster_environments({"worker": 2}))
+    ]
+    workers = start_workers(
+        "program_counted_memory.py", arguments=[size, tmp_path], environments=environments
+    )
+    for worker in workers.wait():
+        assert worker.exit_code == 0, worker.output
+    chief, other = report(tmp_path, 0), report(tmp_path, 1)
+    assert chief["shares"] == other["shares"]
+    assert other["largest"] <= 26
+    assert "memory: 26 on 1." in chief["summary"]
+    assert chief["shares"][-1] == 26 if size == "None" else chief["shares"][-1] > 30

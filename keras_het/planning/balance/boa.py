@@ -136,6 +136,15 @@ class BoaPolicy(SharePolicy):
             self._schedule_retries(-1, wanted, None)
             self._current, self._first_reason = wanted, "times known from before"
 
+    def set_micro_batch_size(self, replica: int, samples: int) -> None:
+        """Say how many samples a replica computes at a time, once its memory is known.
+
+        Args:
+            replica: index of the replica.
+            samples: most samples, no fewer than it has computed so far.
+        """
+        self._fit.set_micro_batch_size(replica, samples)
+
     def set_global_batch_size(self, samples: int) -> None:
         """Change the number of samples that shares sum to; earlier steps are not comparable.
 

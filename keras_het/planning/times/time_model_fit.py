@@ -333,6 +333,12 @@ class TimeModelFit:
         self._known[replica] = True
         self.forget(replica)
 
+    def set_micro_batch_size(self, replica: int, samples: int) -> None:
+        """Say that a replica computes larger shares in parts from now on."""
+        if self._most is None:
+            self._most = np.full(len(self._fixed), MAX_TOTAL)
+        self._most[replica] = samples
+
     def forget(self, replica: int) -> None:
         """Drop a replica's observations; its model stays until there are new ones.
 

@@ -245,7 +245,9 @@ def _step(
     measurement = Measurement(spec, strategy.compute_times, rows) if is_measured else None
     rows = rows if measurement is None else measurement.rows
     if most is not None:
-        spec = dataclasses.replace(spec, parts=MicroBatches(spec.samples, most, rows))
+        times = strategy.compute_times
+        at_a_time = times.fitting(spec.replica_id, most) if times.cuts else most
+        spec = dataclasses.replace(spec, parts=MicroBatches(spec.samples, at_a_time, rows))
     return ExactStep(spec, measurement, *about), rows
 
 

@@ -29,12 +29,12 @@ _SEED_STREAMS = 100_003
 class MicroBatches:
     """The parts of one replica's share."""
 
-    def __init__(self, samples: tf.Tensor, most: int, rows: Nest) -> None:
+    def __init__(self, samples: tf.Tensor, most: int | tf.Tensor, rows: Nest) -> None:
         self._rows, self._samples = rows, samples
         self.first_rows: Nest = ()
         """The rows that the first part is computed on."""
         with tf.device("CPU:0"):
-            parts = tf.maximum(-(-samples // most), 1)
+            parts = tf.maximum(-(-samples // tf.cast(most, samples.dtype)), 1)
             self._count = tf.cast(parts, tf.int32)  # see `is_positive`
 
     @staticmethod
@@ -141,8 +141,11 @@ class MicroBatches:
             with tf.device("CPU:0"):
                 return number < self._count
 
-        with tf.device("CPU:0"):
-            one = tf.constant(1)
+        # Otherwise the second part would begin beside the first one, in twice the memory.
+        flat = tf.nest.flatten(first, expand_composites=True)
+        computed = [each for each in flat if each is not None]
+        with tf.control_dependencies(computed), tf.device("CPU:0"):
+            one = tf.identity(tf.constant(1))
         start = [_parts_of(each) for each in leaves]
         shapes = [_shapes(each) for each in leaves]
         _, sums = tf.while_loop(

@@ -21,7 +21,7 @@ from keras_het.strategy.measure.phase_times import PhaseTimes
 from keras_het.strategy.measure.sampled_steps import SampledSteps
 
 CAPACITY = 256
-_ROWS = 7
+_ROWS = 8
 # Reading and deciding takes about 0.3 ms of Python: 3 % of this.
 LONG_STEP_SECONDS = 0.01
 MOST_CALLS = 16
@@ -37,6 +37,7 @@ class StepTimes:
     mean_shares: np.ndarray[Any, np.dtype[np.float64]]
     seconds: np.ndarray[Any, np.dtype[np.float64]]
     wanted_shares: np.ndarray[Any, np.dtype[np.int64]]
+    fitting: np.ndarray[Any, np.dtype[np.int64]]
     gradient_squares: np.ndarray[Any, np.dtype[np.float64]]
     global_gradient_square: float
     collective_seconds: float = 0.0
@@ -49,12 +50,14 @@ class ComputeTimes:
     themselves could round differently, and cut a batch differently.
     """
 
-    def __init__(self, layout: ReplicaLayout) -> None:
+    def __init__(self, layout: ReplicaLayout, cuts: bool = False) -> None:
         self._num_replicas = num_replicas = layout.num_replicas
         self.phases = PhaseTimes(layout)
         self._read = 0
         self.num_lost = 0
         """Steps before those read last, in an execution that has more than the ring."""
+        self.cuts = cuts
+        """Whether shares that do not fit into memory are cut, see `fitting`."""
         self.is_measuring = False
         self.is_measuring_gradients = False
         self.is_sampled_out = False
@@ -69,7 +72,9 @@ class ComputeTimes:
                 tf.zeros([CAPACITY, _ROWS, num_replicas], tf.float64), trainable=False
             )
             self._count = tf.Variable(0, trainable=False, dtype=tf.int64)
-            self._wanted_shares = tf.Variable(tf.zeros([num_replicas]), trainable=False)
+            # the shares that the chief wants, and what fits into the memory of own replicas
+            self._to_tell = np.zeros([2, num_replicas], np.float32)
+            self._told = tf.Variable(self._to_tell, trainable=False)
 
     def begin(self, model: keras.Model | None, gradients: bool, stops: bool) -> None:
         """Make training steps measure, see `HeterogeneousStrategy.measure_compute_times`."""
@@ -96,7 +101,31 @@ class ComputeTimes:
 
     def send_shares(self, shares: Sequence[int]) -> None:
         """Tell all workers which shares they should use, zeros for no wish; for the chief."""
-        self._wanted_shares.assign(np.asarray(shares, np.float32))
+        self._tell(0, shares)
+
+    def send_fitting(self, samples: IntArray) -> None:
+        """Tell all workers how many samples fit into memory, see `MemoryUse`; 0 for others'."""
+        self._tell(1, samples)
+
+    def fitting(self, replica_id: int, most: int) -> tf.Tensor:
+        """Return the most samples that a replica of this worker computes at a time, in the graph.
+
+        Args:
+            replica_id: the replica.
+            most: what is known without measuring.
+        """
+        with tf.device("CPU:0"):
+            found = tf.cast(self._told[1, replica_id], tf.int32)
+            return tf.where(found > 0, tf.minimum(found, most), most)
+
+    def sizes_at_a_time(self, sizes: Sequence[int]) -> list[int]:
+        """Return what this worker's replicas compute at a time, and `sizes` of the others."""
+        found = self._to_tell[1].astype(int).tolist() if self.cuts else [0] * len(sizes)
+        return [min(pair) if pair[1] > 0 else pair[0] for pair in zip(sizes, found, strict=True)]
+
+    def _tell(self, row: int, samples: Sequence[int] | IntArray) -> None:
+        self._to_tell[row] = samples
+        self._told.assign(self._to_tell)
 
     def contribution(
         self,
@@ -109,12 +138,12 @@ class ComputeTimes:
         believed = tf.cast(sizes, tf.float32) / self._num_replicas
         place = tf.one_hot(replica_id, self._num_replicas)
         with tf.device("CPU:0"):
-            wanted = self._wanted_shares
-            wanted = wanted.read_value() if replica_id == 0 else tf.zeros_like(wanted)
-        rows = [believed, place * tf.cast(seconds, tf.float32), wanted]
-        if gradient_square is not None:
-            rows.append(place * gradient_square)
-        return tf.stack(rows)
+            is_own = np.zeros([2, self._num_replicas], np.float32)
+            is_own[0], is_own[1, replica_id] = replica_id == 0, 1
+            told = self._told.read_value() * is_own
+        rows = [believed, place * tf.cast(seconds, tf.float32)]
+        squares = [] if gradient_square is None else [(place * gradient_square)[None]]
+        return tf.concat([tf.stack(rows), told, *squares], axis=0)
 
     def record(
         self,
@@ -162,12 +191,13 @@ class ComputeTimes:
 
 
 def _step_times(row: np.ndarray) -> StepTimes:
-    shares, mean_shares, seconds, wanted, squares, square, collective = row
+    shares, mean_shares, seconds, wanted, fitting, squares, square, collective = row
     return StepTimes(
         shares.astype(np.int64),
         mean_shares,
         seconds,
         wanted.astype(np.int64),
+        fitting.astype(np.int64),
         squares,
         float(square[0]),
         float(collective[0]),
@@ -182,6 +212,7 @@ class Reading:
     shares: IntArray
     seconds: FloatArray
     wanted_shares: tuple[int, ...]
+    fitting: tuple[int, ...]
 
 
 class MeasuredSteps:
@@ -278,8 +309,8 @@ class MeasuredSteps:
             row = {"step": self.count, "shares": shares.tolist(), "seconds": each.tolist()}
             self.rows.append(row)
             self.count += 1
-        wanted = tuple(steps[-1].wanted_shares.tolist())
-        return Reading(self.count - 1, shares, np.median(seconds, axis=0), wanted)
+        told = steps[-1].wanted_shares.tolist(), steps[-1].fitting.tolist()
+        return Reading(self.count - 1, shares, np.median(seconds, axis=0), *map(tuple, told))
 
     def _choose_interval(self, steps: Sequence[StepTimes]) -> None:
         calls, self._calls = max(self._calls, 1), 0
