@@ -16,6 +16,9 @@ FIRST_INTERVAL, LONGEST_INTERVAL = 8, 64
 _JUMP = 1.3
 _LONGEST_WAIT = 8 * BURST
 _KEPT = 32
+# A sign of change is this many times the usual deviation: two such steps in a row seldom come by
+# chance. Of normal deviations the usual one, the median, is two thirds of the standard deviation.
+_DEVIATIONS = 4.0
 
 
 class MeasuringSchedule:
@@ -92,6 +95,7 @@ class MeasuringCost:
         self._budget = budget
         self._plain: deque[float] = deque(maxlen=_KEPT)
         self._pairs: deque[float] = deque(maxlen=_KEPT)
+        self._deviations: deque[float] = deque(maxlen=_KEPT)
         self._latest: list[tuple[bool, float]] = []
         self._num_unusual = 0
 
@@ -110,10 +114,16 @@ class MeasuringCost:
             if len(before) == 2 and before[0][0]:
                 return False  # in a burst, hosts have no time to get ahead
             durations, seconds = self._pairs, before[-1][1] + seconds
-        usual = statistics.median(durations) if durations else seconds
+        if not (durations and self._plain):
+            durations.append(seconds)
+            return False
+        usual = statistics.median(durations)
         durations.append(seconds)
-        ratio = 1 + (seconds - usual) / statistics.median(self._plain or [seconds])
-        is_usual = 1 / _JUMP <= ratio <= _JUMP
+        ratio = 1 + (seconds - usual) / statistics.median(self._plain)
+        deviation = statistics.median(self._deviations) if self._deviations else 0.0
+        limit = max(_JUMP, 1 + _DEVIATIONS * deviation)
+        self._deviations.append(abs(ratio - 1))
+        is_usual = 1 / limit <= ratio <= limit
         self._num_unusual = 0 if is_usual else self._num_unusual + 1
         return self._num_unusual == 2
 

@@ -67,6 +67,29 @@ def trained(strategy: Any, measures: bool) -> np.ndarray:
     return np.concatenate([weight.ravel() for weight in model.get_weights()])
 
 
+def scales_and_weights(strategy: Any) -> np.ndarray:
+    """The loss scale and a weight after each step, from a scale that overflows float16."""
+    strategy.extended.send_gradients_as("float16")
+    seen: list[list[float]] = []
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((INPUTS,)), keras.layers.Dense(1)])
+        inner = keras.optimizers.SGD(RATE * 0.1)
+        optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**20)
+        model.compile(optimizer, "mse", jit_compile=False)
+        optimizer.build(model.trainable_variables)
+
+    def note(batch: int, logs: Any) -> None:
+        scale = float(optimizer.dynamic_scale.numpy())
+        seen.append([scale, *model.get_weights()[0].ravel().tolist()])
+
+    note(0, None)
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=note)
+    x, y = samples()
+    options = {"shuffle": False, "verbose": 0, "callbacks": [callback]}
+    model.fit(x, y, batch_size=sum(SHARES), epochs=6, **options)
+    return np.array(seen)
+
+
 def main() -> None:
     folder, devices = sys.argv[1], [int(number) for number in sys.argv[2].split(",")]
     own = devices[json.loads(os.environ["TF_CONFIG"])["task"]["index"]]
@@ -88,6 +111,7 @@ def main() -> None:
         strategy._micro_batch_sizes = None if size is None else [size] * len(SHARES)
         found[name] = trained(strategy, options.get("measures", False))
         found[f"{name}, expected"] = expected(dtype, devices)
+    found["scaled"] = scales_and_weights(strategy)
     found["seconds"] = strategy.compute_times.latest(1)[0].seconds
     np.savez(Path(folder) / f"{strategy.worker_index}.npz", **found)
 

@@ -115,6 +115,23 @@ def test_a_lasting_change_is_seen_at_its_second_step(phase: int, factor: float) 
     assert found.index(True) == first + (2 if was_measured[first + 1] else 1)
 
 
+@pytest.mark.parametrize("jitter", [0.1, 0.2, 0.3])
+def test_steps_that_always_vary_are_no_signs_of_change(jitter: float) -> None:
+    num_signs, late = 0, []
+    for seed in range(10):
+        random = np.random.default_rng(seed)
+        cost, before = MeasuringCost(), 0.01 * np.exp(jitter * random.standard_normal(500))
+        for seconds in before:
+            if cost.observe(False, seconds):
+                num_signs += 1
+                cost.restart()
+        after = 0.03 * np.exp(jitter * random.standard_normal(20))
+        late.append([*observed(cost, [(False, seconds) for seconds in after]), True].index(True))
+    assert num_signs <= 10 * 500 * 0.006
+    # once all was forgotten just before the change: then a measured step shows it
+    assert sorted(late)[8] <= 3
+
+
 def test_a_pause_is_no_step() -> None:
     cost = MeasuringCost()
     observed(cost, run_of(FIRST_INTERVAL, 0.01, 0.02, 4))
