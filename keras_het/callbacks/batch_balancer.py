@@ -246,7 +246,7 @@ class BatchBalancer(SessionCallback):
 
     def _bound(self, policy: Any, fitting: tuple[int, ...]) -> None:
         """Follow what is known of memory: no share grows beyond it, or only in parts."""
-        if fitting == self._fitting or not any(fitting):
+        if fitting == self._fitting or not (any(fitting) or any(self._fitting)):
             return
         cuts, bounds = self._strategy.compute_times.cuts, list(self._upper)
         for replica, samples in enumerate(fitting):

@@ -120,6 +120,13 @@ def test_shares_grow_up_to_what_fits(emulated, counting):
         np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_device_that_counts_no_peak_gets_what_it_deserves(emulated, monkeypatch):
+    monkeypatch.setattr(memory_use, "memory_of", lambda name: Memory(RESIDENT, 0, LIMIT))
+    balancer = BatchBalancer()
+    train(HeterogeneousStrategy(DEVICES[:3]), [balancer])
+    assert max(row["shares"][0] for row in balancer.measurements) > (LIMIT - RESIDENT) // EACH
+
+
 def test_a_larger_share_is_cut_before_memory_runs_out(emulated, counting):
     balancer, (device,) = BatchBalancer(), counting.values()
     strategy = HeterogeneousStrategy(DEVICES[:3], micro_batch_size="auto")
@@ -212,6 +219,13 @@ def test_a_peak_that_somebody_resets_says_nothing(counting, use):
     compute(counting, known, 10, 0)
     counting[NAMES[0]].peak = RESIDENT
     assert not known.note(np.array([99, 10, 0, 99]))
+
+
+def test_a_device_that_counts_no_peak_is_not_held(counting, use):
+    known = use()
+    counting[NAMES[0]].peak = 0
+    assert known.note(np.array([99, 10, 0, 99]))
+    assert known.fitting.tolist() == [UNKNOWN, UNKNOWN, NOT_YET, UNKNOWN]
 
 
 def test_parts_say_nothing_more(counting, use):

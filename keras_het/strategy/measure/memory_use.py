@@ -91,7 +91,9 @@ class MemoryUse:
                 continue
             self._largest[replica] = largest = max(self._largest[replica], share)
             memory = memory_of(device)
-            if memory is None or memory.peak <= memory.current:  # somebody has reset the peak
+            if memory is None or memory.peak <= memory.current:
+                # no peak is counted, or somebody has reset it: no reason to hold the share
+                self.fitting[replica] = max(fits, UNKNOWN)
                 continue
             each = min(self._bytes_per_sample[replica], (memory.peak - memory.current) / share)
             self._bytes_per_sample[replica] = each
