@@ -40,8 +40,8 @@ class Setting:
         rate: learning rate of the workers; not used by rules that send gradients.
         momentum: momentum of the workers, likewise.
         config: settings of the rule.
-        period: steps between two exchanges, for asynchronous rules, or "auto"; synchronous ones have
-            it as a setting.
+        period: steps between two exchanges, or "auto", for asynchronous rules; synchronous ones
+            have it as a setting.
         kind: "local", "hybrid", or "service" if workers wait for each other's turn.
     """
 
@@ -76,7 +76,7 @@ SETTINGS = {
     "diloco": Setting("diloco", 0.3, 0.0, {"period": 5}, kind="local"),
     "streaming_diloco": Setting("streaming_diloco", 0.1, 0.9, STREAMING, kind="local"),
     "delta": Setting("delta", 0.2, 0.0),
-    "delayed_nesterov": Setting("delayed_nesterov", 0.1, 0.0, {"period": 5}, "auto"),
+    "delayed_nesterov": Setting("delayed_nesterov", 0.6, 0.0, {"period": 5}, "auto"),
     "async_sgd": Setting("async_sgd", config=SCALED, period=2),
     "async_sgd_staleness": Setting("async_sgd", config=DAMPED, period=1),
     "async_sgd_adam": Setting("async_sgd", config=ADAM, period=2),
