@@ -10,7 +10,7 @@ Modes:
 * `alone`: no other worker; both processes compute side by side all the same.
 * `one bucket`: `HeterogeneousStrategy`, all gradients in one sum behind the backward pass.
 * `buckets of N MB`: `CommunicationOptions(bytes_per_pack=...)`.
-* `bfloat16`, `float16`: `communication_dtype`, at once or in buckets; for up to three workers.
+* `bfloat16`, `float16`: `communication_dtype`, at once or in buckets.
 * `MultiWorkerMirrored`: TensorFlow's strategy in its guide's custom loop.
 
 The case `digits` trains scikit-learn's digits to the end, with several seeds. `loss_ratio` is the
@@ -47,7 +47,6 @@ MODES: dict[str, tuple[float, str | None]] = {
 CASES = ("mlp", "convnet", "transformer", "digits")
 DIGITS_MODES = ("one bucket", "bfloat16", "float16")
 DIGITS_EPOCHS, DIGITS_SEEDS = 40, 3
-MOST_ROUNDED = 3  # workers
 RATES = (10_000.0, 1_000.0, 500.0, 100.0)
 JUMBO = 9000
 STEPS, WARM_UP = 14, 4
@@ -84,11 +83,9 @@ def main() -> None:
             rows += measure_losses()
             continue
         for num_workers in options.workers:
-            few = num_workers <= MOST_ROUNDED
-            modes = [mode for mode in options.modes if few or MODES[mode][1] is None]
             for rate in options.rates:
-                rows += measure(case, num_workers, rate, modes, options.blocks)
-                print(*rows[-len(modes) :], sep="\n", flush=True)
+                rows += measure(case, num_workers, rate, options.modes, options.blocks)
+                print(*rows[-len(options.modes) :], sep="\n", flush=True)
     print_table(rows, [*COLUMNS, "loss_ratio"])
     write_report("overlap", rows, options.json, environment())
 

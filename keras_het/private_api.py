@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -88,6 +87,7 @@ PerReplica = distribute_values.PerReplica
 GLOBAL_SEED_GENERATOR = keras_seed_generator.GLOBAL_SEED_GENERATOR
 StrategyExtended = distribute_lib.StrategyExtendedV2
 CollectiveKeys: TypeAlias = cross_device_utils.CollectiveKeys
+CollectiveReplicaLauncher = cross_device_utils.CollectiveReplicaLauncher
 CommunicationOptions: TypeAlias = collective_util.Options
 RpcServer = GrpcServer
 # Keras 3.16 renames both.
@@ -269,19 +269,6 @@ def is_of_keras(metric: object) -> bool:
     )
 
 
-def share_instances(collectives: CollectiveAllReduce) -> None:
-    """Bound TensorFlow's bookkeeping for the all-reduces launched from now on.
-
-    It gives every call a separate instance and frees none: 1.5 KB on every worker for each
-    collective of each step. The calls of a group come one after the other, in the same order on
-    all workers, so those of one type and shape may share an instance. NCCL's are left alone.
-    """
-    for launcher in collectives._launchers:
-        if "GPU" not in launcher._device.upper():
-            launcher.__class__ = _SharedInstances
-            launcher._instances = {}
-
-
 def local_nccl(
     workers: CollectiveAllReduce, devices: Sequence[str], group_key: int
 ) -> CollectiveAllReduce:
@@ -309,47 +296,6 @@ def sums_of_replicas(
     return collectives._all_reduce_per_replica_values(
         tf.distribute.ReduceOp.SUM, values, collectives._options
     )
-
-
-class _SharedInstances(cross_device_utils.CollectiveReplicaLauncher):
-    """A launcher of all-reduces that share an instance per type and shape."""
-
-    _instances: dict[tuple[tf.DType, tuple[int, ...]], tf.Tensor | int]
-    _lock = threading.RLock()
-
-    def all_reduce(
-        self,
-        input_tensor: tf.Tensor,
-        control_input: tf.Tensor | tf.Operation | None = None,
-        options: CommunicationOptions | None = None,
-    ) -> tf.Tensor:
-        if not input_tensor.shape.is_fully_defined():
-            return super().all_reduce(input_tensor, control_input, options)
-        with self._launching((input_tensor.dtype, tuple(input_tensor.shape))):
-            return super().all_reduce(input_tensor, control_input, options)
-
-    @contextlib.contextmanager
-    def _launching(self, kind: tuple[tf.DType, tuple[int, ...]]) -> Iterator[None]:
-        """Make TensorFlow's launcher ask for the instance of this type and shape."""
-        with self._lock:
-            before = vars(self).get("_next_instance_key")
-            self._next_instance_key = functools.partial(self._instance_of, kind)
-            try:
-                yield
-            finally:
-                del self._next_instance_key
-                if before is not None:
-                    self._next_instance_key = before
-
-    def _instance_of(self, kind: tuple[tf.DType, tuple[int, ...]]) -> tf.Tensor | int:
-        """Return the instance's number; in a graph, a placeholder filled by the function's call."""
-        new_instance = cross_device_utils.CollectiveReplicaLauncher._next_instance_key
-        if not tf.executing_eagerly():
-            with self._launching(kind):
-                return new_instance(self)
-        if kind not in self._instances:
-            self._instances[kind] = new_instance(self)
-        return self._instances[kind]
 
 
 class EpochLoop:

@@ -22,7 +22,6 @@ from keras_het.summation import SummationGroup
 from keras_het.value_types import Leaf, Nest
 
 _KEYS_PER_RANGE = 10_000
-_MOST_WORKERS_TO_GATHER = 3
 # PeerWatch finds a silent worker first, and names it.
 _MORE_SECONDS = 15.0
 
@@ -270,19 +269,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         return self._communication_dtype if self.layout.num_workers > 1 else None
 
     def send_gradients_as(self, name: str | None) -> None:
-        """Set the type in which gradients travel.
-
-        Raises:
-            ValueError: for workers between which that would not save anything.
-        """
-        num_workers = self.layout.num_workers
-        if name is not None and num_workers > _MOST_WORKERS_TO_GATHER:
-            raise ValueError(
-                f"communication_dtype is for {_MOST_WORKERS_TO_GATHER} workers at most: each gets "
-                "the rounded gradients of all others, which from four workers on is as much as "
-                f"a ring of float32. Received: {name!r} with {num_workers} workers. Leave it out; "
-                'keras_het.callbacks.LocalTraining("diloco") sends less.'
-            )
+        """Set the type in which gradients travel."""
         self._communication_dtype = None if name is None else tf.as_dtype(name)
 
     @contextlib.contextmanager

@@ -115,9 +115,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             workers, or a dict {replica: samples} for some. A larger share is computed in parts,
             whose gradients are added up before the replicas exchange them. "auto" cuts only shares
             that do not fit, as a `BatchBalancer` finds out. Default: shares are never cut.
-        communication_dtype: "bfloat16" or "float16": gradients travel between two or three workers
-            rounded to that type, and are summed in their own. The numbers are then NOT those of one
-            device. Default: they travel as they are.
+        communication_dtype: "bfloat16" or "float16": gradients travel between workers rounded
+            to that type, and are summed in their own. The numbers are then NOT those of one device.
+            Default: they travel as they are.
 
     Raises:
         TypeError: for devices that are not a list of names.

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.strategy.shared_instances import use_shared_instances
 from keras_het.summation import SummationGroup
 from keras_het.value_types import Nest, Summand
 
@@ -27,6 +28,7 @@ _TYPES_TO_GATHER_AS = {
 # NCCL sums other types too; those of gradients are worth a collective of each device.
 _TYPES_FOR_NCCL = (tf.float16, tf.float32, tf.float64)
 _TYPES_TO_ROUND = {tf.float32, tf.float64}
+_MOST_WORKERS_TO_GATHER = 3
 
 
 def is_joined_by_nccl(devices: Sequence[str], options: private_api.CommunicationOptions) -> bool:
@@ -80,7 +82,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
             options=options,
             collective_keys=collective_keys,
         )
-        private_api.share_instances(self)
+        use_shared_instances(self)
         self._local_devices = tuple(devices)
         self._num_replicas = num_replicas
         self._nccl: private_api.CollectiveAllReduce | None = None
@@ -156,7 +158,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
     ) -> list[Summand]:
         """Sum over the workers; one packed collective per element type."""
         if self.sends_as is not None and {item.dtype for item in flat} <= _TYPES_TO_ROUND:
-            return [self._sum_of_rounded(item, self.sends_as, options) for item in flat]
+            return [self._sum_of_rounded(item, self.sends_as) for item in flat]
         group = self.summation
         by_type: dict[tuple[tf.DType, bool], list[int]] = {}
         for position, item in enumerate(flat):
@@ -174,23 +176,31 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
                 result[position] = item
         return result
 
-    def _sum_of_rounded(
-        self, value: tf.Tensor, dtype: tf.DType, options: private_api.CommunicationOptions
-    ) -> tf.Tensor:
+    def _sum_of_rounded(self, value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         r"""Sum what each worker has rounded, in the value's own type and the order of workers.
 
         .. math:: s = \sum_w \operatorname{round}_{16}(v_w)
 
-        TensorFlow's ring would round each partial sum. Two values of 16 bits travel as the bits of
-        one float32, which every transport gathers.
+        TensorFlow's ring would round each partial sum. Two or three workers send all to all others.
+        Where more would move as much as a ring of float32, each adds up one part, whose sum is
+        rounded before the others get it.
         """
-        size = tf.size(value)
-        even = tf.pad(tf.reshape(value, [-1]), [[0, size % 2]])
-        pairs = tf.bitcast(tf.cast(tf.reshape(even, [-1, 2]), dtype), tf.float32)
-        gathered = self.gather_between_workers(pairs, 0, options)
-        own = tf.reshape(tf.bitcast(gathered, dtype), [self._group_size, -1])[:, :size]
-        total = functools.reduce(tf.add, tf.unstack(tf.cast(own, value.dtype)))
-        return tf.reshape(total, tf.shape(value))
+        launcher, number = self._launchers[0], self._group_size
+        is_in_parts = number > _MOST_WORKERS_TO_GATHER
+        size = value.shape.num_elements()
+        size = tf.size(value) if size is None else size
+        padding = -size % (2 * number if is_in_parts else 2)
+        sent = _as_pairs(tf.pad(tf.reshape(value, [-1]), [[0, padding]]), dtype)
+        if is_in_parts:
+            received = launcher.all_to_all(tf.reshape(sent, [number, -1]))
+        else:
+            received = tf.reshape(launcher.all_gather_equal(sent), [number, -1])
+        of_workers = tf.reshape(tf.bitcast(received, dtype), [number, -1])
+        total = functools.reduce(tf.add, tf.unstack(tf.cast(of_workers, value.dtype)))
+        if is_in_parts:
+            sums = launcher.all_gather_equal(_as_pairs(total, dtype))
+            total = tf.cast(tf.reshape(tf.bitcast(sums, dtype), [-1]), value.dtype)
+        return tf.reshape(total[:size], tf.shape(value))
 
     def _sum_by_service(self, values: list[tf.Tensor]) -> list[tf.Tensor] | None:
         """Sum on the machines' CPUs; None if they have no room for it."""
@@ -277,6 +287,11 @@ def _sum(values: Sequence[Summand]) -> Summand:
             dense_shape=values[0].dense_shape,
         )
     return tf.add_n(values)
+
+
+def _as_pairs(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Round to 16 bits; two values have the bits of one float32, which every transport carries."""
+    return tf.bitcast(tf.reshape(tf.cast(value, dtype), [-1, 2]), tf.float32)
 
 
 def _divide(value: Summand, divisor: int) -> Summand:

@@ -9,7 +9,10 @@ import pytest
 CASES = ("bfloat16", "in buckets", "in parts", "measured")
 
 
-@pytest.mark.parametrize("devices", ["1,2", pytest.param("1,1,1", marks=pytest.mark.full)])
+MORE = [pytest.param(each, marks=pytest.mark.full) for each in ("1,1,1", "1,1,2,1")]
+
+
+@pytest.mark.parametrize("devices", ["1,2", *MORE])
 def test_each_worker_rounds_its_gradient_once(
     start_workers: Any, tmp_path: Path, devices: str
 ) -> None:

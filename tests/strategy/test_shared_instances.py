@@ -58,6 +58,20 @@ def test_steps_share_instances_by_type_and_shape(collectives, numbered):
     assert len(numbered) == len(set(numbered)) == 3
 
 
+def test_gathers_and_exchanges_share_instances_of_their_own(collectives, numbered):
+    launcher = collectives._launchers[0]
+
+    @tf.function
+    def step(value):
+        gathered = launcher.all_gather_equal(launcher.all_gather_equal(value))
+        return launcher.all_reduce(launcher.all_to_all(gathered))
+
+    value = np.arange(3, dtype=np.float32)[None]
+    for number in range(5):
+        np.testing.assert_array_equal(step(tf.constant(value + number)), value + number)
+    assert len(numbered) == len(set(numbered)) == 3
+
+
 def test_what_has_no_known_shape_has_an_instance_for_each_call(collectives, numbered):
     reduce = tf.function(
         collectives._launchers[0].all_reduce, input_signature=[tf.TensorSpec([None])]
