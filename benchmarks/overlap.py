@@ -217,8 +217,10 @@ def _block(
             # with one between operations, the ring would wait for the backward pass
             threads = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "4"}
             quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", **threads}
-            about = {"case": case, "mode": mode, "seed": seed}
+            about: dict[str, Any] = {"case": case, "mode": mode, "seed": seed}
             about["result"] = str(result) if index == 0 else ""
+            about["started"] = [f"{folder}/started{each}" for each in range(num_workers)]
+            about["index"] = index
             command = [python, __file__, "--worker", json.dumps(about)]
             with (Path(folder) / f"output{index}").open("w") as output:
                 started.append(
@@ -240,11 +242,12 @@ def _block(
         return dict(json.loads(result.read_text()))
 
 
-def work(case: str, mode: str, seed: int, result: str) -> None:
+def work(case: str, mode: str, seed: int, result: str, started: list[str], index: int) -> None:
     """Train as one worker."""
     if mode in DDP:
         from _overlap_torch import train
 
+        _wait_for_all(started, index)
         found = train(case, MODES[mode][0], STEPS, WARM_UP)
         if result:
             _write(Path(result), found)
@@ -279,6 +282,7 @@ def work(case: str, mode: str, seed: int, result: str) -> None:
         model.compile("sgd", "mse", jit_compile=False)
     batch = len(x) // num_replicas
     data = tf.data.Dataset.from_tensors((x, y)).repeat(STEPS)
+    _wait_for_all(started, index)
     if is_stock:
         seconds = _custom_loop(tf, strategy, model, data)
     else:
@@ -296,6 +300,13 @@ def work(case: str, mode: str, seed: int, result: str) -> None:
     sys.stdout.flush()
     if is_stock:
         os._exit(0)  # its threads would wait for the other worker
+
+
+def _wait_for_all(started: list[str], index: int) -> None:
+    """Let those that train alone share the cores from their first step to their last."""
+    Path(started[index]).touch()
+    while not all(Path(each).exists() for each in started):
+        time.sleep(0.01)
 
 
 def _write(path: Path, found: dict[str, float]) -> None:
