@@ -107,7 +107,7 @@ def main() -> None:
         for num_workers in options.workers:
             few = num_workers <= MOST_ROUNDED
             modes = [mode for mode in options.modes if few or MODES[mode][1] is None]
-            for rate in options.rates:
+            for rate in options.rates if modes else ():
                 rows += measure(
                     case, num_workers, rate, modes, options.blocks, options.torch_python
                 )
