@@ -122,7 +122,7 @@ clean: ## Remove caches and results.
 	find keras_het tests recipes benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean ## Remove the environments too.
-	rm -rf .venv .venv-oldest .venv-nightly .venv-gpu .venv-docs
+	rm -rf .venv .venv-oldest .venv-nightly .venv-gpu .venv-docs .venv-torch
 
 # Shell text that sets $$python to the first candidate of version 3.$(1) to 3.$(2), or says what is
 # wrong, with the reason $(3), and stops.
@@ -202,6 +202,16 @@ EXTRAS := dev,ray
 	.venv-gpu/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) uv; \
 	.venv-gpu/bin/uv pip install --quiet --compile-bytecode --python .venv-gpu/bin/python \
 	  --constraint $(CONSTRAINTS) --editable '.[cuda,dev]'; \
+	touch $@
+
+# PyTorch, a peer in benchmarks/overlap.py. On Linux on x86-64 it brings CUDA libraries unless pip is
+# told of a place that has the build without them: `make .venv-torch/installed PIP_FIND_LINKS=...`.
+.venv-torch/installed: | check-python
+	@$(call find_python,10,13); \
+	set -e; \
+	echo "Installing PyTorch into .venv-torch"; \
+	$$python -m venv --clear .venv-torch; \
+	.venv-torch/bin/python -m pip install --quiet torch==2.13.0; \
 	touch $@
 
 # Keras 3.15 has no wheels for Python 3.10, TensorFlow 2.16 none for 3.13, and TensorFlow Data

@@ -7,17 +7,23 @@ Workers on hosts of their own (network namespaces with limited links and jumbo f
 
 Modes:
 
-* `alone`: no other worker; both processes compute side by side all the same.
+* `alone`: no other worker; all processes compute side by side all the same.
 * `one bucket`: `HeterogeneousStrategy`, all gradients in one sum behind the backward pass.
 * `buckets of N MB`: `CommunicationOptions(bytes_per_pack=...)`.
 * `bfloat16`, `float16`: `communication_dtype`, at once or in buckets.
 * `MultiWorkerMirrored`: TensorFlow's strategy in its guide's custom loop.
+* `DDP`, `DDP in buckets of 1 MB`: the same models and batches in PyTorch, under
+  DistributedDataParallel over gloo, by default in buckets of 25 MB. `DDP alone`: without it.
+  They need a Python that has torch: `make .venv-torch/installed`, or `--torch-python PATH`.
 
 The case `digits` trains scikit-learn's digits to the end, with several seeds. `loss_ratio` is the
 mean of the loss of the last epoch over that of `one bucket`.
 
 `bound_ms` is the longer one of `alone` and the wire: 2 (W - 1) / W of the gradients' bytes at the
 link's rate. `ratio_to_bound` is the median of the blocks' medians, over it. Modes take turns.
+The two libraries do not compute equally fast: DDP has a bound of its own, with `DDP alone`.
+`ratio_to_ddp` is `ratio_to_bound` over that of the better mode of DDP: below 1 ours is closer to
+what it can reach. A step's own time over DDP's is another number: compare `step_ms`.
 """
 
 from __future__ import annotations
@@ -43,14 +49,21 @@ MODES: dict[str, tuple[float, str | None]] = {
     "bfloat16 in buckets of 1 MB": (1.0, "bfloat16"),
     "float16": (0.0, "float16"),
     "MultiWorkerMirrored": (0.0, None),
+    "DDP alone": (0.0, None),
+    "DDP": (25.0, None),
+    "DDP in buckets of 1 MB": (1.0, None),
 }
+DDP = tuple(mode for mode in MODES if mode.startswith("DDP"))
+ALONE = ("alone", "DDP alone")
 CASES = ("mlp", "convnet", "transformer", "digits")
 DIGITS_MODES = ("one bucket", "bfloat16", "float16")
 DIGITS_EPOCHS, DIGITS_SEEDS = 40, 3
 RATES = (10_000.0, 1_000.0, 500.0, 100.0)
 JUMBO = 9000
 STEPS, WARM_UP = 14, 4
-COLUMNS = ("case", "workers", "mbit", "mode", "step_ms", "bound_ms", "ratio_to_bound")
+RATIOS = ("ratio_to_bound", "ratio_to_ddp")
+COLUMNS = ("case", "workers", "mbit", "mode", "step_ms", "bound_ms", *RATIOS)
+TORCH_PYTHON = Path(__file__).parents[1] / ".venv-torch/bin/python"
 
 
 def main() -> None:
@@ -62,6 +75,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--torch-python", type=Path, default=TORCH_PYTHON, metavar="PATH")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -77,36 +91,76 @@ def main() -> None:
     if options.quick:
         options.rates, options.cases, options.workers, options.blocks = [500.0], ["mlp"], [2], 1
         options.modes = ["alone", "buckets of 1 MB"]
-    rows = list[dict[str, Any]]()
+    rows, about = list[dict[str, Any]](), environment()
+    if peers := [mode for mode in options.modes if mode in DDP]:
+        about["torch"], reason = _torch_version(options.torch_python)
+        if reason is not None:
+            print(f"skipped: {', '.join(peers)}: {reason}", flush=True)
+            options.modes = [mode for mode in options.modes if mode not in DDP]
+            empty = {**dict.fromkeys(COLUMNS), "loss_ratio": None, "case": "all"}
+            rows += [{**empty, "mode": mode, "skipped": reason} for mode in peers]
     for case in options.cases:
         if case == "digits":
             rows += measure_losses()
             continue
         for num_workers in options.workers:
-            for rate in options.rates:
-                rows += measure(case, num_workers, rate, options.modes, options.blocks)
+            for rate in options.rates if options.modes else ():
+                rows += measure(
+                    case, num_workers, rate, options.modes, options.blocks, options.torch_python
+                )
                 print(*rows[-len(options.modes) :], sep="\n", flush=True)
     print_table(rows, [*COLUMNS, "loss_ratio"])
-    write_report("overlap", rows, options.json, environment())
+    write_report("overlap", rows, options.json, about)
+
+
+def _torch_version(python: Path) -> tuple[str | None, str | None]:
+    """Return the version of PyTorch that a Python has, or why it has none."""
+    command = [str(python), "-c", "import torch.distributed; print(torch.__version__)"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except OSError as error:
+        return None, f"{error}; `make .venv-torch/installed`, or name a Python by --torch-python"
+    if done.returncode:
+        return None, f"{python} has no torch: {done.stderr.strip().splitlines()[-1]}"
+    return done.stdout.strip(), None
 
 
 def measure(
-    case: str, num_workers: int, mbit: float, modes: list[str], blocks: int
+    case: str,
+    num_workers: int,
+    mbit: float,
+    modes: list[str],
+    blocks: int,
+    torch_python: Path = TORCH_PYTHON,
 ) -> list[dict[str, Any]]:
     """Return the rows of one model on links of one rate."""
     from _namespaces import limited_hosts
 
     found: dict[str, list[float]] = {mode: [] for mode in modes}
-    size = 0
+    sizes = set()
     with limited_hosts([mbit] * num_workers, JUMBO) as hosts:
         for block in range(blocks):
             for mode in modes:
-                written = _block(hosts, case, num_workers, mode, block)
+                python = str(torch_python if mode in DDP else sys.executable)
+                written = _block(hosts, case, num_workers, mode, block, python)
                 found[mode].append(written["seconds"])
-                size = int(written["bytes"])
+                sizes.add((int(written["bytes"]), int(written["batch"])))
+    if len(sizes) > 1:
+        sys.exit(f"{case}: bytes and samples differ between modes: {sorted(sizes)}")
+    return rows_of(case, num_workers, mbit, found, sizes.pop()[0])
+
+
+def rows_of(
+    case: str, num_workers: int, mbit: float, found: dict[str, list[float]], size: int
+) -> list[dict[str, Any]]:
+    """Return a row for each mode from the seconds of its blocks and the bytes of the gradients."""
     medians = {mode: 1e3 * statistics.median(each) for mode, each in found.items()}
     wire = 2 * (num_workers - 1) / num_workers * size * 8 / mbit / 1e3
-    bound = max(medians.get("alone", 0.0), wire)
+    alone = [medians.get(mode, 0.0) for mode in ALONE]
+    bounds = {mode: max(alone[mode in DDP], wire) for mode in medians}
+    ratios = {mode: median / bounds[mode] for mode, median in medians.items()}
+    peers = [ratios[mode] for mode in DDP if mode in ratios and mode not in ALONE]
+    best = min(peers) if peers and all(alone) else None
     return [
         {
             "case": case,
@@ -117,11 +171,12 @@ def measure(
             "lowest_ms": round(1e3 * min(found[mode]), 2),
             "highest_ms": round(1e3 * max(found[mode]), 2),
             "wire_ms": round(wire, 2),
-            "bound_ms": round(bound, 2),
-            "ratio_to_bound": round(medians[mode] / bound, 3),
+            "bound_ms": round(bounds[mode], 2),
+            "ratio_to_bound": round(ratios[mode], 3),
+            "ratio_to_ddp": round(ratios[mode] / best, 3) if best and mode not in ALONE else None,
             "loss_ratio": None,
         }
-        for mode in modes
+        for mode in found
     ]
 
 
@@ -135,7 +190,7 @@ def measure_losses() -> list[dict[str, Any]]:
             for mode in DIGITS_MODES:
                 found[mode].append(_block(hosts, "digits", 2, mode, seed)["loss"])
     means = {mode: statistics.mean(losses) for mode, losses in found.items()}
-    empty = dict.fromkeys(("mbit", "step_ms", "bound_ms", "ratio_to_bound"))
+    empty = dict.fromkeys(("mbit", "step_ms", "bound_ms", *RATIOS))
     rows = []
     for mode, losses in found.items():
         row = {"case": "digits", "workers": 2, "mode": mode, **empty}
@@ -145,7 +200,9 @@ def measure_losses() -> list[dict[str, Any]]:
     return rows
 
 
-def _block(hosts: Any, case: str, num_workers: int, mode: str, seed: int) -> dict[str, float]:
+def _block(
+    hosts: Any, case: str, num_workers: int, mode: str, seed: int, python: str = sys.executable
+) -> dict[str, float]:
     """Run one mode once; return what the chief found."""
     addresses = [f"{hosts.address(index)}:{7000 + seed}" for index in range(num_workers)]
     with tempfile.TemporaryDirectory() as folder:
@@ -153,13 +210,15 @@ def _block(hosts: Any, case: str, num_workers: int, mode: str, seed: int) -> dic
         started = []
         for index in range(num_workers):
             task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-            config = {"TF_CONFIG": "" if mode == "alone" else json.dumps(task)}
+            config = {"TF_CONFIG": "" if mode in ALONE else json.dumps(task)}
             # with one between operations, the ring would wait for the backward pass
             threads = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "4"}
             quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", **threads}
-            about = {"case": case, "mode": mode, "seed": seed}
+            about: dict[str, Any] = {"case": case, "mode": mode, "seed": seed}
             about["result"] = str(result) if index == 0 else ""
-            command = [sys.executable, __file__, "--worker", json.dumps(about)]
+            about["started"] = [f"{folder}/started{each}" for each in range(num_workers)]
+            about["index"] = index
+            command = [python, __file__, "--worker", json.dumps(about)]
             with (Path(folder) / f"output{index}").open("w") as output:
                 started.append(
                     subprocess.Popen(
@@ -180,8 +239,16 @@ def _block(hosts: Any, case: str, num_workers: int, mode: str, seed: int) -> dic
         return dict(json.loads(result.read_text()))
 
 
-def work(case: str, mode: str, seed: int, result: str) -> None:
+def work(case: str, mode: str, seed: int, result: str, started: list[str], index: int) -> None:
     """Train as one worker."""
+    if mode in DDP:
+        from _overlap_torch import train
+
+        _wait_for_all(started, index)
+        found = train(case, MODES[mode][0], STEPS, WARM_UP)
+        if result:
+            _write(Path(result), found)
+        return
     import keras
     import numpy as np
     import tensorflow as tf
@@ -210,8 +277,9 @@ def work(case: str, mode: str, seed: int, result: str) -> None:
     with strategy.scope():
         model, x, y = build(keras, np, case, num_replicas)
         model.compile("sgd", "mse", jit_compile=False)
-    batch = len(x)
+    batch = len(x) // num_replicas
     data = tf.data.Dataset.from_tensors((x, y)).repeat(STEPS)
+    _wait_for_all(started, index)
     if is_stock:
         seconds = _custom_loop(tf, strategy, model, data)
     else:
@@ -229,6 +297,13 @@ def work(case: str, mode: str, seed: int, result: str) -> None:
     sys.stdout.flush()
     if is_stock:
         os._exit(0)  # its threads would wait for the other worker
+
+
+def _wait_for_all(started: list[str], index: int) -> None:
+    """Let those that train alone share the cores from their first step to their last."""
+    Path(started[index]).touch()
+    while not all(Path(each).exists() for each in started):
+        time.sleep(0.01)
 
 
 def _write(path: Path, found: dict[str, float]) -> None:
@@ -256,7 +331,7 @@ def build(keras: Any, np: Any, case: str, num_replicas: int) -> tuple[Any, Any, 
     """Return a model, and a global batch whose share computes for some 100 ms on one core."""
     layers = keras.layers
     random = np.random.default_rng(0)
-    if case == "mlp":  # 3.2 million parameters
+    if case == "mlp":  # 2.2 million parameters
         inner = [layers.Dense(1024, "relu") for _ in range(3)]
         model = keras.Sequential([keras.Input((64,)), *inner, layers.Dense(1)])
         x = random.normal(size=(800 * num_replicas, 64)).astype("float32")

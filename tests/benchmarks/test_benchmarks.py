@@ -30,7 +30,7 @@ FIELDS = {
     "easgd": {"speedup", "communication_share_before", "communication_share_after"},
     "elastic": {"trainer", "seconds_without_progress", "goodput"},
     "local_training": {"mode", "of_sum_of_speeds", "goodput", "loss_ratio"},
-    "overlap": {"mode", "step_ms", "bound_ms", "ratio_to_bound"},
+    "overlap": {"mode", "step_ms", "bound_ms", "ratio_to_bound", "ratio_to_ddp"},
     "parameter_service": {
         "gb_per_s",
         "ratio_to_socket",
