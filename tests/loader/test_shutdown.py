@@ -125,6 +125,28 @@ def test_the_process_ends_after_the_iterators_that_were_let_go(name):
     assert "Traceback" not in result.stderr
 
 
+ERRORS = {"KeyboardInterrupt()": -signal.SIGINT, "ValueError('a mistake')": 1}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_does_not_wait_for_an_iterator_that_takes_long_to_end(error):
+    program = f"""
+        import threading
+        from keras_het.loader.iterators.held_iterator import HeldIterator
+
+        def late():
+            threading.Event().wait(60)
+            print("LET GO", flush=True)
+
+        HeldIterator(tf.data.Dataset.range(3)).release(late)
+        raise {error}
+        """
+    result = run(program)
+    assert result.returncode == ERRORS[error], result.stderr
+    assert result.stderr.strip().endswith(error.partition("(")[0]) or "a mistake" in result.stderr
+    assert "LET GO" not in result.stdout
+
+
 def interrupt_until_it_ends(process):
     """Presses Ctrl-C again when nothing happens; returns what the process wrote to stderr.
 

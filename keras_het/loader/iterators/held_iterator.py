@@ -5,11 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import os
+import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
@@ -40,6 +43,7 @@ _keys = itertools.count()
 
 
 _LONGEST_WAIT_SECONDS = 30.0
+_WAIT_AFTER_ERROR_SECONDS = 1.0
 
 _NAME = "keras_het-iterator_release"
 
@@ -49,19 +53,36 @@ def start_thread(work: Callable[..., None], *arguments: object) -> None:
 
     A thread that returns from TensorFlow while the interpreter shuts down would abort the process
     ("FATAL: exception not rethrown", SIGABRT): Python ends it with an exception that must not pass
-    the destructors on its way. The end of the process therefore waits for it. Non-daemon threads
-    would do, but a thread that never ends could not be abandoned.
+    the destructors on its way. The end of the process therefore waits for it, but after an error
+    only shortly: then it ends without Python's shutdown. Non-daemon threads could not be abandoned.
     """
     threading.Thread(target=work, args=arguments, daemon=True, name=_NAME).start()
 
 
 @atexit.register
 def _wait_for_all() -> None:
-    deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
-    with contextlib.suppress(KeyboardInterrupt):  # the user is in a hurry
-        for thread in threading.enumerate():
-            if thread.name == _NAME:
-                thread.join(max(deadline - time.monotonic(), 0.0))
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    seconds = _LONGEST_WAIT_SECONDS if error is None else _WAIT_AFTER_ERROR_SECONDS
+    deadline = time.monotonic() + seconds
+    running = [thread for thread in threading.enumerate() if thread.name == _NAME]
+    try:
+        for thread in running:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+    except KeyboardInterrupt as interrupt:  # the user is in a hurry
+        error = interrupt
+    if error is not None and any(thread.is_alive() for thread in running):
+        _end_process(error)
+
+
+def _end_process(error: BaseException) -> NoReturn:
+    """End as an error that nothing has caught does, without Python's shutdown."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    if isinstance(error, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(1)
 
 
 def release(iterator: tf.data.Iterator) -> threading.Event:
