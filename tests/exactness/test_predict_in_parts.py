@@ -187,18 +187,25 @@ def test_state_becomes_that_of_one_device(layer):
     compare_structures(actual, expected, 1e-5, 1e-6, "state")
 
 
-def always_normalized(**options):
-    inputs = keras.Input((5,))
-    layer = keras.layers.BatchNormalization(momentum=0.5, epsilon=0.0, **options)
-    return keras.Model(inputs, layer(inputs, training=True))
+class AlwaysNormalized(keras.Model):
+    def __init__(self, synchronized=False):
+        super().__init__()
+        self.layer = keras.layers.BatchNormalization(
+            momentum=0.5, epsilon=0.0, synchronized=synchronized
+        )
+        self.layer.build((None, 5))
+        self.built = True
+
+    def call(self, x):
+        return self.layer(x, training=True)
 
 
 @in_float64
 def test_moving_statistics_are_the_mean_over_parts():
-    """Each of 3, 2 and 3 samples is normalised by itself, from the state before the step."""
+    """Each part, of 2, 3 and 3 samples, is normalised by itself, from the state before the step."""
     strategy = in_parts(3, 1)
     with strategy.scope():
-        model = always_normalized()
+        model = AlwaysNormalized()
     x = arrays(8)[0].astype("float64")
     actual = model.predict(x, batch_size=8, verbose=0)
     parts = np.split(x, [2, 5])
@@ -314,7 +321,7 @@ def test_parts_of_different_widths_are_refused():
 UNCUT = {
     "runs eagerly": lambda: dense_model(run_eagerly=True),
     "assigns 'rows": lambda: dense_model(layers=lambda: [KeepsVariable()]),
-    "normalises with statistics": lambda: always_normalized(synchronized=True),
+    "normalises with statistics": lambda: AlwaysNormalized(synchronized=True),
 }
 
 
