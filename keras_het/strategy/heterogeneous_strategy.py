@@ -112,9 +112,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             `KERAS_HET_PEER_TIMEOUT_SECONDS` in the environment, or 30.
         micro_batch_size: most samples that a replica computes on at a time, for instance the limit
             of its memory: a number for all replicas, a list with one for each replica of all
-            workers, or a dict {replica: samples} for some. A larger share is computed in parts,
-            whose gradients are added up before the replicas exchange them. "auto" cuts only shares
-            that do not fit, as a `BatchBalancer` finds out. Default: shares are never cut.
+            workers, or a dict {replica: samples} for some. A larger share is computed in parts, in
+            `predict` too; gradients are added up before replicas exchange them. "auto" cuts only
+            shares that do not fit, as a `BatchBalancer` finds out. Default: shares are never cut.
         communication_dtype: "bfloat16" or "float16": gradients travel between workers rounded
             to that type, and are summed in their own. The numbers are then NOT those of one device.
             Default: they travel as they are.

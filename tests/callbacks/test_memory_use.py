@@ -135,9 +135,29 @@ def test_a_larger_share_is_cut_before_memory_runs_out(emulated, counting):
     assert shares[-1] > (LIMIT - RESIDENT) // EACH  # whole, this would run out of memory
     assert device.largest <= FITS
     assert balancer._policy.models[0].micro_batch_size == balancer._fitting[0]
+    assert_predicts_in_parts(model, device)
     alone = one_device()
     for own, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
+
+
+def assert_predicts_in_parts(model, device):
+    """Shares of many more samples than fit; the others' memory is unknown, and theirs are whole."""
+    x = np.random.default_rng(1).standard_normal((240, 3)).astype("float32")
+    device.largest = 0
+    predicted = model.predict(x, batch_size=240, verbose=0)
+    assert 20 < device.largest <= FITS
+    kernel, bias = model.get_weights()
+    np.testing.assert_allclose(predicted, x @ kernel + bias, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_is_cut_as_long_as_memory_is_unknown(counting):
+    (device,) = counting.values()
+    device.limit = 10**9
+    strategy = HeterogeneousStrategy(DEVICES[:3], micro_batch_size="auto")
+    model = train(strategy, [], device, epochs=1)
+    model.predict(np.zeros((240, 3), "float32"), batch_size=240, verbose=0)
+    assert device.largest == 80
 
 
 def test_a_training_that_goes_on_cuts_from_its_first_step(

@@ -501,7 +501,7 @@ PROGRAM = """
 import sys
 import keras, numpy as np, tensorflow as tf
 import keras_het
-size, rows = int(sys.argv[1]) or None, int(sys.argv[2])
+size, rows, loop = int(sys.argv[1]) or None, int(sys.argv[2]), sys.argv[3]
 strategy = keras_het.HeterogeneousStrategy(devices=["CPU:0"], micro_batch_size=size)
 with strategy.scope():
     model = keras.Sequential([keras.Input((8,))])
@@ -511,25 +511,32 @@ with strategy.scope():
     model.add(keras.layers.Dense(1))
     model.compile("sgd", "mse")
 x = np.ones((rows, 8), "float32")
-model.fit(x, x[:, :1], batch_size=rows, epochs=2, verbose=0)
+if loop == "fit":
+    model.fit(x, x[:, :1], batch_size=rows, epochs=2, verbose=0)
+else:
+    model.predict(x, batch_size=rows, verbose=0)
 used = tf.config.experimental.get_memory_info("CPU:0")
 print("bytes", used["peak"] - used["current"])
 """
 
 
+def peak_memory(loop, *arguments):
+    """Bytes that a step takes; the arguments are the size of parts, 0 for none, and the samples."""
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *map(str, arguments), loop],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    return int(result.stdout.split()[-1])
+
+
 @pytest.mark.full
 def test_memory_is_that_of_one_part():
     """Peak memory of a step of 4096 samples, whole and in parts, and of a part alone."""
-    used = []
-    for arguments in ((0, 4096), (256, 4096), (0, 256)):
-        result = subprocess.run(
-            [sys.executable, "-c", PROGRAM, *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert result.returncode == 0, result.stderr
-        used.append(int(result.stdout.split()[-1]))
-    whole, in_parts, part = used
-    assert in_parts < 1.4 * part, used
-    assert whole > 8 * in_parts, used
+    whole, in_parts, part = (
+        peak_memory("fit", *each) for each in ((0, 4096), (256, 4096), (0, 256))
+    )
+    assert in_parts < 1.4 * part, (whole, in_parts, part)
+    assert whole > 8 * in_parts, (whole, in_parts, part)

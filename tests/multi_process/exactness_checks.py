@@ -109,6 +109,8 @@ def micro_batches(run: Recording) -> None:
         model = run.build(words)
         run.fit(model, data)
         run.keep("evaluate", model.evaluate(data, verbose=0))
+        for name, rows in zip(("each", "whole"), model.predict(data, verbose=0), strict=True):
+            run.keep(f"predict_{name}", rows)
     finally:
         if run.strategy is not None:
             run.strategy._micro_batch_sizes = sizes

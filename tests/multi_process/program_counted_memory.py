@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 import keras
-import numpy as np
-import tensorflow as tf
 from recorded import arrays
+from small_memory import Memory
 
 import keras_het
 from keras_het.strategy.measure import memory_use
@@ -22,26 +21,12 @@ RESIDENT, EACH, LIMIT = 1000, 100, 4000  # 26 samples fit into nine tenths, 30 i
 largest = 0
 
 
-@keras.saving.register_keras_serializable()
-class Memory(keras.layers.Layer):
-    """Runs out of memory as TensorFlow reports it."""
-
-    def call(self, inputs):  # type: ignore[no-untyped-def]
-        context = tf.distribute.get_replica_context()
-        if context is None:  # while the model is built
-            return inputs
-        place = [inputs, context.replica_id_in_sync_group]
-        checked = tf.numpy_function(self.check, place, tf.float32)
-        return tf.ensure_shape(checked, inputs.shape)
-
-    @staticmethod
-    def check(values: np.ndarray, replica: int) -> np.ndarray:
-        global largest
-        if replica == 1:
-            largest = max(largest, len(values))
-            if RESIDENT + EACH * largest > LIMIT:
-                raise MemoryError("OOM when allocating tensor")
-        return values
+def holds(replica: int, samples: int) -> bool:
+    global largest
+    if replica != 1:
+        return True
+    largest = max(largest, samples)
+    return RESIDENT + EACH * largest <= LIMIT
 
 
 def main() -> None:
@@ -53,6 +38,7 @@ def main() -> None:
         return memory_use.Memory(RESIDENT, peak, LIMIT) if worker == 1 else None
 
     memory_use.memory_of = memory_of
+    Memory.holds = staticmethod(holds)
     with strategy.scope():
         model = keras.Sequential([keras.Input((5,)), Memory(), keras.layers.Dense(1)])
         model.compile("sgd", "mse")

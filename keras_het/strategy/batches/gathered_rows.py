@@ -1,11 +1,11 @@
-"""Outputs of all replicas, joined in the order of the global batch."""
+"""Outputs of all replicas and micro-batches, joined in the order of the global batch."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -19,7 +19,7 @@ from keras_het.value_types import Leaf, Nest, Rows
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
-_JOINS = "predict joins the rows of all replicas"
+_JOINS = "predict joins the rows of all replicas and micro-batches"
 _RULE = (
     ": an output must have one row for each sample, and the size of the batch must not change that "
     "of a row. Received: "
@@ -27,6 +27,10 @@ _RULE = (
 _REMEDY = (
     "Return what belongs to single samples and compute the rest from that, or predict on one "
     "device with a model made outside of strategy.scope()."
+)
+_PADS = (
+    "as of a model that pads to the longest sample of each. Pad to a fixed width before or in the "
+    "model, or let it return a tf.RaggedTensor."
 )
 _checked_eagerly: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
@@ -102,7 +106,8 @@ def gather_rows(
     name: str,
 ) -> Rows | None:
     local = strategy.experimental_local_results(value)
-    if strategy.layout.num_replicas == 1 or local[0] is None:
+    is_whole = strategy.layout.num_replicas == 1 and strategy._micro_batch_sizes is None
+    if is_whole or local[0] is None:
         return local[0]
     if isinstance(local[0], tf.RaggedTensor):
         rows = _gather_ragged_rows(strategy, tf.concat(local, axis=0))
@@ -111,9 +116,8 @@ def gather_rows(
         dense = [tf.sparse.to_dense(part) for part in local]
         rows = tf.sparse.from_dense(_gather_dense_rows(strategy, dense, name))
         count = tf.cast(rows.dense_shape[0], tf.int32)
-    elif local[0].shape.rank == 0:
-        raise ValueError(f"{_JOINS}{_RULE}{name} of shape []. {_REMEDY}")
     else:
+        _check_rank(local[0], name)
         rows = _gather_dense_rows(strategy, local, name)
         count = tf.shape(rows)[0]
     with tf.device("CPU:0"):  # 32 bits: see `is_positive`
@@ -121,6 +125,63 @@ def gather_rows(
     parts = [f"{_JOINS}{_RULE}{name} with", count, "rows for", total, f"samples. {_REMEDY}"]
     with _required(count == total, parts):
         return tf.nest.map_structure(tf.identity, rows, expand_composites=True)
+
+
+class OutputsOfParts:
+    """Outputs of a share's micro-batches, as tensors whose rows are put one behind the other."""
+
+    def __init__(self, first: Nest) -> None:
+        self._first = first
+        self.of_first = self._tensors(first)
+        """The tensors of the first part."""
+        self._shapes = [tf.shape(tensor) for tensor in self.of_first]
+
+    def of_other(self, outputs: Nest) -> list[tf.Tensor]:
+        """Return the tensors of another part, which must be as wide as those of the first."""
+        return list(map(_as_wide, self._tensors(outputs), self._shapes, self._names))
+
+    def joined(self, tensors: Iterable[tf.Tensor]) -> Nest:
+        """Return the outputs of the whole share, given the joined tensors."""
+        rest = iter(tensors)
+
+        def output(leaf: Leaf) -> Leaf:
+            if isinstance(leaf, tf.RaggedTensor):
+                values, *lengths = [next(rest) for _ in range(1 + leaf.ragged_rank)]
+                return tf.RaggedTensor.from_nested_row_lengths(values, lengths, validate=False)
+            if isinstance(leaf, tf.SparseTensor):
+                return tf.sparse.from_dense(next(rest))
+            return None if leaf is None else next(rest)
+
+        made = [output(leaf) for leaf in keras.tree.flatten(self._first)]
+        return keras.tree.pack_sequence_as(self._first, made)
+
+    def _tensors(self, outputs: Nest) -> list[tf.Tensor]:
+        tensors, self._names = list[tf.Tensor](), list[str]()
+        for path, leaf in keras.tree.flatten_with_path(outputs):
+            if isinstance(leaf, tf.RaggedTensor):
+                tensors += [leaf.flat_values, *leaf.nested_row_lengths()]
+            elif isinstance(leaf, tf.SparseTensor):
+                tensors.append(tf.sparse.to_dense(leaf))  # as `gather_rows` does
+            elif leaf is not None:
+                _check_rank(leaf, name_of(path))
+                tensors.append(leaf)
+            self._names += [name_of(path)] * (len(tensors) - len(self._names))
+        return tensors
+
+
+def _as_wide(tensor: tf.Tensor, wanted: tf.Tensor, name: str) -> tf.Tensor:
+    if tensor.shape.rank and tensor.shape[1:].is_fully_defined():
+        return tensor
+    shape = tf.shape(tensor)
+    shapes = tf.stack([wanted, shape])
+    message = [f"{_JOINS}{_RULE}{name} with the shapes", shapes, f"in micro-batches, {_PADS}"]
+    with _required(tf.reduce_all(shape[1:] == wanted[1:]), message):
+        return tf.identity(tensor)
+
+
+def _check_rank(output: tf.Tensor, name: str) -> None:
+    if output.shape.rank == 0:
+        raise ValueError(f"{_JOINS}{_RULE}{name} of shape []. {_REMEDY}")
 
 
 def _required(condition: tf.Tensor, message: list[Any]) -> contextlib.AbstractContextManager[None]:
@@ -167,8 +228,7 @@ def _with_equal_inner_shapes(
     message = [
         f"{_JOINS}{_RULE}{name} with the shapes",
         shapes,
-        "on the replicas, as of a model that pads to the longest sample of each share. Pad to a "
-        "fixed width before or in the model, or let it return a tf.RaggedTensor.",
+        f"on the replicas, {_PADS}",
     ]
     with _required(tf.reduce_all((inner == common) | ~has_rows), message):
         return [_reshaped_if_empty(part, common) for part in parts]

@@ -12,7 +12,12 @@ import keras
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.strategy.batches.gathered_rows import check_predictions, gather_rows, name_of
+from keras_het.strategy.batches.gathered_rows import (
+    OutputsOfParts,
+    check_predictions,
+    gather_rows,
+    name_of,
+)
 from keras_het.strategy.batches.uneven_per_replica import (
     find_sizes,
     refuse_compiled_batch,
@@ -23,7 +28,7 @@ from keras_het.strategy.exact.gradients import Gradients, Update
 from keras_het.strategy.exact.keras_hooks import as_replica, keras_hooks, recorded_results
 from keras_het.strategy.exact.means import Means
 from keras_het.strategy.exact.metrics import Metrics, flatten_metrics
-from keras_het.strategy.exact.micro_batches import MicroBatches
+from keras_het.strategy.exact.micro_batches import Appended, MicroBatches
 from keras_het.strategy.exact.own_state import Assignments, OwnState, StateChange, tell
 from keras_het.strategy.exact.step import ReplicaSum, StepSpec, active, is_positive
 from keras_het.strategy.measure.emulated_device import works_ahead
@@ -93,17 +98,15 @@ def run_predict_step(
 
     def replica_step(rows: Nest, sizes: tf.Tensor | None) -> Nest:
         step, rows = _step(strategy, rows, sizes, (model, [], None, remarks), kind="predict")
-        spec, rows = step.spec, at_least_one_row(step.spec, rows)
-        step.own_state.read_from(rows)
+        compute = functools.partial(_predict, model=model, function=function, caller=caller)
+        if step.spec.parts is None:
+            outputs, changes = compute(step, rows)
+            first, summands = step, [change.summands for change in changes]
+        else:
+            first, outputs, changes, summands = _predict_parts(step, step.spec.parts, compute)
         with as_replica(caller), active(step):
-            outputs = function(rows)
-            if model is not None:
-                step.own_state.finish_prediction(model)
-        outputs = tf.nest.map_structure(_as_tensor, outputs)
-        if spec.local_position == 0 and spec.num_replicas > 1:
-            with as_replica(caller):
-                check_predictions(function, rows, outputs)
-        outputs = _unless_empty(spec, outputs, _no_rows)
+            first.own_state.finish_prediction(changes, summands)
+        outputs, spec = _unless_empty(step.spec, outputs, _no_rows), step.spec
         if step.measurement is not None:
             held = step.measurement.held(tf.nest.flatten(outputs))
             outputs = tf.nest.pack_sequence_as(outputs, held)
@@ -124,6 +127,48 @@ def run_predict_step(
         for path, leaf in keras.tree.flatten_with_path(outputs)
     ]
     return keras.tree.pack_sequence_as(outputs, rows)
+
+
+def _predict(
+    step: ExactStep,
+    rows: Nest,
+    *,
+    model: keras.Model | None,
+    function: Callable[[Nest], Nest],
+    caller: dict[str, Any],
+) -> tuple[Nest, list[StateChange]]:
+    """Predict for a share, or for one micro-batch; return also the changes of state."""
+    spec, rows = step.spec, at_least_one_row(step.spec, rows)
+    step.own_state.read_from(rows)
+    with as_replica(caller), active(step):
+        outputs = function(rows)
+        changes = [] if model is None else step.own_state.changes(model, [])
+    outputs = tf.nest.map_structure(_as_tensor, outputs)
+    if spec.local_position == 0 and spec.is_first_part and not spec.is_whole:
+        with as_replica(caller):
+            check_predictions(function, rows, outputs)
+    return outputs, changes
+
+
+def _predict_parts(
+    step: ExactStep, parts: MicroBatches, compute: Callable[..., Any]
+) -> tuple[ExactStep, Nest, list[StateChange], Nest]:
+    """Predict for all micro-batches of a share, and put their outputs one behind the other."""
+    first = _first_part(step, parts)
+    of_first, changes = compute(first, parts.rows(None))
+    outputs = OutputsOfParts(of_first)
+
+    def own(part: ExactStep, rows: Nest) -> Nest:
+        of_part, of_state = compute(part, rows)
+        return _appended(outputs.of_other(of_part)), [change.summands for change in of_state]
+
+    summands = _appended(outputs.of_first), [change.summands for change in changes]
+    rows, summands = _add_up(step, parts, first, summands, own)
+    return first, outputs.joined(rows), changes, summands
+
+
+def _appended(tensors: Sequence[tf.Tensor]) -> list[Appended]:
+    return [Appended(tensor) for tensor in tensors]
 
 
 def _trace(
@@ -197,29 +242,48 @@ def _compute_parts(
     step: ExactStep, parts: MicroBatches, model: keras.Model, compute: Callable[..., Any]
 ) -> tuple[ExactStep, Nest, list[StateChange], Nest]:
     """Run the step on all micro-batches of a share; return also what they add to the sums."""
-    if tf.executing_eagerly():
-        parts.refuse("it runs eagerly", "Compile the model without run_eagerly=True.")
-    first, logs, changes = compute(step.part(parts, None), parts.rows(None))
+    first, logs, changes = compute(_first_part(step, parts), parts.rows(None))
     with active(first):
         of_first = first.gradients.of_part, _summands(first, logs, changes)
-        values = first.own_state.values_of_parts(first.metrics.before)
 
-    def own(number: tf.Tensor) -> Nest:
-        with active(first):
-            first.own_state.put_back(values)
-        part = step.part(parts, number)
+    def own(part: ExactStep, rows: Nest) -> Nest:
         part.means.divisors = first.means.divisors
-        _, of_logs, of_state = compute(part, parts.rows(number))
+        _, of_logs, of_state = compute(part, rows)
         with active(part):
             part.gradients.refuse_reads_after_update(part.own_state, model)
             own_metrics = [v for m in flatten_metrics(model.metrics) for v in m.variables]
             part.metrics.refuse_derived(of_logs, part.own_state.handles_in_graph(own_metrics))
             return part.gradients.of_part, _summands(part, of_logs, of_state)
 
-    gradients, summands = parts.add_up(of_first, first.sum.join_of, own)
+    gradients, summands = _add_up(step, parts, first, of_first, own)
     with active(step):
         step.gradients.take(first.gradients, gradients)
     return first, logs, changes, summands
+
+
+def _first_part(step: ExactStep, parts: MicroBatches) -> ExactStep:
+    if tf.executing_eagerly():
+        parts.refuse("it runs eagerly", "Compile the model without run_eagerly=True.")
+    return step.part(parts, None)
+
+
+def _add_up(
+    step: ExactStep,
+    parts: MicroBatches,
+    first: ExactStep,
+    of_first: Nest,
+    compute: Callable[[ExactStep, Nest], Nest],
+) -> Nest:
+    """Join what the first micro-batch has computed and what `compute` returns for each other."""
+    with active(first):
+        values = first.own_state.values_of_parts(first.metrics.before)
+
+    def own(number: tf.Tensor) -> Nest:
+        with active(first):
+            first.own_state.put_back(values)
+        return compute(step.part(parts, number), parts.rows(number))
+
+    return parts.add_up(of_first, first.sum.join_of, own)
 
 
 def _summands(step: ExactStep, logs: Nest, changes: Sequence[StateChange]) -> Nest:
@@ -235,7 +299,7 @@ def _step(
 ) -> tuple[ExactStep, Nest]:
     """Return a replica's step, and its rows once its clock has started."""
     spec = _spec(strategy, rows, sizes, **facts)
-    sizes_of_parts = strategy._micro_batch_sizes if spec.kind != "predict" else None
+    sizes_of_parts = strategy._micro_batch_sizes
     most = None if sizes_of_parts is None else sizes_of_parts[spec.replica_id]
     if most is not None and spec.emulated_device is not None:
         emulated = spec.emulated_device.in_parts(most)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import tensorflow as tf
 
@@ -22,8 +22,16 @@ from keras_het import private_api
 from keras_het.strategy.exact.step import Join, StepSpec, is_positive
 from keras_het.value_types import Nest, Rows
 
+_OfPart: TypeAlias = "tf.Tensor | tf.IndexedSlices | Appended | None"
 # Parts draw other random numbers than replicas and each other, also those of async workers.
 _SEED_STREAMS = 100_003
+
+
+@dataclasses.dataclass(frozen=True)
+class Appended:
+    """Rows of a part, which come behind those of the parts before it."""
+
+    rows: tf.Tensor
 
 
 class MicroBatches:
@@ -118,7 +126,7 @@ class MicroBatches:
     ) -> Nest:
         """Join what the first part adds to sums over replicas, and what `compute` says of others.
 
-        Slices of tables are put one behind the other, as those of replicas are.
+        Slices of tables are put one behind the other, as those of replicas are, and so are outputs.
         """
         leaves = tf.nest.flatten(first)
         joins = [None if each is None else _join(each, join_of) for each in leaves]
@@ -141,12 +149,10 @@ class MicroBatches:
             with tf.device("CPU:0"):
                 return number < self._count
 
+        start = [_start_of(each) for each in leaves]
         # Otherwise the second part would begin beside the first one, in twice the memory.
-        flat = tf.nest.flatten(first, expand_composites=True)
-        computed = [each for each in flat if each is not None]
-        with tf.control_dependencies(computed), tf.device("CPU:0"):
+        with tf.control_dependencies(tf.nest.flatten(start)), tf.device("CPU:0"):
             one = tf.identity(tf.constant(1))
-        start = [_parts_of(each) for each in leaves]
         shapes = [_shapes(each) for each in leaves]
         _, sums = tf.while_loop(
             goes_on, body, [one, start], [one.shape, shapes], parallel_iterations=1
@@ -174,21 +180,41 @@ def _cut(leaf: Rows, start: tf.Tensor, stop: tf.Tensor) -> Rows:
     return leaf[start:stop]
 
 
-def _parts_of(value: tf.Tensor | tf.IndexedSlices | None) -> tuple[tf.Tensor, ...]:
+def _parts_of(value: _OfPart) -> tuple[tf.Tensor, ...]:
     if value is None:
         return ()
+    if isinstance(value, Appended):
+        return (value.rows,)
     return (value.values, value.indices) if isinstance(value, tf.IndexedSlices) else (value,)
 
 
-def _shapes(value: tf.Tensor | tf.IndexedSlices | None) -> tuple[tf.TensorShape, ...]:
+def _start_of(value: _OfPart) -> tuple[tf.Tensor, ...]:
+    if not isinstance(value, Appended):
+        return _parts_of(value)
+    # A list copies each row once, when it ends.
+    empty = tf.raw_ops.EmptyTensorList(
+        element_shape=-1, max_num_elements=-1, element_dtype=value.rows.dtype
+    )
+    return (_push(empty, value.rows),)
+
+
+def _push(rows: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
+    return tf.raw_ops.TensorListPushBack(input_handle=rows, tensor=own)
+
+
+def _shapes(value: _OfPart) -> tuple[tf.TensorShape, ...]:
     if isinstance(value, tf.IndexedSlices):
         return tf.TensorShape([None, *value.values.shape[1:]]), tf.TensorShape([None])
+    if isinstance(value, Appended):
+        return (tf.TensorShape([]),)
     return () if value is None else (value.shape,)
 
 
 def _join(
-    first: tf.Tensor | tf.IndexedSlices, join_of: Callable[[tf.Tensor], Join]
+    first: tf.Tensor | tf.IndexedSlices | Appended, join_of: Callable[[tf.Tensor], Join]
 ) -> Callable[[Nest, Nest], Nest]:
+    if isinstance(first, Appended):
+        return lambda sums, own: (_push(sums[0], own[0]),)
     if isinstance(first, tf.IndexedSlices):
         return lambda sums, own: tuple(
             tf.concat(pair, axis=0) for pair in zip(sums, own, strict=True)
@@ -203,9 +229,17 @@ def _join(
     return joined
 
 
-def _made_of(
-    first: tf.Tensor | tf.IndexedSlices | None, parts: tuple[tf.Tensor, ...]
-) -> tf.Tensor | tf.IndexedSlices | None:
+def _made_of(first: _OfPart, parts: tuple[tf.Tensor, ...]) -> tf.Tensor | tf.IndexedSlices | None:
+    if isinstance(first, Appended):
+        rows, _ = tf.raw_ops.TensorListConcatV2(
+            input_handle=parts[0],
+            element_shape=-1,
+            leading_dims=tf.constant([], tf.int64),
+            element_dtype=first.rows.dtype,
+        )
+        if first.rows.shape.rank:
+            rows.set_shape([None, *first.rows.shape[1:]])
+        return rows
     if isinstance(first, tf.IndexedSlices):
         return tf.IndexedSlices(*parts, dense_shape=first.dense_shape)
     return parts[0] if parts else None

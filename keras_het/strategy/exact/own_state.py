@@ -262,10 +262,11 @@ class OwnState:
         )
         return self._sum(self._spec.weighted(value) if is_mean else self._spec.or_zero(value))
 
-    def finish_prediction(self, model: keras.Model) -> None:
+    def finish_prediction(
+        self, changes: Sequence[StateChange], summands: Sequence[list[tf.Tensor]]
+    ) -> None:
         """Combine the state that a prediction has changed, in a collective if there is any."""
-        changes = self.changes(model, [])
-        for change, sums in zip(changes, self._sum([c.summands for c in changes]), strict=True):
+        for change, sums in zip(changes, self._sum(summands), strict=True):
             change.variable.value.assign(change.finish(sums))
 
     def changes(
@@ -284,7 +285,8 @@ class OwnState:
             if rules.are_for(variable):
                 rule = rules.rule(variable, variable, reader.combination)
                 changes.append(self._change(variable, rule))
-            elif is_float(variable) and spec.kind != "predict":  # which has custom layers' only
+            elif is_float(variable) and (spec.kind != "predict" or spec.parts is not None):
+                # predictions without parts combine what custom layers keep only
                 changes.append(self._change(variable, Rule("mean")))
         self._remarks += rules.remarks()
         self._remark_on_sums(metrics, reader)
