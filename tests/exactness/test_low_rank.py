@@ -78,6 +78,29 @@ def test_gradients_of_zeros_hide_no_later_ones():
     np.testing.assert_allclose(error, 0, atol=1e-13)
 
 
+def test_all_workers_take_the_columns_of_the_chief():
+    """Those of another device may differ in their last bits; here they differ altogether."""
+    chiefs, _ = np.linalg.qr(normal(8, 2))
+    own = []
+
+    class Second(Alone):
+        def __call__(self, values):
+            if isinstance(values, list):
+                return values
+            own.extend([*values[0], *values[1]])
+            return [tf.constant(chiefs)], values[1]
+
+    model, variable, gradient = keras.Sequential(), tf.Variable(0.0), tf.constant(normal(8, 9))
+    kept = PowerSGD(2, "CPU:0").kept(model, variable, gradient)
+    spec = types.SimpleNamespace(local_position=0, replica_id=1)
+    approximation = approximated([gradient], [kept], [None], spec, Second())
+    approximation.keep([])
+    np.testing.assert_array_equal(own[0], np.zeros([8, 2]))
+    expected = chiefs @ own[1].numpy().T
+    np.testing.assert_allclose(approximation.sums[0], expected, atol=1e-13)
+    np.testing.assert_allclose(kept.error, gradient - expected, atol=1e-13)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e308])
 def test_what_is_not_finite_leaves_what_was_kept(value):
     power_sgd = PowerSGD(2, "CPU:0")
@@ -147,7 +170,7 @@ def test_ranks_that_are_none(rank):
 
 
 def test_what_does_not_go_with_a_rank():
-    with pytest.raises(ValueError, match=r"'bfloat16' with powersgd_rank=4\. Leave one of them out"):
+    with pytest.raises(ValueError, match=r"'bfloat16' with powersgd_rank=4\. Leave one"):
         HeterogeneousStrategy(DEVICES[:1], communication_dtype="bfloat16", powersgd_rank=4)
     with pytest.raises(ValueError, match=r"powersgd_rank=4 with aggregation=\"summation\""):
         HeterogeneousStrategy(DEVICES[:1], aggregation="summation", powersgd_rank=4)

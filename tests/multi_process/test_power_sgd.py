@@ -38,6 +38,6 @@ def test_workers_train_as_the_algorithm_says(
 def assert_overflows_change_nothing(steps: np.ndarray) -> None:
     scale, weights = steps[:, 0], steps[:, 1:]
     is_skipped = scale[1:] < scale[:-1]
-    assert is_skipped[0] and is_skipped[-4:].any() and (~is_skipped).sum() > 4
+    assert is_skipped.sum() > 3 and (~is_skipped).sum() > 6
     moved = (weights[1:] != weights[:-1]).any(axis=1)
     np.testing.assert_array_equal(moved, ~is_skipped)
