@@ -194,6 +194,8 @@ def main() -> None:
     strategy = keras_het.HeterogeneousStrategy(
         [f"CPU:{index}" for index in range(own)], SHARES, powersgd_rank=RANK
     )
+    with strategy.extended.reductions_within_worker():  # as in local training
+        assert strategy.extended.power_sgd is None
     operations = strategy.extended._cross_device_ops
     sums, original = [0], operations._all_reduce_by_type
 
