@@ -152,12 +152,14 @@ def test_what_travels_whole():
 
 
 def test_what_is_kept_is_the_models_and_ends_with_it():
-    power_sgd, gradient, variable = PowerSGD(1, "CPU:0"), tf.zeros([8, 9]), tf.Variable(0.0)
-    models = [keras.Sequential(), keras.Sequential()]
-    one, other = (power_sgd.kept(model, variable, gradient) for model in models)
+    power_sgd, gradient = PowerSGD(1, "CPU:0"), tf.zeros([8, 9])
+    layer = keras.layers.Dense(9)
+    models = [keras.Sequential([keras.Input((8,)), layer]) for _ in range(2)]
+    one, other = (power_sgd.kept(model, layer.kernel, gradient) for model in models)
     assert one.error is not other.error
-    assert power_sgd.kept(models[0], variable, gradient) is one
-    assert not models[0].variables and len(power_sgd._kept) == 2
+    assert power_sgd.kept(models[0], layer.kernel, gradient) is one
+    assert len(models[0].variables) == 2 and len(power_sgd._kept) == 2
+    del layer
     models.clear()
     gc.collect()
     assert not len(power_sgd._kept)
