@@ -11,6 +11,7 @@ Modes:
 * `one bucket`: `HeterogeneousStrategy`, all gradients in one sum behind the backward pass.
 * `buckets of N MB`: `CommunicationOptions(bytes_per_pack=...)`.
 * `bfloat16`, `float16`: `communication_dtype`, at once or in buckets.
+* `powersgd rank 4`: `powersgd_rank`.
 * `MultiWorkerMirrored`: TensorFlow's strategy in its guide's custom loop.
 * `DDP`, `DDP in buckets of 1 MB`: the same models and batches in PyTorch, under
   DistributedDataParallel over gloo, by default in buckets of 25 MB. `DDP alone`: without it.
@@ -39,24 +40,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Megabytes in a bucket, and the type in which gradients travel.
-MODES: dict[str, tuple[float, str | None]] = {
-    "alone": (0.0, None),
-    "one bucket": (0.0, None),
-    "buckets of 1 MB": (1.0, None),
-    "buckets of 4 MB": (4.0, None),
-    "bfloat16": (0.0, "bfloat16"),
-    "bfloat16 in buckets of 1 MB": (1.0, "bfloat16"),
-    "float16": (0.0, "float16"),
-    "MultiWorkerMirrored": (0.0, None),
-    "DDP alone": (0.0, None),
-    "DDP": (25.0, None),
-    "DDP in buckets of 1 MB": (1.0, None),
+# Megabytes in a bucket, and the type and the rank in which gradients travel.
+MODES: dict[str, tuple[float, str | None, int | None]] = {
+    "alone": (0.0, None, None),
+    "one bucket": (0.0, None, None),
+    "buckets of 1 MB": (1.0, None, None),
+    "buckets of 4 MB": (4.0, None, None),
+    "bfloat16": (0.0, "bfloat16", None),
+    "bfloat16 in buckets of 1 MB": (1.0, "bfloat16", None),
+    "float16": (0.0, "float16", None),
+    "powersgd rank 4": (0.0, None, 4),
+    "MultiWorkerMirrored": (0.0, None, None),
+    "DDP alone": (0.0, None, None),
+    "DDP": (25.0, None, None),
+    "DDP in buckets of 1 MB": (1.0, None, None),
 }
 DDP = tuple(mode for mode in MODES if mode.startswith("DDP"))
 ALONE = ("alone", "DDP alone")
 CASES = ("mlp", "convnet", "transformer", "digits")
-DIGITS_MODES = ("one bucket", "bfloat16", "float16")
+DIGITS_MODES = ("one bucket", "bfloat16", "float16", "powersgd rank 4")
 DIGITS_EPOCHS, DIGITS_SEEDS = 40, 3
 RATES = (10_000.0, 1_000.0, 500.0, 100.0)
 JUMBO = 9000
@@ -261,11 +263,11 @@ def work(case: str, mode: str, seed: int, result: str, started: list[str], index
     if is_stock:
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
     else:
-        megabytes, dtype = MODES[mode]
+        megabytes, dtype, rank = MODES[mode]
         size = int(2**20 * megabytes)
         options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=size)
         strategy = keras_het.HeterogeneousStrategy(
-            communication_options=options, communication_dtype=dtype
+            communication_options=options, communication_dtype=dtype, powersgd_rank=rank
         )
     num_replicas = strategy.num_replicas_in_sync
     keras.utils.set_random_seed(seed)

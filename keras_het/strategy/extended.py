@@ -13,10 +13,11 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.planning import ReplicaLayout
-from keras_het.planning.argument_checks import check_one_of
+from keras_het.planning.argument_checks import check_number, check_one_of
 from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
 from keras_het.strategy.cluster import agreement
 from keras_het.strategy.exact.created_in_scope import check_created_in_scope
+from keras_het.strategy.exact.power_sgd import PowerSGD
 from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
 from keras_het.summation import SummationGroup
 from keras_het.value_types import Leaf, Nest
@@ -26,15 +27,21 @@ _KEYS_PER_RANGE = 10_000
 _MORE_SECONDS = 15.0
 
 
-def check_communication_dtype(name: str | None, summation: object) -> None:
-    """Refuse a type in which gradients cannot travel between workers."""
-    if name is None:
-        return
-    check_one_of("communication_dtype", name, ("bfloat16", "float16"))
-    if summation is not None:
+def check_how_gradients_travel(dtype: str | None, rank: int | None, summation: object) -> None:
+    """Refuse a type or a rank with which gradients cannot travel between workers."""
+    if dtype is not None:
+        check_one_of("communication_dtype", dtype, ("bfloat16", "float16"))
+    check_number("powersgd_rank", rank, least=1, whole=True)
+    if dtype is not None and rank is not None:
         raise ValueError(
-            "The CPUs of a summation sum float32. Received: communication_dtype="
-            f'{name!r} with aggregation="summation". Leave one of them out.'
+            "Gradients of low rank travel in their own type. Received: communication_dtype="
+            f"{dtype!r} with powersgd_rank={rank!r}. Leave one of them out."
+        )
+    given = f"powersgd_rank={rank!r}" if dtype is None else f"communication_dtype={dtype!r}"
+    if summation is not None and (dtype, rank) != (None, None):
+        raise ValueError(
+            f"The CPUs of a summation sum whole gradients in float32. Received: {given} with "
+            'aggregation="summation". Leave one of them out.'
         )
 
 
@@ -62,6 +69,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
     ) -> None:
         self._on_join = on_join
         self._communication_dtype: tf.DType | None = None
+        self._power_sgd: PowerSGD | None = None
         self._requested_devices = tuple(devices)
         self._timeouts = (connect_seconds, peer_timeout_seconds + _MORE_SECONDS)
         self._num_key_ranges = 0
@@ -272,6 +280,17 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         """Set the type in which gradients travel."""
         self._communication_dtype = None if name is None else tf.as_dtype(name)
 
+    @property
+    def power_sgd(self) -> PowerSGD | None:
+        """How a step traced now sends matrices to other workers; None for whole ones."""
+        return None if self.reduces_within_worker else self._power_sgd
+
+    def send_low_rank(self, rank: int | None) -> None:
+        """Let matrices travel between workers as ones of a low rank; None for whole ones."""
+        self._power_sgd = None
+        if rank is not None and self.layout.num_workers > 1:
+            self._power_sgd = PowerSGD(int(rank), self._devices[0])
+
     @contextlib.contextmanager
     def sending_as(self, dtype: tf.DType | None) -> Iterator[None]:
         """Sum what is traced within in float32, but send it to other workers as another type."""
@@ -291,6 +310,16 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         until the process ends.
         """
         return self._replica_ctx_all_reduce(reduce_op, value, private_api.CommunicationOptions())
+
+    def sum_within_worker(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sum tensors of a replica context over the replicas of this process only."""
+
+        def add_up(_: object, values: Sequence[tf.distribute.DistributedValues]) -> Nest:
+            with self.reductions_within_worker():  # no replica goes on meanwhile
+                return self.batch_reduce_to(tf.distribute.ReduceOp.SUM, [(v, v) for v in values])
+
+        add_up = tf.autograph.experimental.do_not_convert(add_up)
+        return list(tf.distribute.get_replica_context().merge_call(add_up, args=(list(tensors),)))
 
     def _replica_ctx_all_reduce(
         self,

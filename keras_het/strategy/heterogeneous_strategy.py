@@ -43,7 +43,7 @@ from keras_het.strategy.exact.keras_step import (
     run_predict_step,
     run_train_or_test_step,
 )
-from keras_het.strategy.extended import HeterogeneousExtended, check_communication_dtype
+from keras_het.strategy.extended import HeterogeneousExtended, check_how_gradients_travel
 from keras_het.strategy.measure.compute_times import ComputeTimes
 from keras_het.strategy.measure.emulated_device import (
     EmulatedDevice,
@@ -118,6 +118,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         communication_dtype: "bfloat16" or "float16": gradients travel between workers rounded
             to that type, and are summed in their own. The numbers are then NOT those of one device.
             Default: they travel as they are.
+        powersgd_rank: large gradients travel between workers as matrices of that rank, and what it
+            leaves out in later steps (PowerSGD). The numbers are then NOT those of one device.
 
     Raises:
         TypeError: for devices that are not a list of names.
@@ -154,12 +156,13 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         peer_timeout_seconds: float | None = None,
         micro_batch_size: MicroBatchSize = None,
         communication_dtype: str | None = None,
+        powersgd_rank: int | None = None,
     ) -> None:
         check_keras_backend(keras.backend.backend())
         check_seconds("connect_seconds", connect_seconds)
         patience = read_peer_timeout(peer_timeout_seconds)
         summation = read_aggregation(aggregation)
-        check_communication_dtype(communication_dtype, summation)
+        check_how_gradients_travel(communication_dtype, powersgd_rank, summation)
         self._collective_key_base = next_collective_key_base()
         self._emulated_devices = read_emulated_devices()
         self._has_warned = False
@@ -187,6 +190,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._micro_batch_sizes = read_micro_batch_size(micro_batch_size, self.num_replicas_in_sync)
         self._compute_times = ComputeTimes(self.layout, micro_batch_size == "auto")
         self.extended.send_gradients_as(communication_dtype)
+        self.extended.send_low_rank(powersgd_rank)
         self._training_state = TrainingState()
         self._warn_of_emulation(len(self.layout.local_replicas))
         if self.num_workers > 1:
@@ -589,11 +593,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             value: value with one component per replica.
             axis: dimension to reduce within each component too, or None.
         """
+        is_mean = reduce_op in (tf.distribute.ReduceOp.MEAN, "MEAN") and not tf.inside_function()
         leaves = tf.nest.flatten(value)
-        if axis is None and any(isinstance(leaf, UnevenPerReplica) for leaf in leaves):
-            is_mean = reduce_op in (tf.distribute.ReduceOp.MEAN, "MEAN")
-            if is_mean and not tf.inside_function():
-                return tf.nest.map_structure(
-                    lambda leaf: getattr(leaf, "global_spec", leaf), value, expand_composites=False
-                )
+        if is_mean and axis is None and any(isinstance(leaf, UnevenPerReplica) for leaf in leaves):
+            return tf.nest.map_structure(lambda leaf: getattr(leaf, "global_spec", leaf), value)
         return super().reduce(reduce_op, value, axis)

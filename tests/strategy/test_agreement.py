@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ class Worker:
         self._gathering = gathering
         self._local_device_type = device_type
         self.communication_dtype = None
+        self.power_sgd: Any = None
         self.layout = ReplicaLayout((1, 1, 1), index)
 
     def meet(self, own: np.ndarray) -> np.ndarray:
@@ -87,6 +89,16 @@ def test_different_device_types() -> None:
     message = told([started_with([1, 1, 1])] * 3, ["CPU", "CPU", "GPU"])
     assert "type of device CPU on the chief and worker 1, GPU on worker 2" in message
     assert 'joins as a summation machine (job "summation")' in message
+
+
+def test_different_ranks() -> None:
+    def check(worker: Worker) -> None:
+        index = worker.layout.worker_index
+        worker.power_sgd = types.SimpleNamespace(rank=4) if index else None
+        agreement.check_agreement(worker, [1, 1, 1])
+
+    message = told([check] * 3)
+    assert "powersgd_rank None on the chief, 4 on workers 1 and 2. Start all workers" in message
 
 
 def does(place: str, **described: str) -> Callable[[Worker], Any]:

@@ -151,6 +151,7 @@ def check_agreement(
         "aggregation": repr(aggregation),
         "micro_batch_size": repr(micro_batch_sizes),
         "communication_dtype": repr(extended.communication_dtype),
+        "powersgd_rank": repr(extended.power_sgd and extended.power_sgd.rank),
     }
     agree(
         extended,

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.exact.created_in_scope import check_created_in_scope
+from keras_het.strategy.exact.power_sgd import Approximation, approximated
 from keras_het.strategy.exact.step import (
     Original,
     ReplicaSum,
@@ -81,6 +82,8 @@ class _PendingUpdate:
     """An optimizer update whose gradients are not reduced yet."""
 
     apply: Callable[[_Reduced], Any]
+    optimizer: keras.optimizers.Optimizer
+    variables: Sequence[EitherVariable]
     gradients: _Reduced
     is_weighted: bool
     have_unique_indices: list[bool]
@@ -104,12 +107,12 @@ class Gradients:
     ) -> None:
         self._spec, self._sum, self._update = spec, replica_sum, update
         self._measurement = measurement
+        self._model = model
         # equal on all replicas after each step
         self._values_of_model = {id(v.value) for v in model.variables} if model else set[int]()
         self._weighted_optimizers = set[int]()
         self._is_scaling = False
         self._pending: list[_PendingUpdate] = []
-        self._optimizers: list[keras.optimizers.Optimizer] = []
         self._num_operations = 0  # of the graph when the first update began to wait
 
     @property
@@ -143,10 +146,13 @@ class Gradients:
         if self._update.is_running:
             return original(optimizer, grads, *args, **kwargs)
         variables = args[0] if args else kwargs.get("trainable_variables")
-        grads = self._checked(grads, variables or optimizer._trainable_variables)
-        return self._reduce_and_apply(
-            optimizer, grads, lambda reduced: original(optimizer, reduced, *args, **kwargs)
-        )
+        variables = variables or optimizer._trainable_variables
+        grads = self._checked(grads, variables)
+
+        def apply(reduced: _Reduced) -> Any:
+            return original(optimizer, reduced, *args, **kwargs)
+
+        return self._reduce_and_apply(optimizer, variables, grads, apply)
 
     def apply_gradients(
         self,
@@ -165,7 +171,8 @@ class Gradients:
             pairs = list(zip(reduced, variables, strict=True))
             return original(optimizer, pairs, *args, **kwargs)
 
-        return self._reduce_and_apply(optimizer, self._checked(given, variables), apply)
+        grads = self._checked(given, variables)
+        return self._reduce_and_apply(optimizer, variables, grads, apply)
 
     def keep_reduced(
         self,
@@ -207,7 +214,7 @@ class Gradients:
         operations = tf.compat.v1.get_default_graph().get_operations()[self._num_operations :]
         of_optimizers = [
             variable
-            for optimizer in self._optimizers
+            for optimizer in [update.optimizer for update in self._pending]
             for variable in optimizer.variables
             if variable is not getattr(optimizer, "_learning_rate", None)
         ]
@@ -222,6 +229,7 @@ class Gradients:
     def _reduce_and_apply(
         self,
         optimizer: keras.optimizers.Optimizer,
+        variables: Sequence[EitherVariable],
         gradients: _Reduced,
         apply: Callable[[_Reduced], Any],
     ) -> Any:
@@ -232,14 +240,14 @@ class Gradients:
         elif not is_cut:
             gradients = self._measured(gradients, is_weighted)
         have_unique_indices = [_has_unique_indices(each) for each in gradients]
-        update = _PendingUpdate(apply, gradients, is_weighted or is_cut, have_unique_indices)
+        about = (apply, optimizer, variables, gradients)
+        update = _PendingUpdate(*about, is_weighted or is_cut, have_unique_indices)
         may_wait = optimizer is self._spec.deferrable_optimizer and not self._pending
         if is_cut or (may_wait and is_weighted):
             if not self._pending and is_cut:
                 graph = tf.compat.v1.get_default_graph()
                 self._num_operations = len(graph.get_operations())
             self._pending.append(update)
-            self._optimizers.append(optimizer)
             return None
         (reduced,), _ = self._summed([update], [])
         return self._finish(update, reduced)
@@ -256,6 +264,7 @@ class Gradients:
     def _summed(self, updates: list[_PendingUpdate], others: Nest) -> tuple[list[_Reduced], Nest]:
         leading, gradients = dict[tf.DType, int](), [list(each.gradients) for each in updates]
         is_weighted = updates[0].is_weighted  # several wait only where all are
+        found, approximation = self._approximate(updates, gradients)
         early = self._sum_buckets(gradients, is_weighted)
         for of_one in gradients:
             for place, each in enumerate(of_one):
@@ -271,11 +280,38 @@ class Gradients:
         reduced, summed = self._sum((gradients, others), prepare)
         for (number, place), each in early.items():
             reduced[number][place] = each
+        if approximation is not None:
+            approximation.keep([each for of_one in reduced for each in of_one if each is not None])
+        for (number, place), each in found.items():
+            reduced[number][place] = each
         for update, of_one in zip(updates, reduced, strict=True):
             for place, is_unique in enumerate(update.have_unique_indices):
                 if is_unique:
                     of_one[place] = _merge_equal_indices(of_one[place])
         return reduced, summed
+
+    def _approximate(
+        self, updates: Sequence[_PendingUpdate], gradients: list[_Reduced]
+    ) -> tuple[dict[tuple[int, int], tf.Tensor], Approximation | None]:
+        """Take gradients out that travel as matrices of low rank, and sum them."""
+        power_sgd = tf.distribute.get_strategy().extended.power_sgd
+        if power_sgd is None or self._model is None:
+            return {}, None
+        places, own, kept, scales = [], [], [], []
+        for number, (update, of_one) in enumerate(zip(updates, gradients, strict=True)):
+            scale = getattr(update.optimizer, "dynamic_scale", None)  # of a LossScaleOptimizer
+            for place, each in enumerate(of_one):
+                if each is None or not power_sgd.pays(each):
+                    continue
+                places.append((number, place))
+                own.append(_prepared(self._spec, each, update.is_weighted))
+                kept.append(power_sgd.kept(self._model, update.variables[place], each))
+                scales.append(None if scale is None else tf.cast(scale.value, each.dtype))
+                of_one[place] = None
+        if not places:
+            return {}, None
+        approximation = approximated(own, kept, scales, self._spec, self._sum)
+        return dict(zip(places, approximation.sums, strict=True)), approximation
 
     def _sum_buckets(
         self, gradients: list[_Reduced], is_weighted: bool

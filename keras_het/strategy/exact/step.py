@@ -211,6 +211,18 @@ class ReplicaSum:
             (total,) = self._all_reduced([prepare(_packed(tensors))], is_measured)
         return _unpacked(total, tensors)
 
+    def within_worker(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sum tensors over the replicas of this process only."""
+        clock = self._measurement.clock if self._measurement else None
+        if len(self._spec.local_replicas) == 1:
+            return list(tensors)
+        if clock is not None:
+            started, tensors = clock.collective_starts(tensors)
+        sums = tf.distribute.get_strategy().extended.sum_within_worker(tensors)
+        if clock is not None:
+            clock.collective_ends(started, sums)
+        return list(sums)
+
     def _all_reduced(self, summands: list[Summand], is_measured: bool = True) -> list[Summand]:
         if not summands:
             return []
