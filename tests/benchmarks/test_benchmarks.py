@@ -19,6 +19,7 @@ FIELDS = {
         "steps_to_balance",
         "plan_changes_after_balance",
     },
+    "learned_shares": {"policy", "ratio_to_sum", "standard_error"},
     "loader": {
         "policy",
         "steps_per_s",
