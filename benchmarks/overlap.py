@@ -23,8 +23,8 @@ mean of the loss of the last epoch over that of `one bucket`.
 `bound_ms` is the longer one of `alone` and the wire: 2 (W - 1) / W of the gradients' bytes at the
 link's rate. `ratio_to_bound` is the median of the blocks' medians, over it. Modes take turns.
 The two libraries do not compute equally fast: DDP has a bound of its own, with `DDP alone`.
-`ratio_to_ddp` is `ratio_to_bound` over that of the better mode of DDP: below 1 ours is closer to
-what it can reach. A step's own time over DDP's is another number: compare `step_ms`.
+`ratio_to_ddp` divides `ratio_to_bound` by that of DDP's better mode: below 1, ours is closer to its
+bound. A step's own time over DDP's is another number: compare `step_ms`.
 """
 
 from __future__ import annotations
