@@ -10,6 +10,7 @@ Modes:
 * `alone`: no other worker; all processes compute side by side all the same.
 * `one bucket`: `HeterogeneousStrategy`, all gradients in one sum behind the backward pass.
 * `buckets of N MB`: `CommunicationOptions(bytes_per_pack=...)`.
+* `size by measurement`: `BucketTuner`, after its trial; `chosen_bytes` are what it chose.
 * `bfloat16`, `float16`: `communication_dtype`, at once or in buckets.
 * `powersgd rank 4`: `powersgd_rank`.
 * `MultiWorkerMirrored`: TensorFlow's strategy in its guide's custom loop.
@@ -46,6 +47,7 @@ MODES: dict[str, tuple[float, str | None, int | None]] = {
     "one bucket": (0.0, None, None),
     "buckets of 1 MB": (1.0, None, None),
     "buckets of 4 MB": (4.0, None, None),
+    "size by measurement": (0.0, None, None),
     "bfloat16": (0.0, "bfloat16", None),
     "bfloat16 in buckets of 1 MB": (1.0, "bfloat16", None),
     "float16": (0.0, "float16", None),
@@ -55,6 +57,7 @@ MODES: dict[str, tuple[float, str | None, int | None]] = {
     "DDP": (25.0, None, None),
     "DDP in buckets of 1 MB": (1.0, None, None),
 }
+TUNED = "size by measurement"
 DDP = tuple(mode for mode in MODES if mode.startswith("DDP"))
 ALONE = ("alone", "DDP alone")
 CASES = ("mlp", "convnet", "transformer", "digits")
@@ -63,6 +66,7 @@ DIGITS_EPOCHS, DIGITS_SEEDS = 40, 3
 RATES = (10_000.0, 1_000.0, 500.0, 100.0)
 JUMBO = 9000
 STEPS, WARM_UP = 14, 4
+TRIAL_STEPS = 5
 RATIOS = ("ratio_to_bound", "ratio_to_ddp")
 COLUMNS = ("case", "workers", "mbit", "mode", "step_ms", "bound_ms", *RATIOS)
 TORCH_PYTHON = Path(__file__).parents[1] / ".venv-torch/bin/python"
@@ -139,7 +143,7 @@ def measure(
     from _namespaces import limited_hosts
 
     found: dict[str, list[float]] = {mode: [] for mode in modes}
-    sizes = set()
+    sizes, chosen = set(), list[int]()
     with limited_hosts([mbit] * num_workers, JUMBO) as hosts:
         for block in range(blocks):
             for mode in modes:
@@ -147,9 +151,15 @@ def measure(
                 written = _block(hosts, case, num_workers, mode, block, python)
                 found[mode].append(written["seconds"])
                 sizes.add((int(written["bytes"]), int(written["batch"])))
+                if mode == TUNED:
+                    chosen.append(int(written["chosen"]))
     if len(sizes) > 1:
         sys.exit(f"{case}: bytes and samples differ between modes: {sorted(sizes)}")
-    return rows_of(case, num_workers, mbit, found, sizes.pop()[0])
+    rows = rows_of(case, num_workers, mbit, found, sizes.pop()[0])
+    for row in rows:
+        if row["mode"] == TUNED:
+            row["chosen_bytes"] = chosen
+    return rows
 
 
 def rows_of(
@@ -291,11 +301,19 @@ def work(case: str, mode: str, seed: int, result: str, started: list[str], index
             def on_train_batch_end(self, batch: int, logs: object = None) -> None:
                 times.append(time.perf_counter())
 
-        model.fit(data, epochs=1, verbose=0, callbacks=[Note()])
+        callbacks: list[Any] = [Note()]
+        if mode == TUNED:
+            callbacks.insert(0, tuner := keras_het.callbacks.BucketTuner(steps=TRIAL_STEPS))
+            while tuner.size is None:  # for most models once
+                model.fit(data.repeat(10), epochs=1, verbose=0, callbacks=[tuner])
+            times[:] = [time.perf_counter()]
+        model.fit(data, epochs=1, verbose=0, callbacks=callbacks)
         seconds = statistics.median(np.diff(times)[WARM_UP:])
     if result:
         size = sum(4 * int(np.prod(each.shape)) for each in model.trainable_weights)
-        _write(Path(result), {"seconds": float(seconds), "bytes": size, "batch": batch})
+        chosen = tuner.size if mode == TUNED else 0
+        about = {"seconds": float(seconds), "bytes": size, "batch": batch, "chosen": chosen}
+        _write(Path(result), about)
     sys.stdout.flush()
     if is_stock:
         os._exit(0)  # its threads would wait for the other worker

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from keras_het.callbacks.backup_and_restore import BackupAndRestore
     from keras_het.callbacks.batch_balancer import BatchBalancer
+    from keras_het.callbacks.bucket_tuner import BucketTuner
     from keras_het.callbacks.data_validation import DataValidation
     from keras_het.callbacks.elastic import Elastic
     from keras_het.callbacks.hybrid_aggregation import HybridAggregation
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BackupAndRestore",
     "BatchBalancer",
+    "BucketTuner",
     "DataValidation",
     "Elastic",
     "HybridAggregation",

@@ -51,12 +51,14 @@ class Elastic(BackupAndRestore):
     with the chief's machine. The backup of a finished `fit` stays until the next run, so that the
     loss of a worker after it does not begin it again; each `fit` of a script needs its own folder.
 
-    With `save_freq="auto"` backups take at most 2 % of the time: after one that took c seconds, the
-    next follows
+    With `save_freq="auto"`, after a backup that took c seconds the next one follows
 
-        n = ceil(max(c / 0.02, 1 s) / t)
+        n = ceil(max(1 s, min(c / 0.02, sqrt(2 c m))) / t)
 
-    steps later, with t the seconds of a step, both those of the slowest worker.
+    steps later, with t the seconds of a step, both those of the slowest worker. As long as nothing
+    has interrupted the training, m is infinite, and backups take at most 2 % of the time. After
+    that it is the mean time between interruptions: rare backups repeat many steps, frequent ones
+    cost more than they save.
 
     Args:
         backup_dir: folder of the backup.
@@ -68,6 +70,10 @@ class Elastic(BackupAndRestore):
         ValueError: as `BackupAndRestore`, but workers may find different backups; or if an earlier
             `fit` of this process has used the folder.
         OSError: if the only backup is damaged, or a backup cannot be written.
+
+    Reference:
+        Young, "A first order approximation to the optimum checkpoint interval", Communications of
+        the ACM 17(9), 1974.
     """
 
     def __init__(
@@ -80,13 +86,22 @@ class Elastic(BackupAndRestore):
         self._keeps_memory = self._is_finished = False
         # of the newest backup of all workers
         self._number = 0
+        # of the training, also before it was interrupted
+        self._began, self._num_interruptions = 0.0, 0
         self._saved_at, self._num_steps_since = 0.0, 0
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Restore the newest backup that one of the workers has."""
         self._keeps_memory = self._is_finished = False
+        self._began, self._num_interruptions = time.time(), 0
         super().on_train_begin(logs)
         self._saved_at, self._num_steps_since = time.monotonic(), 0
+
+    def _restore(self, strategy: HeterogeneousStrategy, folder: BackupFolder) -> None:
+        super()._restore(strategy, folder)
+        position = json.loads(str(folder.state()["position"]))
+        self._began = position.get("began", self._began)
+        self._num_interruptions = position.get("interruptions", 0) + 1
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         self._num_steps_since += 1
@@ -184,9 +199,11 @@ class Elastic(BackupAndRestore):
         """Choose after how many steps the next backup follows, on all workers alike."""
         now = time.monotonic()
         step = (now - self._saved_at - cost) / max(1, self._num_steps_since)
-        costs = strategy.extended.gather_over_workers(np.array([[cost, step]], np.float64))
-        cost, step = costs.max(axis=0).tolist()
-        self.save_freq = max(1, math.ceil(max(cost / _COST, _LEAST_SECONDS) / max(step, 1e-6)))
+        rate = self._num_interruptions / max(time.time() - self._began, 1.0)
+        own = np.array([[cost, step, rate]], np.float64)
+        cost, step, rate = strategy.extended.gather_over_workers(own).max(axis=0).tolist()
+        seconds = min(cost / _COST, math.sqrt(2 * cost / rate) if rate > 0 else math.inf)
+        self.save_freq = max(1, math.ceil(max(seconds, _LEAST_SECONDS) / max(step, 1e-6)))
         self._saved_at, self._num_steps_since = time.monotonic(), 0
 
     def _write(
@@ -210,7 +227,8 @@ class Elastic(BackupAndRestore):
 
     def _state_of(self, position: Mapping[str, Any]) -> dict[str, Any]:
         finished_in = self._run if self._is_finished else None
-        return super()._state_of({**position, "finished_in": finished_in})
+        interruptions = {"began": self._began, "interruptions": self._num_interruptions}
+        return super()._state_of({**position, "finished_in": finished_in, **interruptions})
 
 
 def _find(folder: BackupFolder, run: str) -> int:

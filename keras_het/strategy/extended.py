@@ -69,6 +69,8 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
     ) -> None:
         self._on_join = on_join
         self._communication_dtype: tf.DType | None = None
+        self._created: list[list[tf.Variable]] | None = None
+        self._bytes_per_bucket = int(communication_options.bytes_per_pack)
         self._power_sgd: PowerSGD | None = None
         self._requested_devices = tuple(devices)
         self._timeouts = (connect_seconds, peer_timeout_seconds + _MORE_SECONDS)
@@ -167,9 +169,28 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             value = value() if callable(value) else value
             value = getattr(value, "wrapped_value", value)
             value = tf.convert_to_tensor(value, dtype=given.get("dtype"))
+        if self._created is not None:
+            return value
         if agreement.has_equal_value(self, value, str(given.get("name"))):
             return value
         return create(**{**given, "initial_value": value})()
+
+    @contextlib.contextmanager
+    def agreeing_at_the_end(self) -> Iterator[None]:
+        """Compare the values of new variables in one collective, when all have been created.
+
+        One by one, hundreds of small variables take seconds.
+        """
+        if self._created is not None or self.layout.num_workers == 1:
+            yield
+            return
+        created: list[list[tf.Variable]] = []
+        self._created = created
+        try:
+            yield
+        finally:
+            self._created = None
+        agreement.agree_on_values(self, created)
 
     def wait_for_departure(self) -> None:
         """Wait until every worker leaves; return at once if there is only one.
@@ -264,12 +285,19 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         beside = kwargs.get("colocate_with")
         if isinstance(beside, tf.Variable) and not self.variable_created_in_scope(beside):
             del kwargs["colocate_with"]  # of a single replica, whose variables are in one place
-        return super()._create_variable(next_creator, **kwargs)
+        variable = super()._create_variable(next_creator, **kwargs)
+        if self._created is not None and tf.executing_eagerly():
+            self._created.append(list(self._local_results(variable)))
+        return variable
 
     @property
     def bytes_per_bucket(self) -> int:
         """Gradients of that size are summed before the others exist; 0 if all travel at once."""
-        return int(self._communication_options.bytes_per_pack)
+        return self._bytes_per_bucket
+
+    @bytes_per_bucket.setter
+    def bytes_per_bucket(self, size: int) -> None:
+        self._bytes_per_bucket = size
 
     @property
     def communication_dtype(self) -> tf.DType | None:

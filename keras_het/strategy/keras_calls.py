@@ -191,6 +191,12 @@ def _built_without_a_look(call: Call) -> None:
             call.bound.arguments.update(iterator=None, data_batch=batch)
 
 
+def _agreed_at_the_end(call: Call) -> AbstractContextManager[None]:
+    """Workers compare what they build behind the last variable."""
+    agreeing: AbstractContextManager[None] = call.strategy.extended.agreeing_at_the_end()
+    return agreeing
+
+
 def _shape_and_type(spec: Leaf) -> Leaf:
     """Return a spec in the form Keras reads; None if an element has no tensor."""
     return spec if hasattr(spec, "dtype") else None
@@ -341,7 +347,7 @@ _HANDLERS: dict[tuple[type, str], tuple[Handler, ...]] = {
     **{(keras.Model, name): _LOOP for name in STEP_FUNCTIONS},
     **{(keras.Model, name): _ON_BATCH for name in _ON_BATCHES},
     (keras.Model, "_make_function"): (_in_one_call,),
-    (keras.Model, "_maybe_symbolic_build"): (_built_without_a_look,),
+    (keras.Model, "_maybe_symbolic_build"): (_built_without_a_look, _agreed_at_the_end),
     (keras.Model, "get_weights"): (_whole,),
     **{(keras.Model, name): (_whole, _on_chief) for name in _SAVING},
     (keras.callbacks.BackupAndRestore, "_save_model"): (_whole, _on_chief),

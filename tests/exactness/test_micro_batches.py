@@ -533,10 +533,11 @@ def peak_memory(loop, *arguments):
 
 
 @pytest.mark.full
-def test_memory_is_that_of_one_part():
+@pytest.mark.parametrize("loop", ["fit", "predict"])
+def test_memory_is_that_of_one_part(loop):
     """Peak memory of a step of 4096 samples, whole and in parts, and of a part alone."""
     whole, in_parts, part = (
-        peak_memory("fit", *each) for each in ((0, 4096), (256, 4096), (0, 256))
+        peak_memory(loop, *each) for each in ((0, 4096), (256, 4096), (0, 256))
     )
     assert in_parts < 1.4 * part, (whole, in_parts, part)
     assert whole > 8 * in_parts, (whole, in_parts, part)

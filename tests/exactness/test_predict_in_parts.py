@@ -15,7 +15,6 @@ from test_micro_batches import (
     Sharpness,
     in_parts,
     own_step,
-    peak_memory,
 )
 from test_own_state import Averages, Counters, Extremes, Sums, with_state
 from test_predictions import JOINED, REFUSED, Model, dense
@@ -89,14 +88,8 @@ def rows_of_words():
     return tf.data.Dataset.from_tensor_slices(tf.ragged.constant(rows, dtype=tf.int32)).batch(8)
 
 
-class Words(keras.Model):
+class Words(Tagger):
     """Returns ragged rows of vectors, and one vector for each sample."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = keras.layers.Embedding(9, 3)
-        self.embedding.build(None)
-        self.built = True
 
     def call(self, words):
         embedded = tf.ragged.map_flat_values(self.embedding, words)
@@ -339,13 +332,3 @@ def test_what_cannot_be_cut_is_named(says):
 )
 def test_a_model_whose_training_cannot_be_cut_predicts(build):
     assert_exact(build, batches)
-
-
-@pytest.mark.full
-def test_memory_is_that_of_one_part():
-    """Peak memory of a prediction for 4096 samples, whole and in parts, and for a part alone."""
-    whole, cut, part = (
-        peak_memory("predict", *each) for each in ((0, 4096), (256, 4096), (0, 256))
-    )
-    assert cut < 1.4 * part, (whole, cut, part)
-    assert whole > 8 * cut, (whole, cut, part)

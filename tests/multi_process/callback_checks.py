@@ -12,6 +12,7 @@ from recorded import ONLY_WORKERS, OWN
 from recording import Recording, batches, check, small_model
 
 import keras_het
+from keras_het.callbacks import bucket_tuner
 from keras_het.strategy import keras_calls
 
 MOST_EPOCHS = 12
@@ -45,6 +46,30 @@ def decisions(run: Recording) -> None:
         callbacks=[*decide, rates],
     )
     run.keep("rates", np.array(rates.values))
+
+
+@check
+def buckets(run: Recording) -> None:
+    """The second worker's clock finds another size to be the fastest."""
+    run.set_shares([2, 1])
+    model = run.build(lambda: small_model("adam", keras.layers.Dense(64), keras.layers.Dense(64)))
+    if run.strategy is None:
+        run.fit(model, batches(), epochs=12)
+        return
+    now = 0.0
+
+    def time_computed(logs: Any) -> float:
+        nonlocal now
+        size = run.strategy.extended.bytes_per_bucket
+        chief, other = {0: 3.0, 4096: 1.0, 256: 2.0}, {0: 1.0, 4096: 2.0, 256: 3.0}
+        now += chief[size] if run.strategy.is_chief else other[size]
+        return now
+
+    bucket_tuner._time_computed = time_computed
+    tuner = keras_het.callbacks.BucketTuner([4096, 256], steps=1)
+    run.fit(model, batches(), epochs=12, callbacks=[tuner])
+    run.keep(f"{ONLY_WORKERS}chosen", tuner.size)
+    run.keep(f"{ONLY_WORKERS}seconds", list(tuner.step_seconds.values()))
 
 
 @check

@@ -151,6 +151,12 @@ def optimizers_and_losses(its: Checked) -> None:
 
 
 @disagreement
+def learning_rates(its: Checked) -> None:
+    with its.refused(), its.strategy.scope():
+        keras.optimizers.Adam(0.5 if its.is_odd else 0.1)
+
+
+@disagreement
 def weights(its: Checked) -> None:
     model = its.model()
     if its.is_odd:

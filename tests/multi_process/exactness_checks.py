@@ -283,18 +283,14 @@ def gradient_accumulation_and_clipping(run: Recording) -> None:
 def gradients_in_buckets(run: Recording) -> None:
     """Each layer's gradients travel by themselves."""
     run.set_shares([4, 0, 1])
-    before = None
-    if run.strategy is not None:
-        extended = run.strategy.extended
-        before, extended._communication_options = (
-            extended._communication_options,
-            tf.distribute.experimental.CommunicationOptions(bytes_per_pack=1),
-        )
+    extended = getattr(run.strategy, "extended", None)
+    if extended is not None:
+        extended.bytes_per_bucket = 1
     try:
         run.fit(run.build(lambda: small_model(keras.optimizers.Adam(0.05))), batches())
     finally:
-        if run.strategy is not None:
-            extended._communication_options = before
+        if extended is not None:
+            extended.bytes_per_bucket = 0
 
 
 @check

@@ -6,8 +6,6 @@ replicas have 4, 3 and 1 of the 8 samples of a batch, five have 3, 0, 2, 2 and 1
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from own_devices import split_devices
 
 import keras_het
 
@@ -22,7 +21,7 @@ SHARES = {3: (4, 3, 1), 5: (3, 0, 2, 2, 1)}[sum(int(each) for each in sys.argv[2
 RATE, INPUTS = 0.5, 4
 CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "bfloat16": ("bfloat16", {}),
-    "in buckets": ("float16", {"bytes_per_pack": 1}),
+    "in buckets": ("float16", {"bytes_per_bucket": 1}),
     "in parts": ("bfloat16", {"micro_batch_size": 2}),
     "as they are": (None, {}),
     "measured": ("bfloat16", {"measures": True}),  # the last one: later steps would be too
@@ -101,11 +100,8 @@ def scales_and_weights(strategy: Any) -> np.ndarray:
 
 
 def main() -> None:
-    folder, devices = sys.argv[1], [int(number) for number in sys.argv[2].split(",")]
-    own = devices[json.loads(os.environ["TF_CONFIG"])["task"]["index"]]
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    logical = [tf.config.LogicalDeviceConfiguration()] * own
-    tf.config.set_logical_device_configuration(cpu, logical)
+    folder = sys.argv[1]
+    devices, own = split_devices(sys.argv[2])
     strategy = keras_het.HeterogeneousStrategy(
         [f"CPU:{index}" for index in range(own)], SHARES, communication_dtype="bfloat16"
     )
@@ -113,10 +109,7 @@ def main() -> None:
     found = {}
     for name, (dtype, options) in CASES.items():
         strategy.extended.send_gradients_as(dtype)
-        packs = tf.distribute.experimental.CommunicationOptions(
-            bytes_per_pack=options.get("bytes_per_pack", 0)
-        )
-        strategy.extended._communication_options = packs
+        strategy.extended.bytes_per_bucket = options.get("bytes_per_bucket", 0)
         size = options.get("micro_batch_size")
         strategy._micro_batch_sizes = None if size is None else [size] * len(SHARES)
         found[name] = trained(strategy, options.get("measures", False))

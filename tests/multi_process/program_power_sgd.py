@@ -7,15 +7,13 @@ replicas have 5, 2 and 1 of the 8 samples of a batch, or all are the first one's
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
+from own_devices import split_devices
 
 import keras_het
 
@@ -30,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "in parts": {"micro_batch_size": 2},
     "in one call": {"steps_per_execution": 2},
     "clipped": {"global_clipnorm": 0.3},
-    "in buckets": {"bytes_per_pack": 1},
+    "in buckets": {"bytes_per_bucket": 1},
     "eager": {"run_eagerly": True},
     "whole": {"rank": None},
     "measured": {"shares": [SHARES, SHARES], "measures": True},  # the last: others would be too
@@ -186,11 +184,8 @@ def scaled(strategy: Any, devices: list[int]) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    folder, devices = sys.argv[1], [int(number) for number in sys.argv[2].split(",")]
-    own = devices[json.loads(os.environ["TF_CONFIG"])["task"]["index"]]
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    logical = [tf.config.LogicalDeviceConfiguration()] * own
-    tf.config.set_logical_device_configuration(cpu, logical)
+    folder = sys.argv[1]
+    devices, own = split_devices(sys.argv[2])
     strategy = keras_het.HeterogeneousStrategy(
         [f"CPU:{index}" for index in range(own)], SHARES, powersgd_rank=RANK
     )
@@ -208,10 +203,7 @@ def main() -> None:
     for name, options in CASES.items():
         rank = options.pop("rank", RANK)
         strategy.extended.send_low_rank(rank)
-        packs = tf.distribute.experimental.CommunicationOptions(
-            bytes_per_pack=options.pop("bytes_per_pack", 0)
-        )
-        strategy.extended._communication_options = packs
+        strategy.extended.bytes_per_bucket = options.pop("bytes_per_bucket", 0)
         size = options.pop("micro_batch_size", None)
         strategy._micro_batch_sizes = None if size is None else [size] * len(SHARES)
         shares = options.pop("shares", [SHARES])

@@ -53,6 +53,16 @@ class Written:
         return results
 
 
+def written_by_workers(
+    start: Any, program: str, folder: Path, devices: str
+) -> list[dict[str, np.ndarray]]:
+    """Run a program on workers with these numbers of devices; return what each has written."""
+    number = len(devices.split(","))
+    for each in start(program, {"worker": number}, [str(folder), devices]).wait()[::-1]:
+        assert each.exit_code == 0, each.output[-3000:]
+    return [dict(np.load(folder / f"{index}.npz")) for index in range(number)]
+
+
 class Runs(Written):
     """What the workers of one cluster and one device have written.
 

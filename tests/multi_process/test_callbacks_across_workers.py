@@ -14,7 +14,7 @@ import pytest
 from recorded import LOADER_EPOCHS, LOADER_ROWS, ONLY_WORKERS, OWN
 from runs import Runs
 
-CHECKS = ("decisions", "files", "telemetry")
+CHECKS = ("decisions", "buckets", "files", "telemetry")
 # without a counterpart on one device; it stays local for the rest of the process
 LAST = "telemetry_of_local_training"
 MOST_EPOCHS = 12
@@ -40,6 +40,12 @@ def test_all_workers_stop_together_before_the_end(runs: Runs) -> None:
         assert len(results["history/loss"]) == len(rates)
         assert len(rates) < MOST_EPOCHS, "nothing was decided: the test would be empty"
         assert rates[-1] < rates[0]
+
+
+def test_bucket_sizes_are_the_chiefs_choice(runs: Runs) -> None:
+    for results in runs.of_workers("buckets"):
+        assert results[f"{ONLY_WORKERS}chosen"] == 4096
+        assert results[f"{ONLY_WORKERS}seconds/1"] == 1.0  # of the same clock on both
 
 
 def test_the_chief_writes_all_files(runs: Runs) -> None:

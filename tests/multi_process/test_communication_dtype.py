@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from runs import written_by_workers
 
 CASES = ("bfloat16", "in buckets", "in parts", "measured")
 
@@ -16,13 +17,8 @@ MORE = [pytest.param(each, marks=pytest.mark.full) for each in ("1,1,1", "1,1,2,
 def test_each_worker_rounds_its_gradient_once(
     start_workers: Any, tmp_path: Path, devices: str
 ) -> None:
-    number = len(devices.split(","))
-    arguments = [str(tmp_path), devices]
-    workers = start_workers("program_communication_dtype.py", {"worker": number}, arguments)
-    results = workers.wait()
-    for each in results[::-1]:
-        assert each.exit_code == 0, each.output[-3000:]
-    found = [np.load(tmp_path / f"{index}.npz") for index in range(number)]
+    program = "program_communication_dtype.py"
+    found = written_by_workers(start_workers, program, tmp_path, devices)
     for name in (*CASES, "as they are"):
         for each in found[1:]:
             np.testing.assert_array_equal(each[name], found[0][name])

@@ -35,6 +35,7 @@ TOLD = {
         "learning_rate",
         "'mse' on the chief and worker 2, 'mae' on worker 1",
     ],
+    "learning_rates": ["(learning_rate): value 0.1 on the chief and worker 2, 0.5 on worker 1"],
     "weights": ["different weights: those of worker(s) [1] are not the chief's"],
     "shares": ["shares [0.3333, 0.3333, 0.3333] on the chief and worker 2, [0.5, 0.25, 0.25] on"],
     "settings_of_balancers": ["BatchBalancer.max_share 9 on the chief and worker 2, 5 on worker 1"],

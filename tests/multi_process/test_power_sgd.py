@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from runs import written_by_workers
 
 CASES = ("shares", "in parts", "in one call", "clipped", "in buckets", "eager", "measured")
 
@@ -13,13 +14,8 @@ CASES = ("shares", "in parts", "in one call", "clipped", "in buckets", "eager", 
 def test_workers_train_as_the_algorithm_says(
     start_workers: Any, tmp_path: Path, devices: str
 ) -> None:
-    number = len(devices.split(","))
-    arguments = [str(tmp_path), devices]
-    workers = start_workers("program_power_sgd.py", {"worker": number}, arguments)
-    results = workers.wait()
-    for each in results[::-1]:
-        assert each.exit_code == 0, each.output[-3000:]
-    found, *others = [dict(np.load(tmp_path / f"{index}.npz")) for index in range(number)]
+    program = "program_power_sgd.py"
+    found, *others = written_by_workers(start_workers, program, tmp_path, devices)
     for other in others:
         for name in (*CASES, "float32", "scaled"):
             np.testing.assert_array_equal(other[name], found[name])

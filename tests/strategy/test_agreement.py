@@ -138,13 +138,19 @@ def test_everybody_learns_the_notes_of_all() -> None:
         np.testing.assert_array_equal(everyone, [[5, -1, 0, 0], [6, -1, 0, 0]])
 
 
-def creates(value: Any) -> Callable[[Worker], Any]:
-    return lambda worker: agreement.has_equal_value(worker, tf.constant(value), "kernel")
+def creates(value: Any, name: str = "kernel") -> Callable[[Worker], Any]:
+    return lambda worker: agreement.has_equal_value(worker, tf.constant(value), name)
 
 
 def test_variables_of_different_shapes() -> None:
     message = told([creates([1.0, 2.0]), creates([1.0]), creates([1.0, 2.0])])
     assert "(kernel): type float32 [2] on the chief and worker 2, float32 [1] on" in message
+
+
+def test_learning_rates_that_differ_are_no_initial_values() -> None:
+    message = told([creates(each, "learning_rate") for each in (0.1, 0.5)])
+    assert "(learning_rate): value 0.1 on the chief, 0.5 on worker 1" in message
+    assert told([creates(0.1, "learning_rate")] * 2) == ""
 
 
 @pytest.mark.parametrize(

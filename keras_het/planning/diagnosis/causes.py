@@ -28,8 +28,9 @@ _UNTHROTTLE = {
     "heat": "Improve its cooling.",
 }
 _MEND_THE_LINK = (
-    'Sum gradients on spare machines (aggregation="summation"), exchange less often '
-    "(LocalTraining), or use a faster link."
+    'Send gradients earlier (BucketTuner) or in fewer bytes (communication_dtype="bfloat16"), sum '
+    'them on spare machines (aggregation="summation"), exchange less often (LocalTraining), or use '
+    "a faster link."
 )
 _FIND_THE_LINK = (
     "Times of steps cannot tell whose link is slow, because all workers wait for it alike: run "

@@ -240,16 +240,48 @@ def check_same_end(strategy: HeterogeneousStrategy, steps: int) -> None:
 
 
 def has_equal_value(extended: HeterogeneousExtended, value: tf.Tensor, name: str) -> bool:
+    """Compare a value for a new variable, which differs from worker to worker without a seed."""
     described = {"type": f"{value.dtype.name} {value.shape.as_list()}"}
+    # an optimizer's config has its learning rate from the variable, thus the chief's
+    if name == "learning_rate" and value.shape.rank == 0:
+        described["value"] = f"{float(value):.7g}"
+    return _have_equal_content(extended, described, _content(value), name)
+
+
+def agree_on_values(extended: HeterogeneousExtended, created: list[list[tf.Variable]]) -> None:
+    """Give new variables, in their local copies, the chief's values if a worker's are others."""
+    values = [copies[0].read_value() for copies in created]
+    described = {
+        f"variable {number} of {len(values)}": f"{value.dtype.name} {value.shape.as_list()}"
+        for number, value in enumerate(values)
+    }
+    hashes = b"".join(hashlib.sha256(_content(value)).digest() for value in values)
+    if _have_equal_content(extended, described, hashes):
+        return
+    for copies, value in zip(created, values, strict=True):
+        of_chief = extended.gather_over_workers(np.asarray(value)[None])[0]
+        for copy in copies:
+            copy.assign(of_chief)
+
+
+def _content(value: tf.Tensor) -> bytes | memoryview:
     array = np.ascontiguousarray(value).reshape(-1)
     # strings expose no memory to hash
-    content = repr(array.tolist()).encode() if array.dtype == object else array.view(np.uint8).data
+    return repr(array.tolist()).encode() if array.dtype == object else array.view(np.uint8).data
+
+
+def _have_equal_content(
+    extended: HeterogeneousExtended,
+    described: Mapping[str, str],
+    content: bytes | memoryview,
+    name: str = "",
+) -> bool:
     notes = agree(
         extended,
-        "a new variable",
+        "new variables",
         described,
         opening="The workers create different variables in strategy.scope()",
-        advice="Build the same model on every worker, with the same sizes and types.",
+        advice="Build the same model and optimizer on every worker.",
         about=name,
         notes=[_hash(content)],
     )

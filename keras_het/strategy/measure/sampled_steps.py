@@ -7,6 +7,7 @@ step meanwhile. The train function therefore exists twice, and only few steps ru
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
@@ -120,13 +121,12 @@ class SampledSteps:
 
     def _measured(self, plain: StepFunction) -> StepFunction:
         """Return the measured train function that belongs to a plain one."""
-        known = vars(self.model).get(_MEASURED)
-        if known is None or known[0] is not plain:
+        known = vars(self.model).setdefault(_MEASURED, weakref.WeakKeyDictionary())
+        if plain not in known:
             self.model.make_train_function(force=True)
-            known = plain, vars(self.model)["train_function"]
+            known[plain] = vars(self.model)["train_function"]
             vars(self.model)["train_function"] = plain
-            vars(self.model)[_MEASURED] = known
-        return known[1]
+        return known[plain]
 
     def batch_arrives(self, waited: float) -> None:
         """Note that a batch arrives now, for which the host waited some seconds."""

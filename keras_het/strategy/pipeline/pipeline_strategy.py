@@ -137,6 +137,7 @@ class PipelineStrategy(HeterogeneousStrategy):
     _extended_class = PipelineExtended
     _refused_callbacks: ClassVar = {
         "BatchBalancer": "it gives micro-batches to devices by their measured speed",
+        "BucketTuner": "a process has no gradients of the whole model to cut into buckets",
         "HybridAggregation": "async workers train whole models",
         "LocalTraining": "a worker has no whole model to train by itself",
     }
