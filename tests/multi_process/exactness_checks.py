@@ -55,6 +55,24 @@ def unseeded_numpy_shuffle(run: Recording) -> None:
 
 
 @check
+def built_by_fit(run: Recording) -> None:
+    """Each worker's own values, before the chief's replace them."""
+    run.set_shares([4, 2, 1])
+    worker = 0 if run.strategy is None else run.strategy.worker_index
+
+    def own_values(shape: Any, dtype: Any = None) -> tf.Tensor:
+        return tf.ones(shape, dtype) / (2.0 + worker)
+
+    def make_model() -> Any:
+        hidden = keras.layers.Dense(4, "tanh", kernel_initializer=own_values)
+        model = keras.Sequential([hidden, keras.layers.LayerNormalization(), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
+        return model
+
+    run.fit(run.build(make_model), batches())
+
+
+@check
 def shares_and_partial_batch(run: Recording) -> None:
     run.set_shares([4, 2, 1])
     model = run.build(

@@ -14,6 +14,7 @@ from recorded import ONLY_WORKERS, OWN
 from runs import Runs
 
 UNEQUAL_DEVICES = (
+    "built_by_fit",
     "shares_and_partial_batch",
     "zero_share_from_the_start",
     "micro_batches",
@@ -48,6 +49,7 @@ THREE_WORKERS = (
 )
 QUICK = (
     "unseeded_numpy_shuffle",
+    "built_by_fit",
     "shares_and_partial_batch",
     "sample_weights_and_masks",
     "shares_change_within_the_epoch",

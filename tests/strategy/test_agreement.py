@@ -45,6 +45,8 @@ class Worker:
     def meet(self, own: np.ndarray) -> np.ndarray:
         return self._gathering.gather(self.layout.worker_index, own)
 
+    gather_over_workers = meet
+
 
 def told(calls: Sequence[Callable[[Worker], Any]], types: Sequence[str] = ("CPU",) * 3) -> str:
     """What all workers are told, "" if nothing; fails unless it is the same."""
@@ -166,6 +168,36 @@ def test_values_of_variables(values: list[Any], are_equal: bool) -> None:
 
     assert told([create, create]) == ""
     assert found == [are_equal, are_equal]
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_new_variables_have_the_chiefs_values(differs: bool) -> None:
+    copies: list[list[list[tf.Variable]]] = [[] for _ in range(3)]
+
+    def create(worker: Worker) -> None:
+        index = worker.layout.worker_index
+        of_worker = index if differs else 0
+        values = [tf.zeros([3]), tf.constant(5.0 + of_worker), tf.constant([[of_worker, 1]])]
+        # some replicas of a worker have copies of their own
+        copies[index] = [[tf.Variable(value) for _ in range(1 + index)] for value in values]
+        agreement.agree_on_values(worker, copies[index])
+
+    assert told([create] * 3) == ""
+    for of_worker in copies:
+        for variables, expected in zip(of_worker, [[0, 0, 0], 5, [[0, 1]]], strict=True):
+            for variable in variables:
+                np.testing.assert_array_equal(variable.numpy(), expected)
+
+
+def test_new_variables_of_different_shapes() -> None:
+    def creates(*shapes: list[int]) -> Callable[[Worker], None]:
+        created = [[tf.Variable(tf.zeros(shape))] for shape in shapes]
+        return lambda worker: agreement.agree_on_values(worker, created)
+
+    message = told([creates([2], [3]), creates([2], [4]), creates([2], [3])])
+    assert "variable 1 of 2 float32 [3] on the chief and worker 2, float32 [4] on" in message
+    message = told([creates([2], [3]), creates([2]), creates([2], [3])])
+    assert "variable 0 of 2 float32 [2] on the chief and worker 2, none on worker 1" in message
 
 
 class Cluster:
