@@ -304,8 +304,8 @@ def work(case: str, mode: str, seed: int, result: str, started: list[str], index
         callbacks: list[Any] = [Note()]
         if mode == TUNED:
             callbacks.insert(0, tuner := keras_het.callbacks.BucketTuner(steps=TRIAL_STEPS))
-            while tuner.size is None:  # for most models once
-                model.fit(data.repeat(10), epochs=1, verbose=0, callbacks=[tuner])
+            while tuner.size is None:
+                model.fit(data, epochs=7, verbose=0, callbacks=[tuner])
             times[:] = [time.perf_counter()]
         model.fit(data, epochs=1, verbose=0, callbacks=callbacks)
         seconds = statistics.median(np.diff(times)[WARM_UP:])
