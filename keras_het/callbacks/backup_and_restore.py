@@ -88,6 +88,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._restore(strategy, folder)
             strategy.barrier()  # at its end, the chief deletes what others may still read
         if (session := FitSession.of(self.model)) is not None:
+            session.on_end(self._shorter_epochs.end)
             request = strategy._stop_request
             self._guard = request.guard_steps(session, self._position, self._save_last_step)
 

@@ -82,7 +82,7 @@ class FitSession:
     def remove_layer(self, rank: Rank) -> None:
         self._layers.pop(rank, None)
 
-    def on_end(self, function: Callable[[], None]) -> None:
+    def on_end(self, function: Callable[[], object]) -> None:
         """Call a function when the session ends, however it ends; the last one added runs first."""
         self._ends.callback(function)
 
