@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from keras_het.fit.model_strategy import heterogeneous_strategy, tell
 from keras_het.planning.argument_checks import check_number
-from keras_het.planning.bucket_sizes import ONE_SUM, fastest, sizes_to_try
+from keras_het.planning.bucket_sizes import ONE_SUM, fastest, sizes_to_try, typical_seconds
 from keras_het.strategy.keras_calls import SessionCallback
 
 NUM_ROUNDS = 3
@@ -51,7 +51,8 @@ class BucketTuner(SessionCallback):
 
     Attributes:
         size: the chosen size in bytes, 0 for one sum; None while it is not known.
-        step_seconds: dict from each size to the median seconds of an execution with it.
+        step_seconds: dict from each size to the seconds of an execution with it: those of the first
+            size times the median ratio.
 
     Raises:
         ValueError: if a size or `steps` is not a whole number above 0; by `fit`, if the model does
@@ -143,9 +144,8 @@ class BucketTuner(SessionCallback):
     def _choose(self) -> None:
         """Use the fastest size: on all workers after the same step, by the chief's times."""
         everyone = self._strategy.extended.gather_over_workers(np.array([self._seconds]))
-        seconds = everyone[0].reshape(NUM_ROUNDS, len(self._sizes))
-        medians = np.median(seconds, axis=0)
-        self.step_seconds = dict(zip(self._sizes, medians.tolist(), strict=True))
+        seconds = typical_seconds(everyone[0].reshape(NUM_ROUNDS, len(self._sizes)))
+        self.step_seconds = dict(zip(self._sizes, seconds.tolist(), strict=True))
         self.size = fastest(self._sizes, seconds)
         self._use(self.size)
         self._functions = {self.size: self._functions[self.size]}

@@ -28,18 +28,23 @@ def sizes_to_try(num_bytes: int) -> list[int]:
     return [ONE_SUM, *sorted({max(size, LEAST_BYTES) for size in sizes}, reverse=True)]
 
 
-def fastest(sizes: Sequence[int], seconds: np.ndarray) -> int:
-    """Return the size with the shortest steps, or the first one if none is clearly faster.
+def typical_seconds(seconds: np.ndarray) -> np.ndarray:
+    """Return the seconds of a step with each size, as they compare within a round.
 
-    Sizes are compared within a round, as shares and the load of a machine change between rounds.
+    Shares and the load of a machine change between rounds: medians of each size may mislead.
+
+    Args:
+        seconds: of a step, with a row for each round and a column for each size, today's first.
+    """
+    return np.median(seconds[:, 0]) * np.median(seconds / seconds[:, :1], axis=0)
+
+
+def fastest(sizes: Sequence[int], seconds: np.ndarray) -> int:
+    """Return the size with the shortest steps, or the first one if none gains 2 % on it.
 
     Args:
         sizes: the sizes, that of today first.
-        seconds: of a step, with a row for each round and a column for each size.
-
-    Returns:
-        The size whose median ratio to the first one is lowest, if it gains 2 % or more.
+        seconds: of a step with each size.
     """
-    ratios = np.median(seconds / seconds[:, :1], axis=0)
-    best = int(np.argmin(ratios))
-    return sizes[best] if ratios[best] <= 1 - LEAST_GAIN else sizes[0]
+    best = int(np.argmin(seconds))
+    return sizes[best] if seconds[best] <= (1 - LEAST_GAIN) * seconds[0] else sizes[0]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_het.planning.bucket_sizes import ONE_SUM, fastest, sizes_to_try
+from keras_het.planning.bucket_sizes import ONE_SUM, fastest, sizes_to_try, typical_seconds
 
 MIB = 2**20
 
@@ -38,8 +38,13 @@ def test_sizes_cut_a_model_into_a_few_buckets_up_to_some_dozens(num_bytes, sizes
     ],
 )
 def test_the_fastest_size_is_that_of_the_median_round(seconds, chosen):
-    assert fastest([0, 8, 4], np.array(seconds)) == chosen
+    assert fastest([0, 8, 4], typical_seconds(np.array(seconds))) == chosen
 
 
 def test_without_a_gain_the_size_of_today_stays():
-    assert fastest([8, 0, 4], np.ones((3, 3))) == 8
+    assert fastest([8, 0, 4], np.ones(3)) == 8
+
+
+def test_the_seconds_that_are_told_are_those_that_decide():
+    seconds = np.array([[4.0, 3.9], [2.0, 1.0], [1.0, 0.9]])
+    np.testing.assert_allclose(typical_seconds(seconds), [2.0, 1.8])
