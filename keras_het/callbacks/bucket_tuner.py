@@ -28,18 +28,18 @@ class BucketTuner(SessionCallback):
     Gradients are summed over replicas in one collective behind the backward pass, or in buckets
     while the backward pass still computes others (`bytes_per_pack` of `CommunicationOptions`).
     Which is faster depends on the model, the link and the devices. This callback trains some steps
-    with each of a few sizes, in turns, and stays with
+    with each of a few sizes, taking turns, and keeps
 
     .. math:: \arg\min_s \operatorname{median}_r \frac{t_{r,s}}{t_{r,0}},
 
-    or with the first size if no other gains 2 %. :math:`t_{r,s}` are the chief's seconds for an
-    execution with size s in round r, and size 0 is that of the strategy: one sum by default. All
-    steps train, and the weights are the same bit by bit for any size.
+    or the strategy's own size (one sum by default, size 0) unless another is at least 2 % faster.
+    :math:`t_{r,s}` is the chief's time for an execution with size s in round r. Every step trains,
+    and the weights are bit for bit the same whatever the size.
 
-    Each size costs one more trace. While sizes are timed, hosts of devices that work ahead wait for
-    them twice in a block of `steps` executions; then no more.
+    Each size costs one more trace. During the trial, the host waits for its device twice in each
+    block of `steps` executions; afterwards it never does.
 
-    With one replica, with `micro_batch_size` and in `LocalTraining`, sizes make no difference:
+    Sizes make no difference with one replica, with `micro_batch_size` or in `LocalTraining`: there
     nothing is tried.
 
     Args:

@@ -28,6 +28,7 @@ class Clock(keras.callbacks.Callback):
     def __init__(self, seconds):
         super().__init__()
         self.seconds, self.now, self.executions = seconds, 0.0, []
+        self.functions = set()
 
     def on_epoch_end(self, epoch, logs=None):
         self.now += 1000.0
@@ -35,6 +36,7 @@ class Clock(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         size = self.model.distribute_strategy.extended.bytes_per_bucket
         self.executions.append(size)
+        self.functions.add((size, id(vars(self.model)["train_function"])))
         self.now += self.seconds[size]
 
     def time_computed(self, logs):
@@ -97,6 +99,7 @@ def test_one_sum_stays_where_it_is_fastest(clock, traces):
     tuner = BucketTuner(SIZES, steps=STEPS)
     fit(build(), clock, tuner, epochs=2 * epochs_of(LONG))
     assert tuner.size == ONE_SUM and clock.executions[-1] == ONE_SUM
+    assert len(clock.functions) == len({each for _, each in clock.functions}) == 3
     assert traces == ONCE_EACH
 
 
