@@ -18,7 +18,7 @@ RESULTS := build/benchmarks
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export UV_HTTP_TIMEOUT ?= 300
 
-.PHONY: help demo test test-all test-full test-rest test-alone test-oldest test-nightly test-gpu test-validation lint format benchmarks
+.PHONY: help demo test test-all test-full test-changed test-rest test-faults test-alone test-oldest test-nightly test-gpu test-validation lint format benchmarks
 .PHONY: docs constraints clean distclean
 .PHONY: check-python check-validation
 .DEFAULT_GOAL := help
@@ -33,7 +33,7 @@ demo: .venv/installed ## Train on three emulated workers of different speed (und
 # leave a core idle. Those that look at what they measure run alone.
 ROOMS := multi_process elastic benchmarks recipes docs strategy exactness asynchronous loader callbacks \
   outside launch summation pipeline planning telemetry tensorboard fit rpc gpu
-TESTS := $(ROOMS:%=tests/%) $(patsubst %,tests/test_%.py,depth make optional_parts packaging private_api private_graphs rooms)
+TESTS := $(ROOMS:%=tests/%) $(patsubst %,tests/test_%.py,changed depth faults make optional_parts packaging private_api private_graphs rooms)
 PYTEST := .venv/bin/python -m pytest
 # One that crashes ends the run: xdist would wait for the tests that it has lost.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
@@ -54,10 +54,18 @@ test-validation-or-say-so:
 test-full: lint ## Every test at full depth, but for test-alone and other environments.
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not alone" $(TESTS)
 
-# Of the rooms whose tests start few processes or none, those that find wrong numbers.
-REST := strategy asynchronous summation rpc exactness
-test-rest: .venv/installed ## What `make test` leaves out of some rooms (REST="loader callbacks").
-	$(PYTEST) --rest $(SIDE_BY_SIDE) -m "not alone" $(REST:%=tests/%)
+test-changed: lint ## The tests of what changed since yesterday, or BASE=origin/main (DEPTH=--quick).
+	$(PYTEST) $(DEPTH) $(SIDE_BY_SIDE) -m "not alone" $$(.venv/bin/python tests/changed.py)
+
+# Those of what changed come first. With MINUTES=25 it ends then, with whatever it has reached.
+test-rest: export STARTED := $(or $(STARTED),$(shell date +%s))
+test-rest: .venv/installed ## What `make test` leaves out, in all rooms or in some (REST="loader callbacks").
+	$(PYTEST) --rest $(MINUTES:%=--minutes %) $(SIDE_BY_SIDE) -m "not alone" \
+	  $(or $(REST:%=tests/%),$$(.venv/bin/python tests/changed.py --all))
+
+# Each is a line of tests/deliberate_faults.txt.
+test-faults: .venv/installed ## Do the quick tests find mistakes? Puts one after the other into a copy.
+	.venv/bin/python tests/find_faults.py $(FAULTS)
 
 test-alone: .venv/installed ## Tests that look at what they measure, one after the other.
 	$(PYTEST) -m alone $(TESTS)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 QUICK_EXAMPLES = 20
 # A folder that only a full run has: the test suites of others.
@@ -23,9 +23,15 @@ SUMMARY = pytest.StashKey[tuple[Any, list[str]]]()
 STARTED = time.time()
 
 settings.register_profile("full", deadline=None, max_examples=100)
-# The same examples in every run: a check of a change must not fail for something else.
+# The same examples in every run: a check of a change must not fail for something else. One that
+# fails is not made smaller, which takes minutes; a full run does that.
 settings.register_profile(
-    "quick", deadline=None, max_examples=QUICK_EXAMPLES, derandomize=True, database=None
+    "quick",
+    deadline=None,
+    max_examples=QUICK_EXAMPLES,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
 )
 
 
@@ -42,6 +48,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="leave out what takes long, and draw fewer examples in property tests",
     )
     parser.addoption("--rest", action="store_true", help="run only what --quick leaves out")
+    parser.addoption(
+        "--minutes",
+        type=float,
+        help="skip tests that would begin so long after the start, or later",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,6 +81,14 @@ def pytest_collection_modifyitems(
     left_out.update(_room(item.nodeid) for item in left)
     if hasattr(config, "workeroutput"):  # a process of xdist: read below
         config.workeroutput["left_out"] = dict(left_out)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Lets a run end in time, with whatever it has reached."""
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.time() - _started() > 60 * minutes:
+        pytest.skip(f"not reached in {minutes:g} minutes")
 
 
 def _is_quick(item: pytest.Item) -> bool:
@@ -117,12 +136,17 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for room in rooms:
         counts = [*(counts[room] for counts in outcomes.values()), left_out[room]]
         lines.append(f"{room:15}{''.join(f'{count:>9}' for count in counts)}")
-    minutes, seconds = divmod(round(time.time() - float(os.environ.get("STARTED", STARTED))), 60)
+    minutes, seconds = divmod(round(time.time() - _started()), 60)
     lines += [
         f"Took {minutes} min {seconds} s. Left to make test-all: {sum(left_out.values())} tests,",
         "property tests at full depth, the oldest TensorFlow and data validation.",
     ]
     config.stash[SUMMARY] = terminalreporter, lines
+
+
+def _started() -> float:
+    """When the command began that runs these tests, in s of `time.time`."""
+    return float(os.environ.get("STARTED", STARTED))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

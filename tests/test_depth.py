@@ -88,6 +88,12 @@ def test_a_full_run_has_everything(folder: Path) -> None:
     assert "8 passed" in output and "Left to make test-all" not in output
 
 
+def test_a_run_ends_in_time(folder: Path) -> None:
+    assert "8 passed" in run(folder, "--minutes", "5")
+    output = run(folder, "-rs", "--minutes", "0")
+    assert "8 skipped" in output and "not reached in 0 minutes" in output
+
+
 def test_a_name_that_no_parameter_has_is_an_error(folder: Path) -> None:
     file = folder / "room/test_some.py"
     file.write_text(file.read_text().replace('quick("two")', 'quick("four")'))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tensorflow as tf
-from service_doubles import exchange_with, lose_answer, start_service
+from service_doubles import exchange_with, lose_answer, shared_service
 
 from keras_het.asynchronous.exchange import AsyncWorker
 from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine
@@ -66,8 +66,8 @@ class Worker(AsyncWorker):
 
 def start(rule, alpha=0.5, **options):
     return (
-        start_service(PARTITIONS, rule, **options),
-        start_service(PARTITIONS, StatisticsAveraging(alpha)),
+        shared_service(PARTITIONS, rule, **options),
+        shared_service(PARTITIONS, StatisticsAveraging(alpha)),
     )
 
 

@@ -12,7 +12,7 @@ from service_doubles import (
     flat,
     lose_answer,
     service_spec,
-    start_service,
+    shared_service,
 )
 
 from keras_het.asynchronous.exchange import exchange_engine
@@ -38,9 +38,7 @@ RUNNING = []
 
 
 def start(rule, **options):
-    service = start_service(PARTITIONS, rule, **options)
-    RUNNING.append(service)
-    return service
+    return shared_service(PARTITIONS, rule, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +92,7 @@ def test_a_part_that_answered_keeps_its_answer(logical_devices):
     np.testing.assert_array_equal(service.versions(), 2)  # nobody counted twice
 
 
-@pytest.mark.quick("answer lost")
+@pytest.mark.full
 @pytest.mark.parametrize("fault", ["answer lost", "too stale"])
 def test_what_a_small_message_leaves_is_sent_later(logical_devices, fault):
     wire = TopKWire(0.3)
@@ -150,6 +148,7 @@ def test_a_refused_push_is_an_error(logical_devices):
         worker.receive(ONES)
 
 
+@pytest.mark.full
 def test_the_group_beside_the_center_can_be_stale_too(logical_devices):
     rule = AsyncSGD(1.0, damps_staleness=True)
     service = start(rule, wire=FloatWire())
@@ -177,6 +176,7 @@ def test_a_change_that_comes_after_the_end_is_left_where_it_is(logical_devices, 
     assert caplog.text.count("Training ended before this worker's last change came") == 1
 
 
+@pytest.mark.full
 def test_a_small_gradient_is_not_rounded_away(logical_devices):
     rule = AsyncSGD(1e9)
     service = start(rule)
@@ -204,6 +204,7 @@ def serve():
     return parts
 
 
+@pytest.mark.full
 def test_nobody_gets_the_zeros_of_a_service_that_was_restarted(logical_devices):
     parts = serve()
     worker = exchange_with(parts.weights, 1, prefix=WEIGHTS_PREFIX)
@@ -268,7 +269,7 @@ def test_values_are_sent_again_in_their_turn_only(logical_devices, monkeypatch):
     np.testing.assert_allclose(flat(weights), 0.5)
 
 
-@pytest.mark.quick("closed")
+@pytest.mark.full
 @pytest.mark.parametrize("reason", ["closed", "too stale"])
 def test_who_need_not_wait_any_more_is_told_at_once(logical_devices, monkeypatch, reason):
     service = start(RoundRobinEASGD(3, alpha=0.5), staleness_bound=0)

@@ -39,6 +39,7 @@ def replace_optimizer(model, strategy):
     return mean
 
 
+@pytest.mark.quick("2-shares1")
 @pytest.mark.parametrize("shares", [None, [2, 1]])
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_any_number_of_steps_is_one_large_batch(logical_devices, shares, steps_per_execution):
@@ -119,6 +120,7 @@ def state_of(optimizer):
     return [np.array(variable) for variable in optimizer.variables]
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("scales_loss", [False, True])
 def test_files_have_the_state_of_the_users_optimizer(logical_devices, tmp_path, scales_loss):
     strategy = keras_het.HeterogeneousStrategy(logical_devices[:1])

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from service_doubles import exchange_with, start_service
+from service_doubles import exchange_with, shared_service
 
 from keras_het.asynchronous.exchange import async_worker
 from keras_het.asynchronous.exchange.async_worker import AsyncWorker
@@ -65,9 +65,7 @@ def joins(worker: Worker, service: ParameterService, refusals: int) -> int:
 
 @pytest.fixture
 def service(logical_devices: Any) -> Any:
-    found = start_service(PARTITIONS, Delta(), awaits_center=True)
-    yield found
-    found.close()
+    return shared_service(PARTITIONS, Delta(), awaits_center=True)
 
 
 def test_waits_until_the_leader_has_brought_the_center(service: ParameterService) -> None:

@@ -163,6 +163,13 @@ class SilentLedger:
         assert self.answers.wait(60)
 
 
+def test_a_worker_reports_again_after_a_report_that_was_lost():
+    reports = Service(ServiceLostError("silent"), ServiceLostError("silent"))
+    heartbeat = Heartbeat(SimpleNamespace(report=lambda presence: reports()), 0.0)
+    assert reports.enough.wait(30)
+    heartbeat.stop()
+
+
 class LeavingWorker(AsyncWorker):
     """What of an async worker has to be ended."""
 

@@ -146,6 +146,7 @@ def test_who_is_silent_or_said_nothing_does_not_count():
     assert choose_period(paces, [HEARD, 21.0, HEARD], 0, LIMITS) == 1
     assert choose_period(paces, [HEARD, 21.0, HEARD], 1, LIMITS) == 1  # itself it always counts
     assert choose_period(paces, [HEARD] * 3, 2, LIMITS) == FIRST_PERIOD
+    assert choose_period(paces[::-1], [HEARD, 21.0, HEARD], 2, LIMITS) == 1  # the last of three
 
 
 def test_there_are_some_exchanges_in_an_epoch():

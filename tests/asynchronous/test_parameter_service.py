@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from addresses import free_address
 from service_doubles import PROOF as GOOD
-from service_doubles import client_within, exchange_within, flat, start_service
+from service_doubles import client_within, exchange_within, flat, shared_service, start_service
 from service_doubles import connect as connect_to
 
 from keras_het.asynchronous.parameter_service import (
@@ -36,10 +36,9 @@ SHAPES = ((3, 4), (5,), ())
 PARTITIONS = Partitions(SHAPES, partition_size=7)  # 18 elements: three of six
 
 
-def start(rule, num_clients=4, **options):
-    service = ParameterService(free_address(), PARTITIONS, rule, GOOD, num_clients, **options)
+def start(rule, num_clients=4, make=shared_service, **options):
+    service = make(PARTITIONS, rule, num_clients, **options)
     service.set_center([tf.ones(shape) for shape in SHAPES])
-    service.start()
     return service
 
 
@@ -79,8 +78,9 @@ def test_push_in_a_function(service):
     np.testing.assert_array_equal(service.versions(), [10] * 3)
 
 
+@pytest.mark.full
 def test_local_and_remote_exchanges_are_the_same(logical_devices):
-    remote, local = start(ElasticAveraging(0.3)), start(ElasticAveraging(0.3))
+    remote, local = start(ElasticAveraging(0.3)), start(ElasticAveraging(0.3), num_clients=5)
     clients = connect(remote, 1), client_within(local, 1)
     for scale in (1.0, 3.0):
         pushes = [ramp(scale), tf.zeros([3], tf.int64), 4, zeros()]
@@ -91,6 +91,7 @@ def test_local_and_remote_exchanges_are_the_same(logical_devices):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.full
 def test_a_client_beside_the_center_is_not_rounded_and_never_too_stale(logical_devices):
     wire = FloatWire("float16")
     service = start(Delta(), wire=wire, staleness_bound=0)
@@ -118,7 +119,7 @@ TOO_LARGE = {  # changes of which the last one would leave something that is not
 }
 
 
-@pytest.mark.quick("delta", "momentum", "compensation by mean squares")
+@pytest.mark.full
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_finite_pushes_leave_center_and_state_finite(logical_devices, name):
     make_rule, changes = TOO_LARGE[name]
@@ -144,6 +145,7 @@ def test_finite_pushes_leave_center_and_state_finite(logical_devices, name):
     service.close()
 
 
+@pytest.mark.full
 def test_a_rule_may_keep_what_is_not_finite(logical_devices):
     class Smallest(Delta):
         """Keeps the smallest change, at first none."""
@@ -159,7 +161,7 @@ def test_a_rule_may_keep_what_is_not_finite(logical_devices):
             slots["least"].assign(tf.minimum(compared, slots["least"]))
             return super().update(center, slots, change, meta)
 
-    service = start(Smallest())
+    service = start(Smallest(), make=start_service)
     for _ in range(2):
         answer = connect(service).push(ramp(), service.versions(), 8, zeros())
         np.testing.assert_array_equal(answer.statuses, [Status.OK] * 3)
@@ -173,7 +175,6 @@ def test_a_local_push_of_one_bad_partition_takes_the_others(logical_devices):
     np.testing.assert_array_equal(service.versions(), [1, 0, 1])
     for place in (0, 2):
         np.testing.assert_array_equal(answers[place], service.center_partitions()[place])
-    service.close()
 
 
 @pytest.mark.quick("nan-0-0-1-2", "1.0-0-0-nan-2", "1.0-4-0-1-3")
@@ -343,7 +344,7 @@ def test_a_push_beyond_the_staleness_bound_is_not_taken(logical_devices):
     assert answer.statuses.numpy().tolist() == [Status.OK] * 3
 
 
-@pytest.mark.quick("0.7")
+@pytest.mark.full
 @pytest.mark.parametrize("ratio", [1.0, 0.7, 0.5])
 def test_largest_values_of_the_largest_partition_fit_into_a_message(logical_devices, ratio):
     wire = TopKWire(ratio)
@@ -370,6 +371,7 @@ def test_partitions_that_are_too_large_for_their_format_are_refused(service):
         ParameterClient(service.address, partitions, GOOD, 0, wire=TopKWire(1.0))
 
 
+@pytest.mark.quick("rule1")
 @pytest.mark.parametrize(
     "rule",
     [DelayCompensated(0.1, 1.0, num_workers=3), RoundRobinEASGD(3), AsyncEASGD(None, None, 3)],
@@ -405,10 +407,11 @@ class UnhurriedUnderLock(Unhurried):
     is_atomic = True
 
 
+@pytest.mark.full
 def test_as_many_partitions_as_locks_are_updated_at_the_same_time(logical_devices, monkeypatch):
     monkeypatch.setattr(parameter_service, "usable_cpus", lambda: 8.0)  # two locks
     rule, statuses = UnhurriedUnderLock(), []
-    service = start(rule)
+    service = start(rule, make=start_service)
 
     def push(number):
         answer = connect(service, number).push(ramp(), tf.zeros([3], tf.int64), 1, zeros())
@@ -433,7 +436,7 @@ def test_as_many_partitions_as_locks_are_updated_at_the_same_time(logical_device
     service.close()
 
 
-@pytest.mark.quick("1.5")
+@pytest.mark.full
 @pytest.mark.parametrize("cpus", [1.5, 8.0])
 def test_partitions_that_share_a_lock_are_all_updated(logical_devices, monkeypatch, cpus):
     monkeypatch.setattr(parameter_service, "usable_cpus", lambda: cpus)
@@ -454,7 +457,7 @@ def test_partitions_that_share_a_lock_are_all_updated(logical_devices, monkeypat
 @pytest.mark.parametrize("remote", [False, True])
 def test_the_center_is_final_when_training_was_closed_without_a_lock_too(logical_devices, remote):
     rule = Unhurried()
-    service = start(rule)
+    service = start(rule, make=start_service)
     pusher, leader = connect(service, 1), connect(service)
     leader = leader if remote else client_within(service)
     close, statuses, found = leader.close_training, [], []

@@ -73,9 +73,11 @@ class Fuzzer:
 WIRES = {"float32": FloatWire(), "float16": FloatWire("float16"), "top": TopKWire(0.4)}
 
 
-@pytest.mark.quick("top")
+@pytest.mark.quick("few top")
 @pytest.mark.parametrize(
-    ("wire", "num_bad"), [("float32", 2000), ("float16", 700), ("top", 700)], ids=WIRES
+    ("wire", "num_bad"),
+    [("float32", 2000), ("float16", 700), ("top", 700), ("top", 150)],
+    ids=[*WIRES, "few top"],
 )
 def test_bad_requests_change_nothing(logical_devices, wire, num_bad):
     format_ = WIRES[wire]
@@ -108,6 +110,7 @@ def test_bad_requests_change_nothing(logical_devices, wire, num_bad):
     np.testing.assert_allclose(center, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full
 def test_bad_requests_hold_up_nobody_who_waits_for_a_turn(logical_devices):
     """They may pass a turn on, and change nothing else; who is told to wait gets a later turn."""
     rule, num_bad = RoundRobinEASGD(NUM_CLIENTS), 700

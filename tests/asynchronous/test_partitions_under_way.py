@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import tensorflow as tf
-from service_doubles import connect, exchange_within, start_service
+from service_doubles import connect, exchange_within, shared_service, start_service
 
 from keras_het.asynchronous.parameter_service import NO_ANSWER, Partitions, Status, client
 from keras_het.asynchronous.rules import Delta
@@ -18,8 +18,8 @@ COUNT, LIMIT = len(PARTITIONS.sizes), client.PARTITIONS_UNDER_WAY
 VERSIONS = np.zeros(COUNT, np.int64)
 
 
-def start(rule=None):
-    return start_service(PARTITIONS, rule or Delta(), num_clients=2)
+def start():
+    return shared_service(PARTITIONS, Delta(), num_clients=2)
 
 
 def ramp():
@@ -124,10 +124,10 @@ def test_few_partitions_are_under_way_in_a_function(logical_devices):
         assert place < LIMIT or answered[place - LIMIT]
 
 
-@pytest.mark.quick("True")
+@pytest.mark.full
 @pytest.mark.parametrize("in_function", [False, True])
 def test_a_service_that_is_gone_is_waited_for_once(logical_devices, monkeypatch, in_function):
-    service = start()
+    service = start_service(PARTITIONS, Delta())
     connection = connect(service, timeout_seconds=0.5)
     service.close()
     recorder = Recorder(monkeypatch)
@@ -174,9 +174,10 @@ class Counting(Delta):
         return super().update(center, slots, change, meta)
 
 
+@pytest.mark.full
 def test_a_rule_with_variables_of_its_own_has_functions_for_each_partition(logical_devices):
     rule = Counting()
-    connection = connect(start(rule))
+    connection = connect(start_service(PARTITIONS, rule, num_clients=2))
     for _ in range(3):
         connection.push(ramp(), VERSIONS, 1, ramp())
     assert [int(count) for count in rule.counts.values()] == [3] * COUNT

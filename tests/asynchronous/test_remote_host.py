@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tensorflow as tf
-from service_doubles import PROOF, LostCall, exchange_with, lose_answer, start_service
+from service_doubles import PROOF, LostCall, exchange_with, lose_answer, shared_service
 
 from keras_het.asynchronous.exchange import center
 from keras_het.asynchronous.exchange.center import Center
@@ -17,9 +17,7 @@ from keras_het.asynchronous.rules import Delta
 
 @pytest.fixture
 def service(logical_devices):
-    found = start_service(Partitions(((2,),)), Delta(), num_clients=2)
-    yield found
-    found.close()
+    return shared_service(Partitions(((2,),)), Delta(), num_clients=2)
 
 
 class Leader(Center):

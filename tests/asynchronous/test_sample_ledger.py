@@ -6,6 +6,8 @@ import threading
 
 import pytest
 from addresses import free_address
+from devices import create_logical_devices
+from service_doubles import variables_of
 
 from keras_het.asynchronous.parameter_service import Status
 from keras_het.asynchronous.parameter_service.sample_ledger import (
@@ -40,19 +42,27 @@ class Leader(LeaderLedger):
         return super().claim(epoch, count)[1:]
 
 
-def start():
+@pytest.fixture(scope="module")
+def served():
+    """A server with a ledger, and the ledger's variables as they are at first."""
+    create_logical_devices()
     server = FunctionServer(free_address())
-    SampleLedger(server, Gate(GOOD), CLIENTS)
-    ledger = Leader(LocalChannel(server))
-    ledger.start_epoch(0, TrainingFacts(BATCHES, 17))
-    ledger.set_stage(Stage.RUNNING)
+    variables = variables_of(SampleLedger(server, Gate(GOOD), CLIENTS))
     server.start()
-    return server.address, server, ledger
+    yield server, [(variable, variable.numpy()) for variable in variables]
+    server.close()
 
 
 @pytest.fixture
-def service(logical_devices):
-    return start()
+def service(served):
+    """The server's address, the server, and the leader of a training that has begun."""
+    server, new = served
+    for variable, value in new:
+        variable.assign(value)
+    ledger = Leader(LocalChannel(server))
+    ledger.start_epoch(0, TrainingFacts(BATCHES, 17))
+    ledger.set_stage(Stage.RUNNING)
+    return server.address, server, ledger
 
 
 def test_a_claim_can_be_under_way(service):

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from service_doubles import connect, exchange_with, start_service
+from service_doubles import connect, exchange_with, shared_service, start_service
 
 from keras_het.asynchronous.exchange import HybridOptions
 from keras_het.asynchronous.exchange.center import Center
@@ -31,12 +31,16 @@ def saved_state(parts):
     return found
 
 
-def start(rule, partitions):
-    service = start_service(partitions, rule, num_clients=2)
+def start(rule, partitions, make=start_service):
+    service = make(partitions, rule, num_clients=2)
     return service, connect(service)
 
 
-@pytest.mark.quick("adam")
+def start_small(rule):
+    return start(rule, SMALL, shared_service)
+
+
+@pytest.mark.quick("momentum")
 @pytest.mark.parametrize("name", ["momentum", "adam", "delay_compensated"])
 def test_large_state_comes_back(logical_devices, name):
     rules = {
@@ -61,6 +65,7 @@ def test_large_state_comes_back(logical_devices, name):
         np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.full
 def test_pieces_that_come_at_the_same_time_are_all_there(logical_devices):
     service, client = start(AsyncSGD(0.1, momentum=0.5), LARGE)
     momentum = np.arange(LARGE.sizes[0], dtype="float32")
@@ -81,8 +86,8 @@ def test_pieces_that_come_at_the_same_time_are_all_there(logical_devices):
     "other", [DelayCompensated(0.1, 1.0, num_workers=3), AsyncSGD(0.1), Delta()]
 )
 def test_state_of_another_rule_or_number_of_workers_is_refused(logical_devices, other):
-    _, client = start(DelayCompensated(0.1, 1.0, num_workers=2), SMALL)
-    service, receiver = start(other, SMALL)
+    _, client = start_small(DelayCompensated(0.1, 1.0, num_workers=2))
+    service, receiver = start_small(other)
     before = service.state()
     with pytest.raises(ValueError, match="another rule or number of workers"):
         receiver.restore([tf.ones([size]) for size in SMALL.sizes], client.export())
@@ -95,7 +100,7 @@ def test_state_of_another_rule_or_number_of_workers_is_refused(logical_devices, 
     ("name", "value"), [("momentum", np.nan), ("momentum", -np.inf), ("version", -5)]
 )
 def test_state_with_which_no_push_could_be_taken_is_refused(logical_devices, name, value):
-    service, client = start(AsyncSGD(0.1, momentum=0.5), SMALL)
+    service, client = start_small(AsyncSGD(0.1, momentum=0.5))
     values = np.full(1 if name == "version" else 3, value, "int64" if value == -5 else "float32")
     saved = client.export()
     piece = np.frombuffer(tf.io.serialize_tensor(values).numpy(), np.uint8)
@@ -142,6 +147,7 @@ def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(
     assert backup._service_state() == {}
 
 
+@pytest.mark.full
 def test_a_backup_ends_a_training_that_shall_not_go_on_alone(logical_devices):
     service, _ = start(AsyncSGD(0.1, momentum=0.5), SMALL)
     center = leader_of(service, goes_on=False, seconds=1.0)
@@ -151,8 +157,9 @@ def test_a_backup_ends_a_training_that_shall_not_go_on_alone(logical_devices):
     assert center.engine.is_given_up
 
 
+@pytest.mark.full
 def test_small_state_is_one_piece_a_variable(logical_devices):
-    _, client = start(RoundRobinEASGD(2), SMALL)
+    _, client = start_small(RoundRobinEASGD(2))
     saved = client.export()
     for part in ("part_0", "part_1"):
         assert saved[f"{part}/sizes"].tolist() == [1, 2, 1]  # version, left, turn
@@ -161,6 +168,6 @@ def test_small_state_is_one_piece_a_variable(logical_devices):
 
 @pytest.mark.parametrize("saved", [{"versions": np.zeros(2)}, saved_state([((1,), [b"x"])] * 3)])
 def test_saved_state_of_another_number_of_partitions(logical_devices, saved):
-    service, client = start(Delta(), SMALL)
+    service, client = start_small(Delta())
     with pytest.raises(ValueError, match="expected: 2 partitions"):
         client.restore(service.center_partitions(), saved)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from addresses import free_address
+from devices import create_logical_devices
 from service_doubles import PROOF as GOOD
-from service_doubles import SECRET, service_spec
+from service_doubles import SECRET, service_spec, variables_of
 from wrong_tokens import wrong_token
 
 from keras_het import private_api
@@ -31,7 +32,7 @@ from keras_het.summation.machine import GroupSize
 from keras_het.summation.service import SummationService
 
 PARTITIONS = Partitions(((4, 3), (2,)), partition_size=9)  # 14 elements: two of seven
-NUM_CLIENTS, NUM_BAD, UNAVAILABLE = 3, 600, 14
+NUM_CLIENTS, UNAVAILABLE = 3, 14
 STATUS = tf.TensorSpec([], tf.int32)
 
 
@@ -135,20 +136,39 @@ def registered(monkeypatch):
     return functions
 
 
-@pytest.fixture
-def service(logical_devices, registered):
+@pytest.fixture(scope="module")
+def served():
+    """A service beside a ledger, what its functions return, and its variables as they are new."""
+    create_logical_devices()
     server = FunctionServer(free_address())
     rule = AsyncSGD(0.1, momentum=0.5)
     parameters = ParameterService(
         server.address, PARTITIONS, rule, GOOD, NUM_CLIENTS, server=server
     )
     ledger = SampleLedger(server, Gate(GOOD), NUM_CLIENTS)
+    owned = [variables_of(ledger), *map(variables_of, parameters._parts)]
+    owned += [slots.values() for slots in parameters.slots()]
+    new = [(variable, variable.numpy()) for own in owned for variable in own]
+    server.start()
+    outputs = {
+        name: function.get_concrete_function().structured_outputs
+        for name, function in server._methods.items()
+    }
+    yield parameters, ledger, server, outputs, new
+    server.close()
+
+
+@pytest.fixture
+def service(served):
+    """They, and what their functions return, in a training that has begun."""
+    parameters, ledger, server, outputs, new = served
+    for variable, value in new:
+        variable.assign(value)
     leader = LeaderLedger(LocalChannel(server))
     leader.start_epoch(0, TrainingFacts(50, 17))
     leader.set_stage(Stage.RUNNING)
     leader.tell()
-    server.start()
-    return parameters, ledger, server
+    return parameters, ledger, server, outputs
 
 
 def snapshot(parameters, ledger):
@@ -157,12 +177,13 @@ def snapshot(parameters, ledger):
     return [*parameters.center(), *state.values(), *[v.numpy() for v in variables]]
 
 
-def test_bad_requests_change_nothing(registered, service):
-    parameters, ledger, server = service
-    outputs = {name: function.structured_outputs for name, function in registered.items()}
+@pytest.mark.quick("150")
+@pytest.mark.parametrize("num_bad", [150, 600])
+def test_bad_requests_change_nothing(service, num_bad):
+    parameters, ledger, server, outputs = service
     before, requests = snapshot(parameters, ledger), Requests(seed=3)
     rpc, accepted = private_api.RpcClient(server.address, "fuzzer", timeout_in_ms=20_000), []
-    for _ in range(NUM_BAD):
+    for _ in range(num_bad):
         proof, function, arguments = requests.make()
         tensors = [tf.constant(argument) for argument in (proof, *arguments)]
         answer = rpc.call(function, tensors, output_specs=outputs[function])
@@ -177,13 +198,11 @@ def test_bad_requests_change_nothing(registered, service):
     arguments = [tf.constant(number) for number in (1, 1, int(Signal.NOTHING))]
     client = FunctionClient(server.address, GOOD, 20)
     assert int(client.ask("signal_7", arguments, (STATUS, STATUS))[0]) == Status.OK
-    server.close()
 
 
-def test_the_same_requests_without_a_fault_are_accepted(registered, service):
+def test_the_same_requests_without_a_fault_are_accepted(service):
     """The fuzzer's requests fail for the fault that they have, and for nothing else."""
-    parameters, ledger, server = service
-    outputs = {name: function.structured_outputs for name, function in registered.items()}
+    parameters, ledger, server, outputs = service
     client = FunctionClient(server.address, GOOD, 20)
     for function, arguments, _ in Requests(seed=4).kinds():
         answer = client.ask(function, [tf.constant(a) for a in arguments], outputs[function])
@@ -191,7 +210,6 @@ def test_the_same_requests_without_a_fault_are_accepted(registered, service):
     assert ledger._claimed.numpy().tolist() == [0, 1, 0]
     assert ledger._used.numpy().tolist() == [3, 3, 0] and int(ledger._facts[0]) == Stage.CLOSED
     assert np.abs(parameters.center()[0]).max() > 0
-    server.close()
 
 
 def parts_of_a_hybrid_training(address):
@@ -220,10 +238,6 @@ def link_rates_of_a_leader(address):
     return server, []
 
 
-def variables_of(owner):
-    return [value for value in vars(owner).values() if isinstance(value, tf.Variable)]
-
-
 DTYPES = (tf.int32, tf.int64, tf.float32, tf.float64, tf.string, tf.bool, tf.complex64)
 SHAPES = ([], [0], [1], [2], [1, 1], [0, 3], [1, 0], [2, 2], [1] * 8)
 
@@ -246,7 +260,7 @@ def messages(specs, proof):
     yield good[:-1]
 
 
-@pytest.mark.quick("summation_machine", "link_rates_of_a_leader")
+@pytest.mark.quick("link_rates_of_a_leader")
 @pytest.mark.parametrize(
     "start",
     [parts_of_a_hybrid_training, summation_machine, link_rates_of_a_leader],
@@ -299,6 +313,7 @@ def test_a_token_opens_one_function_for_a_while(logical_devices):
         assert not bool(gate.admits(wrong_token(random, GOOD, "push"), "push"))
 
 
+@pytest.mark.full
 def test_a_worker_whose_clock_is_wrong_asks_for_the_time(logical_devices):
     server = FunctionServer(free_address())
     server.register("hello", hello_function(), Gate(GOOD))

@@ -96,6 +96,7 @@ def exchange(service, value):
     return np.array(answer)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_the_center_is_changed_where_it_is(logical_devices, scale):
     service = start(Delta(scale))
@@ -116,6 +117,7 @@ class FourthPower(Delta):
         return super().update(center, slots, change**4, meta)
 
 
+@pytest.mark.full
 def test_a_subclass_with_its_own_update_is_undone(logical_devices):
     service = start(FourthPower())
     np.testing.assert_array_equal(exchange(service, 2.0), 16.0)

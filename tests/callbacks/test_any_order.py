@@ -86,7 +86,7 @@ def train(strategy, folder, order):
     return model, callbacks, (first, last)
 
 
-@pytest.mark.quick("0", "119")
+@pytest.mark.quick("119")
 @pytest.mark.parametrize("number", range(len(ORDERS)), ids=str)
 def test_any_order_gives_the_same(strategy, tools, tmp_path, number):
     del tools

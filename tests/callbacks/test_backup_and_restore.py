@@ -75,14 +75,14 @@ def endless(of_unknown_number=False):
     return rows(of_unknown_number).repeat()
 
 
-@pytest.mark.quick("False-14", "True-4")
+@pytest.mark.quick("False-14")
 @pytest.mark.parametrize("step", [4, 14, 23])
 @pytest.mark.parametrize("of_unknown_number", [False, True])
 def test_every_later_epoch_is_whole(logical_devices, tmp_path, of_unknown_number, step):
     assert_goes_on(logical_devices, lambda: rows(of_unknown_number), tmp_path, step)
 
 
-@pytest.mark.quick("True-more than a pass")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "steps", [8, 5, 11], ids=["a pass", "less than a pass", "more than a pass"]
 )
@@ -114,7 +114,7 @@ OTHERS = {  # data, the step of the interruption, how often is saved, and how is
 }
 
 
-@pytest.mark.quick("half a pass-4", "half a pass-epoch", *list(OTHERS)[-3:])
+@pytest.mark.quick("at the end of a pass")
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_epochs_and_data(logical_devices, tmp_path, kind):
@@ -128,7 +128,7 @@ def damage_the_newest(folder):
     return newest
 
 
-@pytest.mark.quick("True")
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("is_double", [False, True])
 def test_a_damaged_backup_is_an_error_or_the_one_before_is_taken(
     logical_devices, tmp_path, is_double
@@ -148,6 +148,7 @@ def test_a_damaged_backup_is_an_error_or_the_one_before_is_taken(
         assert str(newest) in str(error.value)
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("all_was_done", [False, True])
 def test_the_next_fit_begins_with_the_first_epoch(logical_devices, tmp_path, all_was_done):
     if all_was_done:
@@ -188,12 +189,13 @@ EVALUATES = {
 }
 
 
-@pytest.mark.quick("within the epoch", "before the first step, gone")
+@pytest.mark.full
 @pytest.mark.parametrize("when", EVALUATES)
 def test_what_is_evaluated_is_not_what_is_saved(logical_devices, tmp_path, when):
     assert_goes_on(logical_devices, rows, tmp_path, 12, others=EVALUATES[when])
 
 
+@pytest.mark.full
 def test_a_resumed_fit_that_failed_leaves_nothing_behind(logical_devices, tmp_path):
     options = {"steps_per_epoch": 5, "epochs": 2}
     expected = trained(logical_devices, rows().repeat(), [], **options)
@@ -207,7 +209,7 @@ def test_a_resumed_fit_that_failed_leaves_nothing_behind(logical_devices, tmp_pa
     assert_same(found, expected)
 
 
-@pytest.mark.quick("equal-3", "none-3")
+@pytest.mark.quick("none-3")
 @pytest.mark.parametrize("step", [3, 8])
 @pytest.mark.parametrize(
     ("seeds", "is_told"),
@@ -244,6 +246,7 @@ def test_another_order_of_arrays_is_told(logical_devices, tmp_path, caplog, seed
     assert ("shuffled in another order" in caplog.text) == (seed is None)
 
 
+@pytest.mark.quick("12")
 @pytest.mark.parametrize("step", [8, 12])  # the first epoch's last, and one within the second
 def test_batches_of_another_size(logical_devices, tmp_path, step):
     interrupted(logical_devices, rows(), tmp_path, step, save_freq=4)

@@ -71,6 +71,7 @@ def folder(emulated, tmp_path):
     return tmp_path
 
 
+@pytest.mark.quick("another order")
 @pytest.mark.parametrize("places", [(0, 1, 2), (2, 0, 1)], ids=["same", "another order"])
 def test_on_the_same_devices_the_first_plan_is_the_last_one(emulated, folder, places):
     before = [each.share for each in known_in(folder).values()]
@@ -79,6 +80,7 @@ def test_on_the_same_devices_the_first_plan_is_the_last_one(emulated, folder, pl
     assert first.reason == "times known from before"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("places", "products", "alike"),
     [((0, 2), "xyzz", [0, 2]), ((0, 1, 2, 3), "xyzz", [0, 1, 2, 2]), ((3, 0), "xyzx", [0, 0])],
@@ -102,12 +104,14 @@ def test_on_other_devices_the_first_plan_follows_from_known_times(
     assert len(known_in(folder)) == len({0, 1, 2, *places})  # one that is gone may come back
 
 
+@pytest.mark.full
 def test_a_device_of_an_unknown_product_has_an_even_share_at_first(emulated, folder):
     balancer = train(emulated, folder, (0, 1, 2, 3), products="xyzu")
     assert balancer.plans[0].shares[3] == BATCH // 4
     assert balancer.plans[0].shares[0] > BATCH // 4
 
 
+@pytest.mark.full
 def test_a_backup_of_a_training_without_a_balancer_that_measures(emulated, tmp_path):
     train(emulated, tmp_path, (0, 1), interrupted_after=4, policy="even")
     assert known_in(tmp_path) == {}

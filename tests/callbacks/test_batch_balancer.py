@@ -69,6 +69,7 @@ def model(strategy):
         return dense_model()
 
 
+@pytest.mark.full
 def test_training_with_it_equals_one_device():
     def with_balancer(model, callbacks):
         if isinstance(model.distribute_strategy, HeterogeneousStrategy):
@@ -97,12 +98,14 @@ def test_every_step_is_observed_with_the_shares_it_had():
     assert [row["step"] for row in balancer.measurements] == list(range(12))
 
 
+@pytest.mark.full
 def test_several_steps_in_one_execution():
     policy = Zigzag()
     fit(BatchBalancer(policy), compiled={"steps_per_execution": 3})
     assert [step for step, _, _ in policy.seen] == list(range(12))
 
 
+@pytest.mark.full
 def test_each_model_is_measured_also_one_that_was_trained_without(strategy):
     with strategy.scope():
         first, second = dense_model(), dense_model()
@@ -115,6 +118,7 @@ def test_each_model_is_measured_also_one_that_was_trained_without(strategy):
     assert len(balancer.measurements) == 3
 
 
+@pytest.mark.full
 def test_a_model_is_traced_again_once(strategy, model):
     data = strategy.distribute(batches(24))
     model.fit(data, verbose=0, callbacks=[BatchBalancer("even")])
@@ -125,6 +129,7 @@ def test_a_model_is_traced_again_once(strategy, model):
     assert model.train_function is not traced
 
 
+@pytest.mark.full
 def test_evaluation_is_not_measured(strategy):
     balancer = BatchBalancer("even")
     model = fit(balancer, 24, 1, strategy, validation_data=batches(16))
@@ -132,6 +137,7 @@ def test_evaluation_is_not_measured(strategy):
     assert len(balancer.measurements) == 3
 
 
+@pytest.mark.full
 def test_shares_of_the_strategy_are_the_first_plan(strategy):
     strategy.set_shares((2, 1, 1))
     balancer = BatchBalancer("boa")
@@ -140,6 +146,7 @@ def test_shares_of_the_strategy_are_the_first_plan(strategy):
     assert balancer.plans[0].reason == "shares that were given"
 
 
+@pytest.mark.full
 def test_what_is_evaluated_before_the_first_step_changes_no_plan(model):
     evaluates = keras.callbacks.LambdaCallback(
         on_train_begin=lambda logs: model.evaluate(batches(60, size=20), verbose=0)
@@ -150,6 +157,7 @@ def test_what_is_evaluated_before_the_first_step_changes_no_plan(model):
     assert [row["shares"] for row in balancer.measurements] == [[2, 0, 6]] * 3
 
 
+@pytest.mark.quick("weights0-shares0")
 @pytest.mark.parametrize(
     ("weights", "shares"), [({"weights": (1, 0, 3)}, (2, 0, 6)), ({}, (4, 2, 2))]
 )
@@ -171,12 +179,14 @@ def test_real_devices_get_a_sample_at_least(strategy, least, expected):
     assert policy.shares[2] == expected
 
 
+@pytest.mark.full
 def test_a_replica_may_be_bound_to_nothing(strategy):
     balancer = BatchBalancer("boa", max_share={1: 0})
     fit(balancer, 24, 1, strategy)
     assert all(row["shares"][1] == 0 for row in balancer.measurements)
 
 
+@pytest.mark.quick("2", "bound1")
 @pytest.mark.parametrize("bound", [2, [2, None, None], {0: 2}])
 def test_bounds(strategy, bound):
     balancer = BatchBalancer("static", weights=(6, 1, 1), max_share=bound, min_share={2: 2})
@@ -189,6 +199,7 @@ def test_bounds(strategy, bound):
     assert balancer.plans[0].shares[2] >= 2
 
 
+@pytest.mark.full
 def test_times_of_shares_in_parts_are_no_lines(logical_devices):
     strategy = HeterogeneousStrategy(logical_devices[:3], micro_batch_size=[2, None, 4])
     balancer = BatchBalancer()
@@ -229,6 +240,12 @@ def test_report(strategy, tmp_path, capsys):
     assert str(balancer.plans[0]) in capsys.readouterr().out
 
 
+@pytest.mark.quick(
+    "arguments0-ValueError-boa",
+    "arguments2-ValueError-one bound for each",
+    "arguments3-ValueError-do not exist",
+    "arguments11-ValueError-upper 2 for replica 1",
+)
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
@@ -273,6 +290,7 @@ def test_two_in_one_fit(strategy, model):
         model.fit(strategy.distribute(batches(16)), verbose=0, callbacks=two)
 
 
+@pytest.mark.full
 def test_a_second_balancer_starts_over(strategy, model):
     data = strategy.distribute(batches(64))
     first = BatchBalancer("static", weights=(1, 0, 3))
@@ -284,6 +302,7 @@ def test_a_second_balancer_starts_over(strategy, model):
     assert [row["step"] for row in second.measurements] == list(range(8))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("bound", "shares"), [(None, (24, 4, 4)), (20, (20, 6, 6))])
 def test_a_larger_batch_has_larger_shares(model, bound, shares):
     """And a bound above the first batch counts for it."""
@@ -294,6 +313,7 @@ def test_a_larger_batch_has_larger_shares(model, bound, shares):
     assert balancer.measurements[-1]["shares"] == list(shares)
 
 
+@pytest.mark.full
 def test_a_later_fit_over_less_than_a_batch_changes_no_plan(model):
     balancer = BatchBalancer("static", weights=(2, 1, 1), min_share=2)
     for samples in (16, 5, 16):
@@ -302,6 +322,7 @@ def test_a_later_fit_over_less_than_a_batch_changes_no_plan(model):
     assert [plan.shares for plan in balancer.plans] == [(4, 2, 2)]
 
 
+@pytest.mark.full
 def test_a_balancer_goes_on_in_a_later_fit(strategy, model):
     balancer = BatchBalancer("static", weights=(2, 1, 1))
     model.fit(batches(64, size=16), verbose=0, callbacks=[balancer])
@@ -313,6 +334,7 @@ def test_a_balancer_goes_on_in_a_later_fit(strategy, model):
     assert [row["shares"] for row in balancer.measurements][4:] == [[4, 2, 2]] * 8
 
 
+@pytest.mark.full
 def test_a_later_fit_may_have_fewer_samples_than_replicas(model):
     balancer = BatchBalancer("boa")
     for samples in (16, 2, 16):
@@ -348,6 +370,7 @@ def test_old_measurements_are_dropped(strategy):
     assert rows[-1].collective_seconds == 299.0
 
 
+@pytest.mark.full
 def test_short_steps_are_read_seldom_and_none_is_lost(monkeypatch):
     monkeypatch.setattr(compute_times, "MOST_CALLS", 8)
     monkeypatch.setattr(compute_times, "LONG_STEP_SECONDS", 1e6)
@@ -365,6 +388,7 @@ def test_short_steps_are_read_seldom_and_none_is_lost(monkeypatch):
     assert [plan.step for plan in balancer.plans] == [-1, 1, 9, 17, 19, 27, 35, 39]
 
 
+@pytest.mark.full
 def test_long_steps_are_read_at_once(monkeypatch):
     monkeypatch.setattr(compute_times, "MOST_CALLS", 8)
     monkeypatch.setattr(compute_times, "LONG_STEP_SECONDS", 1e-9)
@@ -418,7 +442,7 @@ class Slow(keras.callbacks.Callback):
         self.now += 1000
 
 
-@pytest.mark.quick("read_after2")
+@pytest.mark.full
 @pytest.mark.parametrize("read_after", [{2, 4}, {3, 5}, {5}, {2, 4, 6}])
 def test_validation_and_other_callbacks_are_no_steps(monkeypatch, read_after):
     """Of an epoch of six steps, the last ones are read at its end."""
@@ -462,6 +486,7 @@ class NotesRows(keras.layers.Layer):
         return rows
 
 
+@pytest.mark.full
 def test_what_did_not_fit_is_computed_in_parts(logical_devices, tmp_path):
     MemoryBounds(tmp_path).write(1, 2)
     strategy = HeterogeneousStrategy(logical_devices[:3], shares=[1, 5, 2], micro_batch_size="auto")

@@ -88,12 +88,17 @@ def test_it_stays_with_the_fastest_size_and_changes_no_bit(clock, traces, capsys
     text = "gradients travel in buckets of 8 bytes (3000.00 ms in one sum, "
     assert f"\nBucketTuner: {text}" in capsys.readouterr().out
     assert model.distribute_strategy.extended.bytes_per_bucket == ONE_SUM
+    weights = flat(model)
+    clock.executions.clear()
+    fit(model, clock, tuner, epochs=1)  # goes on with that size
+    assert set(clock.executions) == {8} and traces == ONCE_EACH
     plain = build()
     expected = fit(plain, epochs=2 * epochs_of(LONG))
-    np.testing.assert_array_equal(flat(model), flat(plain))
+    np.testing.assert_array_equal(weights, flat(plain))
     assert tuned.history["loss"] == expected.history["loss"]
 
 
+@pytest.mark.full
 def test_one_sum_stays_where_it_is_fastest(clock, traces):
     clock.seconds = ONE_IS_FASTEST
     tuner = BucketTuner(SIZES, steps=STEPS)
@@ -103,17 +108,18 @@ def test_one_sum_stays_where_it_is_fastest(clock, traces):
     assert traces == ONCE_EACH
 
 
+@pytest.mark.full
 def test_the_next_fit_uses_the_same_size_without_a_trace(clock, traces):
     model, tuner = build(), BucketTuner(SIZES, steps=STEPS)
     fit(model, clock, tuner, epochs=2 * epochs_of(LONG))
-    clock.executions.clear()
     fit(model, clock, tuner, epochs=1)
-    assert set(clock.executions) == {8} and traces == ONCE_EACH
+    assert tuner.size == 8 and traces == ONCE_EACH
     other = make_model(model.distribute_strategy, jit_compile=False)
     fit(other, clock, tuner, epochs=1)
     assert tuner.size is None  # of another model
 
 
+@pytest.mark.full
 def test_a_trial_that_was_not_finished_starts_again(clock, traces):
     model, tuner = build(), BucketTuner(SIZES, steps=STEPS)
     fit(model, clock, tuner, epochs=epochs_of(IN_A_BLOCK + 3))
@@ -127,6 +133,7 @@ def test_a_trial_that_was_not_finished_starts_again(clock, traces):
     assert tuner.size == 8 and traces == ONCE_EACH
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_known", [True, False])
 def test_epochs_may_be_shorter_than_a_block(clock, is_known):
     def batches():
@@ -142,6 +149,7 @@ def test_epochs_may_be_shorter_than_a_block(clock, is_known):
     assert tuner.step_seconds == {ONE_SUM: 3.0, 64: 2.0, 8: 1.0}
 
 
+@pytest.mark.full
 def test_a_validation_is_no_part_of_a_step(clock):
     class Validates(keras.callbacks.Callback):
         def on_test_end(self, logs=None):
@@ -152,6 +160,7 @@ def test_a_validation_is_no_part_of_a_step(clock):
     assert tuner.step_seconds == {ONE_SUM: 3.0, 64: 2.0, 8: 1.0}
 
 
+@pytest.mark.full
 def test_executions_of_several_steps(clock):
     tuner, model = BucketTuner(SIZES, steps=STEPS), build(steps_per_execution=2)
     fit(model, clock, tuner, epochs=2 * epochs_of(LONG, NUM_BATCHES // 2))
@@ -161,6 +170,7 @@ def test_executions_of_several_steps(clock):
     np.testing.assert_array_equal(flat(model), flat(plain))
 
 
+@pytest.mark.full
 def test_functions_that_another_callback_makes_are_used(clock):
     class Makes(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -176,6 +186,7 @@ def test_functions_that_another_callback_makes_are_used(clock):
     assert tuner.size == 8
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "more"),
     [
@@ -198,6 +209,7 @@ def test_small_models_have_nothing_to_try():
     assert tuner.size == ONE_SUM and tuner.step_seconds == {}
 
 
+@pytest.mark.full
 def test_the_size_of_the_strategy_comes_first(clock):
     options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=64)
     strategy = keras_het.HeterogeneousStrategy(DEVICES[:2], communication_options=options)
@@ -208,6 +220,7 @@ def test_the_size_of_the_strategy_comes_first(clock):
     assert strategy.extended.bytes_per_bucket == 64
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_beside_a_balancer(clock, monkeypatch, asynchronous):
     """Steps that are measured have a function of their own, for each size."""

@@ -16,6 +16,7 @@ print(*(name for name in sys.modules if name.startswith("keras_het.")))
 """
 
 
+@pytest.mark.full
 def test_the_loader_tuner_brings_no_parameter_service() -> None:
     run = [sys.executable, "-c", LIST_MODULES]
     loaded = subprocess.run(run, capture_output=True, text=True, timeout=120, check=True).stdout

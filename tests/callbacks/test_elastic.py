@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from pathlib import Path
@@ -53,6 +54,7 @@ def fit(folder: Path, interrupted_at: int | None = None, **options: Any) -> kera
     return model
 
 
+@functools.cache
 def expected() -> np.ndarray:
     model = make_model(keras_het.HeterogeneousStrategy())
     model.fit(data(), epochs=EPOCHS, verbose=0)
@@ -70,9 +72,11 @@ def test_a_run_goes_on_from_memory_when_the_disk_is_lost(run: Any, tmp_path: Pat
     assert on_disk.read_bytes() == in_memory.read_bytes()
     on_disk.unlink()
     model = fit(folder)
+    assert model.history.epoch == [1, 2]
     np.testing.assert_array_equal(flat(model), expected())
 
 
+@pytest.mark.full
 def test_another_run_looks_at_the_disk_only(run: Any, tmp_path: Path) -> None:
     folder, other = tmp_path / "backup", tmp_path / "other"
     fit_in = run("a")
@@ -88,6 +92,7 @@ def test_another_run_looks_at_the_disk_only(run: Any, tmp_path: Path) -> None:
     assert backups(memory_folder(fit_in, other))
 
 
+@pytest.mark.full
 def test_the_newer_of_disk_and_memory_wins(run: Any, tmp_path: Path) -> None:
     name, folder = run("a"), tmp_path / "backup"
     fit(folder, interrupted_at=9)
@@ -103,6 +108,7 @@ def test_the_newer_of_disk_and_memory_wins(run: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(flat(model), expected())
 
 
+@pytest.mark.full
 def test_a_finished_fit_is_not_trained_again_by_the_same_run(run: Any, tmp_path: Path) -> None:
     folder = tmp_path / "backup"
     run("a")
@@ -130,12 +136,15 @@ def test_a_fit_that_ended_early_is_not_trained_on(run: Any, tmp_path: Path) -> N
 
     first, again = ended_early(), ended_early()
     elastic._listeners.pop()
+    with pytest.raises(ValueError, match="which an earlier fit of this script has used"):
+        fit(tmp_path / "backup")  # in the same process
     assert int(np.array(again.optimizer.iterations)) == NUM_BATCHES
     np.testing.assert_array_equal(flat(again), flat(first))
     places = [(0, 2), (0, 4), (0, 6), (EPOCHS, 0), (EPOCHS, 0)]
     assert saved == [(str(tmp_path / "backup"), *place) for place in places]
 
 
+@pytest.mark.full
 def test_a_second_fit_of_a_script_needs_its_own_folder(run: Any, tmp_path: Path) -> None:
     run("a")
     fit(tmp_path / "backup")
@@ -144,6 +153,7 @@ def test_a_second_fit_of_a_script_needs_its_own_folder(run: Any, tmp_path: Path)
         model.fit(data(), verbose=0, callbacks=[Elastic(str(tmp_path / "backup"))])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("keeps_two", [False, True])
 def test_the_next_run_starts_from_its_own(run: Any, tmp_path: Path, keeps_two: bool) -> None:
     folder = tmp_path / "backup"
@@ -158,6 +168,7 @@ def test_the_next_run_starts_from_its_own(run: Any, tmp_path: Path, keeps_two: b
     np.testing.assert_array_equal(flat(model), expected())
 
 
+@pytest.mark.full
 def test_without_an_engine_it_is_a_backup_and_restore(tmp_path: Path) -> None:
     folder = tmp_path / "backup"
     fit(folder, interrupted_at=9)
@@ -167,6 +178,7 @@ def test_without_an_engine_it_is_a_backup_and_restore(tmp_path: Path) -> None:
     assert not memory_folder("", folder).exists()
 
 
+@pytest.mark.full
 def test_memory_without_room_is_said_and_done_without(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,6 +197,7 @@ def test_memory_without_room_is_said_and_done_without(
     np.testing.assert_array_equal(flat(fit(tmp_path / "backup")), expected())
 
 
+@pytest.mark.full
 def test_a_damaged_backup_without_another_is_an_error(run: Any, tmp_path: Path) -> None:
     name = run("a")
     fit(tmp_path / "backup", interrupted_at=9)
@@ -196,6 +209,7 @@ def test_a_damaged_backup_without_another_is_an_error(run: Any, tmp_path: Path) 
         model.fit(data(), verbose=0, callbacks=[Elastic(str(tmp_path / "backup"))])
 
 
+@pytest.mark.full
 def test_a_damaged_copy_beside_an_intact_one_is_no_error(
     run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -250,18 +264,21 @@ def test_backups_are_as_frequent_as_interruptions_demand(
 
 def test_a_backup_tells_how_often_its_training_was_interrupted(run: Any, tmp_path: Path) -> None:
     run("a")
-    start, times = time.time(), []
-    for expected_number in range(3):
+    start, times, places = time.time(), [], []
+    for expected_number in range(2):
         fit(tmp_path / "backup", interrupted_at=4)
         folder = BackupFolder(tmp_path / "backup", num_kept=1)
         folder.find()
         position = json.loads(str(folder.state()["position"]))
         assert position["interruptions"] == expected_number
         times.append(position["began"])
+        places.append((position["epoch"], position["step"]))
+    assert places == [(0, 4), (1, 2)]
     assert len(set(times)) == 1 and start <= times[0] <= time.time()
     assert not ShorterEpochs._expecting  # an error within one ends what it silences
 
 
+@pytest.mark.full
 def test_its_position_is_that_of_a_backup_and_restore(run: Any, tmp_path: Path) -> None:
     run("a")
     folder = BackupFolder(tmp_path / "backup", num_kept=1)

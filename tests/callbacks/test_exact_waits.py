@@ -91,6 +91,7 @@ def per_execution(seconds, steps_per_execution):
 KINDS = ("train", "test", "predict")
 
 
+@pytest.mark.quick("train-1-slow", "train-2-slow", "test-1-slow", "predict-1-slow")
 @pytest.mark.parametrize("row", [0.0, ROW], ids=["there", "slow"])
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,6 +118,7 @@ class Host(keras.callbacks.Callback):
     on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
 
+@pytest.mark.quick("train-slow")
 @pytest.mark.parametrize(
     ("row", "steps_per_execution"), [(0.0, 1), (ROW, 1), (ROW, 2)], ids=["there", "slow", "two"]
 )
@@ -156,6 +158,7 @@ class Saves(keras.callbacks.Callback):
     on_test_begin = on_test_end = lambda self, logs=None: self._clock.advance(100.0)
 
 
+@pytest.mark.quick("others0-True-True")
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("validates", [True, False])
 @pytest.mark.parametrize("others", [[], [Host]])
@@ -192,6 +195,7 @@ WAYS = {
 }
 
 
+@pytest.mark.quick("none-fit", "heterogeneous-fit")
 @pytest.mark.quick(*(f"{name}-{way}" for name in ("none", "heterogeneous") for way in WAYS))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["none", "one device", "mirrored", "heterogeneous"])
@@ -218,7 +222,7 @@ def test_the_wait_of_a_step_is_that_of_each_replica_of_the_process(name, way, lo
     assert {each[kind]["input_wait_seconds"] for each in report} == {meter.input_wait_seconds}
 
 
-@pytest.mark.quick("heterogeneous")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["mirrored", "heterogeneous"])
 def test_one_element_holds_the_batches_of_all_replicas(name, logical_devices):
     """Which is why one wait is that of all."""

@@ -115,6 +115,7 @@ GROUP_AND_SERVICE = {"worker": 1, "ps": 1, "async": 1}
 TWO_SERVICES = {"ps": 2, "async": 1}
 
 
+@pytest.mark.quick("cluster1-worker-spread", "cluster4-async-auto")
 @pytest.mark.parametrize(
     ("cluster", "task", "service"),
     [
@@ -135,7 +136,7 @@ def test_an_own_rule_is_refused_on_tasks_that_run_no_script(
         make_model(strategy).fit(data(), verbose=0, callbacks=[hybrid])
 
 
-@pytest.mark.quick("auto")
+@pytest.mark.full
 @pytest.mark.parametrize("service", ["auto", "spread"])
 def test_an_own_rule_trains_where_the_script_runs(strategy, service):
     model = make_model(strategy)
@@ -180,7 +181,7 @@ def ends_with(strategy, error, rule):
     return model, optimizer, hybrid
 
 
-@pytest.mark.quick("error0-rule1")
+@pytest.mark.full
 @pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("in a callback")])
 def test_a_fit_after_one_that_failed_trains(strategy, error, rule):
@@ -215,7 +216,7 @@ def assert_nobody_listens(strategy):
     server.close()
 
 
-@pytest.mark.quick("alone")
+@pytest.mark.full
 @pytest.mark.parametrize("others", [[], [BatchBalancer]], ids=["alone", "before a balancer"])
 def test_a_step_that_fails_ends_the_service(strategy, others):
     model = make_model(strategy)
@@ -234,6 +235,19 @@ def test_a_step_that_fails_ends_the_service(strategy, others):
     assert hybrid.participant is None
     assert_nobody_listens(strategy)
     model.fit(data(), verbose=0, callbacks=[HybridAggregation("delta", period=2)])
+
+
+def test_an_error_before_the_first_step_ends_the_service(strategy):
+    def fail(epoch, logs=None):
+        assert hybrid.participant.center is not None
+        raise KeyboardInterrupt
+
+    model, hybrid = make_model(strategy), HybridAggregation("delta", period=2)
+    fails = keras.callbacks.LambdaCallback(on_epoch_begin=fail)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(data(), verbose=0, callbacks=[hybrid, fails])
+    assert hybrid.participant is None
+    assert_nobody_listens(strategy)
 
 
 @pytest.mark.full
@@ -290,7 +304,7 @@ def test_the_period_is_planned_by_default_where_no_setting_counts_steps(rule, ad
     assert not HybridAggregation(rule, period=3)._options.adapts_period
 
 
-@pytest.mark.quick("4-4")
+@pytest.mark.full
 @pytest.mark.parametrize("period", [1, 2, 4])
 @pytest.mark.parametrize("steps_per_execution", [1, 4])
 def test_one_worker_alone_takes_every_batch(strategy, period, steps_per_execution):
@@ -354,7 +368,7 @@ def test_validation_on_the_data_of_training_has_all_of_it(strategy, steps_per_ex
     assert claims.ledger.used.tolist() == [2 * (SAMPLES - 2 * BATCH), 0]
 
 
-@pytest.mark.quick("before")
+@pytest.mark.full
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "behind"])
 def test_samples_count_beside_a_balancer(strategy, is_first):
     """Replaces the train function of a model by one that was not measured yet."""
@@ -432,6 +446,7 @@ def test_a_rate_that_is_set_after_the_last_step_loses_no_training(strategy):
     np.testing.assert_allclose(before - flat(model), 0.1 * gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.quick("worker-rule1", "async-delta")
 @pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
 @pytest.mark.parametrize("task", ["worker", "async"])
 def test_a_fit_without_an_epoch_changes_nothing(monkeypatch, logical_devices, task, rule):

@@ -66,6 +66,7 @@ def test_a_fit_that_is_too_short_says_so_and_the_next_one_chooses(strategy, capl
     assert not caplog.text
 
 
+@pytest.mark.full
 def test_fits_that_are_too_short_do_not_measure_for_ever(strategy, caplog):
     caplog.set_level(logging.WARNING, "keras_het")
     model = make_model(strategy)
@@ -75,6 +76,7 @@ def test_fits_that_are_too_short_do_not_measure_for_ever(strategy, caplog):
     assert left == [f"{number} more fits measure." for number in (2, 1, 0)]
 
 
+@pytest.mark.full
 def test_nothing_is_measured_after_the_plan(strategy):
     model = make_model(strategy)
     fit(model, 2)
@@ -88,6 +90,7 @@ def test_nothing_is_measured_after_the_plan(strategy):
     assert len(balancer.measurements) == NUM_BATCHES
 
 
+@pytest.mark.full
 def test_a_balancer_goes_on_measuring_after_the_plan(strategy):
     balancer = BatchBalancer("even")
     fit(make_model(strategy), 2, balancer)
@@ -95,6 +98,7 @@ def test_a_balancer_goes_on_measuring_after_the_plan(strategy):
     assert len(balancer.measurements) == 2 * NUM_BATCHES
 
 
+@pytest.mark.full
 def test_gradients_are_not_measured_after_the_plan_for_a_balancer_without_use_for_them(strategy):
     model = make_model(strategy)
     fit(model, 2, BatchBalancer("even"))
@@ -111,6 +115,7 @@ def test_data_that_could_not_be_shared_is_refused_before_anything_is_measured(st
     assert np.array(model.optimizer.iterations) == 0
 
 
+@pytest.mark.full
 def test_roles_are_chosen_in_a_fit_of_arrays(strategy, caplog):
     caplog.set_level(logging.WARNING, "keras_het")
     x, y = arrays()

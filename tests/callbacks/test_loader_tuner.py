@@ -37,6 +37,7 @@ from keras_het.planning.loader import LoaderController, LoaderPlan
 KNOBS = Knobs(2, 2, 2)
 
 
+@pytest.mark.quick("True-1")
 @pytest.mark.parametrize(("is_built", "steps_per_execution"), [(True, 1), (True, 4), (False, 1)])
 def test_moves_change_nothing_in_the_training(is_built, steps_per_execution):
     tuner = moving()
@@ -51,6 +52,7 @@ def test_moves_change_nothing_in_the_training(is_built, steps_per_execution):
     assert tuner.observes_only is None
 
 
+@pytest.mark.full
 def test_an_endless_pipeline_goes_on_over_epochs():
     def endless(knobs):
         return build(knobs).repeat()
@@ -63,6 +65,7 @@ def test_an_endless_pipeline_goes_on_over_epochs():
     assert sorted(rows[:ROWS]) == list(range(ROWS))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("steps", "measured"), [(7, 3), (3, 1)])
 def test_a_validation_is_in_no_window_of_an_endless_pipeline(steps, measured):
     def endless(knobs):
@@ -82,6 +85,7 @@ def test_a_validation_is_in_no_window_of_an_endless_pipeline(steps, measured):
     assert windows == [1] * (steps + 2 * measured)
 
 
+@pytest.mark.full
 def test_arrays_are_trained_as_without_it():
     x, y = np.arange(30.0).reshape(10, 3) / 30, np.arange(10.0)
     results = []
@@ -102,6 +106,7 @@ def generated():
     return tf.data.Dataset.from_generator(rows, output_signature=signature).batch(2)
 
 
+@pytest.mark.quick("alone")
 def test_a_generator_is_only_observed(devices, caplog):
     tuner = moving()
     with caplog.at_level(logging.INFO, "keras_het"):
@@ -113,6 +118,7 @@ def test_a_generator_is_only_observed(devices, caplog):
     assert "from_generator" in tuner.best_settings().code
 
 
+@pytest.mark.quick("alone")
 def test_a_builder_that_fails_is_only_observed(devices):
     def fails_later(knobs):
         if knobs.threads == 5:
@@ -143,6 +149,7 @@ def in_epochs(model, epochs):
     return [model.seen[epoch * steps : (epoch + 1) * steps] for epoch in range(epochs)]
 
 
+@pytest.mark.quick("ordinary")
 @pytest.mark.parametrize("kind", ["built", "repeats", "ordinary"])
 def test_a_full_cache_is_left_alone(kind):
     calls = []
@@ -162,6 +169,7 @@ def test_a_full_cache_is_left_alone(kind):
     assert "cache in memory" in tuner.observes_only
 
 
+@pytest.mark.quick("snapshot-True", "cache in files-False")
 @pytest.mark.parametrize("is_built", [True, False])
 @pytest.mark.parametrize("kind", ["snapshot", "cache in files"])
 def test_what_writes_files_is_only_observed(kind, is_built, tmp_path):
@@ -241,6 +249,7 @@ def priority(thread):
         return os.getpriority(os.PRIO_PROCESS, 0)
 
 
+@pytest.mark.quick("alone-True")
 @pytest.mark.parametrize("is_built", [True, False])
 def test_the_fixed_controller_changes_nothing(is_built, devices):
     tuner = LoaderTuner("fixed", share_host=False)
@@ -256,7 +265,7 @@ def test_the_fixed_controller_changes_nothing(is_built, devices):
     assert "nice" not in tuner.best_settings().code
 
 
-@pytest.mark.quick("long-True-3", "long_slices-True-1")
+@pytest.mark.quick("long-True-1")
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 @pytest.mark.parametrize(
     ("build_data", "is_built"), [(long, True), (long, False), (long_slices, True)]
@@ -269,7 +278,7 @@ def test_moves_under_the_strategy_change_no_bit(
         tf.random.set_seed(5)
         data = pipeline(build_data, KNOBS) if is_built else build_data(KNOBS)
         callbacks = [tuner] if tuner else []
-        options = {"steps_per_execution": steps_per_execution}
+        options = {"steps_per_execution": steps_per_execution, "epochs": 2}
         results.append(train_under_strategy(logical_devices, data, callbacks, **options))
     for expected, found in zip(*results, strict=True):
         np.testing.assert_array_equal(found, expected)
@@ -279,6 +288,7 @@ def test_moves_under_the_strategy_change_no_bit(
     assert tuner.best_settings().knobs is not None
 
 
+@pytest.mark.full
 def test_shares_that_change_meanwhile_change_no_bit(logical_devices):
     class Shares(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -307,7 +317,7 @@ def drawn():
     return [float(tf.random.uniform([])), *map(int, later)]
 
 
-@pytest.mark.quick("alone-samples-True", "strategy-slices-True")
+@pytest.mark.full
 @pytest.mark.parametrize(("build", "is_built"), [(samples, True), (slices, True), (samples, False)])
 def test_what_is_drawn_after_a_training_does_not_depend_on_its_moves(build, is_built, devices):
     results = []

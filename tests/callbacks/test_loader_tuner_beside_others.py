@@ -61,7 +61,7 @@ def data_of(is_built):
     return pipeline(build) if is_built else build(pipeline(build).knobs)
 
 
-@pytest.mark.quick("True-True", "False-False")
+@pytest.mark.full
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("is_built", [True, False])
 def test_a_fit_of_the_same_model_within_a_callback_ends_nothing(first, is_built):
@@ -88,7 +88,7 @@ def evaluates_another(tuner):
     return keras.callbacks.LambdaCallback(**ends)
 
 
-@pytest.mark.quick("False")
+@pytest.mark.full
 @pytest.mark.parametrize("is_built", [True, False])
 def test_another_model_may_be_evaluated_with_the_same_tuner(is_built):
     tuner = moving()
@@ -104,6 +104,7 @@ def fits_with(tuner, event="on_train_batch_end"):
     return keras.callbacks.LambdaCallback(**{event: fit})
 
 
+@pytest.mark.full
 def test_one_tuner_in_a_fit_within_its_fit_is_refused():
     tuner = LoaderTuner(share_host=False)
     with pytest.raises(RuntimeError, match=r"same LoaderTuner.*one of its own"):
@@ -158,6 +159,7 @@ class LooksAtValidation(keras.callbacks.Callback):
         self.is_measured.append(not self.tuner._session._sums.is_skipping)
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_validation_is_in_no_window_also_behind_an_epoch_of_unknown_length(is_known):
     tuner = LoaderTuner(Patiently, share_host=False)
@@ -207,7 +209,7 @@ def test_a_hybrid_training_is_observed_only(strategy, is_builder, tuner_is_first
     assert not done(tuner)
 
 
-@pytest.mark.quick("builder-in the second epoch, tuner first")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("step", "tuner_is_first"),
     [

@@ -91,6 +91,7 @@ def nice_values():
     return values
 
 
+@pytest.mark.quick("alone-True")
 @needs_tasks
 @pytest.mark.parametrize("is_built", [True, False])
 def test_the_threads_of_the_pipeline_give_way(is_built, devices):
@@ -133,6 +134,7 @@ def without_rights(kind, thread, nice):
 _set_priority = os.setpriority
 
 
+@pytest.mark.quick("alone-False")
 @needs_tasks
 @pytest.mark.parametrize("is_permitted", [True, False])
 def test_threads_do_not_give_way_to_other_programs(is_permitted, devices, monkeypatch):
@@ -169,6 +171,7 @@ def test_what_is_only_observed_is_not_moved_for_the_sake_of_its_priority(monkeyp
     assert tuner.moves == []
 
 
+@pytest.mark.full
 @needs_tasks
 def test_threads_are_left_alone_without_a_nice_value():
     before = set(nice_values())
@@ -220,6 +223,7 @@ def test_the_running_pipeline_is_shown_within_fit_and_after_a_move_as_it_was_bef
     assert f"This was seen at step {late.batches} of the training." in late_text
 
 
+@pytest.mark.quick("in order")
 @needs_model
 @pytest.mark.parametrize("kind", ["in order", "shuffled", "moved", "own rows", "whole batches"])
 def test_an_ordinary_data_set_is_shown_within_fit_and_after_it(kind, logical_devices):
@@ -262,6 +266,7 @@ def test_of_an_ordinary_data_set_with_a_seeded_shuffle_it_says_where_to_look():
     assert "keras_het.loader.inspect outside of fit" in shows.texts[0]
 
 
+@pytest.mark.full
 @needs_model
 def test_a_pipeline_with_a_shuffle_is_shown_with_the_settings_that_stayed():
     def shuffled(knobs):
@@ -294,6 +299,7 @@ def test_an_ordinary_data_set_that_was_read_goes_on_where_it_is():
     session.close()
 
 
+@pytest.mark.full
 @needs_model
 @pytest.mark.parametrize(
     "draw",
@@ -318,6 +324,7 @@ def test_a_pipeline_that_begins_in_its_own_threads_draws_the_same_values(draw):
     assert found == expected
 
 
+@pytest.mark.quick("alone")
 def test_each_move_is_in_the_log_and_is_printed_if_wished(devices, caplog, capsys):
     tuner = LoaderTuner(Once, share_host=False, verbose=1)
     with caplog.at_level(logging.INFO, "keras_het"):

@@ -44,6 +44,7 @@ def host_entries(folder):
     return json.loads(path.read_text())
 
 
+@pytest.mark.quick("callbacks0")
 @pytest.mark.parametrize("callbacks", [[], [keras.callbacks.History()]])
 def test_a_training_that_was_broken_off_leaves_the_next_one_alone(callbacks, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -59,6 +60,7 @@ def test_a_training_that_was_broken_off_leaves_the_next_one_alone(callbacks, tmp
     assert tuner.best_settings() is not None
 
 
+@pytest.mark.quick("evaluate")
 @pytest.mark.parametrize("kind", ["evaluate", "predict"])
 def test_what_was_broken_off_measures_nothing_more(kind):
     model, tuner = dense(), LoaderTuner(share_host=False)
@@ -112,6 +114,7 @@ def test_settings_are_code():
     assert f"# last: prefetch({settings.knobs.prefetch})" in settings.code
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_built", [True, False])
 def test_the_priority_that_was_measured_is_in_the_settings(is_built, monkeypatch):
     nices = []
@@ -136,7 +139,7 @@ def test_the_priority_that_was_measured_is_in_the_settings(is_built, monkeypatch
     assert nices[-1] == 7
 
 
-@pytest.mark.quick("strategy-False", "alone-True")
+@pytest.mark.full
 @pytest.mark.parametrize("prefetches", [True, False])
 def test_a_prefetch_that_was_not_tuned_is_no_setting(prefetches, devices):
     rows = tf.data.Dataset.range(ROWS).shuffle(20, seed=7)
@@ -172,6 +175,7 @@ class NothingConfirmed(Unconfirmed):
     kept = 0
 
 
+@pytest.mark.quick("alone-Unconfirmed-expected0")
 @pytest.mark.parametrize(
     ("controller", "expected"), [(Unconfirmed, Knobs(10, 3, 5)), (NothingConfirmed, Knobs(3, 2, 2))]
 )
@@ -209,6 +213,7 @@ class ShowsAll(keras.callbacks.Callback):
         self.errors.append(str(error.value))
 
 
+@pytest.mark.quick("alone")
 def test_what_looks_at_every_batch_is_named(devices):
     tuner = LoaderTuner(share_host=False)
     shows = ShowsAll(tuner)
@@ -219,6 +224,7 @@ def test_what_looks_at_every_batch_is_named(devices):
     assert tuner.meter.steps == len(shows.errors) > 0
 
 
+@pytest.mark.full
 def test_everything_is_kept_as_json(tmp_path):
     tuner = moving()
     train(pipeline(build), [tuner], epochs=2)

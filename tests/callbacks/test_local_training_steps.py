@@ -51,6 +51,7 @@ def test_the_last_execution_may_be_shorter_and_any_without_a_known_end(known, ea
     assert callback._exchange.waited_after == waits
 
 
+@pytest.mark.full
 def test_what_callbacks_predict_does_not_count(logical_devices):
     _, model = small_model(logical_devices[:2])
     x = np.ones((SAMPLES, 3), np.float32)

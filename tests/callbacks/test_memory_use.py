@@ -79,10 +79,10 @@ def train(strategy, callbacks, counted=None, epochs=4):
     return model
 
 
-def one_device():
+def one_device(**options):
     with pytest.MonkeyPatch.context() as real:
         real.delenv("KERAS_HET_EMULATED_DEVICES")
-        return train(HeterogeneousStrategy(DEVICES[:1]), [])
+        return train(HeterogeneousStrategy(DEVICES[:1]), [], **options)
 
 
 @pytest.fixture
@@ -100,6 +100,7 @@ def emulated(monkeypatch, logical_devices):
     monkeypatch.setattr(compute_times, "MOST_CALLS", 1)
 
 
+@pytest.mark.full
 def test_without_counts_the_fast_device_gets_more_than_it_holds(emulated):
     balancer = BatchBalancer()
     train(HeterogeneousStrategy(DEVICES[:3]), [balancer])
@@ -109,17 +110,18 @@ def test_without_counts_the_fast_device_gets_more_than_it_holds(emulated):
 
 def test_shares_grow_up_to_what_fits(emulated, counting):
     balancer, (device,) = BatchBalancer(), counting.values()
-    model = train(HeterogeneousStrategy(DEVICES[:3]), [balancer], device)
+    model = train(HeterogeneousStrategy(DEVICES[:3]), [balancer], device, epochs=2)
     shares = [row["shares"][0] for row in balancer.measurements]
     assert shares[0] == 20
     assert 20 < shares[-1] <= FITS
     assert device.peak <= 0.9 * LIMIT + FIXED
     assert f"memory: {balancer._fitting[0]} on 0." in balancer.summary()
-    alone = one_device()
+    alone = one_device(epochs=2)
     for own, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_device_that_counts_no_peak_gets_what_it_deserves(emulated, monkeypatch):
     monkeypatch.setattr(memory_use, "memory_of", lambda name: Memory(RESIDENT, 0, LIMIT))
     balancer = BatchBalancer()
@@ -127,6 +129,7 @@ def test_a_device_that_counts_no_peak_gets_what_it_deserves(emulated, monkeypatc
     assert max(row["shares"][0] for row in balancer.measurements) > (LIMIT - RESIDENT) // EACH
 
 
+@pytest.mark.full
 def test_a_larger_share_is_cut_before_memory_runs_out(emulated, counting):
     balancer, (device,) = BatchBalancer(), counting.values()
     strategy = HeterogeneousStrategy(DEVICES[:3], micro_batch_size="auto")
@@ -151,6 +154,7 @@ def assert_predicts_in_parts(model, device):
     np.testing.assert_allclose(predicted, x @ kernel + bias, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_nothing_is_cut_as_long_as_memory_is_unknown(counting):
     (device,) = counting.values()
     device.limit = 10**9
@@ -160,6 +164,7 @@ def test_nothing_is_cut_as_long_as_memory_is_unknown(counting):
     assert device.largest == 80
 
 
+@pytest.mark.full
 def test_a_training_that_goes_on_cuts_from_its_first_step(
     emulated, counting, monkeypatch, tmp_path
 ):
@@ -181,6 +186,7 @@ def test_a_training_that_goes_on_cuts_from_its_first_step(
     assert shares[0] > (LIMIT - RESIDENT) // EACH
 
 
+@pytest.mark.full
 def test_a_bound_that_was_given_stays(emulated, counting):
     balancer, (device,) = BatchBalancer(max_share={0: 30}), counting.values()
     device.limit = 10**6
@@ -188,6 +194,7 @@ def test_a_bound_that_was_given_stays(emulated, counting):
     assert max(row["shares"][0] for row in balancer.measurements) == 30
 
 
+@pytest.mark.full
 def test_a_larger_batch_is_no_reason_to_fail(emulated, counting):
     balancer = BatchBalancer()
     strategy = HeterogeneousStrategy(DEVICES[:3])

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_workers import ForkServer, Workers
 from pages import GIVEN, PAGES, REPOSITORY, blocks_of, commands_of, name, script_of
 
 from keras_het.launch.command_line import parse_arguments
 
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=name)
-SMALL = {
-    "KERAS_BACKEND": "tensorflow",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-    "TF_NUM_INTRAOP_THREADS": "1",
-    "TF_NUM_INTEROP_THREADS": "2",
-    "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-}
-# Each page takes seconds, most of them to import TensorFlow; a quick run has one of each kind.
-QUICK = (
-    "docs/index.md",
-    "docs/concepts/shares.md",
-    "docs/guides/custom_loops.md",
-    "docs/guides/feed_data.md",
-    "docs/guides/own_rule.md",
+# The slowest pages; a quick run has all others.
+FULL = (
+    "docs/concepts/parameter_service.md",
+    "docs/guides/data_service.md",
+    "docs/guides/pipeline.md",
 )
 
 
@@ -65,26 +54,30 @@ def test_every_python_block_is_python(page: Path) -> None:
 
 # tests/recipes/test_readme.py runs those that a reader saves as a file.
 RUN_HERE = [
-    page for page in PAGES if script_of(page) and not any(block.file for block in blocks_of(page))
+    pytest.param(page, id=name(page), marks=[pytest.mark.full] if name(page) in FULL else [])
+    for page in PAGES
+    if script_of(page) and not any(block.file for block in blocks_of(page))
 ]
 
 
-@pytest.mark.parametrize("page", RUN_HERE, ids=name)
-@pytest.mark.quick(*QUICK)
+@pytest.fixture(scope="module")
+def fork_server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("page", RUN_HERE)
 @pytest.mark.multi_process
-def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, fork_server: ForkServer) -> None:
     script = tmp_path / page.name
     script.write_text(script_of(page))
-    process = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, **SMALL, "PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
+    process = Workers(fork_server, str(script), [{"CUDA_VISIBLE_DEVICES": ""}], tmp_path)
+    try:
+        (result,) = process.wait()
+    finally:
+        process.close()
+    assert result.exit_code == 0, result.output
 
 
 @EVERY_PAGE

@@ -3,6 +3,8 @@
 Arguments: a folder, and a JSON object
 
     nodes: number of nodes with a worker each
+    on_head: number of workers on the head node
+    step_seconds: the shortest time of a step
     least: the least number of workers
     events: what happens to the group, one after the other, each while it trains
     shares_nothing: whether each node has a disk and a memory of its own
@@ -81,7 +83,8 @@ def train(config: dict[str, Any]) -> None:
 
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     die_in("start", index)
-    os.environ.update(Emulation((1.0,), 0.0, fixed_seconds=0.05).environment_of(0))
+    step_seconds = config.get("step_seconds", 0.05)
+    os.environ.update(Emulation((1.0,), 0.0, fixed_seconds=step_seconds).environment_of(0))
     where = folder / SHARED
     if config.get("shares_nothing"):  # as if each node of Ray were a machine
         node = ray.get_runtime_context().get_node_id()
@@ -290,12 +293,13 @@ class OtherHost:
 
 @contextlib.contextmanager
 def local_cluster(
-    num_nodes: int, hosts: list[str]
+    num_nodes: int, on_head: int, hosts: list[str]
 ) -> Iterator[tuple[Any, list[Any], OtherHost | None]]:
     import ray
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    head: dict[str, Any] = {"num_cpus": 4, "resources": {"het": on_head} if on_head else {}}
+    head |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
     if hosts:
         head["node_ip_address"] = hosts[0]
     cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -321,10 +325,11 @@ def main(folder: Path, config: dict[str, Any]) -> int:
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     result: list[BaseException | None] = []
-    with local_cluster(config["nodes"], config.get("hosts", [])) as (cluster, nodes, other):
+    num_nodes, on_head = config["nodes"], config.get("on_head", 0)
+    with local_cluster(num_nodes, on_head, config.get("hosts", [])) as (cluster, nodes, other):
         trainer = keras_het.ray.Trainer(
             train,
-            (config.get("least", 1), config["nodes"] + 1),
+            (config.get("least", 1), num_nodes + on_head + 1),
             resources_per_worker={"het": 1},
             resize_seconds=3,
             train_loop_config={**config, "folder": str(folder)},

@@ -10,7 +10,7 @@ import sys
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ ENVIRONMENT = {
 }
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 Run = Callable[..., subprocess.CompletedProcess[str]]
+Weights = Callable[[], list[np.ndarray]]
 
 
 @pytest.fixture
@@ -110,20 +111,26 @@ np.savez(sys.argv[2], *model.get_weights())
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[np.ndarray]:
-    """Weights of one device that trains alone."""
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weights]:
+    """Waits for one device that trains alone, beside the test, and returns its weights."""
     path = tmp_path_factory.mktemp("alone") / "weights.npz"
     command = [sys.executable, "-c", ONE_DEVICE, str(PROGRAM.parent), str(path)]
-    subprocess.run(command, check=True, timeout=SECONDS)
-    return list(np.load(path).values())
+    with subprocess.Popen(command) as process:
+
+        def weights() -> list[np.ndarray]:
+            assert process.wait(SECONDS) == 0
+            return list(np.load(path).values())
+
+        yield weights
+        process.kill()
 
 
-def assert_exact(folder: Path, undisturbed: list[np.ndarray]) -> None:
+def assert_exact(folder: Path, undisturbed: Weights) -> None:
     weights = list(np.load(folder / "weights.npz").values())
     (kernel,) = [each for each in weights if each.shape == (NUM_SAMPLES, 1)]
     uses = -kernel.ravel() * BATCH / RATE
     np.testing.assert_allclose(uses, EPOCHS, atol=1e-3)
-    for own, expected in zip(weights, undisturbed, strict=True):
+    for own, expected in zip(weights, undisturbed(), strict=True):
         np.testing.assert_allclose(own, expected, atol=1e-5)
 
 
@@ -138,19 +145,37 @@ def sizes_of_groups(folder: Path) -> list[int]:
     return sizes
 
 
+LOSSES = [
+    pytest.param(
+        {"nodes": 0, "on_head": 2, "step_seconds": 0.01, "events": ["kill 1"]}, [2], id="a-worker"
+    ),
+    pytest.param(
+        {"events": ["kill 1", "lose", "kill 0", "add"]}, [3, 2, 3], id="workers-and-machines"
+    ),
+]
+
+
+@pytest.mark.quick("a-worker")
+@pytest.mark.parametrize(("config", "sizes"), LOSSES)
 def test_workers_and_machines_come_and_go(
-    run: Run, tmp_path: Path, undisturbed: list[np.ndarray]
+    run: Run, tmp_path: Path, undisturbed: Weights, config: dict[str, Any], sizes: list[int]
 ) -> None:
-    result = run(events=["kill 1", "lose", "kill 0", "add"])
+    result = run(**config)
     assert result.returncode == 0, result.stdout
     assert_exact(tmp_path, undisturbed)
-    assert sizes_of_groups(tmp_path) == [3, 2, 3], result.stdout
+    assert sizes_of_groups(tmp_path) == sizes, result.stdout
+    first_steps: dict[int, int] = {}
+    for process_id, _, step, _ in rows(tmp_path):
+        first_steps.setdefault(process_id, step)
+    later = list(first_steps.values())[sizes[0] :]  # of groups that have gone on from a backup
+    assert later and min(later) > 1, result.stdout
     reported = json.loads((tmp_path / "reported").read_text())
     assert reported["epoch"] == EPOCHS
     assert np.isfinite(reported["loss"])
     assert zipfile.is_zipfile(tmp_path / "model.keras")
 
 
+@pytest.mark.full
 def test_an_error_of_the_script_ends_all_at_once(run: Run, tmp_path: Path) -> None:
     result = run(fails=10)
     assert result.returncode == 1, result.stdout
@@ -184,7 +209,7 @@ EVENTS = [
 @pytest.mark.full
 @pytest.mark.parametrize("config", EVENTS)
 def test_every_loss_is_exact(
-    run: Run, tmp_path: Path, undisturbed: list[np.ndarray], config: dict[str, Any]
+    run: Run, tmp_path: Path, undisturbed: Weights, config: dict[str, Any]
 ) -> None:
     result = run(**config)
     assert result.returncode == 0, result.stdout
@@ -199,7 +224,7 @@ def test_every_loss_is_exact(
 @pytest.mark.full
 @pytest.mark.network_namespaces
 def test_a_machine_is_cut_off_and_comes_back(
-    run: Run, tmp_path: Path, undisturbed: list[np.ndarray]
+    run: Run, tmp_path: Path, undisturbed: Weights
 ) -> None:
     if reason := why_not():
         pytest.skip(reason)
@@ -229,7 +254,7 @@ def plug_when_asked(hosts: Hosts, folder: Path, states: Sequence[str]) -> None:
 
 @pytest.mark.full
 def test_training_goes_on_in_another_cluster_when_the_head_is_lost(
-    run: Run, tmp_path: Path, undisturbed: list[np.ndarray]
+    run: Run, tmp_path: Path, undisturbed: Weights
 ) -> None:
     result = run(events=["lose_store"])
     assert "Failed to connect to GCS" in result.stdout
@@ -266,7 +291,7 @@ def test_tune_sees_each_epoch(run: Run, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(4))
 def test_twenty_generations_leave_nothing_behind(
-    run: Run, tmp_path: Path, undisturbed: list[np.ndarray], part: int
+    run: Run, tmp_path: Path, undisturbed: Weights, part: int
 ) -> None:
     result = run(events=[f"kill {event % 3}" for event in range(part, part + 5)])
     assert result.returncode == 0, result.stdout

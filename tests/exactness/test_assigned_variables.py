@@ -277,6 +277,7 @@ def test_the_end_of_data_of_unknown_length_is_no_step(double_precision):
         assert_all_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.full
 def test_weights_that_each_replica_moves_by_its_own_gradient_are_named(caplog):
     strategy = three_replicas()
     strategy.set_shares((4, 0, 1))

@@ -133,6 +133,7 @@ def test_an_eager_loop_in_the_scope_is_told_of_run():
         loop(model, model.optimizer, *arrays())
 
 
+@pytest.mark.full
 def test_an_eager_loop_outside_of_the_scope_is_that_of_one_device():
     weights = []
     for scope in (three_replicas().scope(), contextlib.nullcontext()):
@@ -180,6 +181,7 @@ def test_other_strategies_keep_the_words_of_tensorflow():
         mirrored.extended.colocate_vars_with(variable)
 
 
+@pytest.mark.full
 def test_what_no_step_changes_may_come_from_outside():
     layer = built_outside(keras.layers.Dense(5))
     layer.trainable = False

@@ -47,7 +47,7 @@ def distribute(strategy, samples=SAMPLES, batch=BATCH):
     )
 
 
-@pytest.mark.quick("for_in_function", "next_in_function", "for_over_an_iterator")
+@pytest.mark.quick("next_in_function", "for_over_an_iterator")
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_every_sample_once_in_order(strategy, way):
     dataset = distribute(strategy)

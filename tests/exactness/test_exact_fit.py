@@ -31,7 +31,7 @@ def array_fit(model, callbacks, **options):
     return model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks, **options)
 
 
-@pytest.mark.quick("shuffle1", "validation_split", "sample_weight")
+@pytest.mark.quick("validation_split")
 @pytest.mark.parametrize(
     "options",
     [
@@ -49,6 +49,7 @@ def test_arrays(options):
     assert_equivalent(Trial(build, fit=fit, evaluate=False, predict=False))
 
 
+@pytest.mark.full
 def test_validation_data_set():
     options = {"validation_data": batches(13, seed=4), "validation_freq": 1}
     build = functools.partial(dense_model, metrics=["mae"])
@@ -142,18 +143,20 @@ class Rows(keras.Model):
         return np.int32(0)
 
 
+# A replica without samples computes on one row of zeros.
+ROWS_OF_ALL_SHARES = [(3, 1, 5), (5, 2, 1), (8, 1, 1), (1, 8, 1), (3, 3, 2)]
+
+
 def test_the_shares_of_these_tests_are_really_unequal():
     strategy = three_replicas()
-    seen = []
+    with strategy.scope():
+        model = Rows()
+        model.compile()
     for weights in ALL_SHARES:
         strategy.set_shares(weights)
-        with strategy.scope():
-            model = Rows()
-            model.compile()
         model.fit(tf.data.Dataset.from_tensors(tf.ones((8, 2))), verbose=0)
-        seen.append(tuple(model.seen[replica][0] for replica in range(3)))
-    # A replica without samples computes on one row of zeros.
-    assert seen == [(5, 2, 1), (8, 1, 1), (3, 1, 5), (1, 8, 1), (3, 3, 2)]
+    seen = list(zip(*(model.seen[replica] for replica in range(3)), strict=True))
+    assert seen == ROWS_OF_ALL_SHARES
 
 
 def test_changed_shares_reach_the_replicas_within_the_epoch():
@@ -195,6 +198,7 @@ def test_train_and_test_on_batch(run_eagerly):
     assert_equivalent(Trial(build, fit=fit, evaluate=False, predict=False), shares)
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_predict_on_batch(run_eagerly):
     strategy = three_replicas()
@@ -221,7 +225,7 @@ def test_a_plain_batch_is_cut_by_the_shares_of_the_moment():
         strategy.set_shares(weights)
         model.train_on_batch(x)
     seen = list(zip(*(model.seen[replica] for replica in range(3)), strict=True))
-    assert seen == [(5, 2, 1), (8, 1, 1), (3, 1, 5), (1, 8, 1), (3, 3, 2)]
+    assert seen == ROWS_OF_ALL_SHARES
 
 
 def of_own_batches(strategy, rows=24):
@@ -269,7 +273,7 @@ def unknown_cardinality():
     return batches(34).filter(lambda x, y: True)
 
 
-@pytest.mark.quick("data0-3", "unknown_cardinality-2")
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [2, 3])
 @pytest.mark.parametrize("data", [functools.partial(batches, 34), unknown_cardinality])
 def test_steps_per_execution(steps, data):
@@ -278,11 +282,13 @@ def test_steps_per_execution(steps, data):
     assert_equivalent(Trial(build, data))
 
 
+@pytest.mark.full
 def test_run_eagerly():
     build = functools.partial(dense_model, run_eagerly=True, metrics=["mae"])
     assert_equivalent(Trial(build))
 
 
+@pytest.mark.full
 def test_steps_per_epoch_on_a_repeated_data_set():
     def fit(model, callbacks):
         return model.fit(
@@ -328,6 +334,7 @@ def test_jit_compile_of_one_gpu_with_a_summation_is_refused(monkeypatch):
         check_can_compile(strategy, model)
 
 
+@pytest.mark.full
 def test_nothing_keeps_the_graphs_of_a_model():
     def train():
         with three_replicas().scope():

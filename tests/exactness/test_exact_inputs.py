@@ -18,9 +18,16 @@ from equivalence import (
     three_replicas,
 )
 
+from keras_het.strategy.cluster import agreement
 from keras_het.strategy.exact.keras_step import at_least_one_row
 
 adam = functools.partial(keras.optimizers.Adam, 0.05)
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_waited_for(monkeypatch):
+    """Workers give each other two seconds to hear of an error in the graph."""
+    monkeypatch.setattr(agreement, "_SECONDS_TO_PASS_ON", 0.0)
 
 
 def two_in_two_out():
@@ -119,6 +126,7 @@ def tagged(strategy, rows, run_eagerly=False):
     return model.predict(data, verbose=0), model(words)
 
 
+@pytest.mark.quick("shares1-False")
 @pytest.mark.parametrize("run_eagerly", [False, True])
 @pytest.mark.parametrize("shares", [(0, 1, 0), (1, 0, 1)])
 def test_predictions_as_wide_as_the_rows_of_a_replica(shares, run_eagerly):
@@ -158,8 +166,10 @@ def test_losses_of_samples_are_predictions_like_others():
         np.testing.assert_allclose(predicted, (x**2).mean(axis=1), rtol=1e-5)
 
 
-@pytest.mark.quick("<lambda>")
-@pytest.mark.parametrize("make_optimizer", [lambda: keras.optimizers.SGD(0.1), adam])
+@pytest.mark.quick("adam")
+@pytest.mark.parametrize(
+    "make_optimizer", [lambda: keras.optimizers.SGD(0.1), adam], ids=["sgd", "adam"]
+)
 def test_sparse_inputs(make_optimizer):
     def build():
         inputs = keras.Input((6,), sparse=True)
@@ -201,7 +211,7 @@ def test_text_through_a_preprocessing_layer():
     assert_equivalent(Trial(build, data))
 
 
-@pytest.mark.quick("LSTM")
+@pytest.mark.full
 @pytest.mark.parametrize("layer", ["LSTM", "GRU"])
 def test_recurrent_layers_with_masks(layer):
     def build():

@@ -30,7 +30,7 @@ def test_synchronized_batch_normalization():
         ]
 
     build = functools.partial(dense_model, "mse", sgd, layers)
-    assert_equivalent(Trial(build, infer_always=True), ALL_SHARES)
+    assert_equivalent(Trial(build), ALL_SHARES)
 
 
 @pytest.mark.full
@@ -77,6 +77,7 @@ def test_variance_behind_a_mask_far_from_zero():
     np.testing.assert_allclose(found, expected, atol=0.01)
 
 
+@pytest.mark.full
 def test_synchronized_batch_normalization_behind_a_mask():
     def build():
         model = keras.Sequential(
@@ -125,6 +126,7 @@ def test_moving_statistics_are_means_over_samples():
     assert_replicas_agree(strategy, model)
 
 
+@pytest.mark.full
 def test_batch_normalization_on_a_single_used_replica_is_one_device():
     build = functools.partial(
         dense_model, "mse", sgd, lambda: [keras.layers.BatchNormalization(momentum=0.7)]
@@ -175,6 +177,7 @@ def test_replicas_drop_different_units():
     assert len({mask for _, mask in masks}) == 6, "two replicas or two steps had one mask"
 
 
+@pytest.mark.full
 def test_replicas_drop_different_units_in_predict():
     strategy = three_replicas()
     strategy.set_shares((1, 1, 1))
@@ -195,6 +198,7 @@ class NormalizesAlways(keras.Model):
         return self.normalization(x, training=True)
 
 
+@pytest.mark.full
 def test_predict_with_the_statistics_of_the_batch():
     strategy = three_replicas()
     strategy.set_shares((3, 0, 5))

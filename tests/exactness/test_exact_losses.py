@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from equivalence import (
     ALL_SHARES,
+    IS_QUICK,
     ONLY_WHOLE_BATCHES,
     Trial,
     arrays,
@@ -56,7 +57,7 @@ def masked_model(reduction, mask_zero=True, metric=True):
     return model
 
 
-@pytest.mark.quick("sum_over_batch_size", "sum")
+@pytest.mark.full
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_every_reduction(reduction):
     build = functools.partial(
@@ -65,7 +66,7 @@ def test_every_reduction(reduction):
     assert_equivalent(Trial(build))
 
 
-@pytest.mark.quick("mean_with_sample_weight", "None")
+@pytest.mark.quick("None")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_every_reduction_with_sample_weights(reduction):
     loss = keras.losses.MeanSquaredError(reduction=reduction)
@@ -73,7 +74,7 @@ def test_every_reduction_with_sample_weights(reduction):
     assert_equivalent(Trial(build, weighted_batches))
 
 
-@pytest.mark.quick("None-sum_over_batch_size", "per time step-mean_with_sample_weight")
+@pytest.mark.quick("per time step-mean_with_sample_weight")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("weights", [None, "per sample", "per time step"])
 def test_every_reduction_with_masks(reduction, weights):
@@ -226,7 +227,7 @@ class PenaltyOfWeights(ConstantPenalty):
         return inputs * self.scale
 
 
-@pytest.mark.quick("MeanPenalty", "PenaltyOfSamples")
+@pytest.mark.quick("PenaltyOfSamples")
 @pytest.mark.parametrize(
     "penalty",
     [MeanPenalty, ConstantPenalty, PenaltyOfSamples, PenaltyOfValues, PenaltyOfWeights],
@@ -249,7 +250,8 @@ def test_add_loss_without_another_loss():
 
 def test_every_kind_of_share_with_inference():
     build = functools.partial(dense_model, metrics=["mae"])
-    assert_equivalent(Trial(build, infer_always=True), ALL_SHARES)
+    trial = Trial(build, evaluate=True, predict=True, infer_always=not IS_QUICK)
+    assert_equivalent(trial, ALL_SHARES)
 
 
 def test_fewer_samples_than_replicas():

@@ -135,7 +135,7 @@ def test_mean_and_sum_inside_a_layer():
     assert_equivalent(Trial(build, predict=False), ALL_SHARES)
 
 
-@pytest.mark.quick("True")
+@pytest.mark.full
 @pytest.mark.parametrize("weighted", [False, True])
 def test_metrics_of_masked_time_steps(weighted):
     def build():
@@ -186,7 +186,7 @@ class Steps(keras.metrics.Metric):
         return self.steps + 0.0
 
 
-@pytest.mark.quick("mean")
+@pytest.mark.full
 @pytest.mark.parametrize("aggregation", ["mean", "only_first_replica"])
 def test_state_that_is_not_summed(aggregation):
     def build():
@@ -232,6 +232,7 @@ def test_results_that_look_at_the_rate():
     assert_equivalent(Trial(build, evaluate=False, predict=False))
 
 
+@pytest.mark.quick("of Keras")
 @pytest.mark.parametrize("name", ["of Keras", "of one's own"])
 def test_gradients_travel_with_the_metrics_of_keras(name, monkeypatch):
     collectives = []

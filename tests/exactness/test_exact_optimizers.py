@@ -108,7 +108,7 @@ OWN_OPTIMIZERS = {
 }
 
 
-@pytest.mark.quick("TwoGroups")
+@pytest.mark.quick("ScalingWrapper")
 @pytest.mark.parametrize("name", OWN_OPTIMIZERS)
 def test_optimizer_of_ones_own(name):
     build = functools.partial(dense_model, "mse", OWN_OPTIMIZERS[name])
@@ -126,14 +126,14 @@ def test_optimizers_for_parts_of_the_model():
     assert_equivalent(Trial(build, evaluate=False, predict=False), ALL_SHARES)
 
 
-@pytest.mark.quick("AdamW")
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer(name):
     build = functools.partial(dense_model, "mse", OPTIMIZERS[name])
     assert_equivalent(Trial(build, evaluate=False, predict=False))
 
 
-@pytest.mark.quick("global_clipnorm", "gradient_accumulation_steps", "LossScaleOptimizer")
+@pytest.mark.quick("ema_overwrite_frequency", "gradient_accumulation_steps")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_setting(name):
     build = functools.partial(dense_model, "mse", SETTINGS[name])

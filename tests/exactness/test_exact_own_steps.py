@@ -306,7 +306,7 @@ class LossOfEachValue(keras.losses.Loss):
         return keras.ops.reshape(keras.ops.square(y_true - y_pred) * [[1.0, 2.0]], [-1])
 
 
-@pytest.mark.quick("True")
+@pytest.mark.full
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_loss_with_several_values_for_each_sample(run_eagerly):
     def build():
@@ -478,12 +478,12 @@ STEPS = {
         VectorLossStep,
         {"optimizer": sgd, "run_eagerly": True, **NO_METRICS},
         TRAINING,
-        SHARES[:1],
+        [(4, 2, 1)],
     ),
 }
 
 
-@pytest.mark.quick("of the guide", "low level", "that calls Keras's", "variables in the logs")
+@pytest.mark.quick("that calls Keras's", "variables in the logs", "AverageLossStep")
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_of_ones_own(name):
     model, options, compared, shares = STEPS[name]
@@ -516,11 +516,12 @@ class SmoothedGradients(Base):
         return {"loss": loss}
 
 
-@pytest.mark.parametrize("as_keras_variables", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("as_keras_variables", [True, False])
 def test_gradients_in_variables(monkeypatch, as_keras_variables):
     monkeypatch.setattr(SmoothedGradients, "as_keras_variables", as_keras_variables)
     trial = Trial(compiled(SmoothedGradients, metrics=None), evaluate=False)
-    assert_equivalent(trial, ALL_SHARES[:1])
+    assert_equivalent(trial, [(4, 2, 1)])
 
 
 class OwnVariables(SmoothedGradients):

@@ -23,6 +23,7 @@ def test_equal_weights_of_unequal_shares_are_off_by_far_more_than_the_tolerance(
         assert_equivalent(trial, SHARES, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.full
 def test_a_weight_that_is_slightly_wrong_is_noticed():
     class Biased(keras.losses.MeanSquaredError):
         def call(self, y_true, y_pred):

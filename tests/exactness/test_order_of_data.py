@@ -130,14 +130,8 @@ SEQUENCES = {
 }
 
 
-def some(*quick: str) -> Any:
-    def mark(test: Any) -> Any:
-        return pytest.mark.quick(*quick)(pytest.mark.parametrize("kind", SEQUENCES)(test))
-
-    return mark
-
-
-@some("two_threads")
+@pytest.mark.quick("two_threads")
+@pytest.mark.parametrize("kind", SEQUENCES)
 def test_sequences_that_are_shuffled_and_reshuffle(kind: str) -> None:
     def train(model: Any, seen: Any) -> None:
         data, other = Sequence(**SEQUENCES[kind]), Sequence(first=100, **SEQUENCES[kind])
@@ -148,7 +142,8 @@ def test_sequences_that_are_shuffled_and_reshuffle(kind: str) -> None:
     assert_same_order(train)
 
 
-@some("two_threads")
+@pytest.mark.full
+@pytest.mark.parametrize("kind", SEQUENCES)
 def test_infinite_sequences(kind: str) -> None:
     def train(model: Any, seen: Any) -> None:
         kept = {"reshuffles": "", **SEQUENCES[kind]}
@@ -189,7 +184,8 @@ def test_a_sequence_that_reshuffles_at_the_begin(kind: str) -> None:
     assert_same_order(train)
 
 
-@some("two_threads")
+@pytest.mark.full
+@pytest.mark.parametrize("kind", SEQUENCES)
 def test_sequences_with_class_weights(kind: str) -> None:
     def train(model: Any, seen: Any) -> None:
         data = Sequence(**SEQUENCES[kind])
@@ -359,7 +355,7 @@ DATA_SETS: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
-@pytest.mark.quick("class_weights", "infinite_validation", "parts_of_samples")
+@pytest.mark.quick("infinite_validation")
 @pytest.mark.parametrize("kind", DATA_SETS)
 def test_shuffled_data_sets(kind: str) -> None:
     assert_same_order(DATA_SETS[kind])

@@ -167,6 +167,7 @@ class Always(State):
         return inputs
 
 
+@pytest.mark.full
 def test_predictions_change_state_as_on_one_device():
     strategy = three_replicas()
     models = []
@@ -242,6 +243,7 @@ class Centred(State):
         self.spread.assign(ops.sum(ops.square(x - ops.mean(x, axis=0))))
 
 
+@pytest.mark.full
 def test_a_sum_of_rows_that_depend_on_each_other_is_named(caplog):
     with three_replicas().scope():
         model = with_state(Centred)
@@ -336,6 +338,7 @@ class Welford(keras.metrics.Metric):
         return self.squares / self.count
 
 
+@pytest.mark.full
 def test_a_metric_whose_sums_depend_on_each_other_is_named(caplog):
     with three_replicas().scope():
         model = dense_model(metrics=[Welford()])

@@ -17,7 +17,7 @@ from test_micro_batches import (
     own_step,
 )
 from test_own_state import Averages, Counters, Extremes, Sums, with_state
-from test_predictions import JOINED, REFUSED, Model, dense
+from test_predictions import JOINED, REFUSED, Model, dense, nobody_is_waited_for  # noqa: F401
 
 from keras_het import HeterogeneousStrategy
 
@@ -130,25 +130,27 @@ OF_SAMPLES = {
 
 
 @in_float64
-@pytest.mark.quick("several_inputs-2", "ragged-2")
+@pytest.mark.quick("several_inputs-2")
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_parts_give_what_one_device_gives(case, size):
     assert_exact(*CASES[case], size)
 
 
-@pytest.mark.quick("unknown rank")
+@pytest.mark.full
 @pytest.mark.parametrize("case", OF_SAMPLES)
 def test_rows_of_all_kinds_come_in_order(case):
     assert_exact(*OF_SAMPLES[case])
 
 
 @in_float64
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["dense", "ragged"])
 def test_a_single_device_predicts_in_parts(case):
     assert_exact(*CASES[case], shares=((1,),), devices=1)
 
 
+@pytest.mark.full
 @in_float64
 def test_executions_of_several_steps():
     def build():
@@ -159,11 +161,13 @@ def test_executions_of_several_steps():
     assert_exact(build, columns)
 
 
+@pytest.mark.full
 @in_float64
 def test_a_single_batch():
     assert_exact(dense_model, lambda: arrays(7)[0], predict=keras.Model.predict_on_batch)
 
 
+@pytest.mark.quick("Extremes")
 @pytest.mark.parametrize("layer", [Counters, Sums, Extremes, Averages])
 def test_state_becomes_that_of_one_device(layer):
     class Always(layer):
@@ -217,6 +221,7 @@ class Drops(Codes):
         return super().call(x, training=True)
 
 
+@pytest.mark.full
 @in_float64
 def test_parts_drop_different_units():
     seeds = []
@@ -252,6 +257,7 @@ def graph_of(strategy):
     return [each.type for each in operations[0].get_operations()], outputs
 
 
+@pytest.mark.full
 def test_a_share_within_the_bound_is_not_cut():
     (plain, expected), (bounded, actual) = (
         graph_of(HeterogeneousStrategy(DEVICES[:2], micro_batch_size=size)) for size in (None, 4)
@@ -262,6 +268,7 @@ def test_a_share_within_the_bound_is_not_cut():
     assert added & set(bounded)
 
 
+@pytest.mark.full
 def test_other_shares_do_not_trace_again():
     strategy = in_parts()
     strategy.set_shares((1, 1, 1))
@@ -275,7 +282,7 @@ def test_other_shares_do_not_trace_again():
     assert CountsTraces.traces == traces
 
 
-@pytest.mark.quick("nested-1", "some-1")
+@pytest.mark.quick("nested-1")
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_output_that_cannot_be_joined_is_named(name, devices):
@@ -301,6 +308,7 @@ def test_a_mean_over_the_batch_is_refused_whether_it_is_cut_or_not(rows):
         model.predict(batches(rows), verbose=0)
 
 
+@pytest.mark.full
 def test_parts_of_different_widths_are_refused():
     with in_parts(2, 1).scope():
         model = Tagger()
@@ -327,6 +335,7 @@ def test_what_cannot_be_cut_is_named(says):
 
 
 @in_float64
+@pytest.mark.full
 @pytest.mark.parametrize(
     "build", [lambda: own_step(Sharpness), lambda: dense_model(jit_compile=True)]
 )

@@ -6,7 +6,15 @@ import pytest
 import tensorflow as tf
 from equivalence import arrays, three_replicas
 
+from keras_het.strategy.cluster import agreement
+
 SHARES = ((1, 1, 1), (4, 2, 1), (3, 0, 5))
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_waited_for(monkeypatch):
+    """Workers give each other two seconds to hear of an error in the graph."""
+    monkeypatch.setattr(agreement, "_SECONDS_TO_PASS_ON", 0.0)
 
 
 class Model(keras.Model):

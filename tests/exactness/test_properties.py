@@ -83,7 +83,7 @@ class Plan:
         return model
 
 
-@pytest.mark.quick("11")
+@pytest.mark.full
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_model(seed):
     plan = Plan(seed)

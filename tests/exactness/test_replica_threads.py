@@ -174,6 +174,7 @@ class Noise(layers.Layer):
         return inputs + keras.random.normal(ops.shape(inputs))
 
 
+@pytest.mark.full
 def test_random_numbers_without_a_seed():
     strategy = three_replicas()
     strategy.set_shares((3, 2, 2))
@@ -285,7 +286,7 @@ def own_step():
 MODELS = {each.__name__: each for each in (behind_statistics, own_layer, used_twice, subclassed)}
 
 
-@pytest.mark.quick("used_twice")
+@pytest.mark.quick("behind_statistics")
 @pytest.mark.parametrize("name", MODELS)
 def test_behind_synchronized_statistics(name):
     assert_equivalent(Trial(lambda: compiled(MODELS[name](), metrics=["mae"])))
@@ -298,6 +299,7 @@ def test_other_ways_to_run(options):
     assert_equivalent(Trial(lambda: compiled(own_layer(), **options)))
 
 
+@pytest.mark.full
 def test_a_step_of_ones_own():
     assert_equivalent(Trial(lambda: compiled(own_step()), evaluate=False))
 
@@ -321,6 +323,7 @@ def test_several_outputs_and_evaluation_within_the_fit():
     assert_equivalent(Trial(build, data, fit=fit))
 
 
+@pytest.mark.full
 def test_layers_have_the_losses_of_before_when_the_step_is_over():
     strategy = three_replicas()
     with strategy.scope():

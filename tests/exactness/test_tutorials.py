@@ -256,7 +256,7 @@ def input_of_all_kinds(strategy, folder):
 TUTORIALS = (custom_training, save_and_load, multi_worker_with_ctl, input_of_all_kinds)
 
 
-@pytest.mark.quick("4_1_1-custom_training")
+@pytest.mark.quick("4_1_1-multi_worker_with_ctl")
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda tutorial: tutorial.__name__)
 @pytest.mark.parametrize("shares", SHARES, ids=lambda shares: "_".join(map(str, shares)))
 def test_a_tutorial_gives_what_one_device_gives(logical_devices, tutorial, shares, tmp_path):

@@ -82,6 +82,9 @@ def put_back(model):
     model.train_function = original
 
 
+@pytest.mark.quick(
+    "made again-on_train_batch_begin", "hidden-on_epoch_begin", "put back-on_train_batch_end"
+)
 @pytest.mark.parametrize("place", ["on_epoch_begin", "on_train_batch_begin", "on_train_batch_end"])
 @pytest.mark.parametrize(
     "replace",
@@ -98,6 +101,7 @@ def test_a_step_function_that_is_replaced_stays_within_the_layers(model, replace
     assert calls is None or model.train_function.calls == calls + STEPS, "what hides stays"
 
 
+@pytest.mark.quick("train_on_batch", "fit")
 @pytest.mark.parametrize(
     "act",
     [
@@ -224,6 +228,7 @@ class Looks(keras.callbacks.Callback):
         self.end = dict(logs)
 
 
+@pytest.mark.quick("False-True", "True-False")
 @pytest.mark.parametrize("as_list", [True, False])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_comes_before_callbacks_comes_before_all(model, is_first, as_list):

@@ -24,7 +24,8 @@ def test_bounds_outlive_the_process(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shares", "failed", "expected"), [([], 10, 5), ([12, 8, 6], 10, 8), ([12, 0], 11, 5)]
+    ("shares", "failed", "expected"),
+    [([], 10, 5), ([12, 8, 6], 10, 8), ([12, 0], 11, 5), ([10, 6], 10, 6)],
 )
 def test_the_largest_share_that_was_computed(shares, failed, expected):
     rows = [{"shares": [99, share]} for share in shares]

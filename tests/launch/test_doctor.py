@@ -300,6 +300,12 @@ def test_a_machine_that_is_well_has_no_problem(given):
     assert all(finding.level in (OK, NOTE) for finding in run_checks(given))
 
 
+def test_the_cpus_of_a_machine_are_divided_among_its_tasks():
+    cluster = {"worker": ["a:1", "a:2", "a:3", "b:1"]}
+    (budget,) = found(in_cluster(tf_config(cluster), cpus=6.0, affinity=6), "cpu_budget")
+    assert budget.text == "CPUs: 6; 2 for each of 3 tasks on this machine."
+
+
 def test_of_gpus_that_tensorflow_does_not_use_one_check_says_why():
     assert found(hiding("-1", tensorflow=using()), "used_gpus") == []
     (order,) = found(SMALL, "gpu_order")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keras_het
-from keras_het.launch.local.display import Display
+from keras_het.launch.local.display import Display, WorkerLogs
 from keras_het.launch.local.failure_report import describe_failures
 from keras_het.launch.local.tracebacks import TracebackFolder, uncaught_error
 from keras_het.launch.local.worker_process import LineSplitter, OutputLine, WorkerResult, strip_ansi
@@ -150,6 +150,15 @@ def test_a_closed_reader_does_not_stop_the_workers() -> None:
         display.show(0, "stdout", final("lost as well"))
         display.show(0, "stderr", final("kept"))
     assert stderr.getvalue() == "[worker 0] kept\n"
+
+
+def test_logs_have_no_colours_and_no_progress(tmp_path: Path) -> None:
+    with WorkerLogs(tmp_path, [0, 1], "EMULATION") as logs:
+        logs.write(0, OutputLine("50%", False))
+        logs.write(0, final("\x1b[1mdone\x1b[0m"))
+        logs.write(1, final("other"))
+    written = [(tmp_path / f"worker-{index}.log").read_text() for index in range(2)]
+    assert written == ["EMULATION\ndone\n", "EMULATION\nother\n"]
 
 
 PACKAGE = Path(keras_het.__file__).parent
@@ -312,6 +321,16 @@ def test_the_worker_that_received_a_signal_is_named(name: str, code: int, is_las
     assert effects == ["worker 0 ended with it.", "worker 2 ended with it."]
     assert cause.startswith(f"worker 1 was ended by {name}, which keras-het did not send; ")
     assert "BackupAndRestore" in cause
+
+
+def test_of_two_errors_the_first_is_the_cause() -> None:
+    results = [
+        WorkerResult(index, 1, False, 2.0 - index, "", "\n".join(output))
+        for index, output in enumerate([OWN, CHAINED])
+    ]
+    effect, cause = describe_failures(results, False).splitlines()
+    assert effect.startswith("worker 0 failed after it: ValueError: my callback failed (")
+    assert cause == "worker 1 failed first: KeyError: 'rows'"
 
 
 @pytest.mark.parametrize("code", [1, -15])

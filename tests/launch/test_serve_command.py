@@ -87,6 +87,7 @@ tf.config.threading.set_intra_op_parallelism_threads(2)
 """
 
 
+@pytest.mark.full
 def test_one_thread_an_operation():
     done = subprocess.run(
         [sys.executable, "-c", THREADS_PROGRAM], capture_output=True, text=True, timeout=120

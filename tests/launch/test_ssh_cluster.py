@@ -30,6 +30,7 @@ if host == "away":
     print("ssh: connect to host away port 22: Connection refused", file=sys.stderr)
     sys.exit(255)
 environment = {{"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "3,4", "HOST": host}}
+environment["NCCL_DEBUG"] = "of the host"
 remote = subprocess.Popen(["sh", "-c", command], env=environment, start_new_session=True)
 sys.exit(remote.wait())
 """

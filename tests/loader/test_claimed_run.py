@@ -135,12 +135,7 @@ def rows_of_epochs(source, gets_batches, validates):
     return rows_of
 
 
-@pytest.mark.quick(
-    "cut-one_shuffle-alone",
-    "cut-two_shuffles-also_validation_data",
-    "mapped-one_shuffle-alone",
-    "mapped-two_shuffles-also_validation_data",
-)
+@pytest.mark.quick("cut-one_shuffle-alone", "cut-two_shuffles-also_validation_data")
 @pytest.mark.parametrize("validates", [False, True], ids=["alone", "also_validation_data"])
 @pytest.mark.parametrize("nested", [False, True], ids=["one_shuffle", "two_shuffles"])
 @pytest.mark.parametrize("mapped", [False, True], ids=["cut", "mapped"])
@@ -170,6 +165,7 @@ def test_keras_need_not_ask_on_to_learn_that_the_last_batch_is_taken():
         next(iter(iterator))  # as at the start of an execution
 
 
+@pytest.mark.quick("cut-3")
 @pytest.mark.parametrize("steps", [2, 3, 5])
 @pytest.mark.parametrize("mapped", [False, True], ids=["cut", "mapped"])
 def test_what_keras_leaves_of_a_batch_comes_with_its_next_epoch(mapped, steps):

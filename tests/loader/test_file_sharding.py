@@ -45,7 +45,7 @@ EXPECTED = sorted(
 )
 
 
-@examples(4)
+@examples(4, quick=2)
 @given(
     schedule=st.lists(
         st.lists(st.integers(0, 5), min_size=4, max_size=4).filter(any), min_size=1, max_size=6
@@ -76,6 +76,7 @@ def test_a_worker_without_files_gets_empty_batches(files):
     assert len(batches) == 2
 
 
+@pytest.mark.full
 def test_samples_are_counted_and_mapped_where_they_are_used(files):
     calls = []
 

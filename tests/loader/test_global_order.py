@@ -28,6 +28,7 @@ def clusters(draw):
     return counts, schedule, draw(st.integers(0, 3))
 
 
+@pytest.mark.quick("shuffle_map", "map_after_batch", "padded_batch", "generator", "sparse")
 @pytest.mark.parametrize("name", ALL)
 @examples(2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cluster=clusters())
@@ -96,6 +97,7 @@ def test_a_new_share_needs_no_new_trace():
     assert len(traces) == 1
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("parallel", [None, 2])
 def test_each_sample_is_mapped_once_over_all_workers(parallel):
     calls = [[], [], []]
@@ -153,6 +155,7 @@ def test_batch_map_runs_on_local_rows():
     assert seen == [None, None]  # one trace on each worker, of any number of rows
 
 
+@pytest.mark.full
 def test_empty_shares_keep_structure_types_and_inner_shapes():
     for name in ELEMENT:
         workers = make_workers(ELEMENT[name], (2,), [[1, 0]])
@@ -166,6 +169,7 @@ def test_empty_shares_keep_structure_types_and_inner_shapes():
                     assert none.shape == [0, *one.shape[1:]]
 
 
+@pytest.mark.full
 def test_a_lone_zero_share_gets_empty_batches():
     for name in ("two_maps", "ragged_result", "unknown_shapes", "sparse_result"):
         workers = make_workers(ELEMENT[name], (1, 1), [[1, 0]])
@@ -200,6 +204,7 @@ def test_fingerprints_tell_orders_apart():
     assert seeded[0].fingerprint != first
 
 
+@pytest.mark.full
 def test_no_fingerprint_of_random_values():
     def augment(index):
         return tf.cast(index, tf.float32) + tf.random.uniform([])

@@ -2,11 +2,13 @@
 
 import gc
 
+import pytest
 import tensorflow as tf
 
 from keras_het.loader import iterator_adapter
 
 
+@pytest.mark.full
 def test_the_graphs_of_a_mapped_data_set_go_with_it():
     """Kinds of conditions included; those of a function that others use stay."""
 

@@ -64,6 +64,7 @@ def test_elements_keep_their_structure(options):
         tf.nest.map_structure(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.quick("dense")
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_orders_differ_between_epochs_also_under_a_seed(kind):
     def build(seed):

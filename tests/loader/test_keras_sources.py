@@ -16,6 +16,7 @@ X = np.arange(46, dtype="float32").reshape(23, 2)
 Y = np.arange(23) % 4
 
 
+@pytest.mark.quick("23-True", "20-False")
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])
 @pytest.mark.parametrize("samples", [20, 23])
 def test_arrays(shuffle, samples):
@@ -32,6 +33,7 @@ def test_arrays(shuffle, samples):
     assert workers[0].fingerprint == workers[1].fingerprint is not None
 
 
+@pytest.mark.full
 def test_arrays_with_weights_dictionaries_and_class_weight():
     for options in (
         {"x": {"a": X, "b": X[:, :1]}, "y": Y, "sample_weight": np.ones(23)},
@@ -58,6 +60,7 @@ def test_unseeded_arrays_are_told_apart():
     assert workers[0].fingerprint != workers[1].fingerprint
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_built", [True, False])
 def test_class_weight_keeps_element_mode(is_built):
     def build(knobs):
@@ -82,6 +85,7 @@ class Batches(keras.utils.PyDataset):
         return X[rows], Y[rows]
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("parallel", [False, True])
 def test_py_dataset(parallel):
     sources = [Batches(**({"workers": 2} if parallel else {})) for _ in range(2)]
@@ -155,6 +159,7 @@ def test_a_generator_does_not_go_back(looked_at):
         worker.start_at(0, 3)
 
 
+@pytest.mark.quick("vectors")
 @pytest.mark.parametrize("labels", [(64,), (64, 1)], ids=["numbers", "vectors"])
 def test_a_forgotten_batch_is_named(labels):
     strategy = keras_het.HeterogeneousStrategy(devices=["CPU:0"])

@@ -20,6 +20,7 @@ def one_epoch(worker):
     return collect([iter(worker)], (1,))[0]
 
 
+@pytest.mark.quick("shuffle_map", "no_map", "generator", "map_after_batch")
 @pytest.mark.parametrize("name", PIPELINES)
 @examples(2, suppress_health_check=[HealthCheck.too_slow])
 @given(epoch=st.integers(0, 2), step=st.integers(0, 3))
@@ -37,6 +38,7 @@ def test_continues_as_if_never_stopped(name, epoch, step):
     assert one_epoch(resumed) == expected[epoch + 1]
 
 
+@pytest.mark.quick("no_map")
 @pytest.mark.parametrize("name", ["map_shuffle", "no_map"])
 def test_goes_back_after_epochs_were_run(name):
     worker = make_workers(ALL[name], (1,), [[1]])[0]
@@ -88,6 +90,7 @@ CANNOT_GO_BACK = {
 }
 
 
+@pytest.mark.quick("passes1-2-filter", "passes3-3-two shuffles", "passes4-1-repeat")
 @pytest.mark.parametrize("above", CANNOT_GO_BACK.values(), ids=CANNOT_GO_BACK)
 @pytest.mark.parametrize(
     ("passes", "step"),
@@ -127,6 +130,7 @@ def test_all_workers_resume_at_the_same_step():
     assert np.all([worker.fingerprint is not None for worker in resumed])
 
 
+@pytest.mark.quick("shuffled_arrays")
 @pytest.mark.parametrize("name", ["map_shuffle", "no_map", "shuffled_arrays", "map_after_batch"])
 def test_weights_set_after_a_look_count_from_the_first_step(name):
     expected = one_epoch(make_workers(ALL[name], (1,), [[1]])[0])

@@ -31,6 +31,14 @@ NODES = {
 }
 
 
+@pytest.mark.quick(
+    "11-_ParallelMapDataset",
+    "None-_BatchDataset",
+    "None-_PrefetchDataset",
+    "None-_TakeDataset",
+    "None-_ShuffleDataset",
+    "11-_ShuffleDataset",
+)
 @pytest.mark.parametrize("name", NODES)
 @pytest.mark.parametrize("global_seed", [None, 11])
 def test_a_rebuilt_node_gives_the_same_elements_over_several_epochs(name, global_seed):

@@ -24,6 +24,7 @@ def pipeline(orders: ShareQueue) -> tf.data.Dataset:
     return cuts.map(lambda rows: rows + 0, num_parallel_calls=2).prefetch(2)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("logical_devices")
 def test_nothing_is_read_while_it_is_let_go() -> None:
     of_one_device, orders = batches(), ShareQueue(2, lookahead=2, admits=True)

@@ -1,7 +1,7 @@
 """Program: trains with async workers and writes what each task did.
 
 Arguments: folder for the results, JSON of options: `OWN`; the others are those of
-`HybridAggregation` ("wire": its name).
+`HybridAggregation` ("wire": its name). "validates" is the number of batches, -1 for all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OWN = {
     "momentum": 0.0,
     "steps_per_execution": 1,
     "arrays": False,
-    "validates": True,
+    "validates": -1,
     "fits": 1,
     "backup": None,
     "telemetry": None,
@@ -166,7 +166,7 @@ def main() -> None:
         **({"x": x, "y": y, "batch_size": BATCH} if own.arrays else {"x": data}),
         epochs=own.epochs,
         verbose=0,
-        validation_data=validation if own.validates else None,
+        validation_data=validation.take(own.validates) if own.validates else None,
         callbacks=[hybrid, notes, service, *backups, *watches],
     )
     result = {

@@ -1,7 +1,7 @@
 """Program: trains models whose gradients travel with low rank, beside the same in numpy.
 
-Arguments: folder of the results; number of devices of each worker, separated by commas. Three
-replicas have 5, 2 and 1 of the 8 samples of a batch, or all are the first one's.
+Arguments: folder of the results; number of devices of each worker, separated by commas; names of
+the cases. Three replicas have 5, 2 and 1 of the 8 samples of a batch, or all are the first one's.
 """
 
 from __future__ import annotations
@@ -200,7 +200,8 @@ def main() -> None:
 
     operations._all_reduce_by_type = all_reduce_by_type
     found: dict[str, Any] = scaled(strategy, devices)
-    for name, options in CASES.items():
+    for name in [each for each in CASES if each in sys.argv[3:]]:
+        options = CASES[name]
         rank = options.pop("rank", RANK)
         strategy.extended.send_low_rank(rank)
         strategy.extended.bytes_per_bucket = options.pop("bytes_per_bucket", 0)

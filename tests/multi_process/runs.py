@@ -54,11 +54,12 @@ class Written:
 
 
 def written_by_workers(
-    start: Any, program: str, folder: Path, devices: str
+    start: Any, program: str, folder: Path, devices: str, cases: Sequence[str]
 ) -> list[dict[str, np.ndarray]]:
-    """Run a program on workers with these numbers of devices; return what each has written."""
+    """Run cases of a program on workers with these devices; return what each has written."""
     number = len(devices.split(","))
-    for each in start(program, {"worker": number}, [str(folder), devices]).wait()[::-1]:
+    arguments = [str(folder), devices, *cases]
+    for each in start(program, {"worker": number}, arguments).wait()[::-1]:
         assert each.exit_code == 0, each.output[-3000:]
     return [dict(np.load(folder / f"{index}.npz")) for index in range(number)]
 

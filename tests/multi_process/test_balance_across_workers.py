@@ -14,6 +14,9 @@ from keras_het.launch.local.emulation import Emulation
 
 STEPS, PHASE, BATCH = 240, 80, 40
 
+# recipes/test_readme.py is the quick one: shares by measured speeds, and the losses of one device.
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "asynchronous"])
 def folder(start_for_session: Any, tmp_path_factory: Any, request: Any) -> Path:

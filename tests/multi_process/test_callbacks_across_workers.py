@@ -14,7 +14,8 @@ import pytest
 from recorded import LOADER_EPOCHS, LOADER_ROWS, ONLY_WORKERS, OWN
 from runs import Runs
 
-CHECKS = ("decisions", "buckets", "files", "telemetry")
+QUICK = ("files", "telemetry")
+CHECKS = ("decisions", "buckets", *QUICK)
 # without a counterpart on one device; it stays local for the rest of the process
 LAST = "telemetry_of_local_training"
 MOST_EPOCHS = 12
@@ -24,16 +25,21 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def runs(start_for_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(
+    start_for_session: Any, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Runs:
     folder = tmp_path_factory.mktemp("callbacks")
-    return Runs(start_for_session, folder, "callback_checks", [*CHECKS, LAST], {"worker": 2}, "1,1")
+    checks = QUICK if pytestconfig.getoption("--quick") else (*CHECKS, LAST)
+    return Runs(start_for_session, folder, "callback_checks", checks, {"worker": 2}, "1,1")
 
 
+@pytest.mark.quick(*QUICK)
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_workers_equal_one_device(runs: Runs, check: str) -> None:
     runs.assert_as_one_device(check)
 
 
+@pytest.mark.full
 def test_all_workers_stop_together_before_the_end(runs: Runs) -> None:
     for results in runs.of_workers("decisions"):
         rates = results["rates"]
@@ -42,6 +48,7 @@ def test_all_workers_stop_together_before_the_end(runs: Runs) -> None:
         assert rates[-1] < rates[0]
 
 
+@pytest.mark.full
 def test_bucket_sizes_are_the_chiefs_choice(runs: Runs) -> None:
     for results in runs.of_workers("buckets"):
         assert results[f"{ONLY_WORKERS}chosen"] == 4096
@@ -85,6 +92,7 @@ def test_telemetry_knows_the_devices_of_all_workers(runs: Runs) -> None:
         assert (results[f"{ONLY_WORKERS}compute"] > 0).all()
 
 
+@pytest.mark.full
 def test_telemetry_completes_the_times_of_local_training(runs: Runs) -> None:
     for results in runs.of_workers(LAST):
         steps = results[f"{OWN}steps"].tolist()
@@ -118,11 +126,13 @@ def loader_runs(start_for_session: Any, tmp_path_factory: pytest.TempPathFactory
     return Runs(start_for_session, folder, "loader_checks", LOADER_CHECKS, {"worker": 2}, "1,1")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check", LOADER_CHECKS)
 def test_two_workers_that_move_equal_one_device(loader_runs: Runs, check: str) -> None:
     loader_runs.assert_as_one_device(check)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check", LOADER_CHECKS)
 def test_each_worker_moves(loader_runs: Runs, check: str) -> None:
     for results in loader_runs.of_workers(check):
@@ -131,6 +141,7 @@ def test_each_worker_moves(loader_runs: Runs, check: str) -> None:
         assert results[f"{OWN}moves"].all()
 
 
+@pytest.mark.full
 def test_each_sample_is_prepared_once_an_epoch_by_the_worker_that_uses_it(
     loader_runs: Runs,
 ) -> None:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from runs import written_by_workers
 
-CASES = ("bfloat16", "in buckets", "in parts", "measured")
+QUICK = ("bfloat16", "measured")
+CASES = (*QUICK, "in buckets", "in parts")
 
 
 MORE = [pytest.param(each, marks=pytest.mark.full) for each in ("1,1,1", "1,1,2,1")]
@@ -15,16 +16,18 @@ MORE = [pytest.param(each, marks=pytest.mark.full) for each in ("1,1,1", "1,1,2,
 
 @pytest.mark.parametrize("devices", ["1,2", *MORE])
 def test_each_worker_rounds_its_gradient_once(
-    start_workers: Any, tmp_path: Path, devices: str
+    start_workers: Any, tmp_path: Path, devices: str, pytestconfig: pytest.Config
 ) -> None:
     program = "program_communication_dtype.py"
-    found = written_by_workers(start_workers, program, tmp_path, devices)
-    for name in (*CASES, "as they are"):
+    cases = QUICK if pytestconfig.getoption("--quick") else CASES
+    names = (*cases, "as they are")
+    found = written_by_workers(start_workers, program, tmp_path, devices, names)
+    for name in names:
         for each in found[1:]:
             np.testing.assert_array_equal(each[name], found[0][name])
         np.testing.assert_allclose(found[0][name], found[0][f"{name}, expected"], rtol=2e-6)
     exact = found[0]["as they are"]
-    assert all(np.abs(found[0][name] / exact - 1).max() > 1e-5 for name in CASES)
+    assert all(np.abs(found[0][name] / exact - 1).max() > 1e-5 for name in cases)
     assert np.all(found[0]["seconds"] > 0)  # of each replica
     assert_overflows_are_skipped(found[0]["scaled"])
     for each in found[1:]:

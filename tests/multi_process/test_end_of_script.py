@@ -19,7 +19,7 @@ FOR_EVER = 10_000_000
 TIMEOUT = 240.0
 
 
-@pytest.mark.quick("1.5-1")
+@pytest.mark.full
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("seconds_between", [0.0, 1.5])
 def test_workers_end_at_different_times(
@@ -46,6 +46,7 @@ def test_fresh_processes_end_cleanly() -> None:
             assert "finished" in result.stdout
 
 
+@pytest.mark.full
 def test_ctrl_c_on_the_launcher_ends_all_workers(launch: Any) -> None:
     launcher = launch("program_fit.py", {"steps": FOR_EVER})
     assert launcher.wait_for_output("training", TIMEOUT), launcher.text("stderr")

@@ -47,20 +47,13 @@ THREE_WORKERS = (
     "loss_scale_optimizer",
     "gradient_accumulation_and_clipping",
 )
+# What several processes do in another way than one; tests/exactness has the others in one process.
 QUICK = (
     "unseeded_numpy_shuffle",
-    "built_by_fit",
     "shares_and_partial_batch",
-    "sample_weights_and_masks",
     "shares_change_within_the_epoch",
-    "loops_in_functions",
     "collectives_in_replica_context",
     "zero_share",
-    "zero_share_from_the_start",
-    "state_of_ones_own",
-    "batch_normalization",
-    "unknown_cardinality",
-    "loss_scale_optimizer",
 )
 # The first test of a cluster waits for all its checks.
 pytestmark = pytest.mark.timeout(600)
@@ -146,6 +139,7 @@ def test_new_shares_cut_the_batches_of_later_steps(
     np.testing.assert_array_equal(sizes[5:], [[0, 5, 3]] * 3)
 
 
+@pytest.mark.full
 def test_batch_normalization_is_not_left_at_its_start(three_workers: Runs) -> None:
     # weights: kernel, bias, gamma, beta, moving mean, moving variance, ...
     chief, *_ = three_workers.of_workers("batch_normalization")
@@ -153,6 +147,7 @@ def test_batch_normalization_is_not_left_at_its_start(three_workers: Runs) -> No
     assert np.abs(chief[f"{ONLY_WORKERS}weight_5"] - 1).max() > 1e-4
 
 
+@pytest.mark.full
 def test_the_end_of_unknown_data_is_no_iteration(three_workers: Runs) -> None:
     for results in three_workers.of_workers("unknown_cardinality"):
         assert results[ONLY_WORKERS + "iterations"] == 2 * 3

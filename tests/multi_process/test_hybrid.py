@@ -25,12 +25,15 @@ from keras_het.fit.backup_folder import BackupFolder
 from keras_het.planning import plan_local_steps
 
 
+@pytest.mark.quick("1-1")
+@pytest.mark.parametrize(("group", "outside"), [(1, 1), (2, 2)])
 def test_every_sample_is_used_once_an_epoch_and_all_end_with_the_center(
-    start_workers: Any, tmp_path: Path
+    start_workers: Any, tmp_path: Path, group: int, outside: int
 ) -> None:
-    jobs = {"worker": 2, "async": 2}
+    jobs = {"worker": group, "async": outside}
     # slow enough that every async worker gets its part, however late it starts
-    results = run(start_workers, tmp_path, jobs, fast=0.01, period=3, arrays=True)
+    options = {"period": 3, "arrays": True, "validates": 6}
+    results = run(start_workers, tmp_path, jobs, fast=0.005 * group, **options)
     assert len(results) == sum(jobs.values())
     assert_shared(results)
     leader = results["worker_0"]

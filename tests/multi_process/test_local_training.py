@@ -73,14 +73,8 @@ MISTAKES: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = (
-    "diloco",
-    "unequal shares",
-    "sync_easgd",
-    "sync_easgd overlapped",
-    "streaming_diloco",
-    "moving statistics",
-)
+# An exchange that is waited for, one that travels while steps go on, and unequal shares.
+QUICK = ("diloco", "sync_easgd overlapped", "moving statistics")
 QUICK_MISTAKE = "number of workers"
 FULL = pytest.mark.full
 
@@ -192,10 +186,13 @@ def test_weights_are_the_center_right_after_an_exchange(results: dict[str, Any],
         assert same == (step % period == 0), step
 
 
-def test_logs_of_an_epoch_are_those_of_all_samples(results: dict[str, Any]) -> None:
-    for name in ("diloco", "unequal shares", "sync_easgd overlapped"):
-        losses = simulated(CASES[name], results[name][0]).losses
-        np.testing.assert_allclose(results[name][1]["history/loss"], losses, rtol=1e-4)
+@pytest.mark.quick("moving statistics")
+@pytest.mark.parametrize(
+    "name", ["diloco", "unequal shares", "sync_easgd overlapped", "moving statistics"]
+)
+def test_logs_of_an_epoch_are_those_of_all_samples(results: dict[str, Any], name: str) -> None:
+    losses = simulated(CASES[name], results[name][0]).losses
+    np.testing.assert_allclose(results[name][1]["history/loss"], losses, rtol=1e-4)
 
 
 def test_local_steps_have_no_collective_between_workers(results: dict[str, Any]) -> None:
@@ -205,6 +202,7 @@ def test_local_steps_have_no_collective_between_workers(results: dict[str, Any])
         assert int(worker["collectives/global"]) > 0
 
 
+@pytest.mark.full
 def test_each_worker_used_its_own_share(results: dict[str, Any]) -> None:
     # the first step of an epoch has those of the evaluation before it too
     one, two = (worker["samples"][-STEPS + 1 :] for worker in results["unequal shares"])
@@ -259,6 +257,7 @@ def interrupted_and_resumed(
     return load(folder, "whole"), resumed
 
 
+@pytest.mark.full
 def test_a_backup_has_center_and_outer_momentum(start_workers: Any, tmp_path: Path) -> None:
     options = {"rule": rule("diloco", period=3), "epochs": 3, "shares": [2, 1]}
     whole, resumed = interrupted_and_resumed(start_workers, tmp_path, options, STEPS + 2)
@@ -316,6 +315,7 @@ def test_what_cannot_be_is_refused(results: dict[str, Any], name: str, text: str
         assert text in str(worker["error"])
 
 
+@pytest.mark.full
 def test_a_lost_worker_is_named_at_the_next_exchange(start_workers: Any, tmp_path: Path) -> None:
     cases = {"lost": {"rule": rule("diloco", period=4), "dies": True}}
     workers = start_workers(
@@ -326,7 +326,8 @@ def test_a_lost_worker_is_named_at_the_next_exchange(start_workers: Any, tmp_pat
     assert "WorkerLostError: Lost worker 1" in survivor.output
 
 
-@pytest.mark.parametrize("overlap", [0, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("overlap", [0, 2])
 def test_shares_follow_the_speeds_of_the_workers(launch: Any, tmp_path: Path, overlap: int) -> None:
     """Speeds 3:1 give 30 and 10 of 40 samples, by what the exchanges say."""
     options = {"folder": str(tmp_path), "period": 5, "overlap": overlap, "balance": True}

@@ -62,7 +62,7 @@ LOSSES = [
 ]
 
 
-@pytest.mark.quick("killed", "sums-killed")
+@pytest.mark.quick("killed")
 @pytest.mark.parametrize(("number", "lost", "jobs", "name"), LOSSES)
 def test_survivors_name_the_lost_worker(
     start_workers: Any, number: int, lost: int, jobs: dict[str, int], name: str
@@ -87,7 +87,7 @@ def test_survivors_know_in_time(
     assert time.monotonic() - since < longest
 
 
-@pytest.mark.quick("custom_loop")
+@pytest.mark.full
 @pytest.mark.parametrize("loop", ["custom_loop", "predicts"])
 def test_other_loops_end_with_the_name_too(start_workers: Any, loop: str) -> None:
     workers = _start(start_workers, {"worker": 2}, **{loop: True})
@@ -97,6 +97,7 @@ def test_other_loops_end_with_the_name_too(start_workers: Any, loop: str) -> Non
         assert "raised WorkerLostError" in workers.wait_for(0).output
 
 
+@pytest.mark.full
 def test_an_exception_of_one_worker_ends_the_others(start_workers: Any) -> None:
     workers = start_workers(
         "program_fit.py",

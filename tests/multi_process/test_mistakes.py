@@ -6,6 +6,7 @@ import json
 import socket
 from typing import Any
 
+import pytest
 from forked_workers import cluster_environments
 
 STEPS = 25
@@ -28,6 +29,7 @@ def test_different_shares_are_an_error_on_every_worker(start_workers: Any) -> No
         assert "Start all workers with the same script" in result.output
 
 
+@pytest.mark.full
 def test_different_orders_are_an_error_on_every_worker(start_workers: Any) -> None:
     workers = _fit(start_workers, {"worker": 3}, seed=[1, 2, 1])
     for result in workers.wait():
@@ -57,6 +59,7 @@ def test_a_malformed_tf_config_is_one_error(start_workers: Any) -> None:
     assert last.startswith("ValueError: TF_CONFIG's task index is out of range")
 
 
+@pytest.mark.full
 def test_port_is_taken(start_workers: Any) -> None:
     environments = cluster_environments({"worker": 2})
     address = json.loads(environments[0]["TF_CONFIG"])["cluster"]["worker"][0]

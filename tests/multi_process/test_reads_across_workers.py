@@ -15,6 +15,8 @@ from keras_het.launch.local.emulation import Emulation
 
 PERIOD = 5
 
+pytestmark = pytest.mark.full
+
 
 def read_steps(
     start_workers: Any,
@@ -46,7 +48,6 @@ def test_local_training_reads_where_it_exchanges(start_workers: Any, tmp_path: P
         assert list(reads) == list(range(PERIOD - 1, steps, PERIOD)), reads
 
 
-@pytest.mark.full
 def test_local_training_that_overlaps_reads_where_it_sends_and_receives(
     start_workers: Any, tmp_path: Path
 ) -> None:
@@ -58,7 +59,6 @@ def test_local_training_that_overlaps_reads_where_it_sends_and_receives(
         assert list(reads) == sorted([*sent, *received]), reads
 
 
-@pytest.mark.full
 def test_a_sync_group_reads_where_it_exchanges(start_workers: Any, tmp_path: Path) -> None:
     options = {"rule": "delta", "period": PERIOD, "timeout_seconds": 60}
     jobs, way = {"worker": 2, "async": 1}, {"callback": "HybridAggregation", "options": options}
@@ -71,7 +71,6 @@ def test_a_sync_group_reads_where_it_exchanges(start_workers: Any, tmp_path: Pat
         assert list(reads) == list(range(PERIOD - 1, steps, PERIOD)), reads
 
 
-@pytest.mark.full
 def test_summation_reads_in_each_step(start_workers: Any, tmp_path: Path) -> None:
     """Gradients go through the host, in the step's graph: nothing else is read."""
     way = {"strategy": {"aggregation": "summation"}}

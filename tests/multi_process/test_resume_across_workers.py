@@ -35,6 +35,7 @@ def expected(start_for_session: Any, tmp_path_factory: Any) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_an_interrupted_cluster_goes_on_at_the_right_sample(
     start_workers: Any, tmp_path: Path, expected: Path
 ) -> None:
@@ -103,30 +104,32 @@ def test_a_cluster_whose_chief_is_killed_within_a_save(
     assert_same_variables(result, expected)
 
 
-@pytest.mark.full
+@pytest.mark.quick("2-arrays-4-11")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("kind", "save_freq", "step"),
+    ("number", "kind", "save_freq", "step"),
     [
-        ("arrays", "epoch", 7),
-        ("arrays", 6, 13),
-        ("arrays", 4, 11),
-        ("PyDataset", "epoch", 13),
-        ("PyDataset", 4, 6),
-        ("unknown size", 6, 7),
-        ("unknown size", 4, 9),
-        ("unknown size", "epoch", 16),
+        (2, "arrays", 4, 11),
+        (3, "arrays", "epoch", 7),
+        (3, "arrays", 6, 13),
+        (3, "arrays", 4, 11),
+        (3, "PyDataset", "epoch", 13),
+        (3, "PyDataset", 4, 6),
+        (3, "unknown size", 6, 7),
+        (3, "unknown size", 4, 9),
+        (3, "unknown size", "epoch", 16),
     ],
 )
-def test_three_workers_that_are_killed(
-    start_workers: Any, tmp_path: Path, kind: str, save_freq: str | int, step: int
+def test_workers_that_are_killed(
+    start_workers: Any, tmp_path: Path, number: int, kind: str, save_freq: str | int, step: int
 ) -> None:
     backup, one, result = (tmp_path / name for name in ("backup", "one.npz", "result.npz"))
     options = {"input": kind, "save_freq": save_freq}
-    train_well(start_workers, result=one, **options)
     killed = {"signal_at": step, "signal": KILLED}
-    for worker in train(start_workers, 3, backup=backup, result=result, **killed, **options):
+    for worker in train(start_workers, number, backup=backup, result=result, **killed, **options):
         # One that is killed last may have noticed that the others are gone.
         assert worker.exit_code != 0, worker.output
-    train_well(start_workers, 3, backup=backup, result=result, **options)
+    train_well(start_workers, number, backup=backup, result=result, **options)
+    train_well(start_workers, result=one, **options)
     assert_same_variables(result, one)
+    assert not backup.exists()

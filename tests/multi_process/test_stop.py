@@ -108,7 +108,7 @@ WAITS = {
 }
 
 
-@pytest.mark.quick("chief-in-its-step", "alone")
+@pytest.mark.quick("alone")
 @pytest.mark.parametrize(("number", "step", "waits"), WAITS.values(), ids=WAITS)
 def test_what_waits_ends_in_time_and_saves_the_last_finished_step(
     start: Any, tmp_path: Path, number: int, step: int, waits: dict[str, Any]
@@ -152,10 +152,11 @@ def test_a_second_training_with_the_folder_of_a_first_says_so_and_the_first_goes
     restarted.wait_for_output(0, "training")
 
 
-@pytest.mark.quick("fit-2-SIGINT-None-None", "fit-3-SIGTERM-None-3")
+@pytest.mark.quick("fit-2-SIGTERM-None-3")
 @pytest.mark.parametrize(
     ("mode", "number", "name", "plan", "lag"),
     [
+        ("fit", 2, "SIGTERM", None, 3),
         ("fit", 3, "SIGTERM", None, 3),
         ("predict", 2, "SIGTERM", None, 3),
         ("fit", 2, "SIGINT", None, None),

@@ -41,14 +41,19 @@ EMBEDDED = ("accumulation", "clipnorm", "adafactor")
 def perceptron(optimizer: str | None, embeds: bool = False) -> keras.Model:
     """Frozen layers, layers of equal names in nested models, and a last stage without weights.
 
+    With weight decay also regularizers of weights and of outputs.
+
     Args:
         optimizer: one of `OPTIMIZERS`, or None for `scaled`.
         embeds: whether the first layer is an embedding.
     """
     inputs = keras.Input([4], dtype="int32" if embeds else None)
+    regularized = {"kernel_regularizer": "l2", "activity_regularizer": "l2"}
+    regularized = regularized if optimizer == "decay" else {}
     x = L.Flatten()(L.Embedding(5, 3)(inputs)) if embeds else L.Dense(5)(inputs)
     for _ in range(2):
-        inner = keras.Sequential([keras.Input([x.shape[-1]]), L.Dense(5, "tanh", name="same")])
+        layers = [keras.Input([x.shape[-1]]), L.Dense(5, "tanh", name="same", **regularized)]
+        inner = keras.Sequential(layers)
         x = inner(x)
     x = L.BatchNormalization(trainable=False)(L.Dense(5, "tanh", trainable=False)(x))
     x = L.Activation("sigmoid")(L.Dense(3, kernel_constraint="unit_norm")(x))

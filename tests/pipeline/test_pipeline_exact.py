@@ -52,7 +52,7 @@ def plans(name: str) -> dict[str, PipelinePlan]:
     }
 
 
-@pytest.mark.quick("masked-replicas", "own_loss-three stages")
+@pytest.mark.quick("own_loss-three stages")
 @pytest.mark.parametrize("layout", ["three stages", "replicas"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_pipeline_trains_as_one_device(name: str, layout: str) -> None:
@@ -107,6 +107,7 @@ def distance(y: Any, prediction: Any) -> Any:
     return keras.ops.mean(keras.ops.square(y - prediction))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss", ["mse", distance])
 def test_a_tensor_that_a_model_returns_twice(loss: Any) -> None:
     def build() -> keras.Model:

@@ -36,7 +36,7 @@ def truth() -> tuple[Any, Any, Any]:
     return keras.Input((4,), dtype="bool"), layer, X > 0.5
 
 
-@pytest.mark.quick("sparse")
+@pytest.mark.full
 @pytest.mark.parametrize("make", [sparse, text, truth])
 def test_inputs(make: Callable[[], tuple[Any, Any, Any]]) -> None:
     found = []
@@ -67,6 +67,7 @@ def test_an_optional_input_that_is_missing() -> None:
         model.predict(tf.data.Dataset.from_tensors(((X, None), X)), verbose=0)
 
 
+@pytest.mark.full
 def test_layers_that_were_quantized_since() -> None:
     strategy = keras_het.PipelineStrategy(["middle"], 2, DEVICES[:2])
     with strategy.scope():

@@ -34,6 +34,11 @@ def test_devices_are_known_by_identity_and_new_ones_by_product(devices, expected
     assert recall(KNOWN, devices) == expected
 
 
+def test_devices_without_the_name_of_a_product_are_not_alike() -> None:
+    known = {**KNOWN, "d": KnownDevice("", SLOW)}
+    assert recall(known, [("new", "")]) == ([None], None)
+
+
 def test_a_new_device_is_as_fast_as_those_of_its_product_on_average() -> None:
     (times,), _ = recall(KNOWN, [("new", "x")])
     assert (times.fixed_seconds, times.seconds_per_sample) == (0.001, (0.001 + 0.1 / 3) / 2)

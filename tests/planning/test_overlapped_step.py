@@ -33,6 +33,7 @@ def all_shares():
     ]
 
 
+@pytest.mark.full  # a property of the problem, not of what solves it
 @pytest.mark.parametrize("largest_cost", [0.0, 1.0])
 def test_shares_that_compute_equally_long_are_the_best(largest_cost):
     random = np.random.default_rng(0)

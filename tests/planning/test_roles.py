@@ -61,6 +61,7 @@ def test_small_clusters_get_the_best_of_all_groups(n):
         assert found.get("hybrid") == hybrid
 
 
+@pytest.mark.quick("4-20", "6-20")
 @pytest.mark.parametrize(("n", "clusters"), [(4, 20), (6, 20), (9, 3), (10, 2)])
 def test_the_search_for_large_clusters_finds_the_best_of_all_groups(n, clusters):
     random = np.random.default_rng(10 * n)
@@ -77,6 +78,7 @@ def test_the_search_for_large_clusters_finds_the_best_of_all_groups(n, clusters)
             assert found["hybrid"] <= hybrid * (1 + 1e-12)
 
 
+@pytest.mark.full
 def test_async_workers_are_nearly_the_best_of_all_roles():
     random = np.random.default_rng(3)
     ratios = []

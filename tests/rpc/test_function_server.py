@@ -13,6 +13,7 @@ import keras
 import pytest
 import tensorflow as tf
 from addresses import free_address
+from devices import create_logical_devices
 
 from keras_het.rpc.admission import Gate, Status
 from keras_het.rpc.channel import FunctionClient, NoAnswerError
@@ -43,15 +44,17 @@ def address(logical_devices):
     return free_address()
 
 
-@pytest.fixture
-def server(address):
-    server = serve(address, 10)
+@pytest.fixture(scope="module")
+def server():
+    """Stays open for all tests that only ask it."""
+    create_logical_devices()
+    server = serve(free_address(), 10)
     yield server
     server.close()
 
 
 @pytest.fixture
-def client(server):
+def client(server, logical_devices):
     return FunctionClient(server.address, b"", 10)
 
 
@@ -66,7 +69,9 @@ def test_answers_until_it_is_closed_and_leaves_its_port(address):
         taken.bind((host, int(port)))
 
 
-def test_another_server_at_the_same_address_answers_old_clients(address, server, client):
+@pytest.mark.full
+def test_another_server_at_the_same_address_answers_old_clients(address):
+    server, client = serve(address, 10), FunctionClient(address, b"", 10)
     assert ask(client) == 11
     server.close()
     second = serve(address, 20)
@@ -80,23 +85,23 @@ def test_goes_on_after_keras_has_cleared_its_session(client):
     assert ask(client, 5) == 15
 
 
-def test_an_unknown_function_is_told_from_a_lost_server(address, server, client):
+def test_an_unknown_function_is_told_from_a_lost_server(address, client):
     with pytest.raises(NoAnswerError, match="not registered") as caught:
         ask(client, function="subtract")
     assert caught.value.is_unknown_function
-    server.close()
     with pytest.raises(NoAnswerError) as caught:
         ask(FunctionClient(address, b"", 0.5))
     assert not caught.value.is_unknown_function
 
 
-def test_an_address_in_use_is_an_error(address, client):
+def test_an_address_in_use_is_an_error(server, client):
     with pytest.raises(RuntimeError, match="did not start"):
-        serve(address, 20)
+        serve(server.address, 20)
     gc.collect()
     assert ask(client) == 11
 
 
+@pytest.mark.full
 def test_a_server_that_did_not_start_does_not_end_a_later_one(address):
     first = FunctionServer(address)
     first.register("hello", hello_function(), Gate(b""))
@@ -171,6 +176,7 @@ def test_many_calls_are_under_way_at_once_in_a_graph(client):
     assert [int(value) for value in ask_all()] == [10, 11, 12, 13, 14]
 
 
+@pytest.mark.full
 def test_an_answer_that_is_dropped_while_a_function_is_traced_leaves_no_trace(client):
     answers = [client.call("add", [tf.constant(1)], (NUMBER, NUMBER))]
     assert bool(answers[0].is_ok())

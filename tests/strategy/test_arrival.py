@@ -70,6 +70,7 @@ def test_who_is_missing_is_named(
     assert caplog.text.count("Waiting for") == 2
 
 
+@pytest.mark.full
 def test_who_answers_before_this_worker_listens_is_of_an_earlier_start(
     addresses: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:

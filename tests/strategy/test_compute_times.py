@@ -36,6 +36,7 @@ class OwnStep(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("own_step", [False, True])
 def test_measured_norms_are_those_of_the_shares(logical_devices, own_step):
     strategy = HeterogeneousStrategy(devices=DEVICES[:3], shares=[4, 2, 1])
@@ -73,12 +74,12 @@ def test_who_computes_longer_waits_less(logical_devices, monkeypatch, order):
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    x = np.ones((24, 3), np.float32)
+    x = np.ones((16, 3), np.float32)
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(4)
     strategy.measure_compute_times()
     model.fit(data, verbose=0)
     steps = strategy.compute_times.read_new()
-    assert len(steps) == 6
+    assert len(steps) == 4
     waits = [step.collective_seconds for step in steps]  # those of the first replica are kept
     assert all(step.seconds.max() > 0.9 * SLOWER for step in steps)
     # In some step: on a busy machine the faster replica may come late, or both wait for a core.

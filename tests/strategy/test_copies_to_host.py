@@ -14,6 +14,7 @@ from devices import DEVICES
 import keras_het
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_steps_copy_nothing_to_the_host(num_devices: int) -> None:
     strategy = keras_het.HeterogeneousStrategy(devices=DEVICES[1 : 1 + num_devices])

@@ -121,16 +121,24 @@ CASES = [*(("uneven", way) for way in WAYS), ("one device", "unknown"), ("empty"
 @pytest.mark.parametrize(("shares", "way"), CASES)
 def test_callbacks_and_numbers_are_those_of_keras(shares, way):
     data, options = WAYS[way]
-    expected = built(None)
-    model, alone = (built(SHARES[shares], steps) for steps in (K, 1))
+    expected, model = built(None), built(SHARES[shares])
     events, predicted = every_loop(model, data, **options)
     events_of_keras, expected_predictions = every_loop(expected, data, **options)
     assert_same_events(events, events_of_keras)
     assert_same_weights(model, expected)
     np.testing.assert_allclose(predicted, expected_predictions, rtol=1e-6)
-    if "steps_per_epoch" not in options:  # which Keras exceeds to fill an execution
-        every_loop(alone, data, **options)
-        assert_same_weights(model, alone)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("shares", "way"), CASES)
+def test_numbers_are_those_of_single_steps(shares, way):
+    data, options = WAYS[way]
+    if "steps_per_epoch" in options:
+        pytest.skip("Keras exceeds them to fill an execution")
+    models = [built(SHARES[shares], steps) for steps in (K, 1)]
+    for model in models:
+        every_loop(model, data, **options)
+    assert_same_weights(*models)
 
 
 @pytest.fixture
@@ -155,7 +163,7 @@ def calls(monkeypatch):
     return counted
 
 
-@pytest.mark.quick("shares1")
+@pytest.mark.full
 @pytest.mark.parametrize("shares", [(1,), (5, 2)])
 def test_an_execution_is_one_call(shares, calls):
     model = built(shares)
@@ -281,6 +289,7 @@ def test_train_on_batch_is_one_step(calls):
     assert model.optimizer.iterations.numpy() == 1
 
 
+@pytest.mark.full
 def test_data_of_a_call_is_prepared_an_execution_ahead():
     model = built((5, 2), steps_per_execution=7)
     strategy, found = model.distribute_strategy, []

@@ -71,6 +71,7 @@ def results(strategy):
     return {name: call(model) for name, call in CALLS.items()}
 
 
+@pytest.mark.full
 def test_the_order_in_which_strategies_are_made_is_no_matter(logical_devices):
     makers = {
         "data": lambda: HeterogeneousStrategy(logical_devices[:2], shares=[3, 1]),

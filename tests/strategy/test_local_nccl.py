@@ -48,7 +48,7 @@ def embedding_model():
     return model
 
 
-@pytest.mark.quick("dense", "sparse")
+@pytest.mark.quick("dense")
 @pytest.mark.parametrize(
     ("build", "data", "options"),
     [
@@ -66,6 +66,7 @@ def test_fit_equals_one_device(summed, build, data, options):
     assert {members for _, _, members in summed} == {3}
 
 
+@pytest.mark.full
 def test_several_steps_in_one_call(summed):
     def weights(devices, steps):
         with HeterogeneousStrategy(DEVICES[:devices], shares=(5, 3)[:devices]).scope():

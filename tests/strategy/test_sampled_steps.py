@@ -89,6 +89,7 @@ def test_few_steps_are_measured_and_their_numbers_are_those_of_all(strategy: Any
         assert min(row["seconds"]) >= STEP_SECONDS - 1e-3
 
 
+@pytest.mark.full
 def test_only_the_measured_function_has_clocks(
     strategy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +127,7 @@ CALLBACKS: dict[str, Callable[[Path], list[Any]]] = {
 }
 
 
+@pytest.mark.quick("all")
 @pytest.mark.parametrize("callbacks", CALLBACKS)
 def test_a_plain_step_reads_nothing_from_a_device(
     strategy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, callbacks: str
@@ -183,11 +185,12 @@ def test_tensorboard_writes_the_logs_of_the_steps_that_it_writes(
         assert loss == pytest.approx(losses[step - 1], rel=1e-6)
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("execution", [1, 4])
 def test_weights_are_those_of_one_device(strategy: Any, execution: int) -> None:
-    alone = trained(tf.distribute.get_strategy()).get_weights()
+    alone = trained(tf.distribute.get_strategy(), steps=20).get_weights()
     balancer = BatchBalancer("static", weights=[3, 1])
-    found = trained(strategy, [balancer], steps_per_execution=execution).get_weights()
+    found = trained(strategy, [balancer], 20, steps_per_execution=execution).get_weights()
     for got, expected in zip(found, alone, strict=True):
         np.testing.assert_allclose(got, expected, rtol=2e-5)
 
@@ -207,6 +210,7 @@ def test_measured_steps_have_their_numbers_among_executions(strategy: Any) -> No
     np.testing.assert_allclose(*walls.sum(axis=0), rtol=0.1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", [((3, 1), True)], indirect=True)
 def test_shares_follow_speeds_and_a_change_of_speed(strategy: Any) -> None:
     balancer = BatchBalancer()
@@ -270,6 +274,7 @@ class LateBatches(keras.utils.PyDataset):
         return self._waiting >= index and all(read.done() for read in pending)
 
 
+@pytest.mark.full
 def test_rows_stand_for_all_steps_and_their_times_add_up(strategy: Any) -> None:
     telemetry = keras_het.callbacks.Telemetry()
     model = trained(strategy, [telemetry], steps=4)
@@ -289,6 +294,7 @@ def test_rows_stand_for_all_steps_and_their_times_add_up(strategy: Any) -> None:
     assert np.median(recording.input) < 0.4 * np.median(walls)  # hosts wait, devices do not
 
 
+@pytest.mark.full
 def test_a_device_that_is_empty_waits_for_its_input(
     strategy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +315,7 @@ def test_a_device_that_is_empty_waits_for_its_input(
     assert (telemetry.recording().input[FIRST_STEPS:] > 0).all()
 
 
+@pytest.mark.full
 def test_an_epoch_without_a_measured_step_has_the_latest_numbers(strategy: Any) -> None:
     model = trained(strategy, steps=4)
     x = np.ones((BATCH * 5, 4), "float32")

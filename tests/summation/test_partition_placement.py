@@ -52,6 +52,12 @@ def test_with_as_many_spare_machines_as_workers_these_are_parameter_servers():
     assert place.plan.link_bytes == (40_000,) * 8
 
 
+def test_spare_machines_alone_sum_as_much_as_their_links_carry():
+    place = place_partitions(40_000, [1.0] * 4, [1.5, 0.5], 500, workers_sum=False)
+    assert place.plan.machine_bytes == (0, 0, 0, 0, 30_000, 10_000)
+    assert set(place.owners) == {4, 5}
+
+
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=8).filter(any), st.integers(1, 16))
 def test_who_sums_more_has_no_fewer_messages_under_way(machine_bytes, most):
     shares = share_in_flight(machine_bytes, most)

@@ -1,38 +1,48 @@
 """Workers agree about the place of every sum, whatever else one of them has traced."""
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from devices import create_logical_devices
 
 from keras_het.launch.local.free_ports import ReservedPorts
 from keras_het.rpc.admission import credential
 from keras_het.summation import Summation, SummationGroup, SummationService, place_partitions
 
 PROOF = credential(b"a secret of these tests", "summation")
-RUN = 78
+RUNS = itertools.count(78)
 NUM_SLOTS = 16
 TIMEOUT = 60.0
 # Of float32 values: several partitions for each machine.
 OPTIONS = Summation(partition_bytes=16, partitions_in_flight=2)
 
 
-@pytest.fixture
-def groups(logical_devices):
-    """Two workers in one process, and a spare machine."""
+@pytest.fixture(scope="module")
+def services():
+    """Those of two workers, and that of a spare machine."""
+    create_logical_devices()
     with ReservedPorts(3) as ports:
         ports.release()
         services = [SummationService(address, 2, PROOF, NUM_SLOTS) for address in ports.addresses]
         for service in services:
             service.start()
-        yield [
-            SummationGroup(OPTIONS, services[worker], ports.addresses, 2, worker, PROOF, RUN)
-            for worker in range(2)
-        ]
+        yield services
         for service in services:
             service.close()
+
+
+@pytest.fixture
+def groups(services, logical_devices):
+    """Two workers in one process, and a spare machine, in a run of their own."""
+    addresses, run = [service.address for service in services], next(RUNS)
+    return [
+        SummationGroup(OPTIONS, services[worker], addresses, 2, worker, PROOF, run)
+        for worker in range(2)
+    ]
 
 
 @pytest.fixture
@@ -55,7 +65,7 @@ def step(groups):
 
 
 def assert_sums(steps, versions):
-    values = [np.arange(1, 24, dtype="float32"), np.arange(24, 1, -1, dtype="float32")]
+    values = [np.arange(1, 10, dtype="float32"), np.arange(10, 1, -1, dtype="float32")]
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(steps[w], tf.constant(values[w]), versions[w]) for w in range(2)]
         results = [answer.result(TIMEOUT) for answer in both]

@@ -104,7 +104,7 @@ def test_sums_are_those_of_the_workers_in_their_order(clients, pool):
 
 def test_no_answer_is_one_of_an_earlier_step(clients, pool):
     """Workers that each run ahead as far as they may; steps follow each other at once."""
-    num_slots, num_steps = 8, 60
+    num_slots, num_steps = 8, 20
 
     def run(worker, slot):
         return [
@@ -119,6 +119,7 @@ def test_no_answer_is_one_of_an_earlier_step(clients, pool):
         assert answer.result(TIMEOUT) == [111.0 * step for step in range(1, num_steps + 1)]
 
 
+@pytest.mark.full
 def test_many_may_wait_at_the_same_time(clients, pool):
     waiting = [
         pool.submit(exchange, clients[worker], slot, 1, [float(worker)])
@@ -229,6 +230,7 @@ def test_contributions_of_this_process_need_no_message(service, clients, pool):
     assert [answer.result(TIMEOUT)[1].tolist() for answer in answers] == [[3.0, 5.0]] * 2
 
 
+@pytest.mark.full
 def test_clearing_tensorflows_caches_does_not_harm(clients, pool):
     keras.backend.clear_session()
     tf.constant(1.0) + 1.0

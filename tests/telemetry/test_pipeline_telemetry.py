@@ -92,14 +92,19 @@ def assert_passes_of_a_step(strategy: keras_het.PipelineStrategy, plan: Pipeline
             assert begin_of[one] <= begin_of[other]
 
 
-def test_the_same_weights_with_and_without(logical_devices: Any) -> None:
+def test_the_same_weights_with_and_without(logical_devices: Any, tmp_path: Path) -> None:
     stages = (Stage(0, 1, (0,), (0, 0)), Stage(1, 2, (1,), (0, 0)))
     plan = PipelinePlan(stages, 2, "1f1b", 0.0, (0.0, 0.0))
     devices = logical_devices[:2]
     _, expected, _ = train(devices, [], plan, build_small)
-    strategy, model, _ = train(devices, [Telemetry()], plan, build_small)
+    strategy, model, _ = train(devices, [Telemetry(tmp_path)], plan, build_small)
     assert same_weights(model, expected)
     assert_passes_of_a_step(strategy, plan)
+    (run,) = read_log(tmp_path)
+    assert run.recording.pipeline is not None and run.recording.pipeline.text == str(plan)
+    step, passes = run.content.passes[-1]
+    assert step == 2 * STEPS - 2
+    assert [len(events) for events in parse_timeline(passes).events] == [4, 4]
 
 
 @pytest.mark.full

@@ -104,7 +104,7 @@ def make_data(seconds=0.0, steps=STEPS):
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_four_times_add_up_to_the_wall_time(logical_devices, replicas):
-    steps = 30
+    steps = 20
     _, model = make_model(logical_devices[:replicas], (0.01, 0.03))
     telemetry, clock = Telemetry(), Clock(0.02)
     model.fit(make_data(0.015, steps), epochs=3, verbose=0, callbacks=[telemetry, clock])
@@ -199,7 +199,6 @@ def test_the_progress_bar_and_prometheus_have_the_numbers(logical_devices, capsy
     assert "keras_het_steps_total" in pages[0]
 
 
-@pytest.mark.full
 def test_a_second_fit_goes_on_counting_and_holds_its_own_steps(logical_devices, tmp_path):
     _, model = make_model(logical_devices[:1])
     telemetry = Telemetry(tmp_path)

@@ -76,7 +76,7 @@ def check(telemetry, even):
     ids=["even", "static even", "static", "boa"],
 )
 def test_each_policy(train, policy, settings):
-    telemetry = train(BatchBalancer(policy, **settings), steps=100)
+    telemetry = train(BatchBalancer(policy, **settings))
     slow = check(telemetry, even=policy == "even" or settings == {"weights": (1, 1)})
     for cause in slow:
         assert cause.advice.startswith("Shares do not follow its speed.")

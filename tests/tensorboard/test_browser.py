@@ -206,6 +206,7 @@ def test_the_page_shows_a_training(browser: Browser) -> None:
     assert browser.complaints() == []
 
 
+@pytest.mark.full
 def test_steps_that_were_not_measured_are_drawn_as_such(browser: Browser, tmp_path: Path) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 

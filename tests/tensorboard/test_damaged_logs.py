@@ -298,7 +298,7 @@ def check(intact: Path, seeds: range, tmp_path: Path, capture: Capture) -> None:
 
 
 def test_no_view_of_a_damaged_log_is_wrong(intact: Path, tmp_path: Path, capsys: Capture) -> None:
-    check(intact, range(0, 2000, 67), tmp_path, capsys)
+    check(intact, range(0, 2000, 101), tmp_path, capsys)
 
 
 @pytest.mark.full

@@ -79,6 +79,15 @@ def test_routes(client: Client, route: str, caplog: pytest.LogCaptureFixture) ->
     assert "In 3.0, this warning" not in caplog.text
 
 
+def test_what_has_been_written_since_the_last_question_is_shown(tmp_path: Path) -> None:
+    made_training.write(tmp_path, 3, 20)
+    client = Client(application_of(tmp_path))
+    for steps in (20, 40):
+        made_training.write(tmp_path, 3, steps)
+        answer: Any = client.get(f"{START}/overview?run=telemetry")
+        assert answer.json["last"] == steps
+
+
 def test_lanes_are_of_few_devices(tmp_path: Path) -> None:
     made_training.write(tmp_path, 30, 20)
     every = ",".join(map(str, range(30)))

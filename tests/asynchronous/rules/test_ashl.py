@@ -146,6 +146,7 @@ def test_the_number_of_workers_is_that_of_the_cluster_unless_shares_say_it():
     assert get({"class_name": "ashl", "config": GOOD}, num_workers=4).num_workers == 3
 
 
+@pytest.mark.full
 def test_a_worker_that_was_given_up_goes_on_beside_the_slowest(logical_devices):
     rule = ASHL(**GOOD)
     service = start_service(rule, num_clients=3)
@@ -162,6 +163,7 @@ def test_a_worker_that_was_given_up_goes_on_beside_the_slowest(logical_devices):
     service.close()
 
 
+@pytest.mark.full
 def test_nobody_waits_for_a_worker_whose_pushes_are_refused(logical_devices):
     service = start_service(ASHL(**{**GOOD, "largest_lead": 1}), num_clients=3)
     connect(service, 0).signal(Signal.LOSS_REACHED)

@@ -99,6 +99,7 @@ def test_equations(logical_devices, name):
     follow(make(settings), equations(start, **options), start)
 
 
+@pytest.mark.quick("SGD", "Adam", "Adagrad")
 @pytest.mark.parametrize("name", [kind.__name__ for kind in ELEMENTWISE])
 def test_one_worker_is_the_local_optimizer(logical_devices, name):
     schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.7, staircase=True)
@@ -126,11 +127,12 @@ def test_schedule_follows_the_version(logical_devices):
     np.testing.assert_allclose(center.values, np.full(SIZE, -4.2), rtol=1e-5)
 
 
+@pytest.mark.full
 def test_simultaneous_pushes_are_all_counted(logical_devices):
     # every push takes a step of 1 / (1 + iterations): only exact counting gives the harmonic sum
     schedule = keras.optimizers.schedules.InverseTimeDecay(1.0, 1, 1.0)
     service = start_service(AsyncSGD(optimizer=keras.optimizers.SGD(schedule)), num_clients=4)
-    each = 40
+    each = 20
 
     def work(number):
         client = connect(service, number)

@@ -47,6 +47,7 @@ def test_a_center_that_was_pulled_again_is_not_taken_for_the_last_answer(logical
     np.testing.assert_allclose(center.values, moved - 0.1 * (1 - 0.1), rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_worker_that_was_refused_as_too_stale_starts_from_what_it_got(logical_devices):
     service = start_service(DelayCompensated(0.1, 1.0, 2), 2, staleness_bound=1)
     clients = [connect(service, i) for i in range(2)]

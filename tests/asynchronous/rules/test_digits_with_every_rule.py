@@ -78,7 +78,7 @@ def test_every_rule_is_trained():
     assert trained | {"ashl", "elastic_averaging"} == set(rules.RULES)
 
 
-@pytest.mark.quick("async_sgd adam", "async_easgd", "delta")
+@pytest.mark.full
 @pytest.mark.parametrize("case", ASYNCHRONOUS)
 def test_asynchronous_rules(logical_devices, case):
     make, settings = ASYNCHRONOUS[case]
@@ -89,7 +89,7 @@ def test_asynchronous_rules(logical_devices, case):
     assert_as_good_as_one_device(reached)
 
 
-@pytest.mark.quick("diloco")
+@pytest.mark.full
 @pytest.mark.parametrize("case", SYNCHRONOUS)
 def test_synchronous_rules(logical_devices, case):
     make, settings = SYNCHRONOUS[case]

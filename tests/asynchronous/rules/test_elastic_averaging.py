@@ -40,6 +40,7 @@ def test_what_distinguishes_them():
     assert not any(rule.center_is_weights or rule.uses_gradients for rule in RULES)
 
 
+@pytest.mark.full
 def test_simultaneous_pushes_without_a_lock(logical_devices):
     service = start_service(HogwildEASGD(0.1), num_clients=4)
 

@@ -11,10 +11,9 @@ from rule_checks import (
     connect,
     follow,
     run_in_threads,
-    start_service,
     start_vector,
 )
-from service_doubles import PROOF
+from service_doubles import PROOF, shared_service
 
 from keras_het.asynchronous.parameter_service import Status
 from keras_het.asynchronous.rules import RoundRobinEASGD, Signal
@@ -41,7 +40,7 @@ def test_a_push_out_of_turn_changes_nothing(logical_devices):
 
 @pytest.fixture
 def service(logical_devices):
-    return start_service(RoundRobinEASGD(3, 0.3), num_clients=3)
+    return shared_service(PARTITIONS, RoundRobinEASGD(3, 0.3))
 
 
 def test_service_says_wait(service):

@@ -83,10 +83,7 @@ def epochs_of(build, moves=(), epochs=EPOCHS, prepared=False):
     return result
 
 
-@pytest.mark.quick(
-    "plain", "shuffled", "shuffled_last", "interleaved",
-    "zipped", "filtered", "mapped_batches", "grouped",
-)  # fmt: skip
+@pytest.mark.quick("plain", "shuffled")
 @pytest.mark.parametrize("name", ORDERED)
 @PROPERTY
 @given(moves=MOVES, prepared=st.booleans())
@@ -96,6 +93,7 @@ def test_the_same_elements_in_the_same_order(name, moves, prepared):
     assert epochs_of(build, moves, prepared=prepared) == epochs_of(build)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["records", *FIRST_ROUND])
 @PROPERTY
 @given(moves=MOVES, prepared=st.booleans())
@@ -107,7 +105,7 @@ def test_the_same_order_in_the_running_epoch(name, moves, prepared, tmp_path_fac
     assert epochs_of(build, moves, 1, prepared) == epochs_of(build, (), 1)
 
 
-@pytest.mark.quick("records", "cached", "repeated")
+@pytest.mark.quick("repeated")
 @pytest.mark.parametrize("name", ["records", *UNORDERED])
 @PROPERTY
 @given(moves=MOVES, prepared=st.booleans())

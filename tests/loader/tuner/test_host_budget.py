@@ -79,6 +79,7 @@ def start(program, path):
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.full
 def test_a_killed_job_gives_back(path):
     other = start(WRITES, path)
     try:

@@ -131,6 +131,7 @@ def test_a_stage_before_repeat_has_the_time_of_its_present_round():
     assert report.bottleneck is stage
 
 
+@pytest.mark.full
 @needs_model
 @pytest.mark.parametrize("calls", [None, 2])
 def test_the_files_of_an_interleave_are_one_stage(calls):

@@ -150,10 +150,7 @@ def fits(name):
     return worker.tuning.refusal() is None
 
 
-@pytest.mark.quick(
-    "shuffle_map", "map_shuffle", "repeat_take_skip", "shuffle_shuffle", "unknown_size",
-    "map_above_cache", "mapped_arrays", "no_map", "interleave", "generator",
-)  # fmt: skip
+@pytest.mark.quick("shuffle_map", "no_map")
 @pytest.mark.parametrize("name", ALL)
 def test_a_move_in_every_step_changes_nothing(name, executor):
     expected, none = run(ALL[name], [], executor)
@@ -180,6 +177,7 @@ ENDS = {
 }
 
 
+@pytest.mark.quick("whole batches")
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS.keys())
 def test_builds_that_share_a_shuffle_continue_in_its_order_or_stay(end, executor):
     def make():
@@ -196,11 +194,12 @@ def test_builds_that_share_a_shuffle_continue_in_its_order_or_stay(end, executor
         worker.tuning.moved_form(Knobs(3, 3, 3))
 
 
+@pytest.mark.full
 def test_all_of_element_mode_but_pipelines_that_cannot_be_read_again_can_be_moved():
     assert [name for name in ELEMENT if not fits(name)] == []
 
 
-@pytest.mark.quick("repeated")
+@pytest.mark.full
 @pytest.mark.parametrize("name", BUILDERS)
 @PROPERTY
 @given(moves=MOVES)
@@ -210,7 +209,7 @@ def test_any_moves_of_a_built_pipeline_change_nothing(name, moves, executor):
     assert run(lambda: pipeline(build, FIRST), moves, executor)[0] == expected
 
 
-@pytest.mark.quick("shuffled")
+@pytest.mark.full
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_built_pipeline_is_moved_again_and_again(name, executor):
     build = BUILDERS[name]
@@ -220,6 +219,7 @@ def test_a_built_pipeline_is_moved_again_and_again(name, executor):
     assert done >= 6
 
 
+@pytest.mark.full
 @PROPERTY
 @given(moves=MOVES, name=st.sampled_from(["shuffle_map", "repeat_take_skip", "concatenate"]))
 def test_any_moves_of_an_ordinary_pipeline_change_nothing(moves, name, executor):
@@ -395,6 +395,7 @@ def test_builders_of_something_else_are_refused(change, reason, executor):
     iterator.close()
 
 
+@pytest.mark.full
 def test_weights_of_workers_follow_their_shares():
     workers = make_workers(ELEMENT["map"], (1, 1), [[3, 1]])
     iterators = [iter(worker) for worker in workers]

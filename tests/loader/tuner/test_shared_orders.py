@@ -52,7 +52,7 @@ def train(made, executor, moves, evaluates_at, steps_evaluated=None):
     return seen, done
 
 
-@pytest.mark.quick("True-None-evaluates_at1", "False-2-evaluates_at1")
+@pytest.mark.full
 @pytest.mark.parametrize("evaluates_at", [(1,), (6,), (0, 4, 9)])
 @pytest.mark.parametrize("steps_evaluated", [None, 2])
 @pytest.mark.parametrize("is_built", [True, False])
@@ -66,6 +66,7 @@ def test_an_evaluation_of_the_same_data_leaves_all_orders(
     assert done >= EPOCHS
 
 
+@pytest.mark.full
 def test_an_iterator_that_starts_late_has_the_number_of_its_order(executor):
     """Keras makes the iterator of the next epoch before it evaluates, if it is told the steps."""
     ((worker, other), _) = inputs(shuffled, True)
@@ -79,6 +80,7 @@ def test_an_iterator_that_starts_late_has_the_number_of_its_order(executor):
     assert steps + len(rest) == len(first)
 
 
+@pytest.mark.full
 def test_every_sample_comes_once_where_an_iterator_starts_late(executor):
     made = inputs(shuffled, True)
     iterators = None
@@ -97,6 +99,7 @@ def test_every_sample_comes_once_where_an_iterator_starts_late(executor):
         collect([iter(other) for _, other in made], COUNTS)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("is_built", [True, False])
 def test_orders_that_are_not_known_are_refused(is_built, executor):
     """A `repeat` takes several orders of a shuffle in a pass: how many, if it is left half-way?"""
@@ -113,6 +116,7 @@ def test_orders_that_are_not_known_are_refused(is_built, executor):
     assert np.concatenate(numbers).size > 0
 
 
+@pytest.mark.full
 def test_an_evaluation_within_the_epoch_is_refused_too(executor):
     ((worker, other), _) = inputs(repeated, True)
     iterator = iter(worker)
@@ -123,6 +127,7 @@ def test_an_evaluation_within_the_epoch_is_refused_too(executor):
         in_effect(running)
 
 
+@pytest.mark.full
 def test_a_move_writes_no_warning(executor, caplog):
     ((worker, _), _) = inputs(shuffled, False)
     iterator = iter(worker)
@@ -138,6 +143,7 @@ def shuffled_twice(knobs):
     return rows.map(row, knobs.num_parallel_calls).batch(5).prefetch(knobs.prefetch)
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("is_built", [True, False])
 def test_two_shuffles_are_left_alone_where_another_input_reads_them(is_built, executor):
     """The first one takes its order with a first element, the second with the iterator."""

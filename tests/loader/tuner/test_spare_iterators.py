@@ -49,12 +49,14 @@ def epochs_of(build, executor=None, moves=False):
     return result
 
 
+@pytest.mark.quick("shuffled-True", "plain-False", "mapped_batches-True")
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("name", ORDERED)
 def test_spares_change_nothing(name, moves, executor):
     assert epochs_of(ORDERED[name], executor, moves) == epochs_of(ORDERED[name])
 
 
+@pytest.mark.quick("cached")
 @pytest.mark.parametrize("name", FIRST_ROUND)
 def test_without_a_move_they_change_nothing_anywhere(name, executor):
     assert epochs_of(FIRST_ROUND[name], executor) == epochs_of(FIRST_ROUND[name])

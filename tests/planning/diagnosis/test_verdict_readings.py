@@ -95,6 +95,14 @@ def test_another_program_on_the_device():
     assert "19 % more of its memory" in cause.text
 
 
+def test_another_program_that_keeps_the_device_busy():
+    recording = with_readings(recording_of(), DEVICE, begin=0, hw__gpu__utilization=0.5)
+    recording = with_readings(recording, DEVICE, hw__gpu__utilization=0.98)
+    (cause,) = diagnose(recording).causes
+    assert (cause.kind, cause.device) == ("other_program", 2)
+    assert "its utilization rose from 50 to 98 %" in cause.text
+
+
 BUSY = {"process__cpu__usage": 4.0, "system__cpu__utilization": 0.98}
 BOTH_SLOW = tuple(dataclasses.replace(SLOW, device=device) for device in WORKER)
 

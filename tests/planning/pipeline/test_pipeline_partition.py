@@ -54,6 +54,7 @@ def check(seed):
     return True
 
 
+@pytest.mark.quick("0", "1")
 @pytest.mark.parametrize("part", range(5))
 def test_the_estimate_is_the_least_of_all(part):
     fit = sum(check(seed) for seed in range(part * 60, part * 60 + 60))
@@ -232,6 +233,7 @@ def cost_of(program, chain):
         return np.inf
 
 
+@pytest.mark.quick("0", "1")
 @pytest.mark.parametrize("seed", range(6))
 def test_looking_more_closely_finds_what_all_cuts_have(seed):
     profile, devices = random_case(np.random.default_rng(seed), 80, 3, limited=seed % 2 == 1)
