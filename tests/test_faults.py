@@ -64,9 +64,9 @@ def test_a_fault_leaves_the_copy_as_it_was(checkout: Path) -> None:
         assert "a - b" in (checkout / "code.py").read_text()
         raise RuntimeError
     assert (checkout / "code.py").read_text() == before
-    with pytest.raises(ValueError, match="has 'a' 4 times, not once"):
-        with present(Fault("", "code.py", "a", "b", ()), checkout):
-            pass
+    twice = Fault("", "code.py", "a", "b", ())
+    with pytest.raises(ValueError, match="has 'a' 4 times, not once"), present(twice, checkout):
+        pass
 
 
 def test_tests_that_do_not_end_find_nothing(checkout: Path) -> None:
