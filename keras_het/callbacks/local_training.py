@@ -81,7 +81,7 @@ class LocalTraining(SessionCallback):
         _synchronous(self._rule, num_workers=2)
         self._exchange: PeriodicExchange | None = None
         self._steps: LocalSteps | None = None
-        self._last_batch = -1
+        self._begun_at = 0  # the first step of the running execution
         self._samples_of_epoch = 0
 
     @property
@@ -109,7 +109,7 @@ class LocalTraining(SessionCallback):
         exchange = self._exchange or self._start(heterogeneous_strategy(self.model, self))
         exchange.hide_center()
         exchange.pace.leave_out()
-        self._last_batch, self._samples_of_epoch = -1, 0
+        self._samples_of_epoch = 0
         if self._steps is not None:
             self._steps.take_samples()
 
@@ -123,13 +123,16 @@ class LocalTraining(SessionCallback):
         state.export = exchange.saved
         return exchange
 
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        self._begun_at = batch
+
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         if self._exchange is None or self._steps is None:
             return
         in_epoch = self.params.get("steps")
         if in_epoch is not None:  # Keras counts the last execution in full
             batch = min(batch, in_epoch - 1)
-        steps, self._last_batch = batch - self._last_batch, batch
+        steps = batch - self._begun_at + 1
         samples = self._steps.take_samples()
         self._samples_of_epoch += samples
         self._exchange.steps_done(steps, samples)
