@@ -307,7 +307,7 @@ class EpochLoop:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         fit = _locals_of_fit(model)
-        self._iterator = fit.get("epoch_iterator")
+        self._iterator: Any = fit.get("epoch_iterator")
         self.callbacks: list[Any] = getattr(fit.get("callbacks"), "callbacks", [])
         self.steps_per_epoch: int | None = getattr(self._iterator, "steps_per_epoch", None)
         self.data: Any = None if self._iterator is None else self._iterator._get_iterator()

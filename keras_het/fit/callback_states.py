@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import keras
@@ -38,7 +38,7 @@ _KEPT_BY_KERAS: dict[str, tuple[str, ...]] = {
 }
 _NOT_OF_A_TRAINING = (
     *(keras.layers.Layer, keras.optimizers.Optimizer, keras.losses.Loss, keras.metrics.Metric),
-    *(tf.data.Dataset, tf.distribute.Strategy, logging.Logger, Path, type, Callable, type(sys)),
+    *(tf.data.Dataset, tf.distribute.Strategy, logging.Logger, Path, ModuleType),
 )
 """Kinds of values that a new process makes again, so that nobody misses them in a backup."""
 
@@ -138,7 +138,7 @@ class CallbackStates:
             try:
                 _encoded(value, [])
             except _NotPlainError:
-                if not isinstance(value, _NOT_OF_A_TRAINING):
+                if not _is_made_again(value):
                     lost.append(f"{attribute} ({type(value).__name__})")
         if lost:
             _logger.warning(
@@ -270,11 +270,15 @@ def _encoded(value: Any, arrays: list[np.ndarray], level: int = 0) -> Any:
     raise _NotPlainError
 
 
+def _is_made_again(value: Any) -> bool:
+    return callable(value) or isinstance(value, _NOT_OF_A_TRAINING)
+
+
 def _is_of_the_user(value: Any) -> bool:
     """Tell whether a value is an object of a class that a user has written."""
     package = type(value).__module__.partition(".")[0]
     others = (*sys.stdlib_module_names, "keras", "tensorflow", "numpy", _OWN_ROOM)
-    has_attributes = hasattr(value, "__dict__") and not isinstance(value, _NOT_OF_A_TRAINING)
+    has_attributes = hasattr(value, "__dict__") and not _is_made_again(value)
     return has_attributes and (package == "__main__" or package not in others)
 
 
