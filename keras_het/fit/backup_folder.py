@@ -51,6 +51,8 @@ class BackupFolder:
     name carries the SHA-256 of the content.
     """
 
+    _writing = threading.Lock()  # of the class: tuners copy the callbacks that have a folder
+
     def __init__(self, path: str | Path, num_kept: int) -> None:
         if "://" in str(path):
             raise ValueError(
@@ -61,7 +63,6 @@ class BackupFolder:
         self._num_kept = num_kept
         self._whole: list[Path] = []
         self._left_alone: set[Path] = set()
-        self._writing = threading.Lock()
         self._lock: IO[str] | None = None
 
     @property
