@@ -21,6 +21,14 @@ def test_a_guide_is_read_in_minutes(page: Path) -> None:
     assert len(page.read_text().split()) <= 1200
 
 
+def test_every_page_is_in_the_navigation_once() -> None:
+    navigation = (REPOSITORY / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    entries = [line.strip().removeprefix("- ") for line in navigation.splitlines() if line.strip()]
+    listed = sorted(re.sub(r"^[\w ]+: ", "", each) for each in entries if not each.endswith(":"))
+    docs = REPOSITORY / "docs"
+    assert listed == sorted(str(page.relative_to(docs)) for page in docs.rglob("*.md"))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_page_names_modules_as_they_are_imported(page: Path) -> None:
     paths = re.findall(r"[\w/]+/\w+\.py\b", page.read_text())
