@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -305,9 +305,13 @@ class EpochLoop:
     """
 
     def __init__(self, model: keras.Model) -> None:
-        self._iterator = _epoch_iterator_of_fit(model)
+        self._model = model
+        fit = _locals_of_fit(model)
+        self._iterator: Any = fit.get("epoch_iterator")
+        self.callbacks: list[Any] = getattr(fit.get("callbacks"), "callbacks", [])
         self.steps_per_epoch: int | None = getattr(self._iterator, "steps_per_epoch", None)
         self.data: Any = None if self._iterator is None else self._iterator._get_iterator()
+        self._is_resumed = False
         self._knows_steps = getattr(self._iterator, "_num_batches", None) is not None
 
     @property
@@ -318,31 +322,58 @@ class EpochLoop:
 
     def resume_epoch(self, steps: int, steps_of_pass: int) -> None:
         """Make the epoch that is about to begin the rest of one."""
-        if self._iterator is not None and self.steps_per_epoch is not None:
+        if self._iterator is None:
+            return
+        self._is_resumed = True
+        if self.steps_per_epoch is not None:
             self._iterator.steps_per_epoch = self.steps_per_epoch - steps
             # Keras ends a pass by its number of steps, counted since its iterator was made
             self._iterator._current_iterator = iter(self.data)
             self._iterator._steps_seen = steps_of_pass
+        if steps:
+            enumerated = self._iterator._enumerate_iterator
+
+            def enumerate_rest() -> Iterator[tuple[Any, ...]]:
+                for *numbers, iterator in enumerated():
+                    yield (*(number + steps for number in numbers), iterator)
+
+            self._iterator._enumerate_iterator = enumerate_rest
+
+    def skip_steps(self) -> None:
+        """Make the epoch that is about to begin one without steps."""
+        if self._iterator is not None:
+            self._iterator._enumerate_iterator = lambda: iter(())
+
+    def go_on_with_logs(self, logs: Mapping[str, float]) -> None:
+        """Let the epoch that is about to begin have these logs if it has no steps."""
+        original = self._model._get_metrics_result_or_logs
+        self._model._get_metrics_result_or_logs = lambda own: original(own or dict(logs))
 
     def end_resumed_epoch(self) -> None:
         """Make later epochs complete ones."""
+        vars(self._model).pop("_get_metrics_result_or_logs", None)
         if self._iterator is None:
             return
+        vars(self._iterator).pop("_enumerate_iterator", None)
+        if not self._is_resumed:
+            return
+        self._is_resumed = False
         self._iterator.steps_per_epoch = self.steps_per_epoch
         if self.steps_per_epoch is None and not self._knows_steps:
             # Keras has mistaken the number of remaining steps for that of the data
             self._iterator._num_batches = None
 
 
-def _epoch_iterator_of_fit(model: keras.Model) -> Any:
+def _locals_of_fit(model: keras.Model) -> dict[str, Any]:
+    """The variables of a running `fit`, {} outside of one."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
-            iterator = frame.f_locals.get("epoch_iterator")
-            if isinstance(iterator, keras_tf_trainer.EpochIterator):
-                return iterator
+            found = frame.f_locals
+            if isinstance(found.get("epoch_iterator"), keras_tf_trainer.EpochIterator):
+                return found
         frame = frame.f_back  # type: ignore[assignment]
-    return None
+    return {}
 
 
 def distributed_data_of(iterator: EpochIterator | None) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import random
@@ -12,7 +13,10 @@ import keras
 import numpy as np
 
 from keras_het import private_api
+from keras_het.fit import callback_states
 from keras_het.fit.backup_folder import BackupFolder
+from keras_het.fit.callback_states import CallbackStates
+from keras_het.fit.metric_states import add_metrics, metric_values
 from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, tell
 from keras_het.fit.session import FitSession
 from keras_het.fit.shorter_epochs import ShorterEpochs
@@ -25,6 +29,7 @@ _logger = logging.getLogger("keras_het")
 
 _SERVICE = "service/"
 _TIMES = "device_times"
+_METRICS = "metrics"
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -36,8 +41,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     next global batch. Only the chief writes; every worker reads, so `backup_dir` must be a shared
     path.
 
-    A backup is one file, written atomically and verified when read. The metrics of the interrupted
-    epoch cover only its second part.
+    A backup is one file, written atomically and verified when read. It also holds the metrics of
+    the interrupted epoch and what all callbacks of the `fit` remember: the best weights and the
+    waiting of Keras's, the rows of a CSVLogger, the history. Of a callback of your own it holds
+    plain attributes, or what its `get_state()` returns, which `set_state(state)` gets back.
+    Backups are written after the other callbacks have run, wherever this one is in their list.
 
     Args:
         backup_dir: folder of the backup, the same for all workers.
@@ -73,6 +81,16 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         # State of Python's random numbers when the present pass began; None if not Keras's matter.
         self._random_state: Any = None
         self._shorter_epochs = ShorterEpochs()
+        self.after_others = _AfterOthers(self)
+        self._is_called_last = False
+        self._states: CallbackStates | None = None
+        self._metrics: np.ndarray | None = None
+        self._resumed: _Resumed | None = None
+        # Of a resumed epoch that has no steps left, until the next one begins.
+        self._given_position: dict[str, Any] | None = None
+        self._logs: Mapping[str, Any] | None = None
+        # When its validation began.
+        self._metrics_of_epoch: np.ndarray | None = None
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Restore weights, optimizer, epoch and position in the data."""
@@ -87,10 +105,21 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if folder.newest is not None:
             self._restore(strategy, folder)
             strategy.barrier()  # at its end, the chief deletes what others may still read
-        if (session := FitSession.of(self.model)) is not None:
+        session = FitSession.of(self.model)
+        self._is_called_last = session is not None and self.after_others in self._loop.callbacks
+        if session is not None:
             session.on_end(self._shorter_epochs.end)
+            session.on_end(self._loop.end_resumed_epoch)
             request = strategy._stop_request
             self._guard = request.guard_steps(session, self._position, self._save_last_step)
+
+    def on_train_begin_of_all(self) -> None:
+        """Give all callbacks what they remembered, after each of them has begun."""
+        if self._strategy().is_async_worker:
+            return
+        self._states = CallbackStates(self._loop.callbacks)
+        if self._resumed is not None and self._resumed.is_between_epochs:
+            self._restore_again()
 
     def _find_backup(self, strategy: HeterogeneousStrategy) -> BackupFolder:
         """Find the folder from which all workers restore the same backup, if there is one."""
@@ -102,16 +131,24 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         state = folder.restore(self.model)
         position = json.loads(str(state.pop("position")))
         strategy._training_state.restored_times = str(state.pop(_TIMES, ""))
+        metrics = state.pop(_METRICS, None)
+        remembered = {
+            name: state.pop(name) for name in list(state) if name.startswith(callback_states.PREFIX)
+        }
         if state:
             strategy._training_state.restored = {
                 name.removeprefix(_SERVICE): values for name, values in state.items()
             }
         self._check_batch_size(position)
         self._epoch, self._first_step = position["epoch"], position["step"]
-        num_steps = self._steps_of_epoch()
-        if num_steps and self._first_step >= num_steps:
+        first_epoch, num_steps = self._epoch, self._steps_of_epoch()
+        is_whole = bool(num_steps) and self._first_step >= (num_steps or 0)
+        has_all_steps = self._first_step > 0 and (is_whole or position.get("has_all_steps", False))
+        if has_all_steps:  # what follows the steps of this epoch is yet to come
             self._epoch, self._first_step = self._epoch + 1, 0
-        self.model._initial_epoch = self._epoch
+        elif position.get("is_stopped") and not self._first_step:
+            first_epoch = self.params["epochs"]
+        self.model._initial_epoch = first_epoch
         if self._data is None:
             strategy.resume_data(position["passes"], position["pass_step"])
         else:
@@ -120,12 +157,39 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._random_state = position.get("random_state")
         if self._pass_step:
             self._warn_of_another_order(position.get("seeds"))
+        self._last_batch_seen = max(0, position["step"] - 1)
+        self._resumed = _Resumed(
+            folder=None if state else folder,
+            position=position,
+            metrics=metrics,
+            remembered=remembered,
+            has_all_steps=has_all_steps,
+        )
         place = f"epoch {self._epoch + 1}, step {self._first_step + 1}"
         tell(f"Training goes on from {folder.newest} at {place}.", strategy, self._verbose)
+
+    def _restore_again(self) -> None:
+        """Undo what callbacks have just done, as they had done it before the backup."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is None:
+            return
+        if resumed.folder is not None:
+            resumed.folder.restore(self.model)
+        if self._states is not None:
+            self._states.restore(resumed.remembered)
+        if resumed.metrics is not None and not resumed.is_between_epochs:
+            add_metrics(self.model, self._strategy(), resumed.metrics)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
         self.model._initial_epoch = None  # a later fit sets its own
+        if self._resumed is not None and not self._resumed.is_between_epochs:
+            self._loop.go_on_with_logs(self._resumed.position.get("logs") or {})
+            if self._resumed.has_all_steps:
+                self._loop.skip_steps()
+                self._given_position = self._resumed.position
+                return
+        self._given_position = None
         if epoch != self._epoch:
             self._epoch, self._first_step = epoch, 0
         self._count(self._first_step)
@@ -142,10 +206,26 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             # The rest of an epoch is shorter than Keras expects; the data has not run out.
             self._shorter_epochs.expect()
 
+    def on_epoch_begin_of_all(self) -> None:
+        """Continue an interrupted epoch as all callbacks have left it."""
+        self._restore_again()
+
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        self._count(self._first_step + batch + 1)
-        super().on_train_batch_end(batch, logs)
+        self._count(batch + 1)
+        self._logs, self._metrics_of_epoch = logs, None
+        if not self._is_called_last:
+            self.on_train_batch_end_of_all(batch)
+
+    def on_train_batch_end_of_all(self, batch: int) -> None:
+        """Save if a backup is due, or a signal ends all workers before the next step."""
+        if not self.model.stop_training:  # else the end of the epoch follows
+            super().on_train_batch_end(batch)
         self._save_if_it_ends()
+
+    def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        super().on_test_begin(logs)
+        # Keras resets them now; a signal may end the training during validation
+        self._metrics_of_epoch = metric_values(self.model)
 
     def on_test_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Save if training ends during validation."""
@@ -154,16 +234,26 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Save after the epoch if `save_freq` is "epoch"."""
+        self._loop.end_resumed_epoch()
+        self._logs = self._metrics_of_epoch = None
+        if self._given_position is None:
+            self._end_steps(epoch)
+        else:
+            self._given_position = {**self._given_position, "epoch": epoch + 1, "step": 0}
+        if not self._is_called_last:
+            self.on_epoch_end_of_all(epoch)
+
+    def _end_steps(self, epoch: int) -> None:
         self._check_has_trained(epoch)
         if self._shorter_epochs.end() and self._leaves_an_iterator():
             # Keras did not create this iterator after the shorter epoch.
             iter(self._data)
-        if self._pass_step is not None:
-            self._loop.end_resumed_epoch()
-            self._pass_step = None
+        self._pass_step = None
         self._epoch, self._first_step = epoch + 1, 0
         self._count(0)
-        super().on_epoch_end(epoch, logs)
+
+    def on_epoch_end_of_all(self, epoch: int) -> None:
+        super().on_epoch_end(epoch)
         self._save_if_it_ends()
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
@@ -184,6 +274,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             return True
         if strategy._holds_parts:
             return False
+        self._metrics = None  # the running step has changed them
         if is_saved := self._write(position, is_valid):
             _logger.warning("Saved the last finished step in %s.", self._folder.newest)
         return is_saved
@@ -195,6 +286,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """Discard the state of a `fit` that failed within an epoch."""
         self._shorter_epochs.end()
         self._pass_step = self._random_state = self._guard = None
+        self._states = self._metrics = self._resumed = self._given_position = None
+        self._logs = self._metrics_of_epoch = None
         self._has_resumed = False
         self._epoch = self._first_step = self._step = self._num_counted = 0
 
@@ -236,9 +329,19 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _save_model(self) -> None:
         self._strategy()._complete(self.model, "BackupAndRestore")
+        self._metrics = self._metrics_of_all()
         if self._strategy().is_chief:
             self._write(self._position())
             tell(f"Saved {self._folder.newest}.", self._strategy(), self._verbose)
+
+    def _metrics_of_all(self) -> np.ndarray | None:
+        """Gather the metrics of the epoch that has begun, one row for each replica."""
+        strategy = self._strategy()
+        if strategy.is_async_worker or strategy.num_async_workers or not self._position()["step"]:
+            return None
+        own = self._metrics_of_epoch
+        own = metric_values(self.model) if own is None else own
+        return strategy.extended.gather_over_workers(own) if strategy.num_workers > 1 else own
 
     def _write(
         self, position: Mapping[str, Any], is_valid: Callable[[], bool] = lambda: True
@@ -247,6 +350,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _state_of(self, position: Mapping[str, Any]) -> dict[str, Any]:
         state = {"position": np.array(json.dumps(position)), **self._service_state()}
+        if self._states is not None:
+            state.update(self._states.export())
+        if self._metrics is not None and position["step"]:
+            state[_METRICS] = self._metrics
         if (times := self._strategy()._training_state.export_times) is not None:
             state[_TIMES] = np.array(times())
         return state
@@ -319,6 +426,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             )
 
     def _position(self) -> dict[str, Any]:
+        if self._given_position is not None:
+            return self._given_position
         passes, pass_step = self._position_of_data()
         if self._strategy().num_async_workers:
             # The assignment of an epoch's batches is not stored: the epoch restarts from its
@@ -327,17 +436,20 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         epoch, step = self._epoch, self._step
         if self._guard is not None:  # the steps that no callback was told of
             step += self._guard.num_trained - self._num_counted
-        if step and self._loop.steps_per_epoch and self._loop.is_at_end_of_pass:
-            epoch, step = epoch + 1, 0  # Keras ends an epoch with the pass, however short
+        # Keras ends an epoch with the pass, however short
+        ends_pass = bool(step and self._loop.steps_per_epoch and self._loop.is_at_end_of_pass)
         is_at_end = bool(self._num_steps) and step >= (self._num_steps or 0)
         if is_at_end and not pass_step and self._leaves_an_iterator():
             passes = (*passes, False)  # that iterator is yet to come
-        elif self._loop.steps_per_epoch and not step and not pass_step:
+        elif self._loop.steps_per_epoch and (ends_pass or not step) and not pass_step:
             # After epochs of given length, Keras has already begun the next pass.
             passes = passes[:-1] if passes[-1:] == (False,) else passes
         return {
             "epoch": epoch,
             "step": step,
+            "has_all_steps": ends_pass or is_at_end,
+            "is_stopped": bool(self.model.stop_training),
+            "logs": _numbers(self._logs) if step else None,
             "passes": passes,
             "pass_step": pass_step,
             "global_batch_size": getattr(self._data, "global_batch_size", None),
@@ -347,3 +459,43 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _strategy(self) -> HeterogeneousStrategy:
         return heterogeneous_strategy(self.model, self)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Resumed:
+    """A backup from which a training resumes, until its first step is due."""
+
+    folder: BackupFolder | None
+    position: dict[str, Any]
+    metrics: np.ndarray | None
+    remembered: dict[str, np.ndarray]
+    has_all_steps: bool
+
+    @property
+    def is_between_epochs(self) -> bool:
+        return not self.position["step"]
+
+
+class _AfterOthers(keras.callbacks.Callback):
+    """The last of all callbacks: what they do belongs to a backup."""
+
+    def __init__(self, backup: BackupAndRestore) -> None:
+        super().__init__()
+        self._backup = backup
+
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        self._backup.on_train_begin_of_all()
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        self._backup.on_epoch_begin_of_all()
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        self._backup.on_train_batch_end_of_all(batch)
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        self._backup.on_epoch_end_of_all(epoch)
+
+
+def _numbers(logs: Mapping[str, Any] | None) -> dict[str, float]:
+    found = {name: np.asarray(value) for name, value in (logs or {}).items()}
+    return {name: value.item() for name, value in found.items() if value.ndim == 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -48,8 +49,10 @@ class Elastic(BackupAndRestore):
     Where an engine such as `keras_het.ray.Trainer` starts the workers again, each machine also
     keeps the newest backup in its memory. A new group of workers goes on from the newest backup
     that one of them has, on disk or in memory: `backup_dir` need not be shared, and may be lost
-    with the chief's machine. The backup of a finished `fit` stays until the next run, so that the
-    loss of a worker after it does not begin it again; each `fit` of a script needs its own folder.
+    with the chief's machine. Backups of another training, which a machine may still have from an
+    earlier run, are left alone. The backup of a finished `fit` stays until the next run, so that
+    the loss of a worker after it does not begin it again; each `fit` of a script needs its own
+    folder.
 
     With `save_freq="auto"`, after a backup that took c seconds the next one follows
 
@@ -86,6 +89,8 @@ class Elastic(BackupAndRestore):
         self._keeps_memory = self._is_finished = False
         # of the newest backup of all workers
         self._number = 0
+        # the name of the run that began this training
+        self._training = self._run or ""
         # of the training, also before it was interrupted
         self._began, self._num_interruptions = 0.0, 0
         self._saved_at, self._num_steps_since = 0.0, 0
@@ -100,6 +105,7 @@ class Elastic(BackupAndRestore):
     def _restore(self, strategy: HeterogeneousStrategy, folder: BackupFolder) -> None:
         super()._restore(strategy, folder)
         position = json.loads(str(folder.state()["position"]))
+        self._training = position.get("training", self._training)
         self._began = position.get("began", self._began)
         self._num_interruptions = position.get("interruptions", 0) + 1
 
@@ -126,13 +132,16 @@ class Elastic(BackupAndRestore):
                 "its own backup there. Give each fit its own folder."
             )
         error = self._lock_folder(strategy)
-        found, damage = [(0, self._folder)], None
+        found, damage = [_Found(self._folder)], None
         for folder in (self._memory, self._folder):
             try:
-                found.append((_find(folder, self._run), folder))
+                found.append(_find(folder, self._run))
             except OSError as found_damage:
                 damage = found_damage
-        number, own = max(found, key=lambda each: each[0])
+        best = max(found, key=lambda each: (each.is_of_run, each.saved_at))
+        same = [each for each in found if each.training == best.training and each.number]
+        best = max(same, key=lambda each: each.number, default=best)
+        number, own = best.number, best.folder
         path = own.newest if number else None
         row = [
             number,
@@ -142,10 +151,19 @@ class Elastic(BackupAndRestore):
             _as_number(hashlib.sha256(socket.gethostname().encode()).hexdigest()),
             _as_number(path.name.split("-")[2]) if path else 0,
             path.stat().st_size if path else 0,
+            _name_of(best),
+            best.is_of_run,
+            best.saved_at,
         ]
         everyone = strategy.extended.gather_over_workers(np.array([row], np.int64))
-        numbers, latest, errors, damages, hosts, hashes, sizes = everyone.T
+        numbers, latest, errors, damages, hosts, hashes, sizes, trainings, *ages = everyone.T
+        # the present training is that of this run, else the one that was saved last
+        present = trainings[np.lexsort((numbers, ages[1], ages[0]))[-1]]
+        numbers = np.where(trainings == present, numbers, 0)
         index, holder = strategy.worker_index, int(numbers.argmax())
+        for other in (each for each in found if each.number and _name_of(each) != present):
+            self._folder.leave(other.folder.newest)
+            _logger.warning("Left alone: %s, of another training.", other.folder.newest)
         fatal = errors if numbers[holder] else errors + damages
         if fatal[index]:
             raise error or damage or OSError()
@@ -227,17 +245,42 @@ class Elastic(BackupAndRestore):
 
     def _state_of(self, position: Mapping[str, Any]) -> dict[str, Any]:
         finished_in = self._run if self._is_finished else None
-        interruptions = {"began": self._began, "interruptions": self._num_interruptions}
-        return super()._state_of({**position, "finished_in": finished_in, **interruptions})
+        about = {
+            "finished_in": finished_in,
+            "training": self._training,
+            "run": self._run,
+            "saved_at": int(time.time()),
+            "began": self._began,
+            "interruptions": self._num_interruptions,
+        }
+        return super()._state_of({**position, **about})
 
 
-def _find(folder: BackupFolder, run: str) -> int:
-    """Return the number of a folder's newest backup, 0 for that of an earlier, finished run."""
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """The newest backup of a folder, with number 0 if training cannot go on from it."""
+
+    folder: BackupFolder
+    number: int = 0
+    training: str = ""
+    is_of_run: bool = False
+    saved_at: int = 0
+
+
+def _find(folder: BackupFolder, run: str) -> _Found:
+    """Find a folder's newest backup; that of an earlier, finished run is none."""
     folder.find()
     if folder.newest is None:
-        return 0
-    finished_in = json.loads(str(folder.state()["position"])).get("finished_in")
-    return folder.number if finished_in in (None, run) else 0
+        return _Found(folder)
+    position = json.loads(str(folder.state()["position"]))
+    if position.get("finished_in") not in (None, run):
+        return _Found(folder)
+    training, saved_at = position.get("training", ""), position.get("saved_at", 0)
+    return _Found(folder, folder.number, training, position.get("run") == run, saved_at)
+
+
+def _name_of(found: _Found) -> int:
+    return _as_number(hashlib.sha256(found.training.encode()).hexdigest())
 
 
 def _as_number(sha256: str) -> int:

@@ -172,7 +172,7 @@ class HybridAggregation(SessionCallback):
         self._user_optimizer: keras.optimizers.Optimizer | None = None
         self._fit: FitSession | None = None
         self._shorter_epochs = ShorterEpochs()
-        self._last_batch = -1
+        self._begun_at: int | None = None  # the first step of the running execution
         self._samples = 0
         self._starts = self._begins_pass = False
 
@@ -223,7 +223,7 @@ class HybridAggregation(SessionCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Open or connect to the service; restore the worker's own weights."""
-        self._last_batch = -1
+        self._begun_at = None
         self._steps_of_epoch = self._samples_of_epoch = 0
         if self._participant is None:
             return
@@ -236,10 +236,11 @@ class HybridAggregation(SessionCallback):
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Give the epoch's pass this task's batches; other passes over the same data take all."""
+        is_first, self._begun_at = self._begun_at is None, batch
         if self._participant is None:
             return
         self._samples = 0
-        if self._last_batch >= 0:
+        if not is_first:
             return
         data = self._participant.data
         data.cut_again()  # others may have inspected its first element since
@@ -248,12 +249,11 @@ class HybridAggregation(SessionCallback):
         self._begins_pass = True
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        steps = 1 + batch - (batch if self._begun_at is None else self._begun_at)
         if self._choice is not None:
-            self._last_batch, steps = batch, batch - self._last_batch
             self._choose_roles(self._choice.steps_done(steps))
         if self._participant is None:
             return
-        steps, self._last_batch = batch - self._last_batch, batch
         self._steps_of_epoch += steps
         self._samples_of_epoch += self._samples
         _check_trains_on(self._participant.data, self._samples)
@@ -350,7 +350,6 @@ class HybridAggregation(SessionCallback):
         may_choose = strategy._training_state.role_trials_left > 0 and not chosen
         may_choose = may_choose and strategy.num_workers > 1 and not strategy.num_async_workers
         if may_choose:
-            self._last_batch = -1
             strategy._training_state.role_trials_left -= 1
             self._choice = RoleChoice(self.model, strategy, self._options, *self._measured)
         return may_choose

@@ -37,25 +37,26 @@ class LocalTraining(SessionCallback):
     at an exchange for the slowest: give them shares in proportion to their speed, or let `balance`
     do it.
 
-    `evaluate`, `save` and callbacks after this one in the list see the center at the end of an
-    epoch and of training; it is that of the last exchange, so let `period` divide the steps of an
-    epoch. The final steps of training are exchanged too. Epoch logs cover all workers; step logs
+    An epoch whose last step is not one of them ends with another exchange, so that its validation,
+    checkpoints and callbacks after this one in the list see a center that has all its steps. Epoch
+    logs cover all workers; step logs
     cover each worker separately. `docs/guides/local_training.md` has the details.
 
     Args:
         rule: name, dict or instance of a `keras_het.asynchronous.rules.SynchronousRule`:
             "sync_easgd", "diloco", "streaming_diloco".
+        period: local steps from one exchange to the next. Default: that of the rule, or the steps
+            of an epoch if these are fewer.
         balance: whether the shares follow the speeds of the workers, measured from one exchange to
             the next, so that none waits for the slowest.
         verbose: 1 prints on the chief after each epoch how often workers exchanged, and new shares.
-        **settings: further arguments of a rule given by name, such as `period` and `overlap`:
-            `LocalTraining("diloco", period=10)`.
+        **settings: further arguments of a rule given by name: `LocalTraining("diloco", overlap=5)`.
 
     Raises:
         TypeError: for a setting that the rule does not have, or settings in addition to a rule
             object.
-        ValueError: for a rule that is not synchronous, a single worker, a cluster with async
-            workers, or use together with `BatchBalancer`.
+        ValueError: for a rule that is not synchronous, a period longer than the training, a single
+            worker, a cluster with async workers, or use together with `BatchBalancer`.
 
     Reference:
         You, Buluc and Demmel, SC 2017 (Sync EASGD); Douillard et al., 2023 and 2025 (DiLoCo and
@@ -66,11 +67,14 @@ class LocalTraining(SessionCallback):
         self,
         rule: str | dict[str, Any] | SynchronousRule = "diloco",
         *,
+        period: int | None = None,
         balance: bool = False,
         verbose: int = 0,
         **settings: Any,
     ) -> None:
         super().__init__()
+        if period is not None:
+            settings["period"] = period
         if settings and not isinstance(rule, str):
             raise TypeError(
                 "A rule that is not given by its name brings its own settings. Received: "
@@ -81,7 +85,7 @@ class LocalTraining(SessionCallback):
         _synchronous(self._rule, num_workers=2)
         self._exchange: PeriodicExchange | None = None
         self._steps: LocalSteps | None = None
-        self._last_batch = -1
+        self._begun_at = 0  # the first step of the running execution
         self._samples_of_epoch = 0
 
     @property
@@ -94,6 +98,7 @@ class LocalTraining(SessionCallback):
         strategy = heterogeneous_strategy(self.model, self)
         _check_cluster(strategy)
         rule = _synchronous(self._rule, strategy.num_workers)
+        rule = _fitting(rule, self._rule, self.params.get("steps"), self.params["epochs"])
         _check_num_workers(rule, strategy.num_workers)
         rule.check_optimizer(self.model.optimizer)
         check_keeps_weights(self.model.optimizer, self)
@@ -109,7 +114,7 @@ class LocalTraining(SessionCallback):
         exchange = self._exchange or self._start(heterogeneous_strategy(self.model, self))
         exchange.hide_center()
         exchange.pace.leave_out()
-        self._last_batch, self._samples_of_epoch = -1, 0
+        self._samples_of_epoch = 0
         if self._steps is not None:
             self._steps.take_samples()
 
@@ -123,13 +128,16 @@ class LocalTraining(SessionCallback):
         state.export = exchange.saved
         return exchange
 
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        self._begun_at = batch
+
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         if self._exchange is None or self._steps is None:
             return
         in_epoch = self.params.get("steps")
         if in_epoch is not None:  # Keras counts the last execution in full
             batch = min(batch, in_epoch - 1)
-        steps, self._last_batch = batch - self._last_batch, batch
+        steps = batch - self._begun_at + 1
         samples = self._steps.take_samples()
         self._samples_of_epoch += samples
         self._exchange.steps_done(steps, samples)
@@ -160,13 +168,16 @@ class LocalTraining(SessionCallback):
         tell(f"Local training: the workers' shares are {parts}.", strategy, self._verbose)
 
     def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        """Validate what all steps of the epoch have led to."""
         if self._exchange is not None:
+            self._exchange.exchange_rest()
             self._exchange.show_center()
 
     def _end_epoch(self, epoch: int, logs: dict[str, float] | None) -> None:
         """Show the center and the logs of all workers to all callbacks."""
         if self._exchange is None:
             return
+        self._exchange.exchange_rest()
         self._exchange.show_center()
         strategy = heterogeneous_strategy(self.model, self)
         _combine_logs(strategy, logs or {}, self._samples_of_epoch)
@@ -211,6 +222,27 @@ def _synchronous(rule: str | dict[str, Any] | SynchronousRule, num_workers: int)
             "keras_het.callbacks.HybridAggregation with workers of the job `async` for the others."
         )
     return found
+
+
+def _fitting(
+    rule: SynchronousRule,
+    given: str | dict[str, Any] | SynchronousRule,
+    steps: int | None,
+    epochs: int,
+) -> SynchronousRule:
+    """Return the rule, by default with a period that is no longer than an epoch."""
+    config = given.get("config") or {} if isinstance(given, dict) else {}
+    is_chosen = isinstance(given, SynchronousRule) or "period" in config
+    if not is_chosen and steps and steps < rule.period:
+        least = max(rule.overlap, getattr(rule, "num_fragments", 1))
+        rule = type(rule)(**{**rule.get_config(), "period": max(steps, least)})
+    if is_chosen and steps and rule.period > steps * epochs:
+        raise ValueError(
+            f"Workers would not exchange within this training. Received: period={rule.period}; "
+            f"expected: at most {steps * epochs}, the steps of {epochs} epochs of {steps}. Give a "
+            "shorter period, or none: the default fits the epochs."
+        )
+    return rule
 
 
 def _check_cluster(strategy: HeterogeneousStrategy) -> None:

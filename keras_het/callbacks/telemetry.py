@@ -86,6 +86,8 @@ class Telemetry(SessionCallback):
             `keras_het.HeterogeneousStrategy`.
     """
 
+    _writing = threading.Lock()  # of the class: tuners copy callbacks
+
     def __init__(
         self,
         log_dir: str | os.PathLike[str] | None = None,
@@ -108,7 +110,6 @@ class Telemetry(SessionCallback):
         self._endpoint: PrometheusEndpoint | None = None
         self._pipeline: PipelineLog | None = None
         self._background: Background | None = None
-        self._writing = threading.Lock()
         self._strategy: HeterogeneousStrategy | None = None
         self._paces: np.ndarray | None = None
         self._samples = 0

@@ -51,6 +51,8 @@ class BackupFolder:
     name carries the SHA-256 of the content.
     """
 
+    _writing = threading.Lock()  # of the class: tuners copy the callbacks that have a folder
+
     def __init__(self, path: str | Path, num_kept: int) -> None:
         if "://" in str(path):
             raise ValueError(
@@ -60,7 +62,7 @@ class BackupFolder:
         self.path = Path(path)
         self._num_kept = num_kept
         self._whole: list[Path] = []
-        self._writing = threading.Lock()
+        self._left_alone: set[Path] = set()
         self._lock: IO[str] | None = None
 
     @property
@@ -143,6 +145,11 @@ class BackupFolder:
             )
         return ""
 
+    def leave(self, path: Path | None) -> None:
+        """Never remove this backup, which is another training's."""
+        if path is not None:
+            self._left_alone.add(path)
+
     def restore(self, model: keras.Model) -> dict[str, np.ndarray]:
         optimizer = model.optimizer
         if optimizer is not None and not optimizer.built:
@@ -218,7 +225,7 @@ class BackupFolder:
         _to_disk(self.path)
         self._whole = [*self._whole, path][-self._num_kept :]
         for earlier, _ in present.values():
-            if earlier not in self._whole:
+            if earlier not in self._whole and earlier not in self._left_alone:
                 earlier.unlink(missing_ok=True)
 
     def _error(self, error: Exception, path: Path) -> OSError:

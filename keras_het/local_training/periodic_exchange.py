@@ -95,16 +95,24 @@ class PeriodicExchange:
         for fragment in self.fragments:
             fragment.hide_center()
 
+    def exchange_rest(self) -> None:
+        """Exchange the steps since the last exchange, unless a period has just ended."""
+        if self._step % self._rule.period:
+            self._exchange_all()
+
     def end(self) -> None:
         """Exchange the progress since the last exchange and leave the center in the model."""
+        self._exchange_all()
+        self.show_center()
+        self._executor.shutdown()
+
+    def _exchange_all(self) -> None:
         self.hide_center()
         for fragment in self.fragments:
             fragment.merge()
             if fragment.steps:
                 self._start(fragment)
                 fragment.merge()
-        self.show_center()
-        self._executor.shutdown()
 
     def saved(self) -> dict[str, np.ndarray]:
         """State that a backup keeps in addition to the model's weights: name to array."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
-from keras_het.planning.shares import apportion
+from keras_het.planning.shares import Weights, apportion, weight_of_each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +67,11 @@ class ReplicaLayout:
         return range(first, first + self.replicas_per_worker[worker])
 
 
-def share_weights(shares: Sequence[float] | None, layout: ReplicaLayout) -> tuple[float, ...]:
+def share_weights(shares: Weights | None, layout: ReplicaLayout) -> tuple[float, ...]:
     """Return the weights of all replicas' shares, equal ones by default."""
     if shares is None:
         return (1.0,) * layout.num_replicas
-    weights = tuple(shares)
+    weights = weight_of_each("shares", shares, layout.num_replicas)
     if len(weights) != layout.num_replicas:
         raise ValueError(
             f"`shares` needs one weight per replica. Received: {len(weights)} weights {weights}; "

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from numbers import Rational, Real
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -53,6 +53,30 @@ def apportion(total: int, weights: Sequence[SupportsFloat]) -> tuple[int, ...]:
     for index in by_remainder[: total - sum(shares)]:
         shares[index] += 1
     return tuple(shares)
+
+
+Weights = Sequence[float] | Mapping[int, float] | NDArray[Any]
+"""A weight for each replica, in order or by its number."""
+
+
+def weight_of_each(name: str, given: Weights, num_replicas: int) -> tuple[float, ...]:
+    """Return one weight for each replica, in their order, given a list or a dict by replica."""
+    if isinstance(given, Mapping):
+        if wrong := set(given) ^ set(range(num_replicas)):
+            raise ValueError(
+                f"{name} needs one weight for each replica from 0 to {num_replicas - 1}. Received: "
+                f"{name}={given!r}, in which {sorted(wrong, key=str)} are missing or do not exist."
+            )
+        given = [given[replica] for replica in range(num_replicas)]
+    if isinstance(given, np.ndarray):
+        given = given.tolist()
+    is_list = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+    if not is_list or not all(isinstance(weight, Real) for weight in given):
+        raise TypeError(
+            f"{name} must be a list with one number for each replica, or a dict from replica to "
+            f"number. Received: {name}={given!r} of type {type(given).__name__}."
+        )
+    return tuple(given)
 
 
 def exact_weights(weights: Sequence[SupportsFloat]) -> tuple[Fraction, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from keras_het.planning import ReplicaLayout
 from keras_het.planning.argument_checks import check_number, check_one_of
 from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
 from keras_het.strategy.cluster import agreement
+from keras_het.strategy.cluster.peer_watch import message_in
 from keras_het.strategy.exact.created_in_scope import check_created_in_scope
 from keras_het.strategy.exact.power_sgd import PowerSGD
 from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
@@ -106,14 +108,38 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
     def _initialize_multi_worker(
         self, cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver
     ) -> None:
+        # Enabled once more, collectives would forget which workers already wait in a group.
+        self._std_server_started = private_api.listens_for_workers()
         with private_api.coordination_timeouts(*self._timeouts), _ended_after(self._timeouts[0]):
             super()._initialize_multi_worker(cluster_resolver)
         self._on_join()
         self._use_hierarchical_all_reduce((1,) * self._num_workers)
-        counts = self.gather_over_workers(np.array([len(self._devices)], np.int64))
+        with self._met_within(self._timeouts[0]):
+            counts = self.gather_over_workers(np.array([len(self._devices)], np.int64))
         self._use_hierarchical_all_reduce(tuple(int(count) for count in counts))
         self._departure_barrier = self._of_hosts(self._new_collective_keys()).new_barrier()
         self._meeting = self._of_hosts(self._new_collective_keys())
+
+    @contextlib.contextmanager
+    def _met_within(self, seconds: float) -> Iterator[None]:
+        """End the first collective of a strategy that not all workers make."""
+        message = (
+            f"The workers did not all make this strategy within {seconds:.0f} s. Received: a "
+            f"HeterogeneousStrategy of worker {self._id_in_cluster} that others have not made; "
+            "expected: all workers make the same strategies in the same order. Make them outside "
+            "of `if strategy.is_chief`, or give more connect_seconds."
+        )
+        timer = threading.Timer(seconds, self.end_of_all, [f"[[{message}]]"])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except tf.errors.OpError as error:
+            if (found := message_in(error)) is None:
+                raise
+            agreement.pass_on(found)
+        finally:
+            timer.cancel()
 
     def meet(self, values: np.ndarray) -> np.ndarray:
         """Concatenate an array of every worker; for `agreement` only.

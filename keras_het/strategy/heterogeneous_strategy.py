@@ -22,6 +22,7 @@ from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout
 from keras_het.planning.replica_layout import share_weights
+from keras_het.planning.shares import Weights
 from keras_het.strategy import keras_calls
 from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
 from keras_het.strategy.cluster import agreement
@@ -93,9 +94,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         devices: names of this process's devices, such as ["GPU:0", "GPU:1"]; all of one type.
             Default: all GPUs, or all (logical) CPUs without a GPU; workers of a cluster without
             GPU use CPU:0.
-        shares: one weight, zero or more, per replica of all workers, worker by worker: [4, 2, 1]
-            gives the first replica four sevenths of every global batch. Whole samples are
-            apportioned by largest remainder. Default: equal shares.
+        shares: one weight, zero or more, per replica of all workers, such as [4, 2, 1] or {0: 4, 1:
+            2, 2: 1}. Whole samples are apportioned by largest remainder. Default: equal shares.
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`. Default: `TF_CONFIG`.
         communication_options: `tf.distribute.experimental.CommunicationOptions`. Default: NCCL
             between workers with GPUs, and between GPUs of one type in a worker; rings over gRPC
@@ -148,7 +148,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     def __init__(
         self,
         devices: Sequence[str] | None = None,
-        shares: Sequence[float] | None = None,
+        shares: Weights | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         aggregation: str | Summation = "all_reduce",
@@ -312,7 +312,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """The share weight of every replica."""
         return self._data_path.weights
 
-    def set_shares(self, shares: Sequence[float]) -> None:
+    def set_shares(self, shares: Weights) -> None:
         """Change the share weights from a later step on.
 
         Call it on every worker between the same two steps with the same weights. The data path has

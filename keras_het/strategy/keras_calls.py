@@ -166,11 +166,22 @@ def _in_session(call: Call) -> Iterator[None]:
                 on_train_end=lambda logs: session.tell("on_train_end", logs),
             )
             call.add_callback(before_others, is_first=True)
+        if call.name == "fit" and strategy is not None:
+            _add_last_ones(call)
         if holds_parts:
             session.before_callbacks("on_epoch_end", lambda *_: strategy._put_together(model))
         yield
         if holds_parts and call.name == "train_on_batch":
             strategy._put_together(model)
+
+
+def _add_last_ones(call: Call) -> None:
+    """Callbacks that keep what the others do come after them, and after Keras's history."""
+    last_ones = [each.after_others for each in call.callbacks if hasattr(each, "after_others")]
+    if last_ones and not any(isinstance(each, keras.callbacks.History) for each in call.callbacks):
+        last_ones.insert(0, keras.callbacks.History())
+    for callback in last_ones:
+        call.add_callback(callback)
 
 
 def _built_without_a_look(call: Call) -> None:

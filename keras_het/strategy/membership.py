@@ -177,7 +177,7 @@ def wait_for_workers(membership: Membership, connect_seconds: float) -> float:
     # a further strategy of the process: TensorFlow itself listens since the first
     listens = not private_api.listens_for_workers()
     left = wait_for_peers(own_address, peers, connect_seconds, listens=listens)
-    return max(_SHORTEST_WAIT, left)
+    return max(_SHORTEST_WAIT, left) if listens else left
 
 
 def watch_peers(membership: Membership, patience_seconds: float) -> PeerWatch:

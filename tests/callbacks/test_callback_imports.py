@@ -1,7 +1,9 @@
 """A callback brings what it needs, and not what the others need."""
 
+import copy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +37,11 @@ def test_every_name_is_the_class_of_its_module() -> None:
 def test_another_name_is_refused() -> None:
     with pytest.raises(AttributeError, match=r"keras_het\.callbacks.*LoaderTunr"):
         callbacks.LoaderTunr  # noqa: B018
+
+
+@pytest.mark.parametrize("name", sorted({*callbacks.__all__} - {"DataValidation"}))
+def test_a_tuner_can_copy_a_callback_before_each_fit(name: str, tmp_path: Path) -> None:
+    kind = getattr(callbacks, name)
+    callback = kind(str(tmp_path)) if name in ("BackupAndRestore", "Elastic") else kind()
+    copied = copy.deepcopy(callback)
+    assert type(copied) is kind and vars(copied).keys() == vars(callback).keys()

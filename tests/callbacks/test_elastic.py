@@ -109,6 +109,29 @@ def test_the_newer_of_disk_and_memory_wins(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_another_trainings_backup_is_left_alone(
+    run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, fit_in = tmp_path / "backup", run("a")
+    fit(folder, interrupted_at=9)
+    (of_another,) = backups(folder)
+    kept = of_another.read_bytes()
+    of_another.unlink()
+    remove_memory_folders(fit_in)
+    run("b")
+    fit(folder, interrupted_at=3)
+    for path in backups(folder):
+        path.unlink()
+    of_another.write_bytes(kept)  # more steps, on the disk of a machine that joins
+    with caplog.at_level("INFO", "keras_het"):
+        model = fit(folder)
+    assert f"Left alone: {of_another}, of another training." in caplog.text
+    assert "Training goes on from" in caplog.text and "at epoch 1, step 3." in caplog.text
+    assert of_another.read_bytes() == kept
+    np.testing.assert_array_equal(flat(model), expected())
+
+
+@pytest.mark.full
 def test_a_finished_fit_is_not_trained_again_by_the_same_run(run: Any, tmp_path: Path) -> None:
     folder = tmp_path / "backup"
     run("a")

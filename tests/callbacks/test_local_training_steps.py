@@ -10,7 +10,7 @@ from small_training import BATCH, SAMPLES, make_model
 
 import keras_het
 from keras_het.asynchronous.rules import DiLoCo
-from keras_het.callbacks import LocalTraining
+from keras_het.callbacks import LocalTraining, local_training
 from keras_het.fit.session import FitSession
 from keras_het.local_training import LocalSteps, PeriodicExchange
 
@@ -46,6 +46,7 @@ def test_the_last_execution_may_be_shorter_and_any_without_a_known_end(known, ea
     callback._exchange = Exchange()
     callback._steps = SimpleNamespace(take_samples=lambda: 1)
     for first in range(0, 30, each):
+        callback.on_train_batch_begin(first)
         callback.on_train_batch_end(first + each - 1)
     assert callback._exchange.steps == 30
     assert callback._exchange.waited_after == waits
@@ -144,3 +145,37 @@ def test_other_training_within_a_local_one_is_refused(logical_devices, loop):
 
     with pytest.raises(RuntimeError, match=f"Received: {loop} of the same model"):
         model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[Trains()])
+
+
+@pytest.mark.parametrize(
+    ("rule", "steps", "period"),
+    [
+        ("diloco", 20, 20),
+        ("diloco", 900, 500),
+        ("diloco", None, 500),
+        ("streaming_diloco", 20, 20),
+        ("streaming_diloco", 2, 5),  # no shorter than its overlap
+        ("sync_easgd", 20, 1),
+        ({"class_name": "diloco", "config": {"overlap": 3}}, 2, 3),
+        ({"class_name": "diloco", "config": {"period": 30}}, 20, 30),
+        (DiLoCo(period=30), 20, 30),
+    ],
+)
+def test_the_default_period_is_no_longer_than_an_epoch(rule, steps, period):
+    made = local_training._synchronous(rule, num_workers=2)
+    assert local_training._fitting(made, rule, steps, epochs=3).period == period
+
+
+@pytest.mark.parametrize(
+    "rule", [DiLoCo(period=61), {"class_name": "diloco", "config": {"period": 61}}]
+)
+def test_a_period_longer_than_the_training_is_refused(rule):
+    made = local_training._synchronous(rule, num_workers=2)
+    with pytest.raises(ValueError, match="Received: period=61; expected: at most 60"):
+        local_training._fitting(made, rule, 20, epochs=3)
+
+
+def test_the_period_is_a_setting_of_the_rule():
+    assert LocalTraining(period=7)._rule == {"class_name": "diloco", "config": {"period": 7}}
+    with pytest.raises(TypeError, match="brings its own settings"):
+        LocalTraining(DiLoCo(), period=7)

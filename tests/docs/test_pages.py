@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pages import PAGES, REPOSITORY, name
@@ -19,6 +20,22 @@ CODE = [
 @pytest.mark.parametrize("page", GUIDES, ids=name)
 def test_a_guide_is_read_in_minutes(page: Path) -> None:
     assert len(page.read_text().split()) <= 1200
+
+
+def pages_of(navigation: Any) -> list[str]:
+    """The pages in a part of the navigation, whatever their titles."""
+    if isinstance(navigation, str):
+        return [navigation]
+    parts = navigation.values() if isinstance(navigation, dict) else navigation
+    return [page for part in parts for page in pages_of(part)]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    yaml = pytest.importorskip("yaml")
+    navigation = (REPOSITORY / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    docs = REPOSITORY / "docs"
+    pages = sorted(str(page.relative_to(docs)) for page in docs.rglob("*.md"))
+    assert sorted(pages_of(yaml.safe_load(navigation))) == pages
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

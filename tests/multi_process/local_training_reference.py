@@ -114,12 +114,16 @@ class Simulation:
                         sent = self._exchange(p, group)
                         if overlap:
                             in_flight[p] = (step + overlap, sent)
-                        elif rule["class_name"] == "streaming_diloco":
-                            self._merge(p, sent)
                         else:
-                            self._take(p, sent[1], sent[3])
+                            self._go_on_from(p, sent)
                 weights_now = [[*w.moving, *w.weights] for w in self.workers]
                 self.history.append((weights_now, [s["center"] for s in self.states]))
+            if step % period:
+                for p in sorted(in_flight):
+                    self._merge(p, in_flight.pop(p)[1])
+                for p, group in enumerate(self.groups):
+                    if sum(self.samples[p]):
+                        self._go_on_from(p, self._exchange(p, group))
             self.losses.append(total / len(self.x))
             self.epochs.append(([s["center"] for s in self.states], list(self.moving_mean)))
         for p in sorted(in_flight):
@@ -128,6 +132,12 @@ class Simulation:
             if sum(self.samples[p]):
                 self._exchange(p, group)
         self.final = [s["center"] for s in self.states]
+
+    def _go_on_from(self, p: int, sent: Any) -> None:
+        if self.options["rule"]["class_name"] == "streaming_diloco":
+            self._merge(p, sent)
+        else:
+            self._take(p, sent[1], sent[3])
 
     def _local_steps(self, first: int) -> float:
         x, y = self.x[first : first + self.batch], self.y[first : first + self.batch]

@@ -54,6 +54,12 @@ class Notes(keras.callbacks.Callback):
         self.steps = 0
         self.samples: list[int] = []
 
+    def get_state(self) -> None:
+        """Each process notes its own steps."""
+
+    def set_state(self, state: None) -> None:
+        pass
+
     def on_train_begin(self, logs: Any = None) -> None:
         self._keep("start", self.model.get_weights())
 

@@ -8,7 +8,8 @@ value, or a list of one for each worker: "waits_at" (a row of the data that neve
 "signal_at" (its signal at a step, the number of the step), "signal", "fails_at" and "stuck_at" (a
 step in which it fails, or stays), "saves_at" (a step after which it saves), "killed_before" (a
 file operation, counted from the first save on, before which the chief is killed), "reads_late"
-(only the chief reads its backup at once), "lag" (of late reads, as if devices worked ahead). With
+(only the chief reads its backup at once), "remembers" (callbacks of Keras that do, and the result
+has the history), "lag" (of late reads, as if devices worked ahead). With
 "plan", stages of numbers of devices, the workers
 train a pipeline.
 """
@@ -229,6 +230,10 @@ def main() -> None:
         endless = tf.data.Dataset.from_tensor_slices(x).batch(8).repeat()
         model.predict(endless, steps=FOR_EVER, verbose=0, callbacks=[Happens()])
     callbacks: list[Any] = [HappensInValidation() if option("validate") else Happens()]
+    if option("remembers"):
+        stopping = keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
+        rate = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+        callbacks += [stopping, rate]
     if backup := option("backup"):
         backup = backup.format(strategy.worker_index)
         save_freq = option("save_freq") or "epoch"
@@ -244,13 +249,14 @@ def main() -> None:
     try:
         with watch:
             epochs = option("epochs") or FOR_EVER
-            model.fit(**fitted, epochs=epochs, verbose=0, callbacks=callbacks)
+            history = model.fit(**fitted, epochs=epochs, verbose=0, callbacks=callbacks)
     except BaseException as error:
         print(f"raised {type(error).__name__} after {callbacks[0].__class__.__name__}", flush=True)
         raise
     print("trained", flush=True)
     if (result := option("result")) and strategy.is_chief:
-        save_variables(model, result)
+        more = {f"history_{name}": numbers for name, numbers in history.history.items()}
+        save_variables(model, result, **(more if option("remembers") else {}))
 
 
 main()

@@ -106,10 +106,11 @@ def small_model(optimizer: Any, *hidden: Any, **compile_options: Any) -> Any:
     return model
 
 
-def save_variables(model: Any, path: str) -> None:
+def save_variables(model: Any, path: str, **more: Any) -> None:
     """Writes what `assert_same_variables` compares."""
     variables = [*model.weights, *model.optimizer.variables]
-    np.savez(path, **{f"variable_{position}": np.array(v) for position, v in enumerate(variables)})
+    named = {f"variable_{position}": np.array(v) for position, v in enumerate(variables)}
+    np.savez(path, **named, **more)
 
 
 def run_each(

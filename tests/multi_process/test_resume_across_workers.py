@@ -17,7 +17,7 @@ KILLED = int(signal.SIGKILL)
 
 def train(start: Any, workers: int | None = None, **options: Any) -> Any:
     """Workers, or one process without a cluster, that train for three epochs of six steps."""
-    options = {"epochs": 3, "save_freq": 2, "shares": [2, 1, 1], **options}
+    options = {"epochs": 3, "save_freq": 2, "shares": [2, 1, 1], "remembers": True, **options}
     arguments = [json.dumps(options, default=str)]
     return start("program_stop.py", {"worker": workers} if workers else None, arguments).wait()
 

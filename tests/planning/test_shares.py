@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_het.planning.replica_layout import ReplicaLayout
+from keras_het.planning.balance import StaticPolicy
+from keras_het.planning.replica_layout import ReplicaLayout, share_weights
 from keras_het.planning.shares import apportion
 
 WEIGHTS = st.lists(
@@ -90,3 +91,38 @@ def test_bad_layouts_are_refused():
         ReplicaLayout((1, 0), 0)
     with pytest.raises(ValueError, match="worker_index"):
         ReplicaLayout((1, 1), 2)
+
+
+LAYOUT = ReplicaLayout((2, 1), 0)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [(4, 0, 2.5), [4, 0, 2.5], np.array([4, 0, 2.5]), {2: 2.5, 0: 4, 1: 0}],
+    ids=["tuple", "list", "array", "dict"],
+)
+def test_weights_are_given_in_order_or_by_replica(given):
+    assert share_weights(given, LAYOUT) == (4, 0, 2.5)
+    assert StaticPolicy(3, 13, weights=given).shares == (8, 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({0: 4, 1: 2}, ValueError, r"replica from 0 to 2. Received: .*\[2\] are missing"),
+        ({0: 4, 1: 2, 3: 1}, ValueError, r"\[2, 3\] are missing or do not exist"),
+        ({"a": 4}, ValueError, "are missing or do not exist"),
+        ({4, 2, 1}, TypeError, "a list with one number for each replica.*of type set"),
+        ("421", TypeError, "of type str"),
+        (iter([4, 2, 1]), TypeError, "of type list_iterator"),
+        (4, TypeError, "of type int"),
+        (["4", "2", "1"], TypeError, "of type list"),
+        ([4, 2], ValueError, "2 weights"),
+    ],
+)
+def test_other_weights_are_refused(given, kind, message):
+    with pytest.raises(kind, match=message):
+        share_weights(given, LAYOUT)
+    if message != "2 weights":
+        with pytest.raises(kind, match=message.replace("shares", "weights")):
+            StaticPolicy(3, 13, weights=given)

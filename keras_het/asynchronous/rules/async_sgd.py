@@ -43,14 +43,16 @@ class AsyncSGD(SendsGradient):
 
     With :math:`\tau` updates since the worker last saw the center, :math:`A_i` samples behind its
     mean gradient :math:`g_i` (of its steps, all weighted equally), and v updates so far, the
-    learning rate of the step is
+    gradient counts by the factor
 
     .. math::
-        \eta_i = \eta(v) \; \frac{A_i}{A} \; warm(v) \; \frac{1}{\max(1, \tau)}
+        f_i = \frac{A_i}{A} \; warm(v) \; \frac{1}{\max(1, \tau)}
 
-    where all factors but the first are optional. With a `learning_rate` this is gradient descent
-    with momentum, :math:`u \leftarrow m\,u + g_i,\; c \leftarrow c - \eta_i u`; with an `optimizer`
-    it is that optimizer's step with the rate :math:`\eta_i`, and its state is kept with the center.
+    of which all parts are optional. With a `learning_rate` this is gradient descent with momentum,
+    :math:`u \leftarrow m\,u + f_i g_i,\; c \leftarrow c - \eta u`; with an `optimizer` it is that
+    optimizer's step with the rate :math:`f_i \eta(v)`, and its state is kept with the center. For
+    Keras's SGD these are the same; optimizers that divide by the size of gradients (Adam) remember
+    a gradient in full, whatever its factor.
     Gradual warm-up starts at the base rate: :math:`k \, warm(v) = 1 + (k - 1) \min(1, v / V)` for
     :math:`k = A_i / A > 1`. With n workers, asynchrony itself acts like a momentum of about 1 -
     1/n, so choose m smaller than for one device.
@@ -139,9 +141,10 @@ class AsyncSGD(SendsGradient):
     ) -> tf.Tensor:
         if self._optimizer:
             return self._optimizer.step(center, change, meta.version, self.factor(meta))
+        change = self.factor(meta) * change
         if self.momentum:
             change = slots["momentum"].assign(self.momentum * slots["momentum"] + change)
-        center.assign_sub(self.learning_rate * self.factor(meta) * change)
+        center.assign_sub(self.learning_rate * change)
         return center.read_value()
 
     def factor(self, meta: PushMeta) -> tf.Tensor:

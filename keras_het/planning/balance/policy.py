@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -12,8 +11,10 @@ from keras_het.planning.balance.plan import BalancePlan
 from keras_het.planning.shares import (
     FloatArray,
     IntArray,
+    Weights,
     check_bounds,
     proportional_shares,
+    weight_of_each,
 )
 
 
@@ -255,7 +256,7 @@ class StaticPolicy(SharePolicy):
         upper: largest share of each replica, int [n]; by default no bound.
 
     Raises:
-        TypeError: if a bound is not whole.
+        TypeError: if a bound is not whole, or weights are neither a list nor a dict of numbers.
         ValueError: if a weight is not valid, or no shares satisfy the bounds.
 
     Reference:
@@ -271,11 +272,12 @@ class StaticPolicy(SharePolicy):
         num_replicas: int,
         global_batch_size: int,
         *,
-        weights: Sequence[float] | None = None,
+        weights: Weights | None = None,
         lower: ArrayLike | None = None,
         upper: ArrayLike | None = None,
     ) -> None:
-        given = np.ones(num_replicas) if weights is None else np.asarray(weights, np.float64)
+        weights = [1.0] * num_replicas if weights is None else weights
+        given = np.asarray(weight_of_each("weights", weights, num_replicas), np.float64)
         if given.shape != (num_replicas,):
             raise ValueError(
                 f"There must be one weight for each of {num_replicas} replicas. "

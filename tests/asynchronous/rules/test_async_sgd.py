@@ -38,8 +38,8 @@ class SGDEquations(Equations):
         return scale / max(1.0, staleness if self.damps else 0)
 
     def update(self, i, g, samples, staleness):
-        self.u = self.momentum * self.u + g
-        self.c = self.c - self.rate * self.factor(samples, staleness) * self.u
+        self.u = self.momentum * self.u + self.factor(samples, staleness) * g
+        self.c = self.c - self.rate * self.u
         return self.c
 
 
@@ -72,8 +72,8 @@ CASES = {
     ),
     "keras momentum": (
         SGDEquations,
-        {"rate": 0.1, "momentum": 0.7},
-        {"optimizer": ("SGD", {"learning_rate": 0.1, "momentum": 0.7})},
+        {"rate": 0.1, "momentum": 0.7, **SCALED},
+        {"optimizer": ("SGD", {"learning_rate": 0.1, "momentum": 0.7}), **SCALED_RULE},
     ),
     "adam": (AdamEquations, {"rate": 0.02}, {"optimizer": ("Adam", {"learning_rate": 0.02})}),
     "adam with all": (
