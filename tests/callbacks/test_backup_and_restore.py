@@ -210,7 +210,7 @@ def test_a_resumed_fit_that_failed_leaves_nothing_behind(logical_devices, tmp_pa
 
 
 @pytest.mark.quick("none-3")
-@pytest.mark.parametrize("step", [3, 8])
+@pytest.mark.parametrize("step", [3, 9])
 @pytest.mark.parametrize(
     ("seeds", "is_told"),
     [
@@ -229,7 +229,7 @@ def test_another_order_is_told(logical_devices, tmp_path, caplog, seeds, is_told
     interrupted(logical_devices, data[0], tmp_path, step, save_freq=1)
     trained(logical_devices, data[1], [backup(tmp_path)])
     # at the end of an epoch nothing is used twice
-    assert ("shuffled in another order" in caplog.text) == (is_told and step < 8)
+    assert ("shuffled in another order" in caplog.text) == (is_told and step < 9)
 
 
 @pytest.mark.full
@@ -246,11 +246,11 @@ def test_another_order_of_arrays_is_told(logical_devices, tmp_path, caplog, seed
     assert ("shuffled in another order" in caplog.text) == (seed is None)
 
 
-@pytest.mark.quick("12")
-@pytest.mark.parametrize("step", [8, 12])  # the first epoch's last, and one within the second
+@pytest.mark.quick("13")
+@pytest.mark.parametrize("step", [9, 13])  # after the first epoch's last, and within the second
 def test_batches_of_another_size(logical_devices, tmp_path, step):
     interrupted(logical_devices, rows(), tmp_path, step, save_freq=4)
-    if step == 12:
+    if step == 13:
         with pytest.raises(ValueError, match="in batches of 16 samples; expected: 8"):
             trained(logical_devices, rows(batch=2 * BATCH), [backup(tmp_path, 4)])
         return
