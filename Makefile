@@ -98,7 +98,8 @@ test-nightly: .venv-nightly/installed ## Private symbols, data adapters and exac
 test-validation: check-validation .venv-oldest/installed ## Data validation, in the environment of test-oldest.
 	.venv-oldest/bin/python -m pytest tests/loader/validation \
 	  tests/multi_process/test_validation_across_workers.py \
-	  tests/recipes/test_recipes.py::test_validate_data_finds_what_the_slow_worker_gets
+	  tests/recipes/test_recipes.py::test_validate_data_finds_what_the_slow_worker_gets \
+	  --ignore tests/loader/validation/test_without_tfdv.py  # `make test` runs it
 
 lint: .venv/installed ## Style, format and types.
 	.venv/bin/ruff check .
