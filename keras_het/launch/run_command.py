@@ -365,7 +365,7 @@ def _run_on_ray(options: argparse.Namespace, display: Display) -> int:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        display.say("--ray needs Ray: pip install 'keras-het[ray]'")
+        display.say("--ray needs Ray: pip install '.[ray]' in the checkout of keras_het")
         return 2
     target = script_command(options)[1:]
     try:
