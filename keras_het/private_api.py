@@ -72,7 +72,7 @@ except ImportError:  # other parts do without
             raise ImportError(
                 "Async workers and the summation service need TensorFlow's rpc_ops. Received: "
                 f"TensorFlow {tf.__version__}, which has moved it. Install a version that was "
-                "seen, with pip install --upgrade keras-het."
+                "seen, with pip install --upgrade . in the checkout of keras_het."
             )
 
     GrpcServer = StatusOrResult = GrpcClient

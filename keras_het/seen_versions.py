@@ -29,7 +29,7 @@ def warn_of_unseen_versions() -> None:
         _logger.warning(
             "keras_het has not been tested with %s. It relies on what releases may move: if it "
             "fails, or numbers differ from those of one device, install a version that was seen, "
-            "with pip install --upgrade keras-het.",
+            "with pip install --upgrade . in the checkout of keras_het.",
             " and ".join(unseen),
         )
 
@@ -47,5 +47,5 @@ def import_part(module: str, name: str) -> Any:
         raise ImportError(
             f"{name} relies on what another version has moved; other parts of keras_het may work. "
             f"Received: Keras {keras.__version__}, TensorFlow {tf.__version__}: {error}. Install "
-            "versions that were seen, with pip install --upgrade keras-het."
+            "versions that were seen, with pip install --upgrade . in the checkout of keras_het."
         ) from error

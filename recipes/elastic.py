@@ -142,7 +142,7 @@ def train_on_ray(folder: Path) -> None:
         import ray
         from ray.cluster_utils import Cluster
     except ImportError:
-        sys.exit("This recipe needs Ray. Install it: pip install 'keras-het[ray]'")
+        sys.exit("This recipe needs Ray. Install it: pip install '.[ray]'")
     import keras_het.ray
 
     node = {"num_cpus": 4, "resources": {"het": 1}, "object_store_memory": 80 * 2**20}

@@ -2,7 +2,8 @@
 
 A change is what differs from the commit named by the variable BASE, or else what the commits of the
 day before the newest one changed, and what is not committed. With --all the other test files
-follow. Both begin at another file after every commit, so that runs that end early differ.
+follow, and last those whose tests take minutes. The rest begins at another file after every commit,
+so that runs that end early differ.
 """
 
 from __future__ import annotations
@@ -120,10 +121,14 @@ def _git(*arguments: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line] if done.returncode == 0 else []
 
 
+def _takes_minutes(file: str) -> bool:
+    return file.startswith(("benchmarks/", "elastic/", "outside/"))
+
+
 def main(arguments: Sequence[str]) -> None:
     files = rotated(tests_of(changed_files(os.environ.get("BASE", ""))))
     if "--all" in arguments:
-        files += rotated(test_files())
+        files = sorted([*files, *rotated(test_files())], key=_takes_minutes)
     sys.stdout.write("".join(f"tests/{file}\n" for file in dict.fromkeys(files)))
 
 

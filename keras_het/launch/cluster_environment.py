@@ -28,6 +28,8 @@ _RANKS = (
     ("PET_NODE_RANK", "PET_NNODES", ""),
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
 )
+# More are a slip of the keyboard.
+_MOST_HOSTS = 100_000
 _HOW_TO_LIST = "list the hosts of all workers with --hosts"
 
 
@@ -85,8 +87,16 @@ def read_hosts(text: str) -> list[str]:
             `a,b:2,node[01-03].example`, where `:2` stands for two workers.
     """
     if os.path.isfile(text):  # noqa: PTH113 - which raises no error for names that are too long
-        lines = [line.partition("#")[0].strip() for line in Path(text).read_text().splitlines()]
+        try:
+            content = Path(text).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(
+                f"The file of hosts is not text in UTF-8. Received: {text!r}. Save it as UTF-8."
+            ) from None
+        lines = [line.partition("#")[0].strip() for line in content.splitlines()]
         text = ",".join(re.sub(r"\s+slots=", ":", line) for line in lines if line)
+    elif "/" in text:
+        raise ValueError(f"There is no file of hosts {text!r}. Correct the path, or list hosts.")
     found = [host for part in _parts(text) for host in _slots(part)]
     if not found or not all(map(_NAME.fullmatch, found)):
         raise _unreadable(text)
@@ -109,7 +119,7 @@ def _slots(part: str) -> list[str]:
     name, colon, slots = part.rpartition(":")
     if not colon:
         return list(_expand(part))
-    if not slots.isdecimal() or not int(slots):
+    if not slots.isdecimal() or not 0 < int(slots) <= _MOST_HOSTS:
         raise _unreadable(part)
     return [host for host in _expand(name) for _ in range(int(slots))]
 
@@ -125,6 +135,8 @@ def _expand(part: str) -> Iterator[str]:
         if found is None:
             raise _unreadable(part)
         first, last = found[1], found[2] or found[1]
+        if int(last) - int(first) >= _MOST_HOSTS:
+            raise _unreadable(part)
         for number in range(int(first), int(last) + 1):
             for end in _expand(after):
                 yield f"{before}{number:0{len(first)}}{end}"

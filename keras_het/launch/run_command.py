@@ -15,6 +15,7 @@ from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.cluster_environment import read_hosts
 from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to, public_addresses
 from keras_het.launch.grammar import (
+    PORT,
     Commands,
     add_cluster,
     add_command,
@@ -214,12 +215,15 @@ def check_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
             f"--speeds has {len(options.speeds)} speeds, but --workers is {options.workers}: give "
             "as many speeds as workers, or leave out --workers"
         )
+    if options.port != PORT and not options.hosts:
+        parser.error("--port is that of workers on other machines: give --hosts, or leave it out")
     if options.hosts:
         _check_hosts(parser, options)
     elif options.gpus is not None:
         if options.speeds or options.workers:
             parser.error("--gpus starts one worker for each GPU: leave out --workers and --speeds")
     elif options.workers is None and options.speeds is None:
+        _refuse_options_after_the_script(parser, options)
         parser.error(
             "give --gpus auto for a worker on each GPU, --hosts FILE for other machines, "
             "--workers N, or --speeds A,B,... to emulate devices"
@@ -231,6 +235,18 @@ def check_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
             "synchronous group; give less"
         )
     check_script(parser, options)
+
+
+def _refuse_options_after_the_script(
+    parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> None:
+    ours = ("-w", "--workers", "--gpus", "--hosts", "--ray", "--speeds")
+    after = [each for each in options.script_arguments if each.partition("=")[0] in ours]
+    if after:
+        parser.error(
+            f"what follows the script belongs to it, received {after[0]} after {options.script}: "
+            f"give options of keras-het first, keras-het run {after[0]} ... {options.script}"
+        )
 
 
 def _check_ray(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -365,12 +381,15 @@ def _run_on_ray(options: argparse.Namespace, display: Display) -> int:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        display.say("--ray needs Ray: pip install 'keras-het[ray]'")
+        display.say("--ray needs Ray: pip install '.[ray]' in the checkout of keras_het")
         return 2
     target = script_command(options)[1:]
     try:
         run_on_ray(target, options.workers, options.ray, options.resources)
-    except (ScriptError, LostTooOftenError, ConnectionError) as error:
+    except ConnectionError as error:
+        display.say(f"{error} To start a cluster on this machine: ray start --head")
+        return 1
+    except (ScriptError, LostTooOftenError) as error:
         display.say(str(error))
         return 1
     except SystemExit:  # how Ray leaves after Ctrl-C

@@ -31,7 +31,7 @@ class PrometheusEndpoint:
         except ImportError as error:
             raise ImportError(
                 "prometheus_port needs the package prometheus-client, which is not installed. "
-                'Install the extra: pip install "keras-het[prometheus]".'
+                'Install the extra, in the checkout: pip install ".[prometheus]".'
             ) from error
         self._recording = recording
         registry = prometheus_client.CollectorRegistry(auto_describe=False)

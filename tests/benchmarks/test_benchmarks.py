@@ -81,7 +81,7 @@ def test_every_benchmark_is_listed():
 @pytest.mark.parametrize("name", FIELDS)
 def test_form(name, tmp_path):
     if name == "elastic":
-        pytest.importorskip("ray", reason="needs keras-het[ray]")
+        pytest.importorskip("ray", reason="needs Ray: the extra `ray`")
     path = tmp_path / "report.json"
     done = subprocess.run(
         [sys.executable, FOLDER / f"{name}.py", "--quick", "--json", path],

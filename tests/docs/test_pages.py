@@ -72,3 +72,8 @@ def test_what_was_run_on_gpus_is_said_in_one_place() -> None:
         assert "gpu.md#in-short" in (REPOSITORY / name_of_page).read_text(), name_of_page
     for other in PAGES:
         assert "untried" not in other.read_text(), other
+
+
+def test_nothing_says_to_install_what_no_registry_has() -> None:
+    told = re.compile(r"pip install (--[\w-]+ )*[\'\"]?keras[-_]het")
+    assert [path for path in [*CODE, *PAGES] if told.search(path.read_text())] == []

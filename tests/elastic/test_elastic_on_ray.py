@@ -22,7 +22,7 @@ from _namespaces import Hosts, limited_hosts, why_not
 from program_async import EPOCHS as ASYNC_EPOCHS
 from program_elastic import BATCH, EPOCHS, NUM_SAMPLES, RATE
 
-pytest.importorskip("ray", reason="needs keras-het[ray]")
+pytest.importorskip("ray", reason="needs Ray: the extra `ray`")
 
 PROGRAM = Path(__file__).with_name("program_elastic.py")
 TUNE_PROGRAM = Path(__file__).with_name("program_tune.py")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray", reason="needs keras-het[ray]")
+pytest.importorskip("ray", reason="needs Ray: the extra `ray`")
 
 from ray.train import (
     ControllerError,

@@ -184,6 +184,17 @@ def test_a_file_of_hosts_has_mpiruns_form(tmp_path: Path) -> None:
     path.write_text("a max_slots=2\n")
     with pytest.raises(ValueError, match=r"These are no hosts\. Received: 'a max_slots=2'"):
         read_hosts(str(path))
+    path.write_bytes("m\u00fcnchen\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"not text in UTF-8\. Received: '{path}'"):
+        read_hosts(str(path))
+    with pytest.raises(ValueError, match=f"There is no file of hosts '{tmp_path}/none'"):
+        read_hosts(f"{tmp_path}/none")
+
+
+@pytest.mark.parametrize("hosts", ["node[0-999999999]", "a:99999999999", "n[1-9]m[0-999999999]"])
+def test_a_number_of_hosts_that_cannot_be_meant_is_refused_at_once(hosts: str) -> None:
+    with pytest.raises(ValueError, match=r"These are no hosts\. Received: "):
+        read_hosts(hosts)
 
 
 # The command: TF_CONFIG, and the script in its place.

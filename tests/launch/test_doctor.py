@@ -237,7 +237,7 @@ PROBLEMS = [
     ("extras", having(ALONE, extras=TENSORBOARD, has_pkg_resources=False),
      ["TensorBoard 2.20.0 cannot start"], "setuptools<82"),
     ("tensorflow_build", having(WITH_GPU, tensorflow=CPU_BUILD), ["knows no CUDA"],
-     "keras-het[cuda]"),
+     ".[cuda]"),
     ("kernels", having(WITH_GPU, gpus=(A100, GTX_750)),
      ["GPU 1 (GTX 750)", "capability 5.0", "leaves this GPU out"], ""),
     ("kernels", having(WITH_GPU, gpus=(A100, RTX_5080)),

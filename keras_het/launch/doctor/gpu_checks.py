@@ -10,7 +10,10 @@ from keras_het.launch.doctor.facts import Facts, Finding, Gpu, note, ok, warning
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER, FIXED_ORDER = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 _USED_PART = 0.1
-_CUDA_BUILD = "pip install 'keras-het[cuda]' (tensorflow-cpu has to be uninstalled first)"
+_CUDA_BUILD = (
+    "pip install '.[cuda]' in the checkout of keras_het (tensorflow-cpu has to be uninstalled "
+    "first)"
+)
 _TOO_NEW = 12
 """Capability for which kernels that TensorFlow compiles at its start are known to fail."""
 

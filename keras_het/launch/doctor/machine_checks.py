@@ -58,7 +58,10 @@ def versions(facts: Facts) -> Iterator[Finding]:
         oldest, unseen = (".".join(map(str, bounds[name])) for bounds in (_OLDEST, FIRST_UNSEEN))
         expected = f"Received: {name} {text}; expected: from {oldest} to below {unseen}."
         if version < _OLDEST[name]:
-            yield fault(f"{name} is too old. {expected}", "pip install --upgrade keras-het")
+            yield fault(
+                f"{name} is too old. {expected}",
+                "pip install --upgrade . in the checkout of keras_het",
+            )
         elif version >= FIRST_UNSEEN[name]:
             yield warning(
                 f"keras_het has not been tested with this version. {expected}",
@@ -81,7 +84,7 @@ def extras(facts: Facts) -> Iterator[Finding]:
         if not version:
             yield note(
                 f"The extra {extra!r} is not installed: needed only {EXTRAS[extra][1]}.",
-                f"pip install 'keras-het[{extra}]'",
+                f"pip install '.[{extra}]' in the checkout of keras_het",
             )
 
 

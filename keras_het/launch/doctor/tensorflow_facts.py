@@ -19,7 +19,8 @@ _LONGEST_SECONDS = 300.0
 # The last line of a broken import says what broke; these say what to do about it.
 _FIXES = {
     r"No module named '?(tensorflow|keras)'?$": "Install TensorFlow and Keras in this environment: "
-    "pip install --upgrade keras-het. If they are installed elsewhere, start keras-het from there.",
+    "pip install . in the checkout of keras_het. If they are installed elsewhere, start keras-het "
+    "from there.",
     r"numpy|_ARRAY_API|dtype size changed": "NumPy and TensorFlow were built for other versions of "
     "each other: pip install --upgrade --force-reinstall tensorflow numpy.",
     r"protobuf|Descriptor": "protobuf does not fit TensorFlow: "
