@@ -12,10 +12,9 @@ from types import FrameType
 from typing import Any
 
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
-from keras_het.launch.cluster_environment import read_hosts
+from keras_het.launch.cluster_environment import PORT, read_hosts
 from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to, public_addresses
 from keras_het.launch.grammar import (
-    PORT,
     Commands,
     add_cluster,
     add_command,
