@@ -113,7 +113,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             request = strategy._stop_request
             self._guard = request.guard_steps(session, self._position, self._save_last_step)
 
-    def on_train_begin_of_all(self) -> None:
+    def _begin_after_all(self) -> None:
         """Give all callbacks what they remembered, after each of them has begun."""
         if self._strategy().is_async_worker:
             return
@@ -206,7 +206,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             # The rest of an epoch is shorter than Keras expects; the data has not run out.
             self._shorter_epochs.expect()
 
-    def on_epoch_begin_of_all(self) -> None:
+    def _begin_epoch_after_all(self) -> None:
         """Continue an interrupted epoch as all callbacks have left it."""
         self._restore_again()
 
@@ -214,9 +214,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._count(batch + 1)
         self._logs, self._metrics_of_epoch = logs, None
         if not self._is_called_last:
-            self.on_train_batch_end_of_all(batch)
+            self._end_batch_after_all(batch)
 
-    def on_train_batch_end_of_all(self, batch: int) -> None:
+    def _end_batch_after_all(self, batch: int) -> None:
         """Save if a backup is due, or a signal ends all workers before the next step."""
         if not self.model.stop_training:  # else the end of the epoch follows
             super().on_train_batch_end(batch)
@@ -241,7 +241,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         else:
             self._given_position = {**self._given_position, "epoch": epoch + 1, "step": 0}
         if not self._is_called_last:
-            self.on_epoch_end_of_all(epoch)
+            self._end_epoch_after_all(epoch)
 
     def _end_steps(self, epoch: int) -> None:
         self._check_has_trained(epoch)
@@ -252,7 +252,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._epoch, self._first_step = epoch + 1, 0
         self._count(0)
 
-    def on_epoch_end_of_all(self, epoch: int) -> None:
+    def _end_epoch_after_all(self, epoch: int) -> None:
         super().on_epoch_end(epoch)
         self._save_if_it_ends()
 
@@ -349,7 +349,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return self._folder.add(self.model, self._state_of(position), is_valid)
 
     def _state_of(self, position: Mapping[str, Any]) -> dict[str, Any]:
-        state = {"position": np.array(json.dumps(position)), **self._service_state()}
+        # read here: a position is noted in every step, and must not wait for a device
+        logs = _numbers(self._logs) if position["step"] else None
+        text = json.dumps({"logs": logs, **position})
+        state = {"position": np.array(text), **self._service_state()}
         if self._states is not None:
             state.update(self._states.export())
         if self._metrics is not None and position["step"]:
@@ -449,7 +452,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             "step": step,
             "has_all_steps": ends_pass or is_at_end,
             "is_stopped": bool(self.model.stop_training),
-            "logs": _numbers(self._logs) if step else None,
             "passes": passes,
             "pass_step": pass_step,
             "global_batch_size": getattr(self._data, "global_batch_size", None),
@@ -484,16 +486,16 @@ class _AfterOthers(keras.callbacks.Callback):
         self._backup = backup
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        self._backup.on_train_begin_of_all()
+        self._backup._begin_after_all()
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        self._backup.on_epoch_begin_of_all()
+        self._backup._begin_epoch_after_all()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        self._backup.on_train_batch_end_of_all(batch)
+        self._backup._end_batch_after_all(batch)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        self._backup.on_epoch_end_of_all(epoch)
+        self._backup._end_epoch_after_all(epoch)
 
 
 def _numbers(logs: Mapping[str, Any] | None) -> dict[str, float]:

@@ -5,18 +5,22 @@ from typing import Any
 import keras
 
 
-class Interruption(keras.callbacks.Callback):
+class OfThisProcess(keras.callbacks.Callback):
+    """What it counts is not continued by the next process."""
+
+    def get_state(self) -> None:
+        """Nothing that a backup holds."""
+
+    def set_state(self, state: None) -> None:
+        pass
+
+
+class Interruption(OfThisProcess):
     """The power goes out after some steps."""
 
     def __init__(self, step: int) -> None:
         super().__init__()
         self._steps_left = step
-
-    def get_state(self) -> None:
-        """The next one counts its own steps."""
-
-    def set_state(self, state: None) -> None:
-        pass
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._steps_left -= 1

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from interruption import OfThisProcess
 
 import keras_het
 from keras_het.callbacks import BackupAndRestore
@@ -36,7 +37,7 @@ class KilledError(Exception):
     pass
 
 
-class KillAt(C.Callback):
+class KillAt(OfThisProcess):
     """Fails when one of its methods is called for the n-th time."""
 
     def __init__(self, method: str, number: int) -> None:
@@ -48,12 +49,6 @@ class KillAt(C.Callback):
                 raise KilledError
 
         setattr(self, method, fail)
-
-    def get_state(self) -> None:
-        """A new one does not kill."""
-
-    def set_state(self, state: None) -> None:
-        pass
 
 
 @dataclasses.dataclass
@@ -119,7 +114,10 @@ class Asked(C.Callback):
 
 @pytest.fixture(scope="module")
 def model() -> keras.Model:
-    return new_model()
+    model = new_model()
+    # Keras draws an element of a data set for the first `fit` of a model, and for no later one.
+    model.fit(X, Y, epochs=1, batch_size=BATCH, verbose=0, validation_data=VALIDATION)
+    return model
 
 
 def new_model(optimizer: Callable[[], Any] = lambda: keras.optimizers.Adam(0.3)) -> keras.Model:

@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from interruption import OfThisProcess
 
 import keras_het
 from keras_het.callbacks import BackupAndRestore
@@ -141,7 +142,7 @@ KINDS: dict[str, Callable[[], Arguments]] = {
 }
 
 
-class StepsOfEpochs(keras.callbacks.Callback):
+class StepsOfEpochs(OfThisProcess):
     def __init__(self) -> None:
         super().__init__()
         self.steps: dict[int, int] = {}
@@ -171,7 +172,7 @@ def trained(
     return np.array(output.kernel)[:, 0].astype(int).tolist(), list(counts.steps.values())
 
 
-class Kills(keras.callbacks.Callback):
+class Kills(OfThisProcess):
     """Keeps the backup that a kill would leave, at every moment at which one may come.
 
     Args:
@@ -262,7 +263,8 @@ def test_a_kill_at_the_end_of_an_epoch_skips_none(
     start_from(kills.kept[kills.left["step", STEPS + 1]], kills.folder)
     random.seed(4)
     found = trained(logical_devices, KINDS[kind](), [BackupAndRestore(str(kills.folder))])
-    assert found == (expected, [STEPS, STEPS])
+    steps = [each for each in found[1] if each]  # what is left of the first epoch may be its end
+    assert (found[0], steps) == (expected, [STEPS, STEPS])
 
 
 @pytest.mark.full
