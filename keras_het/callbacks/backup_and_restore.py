@@ -95,19 +95,18 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Restore weights, optimizer, epoch and position in the data."""
         strategy = self._strategy()
+        self._loop = private_api.EpochLoop(self.model)
+        self._is_called_last = self.after_others in self._loop.callbacks
         if strategy.is_async_worker:
             return  # it resumes from the group's center and epoch
         folder = self._find_backup(strategy)
         super().on_train_begin(logs)  # finds no backup in Keras's format
         self._forget()
         self._data = data_of_fit(self.model, strategy)
-        self._loop = private_api.EpochLoop(self.model)
         if folder.newest is not None:
             self._restore(strategy, folder)
             strategy.barrier()  # at its end, the chief deletes what others may still read
-        session = FitSession.of(self.model)
-        self._is_called_last = session is not None and self.after_others in self._loop.callbacks
-        if session is not None:
+        if (session := FitSession.of(self.model)) is not None:
             session.on_end(self._shorter_epochs.end)
             session.on_end(self._loop.end_resumed_epoch)
             request = strategy._stop_request
