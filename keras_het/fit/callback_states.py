@@ -304,11 +304,9 @@ def _variable(content: int, arrays: _Arrays, present: Any) -> Any:
     return present
 
 
-def _generator(content: Any, arrays: _Arrays, present: Any) -> np.random.Generator:
-    state = _decoded(content, arrays, None)
-    if not isinstance(present, np.random.Generator):
-        present = np.random.Generator(getattr(np.random, state["bit_generator"])())
-    present.bit_generator.state = state
+def _generator(content: Any, arrays: _Arrays, present: Any) -> Any:
+    if isinstance(present, np.random.Generator):  # a backup chooses no class
+        present.bit_generator.state = _decoded(content, arrays, None)
     return present
 
 
@@ -347,7 +345,7 @@ def _tuple(content: Any, arrays: _Arrays, present: Any) -> Any:
 
 
 def _object(content: Mapping[str, Any], arrays: _Arrays, present: Any) -> Any:
-    for name, each in content.items():
+    for name, each in content.items() if _is_of_the_user(present) else ():
         setattr(present, name, _decoded(each, arrays, getattr(present, name, None)))
     return present
 

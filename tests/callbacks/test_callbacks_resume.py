@@ -373,6 +373,17 @@ def test_containers_that_others_hold_are_filled(model: keras.Model, tmp_path: Pa
     assert by_epoch is own.by_epoch and sorted(by_epoch) == list(range(EPOCHS))
 
 
+def test_what_has_another_kind_now_is_left_as_it_is() -> None:
+    own = Own()
+    states = CallbackStates([own])
+    own.tracker.best, own.draws = 0.5, [own.rng.normal()]
+    again = Own()
+    resumed = CallbackStates([again])
+    again.tracker, again.rng = None, None
+    resumed.restore(states.export())
+    assert again.tracker is None and again.rng is None and again.draws == own.draws
+
+
 class WithAnEvent(C.Callback):
     def __init__(self) -> None:
         super().__init__()
