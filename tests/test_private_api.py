@@ -328,9 +328,10 @@ def test_the_loop_of_a_running_fit_is_found(logical_devices):
         def on_train_begin(self, logs=None):
             loops.append(private_api.EpochLoop(self.model))
 
+    looks = Looks()
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    model.fit(tf.ones((4, 2)), tf.ones((4, 1)), steps_per_epoch=3, verbose=0, callbacks=[Looks()])
+    model.fit(tf.ones((4, 2)), tf.ones((4, 1)), steps_per_epoch=3, verbose=0, callbacks=[looks])
     (loop,) = loops
     assert loop.steps_per_epoch == 3
     state = vars(loop._iterator)
@@ -339,6 +340,36 @@ def test_the_loop_of_a_running_fit_is_found(logical_devices):
     assert private_api.pass_steps_of(loop._iterator) == loop._iterator._num_batches
     outside = private_api.EpochLoop(model)
     assert outside.steps_per_epoch is None and outside.data is None
+    assert looks in loop.callbacks and model.history in loop.callbacks
+    assert outside.callbacks == []
+
+
+@pytest.mark.parametrize(("rest", "batches", "loss"), [(2, [2, 3], None), (4, [], 7.0)])
+def test_an_epoch_is_the_rest_of_one(logical_devices, rest, batches, loss):
+    seen, logs_at_end = [], []
+
+    class Resumes(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.loop = private_api.EpochLoop(self.model)
+            if epoch == 0:
+                self.loop.go_on_with_logs({"loss": 7.0, "own": 7.0})
+                self.loop.resume_epoch(rest, rest) if loss is None else self.loop.skip_steps()
+
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append((len(logs_at_end), batch))
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.loop.end_resumed_epoch()
+            logs_at_end.append(logs["loss"])
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = tf.ones((4, 2)), tf.ones((4, 1))
+    model.fit(x, y, batch_size=1, steps_per_epoch=4, epochs=2, verbose=0, callbacks=[Resumes()])
+    assert [batch for epoch, batch in seen if epoch == 0] == batches
+    assert [batch for epoch, batch in seen if epoch == 1] == [0, 1, 2, 3]
+    assert loss is None or logs_at_end[0] == loss
+    assert "_get_metrics_result_or_logs" not in vars(model)
 
 
 def test_what_an_optimizer_keeps_of_its_rate(logical_devices):
