@@ -129,6 +129,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _restore(self, strategy: HeterogeneousStrategy, folder: BackupFolder) -> None:
         state = folder.restore(self.model)
         position = json.loads(str(state.pop("position")))
+        if position.get("in_validation"):  # its data may be those of training: they have gone on
+            position.update(epoch=position["epoch"] + 1, step=0)
         strategy._training_state.restored_times = str(state.pop(_TIMES, ""))
         metrics = state.pop(_METRICS, None)
         remembered = {
@@ -450,6 +452,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             "epoch": epoch,
             "step": step,
             "has_all_steps": ends_pass or is_at_end,
+            "in_validation": self._metrics_of_epoch is not None,
             "is_stopped": bool(self.model.stop_training),
             "passes": passes,
             "pass_step": pass_step,
