@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import keras
 import numpy as np
@@ -61,6 +62,8 @@ def check(telemetry, even):
         saved = 1 - result.by_device[1] / result.step_seconds
         assert cause.share_of_step <= saved + 0.01
         assert "waits for it" in cause.text and "BatchBalancer" in cause.advice
+        # Beside a busy program, compute may be the smaller part of a step.
+        assert re.search("predicted .* times the samples/s|times as long as", cause.advice)
     return slow
 
 
@@ -80,14 +83,13 @@ def test_each_policy(train, policy, settings):
     slow = check(telemetry, even=policy == "even" or settings == {"weights": (1, 1)})
     for cause in slow:
         assert cause.advice.startswith("Shares do not follow its speed.")
-        assert "predicted " in cause.advice
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("shares", [None, (12, 4)])
 def test_without_a_balancer(train, shares):
     for cause in check(train(shares=shares), even=shares is None):
-        assert cause.advice.startswith("Add BatchBalancer: predicted ")
+        assert cause.advice.startswith("Add BatchBalancer: ")
 
 
 @pytest.mark.full
