@@ -18,7 +18,7 @@ RESULTS := build/benchmarks
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export UV_HTTP_TIMEOUT ?= 300
 
-.PHONY: help demo test test-all test-full test-changed test-rest test-faults test-alone test-oldest test-nightly test-gpu test-validation lint format benchmarks
+.PHONY: help demo test test-all test-full test-changed test-rest test-faults test-alone test-oldest test-nightly test-gpu test-validation test-versions lint format benchmarks
 .PHONY: docs constraints clean distclean
 .PHONY: check-python check-validation
 .DEFAULT_GOAL := help
@@ -101,6 +101,14 @@ test-validation: check-validation .venv-oldest/installed ## Data validation, in 
 	  tests/recipes/test_recipes.py::test_validate_data_finds_what_the_slow_worker_gets \
 	  --ignore tests/loader/validation/test_without_tfdv.py  # `make test` runs it
 
+# Of TensorFlow and Keras, so that each version that a range in pyproject.toml begins or passes has a run.
+VERSIONS ?= 2.16-3.8 2.18-3.12 2.20-3.15 2.21-3.12
+ON_VERSIONS := $(patsubst %,tests/%.py,test_private_api test_private_graphs \
+  multi_process/test_exact_across_workers) tests/exactness
+test-versions: $(VERSIONS:%=.venv-versions/%/installed) ## Exactness, a cluster and private symbols on four pairs of versions.
+	@set -e; for pair in $(VERSIONS); do echo "TensorFlow and Keras $$pair"; \
+	  .venv-versions/$$pair/bin/python -m pytest --quick $(SIDE_BY_SIDE) $(ON_VERSIONS); done
+
 lint: .venv/installed ## Style, format and types.
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -131,7 +139,7 @@ clean: ## Remove caches and results.
 	find keras_het tests recipes benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean ## Remove the environments too.
-	rm -rf .venv .venv-oldest .venv-nightly .venv-gpu .venv-docs .venv-torch
+	rm -rf .venv .venv-oldest .venv-nightly .venv-gpu .venv-docs .venv-torch .venv-versions
 
 # Shell text that sets $$python to the first candidate of version 3.$(1) to 3.$(2), or says what is
 # wrong, with the reason $(3), and stops.
@@ -200,6 +208,18 @@ EXTRAS := dev,ray
 	.venv-nightly/bin/python -m pip install --quiet --constraint constraints.txt uv; \
 	.venv-nightly/bin/uv pip install --quiet --compile-bytecode --python .venv-nightly/bin/python \
 	  --prerelease allow --override overrides-nightly.txt --group nightly --editable '.[dev]'; \
+	touch $@
+
+.venv-versions/%/installed: pyproject.toml overrides.txt | check-python
+	@$(call find_python,11,12); \
+	set -e; \
+	echo "Installing TensorFlow and Keras $* into $(@D)"; \
+	$$python -m venv --clear $(@D); \
+	printf '%s\n' tensorflow==$(firstword $(subst -, ,$*)).* tensorflow-cpu==$(firstword $(subst -, ,$*)).* \
+	  keras==$(lastword $(subst -, ,$*)).* > $(@D)/constraints.txt; \
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt uv; \
+	$(@D)/bin/uv pip install --quiet --compile-bytecode --python $(@D)/bin/python --override overrides.txt \
+	  --constraint $(@D)/constraints.txt --group cpu-build --editable '.[dev]'; \
 	touch $@
 
 # TensorFlow with its CUDA libraries, where .venv has the build without them.

@@ -84,7 +84,8 @@ EpochIterator: TypeAlias = keras_tf_trainer.EpochIterator
 IteratorInterface = distribute_types.Iterator
 Mirrored = distribute_values.Mirrored
 PerReplica = distribute_values.PerReplica
-GLOBAL_SEED_GENERATOR = keras_seed_generator.GLOBAL_SEED_GENERATOR
+# Keras 3.12 and older have no constant for it.
+GLOBAL_SEED_GENERATOR = "global_seed_generator"
 StrategyExtended = distribute_lib.StrategyExtendedV2
 CollectiveKeys: TypeAlias = cross_device_utils.CollectiveKeys
 CollectiveReplicaLauncher = cross_device_utils.CollectiveReplicaLauncher

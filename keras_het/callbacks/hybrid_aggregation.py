@@ -57,8 +57,8 @@ class HybridAggregation(SessionCallback):
 
     progress of each participant reaches all others, and none ever waits for a slower one.
     Participants share every epoch: the sync group or one async worker takes each global batch, and
-    faster ones take more. `evaluate`, `save` and callbacks after this one in the list see the
-    center's weights at the end of an epoch and of training.
+    faster ones take more. `evaluate`, `save` and other callbacks see the center's weights at the
+    end of an epoch and of training.
 
     Async workers can also train without a sync group: a task with the job `ps`, which runs the same
     script, then holds the center and saves it.

@@ -38,9 +38,8 @@ class LocalTraining(SessionCallback):
     do it.
 
     An epoch whose last step is not one of them ends with another exchange, so that its validation,
-    checkpoints and callbacks after this one in the list see a center that has all its steps. Epoch
-    logs cover all workers; step logs
-    cover each worker separately. `docs/guides/local_training.md` has the details.
+    checkpoints and other callbacks see a center that has all its steps. Epoch logs cover all
+    workers; step logs cover each worker separately. `docs/guides/local_training.md` has details.
 
     Args:
         rule: name, dict or instance of a `keras_het.asynchronous.rules.SynchronousRule`:

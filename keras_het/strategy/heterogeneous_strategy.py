@@ -506,8 +506,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """Run `fn` on every replica.
 
         Keras's own steps are run exactly for uneven shares. Any other function keeps the meaning it
-        has under `tf.distribute`: nothing is weighted, so call
-        `tf.nn.compute_average_loss(..., global_batch_size=...)` in it.
+        has under `tf.distribute`: nothing is weighted, so call `tf.nn.compute_average_loss` in it.
 
         Args:
             fn: function to run in replica context.
