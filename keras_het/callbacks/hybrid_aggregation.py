@@ -63,8 +63,9 @@ class HybridAggregation(SessionCallback):
     Async workers can also train without a sync group: a task with the job `ps`, which runs the same
     script, then holds the center and saves it.
 
-    Without a job `async` in TF_CONFIG this callback does nothing. All tasks need the same arguments
-    and the secret `KERAS_HET_SERVICE_SECRET`.
+    With a job `async` in TF_CONFIG, a `fit` without this callback gets one with the defaults;
+    without that job it does nothing. All tasks need the same arguments and the secret
+    `KERAS_HET_SERVICE_SECRET`.
 
     Args:
         rule: name, dict or instance of a `keras_het.asynchronous.rules.UpdateRule`.

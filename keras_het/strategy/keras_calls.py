@@ -21,8 +21,10 @@ import keras
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.fit.model_strategy import tell
 from keras_het.fit.session import STEP_FUNCTIONS, FitSession, Rank, step_property
 from keras_het.loader.input.distributed_steps import DistributedSteps
+from keras_het.seen_versions import import_part
 from keras_het.strategy.agreed_calls import StepWatch, agree_on_call
 from keras_het.strategy.batches.gathered_rows import refusal_in
 from keras_het.strategy.cluster.agreement import pass_on
@@ -72,6 +74,7 @@ class Call:
         given = self.bound.arguments["callbacks"]
         if isinstance(given, keras.callbacks.CallbackList):
             callback.set_model(self.model)
+            callback.set_params(given.params)
             given.callbacks.insert(0 if is_first else len(given.callbacks), callback)
             self.ends.callback(given.callbacks.remove, callback)
         else:
@@ -136,6 +139,20 @@ def _with_own_optimizer(call: Call) -> None:
     """An optimizer that was made outside of the scope updates variables created in it."""
     if call.model._distribute_strategy is call.strategy:
         move_optimizer(call.strategy, call.model)
+
+
+def _with_async_workers(call: Call) -> None:
+    """Async workers and the sync group train one model, also where the script does not say how."""
+    strategy, config = call.strategy, call.strategy.cluster_config
+    # claimed within a callback of such a training, which fits another model
+    is_within = strategy._data_path.claims_source is not None
+    if call.name != "fit" or not strategy.num_async_workers or config.is_evaluator or is_within:
+        return
+    aggregation = import_part("keras_het.callbacks", "HybridAggregation")
+    if not any(isinstance(each, aggregation) for each in call.callbacks):
+        call.add_callback(aggregation(), is_first=True)
+        message = "TF_CONFIG has a job async: this fit trains as with HybridAggregation()."
+        tell(message, strategy, verbose=1)
 
 
 def _agreed(call: Call) -> None:
@@ -342,7 +359,7 @@ def _average_over_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _ON_BATCH: tuple[Handler, ...] = (_with_short_errors, _with_own_optimizer, _agreed, _in_session)
-_LOOP = (_ending_if_asked, *_ON_BATCH, _reading_ahead)
+_LOOP = (_ending_if_asked, _with_async_workers, *_ON_BATCH, _reading_ahead)
 _SAVING = ("save", "save_weights", "export")
 _WRITING_CALLBACKS = {
     # Every worker still reads the backup at the start of training.

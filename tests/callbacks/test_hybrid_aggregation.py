@@ -58,6 +58,42 @@ class Used(keras.callbacks.Callback):
         client.start_push = push_and_note
 
 
+@pytest.mark.parametrize("given", [None, "CallbackList", "settings"])
+@pytest.mark.quick("None")
+def test_a_job_async_is_enough(strategy, capsys, given):
+    model, found = make_model(strategy), []
+
+    class Finds(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            callbacks = FitSession.of(model).callbacks
+            hybrids = [each for each in callbacks if isinstance(each, HybridAggregation)]
+            found.extend(each.participant.options for each in hybrids)
+
+    callbacks = [Finds()]
+    if given == "settings":
+        callbacks.append(HybridAggregation(period=5))
+    elif given == "CallbackList":
+        callbacks = keras.callbacks.CallbackList(callbacks, True, model=model, epochs=1)
+    model.fit(data(), epochs=1, verbose=0, callbacks=callbacks)
+    (options,) = found
+    assert options.adapts_period == (given != "settings")
+    told = capsys.readouterr().out.count("this fit trains as with HybridAggregation()")
+    assert told == (given != "settings")
+    assert strategy._data_path.claims_source is None
+    model.evaluate(data(), verbose=0)  # trains nothing
+    assert "HybridAggregation" not in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_another_models_fit_within_a_hybrid_training_is_its_own(strategy):
+    model, other = make_model(strategy), make_model(strategy)
+    inner = Acts(lambda _: other.fit(data(), verbose=0))
+    hybrid = HybridAggregation(period=2)
+    notes = Used(hybrid)
+    model.fit(data(), epochs=1, verbose=0, callbacks=[hybrid, inner, notes])
+    assert notes.center.ledger.used.sum() == SAMPLES
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_gradients_of_a_training_shorter_than_a_period_count(strategy, epochs):

@@ -1,7 +1,8 @@
 """Program: trains with async workers and writes what each task did.
 
 Arguments: folder for the results, JSON of options: `OWN`; the others are those of
-`HybridAggregation` ("wire": its name). "validates" is the number of batches, -1 for all of them.
+`HybridAggregation` ("wire": its name). "validates" is the number of batches, -1 for all of them;
+tasks of the job "without_callback" leave the callback to the strategy.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from keras_het.asynchronous import rules
 from keras_het.asynchronous.exchange.pace import LocalStepTuner
 from keras_het.asynchronous.parameter_service.wire import wire_named
 from keras_het.callbacks import HybridAggregation
+from keras_het.fit.session import FitSession
 
 SAMPLES, BATCH = 360, 12
 OWN = {
@@ -34,6 +36,7 @@ OWN = {
     "fits": 1,
     "backup": None,
     "telemetry": None,
+    "without_callback": None,
 }
 
 
@@ -136,7 +139,9 @@ def main() -> None:
     x, y = arrays()
     data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(SAMPLES, seed=3).batch(BATCH)
     validation = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
-    hybrid = HybridAggregation(rule, **options)
+    hybrids = [HybridAggregation(rule, **options)]
+    if config.task_type == own.without_callback:
+        hybrids.clear()
     notes = Epochs(folder / f"{name}.step")
 
     class Service(keras.callbacks.Callback):
@@ -159,6 +164,8 @@ def main() -> None:
                 }
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            callbacks = FitSession.of(self.model).callbacks
+            (hybrid,) = [each for each in callbacks if isinstance(each, HybridAggregation)]
             self.participant = hybrid.participant
 
     service = Service()
@@ -167,13 +174,13 @@ def main() -> None:
         backups = [keras_het.callbacks.BackupAndRestore(own.backup, delete_checkpoint=False)]
     watches = [keras_het.callbacks.Telemetry(own.telemetry)] if own.telemetry else []
     for _ in range(own.fits - 1):
-        model.fit(data, epochs=own.epochs, verbose=0, callbacks=[hybrid, notes])
+        model.fit(data, epochs=own.epochs, verbose=0, callbacks=[*hybrids, notes])
     history = model.fit(
         **({"x": x, "y": y, "batch_size": BATCH} if own.arrays else {"x": data}),
         epochs=own.epochs,
         verbose=0,
         validation_data=validation.take(own.validates) if own.validates else None,
-        callbacks=[hybrid, notes, service, *backups, *watches],
+        callbacks=[*hybrids, notes, service, *backups, *watches],
     )
     result = {
         "seen": notes.seen,

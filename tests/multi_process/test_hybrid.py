@@ -32,11 +32,12 @@ def test_every_sample_is_used_once_an_epoch_and_all_end_with_the_center(
 ) -> None:
     jobs = {"worker": group, "async": outside}
     # slow enough that every async worker gets its part, however late it starts
-    options = {"period": 3, "arrays": True, "validates": 6}
+    options = {"period": 3, "arrays": True, "validates": 6, "without_callback": "async"}
     results = run(start_workers, tmp_path, jobs, fast=0.005 * group, **options)
     assert len(results) == sum(jobs.values())
     assert_shared(results)
     leader = results["worker_0"]
+    assert leader["period"] == 3  # the callback's; async workers have none in their list
     assert sum(leader["used"]) == EPOCHS * SAMPLES
     assert sum(leader["claimed"]) == EPOCHS * SAMPLES // BATCH
     assert all(count > 0 for count in leader["used"])
