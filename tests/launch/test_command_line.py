@@ -111,6 +111,34 @@ def test_an_async_workers_failure_is_told_and_is_not_that_of_the_training(
     assert (result.stderr.splitlines()[-1] == f"[keras-het] {trained}") == (group == 0)
 
 
+def test_an_async_worker_that_finds_nobody_ends_with_the_group(
+    launch: Launch, script: Script, tmp_path: Path
+) -> None:
+    path = script(
+        """
+        import pathlib, time
+        waits = pathlib.Path(sys.argv[1])
+        if config["task"]["type"] == "worker":
+            while not waits.exists():
+                time.sleep(0.05)
+            sys.exit(0)
+        from keras_het.asynchronous.exchange.connection import connect
+        tries = []
+        def find_service():
+            tries.append(1)
+            if len(tries) > 3:  # the group is there, and has no service yet
+                waits.touch()
+            raise ConnectionError("no service")
+        connect(find_service, 1e6)
+        """
+    )
+    options = ["-w", "3", "--async-workers", "1"]
+    result = launch("run", *options, path, str(tmp_path / "waits")).finish()
+    assert result.exit_code == 0, result.stderr
+    assert "ConnectionError: The training has ended without this async worker" in result.stderr
+    assert result.stderr.splitlines()[-1].endswith("which is no failure.")
+
+
 def test_secrets_are_not_passed_to_workers_unless_they_are_to_be(
     launch: Launch, script: Script
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -25,7 +27,7 @@ from keras_het.asynchronous.parameter_service.sample_ledger import (
     Stage,
 )
 from keras_het.rpc.channel import Channel, FunctionClient
-from keras_het.strategy.cluster.cluster_config import config_of
+from keras_het.strategy.cluster.cluster_config import GROUP_PROCESSES, config_of
 
 _POLL_SECONDS = 0.05
 MadeT = TypeVar("MadeT")
@@ -42,6 +44,11 @@ def connect(make: Callable[[], MadeT], wait_seconds: float, hint: str = "") -> M
         try:
             return make()
         except ConnectionError as error:
+            if _group_has_ended():
+                raise ConnectionError(
+                    "The training has ended without this async worker: the processes of the sync "
+                    f"group are gone. Give it more epochs, or leave this worker out. ({error})"
+                ) from None
             waited = time.monotonic() - began
             if waited > wait_seconds:
                 raise
@@ -49,6 +56,16 @@ def connect(make: Callable[[], MadeT], wait_seconds: float, hint: str = "") -> M
                 says_so_after = wait_seconds
                 _logger.warning(_WAITS, waited, wait_seconds, hint and f"{hint} ", error)
             time.sleep(_POLL_SECONDS)
+
+
+def _group_has_ended() -> bool:
+    """Whether the processes of the sync group are known, and gone."""
+    group = os.environ.get(GROUP_PROCESSES, "")
+    for process_id in map(int, filter(None, group.split(","))):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, 0)  # asks whether it is there
+            return False
+    return bool(group)
 
 
 def connect_vectors(

@@ -27,6 +27,7 @@ from keras_het.launch.local.worker_process import (
     WorkerProcess,
     WorkerResult,
 )
+from keras_het.strategy.cluster.cluster_config import GROUP_PROCESSES
 from keras_het.usable_cpus import own_cpus, usable_cpus
 
 _TIMEOUT_LINES = 15
@@ -247,6 +248,10 @@ class LocalCluster:
             self._emulation,
             self.num_async_workers,
         )
+        num_sync = self.num_workers - self.num_async_workers
+        if index >= num_sync:
+            group = [str(worker.process_id) for worker in self._workers[:num_sync]]
+            environment[GROUP_PROCESSES] = ",".join(group)
         if given := self._worker_env[index].get("TF_CONFIG"):
             environment["TF_CONFIG"] = given
         worker = WorkerProcess(

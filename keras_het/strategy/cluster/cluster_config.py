@@ -34,6 +34,8 @@ _SINGLE_TASK_JOBS = ("chief", "evaluator")
 # Tasks that are separate clusters as far as TensorFlow's collectives are concerned.
 _LONE_JOBS = ("evaluator", "async", "ps", "summation")
 SERVICE_ADDRESS = "KERAS_HET_SERVICE_ADDRESS"
+GROUP_PROCESSES = "KERAS_HET_GROUP_PROCESSES"
+"""Environment variable of async workers: process ids of the sync group, if all are on one host."""
 CHOSEN_ROLES = "KERAS_HET_CHOSEN_ROLES"
 """Environment variable: the plan of roles with which this process was restarted."""
 
