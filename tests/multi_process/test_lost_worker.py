@@ -185,6 +185,27 @@ def test_a_worker_restarted_alone_waits_until_the_others_have_restarted_too(
 
 
 @pytest.mark.full
+def test_a_worker_that_takes_the_place_of_a_killed_one_at_once_ends_and_so_do_the_others(
+    start_workers: Any,
+) -> None:
+    # so long that nobody ends by losing it
+    environments = cluster_environments({"worker": 2}, {"KERAS_HET_PEER_TIMEOUT_SECONDS": "600"})
+    arguments = [json.dumps({"steps": FOR_EVER})]
+    old = start_workers("program_fit.py", arguments=arguments, environments=environments)
+    old.wait_for_outputs(range(2), "training")
+    new = start_workers("program_fit.py", arguments=arguments, environments=environments[1:])
+    # and waits for its port, which then refuses no connection for longer than a moment
+    new.wait_for_output(0, "still running from an earlier start")
+    old.send_signal(1, signal.SIGKILL)
+    survivor = old.wait_for(0, timeout=60)
+    assert "WorkerLostError: Lost worker 1 (127.0.0.1:" in survivor.output
+    ended = new.wait_for(0, timeout=60)
+    address = json.loads(environments[0]["TF_CONFIG"])["cluster"]["worker"][0]
+    told = f"TimeoutError: worker 0 ({address}) belonged to an earlier start, which has ended"
+    assert ended.output.splitlines()[-1].startswith(told)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_waits_for_others_can_be_ended(start_workers: Any, number: int) -> None:
     workers = start_workers(

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from keras_het.launch.local.free_ports import ReservedPorts
 from keras_het.strategy.cluster import arrival
 from keras_het.strategy.cluster.arrival import wait_for_peers
+from keras_het.strategy.cluster.cluster_address import has_left
 
 TIMEOUT = 30.0
 
@@ -31,6 +33,12 @@ def peers_of(place: int, addresses: tuple[str, ...]) -> dict[str, str]:
 def serve(address: str) -> socket.socket:
     host, port = address.split(":")
     return socket.create_server((host, int(port)))
+
+
+def speak(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            server.accept()[0].sendall(b"as TensorFlow's server does")
 
 
 def test_all_come_at_once_however_many(addresses: tuple[str, ...]) -> None:
@@ -74,11 +82,6 @@ def test_who_is_missing_is_named(
 def test_who_answers_before_this_worker_listens_is_of_an_earlier_start(
     addresses: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def speak(server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                server.accept()[0].sendall(b"as TensorFlow's server does")
-
     own, old, waiting = addresses[:3]
     servers = [serve(old), serve(waiting)]
     threading.Thread(target=speak, args=servers[:1], daemon=True).start()
@@ -99,6 +102,45 @@ def test_who_answers_before_this_worker_listens_is_of_an_earlier_start(
     timer.join()
     for server in servers:
         server.close()
+
+
+def test_who_greets_is_of_another_start_than_who_listened_there(
+    addresses: tuple[str, ...],
+) -> None:
+    own, other, running = addresses[:3]
+    waits = threading.Thread(target=wait_for_peers, args=(own, {"worker 1": other}, TIMEOUT))
+    waits.start()
+    while not arrival._accepting([own]):
+        time.sleep(0.01)
+    assert has_left(own) and waits.is_alive()
+    with serve(other):
+        waits.join(TIMEOUT)
+        assert not has_left(other)  # silent, as a process that is stopped
+    with serve(running) as server:
+        threading.Thread(target=speak, args=[server], daemon=True).start()
+        assert not has_left(running)
+
+
+def test_who_was_restarted_alone_ends_after_the_others(
+    addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arrival, "_SECONDS_TO_RESTART", 0.5)
+    own, old, late = addresses[:3]
+    server = serve(old)
+    threading.Thread(target=speak, args=[server], daemon=True).start()
+
+    def end() -> None:
+        while "still running from an earlier start" not in caplog.text:
+            time.sleep(0.01)
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+
+    ends = threading.Thread(target=end)
+    ends.start()
+    told = rf"^worker 1 \({old}\) belonged to an earlier start.*Restart all workers"
+    with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError, match=told):
+        wait_for_peers(own, {"worker 1": old, "worker 2": late}, TIMEOUT)
+    ends.join()
 
 
 def test_a_name_that_is_not_known_yet_is_waited_for(addresses: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from keras_het.strategy.cluster.cluster_address import refuses_connections
+from keras_het.strategy.cluster.cluster_address import has_left
 from keras_het.strategy.cluster.peer_watch import PeerWatch, neighbours
 
 NUMBER = 64
@@ -28,7 +28,7 @@ class Worker:
             cluster.ask,
             self.abort,
             patience_seconds=0.5,
-            refuses=lambda address: int(address.split(":")[1]) in cluster.dead,
+            has_left=lambda address: int(address.split(":")[1]) in cluster.dead,
             interval_seconds=0.1,
         )
         self.watch.share_news(cluster.tell, cluster.wait_for_news)
@@ -112,9 +112,9 @@ def test_everybody_is_watched_by_three_and_the_first_by_all(number: int) -> None
     assert {by[place] for place in range(1, number)} == {min(3, number - 1)}
 
 
-def test_a_port_that_nobody_listens_at_refuses() -> None:
+def test_who_listened_at_a_port_that_refuses_has_left() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert not refuses_connections(address)
-    assert refuses_connections(address)
-    assert not refuses_connections("a.host.that.does.not.exist.invalid:80")
+        assert not has_left(address)
+    assert has_left(address)
+    assert not has_left("a.host.that.does.not.exist.invalid:80")

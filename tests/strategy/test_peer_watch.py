@@ -37,7 +37,7 @@ def make_watch(
     abort: Callable[[str], None] = lambda message: None,
     **options: Any,
 ) -> PeerWatch:
-    options = {"interval_seconds": 0.001, "refuses": lambda address: True, **options}
+    options = {"interval_seconds": 0.001, "has_left": lambda address: True, **options}
     return PeerWatch(PEERS, is_healthy, abort, **options)
 
 
@@ -76,11 +76,11 @@ def test_a_silent_worker_is_lost_when_patience_is_at_its_end(
         now[0] += timeout if task in silent else 0.0
         return task not in silent
 
-    def refuses(address: str) -> bool:
+    def has_left(address: str) -> bool:
         now[0] += connecting
         return False
 
-    watch = make_watch(ask, refuses=refuses, patience_seconds=30.0, interval_seconds=0.5)
+    watch = make_watch(ask, has_left=has_left, patience_seconds=30.0, interval_seconds=0.5)
     while (message := watch.check()) is None:
         now[0] += 0.5
     one_round = 0.5 + len(silent) * (0.25 + connecting)
@@ -99,7 +99,7 @@ def test_the_watchs_own_pause_is_not_the_silence_of_others(
         now[0] += 60.0 if while_asking else 0.0
         return False
 
-    watch = make_watch(ask, refuses=lambda address: False, interval_seconds=0.5)
+    watch = make_watch(ask, has_left=lambda address: False, interval_seconds=0.5)
     now[0] += 0.0 if while_asking else 1000.0
     assert watch.check() is None
 
@@ -108,7 +108,7 @@ def test_one_answer_ends_a_silence() -> None:
     answers = itertools.cycle([False, False, True])
     watch = make_watch(
         lambda task, timeout: next(answers) if task == FIRST else True,
-        refuses=lambda address: False,
+        has_left=lambda address: False,
         patience_seconds=1.2,
         interval_seconds=0.5,
     )

@@ -1,6 +1,7 @@
 """A wait for the other workers, ahead of TensorFlow's, which is silent and cannot be stopped.
 
-A waiting worker listens at its own address, where TensorFlow will listen. An address that accepts
+A waiting worker listens at its own address, where TensorFlow will listen, and greets who connects:
+a peer of an earlier start learns that the process before is gone. An address that accepts
 a connection belongs to a worker that has arrived, whether it still waits or has moved on. A worker
 moves on after it has seen all others: one whose TensorFlow answers before this worker listens is a
 rest of an earlier start. Standard library only.
@@ -16,15 +17,17 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
-from keras_het.strategy.cluster.cluster_address import places_of
+from keras_het.strategy.cluster.cluster_address import GREETING, places_of
 
 _logger = logging.getLogger(__name__)
 
 _FIRST_MESSAGE_SECONDS = 10.0
 _SECONDS_BETWEEN_ROUNDS = 0.2
 _ANSWER_SECONDS = 2.0
-# TensorFlow's server speaks first, in milliseconds; a worker that waits stays silent.
+# TensorFlow's server speaks first, in milliseconds; a worker that waits only greets.
 _FIRST_ANSWER_SECONDS = 0.5
+# After the end of those who were still running from an earlier start.
+_SECONDS_TO_RESTART = 10.0
 _AT_ONCE = 200
 _SECONDS_TO_END = 5.0
 _MOST_NAMES = 8
@@ -43,13 +46,15 @@ def wait_for_peers(
     earlier = (
         _accepting(missing.values(), _FIRST_ANSWER_SECONDS, speaking=True) if listens else set()
     )
-    if earlier:
+    old = {name: at for name, at in missing.items() if at in earlier}
+    if old:
         _logger.warning(
             "Waiting for %s: still running from an earlier start. Workers start together: restart "
             "those too, or see that they end.",
-            _names({name: at for name, at in missing.items() if at in earlier}),
+            _names(old),
         )
-    with _listening(own_address) if listens else contextlib.nullcontext():
+    last_seen = 0.0
+    with _listening(own_address) if listens else contextlib.nullcontext() as listener:
         while True:
             earlier &= _accepting(earlier, speaking=True)
             here = _accepting(missing.values()) - earlier
@@ -57,19 +62,42 @@ def wait_for_peers(
             waited = time.monotonic() - began
             if not missing:
                 return max(0.0, connect_seconds - waited)
+            last_seen = waited if earlier else last_seen
+            # where one has come again, all are restarted, one after the other
+            is_alone = bool(old) and not earlier and old.keys() <= missing.keys()
+            if is_alone and last_seen + _SECONDS_TO_RESTART <= min(waited, connect_seconds):
+                raise TimeoutError(
+                    f"{_names(old)} belonged to an earlier start, which has ended, and did not "
+                    f"come again within {_SECONDS_TO_RESTART:g} s: this worker was restarted "
+                    "alone. Restart all workers together; with "
+                    "keras_het.callbacks.BackupAndRestore training goes on where it was saved."
+                )
             if waited >= connect_seconds:
-                old = {name: at for name, at in missing.items() if at in earlier}
-                still = f"{_names(old)} still runs from an earlier start: end it. " if old else ""
+                still = f"{_names(old)} still runs from an earlier start: end it. "
                 raise TimeoutError(
                     f"{_names(missing)} did not come within {connect_seconds:g} s, "
-                    f"`connect_seconds` of HeterogeneousStrategy. {still}See whether the process "
-                    "runs there, that TF_CONFIG is the same on all workers but for the index, "
-                    "which each has for itself, and that a firewall lets the port through."
+                    f"`connect_seconds` of HeterogeneousStrategy. {still if earlier else ''}See "
+                    "whether the process runs there, that TF_CONFIG is the same on all workers but "
+                    "for the index, which each has for itself, and that a firewall lets the port "
+                    "through."
                 )
             if waited >= next_message:
                 _logger.warning("Waiting for %s, %.0f s ...", _names(missing), waited)
                 next_message += _FIRST_MESSAGE_SECONDS
-            time.sleep(min(_SECONDS_BETWEEN_ROUNDS, max(0.0, connect_seconds - waited)))
+            _greet(listener, min(_SECONDS_BETWEEN_ROUNDS, max(0.0, connect_seconds - waited)))
+
+
+def _greet(listener: socket.socket | None, seconds: float) -> None:
+    """Let some time pass, and greet who connects meanwhile."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if listener is None:
+            return time.sleep(left)
+        listener.settimeout(left)
+        with contextlib.suppress(OSError):  # nobody came, or has gone again
+            visitor, _ = listener.accept()
+            with visitor:
+                visitor.send(GREETING)
 
 
 def _names(missing: Mapping[str, str]) -> str:
@@ -79,8 +107,9 @@ def _names(missing: Mapping[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def _listening(address: str) -> Iterator[None]:
+def _listening(address: str) -> Iterator[socket.socket | None]:
     with contextlib.ExitStack() as open_sockets:
+        bound = None
         for family, place in places_of(address)[:1]:
             listener = open_sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -90,7 +119,8 @@ def _listening(address: str) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 _bind(listener, (place[0] if is_loopback else every, place[1]), address)
                 listener.listen(_QUEUE)
-        yield
+                bound = listener
+        yield bound
 
 
 def _bind(listener: socket.socket, place: tuple[str, int], address: str) -> None:
@@ -115,7 +145,7 @@ def _bind(listener: socket.socket, place: tuple[str, int], address: str) -> None
 def _accepting(
     addresses: Iterable[str], seconds: float = _ANSWER_SECONDS, speaking: bool = False
 ) -> set[str]:
-    """Return those addresses that accept a connection, and send something at once if asked."""
+    """Return those that accept a connection; if asked, only those with TensorFlow's server."""
     found: set[str] = set()
     waiting = list(addresses)
     for first in range(0, len(waiting), _AT_ONCE):
@@ -138,14 +168,14 @@ def _accepting_at_once(addresses: Iterable[str], seconds: float, speaking: bool)
             for key, _ in selector.select(max(0.0, end - time.monotonic())):
                 attempt = key.fileobj  # type: ignore[assignment]
                 selector.unregister(attempt)
-                if _is_connected(attempt) and (not speaking or _has_sent(attempt)):
+                if _is_connected(attempt) and (not speaking or _is_of_tensorflow(attempt)):
                     found.add(key.data)
     return found
 
 
-def _has_sent(attempt: socket.socket) -> bool:
+def _is_of_tensorflow(attempt: socket.socket) -> bool:
     with contextlib.suppress(OSError):
-        return bool(attempt.recv(1))
+        return attempt.recv(len(GREETING)) not in (b"", GREETING)
     return False
 
 

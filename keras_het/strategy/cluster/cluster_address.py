@@ -2,6 +2,9 @@
 
 import socket
 
+GREETING = b"keras_het waits\n"
+"""Sent at once by a worker that waits for its peers; TensorFlow's server sends something else."""
+_GREETING_SECONDS = 0.5
 _MAXIMUM_PORT = 65535
 
 
@@ -50,16 +53,20 @@ def places_of(address: str) -> list[tuple[socket.AddressFamily, tuple[str, int]]
     return list(dict.fromkeys(places))
 
 
-def refuses_connections(address: str, timeout_seconds: float = 1.0) -> bool:
-    """Tell whether nothing listens at `host:port` any more, although the host answers."""
+def has_left(address: str, timeout_seconds: float = 1.0) -> bool:
+    """Tell whether the process that listened at `host:port` has ended, although the host answers.
+
+    Nothing listens there any more, or a worker of another start, which waits for its peers.
+    """
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout_seconds).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout_seconds) as place:
+            place.settimeout(_GREETING_SECONDS)
+            return place.recv(len(GREETING)) == GREETING
     except ConnectionRefusedError:
         return True
     except OSError:
         return False
-    return False
 
 
 def free_port(host: str) -> int:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
-from keras_het.strategy.cluster.cluster_address import refuses_connections
+from keras_het.strategy.cluster.cluster_address import has_left
 from keras_het.strategy.cluster.stop_signals import stop_signals
 
 _logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ PEER_TIMEOUT = "KERAS_HET_PEER_TIMEOUT_SECONDS"
 _DEFAULT_PATIENCE_SECONDS = 30.0
 # Asking holds the interpreter's lock. A silent peer must not stop this worker as well.
 _ANSWER_SECONDS = 0.25
-# Of one peer: it does not answer in time, and then a connection is not refused in time.
+# Of one peer: it does not answer in time, and then a connection tells nothing in time.
 _LONGEST_CHECK_SECONDS = 2.0
 # How long a survivor needs to hear of a loss that another one has found.
 _SECONDS_FOR_NEWS = 5.0
@@ -78,8 +78,8 @@ class PeerWatch:
     A worker that waits in a collective for a dead one would wait for minutes, or fail with a
     message about sockets. The watch makes every pending collective fail and knows which worker was
     lost, from its own peers or from the news of others. A process that has ended refuses
-    connections and is noticed at once; a silent one, for example during a migration of its machine,
-    has time to come back.
+    connections, or another start greets from its place, and is noticed at once; a silent one, for
+    example during a migration of its machine, has time to come back.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class PeerWatch:
         is_healthy: Callable[[str, float], bool],
         abort: Callable[[str], None],
         patience_seconds: float = _DEFAULT_PATIENCE_SECONDS,
-        refuses: Callable[[str], bool] = refuses_connections,
+        has_left: Callable[[str], bool] = has_left,
         interval_seconds: float = 0.5,
     ) -> None:
         self._patience = patience_seconds
-        self._refuses = refuses
+        self._has_left = has_left
         self._interval = interval_seconds
         self._tell: Callable[[str], None] = lambda message: None
         self._peers: dict[str, str] = {}
@@ -173,7 +173,7 @@ class PeerWatch:
             return False
         self._silence[task] += self._since_last_check
         # Twice, so that news of the lost worker arrives before that of workers it takes down.
-        was_gone, self._is_gone[task] = self._is_gone[task], self._refuses(self._peers[task])
+        was_gone, self._is_gone[task] = self._is_gone[task], self._has_left(self._peers[task])
         return (was_gone and self._is_gone[task]) or self._silence[task] > self._patience
 
     def _run(self) -> None:
