@@ -23,6 +23,7 @@ import tensorflow as tf
 from keras_het import private_api
 from keras_het.fit.model_strategy import tell
 from keras_het.fit.session import STEP_FUNCTIONS, FitSession, Rank, step_property
+from keras_het.keras_backend import check_keras_backend
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.seen_versions import import_part
 from keras_het.strategy.agreed_calls import StepWatch, agree_on_call
@@ -383,6 +384,8 @@ _HANDLERS: dict[tuple[type, str], tuple[Handler, ...]] = {
         (owner, name): (_on_chief,) for owner, names in _WRITING_CALLBACKS.items() for name in names
     },
 }
+# Other backends lack some of these functions. The environment alone does not tell the backend.
+check_keras_backend(keras.backend.backend())
 for (_owner, _name), _around in _HANDLERS.items():
     _open(_owner, _name, _around)
 for _loop, _attribute in STEP_FUNCTIONS.items():

@@ -33,10 +33,30 @@ def test_callbacks_without_a_strategy_say_it_too():
 
 @pytest.mark.parametrize("wanted", ["HeterogeneousStrategy", "callbacks.BatchBalancer"])
 def test_it_is_said_before_keras_fails_to_import_another_backend(wanted):
-    code = f"import keras_het; keras_het.{wanted}"
-    environment = {**os.environ, "KERAS_BACKEND": "no_such_backend"}
+    assert "Received: the backend 'no_such_backend'" in error_of(wanted, "no_such_backend")
+
+
+# Keras's models of another backend lack what only TensorFlow's have.
+IMPORTED_JAX = """
+import keras
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+keras.backend.backend = lambda: "jax"
+del TensorFlowTrainer._maybe_symbolic_build
+"""
+
+
+@pytest.mark.parametrize("wanted", ["HeterogeneousStrategy", "callbacks.BatchBalancer"])
+@pytest.mark.quick("HeterogeneousStrategy")
+def test_it_is_said_where_keras_was_imported_with_another_backend_before(wanted):
+    assert "Received: the backend 'jax'" in error_of(wanted, "tensorflow", IMPORTED_JAX)
+
+
+def error_of(wanted, backend, before=""):
+    """The last line of a process that wants a part of the package."""
+    code = f"{before}\nimport keras_het; keras_het.{wanted}"
+    environment = {**os.environ, "KERAS_BACKEND": backend}
     ended = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 1
-    assert "Received: the backend 'no_such_backend'" in ended.stderr.splitlines()[-1]
+    return ended.stderr.splitlines()[-1]
