@@ -12,7 +12,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_het.fit.model_strategy import heterogeneous_strategy, tell
+from keras_het.fit.model_strategy import (
+    heterogeneous_strategy,
+    say_nothing_is_exchanged,
+    tell,
+)
 from keras_het.planning.argument_checks import check_number
 from keras_het.planning.bucket_sizes import ONE_SUM, fastest, sizes_to_try, typical_seconds
 from keras_het.strategy.keras_calls import SessionCallback
@@ -92,12 +96,14 @@ class BucketTuner(SessionCallback):
         session.on_end(self._leave)
         if self._tuned is None or self._tuned() is not self.model:
             self._tuned, self.size = weakref.ref(self.model), None
+        is_alone = strategy.num_replicas_in_sync == 1
+        if is_alone:
+            say_nothing_is_exchanged(self, strategy, "as it has one replica")
         if self.size is None:
             others = [type(each).__name__ for each in session.callbacks]
             is_cut = strategy._micro_batch_sizes is not None or strategy.compute_times.cuts
-            is_alone = strategy.num_replicas_in_sync == 1 or "LocalTraining" in others
             self._sizes = [self._size_of_strategy]
-            if not (is_cut or is_alone):
+            if not (is_cut or is_alone or "LocalTraining" in others):
                 self._sizes = self._sizes_to_try()
             self._seconds = []
             if len(self._sizes) == 1:

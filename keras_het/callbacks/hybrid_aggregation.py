@@ -23,7 +23,12 @@ from keras_het.asynchronous.parameter_service import TopKWire, Wire
 from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH
 from keras_het.asynchronous.roles.role_choice import MEASURED_STEPS, RoleChoice, start_again
 from keras_het.asynchronous.rules import RULES, ElasticAveraging, UpdateRule, get
-from keras_het.fit.model_strategy import check_keeps_weights, heterogeneous_strategy, tell
+from keras_het.fit.model_strategy import (
+    check_keeps_weights,
+    heterogeneous_strategy,
+    say_nothing_is_exchanged,
+    tell,
+)
 from keras_het.fit.session import FitSession, Rank, StepFunction
 from keras_het.fit.shorter_epochs import ShorterEpochs
 from keras_het.planning import RolePlan
@@ -188,7 +193,7 @@ class HybridAggregation(SessionCallback):
         if self._chooses_roles and self._measures_first(strategy):
             return
         if not strategy.num_async_workers:
-            _logger.info("No job async in TF_CONFIG: HybridAggregation has nothing to do.")
+            say_nothing_is_exchanged(self, strategy, "as TF_CONFIG has no job async")
             return
         num_workers = strategy.num_async_workers + strategy.cluster_config.has_sync_group
         rule = _asynchronous(self._rule, num_workers)

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from keras_het.asynchronous.rules import SynchronousRule, get
-from keras_het.fit.model_strategy import check_keeps_weights, heterogeneous_strategy, tell
+from keras_het.fit.model_strategy import (
+    check_keeps_weights,
+    heterogeneous_strategy,
+    say_nothing_is_exchanged,
+    tell,
+)
 from keras_het.local_training import (
     LocalSteps,
     PeriodicExchange,
@@ -39,7 +44,8 @@ class LocalTraining(SessionCallback):
 
     An epoch whose last step is not one of them ends with another exchange, so that its validation,
     checkpoints and other callbacks see a center that has all its steps. Epoch logs cover all
-    workers; step logs cover each worker separately. `docs/guides/local_training.md` has details.
+    workers; step logs cover each worker separately. One worker alone trains as without this
+    callback. `docs/guides/local_training.md` has the details.
 
     Args:
         rule: name, dict or instance of a `keras_het.asynchronous.rules.SynchronousRule`:
@@ -54,8 +60,8 @@ class LocalTraining(SessionCallback):
     Raises:
         TypeError: for a setting that the rule does not have, or settings in addition to a rule
             object.
-        ValueError: for a rule that is not synchronous, a period longer than the training, a single
-            worker, a cluster with async workers, or use together with `BatchBalancer`.
+        ValueError: for a rule that is not synchronous, a period longer than the training, a
+            cluster with async workers, or use together with `BatchBalancer`.
 
     Reference:
         You, Buluc and Demmel, SC 2017 (Sync EASGD); Douillard et al., 2023 and 2025 (DiLoCo and
@@ -96,13 +102,15 @@ class LocalTraining(SessionCallback):
         """Make the training steps local; exchanges start with the first epoch."""
         strategy = heterogeneous_strategy(self.model, self)
         _check_cluster(strategy)
+        self._exchange = self._steps = None
+        if strategy.num_workers == 1:
+            return say_nothing_is_exchanged(self, strategy, "as it has one worker")
         rule = _synchronous(self._rule, strategy.num_workers)
         rule = _fitting(rule, self._rule, self.params.get("steps"), self.params["epochs"])
         _check_num_workers(rule, strategy.num_workers)
         rule.check_optimizer(self.model.optimizer)
         check_keeps_weights(self.model.optimizer, self)
         self._rule_of_training = rule
-        self._exchange = None
         fit = self._required_session()
         self._steps = LocalSteps(fit, strategy)
         fit.before_callbacks("on_epoch_end", self._end_epoch)
@@ -110,12 +118,13 @@ class LocalTraining(SessionCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Restore the worker's own weights."""
+        if self._steps is None:
+            return
         exchange = self._exchange or self._start(heterogeneous_strategy(self.model, self))
         exchange.hide_center()
         exchange.pace.leave_out()
         self._samples_of_epoch = 0
-        if self._steps is not None:
-            self._steps.take_samples()
+        self._steps.take_samples()
 
     def _start(self, strategy: HeterogeneousStrategy) -> PeriodicExchange:
         """Start from the current weights, which a backup may have restored in the meantime."""
@@ -250,12 +259,6 @@ def _check_cluster(strategy: HeterogeneousStrategy) -> None:
             "Workers of the job `async` exchange with a parameter service, not with each other. "
             f"Received: a cluster with {strategy.num_async_workers} of them. Use "
             "keras_het.callbacks.HybridAggregation, or start all as `worker`."
-        )
-    if strategy.num_workers < 2:
-        raise ValueError(
-            "Local training is that of several workers (processes). Received: a cluster of one, "
-            "which has nobody to exchange with. Start more (`keras-het run --workers 2 ...`), or "
-            "leave LocalTraining out."
         )
 
 

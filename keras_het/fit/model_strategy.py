@@ -26,6 +26,13 @@ def tell(message: object, strategy: object, verbose: int) -> None:
         sys.stdout.write(f"\n{message}\n")
 
 
+def say_nothing_is_exchanged(callback: object, strategy: Any, why: str) -> None:
+    """Say on the chief that a callback leaves this training as it is, which is no error."""
+    if strategy.is_chief:
+        name = type(callback).__name__
+        _logger.warning("%s: nothing is to be exchanged in this training, %s.", name, why)
+
+
 def distribute_strategy(model: keras.Model) -> tf.distribute.Strategy:
     """Return the strategy under which a model trains, or TensorFlow's default one."""
     check_keras_backend(keras.backend.backend())

@@ -4,13 +4,14 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from small_training import data, make_model
+from small_training import data, flat, make_model
 
 import keras_het
 from keras_het.asynchronous.parameter_service import TopKWire
 from keras_het.asynchronous.rules import AsyncSGD, DiLoCo
-from keras_het.callbacks import HybridAggregation, LocalTraining, local_training
+from keras_het.callbacks import BucketTuner, HybridAggregation, LocalTraining, local_training
 from keras_het.fit.model_strategy import tell
 
 
@@ -53,10 +54,20 @@ def test_asynchronous_rules_are_refused(name: str) -> None:
         LocalTraining({"class_name": name, "config": config})
 
 
-def test_one_worker_is_refused() -> None:
-    model = make_model(keras_het.HeterogeneousStrategy())
-    with pytest.raises(ValueError, match="a cluster of one"):
-        model.fit(data(), verbose=0, callbacks=[LocalTraining()])
+@pytest.mark.parametrize("make", [LocalTraining, HybridAggregation, BucketTuner])
+def test_one_worker_alone_trains_as_without_what_exchanges(
+    logical_devices: list[str], caplog: pytest.LogCaptureFixture, make: Any
+) -> None:
+    trained = []
+    for callbacks in ([], [make()]):
+        model = make_model(keras_het.HeterogeneousStrategy(logical_devices[:1]))
+        for _ in range(2):  # the next fit, too
+            caplog.clear()
+            model.fit(data(), epochs=2, validation_data=data(), verbose=0, callbacks=callbacks)
+            told = [each for each in caplog.messages if "nothing is to be exchanged" in each]
+            assert len(told) == len(callbacks)
+        trained.append(flat(model))
+    np.testing.assert_array_equal(*trained)
 
 
 def test_the_rule_of_a_name_takes_settings() -> None:
