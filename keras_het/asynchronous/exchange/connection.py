@@ -41,14 +41,14 @@ def connect(make: Callable[[], MadeT], wait_seconds: float, hint: str = "") -> M
     began = time.monotonic()
     says_so_after = _SILENT_SECONDS
     while True:
+        if _group_has_ended():
+            raise ConnectionError(
+                "The training has ended without this async worker: the processes of the sync group "
+                "are gone. Train for longer, or leave this worker out."
+            )
         try:
             return make()
         except ConnectionError as error:
-            if _group_has_ended():
-                raise ConnectionError(
-                    "The training has ended without this async worker: the processes of the sync "
-                    f"group are gone. Give it more epochs, or leave this worker out. ({error})"
-                ) from None
             waited = time.monotonic() - began
             if waited > wait_seconds:
                 raise
