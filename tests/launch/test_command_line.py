@@ -89,7 +89,7 @@ def test_names_the_failed_worker_and_why(launch: Launch, script: Script) -> None
         "[keras-het] worker 2 was ended.",
         "[keras-het] last lines of worker 1's standard error:",
         "[keras-het]   the reason",
-        "[keras-het] worker 1 failed first: exit code 3",
+        "[keras-het] worker 1 failed first: exit code 3: the reason",
     ]
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import itertools
 import os
+import sysconfig
 import textwrap
 from pathlib import Path
 
@@ -162,6 +163,7 @@ def test_logs_have_no_colours_and_no_progress(tmp_path: Path) -> None:
 
 
 PACKAGE = Path(keras_het.__file__).parent
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 def lines(text: str) -> list[str]:
@@ -247,6 +249,54 @@ def test_the_error_that_ended_a_worker(output: list[str], error: str, place: str
     if place is not None:
         assert found.place == place
         assert str(found) == f"{error} ({place})"
+
+
+# Each as it was printed: its heading has where, and what has to be found. Long lists are shorter.
+CAPTURED = [
+    (heading.partition(": "), output)
+    for each in (Path(__file__).parent / "captured_errors.txt").read_text().split("#" * 8)[1:]
+    for heading, output in [each.strip(" ").replace("STDLIB", STANDARD_LIBRARY).split("\n", 1)]
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "output"), [pytest.param(h[2], output, id=h[0]) for h, output in CAPTURED]
+)
+def test_what_python_and_its_libraries_print(error: str, output: str) -> None:
+    printed = [strip_ansi(line) for line in output.splitlines()]
+    assert str(uncaught_error(printed)) == error
+    folder = TracebackFolder(keep_logs=True)
+    seen = shown(folder, 0, printed)
+    assert [*seen, *(line for _, line in folder.finish())] == printed
+
+
+@pytest.mark.parametrize(
+    ("code", "printed", "reason"),
+    [
+        (1, "no data in the folder\nGive --data", "exit code 1: Give --data"),
+        (
+            2,
+            "usage: a.py [-h]\na.py: error: no such option\n",
+            "exit code 2: a.py: error: no such option",
+        ),
+        (3, "", "exit code 3"),
+        (
+            -6,
+            "terminate called after throwing an instance of 'std::runtime_error'\n  what(): no GPU",
+            "killed by SIGABRT: what(): no GPU",
+        ),
+        (-6, "a: a.cc:4: int main(): Assertion `n==3' failed.\n", None),
+        (-6, "free(): invalid pointer\nFatal Python error: Aborted\n\nThread 0x1:\n", None),
+        (-6, "F0000 00:00:1.4   24 a.cc:5] Check failed: n >= 0 (0 vs. -1)\n  @ 0x7f  f()", None),
+        (-11, "a warning\nFatal Python error: Segmentation fault\n", "killed by SIGSEGV"),
+    ],
+)
+def test_a_worker_that_ends_without_a_traceback(
+    code: int, printed: str, reason: str | None
+) -> None:
+    failed = WorkerResult(0, code, False, 1.0, "", printed)
+    reason = reason or f"killed by SIGABRT: {printed.splitlines()[0]}"
+    assert describe_failures([failed], False) == f"worker 0 failed: {reason}"
 
 
 @pytest.mark.parametrize("output", [[], ["nothing wrong"], OWN[:4]])

@@ -11,6 +11,11 @@ _LINES = 15
 # What a strategy says where another worker has received the signal that ends all.
 _FOLLOWS = re.compile(r"Another worker has received (SIG\w+)")
 _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# How C++, its library and Python's interpreter say why they abort.
+_ABORT = re.compile(
+    r"F\d{4} |Fatal Python error: (?!Aborted|Segmentation)|terminate called |  what\(\): "
+    r"|.*Check failed: |.*Assertion .* failed|(malloc|free)\(\): |double free |corrupted "
+)
 
 
 def describe_failures(results: Sequence[WorkerResult], show_last_lines: bool = True) -> str:
@@ -69,10 +74,18 @@ def _cause(first: WorkerResult, results: Sequence[WorkerResult]) -> str:
             "it was saved"
         )
     verb = "failed first" if len(results) > 1 else "failed"
-    reason = str(error or first.describe_exit())
+    reason = str(error or f"{first.describe_exit()}{_last_line(first)}")
     if first.exit_code == -signal.SIGKILL and not first.was_ended:
         reason += ", which is often the system's answer to memory that has run out"
     return f"{name} {verb}: {reason}"
+
+
+def _last_line(result: WorkerResult) -> str:
+    """Return what a worker without a traceback said last, for instance with `sys.exit`."""
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    if result.exit_code < 0:
+        lines = [line for line in lines if _ABORT.match(line)]
+    return f": {lines[-1].strip()}" if lines else ""
 
 
 def _effect(result: WorkerResult, cause: UncaughtError | None) -> str:

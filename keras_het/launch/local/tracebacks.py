@@ -8,11 +8,27 @@ from pathlib import Path
 
 TRACEBACK = "Traceback (most recent call last)"
 
+_OF_GROUP = f"  + Exception Group {TRACEBACK}"
+HEADINGS = (TRACEBACK, _OF_GROUP)
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
-_FRAME = re.compile(r'  File "(?P<path>[^"]+)", line (?P<line>\d+)')
-_ERROR = re.compile(r"(?:[\w.]+\.)?(?P<text>\w+(?:: .*)?)$")
-# TensorFlow's text between "Graph execution error:" and the error itself.
-_OF_GRAPHS = ("Detected at node", "Stack trace for op definition", "<stack traces unavailable>")
+# What precedes the traceback of an error that does not end the program.
+_ASIDE = ("Exception ignored in", "Exception in thread")
+_FRAME = re.compile(r' +File "(?P<path>[^"]+)", line (?P<line>\d+)')
+# Python 3.11 writes marks at the edge if a line's indentation was lost.
+_MARKS = re.compile(r"[~^]+$")
+# `python script.py` writes no heading above these.
+_OF_SYNTAX = re.compile(r"(SyntaxError|IndentationError|TabError): ")
+_ERROR = re.compile(r"(?:[\w.<>]+\.)?(?P<text>\w+(?:: .*)?)$")
+_IN_CALL = re.compile(r"(\w+: )'?Exception encountered when calling (.*?\(\))\.")
+_BOLD = re.compile(r"\\x1b\[\dm")
+_OF_OP = re.compile(r"\{\{function_node \S+\}\} ?")
+# What TensorFlow and Keras write between their first line and the error itself.
+_BETWEEN = (
+    "Detected at node",
+    "Stack trace for op definition",
+    "<stack traces unavailable>",
+    "Could not automatically infer the output shape / dtype",
+)
 # Errors that only say that another worker is gone: ours, and TensorFlow's.
 _EFFECT = re.compile(r"WorkerLostError|UnavailableError|.*Collective ops is aborted by: ")
 # Information that TensorFlow's C++ code logs, including its messages about a broken connection or a
@@ -47,22 +63,68 @@ class UncaughtError:
 
 
 def uncaught_error(lines: Sequence[str]) -> UncaughtError | None:
-    starts = [index for index, line in enumerate(lines) if line.startswith(TRACEBACK)]
-    if not starts:
-        return None
-    rest = lines[starts[-1] + 1 :]
-    end = next((index for index, line in enumerate(rest) if _ends_traceback(line)), None)
+    starts = [i for i, line in enumerate(lines) if line.startswith(HEADINGS)]
+    if starts:
+        own = [i for i in starts if i == 0 or not lines[i - 1].startswith(_ASIDE)]
+        start = (own or starts)[-1]
+        rest = lines[start + 1 :]
+        return _of_group(rest) if lines[start].startswith(_OF_GROUP) else _error(rest)
+    ends = [i for i, line in enumerate(lines) if _OF_SYNTAX.match(line)]
+    return _error(lines[max(ends[-1] - 3, 0) : ends[-1] + 1]) if ends else None
+
+
+def _error(lines: Sequence[str]) -> UncaughtError | None:
+    """Return the error after the frames of a traceback."""
+    end = next((index for index, line in enumerate(lines) if _ends_traceback(line)), None)
     if end is None:
         return None
-    text = _error_text(rest[end])
-    if text.endswith(":"):
-        following = (
-            line.strip()
-            for line in rest[end + 1 :]
-            if line.strip() and not line[0].isspace() and not line.startswith(_OF_GRAPHS)
-        )
-        text = f"{text} {next(following, '')}".rstrip()
-    return UncaughtError(text, _place(rest[:end]))
+    text, used = _message(lines[end:])
+    # TensorFlow's message has frames of its own: where the operation was made.
+    return UncaughtError(text, _place(lines[: end + used]))
+
+
+def _of_group(lines: Sequence[str]) -> UncaughtError | None:
+    """Return the error of an exception group along with its first member."""
+    group, member = (
+        _error([line.removeprefix(bar) for line in lines if line.startswith(bar)])
+        for bar in ("  | ", "    | ")
+    )
+    if group is None or member is None:
+        return group
+    return UncaughtError(f"{group.text}, first: {member.text}", member.place or group.place)
+
+
+def _message(lines: Sequence[str]) -> tuple[str, int]:
+    """Return an error in one line, and how many lines of its message that takes.
+
+    A first line that only introduces the error gets what comes next.
+    """
+    text = _OF_OP.sub("", _error_text(lines[0])).rstrip()
+    call = _IN_CALL.match(text)
+    if call:
+        # The message of a KeyError is quoted.
+        quoted = _BOLD.sub("", text[call.end() :]).split("\\n")
+        rest = [*quoted, *lines[1:]]
+        text = f"{call[1]}in {call[2]}:"
+    elif not text.endswith(":"):
+        return text, 1
+    else:
+        rest = ["", *lines[1:]]
+    if text.endswith("in user code:"):
+        inner = [line.removeprefix("    ") for line in rest]
+        found = [i for i, line in enumerate(inner) if line and line[0] not in " F"]
+        if not found:
+            return text, 1
+        message, used = _message(inner[found[0] :])
+        return message, found[0] + used
+    in_graph = text.endswith("Graph execution error:")
+    for index, line in enumerate(rest):
+        is_skipped = not line.strip() or line.startswith(_BETWEEN)
+        if not is_skipped and not (in_graph and line[0].isspace()):
+            text = f"{text} {line.strip()}"
+            if not text.endswith(":"):
+                return text, index + 1
+    return text, 1
 
 
 class TracebackFolder:
@@ -101,7 +163,8 @@ class TracebackFolder:
 
 
 def _ends_traceback(line: str) -> bool:
-    return bool(line) and not line[0].isspace() and not line.startswith((TRACEBACK, *_CHAIN))
+    is_inside = line.startswith((" ", "\t", TRACEBACK, *_CHAIN)) or _MARKS.match(line)
+    return bool(line) and not is_inside
 
 
 def _error_text(line: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from keras_het.launch.local.tracebacks import TRACEBACK
+from keras_het.launch.local.tracebacks import HEADINGS
 
 _CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _LINE_END = re.compile(r"\r\n|\n|\r(?!\n)")
@@ -233,7 +233,7 @@ class WorkerProcess:
     def _take(self, stream: Stream, line: OutputLine) -> None:
         if line.is_final:
             text = strip_ansi(line.text)
-            if stream == "stderr" and text.startswith(TRACEBACK):
+            if stream == "stderr" and text.startswith(HEADINGS):
                 self._error_at = time.monotonic()
             with self._changed:
                 self._lines[stream].append(text)
