@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,12 @@ EXPECTED = {
     "input": ("input", "worker", 1),
     "host": ("host", "worker", 1),
     "link": ("link", "device", None),
+    # What all workers have; that all compute longer is said, and no device is named for it.
+    "all input": ("input", "", None),
+    "all callbacks": ("other", "", None),
+    "all compute": ("", "", None),
 }
+ALL_COMPUTE = "all devices compute"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,20 +30,27 @@ class Training:
     """A training with a fault, or without one.
 
     Args:
-        kind: "compute", "input", "host" or "link": what can fail in it.
+        kind: what can fail in it, of `EXPECTED`.
         shape: "static" from the first step on, "temporary" for 60 steps, "creeping" (it grows for
             40 steps and stays), or empty: nothing fails.
         begin: step from which on it fails.
         steps: its length.
+        processes: that train.
+        busy: whether other programs keep the machine busy meanwhile.
     """
 
     kind: str
     shape: str
     begin: int
     steps: int
+    processes: int = 2
+    busy: bool = False
 
     @property
     def case(self) -> str:
+        if self.kind.startswith("all "):
+            where = "one process" if self.processes == 1 else f"{self.processes} processes"
+            return f"{self.kind}, {self.shape}, {where}, {'busy' if self.busy else 'quiet'}"
         return f"{self.kind}, {self.shape}" if self.shape else f"undisturbed, {self.kind}"
 
     def strength(self, step: int) -> float:
@@ -51,15 +64,28 @@ class Training:
 
 
 def trainings(kind: str, quick: bool) -> list[Training]:
-    """Return the trainings of one kind: three with faults, five without."""
+    """Return the trainings of one kind: three with faults, five without.
+
+    What all workers have fails in one process and in two, on a quiet machine and on a busy one.
+    """
     begin, after, undisturbed = (20, 30, 1) if quick else (120, WITHIN + 10, 5)
+    if kind.startswith("all "):
+        # What always was slow on all devices looks like their speed.
+        shapes = ("temporary",) if kind == "all compute" else ("static", "temporary")
+        ways = list(itertools.product(shapes, (1, 2), (False, True)))
+        return [
+            Training(kind, shape, start, start + after, processes, busy)
+            for shape, processes, busy in (ways[-1:] if quick else ways)
+            for start in [0 if shape == "static" else begin]
+        ]
     shapes = SHAPES[list(EXPECTED).index(kind) % 3 :][:1] if quick else SHAPES
+    processes = 1 if kind == "compute" else 2
     faulty = [
-        Training(kind, shape, start, start + after)
+        Training(kind, shape, start, start + after, processes)
         for shape in shapes
         for start in [0 if shape == "static" else begin]
     ]
-    return [*faulty, *[Training(kind, "", 0, begin + after)] * undisturbed]
+    return [*faulty, *[Training(kind, "", 0, begin + after, processes)] * undisturbed]
 
 
 def rows_of(done: Sequence[Training], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -108,4 +134,6 @@ def undisturbed_row(training: Training, result: dict[str, Any]) -> dict[str, Any
 def is_right(kind: str, said: dict[str, Any]) -> bool:
     """Tell whether the first cause of a verdict is the fault."""
     cause, place, index = EXPECTED[kind]
-    return bool(said["kind"] == cause and said[place] == index)
+    if kind == "all compute":
+        return bool(not said["kind"] and ALL_COMPUTE in said["text"])
+    return bool(said["kind"] == cause and (not place or said[place] == index))

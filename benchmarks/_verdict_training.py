@@ -1,18 +1,21 @@
 """Real trainings with faults, recorded by Telemetry and diagnosed every few steps of them.
 
-As a script, it is one of two workers. The second one's input or CPU quota fails; for a link, the
-first one tells the process that started it how much of the fault there should be.
+As a script, it is one of two workers. The second one's input or CPU quota fails, or something of
+both; for a link, the first one tells the process that started it how much of the fault there should
+be.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,8 @@ STEP_SECONDS = 0.025  # of an emulated device
 BATCH = 12
 SLOWER = 1.0  # times that a slow device takes longer
 INPUT_SECONDS = 0.06  # that each batch takes in a slow pipeline
+CALLBACK_SECONDS = 0.06  # that a callback takes after each batch
+BUSY_PROGRAMS = 2  # for each CPU
 LOST_CPUS = 0.6  # of one that a quota leaves
 # of the network that really computes, about 25 ms of a core
 COMPUTED_ROWS, WIDTH, LAYERS = 8192, 192, 3
@@ -59,9 +64,10 @@ def train(
     if strategy.is_chief:
         wait_for_quiet(patience)
     data = data_of(training)
-    model = model_of(strategy, training.kind)
+    model = model_of(strategy, training)
     telemetry = keras_het.callbacks.Telemetry(logs)
-    model.fit(data, verbose=0, callbacks=[telemetry, Injector(training, apply)])
+    with busy_machine(training.busy and strategy.is_chief):
+        model.fit(data, verbose=0, callbacks=[telemetry, Injector(training, apply)])
     recording = telemetry.recording()
     return {
         # The parts of a step travel with the next one: of the latest step nothing is known.
@@ -80,6 +86,19 @@ def wait_for_quiet(patience: float) -> None:
     while time.monotonic() < end:
         if psutil.cpu_percent(1.0) * psutil.cpu_count() / 100 < QUIET_CPUS:
             return
+
+
+@contextlib.contextmanager
+def busy_machine(is_busy: bool) -> Iterator[None]:
+    """Keep all CPUs busy with other programs meanwhile."""
+    number = BUSY_PROGRAMS * (os.cpu_count() or 1) if is_busy else 0
+    programs = [subprocess.Popen([sys.executable, "-c", "while 1: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
 
 
 def cpus_of_others(recording: Recording) -> float | None:
@@ -116,14 +135,18 @@ class Injector(keras.callbacks.Callback):
             self._strength = strength
             self._apply(strength)
 
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        time.sleep(Slow.callback_seconds)
+
     def on_train_end(self, logs: Any = None) -> None:
         self._apply(0.0)
 
 
-def model_of(strategy: Any, kind: str) -> keras.Model:
+def model_of(strategy: Any, training: Training) -> keras.Model:
     """Return a new model: it computes, waits as long as a device would compute, or sends much."""
     from telemetry import Sleep
 
+    kind = training.kind
     with strategy.scope():
         if kind == "host":
             inputs = outputs = keras.Input((WIDTH,))
@@ -132,9 +155,10 @@ def model_of(strategy: Any, kind: str) -> keras.Model:
         elif kind == "link":
             inputs = keras.Input((SENT_WIDTH,))
             outputs = keras.layers.Dense(SENT_WIDTH)(inputs)
-        elif kind == "input":
+        elif training.processes > 1:
             inputs = keras.Input((8,))
-            outputs = Sleep(STEP_SECONDS)(inputs)
+            Slow.layer = Sleep(STEP_SECONDS)
+            outputs = Slow.layer(inputs)
         else:
             inputs = outputs = keras.Input((8,))
         model = keras.Model(inputs, keras.layers.Dense(1)(outputs))
@@ -148,24 +172,28 @@ def data_of(training: Training) -> tf.data.Dataset:
     width = {"host": WIDTH, "link": SENT_WIDTH}.get(training.kind, 8)
     batch = tf.zeros([rows, width]), tf.zeros([rows, 1])
     data = tf.data.Dataset.from_tensors(batch).repeat(training.steps)
-    return data.map(slowly, num_parallel_calls=1) if training.kind == "input" else data
+    return data.map(slowly, num_parallel_calls=1) if training.kind.endswith("input") else data
 
 
-class SlowMap:
-    """How long the map takes for each batch now.
+class Slow:
+    """How long parts of a step take now.
 
     Attributes:
-        seconds: the time.
+        map_seconds: the map, for each batch.
+        callback_seconds: a callback, after each batch.
+        layer: the one that waits in place of a device, if there is one.
     """
 
-    seconds = 0.0
+    map_seconds = 0.0
+    callback_seconds = 0.0
+    layer: Any = None
 
 
 def slowly(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Return a batch, later."""
 
     def wait(values: Any) -> Any:
-        time.sleep(SlowMap.seconds)
+        time.sleep(Slow.map_seconds)
         return values
 
     waited = tf.numpy_function(wait, [x], tf.float32)
@@ -180,7 +208,21 @@ def slow_device(strength: float) -> None:
 
 def slow_input(strength: float) -> None:
     """Slow the input pipeline of this process."""
-    SlowMap.seconds = INPUT_SECONDS * strength
+    Slow.map_seconds = INPUT_SECONDS * strength
+
+
+def slow_callback(strength: float) -> None:
+    """Slow a callback of this process."""
+    Slow.callback_seconds = CALLBACK_SECONDS * strength
+
+
+def slow_compute(strength: float) -> None:
+    """Slow all devices of this process."""
+    if Slow.layer is None:
+        for device in range(3):
+            emulated_device.slow_down(device, 1.0 + SLOWER * strength)
+    else:
+        Slow.layer._seconds = STEP_SECONDS * (1.0 + SLOWER * strength)
 
 
 def quota_of(group: Path) -> Apply:
@@ -197,6 +239,13 @@ def quota_of(group: Path) -> Apply:
             (group / "cpu.max").write_text(f"{microseconds if strength else 'max'} {period}")
 
     return apply
+
+
+OF_ALL: dict[str, Apply] = {
+    "all input": slow_input,
+    "all callbacks": slow_callback,
+    "all compute": slow_compute,
+}
 
 
 def nothing(strength: float) -> None:
@@ -223,6 +272,7 @@ def worker() -> None:
         faults = dict.fromkeys(faults, nothing)
         if options.strength:
             faults["link"] = lambda strength: tell(options.strength, strength)
+    faults |= OF_ALL
     strategy = keras_het.HeterogeneousStrategy()
     results = []
     for number, given in enumerate(json.loads(options.trainings)):

@@ -19,6 +19,10 @@ one becomes 2 times slower. "input": two worker processes whose devices wait lik
 batch takes 60 ms in a map of tf.data. "host": two that really compute, a quota of its cgroup leaves
 one of them 0.4 CPUs. "link": two on hosts in network namespaces (see `_namespaces`), EMULATED
 devices of 25 ms; one link falls from 1000 to 100 Mbit/s. The last two need root.
+
+"all input", "all callbacks" and "all compute" are slow on all workers alike: a map and a callback
+that sleep 60 ms and use no CPU, EMULATED devices that take twice as long. Each of them in one
+process and in two, on a quiet machine and on one that other programs keep busy.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import json
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +44,7 @@ import tensorflow as tf
 from _hybrid_clusters import cluster_on_hosts
 from _report import environment, print_table, write_report
 from _verdict_faults import EXPECTED, Training, rows_of, trainings
-from _verdict_training import STEP_SECONDS, arguments_of, slow_device, train
+from _verdict_training import OF_ALL, STEP_SECONDS, arguments_of, slow_device, train
 
 import keras_het
 from keras_het.launch.local.emulation import Emulation
@@ -64,7 +69,7 @@ def in_this_process(
     os.environ[KERAS_HET_EMULATED_DEVICES] = ""
     places = [logs / f"{i} {each.case}" if logs else None for i, each in enumerate(given)]
     return [
-        train(strategy, training, slow_device, place, patience)
+        train(strategy, training, OF_ALL.get(training.kind, slow_device), place, patience)
         for training, place in zip(given, places, strict=True)
     ]
 
@@ -136,28 +141,24 @@ def measure(kinds: list[str], quick: bool, logs: Path | None) -> list[dict[str, 
     """Return the rows of some kinds of faults."""
     patience = 0.0 if quick else PATIENCE_SECONDS
     reasons = {"host": _cpu_quota.why_not(), "link": _namespaces.why_not()}
-    ways = {"compute": in_this_process, "link": on_hosts}
-    given = {kind: trainings(kind, quick) for kind in kinds}
-    found: dict[str, list[dict[str, Any]]] = {}
-    for kind in kinds:
-        if reasons.get(kind):
-            found[kind] = [
-                {"case": case, "skipped": reasons[kind]}
-                for case in dict.fromkeys(training.case for training in given[kind])
-            ]
-    # The same two processes do both, one after the other.
-    together = [kind for kind in kinds if kind in ("input", "host") and kind not in found]
-    if together:
-        results = on_this_machine(
-            [each for kind in together for each in given[kind]], logs, patience
-        )
-        for kind in together:
-            found[kind] = rows_of(given[kind], results[: len(given[kind])])
-            results = results[len(given[kind]) :]
-    for kind in kinds:
-        if kind not in found:
-            found[kind] = rows_of(given[kind], ways[kind](given[kind], logs, patience))
-    return [row for kind in kinds for row in found[kind]]
+    given = [each for kind in kinds for each in trainings(kind, quick)]
+    done: list[tuple[Training, dict[str, Any]]] = []
+    # The same processes do all that they can, one training after the other.
+    for way in (in_this_process, on_this_machine, on_hosts):
+        chosen = [each for each in given if way is way_of(each) and not reasons.get(each.kind)]
+        if chosen:
+            done += zip(chosen, way(chosen, logs, patience), strict=True)
+    done.sort(key=lambda each: kinds.index(each[0].kind))
+    rows = rows_of([training for training, _ in done], [result for _, result in done])
+    skipped = dict.fromkeys((each.case, reasons.get(each.kind)) for each in given)
+    return rows + [{"case": case, "skipped": reason} for case, reason in skipped if reason]
+
+
+def way_of(training: Training) -> Callable[..., list[dict[str, Any]]]:
+    """Return where a training takes place."""
+    if training.kind == "link":
+        return on_hosts
+    return in_this_process if training.processes == 1 else on_this_machine
 
 
 def main() -> None:

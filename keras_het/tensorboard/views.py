@@ -23,6 +23,7 @@ from keras_het.tensorboard.log_format import ROWS, parse_timeline, timeline_valu
 MOST_COLUMNS, MOST_ROWS = 600, 200
 MOST_LANES, LANE_COLUMNS = 24, 300
 _MOST_ROWS_FOR_MEDIANS = 1_000
+_MEANS = (*PHASES, "shares")
 _MOST_CHANGES, _MOST_EXCHANGES = 500, 500
 _LONGEST_TEXT = 1_000
 _MOST_PASSES, _LONGEST_PLAN, _LONGEST_NAME = 10_000, 100_000, 200
@@ -70,7 +71,7 @@ def span(content: LogContent) -> tuple[int, int]:
 
 
 def overview(whole: LogContent, content: LogContent) -> dict[str, Any]:
-    """Return devices with their medians, changes and exchanges of a part of a training."""
+    """Return devices with their means, changes and exchanges of a part of a training."""
     recording = content.recording
     first, last = span(content)
     # what can be chosen must not change with the zoom
@@ -219,7 +220,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
 
 def _devices(content: LogContent, rows: Any) -> list[dict[str, Any]]:
     recording = content.recording
-    middles = {name: _middle(getattr(recording, name)[rows]) for name in (*PHASES, "shares")}
+    means = {name: _means(getattr(recording, name), content.every) for name in _MEANS}
     shares = recording.shares[rows]
     seconds = recording.compute[rows] / np.where(shares > 0, shares, np.nan)
     per_sample = _middle(seconds)
@@ -227,8 +228,8 @@ def _devices(content: LogContent, rows: Any) -> list[dict[str, Any]]:
     return [
         {
             **dataclasses.asdict(device),
-            **{name: _number(middles[name][place]) for name in PHASES},
-            "share": _number(middles["shares"][place]),
+            **{name: _number(means[name][place]) for name in PHASES},
+            "share": _number(means["shares"][place]),
             "seconds_per_sample": _number(per_sample[place]),
             "spread": _number(spread[place]),
         }
@@ -368,6 +369,13 @@ def _series(content: LogContent, name: str) -> tuple[Integers, Integers, Floats,
     else:
         return None
     return (recording.steps, content.every, middle, highest)
+
+
+def _means(values: Floats, every: Integers) -> Floats:
+    """Means over steps, stalls included, as that of the step time: they add up to it."""
+    weights = np.isfinite(values) * every[:, None]
+    with np.errstate(invalid="ignore"):
+        return np.sum(np.nan_to_num(values) * weights, axis=0) / weights.sum(axis=0)
 
 
 def _middle(values: Floats) -> Floats:

@@ -11,7 +11,7 @@ import pytest
 from fake_provider import FakeProvider
 from tensorboard import errors
 
-from keras_het.planning.diagnosis.recording import Device
+from keras_het.planning.diagnosis.recording import PHASES, Device
 from keras_het.tensorboard import log_format, plugin, views
 from keras_het.tensorboard.log_content import LogContent, Value, log_content, windows
 from keras_het.tensorboard.plugin import Histories
@@ -196,6 +196,13 @@ def test_a_device_whose_speed_changes_stands_out(training: LogContent) -> None:
     spreads = [device["spread"] for device in devices]
     assert np.argmax(spreads) == 1
     assert spreads[1] > 1.5 > max(spreads[0], *spreads[2:])
+
+
+def test_the_times_of_devices_are_means_as_the_step_time_is(training: LogContent) -> None:
+    """The report has means, too: one name, one kind of average."""
+    answer = views.overview(training, training)
+    sums = [sum(device[name] for name in PHASES) for device in answer["devices"]]
+    assert np.mean(sums) == pytest.approx(answer["step_seconds"], rel=1e-3)
 
 
 def test_windows_ignore_what_is_unknown() -> None:

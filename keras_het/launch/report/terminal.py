@@ -96,6 +96,7 @@ def _devices(facts: Facts, width: int) -> Iterator[RenderableType]:
         product = [Text(each.device.model)] if has_products else []
         numbers = (Text(text) for text in _device_numbers(each, with_parts=is_wide))
         table.add_row(str(each.index), Text(each.device.name), *product, *numbers)
+    yield Text(f"Means of a step ({facts.of_recent})", style="bold")
     yield table
     if len(facts.devices) > len(shown):
         yield Text(f"and {len(facts.devices) - len(shown)} others; --html FILE shows all\n")

@@ -44,6 +44,7 @@ def advice_for(situation: Situation, suspect: Suspect) -> str:
         return (_FIND_THE_LINK if len(situation.hosts) > 1 else "") + _MEND_THE_LINK
     worker = situation.recording.devices[suspect.devices[0]].worker
     host = situation.hosts[worker]
+    is_everywhere = len(named_devices(situation, suspect)) == len(situation.recording.devices)
     match suspect.kind:
         case "slow_device" | "shares":
             return _balance(situation, worker, suspect.since)
@@ -63,7 +64,12 @@ def advice_for(situation: Situation, suspect: Suspect) -> str:
                 "machines prepare it (data service)."
             )
         case "input":
-            return f"Add LoaderTuner on worker {worker}."
+            return "Add LoaderTuner" + ("." if is_everywhere else f" on worker {worker}.")
+    if is_everywhere:
+        return (
+            "Shorten what callbacks and Python do between the steps, or start several at once: "
+            "compile(steps_per_execution=k)."
+        )
     return f"Shorten what callbacks and Python do between the steps of worker {worker}."
 
 

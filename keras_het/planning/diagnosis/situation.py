@@ -49,6 +49,8 @@ _LOST_BUDGET = 0.2
 # CPUs in use by others, as a fraction of those that the worker may use, and the host's load.
 _OTHERS = 0.3
 _BUSY_HOST = 0.8
+# Beside four other programs for each CPU, what computes all the time uses this much of one.
+_WORKS = 0.2
 # Another host is in the same state from this fraction of the reading on: readings are noisy.
 _ALIKE = 0.8
 # Beyond this a reading is a mistake.
@@ -96,11 +98,16 @@ class Situation:
     def least_other(self) -> float:
         """Other time in seconds that a replica must spend, as far as is known."""
         earlier = best_block(self.windows.earlier.other)
-        values = means(self.recent.other)
-        if len(values) > 1:
-            earlier = np.append(earlier, values)
-        known = earlier[~np.isnan(earlier)]
-        return float(known.min()) if len(known) else float(values.max(initial=0.0))
+        return float(np.nanmin([*earlier, self.recent.least_other]))
+
+    def lack_of_cpus(self, worker: int, seconds: float) -> HostState | None:
+        """Return what keeps CPUs from a worker, if it may need some for so long in each step.
+
+        What waits for a disk, a network or a sleep gets no shorter when other programs end.
+        """
+        host = self.hosts[worker]
+        used = self.readings.of_worker("process.cpu.usage", worker) * self.step_seconds
+        return None if host and not host.stopped and used < _WORKS * seconds else host
 
     @functools.cached_property
     def least_transfer(self) -> float:

@@ -9,7 +9,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_het.planning.diagnosis.middles import checked, filled, medians
+from keras_het.planning.diagnosis.middles import checked, filled, means, medians
 from keras_het.planning.diagnosis.recording import Floats, Integers, Recording
 from keras_het.planning.shares import MAX_TOTAL
 
@@ -40,6 +40,8 @@ _LASTING_STEPS = 16
 _LEAST_NOISE = 0.005
 _MOST_NOISE = 5.0
 _NORMAL_QUARTILE = 0.6745
+# Callbacks and Python up to this fraction of the rest of a step are taken for granted.
+_USUAL_OTHER = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,15 @@ class Steps:
     def seconds(self) -> Floats:
         """Time of each step, float64 of shape [T]."""
         return self.own.max(axis=1, initial=0.0) + self.transfer
+
+    @functools.cached_property
+    def least_other(self) -> float:
+        """Other time in seconds that a replica must spend: the least of them, or a usual part.
+
+        Callbacks that all replicas have make no difference between them.
+        """
+        least = float(means(self.other).min()) if self.other.size else 0.0
+        return min(least, _USUAL_OTHER * (self.mean(self.seconds) - least))
 
     def mean(self, values: Floats) -> float:
         """Return the mean over steps, of which a row may stand for several."""

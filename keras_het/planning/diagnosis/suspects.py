@@ -131,8 +131,9 @@ def _fault(situation: Situation, device: int) -> _Fault | None:
     limit = float(situation.limits[device])
     best, own = float(situation.best[device]), float(situation.own_best[device])
     own = 1.0 if np.isnan(own) else own
-    host = situation.hosts[situation.recording.devices[device].worker]
     on_gpu = situation.recording.devices[device].kind != "CPU"
+    seconds = float(situation.recent.compute[:, device].mean()) if on_gpu else 0.0
+    host = situation.lack_of_cpus(situation.recording.devices[device].worker, seconds)
     is_slow, was_faster = best < 1.0 / limit, own < 1.0 / limit
     longer = f"computes {1 / max(own, 1e-9):.1f} times as long as in its own best steps"
     throttle = situation.readings.throttled(device, was_faster) if on_gpu else None
@@ -210,7 +211,8 @@ def _long_phases(situation: Situation) -> Iterator[Suspect]:
             seconds = float(means(saved)[devices].max(initial=0.0))
             if not seconds > _LITTLE * situation.step_seconds:
                 continue
-            kind, text, host = phase, why.format(seconds * 1e3), situation.hosts[worker]
+            kind, text = phase, why.format(seconds * 1e3)
+            host = situation.lack_of_cpus(worker, seconds)
             # What hosts have in common does not explain why one worker loses more than the others.
             if host and np.all(means(everywhere)[host.alike & ~chosen] > _ALIKE * seconds):
                 kind, text = host.kind, f"{text}: {host.why}"

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from keras_het.planning.diagnosis.middles import means
 from keras_het.planning.diagnosis.recording import Device, Floats, Recording
 from keras_het.planning.diagnosis.scores import DeviceLines, device_lines
 from keras_het.planning.diagnosis.steps import (
@@ -41,9 +40,10 @@ def what_if(recording: Recording, steps: Steps | None = None) -> WhatIf:
     r"""Compute the steps of a recording again without one device's, worker's or phase's troubles.
 
     An ideal device computes its share as fast as the fastest device would, waits for no input, and
-    spends as little other time as the device that spends least; where it is better than that, it
-    keeps its own time. An ideal transfer takes no time. With ideal times in the place of device
-    d's, a step takes :math:`\max(\max_{r \ne d} own_r, own_d^\text{ideal}) + transfer`.
+    spends as little other time as the device that spends least, and no more than a usual part of a
+    step; where it is better than that, it keeps its own time. An ideal transfer takes no time. With
+    ideal times in the place of device d's, a step takes
+    :math:`\max(\max_{r \ne d} own_r, own_d^\text{ideal}) + transfer`.
     """
     steps = _all_steps(recording) if steps is None else steps
     with np.errstate(all="ignore"):
@@ -88,8 +88,7 @@ def _what_if(steps: Steps, lines: DeviceLines, devices: tuple[Device, ...]) -> W
     best = lines.fastest(steps.shares)
     if best is not None:
         fast = np.minimum(fast, lines.fixed[best] + lines.slope[best] * steps.shares)
-    if other.size:
-        other = np.minimum(other, means(other).min())
+    other = np.minimum(other, steps.least_other)
     ideal = fast + other
     workers = [device.worker for device in devices]
 

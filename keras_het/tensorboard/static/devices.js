@@ -12,7 +12,7 @@ const COLUMNS = [
   { title: "Input wait", of: (device) => device.input, show: seconds },
   { title: "Sync wait", of: (device) => device.sync, show: seconds },
   { title: "Other", of: (device) => device.other, show: seconds },
-  { title: "A sample", of: (device) => device.seconds_per_sample, show: seconds },
+  { title: "A sample (median)", of: (device) => device.seconds_per_sample, show: seconds },
   {
     title: "Against the fastest",
     of: (device) => device.against_best,
@@ -49,7 +49,7 @@ export class Devices {
       against_own_best: scores?.against_own_best[place],
     }));
     this.chosen = new Set(chosen);
-    this.note.textContent = `${this.chosen.size} of ${devices.length} chosen for the lanes and shares`;
+    this.note.textContent = `${this.chosen.size} of ${devices.length} chosen for the lanes and shares; means of these steps, stalls included`;
     this.draw();
   }
 

@@ -17,7 +17,7 @@ class Fault:
     """Something that goes wrong, on a device or on a worker.
 
     Args:
-        kind: "compute", "input", "host" or "link".
+        kind: "compute", "input", "other", "host" or "link".
         shape: "static" from the first step on, "temporary" for 60 steps, or "creeping", which
             grows for 40 steps and stays.
         size: how many steps' time it costs at its worst.
@@ -92,6 +92,8 @@ class Training:
                 compute[:, fault.device] *= 1 + fault.size * strength
             elif fault.kind == "input":
                 waited[:, worker] += (extra * random.gamma(4, 0.25, self.steps))[:, None]
+            elif fault.kind == "other":
+                other[:, worker] += extra[:, None]
             elif fault.kind == "link":
                 transfer += extra
             elif fault.kind == "host":

@@ -8,6 +8,7 @@ import pytest
 from step_recordings import Fault, Training
 
 from keras_het.planning.diagnosis.verdict import diagnose
+from keras_het.planning.diagnosis.what_if import what_if
 
 BEGIN = 120
 SLOW = Fault("compute", "temporary", 1.0, device=2, begin=BEGIN)
@@ -186,6 +187,35 @@ def test_input_on_hosts_that_are_equally_busy(faulty):
     cause = diagnose(recording).causes[0]
     assert cause.kind == ("input" if len(faulty) == 1 else "other_program")
     assert cause.worker == 1 or len(faulty) == 2
+
+
+@pytest.mark.parametrize("host", ["quiet", "busy", "contended"])
+@pytest.mark.parametrize("shape", ["static", "temporary"])
+@pytest.mark.parametrize("per_worker", [2, 1])
+@pytest.mark.parametrize("phase", ["input", "other", "link", "compute"])
+def test_what_all_workers_have(phase, per_worker, shape, host):
+    """Nobody is slower than others, and a wait without work is no fault of other programs."""
+    begin = 0 if shape == "static" else BEGIN
+    on_each = range(0, 2, per_worker if phase in ("input", "other") else 1)
+    faults = tuple(Fault(phase, shape, 1.0, d, begin) for d in on_each if phase != "link" or d == 0)
+    recording = Training(2, 170, per_worker=per_worker, faults=faults).record()
+    recording = on_one_host(recording, {0, 1})
+    if host != "quiet":
+        usage = 2.0 if host == "contended" else 0.05
+        readings = {"process__cpu__usage": usage, "system__cpu__utilization": 0.98}
+        recording = with_readings(recording, range(2), 0, **readings)
+    verdict = diagnose(recording)
+    lacks_cpus = host == "contended" and phase != "link"
+    if phase == "compute" and (not lacks_cpus or shape == "static"):
+        assert verdict.causes == ()
+        assert shape == "static" or "all devices compute 2.0 times as long" in str(verdict)
+        return
+    (cause,) = verdict.causes
+    assert cause.kind == ("other_program" if lacks_cpus else phase)
+    assert lacks_cpus or not re.search(r"on worker|of worker", cause.advice), "all have it"
+    if shape == "static" and phase != "compute":
+        repaired = what_if(recording).by_phase["sync" if phase == "link" else phase]
+        assert repaired < 0.17, "the table of what-ifs has it, too"
 
 
 def test_workers_of_a_host_are_no_other_programs():
