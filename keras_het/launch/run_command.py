@@ -374,6 +374,8 @@ def _environments(gpus: Sequence[str], own: OwnWorkers | None) -> list[dict[str,
 
 
 def _run_on_ray(options: argparse.Namespace, display: Display) -> int:
+    for name, text in QUIET_TENSORFLOW.items():  # Ray Train imports TensorFlow here, too
+        os.environ.setdefault(name, text)
     try:
         from keras_het.ray import LostTooOftenError, ScriptError
         from keras_het.ray.script import run_on_ray

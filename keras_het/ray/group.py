@@ -56,6 +56,11 @@ class StopTogether(ControllerCallback, WorkerGroupCallback):
         self._group = None
 
 
+def _first_line(error: Exception) -> str:
+    """Return what a log shows of an error; Ray's own have a page about the worker."""
+    return next(iter(str(error).splitlines()), "")
+
+
 def _import() -> None:
     import keras_het.strategy.heterogeneous_strategy  # noqa: F401
 
@@ -84,18 +89,21 @@ class Losses(FailurePolicy):
         if cause is not None:  # a group that waits for machines may wait for long
             is_waiting = isinstance(cause, RETRYABLE_CONTROLLER_ERRORS)
             return FailureDecision.RETRY if is_waiting else FailureDecision.RAISE
-        failures = getattr(training_failed_error, "worker_failures", {}).values()
-        if any(isinstance(error, ScriptError) for error in failures):
+        failures = getattr(training_failed_error, "worker_failures", {})
+        if any(isinstance(error, ScriptError) for error in failures.values()):
             return FailureDecision.RAISE
-        if not all(isinstance(error, LeavingError) for error in failures):
+        if not all(isinstance(error, LeavingError) for error in failures.values()):
             furthest = ray.get(self._progress.furthest.remote())
             self._num_lost = 1 if furthest != self._furthest else self._num_lost + 1
             self._furthest = furthest
             if self._num_lost > self._most:
                 return FailureDecision.RAISE
-        names = ", ".join(f"{type(error).__name__}: {error}" for error in failures)
+        names = "; ".join(
+            f"worker {rank}: {type(error).__name__}: {_first_line(error)}"
+            for rank, error in sorted(failures.items())
+        )
         _logger.warning(
             "Another group of workers goes on from the newest backup, after %s",
-            names or training_failed_error,
+            names or _first_line(training_failed_error),
         )
         return FailureDecision.RETRY

@@ -16,6 +16,7 @@ from ray.train.tensorflow import TensorflowTrainer
 
 from keras_het.fit.backup_folder import remove_memory_folders
 from keras_het.ray.cluster import ClusterConfig
+from keras_het.ray.driver_log import shorten_log
 from keras_het.ray.errors import LostTooOftenError, ScriptError
 from keras_het.ray.group import Losses, StopTogether
 from keras_het.ray.nodes import on_every_node
@@ -112,6 +113,7 @@ class Trainer(TensorflowTrainer):
             os.environ.setdefault(name, seconds)
         if not ray.is_initialized():
             ray.init()
+        shorten_log()
         progress = start_progress()
         self.backend_config.progress = progress
         self.backend_config.run = run = uuid.uuid4().hex

@@ -36,7 +36,7 @@ _EFFECT = re.compile(r"WorkerLostError|UnavailableError|.*Collective ops is abor
 _LOGGED = re.compile(
     r"I\d{4} \S+ +\d+ \w+\.(cc|h):"
     r"|[WE]\d{4} \S+ +\d+ (base_collective_executor|ring_alg|local_rendezvous|worker|"
-    r"preemption_notifier|coordination_service\w*)\.(cc|h):"
+    r"preemption_notifier|coordination_service\w*|queue_base)\.(cc|h):"
     r"|WARNING: All log messages before absl::InitializeLog\(\)"
     r"|Additional GRPC error information from remote target"
     r"|:UNKNOWN:Error received from peer"
