@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
+import linecache
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import keras
@@ -31,6 +34,7 @@ from keras.src.utils import python_utils as keras_python_utils
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.autograph.pyct import loader as autograph_loader
 from tensorflow.python.client.pywrap_tf_session import TF_DeviceListMemoryBytes as memory_bytes
 from tensorflow.python.distribute import (
     collective_util,
@@ -563,3 +567,21 @@ def memory_limits() -> dict[str, int]:
         }
     finally:
         pywrap_tfe.TF_DeleteDeviceList(devices)
+
+
+_load_generated = autograph_loader.load_source
+
+
+def leave_no_generated_files() -> None:
+    """Remove each file of AutoGraph once it is loaded: who is killed cannot do so at the end."""
+    autograph_loader.load_source = _load_and_remove
+
+
+def _load_and_remove(source: str, delete_on_exit: bool) -> tuple[types.ModuleType, str]:
+    module, path = _load_generated(source, delete_on_exit)
+    if delete_on_exit:
+        # without a time, so that a traceback still has the lines
+        linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
+        for each in (path, importlib.util.cache_from_source(path)):
+            Path(each).unlink(missing_ok=True)
+    return module, path

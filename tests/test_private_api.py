@@ -5,6 +5,8 @@ A release that moves or changes one fails here first, by name.
 
 import concurrent.futures
 import inspect
+import tempfile
+import traceback
 
 import keras
 import pytest
@@ -111,6 +113,7 @@ SIGNATURES = [
     (private_api.cross_device_utils.CollectiveReplicaLauncher, "_next_instance_key(self)"),
     (private_api.ConcreteFunction, "set_external_captures(self, captures)"),
     (private_api.autograph, "convert(recursive)"),
+    (private_api.autograph_loader, "load_source(source, delete_on_exit)"),
     (private_api.ag_ctx.ControlStatusCtx, "__init__(self, status)"),
     (private_api.RpcServer, "__init__(self, address)"),
     (private_api.RpcServer, "register(self, method_name, func)"),
@@ -567,3 +570,23 @@ def test_a_model_knows_the_strategy_under_which_it_was_created():
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
     with strategy.scope():
         assert keras.Sequential()._distribute_strategy is strategy
+
+
+def test_a_process_that_is_killed_leaves_no_generated_files(tmp_path, monkeypatch):
+    """There are none even while it runs, and errors have what they have with the files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    HeterogeneousStrategy()
+
+    @tf.function
+    def function(x):
+        if tf.reduce_sum(x) > 0:
+            x = x + 1
+        else:
+            raise ValueError("the message")
+        return x
+
+    with pytest.raises(ValueError, match="in user code:") as failure:
+        function(tf.ones(2))
+    assert list(tmp_path.rglob("*.py*")) == []
+    assert f'File "{__file__}", line' in str(failure.value)
+    assert "ag__.if_stmt(" in "".join(traceback.format_exception(failure.value))

@@ -69,6 +69,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         peer_timeout_seconds: float = 30.0,
         on_join: Callable[[], None] = lambda: None,
     ) -> None:
+        private_api.leave_no_generated_files()
         self._on_join = on_join
         self._communication_dtype: tf.DType | None = None
         self._created: list[list[tf.Variable]] | None = None
