@@ -31,6 +31,7 @@ from keras_het.launch.local.failure_report import describe_failures, first_to_fa
 from keras_het.launch.local.gpus import AUTO, choose_gpus, environment_of, present_gpus
 from keras_het.launch.local.local_cluster import LocalCluster
 from keras_het.launch.local.own_workers import OwnWorkers, own_workers
+from keras_het.launch.local.tracebacks import uncaught_error
 from keras_het.launch.local.worker_environment import QUIET_TENSORFLOW, secret_names
 from keras_het.launch.local.worker_process import OutputLine, Stream, WorkerResult, signal_name
 from keras_het.launch.ssh_cluster import SshCluster
@@ -392,6 +393,8 @@ def _run_on_ray(options: argparse.Namespace, display: Display) -> int:
         return 1
     except (ScriptError, LostTooOftenError) as error:
         display.say(str(error))
+        if cause := uncaught_error(str(error).splitlines()):
+            display.say(f"a worker failed: {cause}")
         return 1
     except SystemExit:  # how Ray leaves after Ctrl-C
         display.say("interrupted; the same command goes on from the newest backup of Elastic.")

@@ -46,6 +46,27 @@ def test_a_script_is_given_to_ray_with_its_arguments(asked: Any, ray_script: str
     assert calls == [([ray_script, "--epochs", "3"], (2, 4), "head:6379", {"het": 1.0, "CPU": 0.5})]
 
 
+OF_KERAS = """Traceback (most recent call last):
+  File "train.py", line 4, in call
+ValueError: Exception encountered when calling L.call().
+
+no
+
+Arguments received by L.call():
+  • training=True"""
+
+
+def test_the_last_line_is_the_cause(
+    asked: Any, ray_script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import keras_het.ray
+
+    asked(keras_het.ray.ScriptError(OF_KERAS))
+    assert main(["run", "--ray", "--workers", "2", ray_script]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "[keras-het] a worker failed: ValueError: in L.call(): no (train.py:4)"
+
+
 @pytest.mark.parametrize(
     ("make_error", "exit_code", "last_line"),
     [
