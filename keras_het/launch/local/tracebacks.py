@@ -110,21 +110,21 @@ def _message(lines: Sequence[str]) -> tuple[str, int]:
         return text, 1
     else:
         rest = ["", *lines[1:]]
-    if text.endswith("in user code:"):
-        inner = [line.removeprefix("    ") for line in rest]
-        found = [i for i, line in enumerate(inner) if line and line[0] not in " F"]
-        if not found:
-            return text, 1
-        message, used = _message(inner[found[0] :])
-        return message, found[0] + used
     in_graph = text.endswith("Graph execution error:")
     for index, line in enumerate(rest):
+        if line.startswith("Arguments received by"):  # an error without a message
+            break
+        if text.endswith("in user code:"):  # frames and the error, indented
+            if line.startswith("    ") and not line.startswith((" " * 5, '    File "')):
+                inner, used = _message([each.removeprefix("    ") for each in rest[index:]])
+                return inner, index + used
+            continue
         is_skipped = not line.strip() or line.startswith(_BETWEEN)
         if not is_skipped and not (in_graph and line[0].isspace()):
             text = f"{text} {line.strip()}"
             if not text.endswith(":"):
                 return text, index + 1
-    return text, 1
+    return text.removesuffix(":"), 1
 
 
 class TracebackFolder:
