@@ -1,4 +1,4 @@
-# Every target sets up what it needs; Python 3.10 to 3.13 and make are enough. `make help` lists them.
+# Every target sets up what it needs; Python 3.11 to 3.13 and make are enough. `make help` lists them.
 
 # Command of the Python that creates the environments; by default the first of these that fits.
 PYTHON ?=
@@ -102,10 +102,10 @@ test-validation: check-validation .venv-oldest/installed ## Data validation, in 
 	  --ignore tests/loader/validation/test_without_tfdv.py  # `make test` runs it
 
 # Of TensorFlow and Keras, so that each version that a range in pyproject.toml begins or passes has a run.
-VERSIONS ?= 2.16-3.8 2.18-3.12 2.20-3.15 2.21-3.12
+VERSIONS ?= 2.16-3.14 2.18-3.15 2.20-3.14
 ON_VERSIONS := $(patsubst %,tests/%.py,test_private_api test_private_graphs \
   multi_process/test_exact_across_workers) tests/exactness
-test-versions: $(VERSIONS:%=.venv-versions/%/installed) ## Exactness, a cluster and private symbols on four pairs of versions.
+test-versions: $(VERSIONS:%=.venv-versions/%/installed) ## Exactness, a cluster and private symbols on other versions.
 	@set -e; for pair in $(VERSIONS); do echo "TensorFlow and Keras $$pair"; \
 	  .venv-versions/$$pair/bin/python -m pytest --quick $(SIDE_BY_SIDE) $(ON_VERSIONS); done
 
@@ -131,7 +131,7 @@ docs: .venv-docs/installed ## Build the documentation into build/site; a broken 
 COMPILE = .venv/bin/uv pip compile -q --universal --no-header --no-annotate --override overrides.txt \
   --extra dev --group cpu-build pyproject.toml
 constraints: .venv/installed ## Bring the pinned versions up to date with pyproject.toml.
-	$(COMPILE) --extra ray --python-version 3.10 -o constraints.txt
+	$(COMPILE) --extra ray --python-version 3.11 -o constraints.txt
 	$(COMPILE) --extra data-validation --python-version 3.11 -o constraints-oldest.txt
 
 clean: ## Remove caches and results.
@@ -192,12 +192,12 @@ check-validation:
 # A Python named by hand is checked even when the environment stands already.
 check-python:
 ifneq ($(PYTHON),)
-	@$(call find_python,10,13)
+	@$(call find_python,11,13)
 endif
 
 EXTRAS := dev,ray
 .venv/installed: pyproject.toml overrides.txt $(CONSTRAINTS) | check-python
-	$(call install,.venv,$(CONSTRAINTS),10,13,$(EXTRAS))
+	$(call install,.venv,$(CONSTRAINTS),11,13,$(EXTRAS))
 
 # Without constraints: `rm -r .venv-nightly` brings the builds of another night.
 .venv-nightly/installed: pyproject.toml overrides-nightly.txt | check-python
@@ -224,7 +224,7 @@ EXTRAS := dev,ray
 
 # TensorFlow with its CUDA libraries, where .venv has the build without them.
 .venv-gpu/installed: pyproject.toml $(CONSTRAINTS) | check-python
-	@$(call find_python,10,13); \
+	@$(call find_python,11,13); \
 	set -e; \
 	echo "Installing TensorFlow with CUDA into .venv-gpu"; \
 	$$python -m venv --clear .venv-gpu; \
@@ -236,14 +236,14 @@ EXTRAS := dev,ray
 # PyTorch, a peer in benchmarks/overlap.py. On Linux on x86-64 it brings CUDA libraries unless pip is
 # told of a place that has the build without them: `make .venv-torch/installed PIP_FIND_LINKS=...`.
 .venv-torch/installed: | check-python
-	@$(call find_python,10,13); \
+	@$(call find_python,11,13); \
 	set -e; \
 	echo "Installing PyTorch into .venv-torch"; \
 	$$python -m venv --clear .venv-torch; \
 	.venv-torch/bin/python -m pip install --quiet torch==2.13.0; \
 	touch $@
 
-# Keras 3.15 has no wheels for Python 3.10, TensorFlow 2.16 none for 3.13, and TensorFlow Data
+# TensorFlow 2.16 has no wheels for Python 3.13, and TensorFlow Data
 # Validation none for 3.12.
 OLDEST_EXTRAS := dev,data-validation
 .venv-oldest/installed: pyproject.toml overrides.txt constraints-oldest.txt | check-python
@@ -251,7 +251,7 @@ OLDEST_EXTRAS := dev,data-validation
 
 # What reads the sources without importing them: no TensorFlow.
 .venv-docs/installed: pyproject.toml | check-python
-	@$(call find_python,10,13); \
+	@$(call find_python,11,13); \
 	set -e; \
 	echo "Installing what builds the documentation into .venv-docs"; \
 	$$python -m venv --clear .venv-docs; \

@@ -69,8 +69,8 @@ def install_oldest(folder: Path, minor: int) -> None:
 @pytest.mark.parametrize(
     ("target", "minor", "received", "expected"),
     [
-        ("demo", 9, "Python 3.9.7", "3.10 to 3.13 (TensorFlow"),
-        ("demo", None, "not found", "3.10 to 3.13 (TensorFlow"),
+        ("demo", 9, "Python 3.9.7", "3.11 to 3.13 (TensorFlow"),
+        ("demo", None, "not found", "3.11 to 3.13 (TensorFlow"),
         *(
             ("test-validation", minor, f"Python 3.{minor}.7", "3.11 (TensorFlow Data Validation")
             for minor in (10, 12, 13)

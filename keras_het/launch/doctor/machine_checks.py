@@ -17,7 +17,7 @@ from keras_het.launch.doctor.cluster_checks import num_tasks_here
 from keras_het.launch.doctor.facts import EXTRAS, Facts, Finding, fault, note, ok, warning
 from keras_het.seen_versions import FIRST_UNSEEN
 
-_OLDEST = {"Keras": (3, 8), "TensorFlow": (2, 16)}
+_OLDEST = {"Keras": (3, 14), "TensorFlow": (2, 16)}
 _TENSORBOARD_WITHOUT_IT = (2, 21)
 
 

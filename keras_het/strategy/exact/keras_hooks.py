@@ -7,7 +7,7 @@ trains in another thread is not affected.
 Replicas of one process are threads that take turns: another one continues at each collective, in
 the forward pass too (`BatchNormalization(synchronized=True)`, a loss whose divisor is summed). What
 a replica writes before its turn ends and reads when it continues must be its own; what Keras keeps
-per thread must be that of the thread that called `fit`. Found in Keras 3.8 to 3.15, by checking all
+per thread must be that of the thread that called `fit`. Found in Keras 3.14, by checking all
 assignments to attributes outside of `__init__` and `build`, and all of `global_state`:
 
 * `Layer._losses` and the two masks of a `DropoutRNNCell` would be mixed: each replica has its own.
