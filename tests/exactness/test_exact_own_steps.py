@@ -11,6 +11,7 @@ from equivalence import (
     arrays,
     assert_equivalent,
     batches,
+    said,
     three_replicas,
 )
 
@@ -339,7 +340,7 @@ class AnyLogs(Base):
 @pytest.mark.quick("False-unequal")
 @pytest.mark.parametrize("shares", [(4, 0, 1), (3, 3, 2)], ids=["unequal", "alike"])
 @pytest.mark.parametrize("run_eagerly", [False, True])
-def test_whatever_is_in_the_logs_is_a_mean_over_samples(run_eagerly, shares):
+def test_whatever_is_in_the_logs_is_that_of_all_samples(run_eagerly, shares):
     strategy = three_replicas()
     strategy.set_shares(shares)
     with strategy.scope():
@@ -353,7 +354,7 @@ def test_whatever_is_in_the_logs_is_a_mean_over_samples(run_eagerly, shares):
         "matrix": x[:, :2].mean(axis=0),
         "columns": x[:, :3].mean(axis=0),
         "integers": np.trunc(8 * x[:, 0]).mean(),
-        "rows": sum(size * size for size in sizes) / 8,
+        "rows": sum(size * size for size in sizes) / 8 if run_eagerly else 8,
         "positive": 1.0,
         "number": 3.0,
     }
@@ -441,6 +442,31 @@ class TwoApplies(Base):
         return {"loss": loss}
 
 
+class DerivedLogs(LowLevelStep):
+    """Numbers made of results, of losses and of samples."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        x, y = data
+        y_pred = self(x, training=True)
+        loss, numbers = self.compute_loss(y=y, y_pred=y_pred), keras.ops.cast(x > 0, x.dtype)
+        return {
+            **logs,
+            "perplexity": keras.ops.exp(logs["loss"]),
+            "of_both": logs["mae"] / keras.ops.maximum(self.loss_tracker.result(), 0.1),
+            "gap": self.loss_tracker.result() - loss,
+            "likelihood": keras.ops.exp(-loss),
+            "positive": keras.ops.sum(numbers * y) / keras.ops.sum(numbers),
+            "samples": keras.ops.shape(x)[0],
+            "largest": keras.ops.max(keras.ops.abs(y_pred)),
+            "of_a_function": tf.function(keras.ops.mean, autograph=False)(y_pred),
+        }
+
+    def test_step(self, data):
+        mae = super().test_step(data)["mae"]
+        return {"mae": mae, "squared": mae**2}
+
+
 NO_METRICS = {"metrics": None}
 TRAINING = {"evaluate": False, "predict": False}
 # The model, arguments of `compiled` and of the trial, and the shares.
@@ -457,6 +483,7 @@ STEPS = {
     "own compute_loss": (OwnLoss, {}, {}, ALL_SHARES),
     "compute_loss of a vector": (VectorOwnLoss, {"optimizer": sgd}, {"predict": False}, SHARES),
     "variables in the logs": (VariablesInLogs, NO_METRICS, {}, ALL_SHARES),
+    "derived logs": (DerivedLogs, NO_METRICS, {"evaluate": True}, ALL_SHARES),
     "two optimizers": (TwoApplies, NO_METRICS, {"evaluate": False}, ALL_SHARES),
     **{
         model.__name__: (model, {"optimizer": sgd, **NO_METRICS}, TRAINING, ALL_SHARES)
@@ -483,11 +510,36 @@ STEPS = {
 }
 
 
-@pytest.mark.quick("that calls Keras's", "variables in the logs", "AverageLossStep")
+@pytest.mark.quick("that calls Keras's", "variables in the logs", "AverageLossStep", "derived logs")
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_of_ones_own(name):
     model, options, compared, shares = STEPS[name]
     assert_equivalent(Trial(compiled(model, **options), **compared), shares)
+
+
+class BranchesOnResult(GuideStep):
+    """Numbers whose making the graph does not say, beside one of which it does."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        loss = logs["loss"]
+        return {
+            **logs,
+            "branch": tf.cond(loss > 0, lambda: 2 * loss, lambda: loss),
+            "state": self.metrics[0].total / self.metrics[0].count,
+            "samples_of_result": keras.ops.mean(data[1] / loss),
+            "double": 2 * loss,
+        }
+
+
+@pytest.mark.parametrize("is_eager", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_logs_that_cannot_be_computed_again_are_named(is_eager, caplog):
+    with three_replicas().scope():
+        model = compiled(BranchesOnResult, run_eagerly=is_eager)()
+    model.fit(batches(), verbose=0)
+    (remark,) = said(caplog)
+    names = "'branch', " + is_eager * "'double', " + "'samples_of_result', 'state'"
+    assert f"the graph does not say how: {names}." in remark
 
 
 class SmoothedGradients(Base):

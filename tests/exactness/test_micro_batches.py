@@ -102,6 +102,12 @@ class Extended(Step):
         return {**logs, "size": ops.mean(ops.cast(data[0] > 0, "float64"))}
 
 
+class DoublesResult(Step):
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return {**logs, "double": 2 * logs["loss"], "rows": ops.shape(data[0])[0]}
+
+
 class TwoOptimizers(Step):
     def train_step(self, data):
         *_, loss, gradients = self.gradients(data)
@@ -231,7 +237,7 @@ CASES = {
         kind.__name__: functools.partial(
             assert_exact, functools.partial(own_step, kind), evaluate=False
         )
-        for kind in (GuideStep, OldStep, Extended, TwoOptimizers)
+        for kind in (GuideStep, OldStep, Extended, TwoOptimizers, DoublesResult)
     },
     **{
         layer.__name__: functools.partial(
@@ -397,10 +403,10 @@ class TwoUpdates(Step):
         return {"loss": loss}
 
 
-class DoublesResult(Step):
+class BranchesOnResult(Step):
     def train_step(self, data):
-        logs = super().train_step(data)
-        return {**logs, "double": 2 * logs["loss"]}
+        loss = super().train_step(data)["loss"]
+        return {"double": tf.cond(loss > 0, lambda: 2 * loss, lambda: loss)}
 
 
 class Sharpness(Step):
@@ -469,7 +475,7 @@ REFUSED = {
     "normalises with statistics of the global batch": synchronized,
     "reads .*kernel.* after the update": lambda: own_step(ReadsAfterUpdate),
     "reads .*kernel.* after the update of": lambda: own_step(TwoUpdates),
-    "computed from a metric's result": lambda: own_step(DoublesResult),
+    "computed from a metric's result, 'double'": lambda: own_step(BranchesOnResult),
     "reduce_over_replicas": lambda: own_step(Sharpness),
     "within tf.cond": lambda: own_step(InCondition),
     "assigns 'rows": lambda: dense_model(layers=lambda: [KeepsVariable()]),
@@ -479,7 +485,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.quick("computed from a metric's result", "assigns 'rows")
+@pytest.mark.quick("computed from a metric's result, 'double'", "assigns 'rows")
 @pytest.mark.parametrize("says", REFUSED)
 def test_what_cannot_be_cut_is_named(says):
     strategy = HeterogeneousStrategy(DEVICES[:1], micro_batch_size=2)

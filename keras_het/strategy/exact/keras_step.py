@@ -27,7 +27,7 @@ from keras_het.strategy.exact.created_in_scope import adopt_compiled, check_crea
 from keras_het.strategy.exact.gradients import Gradients, Update
 from keras_het.strategy.exact.keras_hooks import as_replica, keras_hooks, recorded_results
 from keras_het.strategy.exact.means import Means
-from keras_het.strategy.exact.metrics import Metrics, flatten_metrics
+from keras_het.strategy.exact.metrics import Metrics, metrics_of
 from keras_het.strategy.exact.micro_batches import Appended, MicroBatches
 from keras_het.strategy.exact.own_state import Assignments, OwnState, StateChange, tell
 from keras_het.strategy.exact.step import ReplicaSum, StepSpec, active, is_positive
@@ -53,7 +53,7 @@ def run_train_or_test_step(
     model: keras.Model = function.__self__
     if model._distribute_strategy is strategy:
         adopt_compiled(strategy, model)
-    metrics = list(model.metrics)
+    metrics = metrics_of(model)
     caller = private_api.keras_state_of_thread()
     # A plain batch may lie between two steps of a `fit`, and only the times of `fit` are wanted.
     has_sizes = find_sizes(data) is not None
@@ -64,7 +64,7 @@ def run_train_or_test_step(
     request = _carried_request(strategy)
     # a custom step may look at weights and steps as they are after the update
     may_defer = private_api.is_stock_train_step(function) and all(
-        private_api.is_of_keras(metric) for metric in flatten_metrics(metrics)
+        private_api.is_of_keras(metric) for metric in metrics
     )
     facts = {
         "kind": kind,
@@ -81,7 +81,7 @@ def run_train_or_test_step(
         step, rows = _step(strategy, rows, sizes, about, **facts)
         return _trace(strategy, step, model, function, rows, caller, request)
 
-    with keras_hooks(), recorded_results(flatten_metrics(metrics)):
+    with keras_hooks(), recorded_results(metrics):
         logs = run(tf.autograph.experimental.do_not_convert(replica_step), (data, find_sizes(data)))
     tell(model, remarks)
     return tf.nest.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], logs)
@@ -189,7 +189,7 @@ def _trace(
             own = None
         else:
             part, logs, changes, own = _compute_parts(step, spec.parts, model, compute)
-        of_metrics = {id(v) for metric in flatten_metrics(model.metrics) for v in metric.variables}
+        of_metrics = {id(v) for metric in metrics_of(model) for v in metric.variables}
         step.update.check_stored(model, part.assignments.recorded.keys() - of_metrics)
     with active(step):
         check_created_in_scope(strategy, [change.variable for change in changes])
@@ -235,7 +235,10 @@ def _compute(
         logs = function(rows)  # the hooks call the stages; gradients most often wait for the sum
     with active(step):
         logs = step.metrics.values(logs)
-        return step, logs, step.own_state.changes(model, flatten_metrics(model.metrics))
+        metrics = metrics_of(model)
+        changes = step.own_state.changes(model, metrics)
+        step.remarks += step.metrics.read(logs, metrics, step.own_state)
+        return step, logs, changes
 
 
 def _compute_parts(
@@ -251,8 +254,6 @@ def _compute_parts(
         _, of_logs, of_state = compute(part, rows)
         with active(part):
             part.gradients.refuse_reads_after_update(part.own_state, model)
-            own_metrics = [v for m in flatten_metrics(model.metrics) for v in m.variables]
-            part.metrics.refuse_derived(of_logs, part.own_state.handles_in_graph(own_metrics))
             return part.gradients.of_part, _summands(part, of_logs, of_state)
 
     gradients, summands = _add_up(step, parts, first, of_first, own)
@@ -367,9 +368,10 @@ class ExactStep:
         self.assignments = Assignments(self.update)
         self.sum = ReplicaSum(spec, self.assignments, measurement)
         self.gradients = Gradients(spec, self.sum, self.update, measurement, model)
-        self.means = Means(spec, self.sum, self.gradients)
+        self.means = Means(spec, self.sum, self.gradients, remarks)
         self.metrics = Metrics(spec, self.sum, self.assignments, metrics)
-        self.own_state = OwnState(spec, self.sum, self.assignments, model, remarks)
+        self.own_state = OwnState(spec, self.sum, self.assignments, self.metrics, model, remarks)
+        self.remarks = remarks
         self._about = (model, metrics, None, remarks)
 
     def part(self, parts: MicroBatches, number: tf.Tensor | None) -> ExactStep:

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.exact.gradients import Gradients
+from keras_het.strategy.exact.sample_dependence import Kind, SampleDependence
 from keras_het.strategy.exact.step import Original, ReplicaSum, StepSpec
 from keras_het.value_types import Leaf, Nest, TensorLike
 
@@ -32,8 +33,12 @@ from keras_het.value_types import Leaf, Nest, TensorLike
 class Means:
     """Means over samples, which get their weights where a step takes them."""
 
-    def __init__(self, spec: StepSpec, replica_sum: ReplicaSum, gradients: Gradients) -> None:
+    def __init__(
+        self, spec: StepSpec, replica_sum: ReplicaSum, gradients: Gradients, remarks: list[str]
+    ) -> None:
         self._spec, self._sum, self._gradients = spec, replica_sum, gradients
+        self._remarks = remarks
+        self._called: tuple[keras.losses.Loss, Nest] | None = None
         self.divisors: list[tf.Tensor] = []
         """Divisors of all replicas that depend on the data, in order; the first part sums them."""
         self._num_used = 0
@@ -106,7 +111,11 @@ class Means:
         loss = original(per_example_loss, sample_weight, global_batch_size)
         spec = self._spec
         factor = spec.num_replicas if global_batch_size is None else spec.inverse_weight
-        return loss * tf.cast(factor, loss.dtype)
+        return self._scaled(loss, factor)
+
+    def _scaled(self, loss: tf.Tensor, factor: tf.Tensor | float) -> tf.Tensor:
+        self._sum.means.append(loss * tf.cast(factor, loss.dtype))
+        return self._sum.means[-1]
 
     def sum_added(self, original: Original, model: keras.Model, loss: tf.Tensor) -> tf.Tensor:
         """Hook the reduction of a tensor given to `add_loss`: Keras sums its values."""
@@ -115,7 +124,41 @@ class Means:
         of_samples = (None, tf.get_static_value(self._spec.samples))
         if not loss.shape.rank or loss.shape[0] not in of_samples:
             return total
-        return total * tf.cast(self._spec.inverse_weight, total.dtype)
+        return self._scaled(total, self._spec.inverse_weight)
+
+    def call_loss(
+        self, original: Original, loss: keras.losses.Loss, y_true: Nest, y_pred: Nest, *args: Any
+    ) -> Any:
+        """Hook `Loss.__call__`: keep what its values are computed from."""
+        before, self._called = self._called, (loss, (y_true, y_pred))
+        try:
+            return original(loss, y_true, y_pred, *args)
+        finally:
+            self._called = before
+
+    def _check_has_mean(self, values: tf.Tensor) -> None:
+        """Name a loss that combines samples, as the quotient of two sums and a root of a mean do.
+
+        Values of samples (their number is not known when the step is traced) have a mean.
+        """
+        if self._called is None or self._spec.is_whole or tf.executing_eagerly():
+            return
+        loss, batch = self._called
+        is_of_batch = getattr(loss, "fn", None) is keras.losses.circle
+        if not values.shape.rank or values.shape[0] is not None:
+            tensors = filter(tf.is_symbolic_tensor, tf.nest.flatten(batch, expand_composites=True))
+            dependence = SampleDependence([t for t in tensors if t.shape.rank != 0], [], [], {})
+            made = dependence.combination(values)
+            has_mean = made is None or not made.aggregates
+            is_of_batch = not has_mean and dependence.kind(values) is not Kind.MEAN
+        if is_of_batch:
+            name = f"the loss {loss.name!r} combines the samples of its batch"
+            instead = (
+                "Expected a value for each sample, as keras.losses.Dice(axis=(1, 2, 3)) has for "
+                "images, or their mean."
+            )
+            self._sum.refuse_parts(name, instead)
+            self._remarks.append(_REMARK.format(name, instead))
 
     def reduce(
         self,
@@ -127,16 +170,17 @@ class Means:
         dtype: str | None = None,
     ) -> tf.Tensor:
         """Hook `reduce_weighted_values`, which every `keras.losses.Loss` uses."""
+        self._check_has_mean(values)
         loss = original(values, sample_weight, mask, reduction, dtype)
         if len(values.shape) == 0 or reduction in (None, "none"):  # see `gradient`
             return loss
         if reduction == "sum":
-            return loss * tf.cast(self._spec.inverse_weight, loss.dtype)
+            return self._scaled(loss, self._spec.inverse_weight)
         divisor = _data_dependent_divisor(values, sample_weight, mask, reduction)
         if divisor is None:
-            return loss
+            return self._scaled(loss, 1.0)
         is_weighted = mask is not None or reduction == "mean_with_sample_weight"
-        return loss * tf.cast(self._divisor_factor(divisor, is_weighted), loss.dtype)
+        return self._scaled(loss, self._divisor_factor(divisor, is_weighted))
 
     def _divisor_factor(self, divisor: tf.Tensor, is_weighted: bool) -> tf.Tensor:
         spec = self._spec
@@ -265,3 +309,9 @@ def _data_dependent_divisor(
     if None in tuple(values.shape)[1:]:
         return tf.cast(tf.size(values), dtype)
     return None
+
+
+_REMARK = (
+    "A step takes the mean over samples of what its replicas have for a loss, and {}. That is not "
+    "the loss of one device, nor its gradient. {}"
+)

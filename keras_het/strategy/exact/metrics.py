@@ -3,21 +3,22 @@
 A metric's `result()` is computed inside the step from the state that the replica has gathered. The
 states of all replicas are summed (or averaged, as each variable's `aggregation` says) in one
 collective, and the results are recomputed from the sums, so the progress bar on every worker shows
-what one device would show. A number in the logs that is not a metric's result is combined as the
-mean over samples, and so are values of samples, along their first dimension.
+what one device would show. Another number in the logs is computed again from the results, sums and
+means of all samples, where the graph says how it is made of them. What the graph does not say is
+combined as the mean over samples, and so are values of samples, along their first dimension.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_het.strategy.exact.own_state import Assignments
+from keras_het.strategy.exact.own_state import Assignments, Computed, OwnState
 from keras_het.strategy.exact.sample_dependence import made_from
 from keras_het.strategy.exact.step import ReplicaSum, StepSpec
 from keras_het.value_types import Leaf, Nest
@@ -42,13 +43,19 @@ class _OneVariable:
         return state[0]
 
 
-def flatten_metrics(metrics: Sequence[keras.metrics.Metric]) -> list[keras.metrics.Metric]:
-    """Return the metrics and the metrics inside them, innermost first."""
-    flat: list[keras.metrics.Metric] = []
+def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
+    """Return a model's metrics and the metrics inside them, innermost first.
+
+    Keras's steps update those of `compile` also where a model has a property `metrics` of its own.
+    """
+    every = [*model.metrics, *keras.Model.metrics.fget(model)]
+    return list({id(metric): metric for metric in _flatten(every)}.values())
+
+
+def _flatten(metrics: Sequence[keras.metrics.Metric]) -> Iterator[keras.metrics.Metric]:
     for metric in metrics:
-        flat.extend(flatten_metrics(getattr(metric, "_metrics", [])))
-        flat.append(metric)
-    return flat
+        yield from _flatten(getattr(metric, "_metrics", []))
+        yield metric
 
 
 class Metrics:
@@ -67,6 +74,7 @@ class Metrics:
         # Tensor id to the tensor itself, which keeps its id unique, and whose result it is.
         self._records: dict[int, tuple[Leaf, _Recorded]] = {}
         self._is_computing = False
+        self._computed: dict[int, Computed] = {}
         self.before = {id(v): tf.identity(tf.convert_to_tensor(v.value)) for v in self._variables}
 
     @contextlib.contextmanager
@@ -102,39 +110,78 @@ class Metrics:
         """What this replica adds to the states, and to the means, that logs are computed from."""
         leaves = tf.nest.flatten(logs)
         states = self._states(leaves)
-        plain = [leaf for leaf in leaves if id(leaf) not in self._records and _has_mean(leaf)]
+        plain = [leaf for leaf in leaves if self._is_plain(leaf) and _has_mean(leaf)]
         return (
             [self._parts_of_state(record) for record in states.values()],
+            [self._computed[id(leaf)][0] for leaf in leaves if id(leaf) in self._computed],
             [
                 self._parts_of_mean(leaf, is_of_rows)
                 for leaf, is_of_rows in zip(plain, self._are_of_rows(plain), strict=True)
             ],
         )
 
-    def refuse_derived(self, logs: Nest, handles: Iterable[str]) -> None:
-        """Refuse to cut a step whose logs are computed from metrics, given their handles.
+    def read(
+        self, logs: Nest, metrics: Sequence[keras.metrics.Metric], own_state: OwnState
+    ) -> list[str]:
+        """Read off the graph how numbers in the logs are made; return remarks for the user.
 
-        A metric goes on from part to part, so that what parts compute from it has no mean.
+        A metric goes on from part to part of a share, so that what is made of it has no mean.
         """
-        plain = [leaf for leaf in tf.nest.flatten(logs) if id(leaf) not in self._records]
-        made = made_from(tf.compat.v1.get_default_graph(), handles)
-        if any(tf.is_tensor(leaf) and leaf.name in made for leaf in plain):
-            self._sum.refuse_parts(
-                "its logs have a number that is computed from a metric's result",
-                "Return the results themselves, or make it the result of a metric of your own.",
-            )
+        if self._spec.is_whole:
+            return []
+        reader, made, unknown = own_state.reader(metrics), set[str](), list[str]()
+        if not tf.executing_eagerly():
+            handles = own_state.handles_in_graph(v for m in metrics for v in m.variables)
+            made = made_from(tf.compat.v1.get_default_graph(), handles)
+        for path, leaf in keras.tree.flatten_with_path(logs):
+            if not tf.is_tensor(leaf) or id(leaf) in self._records:
+                continue
+            combination = reader.combination_of(leaf)
+            if combination is not None and combination.aggregates:
+                self._computed[id(leaf)] = own_state.computed(combination)
+            elif self._records if tf.executing_eagerly() else leaf.name in made:
+                unknown.append("/".join(map(repr, path)))
+        if not unknown:
+            return []
+        names = ", ".join(unknown)
+        self._sum.refuse_parts(
+            f"a number in its logs is computed from a metric's result, {names}, and the graph does "
+            "not say how",
+            "Return the results themselves, or make it the result of a metric of your own.",
+        )
+        return [_REMARK.format(names)]
+
+    @property
+    def results(self) -> list[Leaf]:
+        """All results so far."""
+        return [leaf for leaf, _ in self._records.values()]
+
+    def parts_of_result(self, leaf: tf.Tensor) -> list[tf.Tensor]:
+        """What this replica adds to the state that a result is computed from."""
+        return self._parts_of_state(self._records[id(leaf)][1])
+
+    def result_of_all(self, leaf: tf.Tensor, state: Sequence[tf.Tensor]) -> tf.Tensor:
+        record = self._records[id(leaf)][1]
+        return self._results(record, state)[record.path]
+
+    def _results(self, record: _Recorded, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        self._is_computing = True
+        try:
+            return tf.nest.flatten(record.metric.stateless_result(list(state)))
+        finally:
+            self._is_computing = False
+
+    def _is_plain(self, leaf: Leaf) -> bool:
+        return id(leaf) not in self._records and id(leaf) not in self._computed
 
     def logs_of_all(self, logs: Nest, sums: Nest) -> Nest:
         leaves = tf.nest.flatten(logs)
-        records, (summed_states, summed_parts) = self._states(leaves), sums
-        self._is_computing = True
-        try:
-            results = {
-                key: tf.nest.flatten(record.metric.stateless_result(list(state)))
-                for (key, record), state in zip(records.items(), summed_states, strict=True)
-            }
-        finally:
-            self._is_computing = False
+        records, (summed_states, summed, summed_parts) = self._states(leaves), sums
+        results = {
+            key: self._results(record, state)
+            for (key, record), state in zip(records.items(), summed_states, strict=True)
+        }
+        of_computed = iter(summed)
         means = iter(
             parts[0] if len(parts) == 1 else tf.math.divide_no_nan(*parts) for parts in summed_parts
         )
@@ -142,7 +189,9 @@ class Metrics:
         for leaf in leaves:
             if id(leaf) in self._records:
                 record = self._records[id(leaf)][1]
-                combined.append(results[id(record.metric)][record.path])
+                combined.append(results[id(record.state)][record.path])
+            elif id(leaf) in self._computed:
+                combined.append(self._computed[id(leaf)][1](next(of_computed)))
             else:
                 combined.append(next(means) if _has_mean(leaf) else leaf)
         return tf.nest.pack_sequence_as(logs, combined)
@@ -163,7 +212,7 @@ class Metrics:
 
     def _states(self, leaves: Sequence[Leaf]) -> dict[int, _Recorded]:
         found = [self._records[id(leaf)][1] for leaf in leaves if id(leaf) in self._records]
-        return {id(record.metric): record for record in found}
+        return {id(record.state): record for record in found}
 
     def _parts_of_state(self, record: _Recorded) -> list[tf.Tensor]:
         parts = []
@@ -204,3 +253,12 @@ def _has_mean(leaf: Leaf) -> bool:
     return isinstance(leaf, tf.Tensor) and (
         leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool
     )
+
+
+_REMARK = (
+    "Numbers in the logs of a step are computed from a metric's result, and the graph does not say "
+    "how: {}. Each becomes the mean over samples of what the replicas have, which is not what one "
+    "device has. Compute it with keras.ops alone from what result() returns (no branch, function "
+    "or loop of TensorFlow, no value for each sample), without run_eagerly=True, or make it the "
+    "result of a metric of your own."
+)

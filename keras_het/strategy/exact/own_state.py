@@ -22,7 +22,7 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -35,6 +35,7 @@ from keras_het.value_types import EitherVariable, Leaf, Nest, TensorLike
 
 if TYPE_CHECKING:
     from keras_het.strategy.exact.gradients import Update
+    from keras_het.strategy.exact.metrics import Metrics
 
 _logger = logging.getLogger(__name__)
 _told: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
@@ -44,13 +45,17 @@ _DECLARED = {"sum": "sum", "mean": "mean", "only_first_replica": "first"}
 _SUMS = (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
 
 
+Computed: TypeAlias = tuple[list[Nest], Callable[[Sequence[Nest]], tf.Tensor]]
+"""What a replica adds to sums over all, and the value that is made of them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StateChange:
     """A variable that the step has assigned, and how replicas agree on one value for it."""
 
     variable: keras.Variable
-    summands: list[tf.Tensor]
-    finish: Callable[[Sequence[tf.Tensor]], tf.Tensor]
+    summands: list[Nest]
+    finish: Callable[[Sequence[Nest]], tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,10 +202,12 @@ class OwnState:
         spec: StepSpec,
         replica_sum: ReplicaSum,
         assignments: Assignments,
+        of_metrics: Metrics,
         model: keras.Model | None,
         remarks: list[str],
     ) -> None:
         self._spec, self._sum, self._assignments = spec, replica_sum, assignments
+        self._of_metrics = of_metrics
         self._remarks = remarks  # what the user should know about the step
         # wherever they may be needed
         self.before = {
@@ -277,7 +284,7 @@ class OwnState:
         if spec.is_whole and not spec.may_have_no_samples:
             return []
         rules = Rules(private_api.layers_with_state(model), "replica")
-        reader = _Reader(self._assignments, self._rows, self._sum.results, self._seeds)
+        reader = self.reader(metrics)
         changes = []
         for variable in model.non_trainable_variables:
             if id(variable) not in assigned:
@@ -300,6 +307,11 @@ class OwnState:
             self._remark_on_others(model, combined, reader)
         return changes
 
+    def reader(self, metrics: Sequence[keras.metrics.Metric]) -> Reader:
+        return Reader(
+            self._assignments, self._rows, self._sum, self._seeds, self._of_metrics, metrics
+        )
+
     def values_of_parts(
         self, of_metrics: dict[int, tf.Tensor]
     ) -> list[tuple[keras.Variable, tf.Tensor]]:
@@ -314,7 +326,8 @@ class OwnState:
                 self._sum.refuse_parts(
                     f"it assigns {variable.name!r} outside of the optimizer's update",
                     "Make state with self.add_weight(..., trainable=False) of a layer or the "
-                    "model, and leave out layers that assign weights, as SpectralNormalization.",
+                    "model, keep a metric in an attribute of the model, and leave out layers "
+                    "that assign weights, as SpectralNormalization.",
                 )
             if key not in of_metrics or variable.aggregation != "sum":
                 found.append((variable, before[key]))
@@ -333,7 +346,10 @@ class OwnState:
 
     def _change(self, variable: keras.Variable, rule: Rule) -> StateChange:
         if rule.combination is not None:
-            return self._computed(variable, rule.combination)
+            if rule.combination.aggregates:
+                return StateChange(variable, *self.computed(rule.combination))
+            value = tf.convert_to_tensor(variable.value)  # equal already
+            return StateChange(variable, [], lambda sums: value)
         if rule.name in ("sum", "changes"):
             return self._sum_of_changes(variable, unless_equal=rule.name == "changes")
         value = tf.convert_to_tensor(variable.value)
@@ -342,19 +358,19 @@ class OwnState:
         first = self._spec.of_first_replica(carried(value))
         return StateChange(variable, [first], lambda sums: tf.cast(sums[0], value.dtype))
 
-    def _computed(self, variable: keras.Variable, combination: Combination) -> StateChange:
+    def computed(self, combination: Combination) -> Computed:
+        """Return what this replica adds to the aggregates, and what is computed from their sums."""
         aggregates = combination.aggregates
-        if not aggregates:  # equal already
-            value = tf.convert_to_tensor(variable.value)
-            return StateChange(variable, [], lambda sums: value)
 
-        def finish(sums: Sequence[tf.Tensor]) -> tf.Tensor:
+        def finish(sums: Sequence[Nest]) -> tf.Tensor:
             pairs = zip(aggregates, sums, strict=True)
-            return combination.compute([_of_all(*aggregate, summed) for aggregate, summed in pairs])
+            return combination.compute([self._of_all(*each, summed) for each, summed in pairs])
 
-        return StateChange(variable, [self._summand(*each) for each in aggregates], finish)
+        return [self._summand(*each) for each in aggregates], finish
 
-    def _summand(self, kind: Kind, tensor: tf.Tensor) -> tf.Tensor:
+    def _summand(self, kind: Kind, tensor: tf.Tensor) -> Nest:
+        if kind is Kind.RESULT:
+            return self._of_metrics.parts_of_result(tensor)
         if kind is Kind.MEAN:
             return self._spec.weighted(tensor)
         value = carried(tensor)
@@ -364,6 +380,16 @@ class OwnState:
             row = self._in_own_row(self._unless_empty(value, nothing))
             return self._sum.joined_by(largest, row)
         return self._unless_empty(value, 0)
+
+    def _of_all(self, kind: Kind, tensor: tf.Tensor, summed: Nest) -> tf.Tensor:
+        if kind is Kind.RESULT:
+            return self._of_metrics.result_of_all(tensor, summed)
+        if kind in (Kind.MAX, Kind.MIN):
+            choose = tf.reduce_max if kind is Kind.MAX else tf.reduce_min
+            summed = choose(summed, axis=0)
+        result = tf.cast(summed, tensor.dtype)
+        result.set_shape(tensor.shape)
+        return result
 
     def _sum_of_changes(self, variable: keras.Variable, unless_equal: bool) -> StateChange:
         """The old value plus the changes of all replicas, or plus one of them if all are equal.
@@ -401,7 +427,7 @@ class OwnState:
         rows[self._spec.position] = value
         return tf.stack(rows)
 
-    def _remark_on_sums(self, metrics: Sequence[keras.metrics.Metric], reader: _Reader) -> None:
+    def _remark_on_sums(self, metrics: Sequence[keras.metrics.Metric], reader: Reader) -> None:
         for metric in metrics:
             if type(metric).__module__.split(".")[0] == "keras":
                 continue
@@ -411,7 +437,7 @@ class OwnState:
                 if is_assigned and not reader.adds_samples(variable, sums):
                     self._remarks.append(_remark_on_metric(metric, variable))
 
-    def _remark_on_others(self, model: keras.Model, combined: set[int], reader: _Reader) -> None:
+    def _remark_on_others(self, model: keras.Model, combined: set[int], reader: Reader) -> None:
         """Name variables that nothing combines, to which replicas assign different values."""
         strategy = tf.distribute.get_strategy()
         apart = [
@@ -424,32 +450,33 @@ class OwnState:
             self._remarks.append(_REMARK_ON_OTHERS.format(names))
 
 
-def _of_all(kind: Kind, tensor: tf.Tensor, summed: tf.Tensor) -> tf.Tensor:
-    if kind in (Kind.MAX, Kind.MIN):
-        choose = tf.reduce_max if kind is Kind.MAX else tf.reduce_min
-        summed = choose(summed, axis=0)
-    result = tf.cast(summed, tensor.dtype)
-    result.set_shape(tensor.shape)
-    return result
-
-
-class _Reader:
+class Reader:
     """Reader of the step's assignments to variables from the graph; starts on first use."""
 
     def __init__(
         self,
         assignments: Assignments,
         rows: Nest,
-        equal: Sequence[Leaf],
+        replica_sum: ReplicaSum,
         seeds: Sequence[tf.Tensor],
+        of_metrics: Metrics,
+        metrics: Sequence[keras.metrics.Metric],
     ) -> None:
         self._assigned = assignments.recorded
-        self._rows, self._equal, self._seeds = rows, equal, seeds
+        self._rows, self._sum, self._seeds = rows, replica_sum, seeds
+        self._of_metrics = of_metrics
+        # Replicas hold their own parts of these, before a step too.
+        self._parts = [v for each in metrics for v in each.variables if v.aggregation == "sum"]
         self._dependence: SampleDependence | None = None
         self._handles: dict[int, str] = {}
 
+    def combination_of(self, value: tf.Tensor) -> Combination | None:
+        """Return a value as a function of aggregates, None if unknown."""
+        dependence = self._of_graph
+        return None if dependence is None else dependence.combination(value)
+
     def combination(self, variable: keras.Variable) -> Combination | None:
-        """Return a variable's value as a function of aggregates, None if unknown."""
+        """The same for a variable."""
         dependence = self._of_graph
         if dependence is None or not self._is_known(id(variable)):
             return None
@@ -485,11 +512,14 @@ class _Reader:
                 if handle is not None and not isinstance(variable, tf.Variable):
                     self._handles[key] = handle
                     assigned[handle] = values if self._is_known(key) else None
+            assigned |= dict.fromkeys(filter(None, map(_handle_in_graph, self._parts)))
             self._dependence = SampleDependence(
                 rows=filter(tf.is_symbolic_tensor, _dense_leaves(self._rows)),
-                equal=filter(tf.is_symbolic_tensor, self._equal),
+                equal=filter(tf.is_symbolic_tensor, self._sum.results),
                 unequal=filter(tf.is_symbolic_tensor, self._seeds),
                 assigned=assigned,
+                results=filter(_is_here, self._of_metrics.results),
+                means=filter(_is_here, self._sum.means),
             )
             for key, (variable, _) in self._assigned.items():
                 handle = _handle_in_graph(variable)

@@ -6,7 +6,8 @@ aggregates over samples in it must be those of the global batch:
 * a value that no sample affects is equal on all replicas already (a counter of steps);
 * sums over samples, and their number, are summed over replicas;
 * means over samples become :math:`\sum_i w_i m_i`;
-* maxima and minima become the largest and the smallest.
+* maxima and minima become the largest and the smallest;
+* results of metrics are computed from the states of all replicas.
 
 Whatever is computed from these aggregates, such as `old + sum`, `0.9 * old + 0.1 * mean`,
 `maximum(old, largest)` or `sum / count`, is recomputed from the combined ones.
@@ -35,6 +36,7 @@ class Kind(enum.Enum):
     MEAN = "a mean over samples"
     MAX = "the largest of samples"
     MIN = "the smallest of samples"
+    RESULT = "a metric's result"
     OTHER = "anything else"
 
 
@@ -79,13 +81,18 @@ class SampleDependence:
         unequal: Iterable[tf.Tensor],
         assigned: dict[str, list[tf.Tensor] | None],
         keeps_equal: bool = False,
+        results: Iterable[tf.Tensor] = (),
+        means: Iterable[tf.Tensor] = (),
     ) -> None:
-        self._collected = (*AGGREGATES, Kind.EQUAL) if keeps_equal else AGGREGATES
-        self._kinds = {
-            tensor.name: kind
-            for tensors, kind in ((rows, Kind.ROWS), (equal, Kind.EQUAL), (unequal, Kind.OTHER))
-            for tensor in tensors
+        self._collected = (*AGGREGATES, Kind.RESULT, *([Kind.EQUAL] if keeps_equal else []))
+        known = {
+            Kind.ROWS: rows,
+            Kind.EQUAL: equal,
+            Kind.OTHER: unequal,
+            Kind.RESULT: results,
+            Kind.MEAN: means,
         }
+        self._kinds = {tensor.name: kind for kind, found in known.items() for tensor in found}
         self._unequal = {name for name, kind in self._kinds.items() if kind is Kind.OTHER}
         self._assigned = assigned
 
@@ -104,8 +111,8 @@ class SampleDependence:
 
     def combination(self, tensor: tf.Tensor) -> Combination | None:
         """Return the tensor as a function of aggregates over samples, None if it is not one."""
-        aggregates: dict[str, tuple[Kind, tf.Tensor]] = {}
-        if not self._collect(tensor, aggregates):
+        aggregates = self._collect(tensor)
+        if aggregates is None:
             return None
         if any(kind is Kind.MEAN and not t.dtype.is_floating for kind, t in aggregates.values()):
             return None
@@ -135,23 +142,24 @@ class SampleDependence:
             self.kind(term) is not Kind.EQUAL and term.name not in made for term in terms
         )
 
-    def _collect(self, tensor: tf.Tensor, found: dict[str, tuple[Kind, tf.Tensor]]) -> bool:
-        kind = self.kind(tensor)
-        if kind in self._collected:
-            found[tensor.name] = (kind, tensor)
-            return True
-        if kind is Kind.EQUAL:
-            return True
-        if tensor.name in self._unequal:
-            return False
-        is_computed_from_others = kind is Kind.OTHER and _can_repeat(tensor.op)
-        is_alias = tensor.op.type in ("ReadVariableOp", "IdentityN")
-        inputs = self._inputs(tensor)
-        return (
-            (is_computed_from_others or is_alias)
-            and bool(inputs)
-            and all(self._collect(each, found) for each in inputs)
-        )
+    def _collect(self, tensor: tf.Tensor) -> dict[str, tuple[Kind, tf.Tensor]] | None:
+        waiting, seen = [tensor], set[str]()
+        found: dict[str, tuple[Kind, tf.Tensor]] = {}
+        while waiting:
+            latest = waiting.pop()
+            kind = self.kind(latest)
+            if kind in self._collected:
+                found[latest.name] = (kind, latest)
+            elif kind is not Kind.EQUAL and latest.name not in seen:
+                is_computed_from_others = kind is Kind.OTHER and _can_repeat(latest.op)
+                is_alias = latest.op.type in ("ReadVariableOp", "IdentityN")
+                inputs = self._inputs(latest)
+                is_known = latest.name not in self._unequal and inputs
+                if not is_known or not (is_computed_from_others or is_alias):
+                    return None
+                waiting.extend(inputs)
+            seen.add(latest.name)
+        return found
 
     def _again(self, tensor: tf.Tensor, values: dict[str, tf.Tensor]) -> tf.Tensor:
         if tensor.name in values:
@@ -159,9 +167,11 @@ class SampleDependence:
         if self.kind(tensor) is Kind.EQUAL:
             return tensor
         inputs = [self._again(each, values) for each in self._inputs(tensor)]
-        if tensor.op.type in ("ReadVariableOp", "IdentityN"):
-            return inputs[0]
-        return private_api.repeat_operation(tensor.op, inputs)
+        is_alias = tensor.op.type in ("ReadVariableOp", "IdentityN")
+        values[tensor.name] = (
+            inputs[0] if is_alias else private_api.repeat_operation(tensor.op, inputs)
+        )
+        return values[tensor.name]
 
     def _inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         operation = tensor.op

@@ -156,6 +156,8 @@ class ReplicaSum:
         self._graph = tf.compat.v1.get_default_graph()
         self.results: list[Summand] = []
         """All sums so far, which are equal on all replicas."""
+        self.means: list[tf.Tensor] = []
+        """Losses so far: their mean over replicas, by samples, is what one device has."""
         self._joins: dict[int, tuple[tf.Tensor, Join]] = {}
 
     def joined_by(self, join: Join, value: tf.Tensor) -> tf.Tensor:
