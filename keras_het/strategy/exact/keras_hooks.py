@@ -103,6 +103,7 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
         (loss, "scale_loss_for_distribution", keep_local),
         (loss, "unscale_loss_for_distribution", keep_local),
         *[(module, name, reduce) for module, name in _REDUCTIONS],
+        (loss.Loss, "__call__", _of_step(lambda s: s.means.call_loss)),
         (trainer, "_aggregate_additional_loss", _of_step(lambda s: s.means.sum_added)),
         (tf.GradientTape, "gradient", _of_step(lambda s: s.means.gradient)),
         (metrics.Mean, "update_state", update_scalar),

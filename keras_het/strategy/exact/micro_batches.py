@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import tensorflow as tf
 
@@ -77,27 +77,15 @@ class MicroBatches:
 
     def of_share(self, tensor: tf.Tensor, what: str) -> tf.Tensor:
         """Compute for the whole share what the first part has computed from its rows alone."""
-        graph = tf.compat.v1.get_default_graph()
         flat = [tf.nest.flatten(r, expand_composites=True) for r in (self.first_rows, self._rows)]
         known = {part.ref(): whole for part, whole in zip(*flat, strict=True)}
-        waiting, found = [tensor], dict[str, tf.Operation]()
-        while waiting:
-            latest = waiting.pop()
-            if latest.ref() in known or latest.op.name in found:
-                continue
-            operation = latest.op
-            if (
-                latest.graph is not graph
-                or private_api.is_stateful(operation)
-                or private_api.calls_functions(operation)
-            ):
-                self.refuse(
-                    f"{what} depends on more than the batch: on the operation {operation.name!r} "
-                    f"({operation.type})",
-                    "Compute masks and weights of samples in the data set.",
-                )
-            found[operation.name] = operation
-            waiting.extend(operation.inputs)
+        found, obstacle = self._operations(tensor, known)
+        if obstacle is not None:
+            self.refuse(
+                f"{what} depends on more than the batch: on the operation {obstacle.name!r} "
+                f"({obstacle.type})",
+                "Compute masks and weights of samples in the data set.",
+            )
         for operation in sorted(found.values(), key=private_api.order_of_operation):
             inputs = [known.get(each.ref(), each) for each in operation.inputs]
             if any(new is not old for new, old in zip(inputs, operation.inputs, strict=True)):
@@ -107,10 +95,45 @@ class MicroBatches:
                 }
         return known.get(tensor.ref(), tensor)
 
+    def _operations(
+        self, tensor: tf.Tensor, known: dict[Any, tf.Tensor]
+    ) -> tuple[dict[str, tf.Operation], tf.Operation | None]:
+        """Return what to repeat for the whole share, and what cannot be, if there is any."""
+        waiting, found = [tensor], dict[str, tf.Operation]()
+        while waiting:
+            latest = waiting.pop()
+            operation = latest.op
+            if latest.ref() in known or operation.name in found:
+                continue
+            if (
+                latest.graph is not tf.compat.v1.get_default_graph()
+                or private_api.is_stateful(operation)
+                or private_api.calls_functions(operation)
+            ):
+                return found, operation
+            if operation.type == "Shape" and not self._have_own_lengths:
+                of = operation.inputs[0]
+                _, obstacle = self._operations(of, known)
+                if obstacle is not None and of.shape.rank:  # of outputs: they have the rows' number
+                    start, stop = self._range(None)
+                    rows = tf.cast(tf.stack([self._samples, stop - start]), latest.dtype)
+                    first = latest[:1] * rows[0] // tf.maximum(rows[1], 1)
+                    is_fixed = of.shape[0] is not None
+                    known[latest.ref()] = latest if is_fixed else tf.concat([first, latest[1:]], 0)
+                    continue
+            found[operation.name] = operation
+            waiting.extend(operation.inputs)
+        return found, None
+
+    @property
+    def _have_own_lengths(self) -> bool:
+        """Whether samples may have different numbers of values."""
+        leaves = tf.nest.flatten(self._rows)
+        return any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in leaves)
+
     def size_of_share(self, size: tf.Tensor, samples: tf.Tensor) -> tf.Tensor:
         """Return how many values the share has, given those of a part, alike for all samples."""
-        leaves = tf.nest.flatten(self._rows)
-        if any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in leaves):
+        if self._have_own_lengths:
             self.refuse(
                 "a loss is a mean over values whose number differs between samples",
                 'Pad the samples and mask them, or use reduction="sum".',
