@@ -20,6 +20,7 @@ from keras_het.fit.metric_states import add_metrics, metric_values
 from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, tell
 from keras_het.fit.session import FitSession
 from keras_het.fit.shorter_epochs import ShorterEpochs
+from keras_het.planning.argument_checks import check_flag, check_folder, check_number, check_verbose
 
 if TYPE_CHECKING:
     from keras_het.strategy.cluster.stop_request import StepGuard
@@ -65,6 +66,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def __init__(
         self, backup_dir: str, save_freq: str | int = "epoch", *, verbose: int = 0, **kwargs: Any
     ) -> None:
+        check_folder("backup_dir", backup_dir)
+        if save_freq != "epoch":
+            check_number("save_freq", save_freq, least=1, whole=True, otherwise=' or "epoch"')
+        check_verbose(verbose)
+        for name in kwargs.keys() & {"double_checkpoint", "delete_checkpoint"}:
+            check_flag(name, kwargs[name])
         super().__init__(str(backup_dir), save_freq=save_freq, **kwargs)
         self._verbose = verbose
         self._folder = BackupFolder(backup_dir, num_kept=2 if self.double_checkpoint else 1)

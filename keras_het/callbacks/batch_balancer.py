@@ -13,8 +13,9 @@ import numpy as np
 
 from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, tell
 from keras_het.fit.session import FitSession, Rank
-from keras_het.fit.share_bounds import Bound, MemoryBounds, start_policy, upper_bounds
+from keras_het.fit.share_bounds import Bound, MemoryBounds, check_bound, start_policy, upper_bounds
 from keras_het.planning import BalancePlan, BalancePolicy, apportion, make_policy
+from keras_het.planning.argument_checks import check_folder, check_number, check_verbose
 from keras_het.planning.balance import known_times
 from keras_het.planning.balance.summary import summarize
 from keras_het.planning.diagnosis.recording import Device
@@ -88,6 +89,11 @@ class BatchBalancer(SessionCallback):
         **options: Any,
     ) -> None:
         super().__init__()
+        check_bound("max_share", max_share)
+        check_bound("min_share", min_share)
+        check_folder("memory_directory", memory_directory, or_none=True)
+        check_number("keep_measurements", keep_measurements, least=1, whole=True)
+        check_verbose(verbose)
         # A wrong name or setting fails here, for as many replicas as there are weights.
         num_weights = np.size(options.get("weights", 0))
         make_policy(policy, num_weights, num_weights, **options)

@@ -17,7 +17,7 @@ from keras_het.fit.model_strategy import (
     say_nothing_is_exchanged,
     tell,
 )
-from keras_het.planning.argument_checks import check_number
+from keras_het.planning.argument_checks import check_number, check_verbose, expect
 from keras_het.planning.bucket_sizes import ONE_SUM, fastest, sizes_to_try, typical_seconds
 from keras_het.strategy.keras_calls import SessionCallback
 
@@ -71,9 +71,13 @@ class BucketTuner(SessionCallback):
         self, sizes: Sequence[int] | None = None, *, steps: int = 10, verbose: int = 0
     ) -> None:
         super().__init__()
+        is_list = isinstance(sizes, Sequence) and not isinstance(sizes, str)
+        expected = "a list of numbers of bytes, with at least one"
+        expect(sizes is None or (is_list and len(sizes) > 0), expected, sizes=sizes)
         for size in sizes or ():
             check_number("sizes", size, least=1, whole=True)
         check_number("steps", steps, least=1, whole=True)
+        check_verbose(verbose)
         self._given_sizes = sizes if sizes is None else [int(size) for size in sizes]
         self._given_steps, self._verbose = steps, verbose
         self._strategy: Any = None

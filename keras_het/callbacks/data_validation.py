@@ -15,7 +15,14 @@ import tensorflow as tf
 from keras_het.fit.model_strategy import distribute_strategy, tell
 from keras_het.fit.session import FitSession, Rank, StepFunction
 from keras_het.loader.iterators.live_iterator import MeteredIterator
-from keras_het.planning.argument_checks import check_number, check_one_of
+from keras_het.planning.argument_checks import (
+    check_flag,
+    check_folder,
+    check_number,
+    check_one_of,
+    check_verbose,
+    expect,
+)
 from keras_het.strategy.keras_calls import SessionCallback
 
 if TYPE_CHECKING:
@@ -80,10 +87,22 @@ class DataValidation(SessionCallback):
         verbose: int = 0,
     ) -> None:
         super().__init__()
+        check_one_of("on_anomaly", on_anomaly, ("raise", "warn"))
+        check_number("first_batches", first_batches, least=1, whole=True)
+        check_flag("compare_shards", compare_shards)
+        check_folder("directory", directory, or_none=True)
+        expect(features is None or callable(features), "a function of a batch", features=features)
+        is_name = environment is None or (isinstance(environment, str) and environment != "")
+        expect(is_name, "the name of an environment in the schema", environment=environment)
+        check_verbose(verbose)
+        is_schema = isinstance(schema, (str, Path)) or hasattr(schema, "feature")
+        expected = (
+            "a tensorflow_metadata schema or the path of one, as "
+            "keras_het.loader.validation.infer_schema makes it"
+        )
+        expect(is_schema and schema != "", expected, schema=schema)
         # keras_het.callbacks remains useful without TensorFlow Data Validation.
         self._tools = importlib.import_module("keras_het.loader.validation")
-        check_one_of("on_anomaly", on_anomaly, ("raise", "warn"))
-        check_number("first_batches", first_batches, least=1)
         if directory is not None and not compare_shards:
             raise ValueError(
                 "directory is for the statistics of the replicas' shards. Give compare_shards=True "
@@ -92,11 +111,6 @@ class DataValidation(SessionCallback):
         self._schema = (
             self._tools.read_schema(schema) if isinstance(schema, (str, Path)) else schema
         )
-        if not hasattr(self._schema, "feature"):
-            raise ValueError(
-                "schema must be a tensorflow_metadata schema or the path of one, as "
-                f"keras_het.loader.validation.infer_schema makes it. Received: {schema!r}."
-            )
         names = [each.name for each in self._schema.feature]
         self._knows_weights = any(name.split("/")[0] == "sample_weight" for name in names)
         if compare_shards and not any(

@@ -21,6 +21,7 @@ import numpy as np
 from keras_het.callbacks.backup_and_restore import BackupAndRestore
 from keras_het.fit.backup_folder import RUN, BackupFolder, memory_folder, remove_other_runs
 from keras_het.fit.model_strategy import tell
+from keras_het.planning.argument_checks import check_number
 
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
@@ -82,6 +83,9 @@ class Elastic(BackupAndRestore):
     def __init__(
         self, backup_dir: str, save_freq: str | int = AUTO, *, verbose: int = 0, **kwargs: Any
     ) -> None:
+        if save_freq not in (AUTO, "epoch"):
+            others = f', "epoch" or "{AUTO}"'
+            check_number("save_freq", save_freq, least=1, whole=True, otherwise=others)
         self._is_auto = save_freq == AUTO
         super().__init__(backup_dir, 1 if self._is_auto else save_freq, verbose=verbose, **kwargs)
         self._run = os.environ.get(RUN)

@@ -32,7 +32,7 @@ from keras_het.fit.model_strategy import (
 from keras_het.fit.session import FitSession, Rank, StepFunction
 from keras_het.fit.shorter_epochs import ShorterEpochs
 from keras_het.planning import RolePlan
-from keras_het.planning.argument_checks import check_number, check_one_of
+from keras_het.planning.argument_checks import check_number, check_one_of, check_verbose, expect
 from keras_het.rpc.vector import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.batches.uneven_per_replica import find_sizes
 from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig
@@ -142,14 +142,17 @@ class HybridAggregation(SessionCallback):
         self._verbose = verbose
         self._steps_of_epoch = self._samples_of_epoch = 0
         steps = None if period == "auto" else period
-        check_number("period", steps, least=1, whole=True, otherwise=', or "auto"')
-        check_number("async_batch_size", async_batch_size, least=1, whole=True)
-        check_number("staleness_bound", staleness_bound, least=0)
+        check_number("period", steps, least=1, whole=True, or_none=True, otherwise=' or "auto"')
+        check_number("async_batch_size", async_batch_size, least=1, whole=True, or_none=True)
+        check_number("staleness_bound", staleness_bound, least=0, whole=True, or_none=True)
         check_number("timeout_seconds", timeout_seconds, above=0)
         check_number("connect_seconds", connect_seconds, least=0)
         check_number("end_seconds", end_seconds, least=0)
-        check_number("measured_steps", measured_steps, least=1, most=CAPACITY)
-        check_number("noise_scale", noise_scale, above=0)
+        check_number("partition_bytes", partition_bytes, least=1, whole=True)
+        check_number("measured_steps", measured_steps, least=1, most=CAPACITY, whole=True)
+        check_number("noise_scale", noise_scale, above=0, or_none=True)
+        expect(wire is None or isinstance(wire, Wire), "a format such as TopKWire(0.1)", wire=wire)
+        check_verbose(verbose)
         check_one_of("on_service_loss", on_service_loss, ("raise", "continue"))
         check_one_of("service", service, ("auto", "spread"))
         check_one_of("roles", roles, ("tf_config", "auto"))

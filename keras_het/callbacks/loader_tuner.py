@@ -22,7 +22,7 @@ from keras_het.loader.iterators.knobs import Knobs
 from keras_het.loader.iterators.live_iterator import LiveIterator
 from keras_het.loader.tuning.session import Move, TuningSession
 from keras_het.loader.tuning.stall_meter import StallMeter
-from keras_het.planning.argument_checks import check_number, check_one_of
+from keras_het.planning.argument_checks import check_flag, check_number, check_one_of, check_verbose
 from keras_het.planning.loader import LoaderController, LoaderPlan, TunerController
 from keras_het.strategy.keras_calls import SessionCallback
 
@@ -84,9 +84,11 @@ class LoaderTuner(SessionCallback):
         super().__init__()
         if not callable(controller):
             check_one_of("controller", controller, ("tuner", "fixed"), ", or a function")
-        check_number("max_memory", max_memory, above=0)
-        check_number("nice", nice, least=0, most=19)
-        check_number("io_budget", io_budget, least=1)
+        check_number("max_memory", max_memory, above=0, or_none=True)
+        check_number("nice", nice, least=0, most=19, whole=True)
+        check_number("io_budget", io_budget, least=1, whole=True, or_none=True)
+        check_flag("share_host", share_host)
+        check_verbose(verbose)
         if io_budget is not None and not share_host:
             raise ValueError(
                 "io_budget is divided among the jobs of the host. Received: "

@@ -21,6 +21,7 @@ from keras_het.local_training import (
     adopt_variables_of_the_chief,
     balanced_shares,
 )
+from keras_het.planning.argument_checks import check_flag, check_number, check_verbose
 from keras_het.strategy.keras_calls import SessionCallback
 
 if TYPE_CHECKING:
@@ -78,6 +79,9 @@ class LocalTraining(SessionCallback):
         **settings: Any,
     ) -> None:
         super().__init__()
+        check_number("period", period, least=1, whole=True, or_none=True)
+        check_flag("balance", balance)
+        check_verbose(verbose)
         if period is not None:
             settings["period"] = period
         if settings and not isinstance(rule, str):

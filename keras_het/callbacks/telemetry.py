@@ -18,7 +18,13 @@ from keras_het.asynchronous.exchange.pace import Pace
 from keras_het.asynchronous.exchange.participant import Participant, first_async_participant
 from keras_het.fit.model_strategy import heterogeneous_strategy
 from keras_het.fit.session import FitSession, Rank
-from keras_het.planning.argument_checks import check_number
+from keras_het.planning.argument_checks import (
+    check_flag,
+    check_folder,
+    check_number,
+    check_verbose,
+    expect,
+)
 from keras_het.planning.diagnosis.recording import HARDWARE, Recording
 from keras_het.planning.diagnosis.steps import throughput
 from keras_het.planning.diagnosis.verdict import Verdict, diagnose
@@ -99,7 +105,16 @@ class Telemetry(SessionCallback):
         verbose: int = 0,
     ) -> None:
         super().__init__()
-        check_number("keep_steps", keep_steps, least=1)
+        check_folder("log_dir", log_dir, or_none=True)
+        check_number("keep_steps", keep_steps, least=1, whole=True)
+        check_flag("progress", progress)
+        # 0 is for any free port
+        port = prometheus_port
+        check_number("prometheus_port", port, least=0, most=65535, whole=True, or_none=True)
+        is_address = isinstance(prometheus_address, str) and prometheus_address != ""
+        expected = 'an address such as "127.0.0.1"'
+        expect(is_address, expected, prometheus_address=prometheus_address)
+        check_verbose(verbose)
         self._log_dir = None if log_dir is None else Path(log_dir) / _FOLDER
         self._keep_steps = keep_steps
         self._prometheus = (prometheus_port, prometheus_address)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from keras_het.fit.session import Batches, StepFunction
 from keras_het.planning import BalancePolicy, make_policy
+from keras_het.planning.argument_checks import expect
 from keras_het.planning.shares import MAX_TOTAL
 from keras_het.planning.times.time_model import further_parts
 from keras_het.value_types import Nest
@@ -26,10 +27,27 @@ Bound = int | Sequence[int | None] | Mapping[int, int] | None
 """Samples: for all replicas, for each, for some, or none."""
 
 
+def check_bound(name: str, given: Bound) -> None:
+    """Refuse what is not a bound for any number of replicas."""
+    bounds: Any = given.values() if isinstance(given, Mapping) else given
+    bounds = [given] if isinstance(given, str) or not isinstance(bounds, Iterable) else [*bounds]
+    is_right = all(
+        each is None
+        or (isinstance(each, Integral) and not isinstance(each, bool) and int(each) >= 0)
+        for each in bounds
+    )
+    expected = (
+        "a whole number of samples, a list with one for each replica, or a dict from replica to "
+        "number"
+    )
+    expect(is_right and len(bounds) > 0, expected, **{name: given})
+
+
 def bound_of_each(
     name: str, given: Bound, num_replicas: int, missing: int, most: int = MAX_TOTAL
 ) -> list[int]:
     """Return one bound for each replica, none above `most`."""
+    check_bound(name, given)
     if isinstance(given, Mapping):
         if wrong := [replica for replica in given if replica not in range(num_replicas)]:
             raise ValueError(
@@ -46,11 +64,6 @@ def bound_of_each(
             f"There must be one bound for each of the {num_replicas} replicas. Received: "
             f"{name}={given!r}."
         )
-    if not all(bound is None or isinstance(bound, Integral) for bound in bounds):
-        raise TypeError(
-            f"{name} must be a whole number of samples, a list with one for each replica, or a "
-            f"dict from replica to number. Received: {name}={given!r}."
-        )
     return [missing if bound is None else min(int(bound), most) for bound in bounds]
 
 
@@ -62,11 +75,16 @@ def read_micro_batch_size(given: MicroBatchSize, num_replicas: int) -> list[int]
     """Return the most samples that each replica computes on at a time, None for whole shares."""
     if given is None:
         return None
+    expect(
+        given == "auto" or not isinstance(given, str),
+        '"auto" or numbers of samples',
+        micro_batch_size=given,
+    )
     bound = MAX_TOTAL if given == "auto" else given
     sizes = bound_of_each("micro_batch_size", bound, num_replicas, MAX_TOTAL)
     if min(sizes) < 1:
         raise ValueError(
-            "A micro-batch has at least one sample. Received: "
+            "A micro-batch must have at least one sample. Received: "
             f"micro_batch_size={given!r}. None leaves the share of a replica whole."
         )
     return sizes

@@ -76,23 +76,25 @@ def weight_of_each(name: str, given: Weights, num_replicas: int) -> tuple[float,
             f"{name} must be a list with one number for each replica, or a dict from replica to "
             f"number. Received: {name}={given!r} of type {type(given).__name__}."
         )
-    return tuple(given)
+    weights = tuple(given)
+    exact_weights(weights, name)
+    return weights
 
 
-def exact_weights(weights: Sequence[SupportsFloat]) -> tuple[Fraction, ...]:
+def exact_weights(weights: Sequence[SupportsFloat], name: str = "weights") -> tuple[Fraction, ...]:
     """Check share weights and return them as exact fractions."""
     exact = []
     for weight in weights:
         if not math.isfinite(weight) or float(weight) < 0:
             raise ValueError(
                 "Every weight must be a finite number, zero or more. "
-                f"Received: {weight!r} in {list(weights)}."
+                f"Received: {weight!r} in {name}={list(weights)}."
             )
         exact.append(Fraction(weight if isinstance(weight, Rational) else float(weight)))
     if not any(exact):
         raise ValueError(
             f"At least one weight must be positive, else no replica takes a sample. "
-            f"Received: {list(weights)}."
+            f"Received: {name}={list(weights)}."
         )
     return tuple(exact)
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.planning import ReplicaLayout
-from keras_het.planning.argument_checks import check_number, check_one_of
+from keras_het.planning.argument_checks import check_number, check_one_of, expect
 from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
 from keras_het.strategy.cluster import agreement
 from keras_het.strategy.cluster.peer_watch import message_in
@@ -29,11 +29,18 @@ _KEYS_PER_RANGE = 10_000
 _MORE_SECONDS = 15.0
 
 
-def check_how_gradients_travel(dtype: str | None, rank: int | None, summation: object) -> None:
-    """Refuse a type or a rank with which gradients cannot travel between workers."""
+def check_how_gradients_travel(
+    options: object, dtype: str | None, rank: int | None, summation: object
+) -> None:
+    """Refuse options, a type or a rank with which gradients cannot travel between workers."""
+    expect(
+        options is None or isinstance(options, private_api.CommunicationOptions),
+        "tf.distribute.experimental.CommunicationOptions(implementation=..., bytes_per_pack=...)",
+        communication_options=options,
+    )
     if dtype is not None:
         check_one_of("communication_dtype", dtype, ("bfloat16", "float16"))
-    check_number("powersgd_rank", rank, least=1, whole=True)
+    check_number("powersgd_rank", rank, least=1, whole=True, or_none=True)
     if dtype is not None and rank is not None:
         raise ValueError(
             "Gradients of low rank travel in their own type. Received: communication_dtype="

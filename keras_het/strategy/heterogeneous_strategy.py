@@ -162,7 +162,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         check_seconds("connect_seconds", connect_seconds)
         patience = read_peer_timeout(peer_timeout_seconds)
         summation = read_aggregation(aggregation)
-        check_how_gradients_travel(communication_dtype, powersgd_rank, summation)
+        how = (communication_options, communication_dtype, powersgd_rank)
+        check_how_gradients_travel(*how, summation)
         self._collective_key_base = next_collective_key_base()
         self._emulated_devices = read_emulated_devices()
         self._has_warned = False
@@ -175,8 +176,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             self._extended_class(
                 self,
                 cluster_resolver=membership.resolver,
-                communication_options=communication_options
-                or tf.distribute.experimental.CommunicationOptions(),
+                communication_options=communication_options or private_api.CommunicationOptions(),
                 devices=names,
                 connect_seconds=seconds_left,
                 peer_timeout_seconds=patience,

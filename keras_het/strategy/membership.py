@@ -6,12 +6,13 @@ import itertools
 import logging
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.planning.argument_checks import expect
 from keras_het.strategy.cluster.arrival import wait_for_peers
 from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
 from keras_het.strategy.cluster.peer_watch import PeerWatch, neighbours, short_name
@@ -56,6 +57,9 @@ def find_cluster(
     cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
 ) -> Membership:
     config = None
+    is_resolver = cluster_resolver is None or hasattr(cluster_resolver, "cluster_spec")
+    expected = "a tf.distribute.cluster_resolver.ClusterResolver"
+    expect(is_resolver, expected, cluster_resolver=cluster_resolver)
     if cluster_resolver is None:
         config = read_cluster_config()
         _check_runs_a_script(config)
@@ -105,9 +109,9 @@ def choose_devices(devices: Sequence[str] | None, num_workers: int) -> tuple[str
     """Return the names of the local devices to use, such as ("GPU:0", "GPU:1")."""
     if devices is None:
         return _default_devices(num_workers)
-    if isinstance(devices, str) or not all(isinstance(device, str) for device in devices):
-        is_name = isinstance(devices, str)
-        fix = f"devices=[{devices!r}]" if is_name else f"shares={list(devices)!r}"
+    is_name, is_list = isinstance(devices, str), isinstance(devices, Iterable)
+    if is_name or not is_list or not all(isinstance(device, str) for device in devices):
+        fix = f"devices=[{devices!r}]" if is_name else f"shares={devices!r}"
         raise TypeError(
             '`devices` must be a list of names such as ["GPU:0", "GPU:1"]; numbers, one for each '
             f"replica, are `shares`. Received: devices={devices!r}. Did you mean {fix}?"

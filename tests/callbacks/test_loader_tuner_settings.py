@@ -249,7 +249,7 @@ def test_everything_is_kept_as_json(tmp_path):
         ),
         (lambda: pipeline(lambda knobs: [1, 2]), TypeError, "build must return"),
         *(
-            (lambda k=k: Knobs(*k), ValueError, "1 or more")
+            (lambda k=k: Knobs(*k), ValueError, "must be a whole number of at least 1")
             for k in [(0, 1, 1), (1, 0, 1), (1, 1, 0)]
         ),
     ],

@@ -115,7 +115,7 @@ def test_resume_with_unchanged_shares(files):
 def test_wrong_numbers_are_refused(files):
     with pytest.raises(ValueError, match="one number for each of the 6 files"):
         make(files, (1,), [[1]], samples_per_file=[1])
-    with pytest.raises(ValueError, match="At least one file"):
+    with pytest.raises(ValueError, match="a list of paths of files"):
         make([], (1,), [[1]], samples_per_file=[])
     worker = make(files, (1,), [[1]], samples_per_file=[20] * 6)[0]
     with pytest.raises(ValueError, match="fewer samples than samples_per_file"):

@@ -69,8 +69,8 @@ def get(
         kind, config = identifier, {}
     else:
         raise TypeError(
-            "An update rule is given as a name, a dict with class_name and config, a class or an "
-            f"instance. Received: {identifier!r} of type {type(identifier).__name__}."
+            "An update rule must be a name, a dict with class_name and config, a class or an "
+            f"instance. Received: rule={identifier!r} of type {type(identifier).__name__}."
         )
     return _create(kind, config, num_workers)
 
@@ -89,7 +89,8 @@ def _find(name: str | None) -> type[Rule]:
     found = RULES.get(name or "") or by_class_name.get(name or "")
     if found is None:
         raise ValueError(
-            f"There is no update rule {name!r}. Known rules: {', '.join(sorted(RULES))}."
+            f"There is no update rule of this name. Received: rule={name!r}. Expected one of "
+            f"{sorted(RULES)}."
         )
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from keras_het.loader.nested import Batch
 from keras_het.loader.order import rows
 from keras_het.loader.order.pass_counter import Pass
 from keras_het.loader.order.replay import advance, fresh_copy
+from keras_het.planning.argument_checks import check_number, expect
 from keras_het.planning.file_assignment import assign_files, shares_of_own_samples
 from keras_het.planning.replica_layout import ReplicaLayout
 
@@ -112,17 +114,26 @@ class FileShardedDataset(DistributedSteps):
         shuffle_buffer: int = 0,
         seed: int = 0,
     ) -> None:
-        if not filenames or global_batch_size < 1:
-            raise ValueError(
-                "At least one file and a global_batch_size of 1 or more are needed. "
-                f"Received: {len(filenames)} files, global_batch_size={global_batch_size}."
-            )
+        is_list = not isinstance(filenames, (str, bytes)) and isinstance(filenames, Sequence)
+        are_names = is_list and all(isinstance(name, (str, os.PathLike)) for name in filenames)
+        expect(are_names and len(filenames) > 0, "a list of paths of files", filenames=filenames)
+        expect(callable(reader), "a function of a file's name", reader=reader)
+        check_number("global_batch_size", global_batch_size, least=1, whole=True)
+        is_function = map_function is None or callable(map_function)
+        expect(is_function, "a function of a batch", map_function=map_function)
+        check_number("shuffle_buffer", shuffle_buffer, least=0, whole=True)
+        check_number("seed", seed, whole=True)
+        counts = () if samples_per_file is None else samples_per_file
+        is_list = isinstance(counts, (Sequence, np.ndarray)) and not isinstance(counts, str)
+        expect(is_list, "a list with a number for each file", samples_per_file=samples_per_file)
+        for number in counts:
+            check_number("samples_per_file", number, least=0, whole=True)
         if samples_per_file is None:
             samples_per_file = _count_samples(filenames, reader)
         if len(samples_per_file) != len(filenames):
             raise ValueError(
                 f"samples_per_file needs one number for each of the {len(filenames)} files. "
-                f"Received: {len(samples_per_file)}."
+                f"Received: samples_per_file={samples_per_file!r}."
             )
         self._layout = layout
         self._weights = weights

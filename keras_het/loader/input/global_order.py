@@ -38,7 +38,7 @@ from keras_het.loader.order.pass_counter import Pass
 from keras_het.loader.order.pipeline_form import PipelineForm
 from keras_het.loader.order.replay import advance, fresh_copy, nests_shuffles, starts_once
 from keras_het.loader.order.share_queue import ShareQueue
-from keras_het.planning.argument_checks import check_number
+from keras_het.planning.argument_checks import check_number, expect
 from keras_het.planning.replica_layout import ReplicaLayout
 
 logger = logging.getLogger("keras_het")
@@ -111,8 +111,10 @@ class GlobalOrderDataset(DistributedSteps):
                 f"{type(dataset)}. Arrays can be given to fit directly, or made one by "
                 "Dataset.from_tensor_slices."
             )
-        check_number("global_batch_size", global_batch_size, least=1)
-        check_number("lookahead", lookahead, least=0)
+        check_number("global_batch_size", global_batch_size, least=1, whole=True, or_none=True)
+        check_number("lookahead", lookahead, least=0, whole=True)
+        functions = batch_map if isinstance(batch_map, (list, tuple)) else [batch_map]
+        expect(all(map(callable, functions)), "one function, or several", batch_map=batch_map)
         if global_batch_size is None:
             rows.check_batched(dataset.element_spec)
         self.form, passes = recall(dataset, global_batch_size, self)
@@ -122,7 +124,7 @@ class GlobalOrderDataset(DistributedSteps):
         self.lookahead = lookahead
         self._get_claims = claims
         self._claims: Claims | None = None
-        self._row_functions = (batch_map,) if callable(batch_map) else tuple(batch_map)
+        self._row_functions = tuple(functions)
         self.only_slices = self.form.only_slices and not self._row_functions
         self._idle: list[tuple[tf.data.Dataset, ShareQueue]] = []
         self.pipelines_built = 0

@@ -17,6 +17,7 @@ from keras_het.loader.inspection.stages import CONSUMER, PipelineStage, read_sta
 from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline
 from keras_het.loader.iterators.handover import was_handed_over
 from keras_het.loader.iterators.held_iterator import hold_functions_of, release
+from keras_het.planning.argument_checks import check_number
 from keras_het.usable_cpus import own_cpus
 
 if TYPE_CHECKING:
@@ -208,13 +209,14 @@ def inspect(
     Raises:
         TypeError: if the argument is neither.
     """
+    check_number("seconds", seconds, least=0)
     if isinstance(dataset_or_iterator, tf.data.Iterator):
         report = read_report(dataset_or_iterator)
     elif isinstance(dataset_or_iterator, tf.data.Dataset):
         report = _report_of_data_set(dataset_or_iterator, seconds)
     else:
         raise TypeError(
-            "inspect needs a tf.data.Dataset or a tf.data.Iterator. Received: "
+            "inspect needs a tf.data.Dataset or a tf.data.Iterator. Received: dataset_or_iterator="
             f"{dataset_or_iterator!r} of type {type(dataset_or_iterator)}. Within fit, call "
             "LoaderTuner.inspect; instead of what strategy.distribute gives, inspect the data set "
             "that it was given."

@@ -17,6 +17,7 @@ from keras_het.loader.iterators.handover import hand_over, has_memory_cache
 from keras_het.loader.iterators.held_iterator import hold_functions_of
 from keras_het.loader.iterators.knobs import Build, Knobs
 from keras_het.loader.iterators.replayable import draws_an_order
+from keras_het.planning.argument_checks import expect
 
 _Spare: TypeAlias = "tuple[tf.data.Dataset, tf.data.Iterator]"
 """An iterator, after the data set that it iterates."""
@@ -72,6 +73,9 @@ def pipeline(build: Build, knobs: Knobs | None = None) -> AdjustablePipeline:
     Raises:
         TypeError: if `build` does not return a `tf.data.Dataset`.
     """
+    expect(callable(build), "a function of knobs that returns a data set", build=build)
+    is_right = knobs is None or isinstance(knobs, Knobs)
+    expect(is_right, "keras_het.loader.Knobs(...)", knobs=knobs)
     knobs = knobs or Knobs.for_host()
     seeds = iterator_adapter.operation_seed_state()
     return AdjustablePipeline(build, knobs, build_tuned(build, knobs), seeds)

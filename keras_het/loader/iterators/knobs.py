@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
+from keras_het.planning.argument_checks import check_number
 from keras_het.planning.loader import LoaderPlan
 from keras_het.usable_cpus import usable_cpus
 
@@ -32,8 +33,8 @@ class Knobs:
     threads: int
 
     def __post_init__(self) -> None:
-        if min(self.num_parallel_calls, self.prefetch, self.threads) < 1:
-            raise ValueError(f"Knobs must be 1 or more. Received: {self}.")
+        for name, value in dataclasses.asdict(self).items():
+            check_number(name, value, least=1, whole=True)
 
     @classmethod
     def for_host(cls) -> Knobs:

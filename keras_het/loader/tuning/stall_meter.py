@@ -6,6 +6,7 @@ import collections
 
 import numpy as np
 
+from keras_het.planning.argument_checks import check_number
 from keras_het.planning.shares import FloatArray
 
 
@@ -25,6 +26,7 @@ class StallMeter:
     """
 
     def __init__(self, memory: int = 4096) -> None:
+        check_number("memory", memory, least=1, whole=True)
         self._latest: collections.deque[tuple[float, float]] = collections.deque(maxlen=memory)
         self.steps = 0
         self.seconds = self.input_wait_seconds = 0.0

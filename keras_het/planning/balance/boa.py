@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral, Real
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from keras_het.planning.argument_checks import check_number
 from keras_het.planning.balance.min_max import min_max_shares, min_max_shares_linear
 from keras_het.planning.balance.plan import BalancePlan
 from keras_het.planning.balance.plan_trial import TAKEN_BACK, PlanTrial, RetrySchedule
@@ -88,9 +88,10 @@ class BoaPolicy(SharePolicy):
         micro_batch_sizes: ArrayLike | None = None,
     ) -> None:
         super().__init__(num_replicas, global_batch_size, lower=lower, upper=upper)
-        self._dead_band = _check_number("dead_band", dead_band, 0)
-        self._least_gain_seconds = _check_number("least_gain_seconds", least_gain_seconds, 0)
-        _check_number("window", window, 1, is_whole=True)
+        check_number("dead_band", dead_band, least=0)
+        check_number("least_gain_seconds", least_gain_seconds, least=0)
+        check_number("window", window, least=1, whole=True)
+        self._dead_band, self._least_gain_seconds = dead_band, least_gain_seconds
         self._fit = TimeModelFit(num_replicas, window, micro_batch_sizes)
         self._retries = RetrySchedule()
         self._trying: int | None = None
@@ -324,12 +325,3 @@ class BoaPolicy(SharePolicy):
         if not could.any() or lower.sum() > self._total:
             return None
         return float(self._times(self._solve(lower)).max())
-
-
-def _check_number(name: str, value: float, least: float, *, is_whole: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, Integral if is_whole else Real):
-        kind = "a whole number" if is_whole else "a number"
-        raise TypeError(f"{name} must be {kind}. Received: {name}={value!r}.")
-    if not least <= value <= math.inf:
-        raise ValueError(f"{name} must be at least {least}. Received: {name}={value!r}.")
-    return value

@@ -1,0 +1,258 @@
+"""Every option of the public classes and functions refuses six wrong values when it is given.
+
+A new option fails here until it has a row: the rows are compared with the signatures.
+"""
+
+import functools
+import inspect
+import math
+import re
+from pathlib import Path
+
+import keras
+import pytest
+import tensorflow as tf
+from devices import DEVICES
+
+import keras_het
+from keras_het import callbacks, loader
+from keras_het.planning.balance.registry import POLICIES
+
+NAN = math.nan
+# Six wrong values of each kind of option; None is a seventh unless it is the default.
+WRONG = {
+    "whole, one or more": ("42", -1, 0, NAN, 2.5, [3]),
+    "whole, zero or more": ("42", -1, NAN, 2.5, [3], {}),
+    "above zero": ("42", -1, 0, NAN, [3], {}),
+    "zero or more": ("42", -1, NAN, [3], {}, True),
+    "choice": ("", "Auto", 3, True, ["auto"], NAN),
+    "flag": ("yes", "False", 2, NAN, [True], {}),
+    "verbose": ("yes", -1, NAN, 2.5, [1], 3),
+    "folder": (3, "", NAN, ["folder"], {}, Path(__file__)),
+    "text": (3, True, NAN, ["text"], "", b"text"),
+    "function": ("print", 3, True, NAN, [print], {}),
+    "functions": ("print", 3, True, NAN, ["print"], {}),
+    "numbers": (3, "42", [NAN], [-1], [2.5], [[2]]),
+    "save_freq": ("sometimes", "", 0, -1, NAN, [1]),
+    "sizes": (2**20, [], "42", [0], [NAN], [[2]]),
+    "bound": ("42", -1, NAN, [], ["a"], {}),
+    "micro_batch_size": ("Auto", 0, -1, NAN, [], [0, 2, 2]),
+    "devices": ("CPU:0", [], [3], 3, ["CPU:99"], {}),
+    "weights": ("42", -1, [], [NAN, 1, 1], [-1, 1, 1], ["a", 1, 1]),
+    "object": ("NCCL", 3, True, NAN, [3], {"a": 1}),
+    "rule": ("nothing", "", 3, NAN, ["delta"], {}),
+    "plan": (3, True, NAN, {}, [3], "stage"),
+    "memory": ("42", -1, 0, NAN, [], [-1]),
+    "port": ("9400", -1, 70000, NAN, 2.5, [9400]),
+    "names": ("a file", 3, [], [3], NAN, {}),
+    "whole": ("42", NAN, 2.5, [3], {}, b"1"),
+    "schema": (3, True, NAN, {}, [3], ""),
+    "priority": ("42", -1, 20, NAN, 2.5, [3]),
+}
+VERBOSE = {"verbose": "verbose"}
+SECONDS = {"connect_seconds": "above zero", "peer_timeout_seconds": "above zero"}
+BACKUPS = {
+    "backup_dir": "folder",
+    "save_freq": "save_freq",
+    "double_checkpoint": "flag",
+    "delete_checkpoint": "flag",
+    **VERBOSE,
+}
+DISTRIBUTED = {
+    "dataset": "object",
+    "global_batch_size": "whole, one or more",
+    "batch_map": "functions",
+    "lookahead": "whole, zero or more",
+}
+OPTIONS = {
+    "HeterogeneousStrategy": {
+        "devices": "devices",
+        "shares": "weights",
+        "cluster_resolver": "object",
+        "communication_options": "object",
+        "aggregation": "choice",
+        "micro_batch_size": "micro_batch_size",
+        "communication_dtype": "choice",
+        "powersgd_rank": "whole, one or more",
+        **SECONDS,
+    },
+    "PipelineStrategy": {
+        "plan": "plan",
+        "micro_batches": "whole, one or more",
+        "devices": "devices",
+        "memory_bytes": "memory",
+        "recompute": "choice",
+        "schedule": "choice",
+        "cluster_resolver": "object",
+        **SECONDS,
+    },
+    "reduce_over_replicas": {"aggregation": "choice"},
+    "BackupAndRestore": BACKUPS,
+    "Elastic": BACKUPS,
+    "BatchBalancer": {
+        "policy": "choice",
+        "max_share": "bound",
+        "min_share": "bound",
+        "memory_directory": "folder",
+        "keep_measurements": "whole, one or more",
+        "dead_band": "zero or more",
+        "least_gain_seconds": "zero or more",
+        "window": "whole, one or more",
+        "weights": "weights",
+        **VERBOSE,
+    },
+    "BucketTuner": {"sizes": "sizes", "steps": "whole, one or more", **VERBOSE},
+    "DataValidation": {
+        "schema": "schema",
+        "on_anomaly": "choice",
+        "first_batches": "whole, one or more",
+        "compare_shards": "flag",
+        "directory": "folder",
+        "features": "function",
+        "environment": "text",
+        **VERBOSE,
+    },
+    "HybridAggregation": {
+        "rule": "rule",
+        "period": "whole, one or more",
+        "async_batch_size": "whole, one or more",
+        "staleness_bound": "whole, zero or more",
+        "on_service_loss": "choice",
+        "timeout_seconds": "above zero",
+        "connect_seconds": "zero or more",
+        "end_seconds": "zero or more",
+        "wire": "object",
+        "service": "choice",
+        "partition_bytes": "whole, one or more",
+        "roles": "choice",
+        "measured_steps": "whole, one or more",
+        "noise_scale": "above zero",
+        **VERBOSE,
+    },
+    "LoaderTuner": {
+        "controller": "choice",
+        "max_memory": "above zero",
+        "nice": "priority",
+        "share_host": "flag",
+        "io_budget": "whole, one or more",
+        **VERBOSE,
+    },
+    "LocalTraining": {
+        "rule": "rule",
+        "period": "whole, one or more",
+        "balance": "flag",
+        **VERBOSE,
+    },
+    "Telemetry": {
+        "log_dir": "folder",
+        "keep_steps": "whole, one or more",
+        "progress": "flag",
+        "prometheus_port": "port",
+        "prometheus_address": "text",
+        **VERBOSE,
+    },
+    "Knobs": dict.fromkeys(("num_parallel_calls", "prefetch", "threads"), "whole, one or more"),
+    "StallMeter": {"memory": "whole, one or more"},
+    "inspect": {"seconds": "zero or more", "dataset_or_iterator": "object"},
+    "pipeline": {"build": "function", "knobs": "object"},
+    "distribute": DISTRIBUTED,
+    "distribute_files": {
+        "global_batch_size": "whole, one or more",
+        "filenames": "names",
+        "reader": "function",
+        "samples_per_file": "numbers",
+        "map_function": "function",
+        "shuffle_buffer": "whole, zero or more",
+        "seed": "whole",
+    },
+    "set_shares": {"shares": "weights"},
+}
+PUBLIC = {
+    name: getattr(module, name)
+    for module in (keras_het, callbacks, loader)
+    for name in module.__all__
+    if callable(getattr(module, name))
+}
+# What the package makes for users, and values that are no options.
+MADE_BY_US = {
+    *("AdjustablePipeline", "FileShardedDataset", "GlobalOrderDataset", "StepIterator"),
+    *("HandoverError", "PipelineReport"),
+}
+INTERNAL = {"layout", "wrap", "claims", "values", "lower", "upper", "micro_batch_sizes"}
+
+
+@functools.cache
+def strategy():
+    return keras_het.HeterogeneousStrategy(DEVICES[:3])
+
+
+def function_of(name):
+    return PUBLIC[name] if name in PUBLIC else getattr(strategy(), name)
+
+
+# What the call needs beside the option.
+def others(name, option, folder):
+    rows = tf.data.Dataset.range(8).batch(8)
+    needed = {
+        "HeterogeneousStrategy": {"devices": DEVICES[:3]},
+        "reduce_over_replicas": {"values": [tf.ones(2)]},
+        "BackupAndRestore": {"backup_dir": folder},
+        "Elastic": {"backup_dir": folder},
+        "BatchBalancer": {"policy": "static"} if option == "weights" else {},
+        "DataValidation": {"schema": "schema.pbtxt"},
+        "Knobs": {"num_parallel_calls": 1, "prefetch": 1, "threads": 1},
+        "inspect": {"dataset_or_iterator": rows},
+        "pipeline": {"build": lambda knobs: rows},
+        "distribute": {"dataset": rows},
+        "distribute_files": {
+            "filenames": [__file__],
+            "reader": tf.data.TextLineDataset,
+            "global_batch_size": 8,
+        },
+    }
+    return needed.get(name, {})
+
+
+def options_of(name):
+    """The options that signatures have, also of what takes the further ones."""
+    further = {
+        "BatchBalancer": [*POLICIES.values()],
+        "BackupAndRestore": [keras.callbacks.BackupAndRestore],
+        "Elastic": [keras.callbacks.BackupAndRestore],
+        "distribute": [loader.GlobalOrderDataset],
+        "distribute_files": [loader.FileShardedDataset],
+    }
+    found = {}
+    for each in (function_of(name), *further.get(name, [])):
+        found = {**inspect.signature(each).parameters, **found}
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return {k: v for k, v in found.items() if v.kind not in kinds and k not in INTERNAL}
+
+
+def test_each_option_has_a_row():
+    assert OPTIONS.keys() >= PUBLIC.keys() - MADE_BY_US
+    for name, rows in OPTIONS.items():
+        own = options_of(name)
+        left_out = {"num_replicas", "global_batch_size", "weights"} - rows.keys()
+        left_out |= {"save_before_preemption", "file"} - rows.keys()
+        assert own.keys() - left_out == rows.keys(), name
+    assert all(len(wrong) == 6 for wrong in WRONG.values())
+
+
+CASES = [(name, option) for name, rows in OPTIONS.items() for option in rows]
+
+
+@pytest.mark.parametrize(("name", "option"), CASES, ids=[".".join(case) for case in CASES])
+def test_wrong_values_are_refused(name, option, tmp_path):
+    given = others(name, option, tmp_path / "folder")
+    default = options_of(name)[option].default
+    needs_none = default is not None and OPTIONS[name][option] != "weights"
+    for value in (*WRONG[OPTIONS[name][option]], *([None] if needs_none else [])):
+        with pytest.raises((ValueError, TypeError)) as refusal:
+            function_of(name)(**{**given, option: value})
+        said = str(refusal.value)
+        assert option in said and "Received: " in said, said
+        parts = value if isinstance(value, list) else [value]
+        assert repr(value) in said or any(repr(part) in said for part in parts) or not value, said
+        assert re.search("must|[Ee]xpected|Did you mean|Names are|needs|available", said), said
+    assert not list(tmp_path.iterdir()), "a refused call has left something behind"
