@@ -56,9 +56,8 @@ VARIANTS = {
     "Dice-axis0": {"axis": 0},
 }
 IOU = ("MeanIoU", "IoU")
-# Computed in float32.
-ROUGH = {"CTC": 1e-5, "SparseTopKCategoricalAccuracy": 1e-5, "TopKCategoricalAccuracy": 1e-5}
-OF_ROWS = ("F1Score", "FBetaScore", "R2Score")  # take matrices
+ROUGH = {"CTC": 1e-5}  # computed in float32
+OF_MATRICES = ("F1Score", "FBetaScore", "R2Score")
 BASES = {"Loss", "Metric"}  # have no values
 OF_ONE_VALUE = {"Mean", "Sum"}  # are updated with one argument
 COMBINES = r"the loss '(dice|tversky|circle)' combines the samples of its batch"
@@ -79,7 +78,7 @@ def kind_of(case):
     return "binary"
 
 
-def data(kind, case=""):
+def data(kind, form="sequences"):
     """Sequences, and a target for each of their steps; of embeddings, one for each sequence."""
     random = np.random.default_rng(5)
     x = random.normal(size=(SAMPLES, STEPS, 5))
@@ -93,15 +92,15 @@ def data(kind, case=""):
     else:
         y = random.integers(-1 if kind == "scores" else 0, CLASSES, (SAMPLES, STEPS))
         y = np.eye(CLASSES)[y] if kind == "one hot" else y
-    if case in OF_ROWS:
+    if form == "matrices":
         x, y = x[:, 0], y[:, 0]
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
 
 
-def model(kind, loss, metrics=None, cls=keras.Model, case=""):
-    inputs = keras.Input((5,) if case in OF_ROWS else (STEPS, 5))
+def model(kind, loss, metrics=None, cls=keras.Model, form="sequences"):
+    inputs = keras.Input((5,) if form == "matrices" else (STEPS, 5))
     activation = {"binary": "sigmoid", "sparse": "softmax", "one hot": "softmax"}.get(kind)
-    dtype = "float32" if case in ROUGH else None
+    dtype = "float32" if form == "float32" else None
     outputs = keras.layers.Dense(2 if kind == "binary" else CLASSES, activation, dtype=dtype)(
         inputs
     )
@@ -113,14 +112,15 @@ def model(kind, loss, metrics=None, cls=keras.Model, case=""):
 
 
 class UpdatesWithOutputs(keras.Model):
-    """Gives the outputs to a metric of one argument."""
+    """Gives the outputs to metrics of one argument."""
 
-    def __init__(self, *args, metric=None, **kwargs):
+    def __init__(self, *args, own=(), **kwargs):
         super().__init__(*args, **kwargs)
-        self.own = METRICS[metric](name="own")
+        self.own = list(own)
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
-        self.own.update_state(y_pred)
+        for metric in self.own:
+            metric.update_state(y_pred)
         return super().compute_metrics(x, y, y_pred, sample_weight)
 
 
@@ -130,17 +130,19 @@ def with_loss(case):
     return functools.partial(model, kind_of(case), LOSSES[name](**options))
 
 
-def with_metric(case):
-    name = case.partition("-")[0]
-    if name in OF_ONE_VALUE:
-        return functools.partial(
-            model, "binary", "mse", cls=functools.partial(UpdatesWithOutputs, metric=name)
-        )
-    options = VARIANTS.get(case, ARGUMENTS.get(name, {}))
-    loss = {"sparse": "sparse_categorical_crossentropy"}.get(kind_of(case), "mse")
+def with_metrics(group):
+    """Have all metrics of one kind in one model, named as their cases."""
 
     def build():
-        return model(kind_of(case), loss, [METRICS[name](name="own", **options)], case=name)
+        own, metrics = [], []
+        for case in GROUPS[group]:
+            name = case.partition("-")[0]
+            options = {"name": case, **VARIANTS.get(case, ARGUMENTS.get(name, {}))}
+            (own if name in OF_ONE_VALUE else metrics).append(METRICS[name](**options))
+        kind, _, form = group.partition(" in ")
+        sparse = keras.losses.SparseCategoricalCrossentropy(kind == "scores", ignore_class=-1)
+        loss = sparse if kind in ("sparse", "scores") else "mse"
+        return model(kind, loss, metrics, functools.partial(UpdatesWithOutputs, own=own), form)
 
     return build
 
@@ -177,13 +179,27 @@ def test_every_loss(case, size, caplog):
     assert not is_mean_over_samples(case)
 
 
+def group_of(case):
+    name = case.partition("-")[0]
+    form = "matrices" if name in OF_MATRICES else "float32" if "TopK" in name else "sequences"
+    return f"{kind_of(case)} in {form}"
+
+
+GROUPS = {}
+for each in cases(METRICS):
+    GROUPS.setdefault(group_of(each), []).append(each)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("case", cases(METRICS))
-def test_every_metric(case, caplog):
-    trial = Trial(with_metric(case), functools.partial(data, kind_of(case), case), predict=False)
-    rtol = ROUGH.get(case, 1e-9)
-    assert_equivalent(trial, SHARES, rtol, rtol / 10, strategy(2))
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_metric(group, caplog):
+    kind, _, form = group.partition(" in ")
+    trial = Trial(with_metrics(group), functools.partial(data, kind, form), predict=False)
+    rtol = 1e-5 if form == "float32" else 1e-9
+    expected = assert_equivalent(trial, SHARES, rtol, rtol / 10, strategy(2))
     assert not said(caplog)
+    assert {name.partition("-")[0] for name in GROUPS[group]} <= METRICS.keys()
+    assert set(GROUPS[group]) <= expected.history.keys()
 
 
 def is_mean_over_samples(case):
