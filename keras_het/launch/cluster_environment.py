@@ -6,9 +6,10 @@ every address, a list of hosts is needed.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,8 +19,8 @@ SLURM = "Slurm"
 _PORTS_OF_A_WORKER = 2
 _PART = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+_TASKS = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
 # Variables of a process's rank, of the number of processes and of the rank on its host.
 _RANKS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -97,7 +98,7 @@ def read_hosts(text: str) -> list[str]:
         text = ",".join(re.sub(r"\s+slots=", ":", line) for line in lines if line)
     elif "/" in text:
         raise ValueError(f"There is no file of hosts {text!r}. Correct the path, or list hosts.")
-    found = [host for part in _parts(text) for host in _slots(part)]
+    found = _at_most((host for part in _parts(text) for host in _slots(part)), text)
     if not found or not all(map(_NAME.fullmatch, found)):
         raise _unreadable(text)
     return found
@@ -105,7 +106,14 @@ def read_hosts(text: str) -> list[str]:
 
 def expand_hosts(hosts: str) -> list[str]:
     """Return the names that Slurm writes as `n[1-2,10],m5`, in their order."""
-    return [host for part in _parts(hosts) for host in _expand(part)]
+    return _at_most((host for part in _parts(hosts) for host in _expand(part)), hosts)
+
+
+def _at_most(hosts: Iterable[str], text: str) -> list[str]:
+    found = list(itertools.islice(hosts, _MOST_HOSTS + 1))
+    if len(found) > _MOST_HOSTS:
+        raise _unreadable(text)
+    return found
 
 
 def _parts(hosts: str) -> list[str]:
@@ -115,13 +123,12 @@ def _parts(hosts: str) -> list[str]:
     return parts
 
 
-def _slots(part: str) -> list[str]:
+def _slots(part: str) -> Iterator[str]:
     name, colon, slots = part.rpartition(":")
-    if not colon:
-        return list(_expand(part))
-    if not slots.isdecimal() or not 0 < int(slots) <= _MOST_HOSTS:
+    number = _count(slots) if colon else 1
+    if not number:
         raise _unreadable(part)
-    return [host for host in _expand(name) for _ in range(int(slots))]
+    return (host for host in _expand(name if colon else part) for _ in range(number))
 
 
 def _expand(part: str) -> Iterator[str]:
@@ -135,7 +142,7 @@ def _expand(part: str) -> Iterator[str]:
         if found is None:
             raise _unreadable(part)
         first, last = found[1], found[2] or found[1]
-        if int(last) - int(first) >= _MOST_HOSTS:
+        if int(last) < int(first):
             raise _unreadable(part)
         for number in range(int(first), int(last) + 1):
             for end in _expand(after):
@@ -145,8 +152,9 @@ def _expand(part: str) -> Iterator[str]:
 def _unreadable(hosts: str) -> ValueError:
     return ValueError(
         f"These are no hosts. Received: {hosts!r}; expected: a file with `host [slots=N]` in each "
-        "line, or hosts with commas, such as a,b:2,node[01-03], where :2 stands for two workers. "
-        "Correct them; what else ssh needs to reach a host belongs into ~/.ssh/config."
+        "line, or hosts with commas, such as a,b:2,node[01-03], where :2 stands for two workers, "
+        f"at most {_MOST_HOSTS:,} in all. Correct them; what else ssh needs to reach a host "
+        "belongs into ~/.ssh/config."
     )
 
 
@@ -162,7 +170,7 @@ def _place_in_slurm(environ: Mapping[str, str]) -> Place:
         found = _TASKS.fullmatch(each)
         if found is None:
             raise _broken(environ, "SLURM_STEP_TASKS_PER_NODE", "such as 2(x3),1")
-        numbers += [int(found[1])] * int(found[2] or 1)
+        numbers += [int(found[1])] * min(int(found[2] or 1), len(nodes) + 1)
     own, local = _text(environ, "SLURMD_NODENAME"), _number(environ, "SLURM_LOCALID")
     if len(numbers) != len(nodes) or own not in nodes or local >= numbers[nodes.index(own)]:
         names = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURMD_NODENAME")
@@ -171,7 +179,9 @@ def _place_in_slurm(environ: Mapping[str, str]) -> Place:
             f"Slurm's variables contradict each other. Received: {received}. Were they set by "
             f"hand, or for another step? Unset them, or {_HOW_TO_LIST}."
         )
-    hosts = tuple(node for node, number in zip(nodes, numbers, strict=True) for _ in range(number))
+    pairs = zip(nodes, numbers, strict=True)
+    each_task = (node for node, number in pairs for _ in range(number))
+    hosts = tuple(_at_most(each_task, environ["SLURM_STEP_TASKS_PER_NODE"]))
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if name in environ and _number(environ, name) != len(hosts):
             raise ValueError(
@@ -245,9 +255,16 @@ def _text(environ: Mapping[str, str], name: str) -> str:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    if not environ.get(name, "").isdecimal():
-        raise _broken(environ, name, "a whole number")
-    return int(environ[name])
+    number = _count(environ.get(name, ""))
+    if number is None:
+        raise _broken(environ, name, f"a whole number up to {_MOST_HOSTS:,}")
+    return number
+
+
+def _count(text: str) -> int | None:
+    """A number of hosts or workers, None if it is none or absurd."""
+    is_number = text.isdecimal() and len(text) <= len(str(_MOST_HOSTS))
+    return int(text) if is_number and int(text) <= _MOST_HOSTS else None
 
 
 def _broken(environ: Mapping[str, str], name: str, expected: str) -> ValueError:

@@ -135,6 +135,9 @@ BROKEN: dict[str, tuple[dict[str, str], str, str]] = {
     "elastic": (trainer(0, "1:3"), "", "PET_NNODES tells nothing. Received: '1:3'"),
     "other pods": (trainer(0, first="10.1.2.3"), "", "such as train-node-0-0.train"),
     "rank": (trainer(3), "", "Received: 'train-node-0-0.train', 3, 3"),
+    "absurd": (trainer(0, str(10**9)), "", "PET_NNODES tells nothing"),
+    "too many steps": (slurm("n1", 0, "n1", "1(x900000000)"), "", "contradict each other"),
+    "far too many tasks": (slurm("n1", 0, "n1", "200000"), "", "These are no hosts"),
     "no rank": (trainer(0) | {"PET_NODE_RANK": ""}, "", "PET_NODE_RANK tells nothing"),
     "sizes": (open_mpi(0, 2, 0), "a,b,c", r"3 from --hosts \(a, b, c\), and .*_SIZE=2"),
     "stranger": ({}, "a,b", "this host's name 'h'. Name hosts as `hostname` prints"),
@@ -191,10 +194,20 @@ def test_a_file_of_hosts_has_mpiruns_form(tmp_path: Path) -> None:
         read_hosts(f"{tmp_path}/none")
 
 
-@pytest.mark.parametrize("hosts", ["node[0-999999999]", "a:99999999999", "n[1-9]m[0-999999999]"])
+TOO_MANY = [
+    "node[0-999999999]",
+    "a:99999999999",
+    "n[0-999][0-999]",
+    "n[0-999]:999",
+    "n[0-60000]," * 2,
+]
+TOO_MANY += ["a:" + "9" * 5000, f"n[{'9' * 5000}]", "n[2-1]"]
+
+
+@pytest.mark.parametrize("hosts", TOO_MANY, ids=range(len(TOO_MANY)))
 def test_a_number_of_hosts_that_cannot_be_meant_is_refused_at_once(hosts: str) -> None:
     with pytest.raises(ValueError, match=r"These are no hosts\. Received: "):
-        read_hosts(hosts)
+        read_hosts(hosts.rstrip(","))
 
 
 # The command: TF_CONFIG, and the script in its place.

@@ -79,6 +79,7 @@ MALFORMED = {
         '{"cluster": {"worker": ["a[:1"}}',
         r"Its brackets do not match: it has 1 '\[' and 0 '\]'\.",
     ),
+    "nested": ("[" * 10_000, r"nested too deeply\. Received: TF_CONFIG='\["),
     "trailing comma": ('{"cluster": {},\n}', r"at line [12], column"),
     "not an object": ("[1, 2]", r"must be a JSON object. Received: '\[1, 2\]' \(list\)"),
     "repeated key": (

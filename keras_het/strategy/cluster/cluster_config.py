@@ -215,6 +215,11 @@ def _decode(text: str) -> dict[str, Any]:
             f"{error.colno}, near {around!r}. Received: TF_CONFIG={text!r}. {_cure(text)} Expected "
             f"for example {_EXAMPLE}"
         ) from error
+    except RecursionError:
+        raise ValueError(
+            f"TF_CONFIG is nested too deeply. Received: TF_CONFIG={text[:80]!r}... Expected for "
+            f"example {_EXAMPLE}"
+        ) from None
     if not isinstance(config, dict):
         raise ValueError(
             f"TF_CONFIG must be a JSON object. Received: {text!r} ({type(config).__name__}). "
