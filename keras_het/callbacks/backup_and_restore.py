@@ -75,6 +75,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         super().__init__(str(backup_dir), save_freq=save_freq, **kwargs)
         self._verbose = verbose
         self._folder = BackupFolder(backup_dir, num_kept=2 if self.double_checkpoint else 1)
+        self.backup_dir = str(self._folder.path)
+        self._optimizer_at_first: list[Any] = []
         self._epoch = 0
         self._first_step = 0
         self._step = self._num_counted = 0
@@ -110,6 +112,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         super().on_train_begin(logs)  # finds no backup in Keras's format
         self._forget()
         self._data = data_of_fit(self.model, strategy)
+        self._optimizer_at_first = _about(self.model.optimizer)
         if folder.newest is not None:
             self._restore(strategy, folder)
             strategy.barrier()  # at its end, the chief deletes what others may still read
@@ -148,6 +151,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 name.removeprefix(_SERVICE): values for name, values in state.items()
             }
         self._check_batch_size(position)
+        self._warn_of_another_optimizer(position.get("optimizers"))
         self._epoch, self._first_step = position["epoch"], position["step"]
         first_epoch, num_steps = self._epoch, self._steps_of_epoch()
         is_whole = bool(num_steps) and self._first_step >= (num_steps or 0)
@@ -359,7 +363,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _state_of(self, position: Mapping[str, Any]) -> dict[str, Any]:
         # read here: a position is noted in every step, and must not wait for a device
         logs = _numbers(self._logs) if position["step"] else None
-        text = json.dumps({"logs": logs, **position})
+        optimizers = [self._optimizer_at_first, _about(self.model.optimizer)]
+        about = {"logs": logs, "optimizers": optimizers}
+        text = json.dumps({**about, **position})
         state = {"position": np.array(text), **self._service_state()}
         if self._states is not None:
             state.update(self._states.export())
@@ -399,6 +405,16 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             now,
             seeds,
         )
+
+    def _warn_of_another_optimizer(self, before: list[list[Any]] | None) -> None:
+        received, now = self._optimizer_at_first, _about(self.model.optimizer)
+        if before and received not in before:
+            _logger.warning(
+                "The optimizer has changed. Received: %s with learning rate %g; the training of "
+                "the backup began with %s and %g. It goes on with %s and %g, after %d steps of it.",
+                *(*received, *before[0], *now),
+                int(self.model.optimizer.iterations),
+            )
 
     def _lock_folder(self, strategy: HeterogeneousStrategy) -> Exception | None:
         """Lock the chief's folder for this `fit`, and return what prevents it."""
@@ -510,3 +526,9 @@ class _AfterOthers(keras.callbacks.Callback):
 def _numbers(logs: Mapping[str, Any] | None) -> dict[str, float]:
     found = {name: np.asarray(value) for name, value in (logs or {}).items()}
     return {name: value.item() for name, value in found.items() if value.ndim == 0}
+
+
+def _about(optimizer: Any) -> list[Any]:
+    """Class and learning rate of an optimizer."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return [type(inner).__name__, float(keras.ops.convert_to_numpy(inner.learning_rate))]

@@ -89,7 +89,8 @@ class Elastic(BackupAndRestore):
         self._is_auto = save_freq == AUTO
         super().__init__(backup_dir, 1 if self._is_auto else save_freq, verbose=verbose, **kwargs)
         self._run = os.environ.get(RUN)
-        self._memory = BackupFolder(memory_folder(self._run or "", backup_dir), num_kept=1)
+        memory = memory_folder(self._run or "", backup_dir)
+        self._memory = BackupFolder(memory, num_kept=1, is_private=True)
         self._keeps_memory = self._is_finished = False
         # of the newest backup of all workers
         self._number = 0

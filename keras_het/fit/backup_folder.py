@@ -13,9 +13,11 @@ import os
 import re
 import shutil
 import socket
+import stat
 import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -27,9 +29,10 @@ if TYPE_CHECKING:
     import keras
 
 _logger = logging.getLogger("keras_het")
-_NAME = re.compile(r"backup-(\d+)-([0-9a-f]{64})\.weights\.h5")
+_NAME = re.compile(r"backup-(\d{1,18})-([0-9a-f]{64})\.weights\.h5")
 _STATE = "keras_het"
 _SEED = "seed/"
+_NUM_WEIGHTS = "num_weights"
 _OTHER_FORMATS = ("latest.weights.h5", "training_metadata.json", "data_position.json")
 _LOCK = "keras_het.lock"
 _ASIDE = "incomplete.weights.h5"
@@ -53,13 +56,15 @@ class BackupFolder:
 
     _writing = threading.Lock()  # of the class: tuners copy the callbacks that have a folder
 
-    def __init__(self, path: str | Path, num_kept: int) -> None:
+    def __init__(self, path: str | Path, num_kept: int, is_private: bool = False) -> None:
         if "://" in str(path):
             raise ValueError(
                 "A backup is renamed when it is complete, which needs a file system. Received: "
                 f"backup_dir={str(path)!r}. Give a folder, such as a mounted one."
             )
-        self.path = Path(path)
+        self._is_private = is_private
+        # Keras removes the folder at the end, which a link refuses.
+        self.path = Path(path) if is_private else Path(path).resolve()
         self._num_kept = num_kept
         self._whole: list[Path] = []
         self._left_alone: set[Path] = set()
@@ -81,7 +86,7 @@ class BackupFolder:
         path = self.path / _LOCK
         while self._lock is None:
             try:
-                self.path.mkdir(parents=True, exist_ok=True)
+                self._make_room(path if path.is_symlink() else None)
                 file = path.open("a+")
             except OSError as error:
                 raise self._error(error, path) from error
@@ -131,7 +136,7 @@ class BackupFolder:
         damaged: list[Path] = []
         for number in sorted(found := self._found(), reverse=True):
             path, expected = found[number]
-            if _sha256(path) == expected:
+            if _is_whole(path, expected):
                 self._whole = [path]
                 if damaged:
                     _logger.warning("Going on from %s: damaged are %s.", path, _listed(damaged))
@@ -140,7 +145,7 @@ class BackupFolder:
         if damaged:
             raise OSError(
                 f"The backup is damaged, and there is no other. Received: {_listed(damaged)}, "
-                "whose content does not have the SHA-256 in its name. Restore the file from a "
+                "not a file whose content has the SHA-256 in its name. Restore the file from a "
                 "copy, or remove it to train from the beginning; double_checkpoint=True keeps two."
             )
         return ""
@@ -155,8 +160,15 @@ class BackupFolder:
         if optimizer is not None and not optimizer.built:
             with model.distribute_strategy.scope():
                 optimizer.build(model.trainable_variables)
-        model.load_weights(str(self.newest))
         state = self.state()
+        found, expected = len(model.weights), state.pop(_NUM_WEIGHTS, None)
+        if expected not in (None, found):
+            raise self._of_another_model(f"{found} weights; expected: {expected}")
+        try:
+            model.load_weights(str(self.newest))
+        except ValueError as error:
+            problem, _, _ = str(error).partition("\n\nList of objects")
+            raise self._of_another_model(" ".join(problem.split())) from error
         for place, seed in enumerate(_seeds(model)):
             if (saved := state.pop(f"{_SEED}{place}", None)) is not None:
                 seed.assign(saved)
@@ -166,10 +178,17 @@ class BackupFolder:
         """The state stored with the weights in the newest backup, {} if there is none."""
         if self.newest is None:
             return {}
-        with h5py.File(self.newest, "r") as file:
-            content = io.BytesIO(file[_STATE][()].tobytes())
-        with np.load(content) as arrays:
-            return dict(arrays)
+        try:
+            with h5py.File(self.newest, "r") as file:
+                content = io.BytesIO(file[_STATE][()].tobytes())
+            with np.load(content) as arrays:
+                return dict(arrays)
+        except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+            raise OSError(
+                f"The backup holds no state of a training. Received: {self.newest}, {error}; "
+                "expected: a file as this callback writes them. Remove it, or give another "
+                "backup_dir; model.load_weights reads weights alone."
+            ) from error
 
     def add(
         self,
@@ -181,11 +200,11 @@ class BackupFolder:
         """Write a backup, then remove those that are not kept; False if it is not valid then."""
         content = io.BytesIO()
         seeds = {f"{_SEED}{n}": seed.value.numpy() for n, seed in enumerate(_seeds(model))}
-        np.savez(content, **state, **seeds)
+        np.savez(content, **{**state, **seeds, _NUM_WEIGHTS: np.array(len(model.weights))})
         with self._writing:
             aside = self.path / _ASIDE
             try:
-                self.path.mkdir(parents=True, exist_ok=True)
+                self._make_room(aside)
                 _reserve(aside, _bytes_needed(model) + content.tell())
                 model.save_weights(str(aside), overwrite=True)
                 if not is_valid():
@@ -208,7 +227,7 @@ class BackupFolder:
         with self._writing:
             aside = self.path / _ASIDE
             try:
-                self.path.mkdir(parents=True, exist_ok=True)
+                self._make_room(aside)
                 with aside.open("wb") as file:
                     shutil.copyfileobj(content, file, _CHUNK_BYTES)
                 _to_disk(aside)
@@ -218,6 +237,22 @@ class BackupFolder:
                     aside.unlink(missing_ok=True)
                 raise self._error(error, aside) from error
 
+    def _make_room(self, aside: Path | None) -> None:
+        """Make the folder, and let no link of that name lead to another file."""
+        self.path.mkdir(0o700 if self._is_private else 0o777, parents=True, exist_ok=True)
+        if not self._is_ours():
+            raise PermissionError(errno.EACCES, "Others may read or write there", str(self.path))
+        if aside is not None and os.path.lexists(aside):
+            aside.unlink()
+
+    def _is_ours(self) -> bool:
+        """Tell whether the folder is there and, if it is private, nobody else's."""
+        if not self._is_private or not os.path.lexists(self.path):
+            return self.path.exists()
+        about = self.path.lstat()
+        is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
+        return is_own and not about.st_mode & 0o077
+
     def _complete(self, aside: Path, path: Path) -> None:
         """Give a written backup its name, and remove those that are not kept."""
         present = self._found()
@@ -225,7 +260,8 @@ class BackupFolder:
         _to_disk(self.path)
         self._whole = [*self._whole, path][-self._num_kept :]
         for earlier, _ in present.values():
-            if earlier not in self._whole and earlier not in self._left_alone:
+            is_kept = earlier in self._whole or earlier in self._left_alone
+            if not is_kept and not earlier.is_dir():
                 earlier.unlink(missing_ok=True)
 
     def _error(self, error: Exception, path: Path) -> OSError:
@@ -234,9 +270,15 @@ class BackupFolder:
             f"it is as it was: {self.newest}. See to room and rights there, and start again."
         )
 
+    def _of_another_model(self, problem: str) -> ValueError:
+        return ValueError(
+            f"The backup {self.newest} is that of another model. Received: {problem}. Train the "
+            "model with which it was written, or give another backup_dir."
+        )
+
     def _found(self) -> dict[int, tuple[Path, str]]:
         """Path and hash of each backup by its number; the newest has the largest."""
-        paths = self.path.iterdir() if self.path.exists() else ()
+        paths = self.path.iterdir() if self._is_ours() else ()
         names = (_NAME.fullmatch(path.name) for path in paths)
         return {int(name[1]): (self.path / name[0], name[2]) for name in names if name}
 
@@ -309,6 +351,13 @@ def _to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _is_whole(path: Path, sha256: str) -> bool:
+    try:
+        return path.is_file() and _sha256(path) == sha256
+    except OSError:  # may not be read
+        return False
 
 
 def _sha256(path: Path) -> str:

@@ -1,6 +1,7 @@
 """An interrupted training that goes on from its backup ends like one that was not interrupted."""
 
 import functools
+import re
 import shutil
 import warnings
 
@@ -244,6 +245,36 @@ def test_another_order_of_arrays_is_told(logical_devices, tmp_path, caplog, seed
         train([backup(tmp_path), Interruption(4)])
     train([backup(tmp_path)])
     assert ("shuffled in another order" in caplog.text) == (seed is None)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ({"momentum": 0.9}, None),
+        ({"learning_rate": 0.02, "momentum": 0.9}, "SGD with learning rate 0.02; .* SGD and 0.01"),
+        ({"beta_1": 0.9}, "goes on with Adam and 0.01, after 0 steps of it"),
+    ],
+    ids=["same", "rate", "class"],
+)
+@pytest.mark.quick("rate")
+def test_another_optimizer_is_told(logical_devices, tmp_path, caplog, optimizer, message):
+    slower = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    interrupted(logical_devices, rows(), tmp_path, 14, others=[slower])
+    model = linear_model(logical_devices)
+    kind = keras.optimizers.SGD if "momentum" in optimizer else keras.optimizers.Adam
+    model.compile(kind(**{"learning_rate": 0.01, **optimizer}), "mse")
+    model.fit(rows(), epochs=3, verbose=0, callbacks=[slower, backup(tmp_path)])
+    told = [each.getMessage() for each in caplog.records if "optimizer" in each.getMessage()]
+    assert len(told) == (message is not None)
+    assert message is None or re.search(message, told[0])
+
+
+def test_a_folder_may_be_a_link(logical_devices, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "backup").symlink_to(tmp_path / "real")
+    for _ in range(2):  # the folder is gone after the first one
+        trained(logical_devices, rows(), [backup(tmp_path)], epochs=1)
+        assert not (tmp_path / "real").exists()
 
 
 @pytest.mark.quick("13")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
+import io
 import logging
 import os
 import resource
@@ -181,6 +183,85 @@ def test_what_else_lies_in_the_folder_is_left_alone(model, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         *(other.name for other in others), folder.newest.name
     }  # fmt: skip
+
+
+def test_what_is_no_file_beside_a_backup(model, tmp_path):
+    folder = BackupFolder(tmp_path, 1)
+    add(folder, model, 1)
+    name = f"{'0' * 64}.weights.h5"
+    (tmp_path / f"backup-7-{name}").mkdir()
+    (tmp_path / f"backup-8-{name}").symlink_to(tmp_path / "none")
+    os.mkfifo(tmp_path / f"backup-9-{name}")
+    (tmp_path / f"backup-{'9' * 30}-{name}").write_text("a number that no array of integers holds")
+    assert_whole(tmp_path, model, {1})
+    add(folder, model, 2)
+    assert_whole(tmp_path, model, {2})
+    shutil.copy(folder.newest, tmp_path / "copy")
+    folder.newest.unlink()
+    with pytest.raises(OSError, match="damaged, and there is no other"):
+        BackupFolder(tmp_path, 1).find()
+
+
+def test_no_link_leads_to_another_file(model, tmp_path):
+    (path := tmp_path / "backup").mkdir()
+    (mine := tmp_path / "mine.h5").write_text("mine")
+    names = ("incomplete.weights.h5", "keras_het.lock")
+    for link in (os.symlink, os.link):
+        for name in names:
+            link(mine, path / name)
+        folder = BackupFolder(path, 1)
+        if link is os.symlink:
+            folder.lock()
+        add(folder, model, 1)
+        folder.unlock()
+        if link is os.link:
+            (path / names[1]).unlink()
+            os.link(mine, path / names[0])
+            with folder.newest.open("rb") as content:
+                BackupFolder(path, 1).adopt(folder.newest.name, content)
+        assert mine.read_text() == "mine"
+    assert_whole(path, model, {1})
+
+
+def test_a_private_folder_is_nobody_elses(model, tmp_path):
+    add(BackupFolder(tmp_path / "own", 1, is_private=True), model, 1)
+    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "own").chmod(0o755)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for name in ("own", "link"):
+        folder = BackupFolder(tmp_path / name, 1, is_private=True)
+        assert folder.find() == ""
+        with pytest.raises(OSError, match="Others may read or write there"):
+            add(folder, model, 2)
+
+
+def test_a_whole_file_without_state_is_refused_by_its_name(model, tmp_path):
+    folder = BackupFolder(tmp_path, 1)
+    for content in (b"no weights", None):
+        path = tmp_path / "x.weights.h5"
+        model.save_weights(path)
+        content = content or path.read_bytes()
+        name = f"backup-1-{hashlib.sha256(content).hexdigest()}.weights.h5"
+        folder.adopt(name, io.BytesIO(content))
+        with pytest.raises(OSError, match=f"no state of a training. Received: {tmp_path / name}"):
+            folder.restore(model)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [((5, 1), "object <Dense name=dense"), ((4,), "Received: 2 weights; expected: 4")],
+)
+def test_another_model_is_refused(tmp_path, sizes, problem):
+    models = [
+        keras.Sequential([keras.Input((3,)), *map(keras.layers.Dense, each)])
+        for each in ((4, 1), sizes)
+    ]
+    for each in models:
+        each.compile("sgd", "mse")
+    folder = BackupFolder(tmp_path, 1)
+    folder.add(models[0], {})
+    with pytest.raises(ValueError, match=f"is that of another model.*{problem}"):
+        folder.restore(models[1])
 
 
 @pytest.mark.parametrize(
