@@ -413,7 +413,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 "The optimizer has changed. Received: %s with learning rate %g; the training of "
                 "the backup began with %s and %g. It goes on with %s and %g, after %d steps of it.",
                 *(*received, *before[0], *now),
-                int(self.model.optimizer.iterations),
+                keras.ops.convert_to_numpy(self.model.optimizer.iterations),
             )
 
     def _lock_folder(self, strategy: HeterogeneousStrategy) -> Exception | None:

@@ -262,7 +262,8 @@ def test_another_optimizer_is_told(logical_devices, tmp_path, caplog, optimizer,
     interrupted(logical_devices, rows(), tmp_path, 14, others=[slower])
     model = linear_model(logical_devices)
     kind = keras.optimizers.SGD if "momentum" in optimizer else keras.optimizers.Adam
-    model.compile(kind(**{"learning_rate": 0.01, **optimizer}), "mse")
+    with model.distribute_strategy.scope():
+        model.compile(kind(**{"learning_rate": 0.01, **optimizer}), "mse")
     model.fit(rows(), epochs=3, verbose=0, callbacks=[slower, backup(tmp_path)])
     told = [each.getMessage() for each in caplog.records if "optimizer" in each.getMessage()]
     assert len(told) == (message is not None)
