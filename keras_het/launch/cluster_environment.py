@@ -20,6 +20,7 @@ _PORTS_OF_A_WORKER = 2
 _PART = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+_COMPONENT = "SLURM_JOB_NODELIST_HET_GROUP_"
 _TASKS = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
 # Variables of a process's rank, of the number of processes and of the rank on its host.
 _RANKS = (
@@ -161,8 +162,8 @@ def _unreadable(hosts: str) -> ValueError:
 def _place_in_slurm(environ: Mapping[str, str]) -> Place:
     """Find the place by the node's name and the task's number on it.
 
-    Ranks follow `--distribution`, and in a heterogeneous job the nodes of a step are sorted by
-    name while ranks and SLURM_NODEID count through its components.
+    Ranks follow `--distribution`. In a heterogeneous job the nodes of a step are sorted by name;
+    here its components stand one after the other, so that the last one can be asynchronous.
     """
     nodes = expand_hosts(environ["SLURM_STEP_NODELIST"])
     numbers: list[int] = []
@@ -179,7 +180,13 @@ def _place_in_slurm(environ: Mapping[str, str]) -> Place:
             f"Slurm's variables contradict each other. Received: {received}. Were they set by "
             f"hand, or for another step? Unset them, or {_HOW_TO_LIST}."
         )
-    pairs = zip(nodes, numbers, strict=True)
+    component = {
+        node: int(name.removeprefix(_COMPONENT))
+        for name in environ
+        if name.startswith(_COMPONENT)
+        for node in expand_hosts(environ[name])
+    }
+    pairs = sorted(zip(nodes, numbers, strict=True), key=lambda pair: component.get(pair[0], 0))
     each_task = (node for node, number in pairs for _ in range(number))
     hosts = tuple(_at_most(each_task, environ["SLURM_STEP_TASKS_PER_NODE"]))
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):

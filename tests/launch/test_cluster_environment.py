@@ -50,7 +50,7 @@ PLACES: dict[str, tuple[dict[str, str], str, str, list[str], int]] = {
         slurm("n10", 0, "n[1-2,10]", "2(x2),1", SLURM_PROCID="2", SLURM_DISTRIBUTION="cyclic"),
         *("", "x", ["n1", "n1", "n2", "n2", "n10"], 4),
     ),
-    # as it did for `srun -n2 -N1 -w n10 : -n2 -N2 -w n1,n2`: nodes are sorted, ranks are not
+    # as it did for `srun -n2 -N1 -w n10 : -n2 -N2 -w n1,n2`: its nodes are sorted, ours are not
     "slurm of unlike parts": (
         slurm(
             *("n10", 1, "n[1-2,10]", "1(x2),2"),
@@ -60,7 +60,7 @@ PLACES: dict[str, tuple[dict[str, str], str, str, list[str], int]] = {
             SLURM_JOB_NODELIST_HET_GROUP_0="n10",
             SLURM_JOB_NODELIST_HET_GROUP_1="n[1-2]",
         ),
-        *("", "x", ["n1", "n2", "n10", "n10"], 3),
+        *("", "x", ["n10", "n10", "n1", "n2"], 1),
     ),
     "slurm with other names": (
         slurm("n2", 0, "n[1-2]", "1(x2)", SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2"),

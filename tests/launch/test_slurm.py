@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -44,9 +46,12 @@ SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1
 KillWait=60
+GresTypes=gpu
 PartitionName=all Nodes=ALL Default=YES
 """
-NODE = "NodeName={node} NodeHostname={name} NodeAddr={address} CPUs=2\n"
+NODE = "NodeName={node} NodeHostname={name} NodeAddr={address} CPUs=2"
+# Null devices in the place of GPUs: the driver is not asked, and TensorFlow has no GPU to use.
+GPUS = "NodeName=n2 Name=gpu File={folder}/gpu[0-1]\n"
 
 pytestmark = [pytest.mark.full, pytest.mark.network_namespaces]
 
@@ -67,6 +72,10 @@ class Slurm:
         for node in NODES:
             (folder / f"spool-{node}").mkdir()
             text += NODE.format(node=node, address=addresses[node], **values)
+            text += " Gres=gpu:2\n" if node == "n2" else "\n"
+        for number in range(2):
+            os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
+        (folder / "gres.conf").write_text(GPUS.format(folder=folder))
         (folder / "slurm.conf").write_text(text)
         for name in ("state", "munge"):
             (folder / name).mkdir()
@@ -97,8 +106,8 @@ class Slurm:
         called = subprocess.run(command, env=self._environment, capture_output=True, text=True)
         return called.stdout
 
-    def wait_until(self, is_true: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + 60
+    def wait_until(self, is_true: Callable[[], bool], what: str, seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
         while not is_true():
             if time.monotonic() > end:
                 logs = "\n".join(log.read_text() for log in self._folder.glob("*.log"))
@@ -230,7 +239,7 @@ def test_a_signal_from_slurm_saves_a_backup(slurm: Slurm, tmp_path: Path) -> Non
     script, backup = tmp_path / "train.py", tmp_path / "backup"
     script.write_text(TRAIN)
     command = worker("--gpus", "auto", str(script), str(backup))
-    step = slurm.srun("-N2", *command, CUDA_VISIBLE_DEVICES="0")
+    step = slurm.srun("-N1", "-n2", "-w", "n2", "--gpus-per-node=2", *command)
     assert step.stdout is not None
     lines: list[str] = []
     while not re.search(r"step \d\d", lines[-1] if lines else ""):
@@ -244,27 +253,75 @@ def test_a_signal_from_slurm_saves_a_backup(slurm: Slurm, tmp_path: Path) -> Non
     assert backup.exists()
 
 
+def submit(slurm: Slurm, folder: Path, text: str, script: str) -> tuple[str, Path]:
+    """Submit a batch script of recipes/deploy, and return its job and its output."""
+    (folder / "job.sbatch").write_text(text)
+    (folder / "train.py").write_text(script)
+    program = folder / "bin" / "keras-het"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m keras_het "$@"\n')
+    program.chmod(0o755)
+    path = f"--export=ALL,PATH={program.parent}:{SEARCH}"
+    where = [f"--chdir={folder}", f"--output={folder}/out", "--parsable"]
+    told = slurm.call("sbatch", path, *where, str(folder / "job.sbatch")).strip()
+    return told, folder / "out"
+
+
+HYBRID = """
+import json, os
+import keras, numpy as np, keras_het
+keras.utils.set_random_seed(0)
+strategy = keras_het.HeterogeneousStrategy()
+x = np.random.default_rng(0).normal(size=(240, 4)).astype("float32")
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+hybrid = keras_het.callbacks.HybridAggregation()
+model.fit(x, x.sum(axis=1, keepdims=True), 12, 3, verbose=0, callbacks=[hybrid])
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+weights = model.get_weights()[0].ravel().tolist()
+gpu, node = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["SLURMD_NODENAME"]
+with open(f"{task['type']}-{task['index']}.json", "w") as file:
+    json.dump({"node": node, "gpu": gpu, "size": strategy.num_workers, "weights": weights}, file)
+"""
+
+
+def test_nodes_without_gpus_train_outside_of_the_group(slurm: Slurm, tmp_path: Path) -> None:
+    """The script of recipes/deploy for unequal nodes, with fewer of them and of their GPUs."""
+    text = (DEPLOY / "unequal.sbatch").read_text().replace("--nodes=3", "--nodes=1")
+    text = text.replace("--nodes=2 --ntasks-per-node=4", "--nodes=1 --ntasks-per-node=2")
+    job, out = submit(
+        slurm, tmp_path, text.replace("--async-workers 3", "--async-workers 1"), HYBRID
+    )
+
+    def has_ended() -> bool:
+        told = slurm.call("scontrol", "show", "job", job)
+        return bool(re.search("JobState=(COMPLETED|FAILED|CANCELLED)", told))
+
+    slurm.wait_until(has_ended, "end of the job", PATIENCE)
+    found = {each.stem: json.loads(each.read_text()) for each in tmp_path.glob("*.json")}
+    assert sorted(found) == ["async-0", "worker-0", "worker-1"], out.read_text()
+    assert found["async-0"]["node"] == "n1"
+    group = [found[f"worker-{number}"] for number in range(2)]
+    assert [(each["node"], each["gpu"], each["size"]) for each in group] == [
+        ("n2", "0", 2), ("n2", "1", 2)
+    ]  # fmt: skip
+    assert len({str(each["weights"]) for each in found.values()}) == 1
+
+
 def test_the_batch_script_waits_for_its_next_turn_after_the_signal(
     slurm: Slurm, tmp_path: Path
 ) -> None:
     """That of recipes/deploy, without GPUs and with a script that saves nothing."""
-    text = (DEPLOY / "train.sbatch").read_text()
-    (tmp_path / "train.sbatch").write_text(re.sub(r"--gpus(-per-node=2| auto)", "", text))
-    (tmp_path / "train.py").write_text(
+    text = re.sub(r"--gpus(-per-node=2| auto)", "", (DEPLOY / "train.sbatch").read_text())
+    script = (
         "import signal, sys\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
         "print('ready', flush=True)\n"
         "while True:\n"
         "    signal.pause()\n"
     )
-    program = tmp_path / "bin" / "keras-het"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m keras_het "$@"\n')
-    program.chmod(0o755)
-    path = f"--export=ALL,PATH={program.parent}:{SEARCH}"
-    where = [f"--chdir={tmp_path}", f"--output={tmp_path}/out", "--nodes=2", "--parsable"]
-    job = slurm.call("sbatch", path, *where, str(tmp_path / "train.sbatch")).strip()
-    out = tmp_path / "out"
+    job, out = submit(slurm, tmp_path, text.replace("--nodes=4", "--nodes=2"), script)
     slurm.wait_until(lambda: out.exists() and out.read_text().count("ready") == 4, "workers")
     slurm.call("scancel", "--signal=TERM", job)
 
