@@ -359,8 +359,13 @@ def run_workers(options: argparse.Namespace) -> int:
             display.say(label, stream="stdout")
         for index, host in enumerate(hosts):
             display.say(f"worker {index} is on {host}.", stream="stdout")
-        for index, gpu in enumerate(gpus, first):
-            display.say(f"worker {index} sees GPU {gpu} only.", stream="stdout")
+        dealt = gpus or cluster.gpus
+        for index, gpu in enumerate(dealt if any(dealt) else (), first):
+            sees = f"GPU {gpu} only" if gpu else "no GPU"
+            display.say(f"worker {index} sees {sees}.", stream="stdout")
+        if dealt and not any(dealt):
+            reason = "devices are emulated" if label else "there are fewer than workers"
+            display.say(f"the workers see no GPU, as {reason} (see --gpus auto).", stream="stdout")
         with cluster:
             results = cluster.wait()
         display.finish()

@@ -47,7 +47,10 @@ class SshCluster(LocalCluster):
         # the parameter service is beside the first worker, not on this machine
         address = os.environ.get(ADDRESS, f"{hosts[0]}:{port + 1}")
         own = {ADDRESS: address, "PYTHONUNBUFFERED": "1", **env}
-        super().__init__(command, len(hosts), env=own, pin=False, **options)
+        no_gpus_of_ours: list[dict[str, str]] = [{} for _ in hosts]
+        super().__init__(
+            command, len(hosts), env=own, worker_env=no_gpus_of_ours, pin=False, **options
+        )
 
     def _start_worker(self, index: int) -> None:
         inherited = self._inherited_environment(index)

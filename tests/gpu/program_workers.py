@@ -11,6 +11,8 @@ import os
 import sys
 from pathlib import Path
 
+os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # keras-het run hides one GPU from two workers
+
 import keras
 import numpy as np
 import tensorflow as tf

@@ -7,7 +7,7 @@ import pytest
 from fake_nvml import DRIVER_NOT_LOADED, FakeNvml, Gpu
 
 from keras_het.launch.command_line import main
-from keras_het.launch.local.gpus import choose_gpus, present_gpus
+from keras_het.launch.local.gpus import choose_gpus, deal_gpus, present_gpus
 
 PRESENT = ["GPU-a", "GPU-b", "GPU-cc"]
 DIVIDED = Gpu(uuid="GPU-d", parts=(Gpu(uuid="MIG-1"), Gpu(uuid="MIG-2")))
@@ -61,6 +61,14 @@ def test_what_the_environment_leaves_is_not_asked_of_the_driver(
     assert present_gpus({"CUDA_VISIBLE_DEVICES": visible}, module) == present
 
 
+def test_local_workers_divide_the_gpus() -> None:
+    three = {"CUDA_VISIBLE_DEVICES": "0,2,3"}
+    assert deal_gpus(three, 2, 1, False) == ["0,3", "2"]
+    assert deal_gpus(three, 4, 1, False) == ["0", "2", "3", ""]
+    assert deal_gpus(three, 4, 0, False) == [""] * 4
+    assert deal_gpus({"CUDA_VISIBLE_DEVICES": ""}, 2, 0, False) == []
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "script.py"
@@ -79,6 +87,40 @@ def test_each_worker_sees_its_own_gpu(
     for index, gpu in enumerate(["GPU-a", "MIG-1", "MIG-2"]):
         assert f"worker {index} sees GPU {gpu} only." in output
         assert f"[worker {index}] sees {gpu} true" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen", "message"),
+    [
+        (
+            ["--workers", "2"],
+            ["GPU-a true", "MIG-1 true"],
+            "worker 0 sees GPU GPU-a only.",
+        ),
+        (
+            ["--workers", "4"],
+            [" true"] * 4,
+            "the workers see no GPU, as there are fewer than workers",
+        ),
+        (["--speeds", "2,1"], [" true"] * 2, "the workers see no GPU, as devices are emulated"),
+    ],
+    ids=["dealt", "too few", "emulated"],
+)
+def test_local_workers_share_no_gpu(
+    script: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    seen: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(Gpu(uuid="GPU-a"), DIVIDED))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert main(["run", *arguments, str(script)]) == 0
+    output = capfd.readouterr().out
+    assert message in output
+    for index, names in enumerate(seen):
+        assert f"[worker {index}] sees {names}" in output
 
 
 @pytest.mark.parametrize(

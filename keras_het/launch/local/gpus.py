@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_het.telemetry.hardware import Nvml
+from keras_het.telemetry.hardware import Nvml, NvmlMissingError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 AUTO = "auto"
@@ -31,6 +31,26 @@ def present_gpus(environ: Mapping[str, str] = os.environ, module: Any = None) ->
         return [name for each in devices if (name := nvml.ask("DeviceGetUUID", each))]
     finally:
         nvml.close()
+
+
+def deal_gpus(
+    environ: Mapping[str, str], num_workers: int, num_async_workers: int, are_emulated: bool
+) -> list[str]:
+    """Return the GPUs that each local worker may see; no items if there are none.
+
+    Each gets as many as the others, or one more. Emulated devices are CPUs, and a group has devices
+    of one type: async workers go without before a group does. NCCL lets no two workers share one.
+    """
+    try:
+        present = present_gpus(environ)
+    except NvmlMissingError:
+        return []
+    number = num_workers if len(present) >= num_workers else num_workers - num_async_workers
+    if are_emulated or len(present) < number:
+        return [""] * num_workers if present else []
+    if any(name.startswith("MIG-") for name in present):  # CUDA shows a process one part only
+        present = present[:number]
+    return [",".join(present[i::number]) if i < number else "" for i in range(num_workers)]
 
 
 def choose_gpus(wanted: str, present: Sequence[str], num_async_workers: int = 0) -> list[str]:
@@ -86,6 +106,6 @@ def _problem(wanted: str, present: Sequence[str]) -> str:
     )
 
 
-def environment_of(gpu: str) -> dict[str, str]:
-    """Return the variables with which a worker sees one GPU, and takes memory as it needs it."""
-    return {VISIBLE: gpu, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+def environment_of(gpus: str) -> dict[str, str]:
+    """Return the variables with which a worker sees these GPUs, and takes memory as it needs it."""
+    return {VISIBLE: gpus, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}

@@ -16,6 +16,7 @@ from typing import Literal
 from keras_het.launch.local import watchdog
 from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.free_ports import ReservedPorts
+from keras_het.launch.local.gpus import deal_gpus, environment_of
 from keras_het.launch.local.worker_environment import (
     ADDRESS,
     service_environment,
@@ -54,7 +55,8 @@ class LocalCluster:
         env: Variables for all workers, in addition to those of this process.
         withheld: Names of variables of this process that workers do not get. Defaults to none.
         worker_env: Additional variables, one mapping per worker; a TF_CONFIG among them is used
-            instead of ours. Defaults to none.
+            instead of ours. Defaults to a part of this machine's GPUs for each worker, and to none
+            of them for emulated devices, or if there are fewer than workers of the group.
         cwd: Working directory of the workers. Defaults to this process's.
         emulation: Emulated devices, one per worker. Defaults to none.
         cpus_per_worker: CPUs of each worker. Defaults to an even division.
@@ -100,6 +102,12 @@ class LocalCluster:
         self._command = list(command)
         self._env = dict(env or {})
         self._withheld = withheld
+        self.gpus: list[str] = []
+        if worker_env is None:
+            environment = {**os.environ, **self._env}
+            number, is_emulated = self.num_workers, emulation is not None
+            self.gpus = deal_gpus(environment, number, num_async_workers, is_emulated)
+            worker_env = [environment_of(each) for each in self.gpus]
         self._worker_env = worker_env or [{}] * self.num_workers
         self._cwd = None if cwd is None else str(cwd)
         self._emulation = emulation
