@@ -208,6 +208,7 @@ class Elastic(BackupAndRestore):
         began = time.monotonic()
         strategy = self._strategy()
         strategy._complete(self.model, "Elastic")
+        self._metrics = self._metrics_of_all()
         if strategy.is_chief or self._keeps_memory:
             self._write(self._position())
         if strategy.is_chief:

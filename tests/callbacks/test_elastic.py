@@ -55,10 +55,14 @@ def fit(folder: Path, interrupted_at: int | None = None, **options: Any) -> kera
 
 
 @functools.cache
-def expected() -> np.ndarray:
+def undisturbed() -> keras.Model:
     model = make_model(keras_het.HeterogeneousStrategy())
     model.fit(data(), epochs=EPOCHS, verbose=0)
-    return flat(model)
+    return model
+
+
+def expected() -> np.ndarray:
+    return flat(undisturbed())
 
 
 def backups(folder: Path) -> list[Path]:
@@ -77,6 +81,7 @@ def test_a_run_goes_on_from_memory_when_the_disk_is_lost(
         model = fit(folder)
     assert f"Training goes on from {in_memory} at epoch 2, step 3." in caplog.text
     np.testing.assert_array_equal(flat(model), expected())
+    assert model.history.history == undisturbed().history.history
 
 
 @pytest.mark.full

@@ -9,7 +9,8 @@ Arguments: a folder, and a JSON object
     events: what happens to the group, one after the other, each while it trains
     shares_nothing: whether each node has a disk and a memory of its own
     hosts: address of this host, then of one for another node, and the command that runs there
-    dies: phase of the training in which worker 1 ends itself, once
+    dies: phase of the training in which worker 1 ends itself, once; "step N" after that step
+    remembers: whether callbacks take part whose results depend on all epochs
     fails: step at which worker 1 raises an error
 
 Each sample has an input of its own to a layer whose gradient counts how often it was used.
@@ -61,6 +62,30 @@ def mean_output(y: Any, p: Any) -> Any:
     return keras.ops.mean(p, axis=-1)
 
 
+def fit(model: Any, x: Any, y: Any, callbacks: list[Any], folder: Path | None = None) -> Any:
+    """Train; with a folder, with callbacks of Keras whose results depend on all epochs."""
+    import keras
+
+    if folder is not None:
+        worse = {"monitor": "val_loss", "mode": "max"}  # the first epoch is the best one
+        best = {"save_best_only": True, "save_weights_only": True}
+        callbacks = [
+            keras.callbacks.EarlyStopping(**worse, patience=6, restore_best_weights=True),
+            keras.callbacks.ReduceLROnPlateau("loss", factor=0.7, patience=2, min_delta=0.02),
+            keras.callbacks.ModelCheckpoint(folder / "best.weights.h5", **worse, **best),
+            keras.callbacks.CSVLogger(str(folder / "rows.csv")),
+            *callbacks,
+        ]
+    validation = tuple([each[:BATCH] for each in data] for data in (x, y))
+    common = {"batch_size": BATCH, "epochs": EPOCHS, "verbose": 0, "validation_data": validation}
+    history = model.fit(x, y, **common, callbacks=callbacks)
+    if folder is not None and model.distribute_strategy.is_chief:
+        rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+        found = {"epochs": history.epoch, "rate": rate, **history.history}
+        (folder / "history.json").write_text(json.dumps(found))
+    return history
+
+
 def train(config: dict[str, Any]) -> None:
     import keras
     import numpy as np
@@ -109,6 +134,7 @@ def train(config: dict[str, Any]) -> None:
                 file.write(
                     json.dumps([os.getpid(), strategy.num_workers, step, time.time()]) + "\n"
                 )
+            die_in(f"step {step}", index)
             if step == config.get("fails") and index == 1:
                 raise KeyError("a mistake of the script")
             if step == NUM_STEPS - 1:
@@ -133,15 +159,8 @@ def train(config: dict[str, Any]) -> None:
             complete(self, aside, path)
 
         backup_folder.BackupFolder._complete = dying
-    model.fit(
-        x,
-        y,
-        batch_size=BATCH,
-        epochs=EPOCHS,
-        verbose=0,
-        validation_data=([each[:BATCH] for each in x], [each[:BATCH] for each in y]),
-        callbacks=[elastic, keras_het.ray.Report(), Watched()],
-    )
+    callbacks = [elastic, keras_het.ray.Report(), Watched()]
+    fit(model, x, y, callbacks, folder if config.get("remembers") else None)
     die_in("after fit", index)
     if strategy.is_chief:
         aside = folder / "weights.npz.tmp"

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import psutil
 import pytest
@@ -96,6 +97,7 @@ def rows(folder: Path) -> list[list[Any]]:
 
 ONE_DEVICE = """
 import sys
+from pathlib import Path
 import keras, numpy as np
 import keras_het
 
@@ -105,7 +107,7 @@ import program_elastic as program
 keras.utils.set_random_seed(0)
 with keras_het.HeterogeneousStrategy().scope():
     model, x, y = program.model_and_data()
-model.fit(x, y, batch_size=program.BATCH, epochs=program.EPOCHS, verbose=0)
+program.fit(model, x, y, [], *map(Path, sys.argv[3:]))
 np.savez(sys.argv[2], *model.get_weights())
 """
 
@@ -219,6 +221,44 @@ def test_every_loss_is_exact(
         assert len(newest) == 4 and all(newest)
     if "dies" in config:
         assert (tmp_path / "died").exists()
+
+
+@pytest.mark.full
+def test_callbacks_go_on_as_if_nothing_had_happened(run: Run, tmp_path: Path) -> None:
+    """The loss comes in the fourth of seven epochs; the weights of the first one are the best."""
+    (alone := tmp_path / "alone").mkdir()
+    command = [sys.executable, "-c", ONE_DEVICE, str(PROGRAM.parent), str(alone / "weights.npz")]
+    with subprocess.Popen([*command, str(alone)]) as process:
+        result = run(nodes=0, on_head=2, dies="step 35", remembers=True, step_seconds=0.01)
+        assert process.wait(SECONDS) == 0
+    assert result.returncode == 0, result.stdout
+    assert (tmp_path / "died").exists()
+    assert len({row[0] for row in rows(tmp_path)}) == 4
+    expected, found = (
+        json.loads((each / "history.json").read_text()) for each in (alone, tmp_path)
+    )
+    assert found["epochs"] == expected["epochs"] == list(range(7))
+    assert found.keys() == expected.keys() and found["rate"] < RATE
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], atol=1e-5, err_msg=name)
+    tables = [np.genfromtxt(each / "rows.csv", delimiter=",") for each in (alone, tmp_path)]
+    np.testing.assert_allclose(tables[1], tables[0], atol=1e-5)
+    assert len(tables[0]) == 1 + 7
+    for name in ("best.weights.h5", "weights.npz"):
+        pairs = zip(arrays_in(tmp_path / name), arrays_in(alone / name), strict=True)
+        for own, one in pairs:
+            np.testing.assert_allclose(own, one, atol=1e-5, err_msg=name)
+
+
+def arrays_in(path: Path) -> list[np.ndarray]:
+    if path.suffix == ".npz":
+        return list(np.load(path).values())
+    found: list[np.ndarray] = []
+    with h5py.File(path) as file:
+        file.visititems(
+            lambda _, each: found.append(each[()]) if isinstance(each, h5py.Dataset) else None
+        )
+    return found
 
 
 @pytest.mark.full
