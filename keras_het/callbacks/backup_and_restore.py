@@ -98,8 +98,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         # Of a resumed epoch that has no steps left, until the next one begins.
         self._given_position: dict[str, Any] | None = None
         self._logs: Mapping[str, Any] | None = None
-        # When its validation began.
-        self._metrics_of_epoch: np.ndarray | None = None
+        # Position and metrics when the validation of an epoch began.
+        self._before_validation: tuple[dict[str, Any], np.ndarray] | None = None
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Restore weights, optimizer, epoch and position in the data."""
@@ -139,8 +139,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _restore(self, strategy: HeterogeneousStrategy, folder: BackupFolder) -> None:
         state = folder.restore(self.model)
         position = json.loads(str(state.pop("position")))
-        if position.get("in_validation"):  # its data may be those of training: they have gone on
-            position.update(epoch=position["epoch"] + 1, step=0)
         strategy._training_state.restored_times = str(state.pop(_TIMES, ""))
         metrics = state.pop(_METRICS, None)
         remembered = {
@@ -224,7 +222,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         self._count(batch + 1)
-        self._logs, self._metrics_of_epoch = logs, None
+        self._logs, self._before_validation = logs, None
         if not self._is_called_last:
             self._end_batch_after_all(batch)
 
@@ -236,8 +234,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
         super().on_test_begin(logs)
-        # Keras resets them now; a signal may end the training during validation
-        self._metrics_of_epoch = metric_values(self.model)
+        # A signal may end the training during validation, which is then repeated. Keras resets the
+        # metrics now, and the data may be those of training.
+        position = self._position(is_iterator_left=True)
+        self._before_validation = position, metric_values(self.model)
 
     def on_test_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Save if training ends during validation."""
@@ -247,7 +247,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Save after the epoch if `save_freq` is "epoch"."""
         self._loop.end_resumed_epoch()
-        self._logs = self._metrics_of_epoch = None
+        self._logs = self._before_validation = None
         if self._given_position is None:
             self._end_steps(epoch)
         else:
@@ -299,7 +299,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._shorter_epochs.end()
         self._pass_step = self._random_state = self._guard = None
         self._states = self._metrics = self._resumed = self._given_position = None
-        self._logs = self._metrics_of_epoch = None
+        self._logs = self._before_validation = None
         self._has_resumed = False
         self._epoch = self._first_step = self._step = self._num_counted = 0
 
@@ -351,8 +351,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         strategy = self._strategy()
         if strategy.is_async_worker or strategy.num_async_workers or not self._position()["step"]:
             return None
-        own = self._metrics_of_epoch
-        own = metric_values(self.model) if own is None else own
+        before = self._before_validation
+        own = metric_values(self.model) if before is None else before[1]
         return strategy.extended.gather_over_workers(own) if strategy.num_workers > 1 else own
 
     def _write(
@@ -452,9 +452,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 "to all of them."
             )
 
-    def _position(self) -> dict[str, Any]:
+    def _position(self, is_iterator_left: bool = False) -> dict[str, Any]:
         if self._given_position is not None:
             return self._given_position
+        if self._before_validation is not None:
+            return self._before_validation[0]
         passes, pass_step = self._position_of_data()
         if self._strategy().num_async_workers:
             # The assignment of an epoch's batches is not stored: the epoch restarts from its
@@ -467,7 +469,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         ends_pass = bool(step and self._loop.steps_per_epoch and self._loop.is_at_end_of_pass)
         is_at_end = bool(self._num_steps) and step >= (self._num_steps or 0)
         if is_at_end and not pass_step and self._leaves_an_iterator():
-            passes = (*passes, False)  # that iterator is yet to come
+            # that iterator is yet to come
+            passes = passes if is_iterator_left else (*passes, False)
         elif self._loop.steps_per_epoch and (ends_pass or not step) and not pass_step:
             # After epochs of given length, Keras has already begun the next pass.
             passes = passes[:-1] if passes[-1:] == (False,) else passes
@@ -475,7 +478,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             "epoch": epoch,
             "step": step,
             "has_all_steps": ends_pass or is_at_end,
-            "in_validation": self._metrics_of_epoch is not None,
             "is_stopped": bool(self.model.stop_training),
             "passes": passes,
             "pass_step": pass_step,

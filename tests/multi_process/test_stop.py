@@ -37,10 +37,11 @@ def assert_all_end(workers: Workers, code: int = TERMINATED) -> None:
         assert "WorkerLostError" not in result.output
 
 
+REPEATED = {"validate": True, "remembers": True}
 # What workers do, and what those do that go on from their backup.
 RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "in-training": ({}, {}),
-    "in-validation": ({"validate": True}, {"validate": True}),
+    "in-validation": (REPEATED, REPEATED),
     "read-late": ({"lag": 3, "validate": True}, {"lag": 3, "validate": True}),
     "pipeline": ({"plan": PLAN}, {"plan": PLAN}),
     "reversed-pipeline": ({"plan": PLAN}, {"plan": REVERSED}),
@@ -59,7 +60,8 @@ def test_training_goes_on_from_the_backup_at_the_right_sample(
 ) -> None:
     backup, result, expected = (tmp_path / name for name in ("backup", "result.npz", "one.npz"))
     common = {"epochs": 3, "backup": str(backup)}
-    alone = {"epochs": 3, "validate": after.get("validate", False), "result": str(expected)}
+    compared = {name: after.get(name, False) for name in ("validate", "remembers")}
+    alone = {"epochs": 3, **compared, "result": str(expected)}
     single = start_workers("program_stop.py", arguments=[json.dumps(alone)])
     # six steps an epoch: within the second one, or in its validation
     stopped = start({"worker": 2}, **{"signal_at": [None, 10], **common, **before})
