@@ -33,7 +33,7 @@ demo: .venv/installed ## Train on three emulated workers of different speed (und
 # leave a core idle. Those that look at what they measure run alone.
 ROOMS := multi_process elastic benchmarks recipes docs strategy exactness asynchronous loader callbacks \
   outside launch summation pipeline planning telemetry tensorboard fit rpc gpu
-TESTS := $(ROOMS:%=tests/%) $(patsubst %,tests/test_%.py,changed depth faults make optional_parts packaging private_api private_graphs rooms)
+TESTS := $(ROOMS:%=tests/%) $(patsubst %,tests/test_%.py,changed depth faults make options optional_parts packaging private_api private_graphs rooms)
 PYTEST := .venv/bin/python -m pytest
 # One that crashes ends the run: xdist would wait for the tests that it has lost.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0

@@ -21,6 +21,7 @@ from keras_het.strategy.exact import keras_hooks
 
 # Module or class; attribute with the names of its first parameters.
 SIGNATURES = [
+    (keras.losses.Loss, "__call__(self, y_true, y_pred, sample_weight)"),
     (private_api.keras_loss, "scale_loss_for_distribution(value)"),
     (private_api.keras_loss, "unscale_loss_for_distribution(value)"),
     *[

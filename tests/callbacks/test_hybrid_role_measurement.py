@@ -63,7 +63,7 @@ def test_a_fit_that_is_too_short_says_so_and_the_next_one_chooses(strategy, capl
     assert caplog.text.count("Measured for roles: balanced") == 1
     caplog.clear()
     fit(model, 2)
-    assert not caplog.text
+    assert "roles" not in caplog.text and "needs" not in caplog.text
 
 
 @pytest.mark.full
@@ -72,7 +72,7 @@ def test_fits_that_are_too_short_do_not_measure_for_ever(strategy, caplog):
     model = make_model(strategy)
     for _ in range(5):
         fit(model, 1)
-    left = [message.rpartition(": ")[2] for message in caplog.messages]
+    left = [each.rpartition(": ")[2] for each in caplog.messages if "exchanged" not in each]
     assert left == [f"{number} more fits measure." for number in (2, 1, 0)]
 
 

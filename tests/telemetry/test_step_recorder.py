@@ -355,7 +355,7 @@ def test_an_error_of_fit_ends_the_thread(logical_devices, capsys):
 
 
 def test_wrong_use_is_refused_in_words(logical_devices):
-    with pytest.raises(ValueError, match="keep_steps must be a number of at least 1"):
+    with pytest.raises(ValueError, match="keep_steps must be a whole number of at least 1"):
         Telemetry(keep_steps=0)
     _, model = make_model(logical_devices[:1])
     with pytest.raises(ValueError, match="One Telemetry records a fit"):
