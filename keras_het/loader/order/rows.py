@@ -16,6 +16,11 @@ def is_sliceable(leaf: Leaf) -> bool:
     return isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
 
 
+def has_rows(leaf: Any) -> bool:
+    """Tell whether a leaf of a step's input has rows; a scalar has none."""
+    return is_sliceable(leaf) and leaf.shape.rank != 0
+
+
 def count_rows(batch: Batch) -> tf.Tensor:
     """Count the rows of a batch, int64 scalar; fail if the leaves disagree."""
     counts = [_rows_of(leaf) for leaf in tf.nest.flatten(batch) if is_sliceable(leaf)]
@@ -130,8 +135,12 @@ def _rows_of(leaf: Rows) -> tf.Tensor:
 
 
 def _slice_leaf(leaf: Rows, start: tf.Tensor | int, count: tf.Tensor | int) -> Rows:
-    if not isinstance(leaf, tf.SparseTensor):
+    if isinstance(leaf, tf.RaggedTensor):
         return leaf[start : start + count]
+    if not isinstance(leaf, tf.SparseTensor):
+        with tf.device("CPU:0"):  # kernels take bounds there; a GPU would copy them back
+            begin, end = (tf.cast([each], tf.int64) for each in (start, start + count))
+        return tf.strided_slice(leaf, begin, end, tf.constant([1], tf.int64))
     # static dimensions stay visible to the model that receives the batch
     static = leaf.shape[1:].as_list()
     rest = [leaf.dense_shape[i + 1] if n is None else n for i, n in enumerate(static)]

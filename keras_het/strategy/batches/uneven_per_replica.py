@@ -206,15 +206,17 @@ def share_out(strategy: HeterogeneousStrategy, data: Nest) -> Nest:
     if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
         return data
     leaves = [_as_tensor(leaf) for leaf in leaves]
-    to_cut = [leaf for leaf in leaves if _has_rows(leaf)]
+    to_cut = [leaf for leaf in leaves if rows.has_rows(leaf)]
     if not to_cut:
         return data
-    sizes = _sizes(strategy, rows.count_rows(to_cut))
-    starts = tf.cumsum(sizes, exclusive=True)
+    with tf.device("CPU:0"):  # what is computed of sizes waits for no device
+        sizes = _sizes(strategy, rows.count_rows(to_cut))
+        starts = tf.unstack(tf.cumsum(sizes, exclusive=True))
+        counts = tf.unstack(sizes)
 
     def part(replica: int) -> Nest:
-        cut = iter(rows.slice_rows(to_cut, starts[replica], sizes[replica]))
-        own = [next(cut) if _has_rows(leaf) else leaf for leaf in leaves]
+        cut = iter(rows.slice_rows(to_cut, starts[replica], counts[replica]))
+        own = [next(cut) if rows.has_rows(leaf) else leaf for leaf in leaves]
         return tf.nest.pack_sequence_as(data, own)
 
     return wrap_shares([part(replica) for replica in strategy.layout.local_replicas], sizes)
@@ -236,10 +238,6 @@ def refuse_compiled_batch(model: keras.Model, data: Nest) -> None:
 def _as_tensor(leaf: Leaf) -> Leaf:
     is_array = hasattr(leaf, "__array__") and not rows.is_sliceable(leaf)
     return tf.convert_to_tensor(leaf) if is_array else leaf
-
-
-def _has_rows(leaf: Leaf) -> bool:
-    return rows.is_sliceable(leaf) and leaf.shape.rank != 0
 
 
 def _sizes(strategy: HeterogeneousStrategy, total: tf.Tensor) -> tf.Tensor:

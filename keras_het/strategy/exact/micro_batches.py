@@ -19,8 +19,9 @@ from typing import Any, NoReturn, TypeAlias
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.loader.order.rows import has_rows, slice_rows
 from keras_het.strategy.exact.step import Join, StepSpec, is_positive
-from keras_het.value_types import Nest, Rows
+from keras_het.value_types import Nest
 
 _OfPart: TypeAlias = "tf.Tensor | tf.IndexedSlices | Appended | None"
 # Parts draw other random numbers than replicas and each other, also those of async workers.
@@ -57,7 +58,8 @@ class MicroBatches:
     def spec(self, share: StepSpec, number: tf.Tensor | None) -> StepSpec:
         """Return the facts of one part, of the first one without a number."""
         start, stop = self._range(number)
-        samples, stream = stop - start, share.seed_stream
+        with tf.device("CPU:0"):  # see `is_positive`
+            samples, stream = stop - start, share.seed_stream
         part, whole = tf.cast(samples, tf.float64), tf.cast(share.total, tf.float64)
         if number is not None:
             stream = stream + tf.cast(number, tf.int64) * _SEED_STREAMS
@@ -73,7 +75,12 @@ class MicroBatches:
 
     def rows(self, number: tf.Tensor | None) -> Nest:
         start, stop = self._range(number)
-        return tf.nest.map_structure(lambda leaf: _cut(leaf, start, stop), self._rows)
+        with tf.device("CPU:0"):
+            count = stop - start
+        return tf.nest.map_structure(
+            lambda leaf: slice_rows(leaf, start, count) if has_rows(leaf) else leaf,
+            self._rows,
+        )
 
     def of_share(self, tensor: tf.Tensor, what: str) -> tf.Tensor:
         """Compute for the whole share what the first part has computed from its rows alone."""
@@ -188,19 +195,6 @@ class MicroBatches:
             count = tf.cast(self._count, self._samples.dtype)
             first = tf.zeros_like(count) if number is None else tf.cast(number, count.dtype)
             return first * self._samples // count, (first + 1) * self._samples // count
-
-
-def _cut(leaf: Rows, start: tf.Tensor, stop: tf.Tensor) -> Rows:
-    if not hasattr(leaf, "shape") or leaf.shape.rank == 0:
-        return leaf
-    if isinstance(leaf, tf.SparseTensor):
-        others = leaf.dense_shape[1:]
-        return tf.sparse.slice(
-            leaf,
-            tf.concat([[start], tf.zeros_like(others)], axis=0),
-            tf.concat([[stop - start], others], axis=0),
-        )
-    return leaf[start:stop]
 
 
 def _parts_of(value: _OfPart) -> tuple[tf.Tensor, ...]:

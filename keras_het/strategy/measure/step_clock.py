@@ -51,7 +51,9 @@ class StepClock:
 
     def seconds_since_stop(self, results: Sequence[Leaf]) -> tf.Tensor:
         """Time from `stop` until other values are available, float64 scalar."""
-        return self._time_when_ready(_tensors(results)) - self._end_time
+        ready = self._time_when_ready(_tensors(results))
+        with tf.device(self._host):
+            return ready - self._end_time
 
     def seconds_in_collectives(self) -> tf.Tensor:
         """Time that the step's collectives took so far, float64 scalar: waits and transfers."""

@@ -1,0 +1,97 @@
+"""No step reads numbers of samples back from a GPU, which would wait for what it has to compute.
+
+Kernels of a GPU take shapes, bounds and conditions in the host's memory. Integers of 64 bits that
+were computed on the GPU are copied there. Logical CPUs stand for GPUs; the host is CPU:0.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_het
+from keras_het.callbacks import BatchBalancer, Telemetry
+from keras_het.strategy.exact import keras_step
+
+# What kernels of TensorFlow 2.21's CUDA build want in host memory, and leave there. Integers of 32
+# bits, and what is compared of them, lie there too.
+HOST_INPUTS = {
+    "BroadcastTo": (1,),
+    "Fill": (0,),
+    "If": (0,),
+    "Range": (0, 1, 2),
+    "Reshape": (1,),
+    "Slice": (1, 2),
+    "SplitV": (1, 2),
+    "StatelessIf": (0,),
+    "StridedSlice": (1, 2, 3),
+    "StridedSliceGrad": (0, 1, 2, 3),
+    "Tile": (1,),
+    "UnsortedSegmentSum": (2,),
+}
+ON_HOST = ("Const", "Placeholder", "PyFunc", "Range", "Shape", "ShapeN", "Size", "ReadVariableOp")
+FUNCTIONS = ("f", "body", "cond", "then_branch", "else_branch")
+STEPS, BATCH = 2, 16
+x, y = np.ones([STEPS * BATCH, 8], np.float32), np.ones([STEPS * BATCH, 1], np.float32)
+
+
+def copies(graph: tf.Graph) -> list[str]:
+    """Integers and conditions that a graph and its functions copy from the device to the host."""
+    found = []
+    for operation in graph.get_operations():
+        is_on_host = operation.device.endswith("CPU:0")
+        for name in FUNCTIONS:
+            if (function := operation.node_def.attr[name].func.name) in graph._functions:
+                found += copies(graph._functions[function].graph)
+        wanted = HOST_INPUTS.get(operation.type, ())
+        for index, tensor in enumerate(operation.inputs):
+            producer = tensor.op
+            if (
+                (is_on_host or index in wanted)
+                and tensor.dtype in (tf.int64, tf.bool)
+                and producer.type not in ON_HOST
+                and not (producer.inputs and producer.inputs[0].dtype == tf.int32)
+                and not producer.device.endswith("CPU:0")
+            ):
+                found.append(f"{producer.name} -> {operation.name} ({operation.type})")
+    return found
+
+
+def fit(model, *callbacks):
+    model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=callbacks)
+
+
+MODES = {
+    "plain": ({}, fit),
+    "micro-batches": ({"micro_batch_size": 4}, fit),
+    "measured": ({}, lambda model: fit(model, BatchBalancer())),
+    "telemetry": ({"micro_batch_size": 4}, lambda model: fit(model, Telemetry())),
+    "evaluate": ({"micro_batch_size": 4}, lambda model: model.evaluate(x, y, BATCH, 0)),
+    "predict": ({"micro_batch_size": 4}, lambda model: model.predict(x, BATCH, 0)),
+    "train_on_batch": ({}, lambda model: model.train_on_batch(x[:BATCH], y[:BATCH])),
+}
+
+
+@pytest.mark.quick("micro-batches", "train_on_batch")
+@pytest.mark.parametrize("mode", MODES)
+def test_numbers_of_samples_stay_on_the_host(mode, logical_devices, monkeypatch):
+    monkeypatch.setattr(keras_step, "works_ahead", lambda *_: True)
+    options, run = MODES[mode]
+    strategy = keras_het.HeterogeneousStrategy(devices=logical_devices[1:3], **options)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([8]), keras.layers.Dense(4), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    graphs = []
+    traced = tf.__internal__.FuncGraph.as_default
+
+    def seen(graph):
+        graphs.append(graph)
+        return traced(graph)
+
+    monkeypatch.setattr(tf.__internal__.FuncGraph, "as_default", seen)
+    run(model)
+    steps = {id(graph): graph for graph in graphs if "one_step" in graph.name}
+    assert steps
+    assert [each for graph in steps.values() for each in copies(graph)] == []
