@@ -347,7 +347,7 @@ def test_arguments_that_are_none(tmp_path: Path) -> None:
         DataValidation(schema(), directory=tmp_path)
     with pytest.raises(ValueError, match="set_comparison_thresholds"):
         DataValidation(infer_schema(statistics_of_dataset([samples()])), compare_shards=True)
-    with pytest.raises(ValueError, match="Received: 3"):
+    with pytest.raises(ValueError, match="Received: schema=3"):
         DataValidation(3)
 
 
