@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import random
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from keras_het import private_api
 from keras_het.fit import callback_states
 from keras_het.fit.backup_folder import BackupFolder
+from keras_het.fit.backup_interval import AUTO, BackupInterval
 from keras_het.fit.callback_states import CallbackStates
 from keras_het.fit.metric_states import add_metrics, metric_values
 from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, tell
@@ -48,9 +50,18 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     plain attributes, or what its `get_state()` returns, which `set_state(state)` gets back.
     Backups are written after the other callbacks have run, wherever this one is in their list.
 
+    With `save_freq="auto"`, after a backup that took c seconds the next one follows
+
+        n = ceil(max(1 s, min(c / 0.02, sqrt(2 c m))) / t)
+
+    steps later, with t the seconds of a step, both those of the slowest worker. As long as nothing
+    has interrupted the training, m is infinite, and backups take at most 2 % of the time. After
+    that it is the mean time between interruptions: rare backups repeat many steps, frequent ones
+    cost more than they save.
+
     Args:
         backup_dir: folder of the backup, the same for all workers.
-        save_freq: "epoch", or the number of batches between two backups.
+        save_freq: "epoch", the number of batches between two backups, or "auto".
         verbose: 1 prints each backup, and the point at which a training resumes, on the chief.
         **kwargs: further arguments of `keras.callbacks.BackupAndRestore`.
 
@@ -60,19 +71,24 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             size, or another training writes there.
         OSError: if the only backup is damaged, or a backup cannot be written.
 
-    Reference: `keras.callbacks.BackupAndRestore`.
+    Reference:
+        `keras.callbacks.BackupAndRestore`; Young, "A first order approximation to the optimum
+        checkpoint interval", Communications of the ACM 17(9), 1974.
     """
 
     def __init__(
         self, backup_dir: str, save_freq: str | int = "epoch", *, verbose: int = 0, **kwargs: Any
     ) -> None:
         check_folder("backup_dir", backup_dir)
-        if save_freq != "epoch":
-            check_number("save_freq", save_freq, least=1, whole=True, otherwise=' or "epoch"')
+        if save_freq not in (AUTO, "epoch"):
+            others = f', "epoch" or "{AUTO}"'
+            check_number("save_freq", save_freq, least=1, whole=True, otherwise=others)
         check_verbose(verbose)
         for name in kwargs.keys() & {"double_checkpoint", "delete_checkpoint"}:
             check_flag(name, kwargs[name])
-        super().__init__(str(backup_dir), save_freq=save_freq, **kwargs)
+        self._is_auto = save_freq == AUTO
+        super().__init__(str(backup_dir), save_freq=1 if self._is_auto else save_freq, **kwargs)
+        self._interval = BackupInterval()
         self._verbose = verbose
         self._folder = BackupFolder(backup_dir, num_kept=2 if self.double_checkpoint else 1)
         self.backup_dir = str(self._folder.path)
@@ -111,6 +127,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         folder = self._find_backup(strategy)
         super().on_train_begin(logs)  # finds no backup in Keras's format
         self._forget()
+        self._interval.begin()
         self._data = data_of_fit(self.model, strategy)
         self._optimizer_at_first = _about(self.model.optimizer)
         if folder.newest is not None:
@@ -148,6 +165,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             strategy._training_state.restored = {
                 name.removeprefix(_SERVICE): values for name, values in state.items()
             }
+        self._interval.resume(position)
         self._check_batch_size(position)
         self._warn_of_another_optimizer(position.get("optimizers"))
         self._epoch, self._first_step = position["epoch"], position["step"]
@@ -222,6 +240,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         self._count(batch + 1)
+        self._interval.count_step()
         self._logs, self._before_validation = logs, None
         if not self._is_called_last:
             self._end_batch_after_all(batch)
@@ -340,11 +359,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return is_counted and self._loop.steps_per_epoch is None
 
     def _save_model(self) -> None:
-        self._strategy()._complete(self.model, "BackupAndRestore")
+        began, strategy = time.monotonic(), self._strategy()
+        strategy._complete(self.model, type(self).__name__)
         self._metrics = self._metrics_of_all()
-        if self._strategy().is_chief:
+        self._save(strategy)
+        if self._is_auto and not (strategy._stop_request.is_agreed or strategy.is_async_worker):
+            self.save_freq = self._interval.next_after(time.monotonic() - began, strategy)
+
+    def _save(self, strategy: HeterogeneousStrategy) -> None:
+        if strategy.is_chief:
             self._write(self._position())
-            tell(f"Saved {self._folder.newest}.", self._strategy(), self._verbose)
+            tell(f"Saved {self._folder.newest}.", strategy, self._verbose)
 
     def _metrics_of_all(self) -> np.ndarray | None:
         """Gather the metrics of the epoch that has begun, one row for each replica."""
@@ -364,7 +389,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         # read here: a position is noted in every step, and must not wait for a device
         logs = _numbers(self._logs) if position["step"] else None
         optimizers = [self._optimizer_at_first, _about(self.model.optimizer)]
-        about = {"logs": logs, "optimizers": optimizers}
+        about = {"logs": logs, "optimizers": optimizers, **self._interval.position()}
         text = json.dumps({**about, **position})
         state = {"position": np.array(text), **self._service_state()}
         if self._states is not None:

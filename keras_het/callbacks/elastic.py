@@ -20,18 +20,14 @@ import numpy as np
 
 from keras_het.callbacks.backup_and_restore import BackupAndRestore
 from keras_het.fit.backup_folder import RUN, BackupFolder, memory_folder, remove_other_runs
+from keras_het.fit.backup_interval import AUTO
 from keras_het.fit.model_strategy import tell
-from keras_het.planning.argument_checks import check_number
 
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _logger = logging.getLogger("keras_het")
 
-AUTO = "auto"
-# Of the time of a training, the part that its backups may take.
-_COST = 0.02
-_LEAST_SECONDS = 1.0
 _WORDS_AT_ONCE = 2**21
 _BYTES_PER_WORD = 8
 _listeners: list[Callable[[str, int, int], None]] = []
@@ -55,18 +51,9 @@ class Elastic(BackupAndRestore):
     the loss of a worker after it does not begin it again; each `fit` of a script needs its own
     folder.
 
-    With `save_freq="auto"`, after a backup that took c seconds the next one follows
-
-        n = ceil(max(1 s, min(c / 0.02, sqrt(2 c m))) / t)
-
-    steps later, with t the seconds of a step, both those of the slowest worker. As long as nothing
-    has interrupted the training, m is infinite, and backups take at most 2 % of the time. After
-    that it is the mean time between interruptions: rare backups repeat many steps, frequent ones
-    cost more than they save.
-
     Args:
         backup_dir: folder of the backup.
-        save_freq: "auto", "epoch", or the number of batches between two backups.
+        save_freq: as of `BackupAndRestore`.
         verbose: 1 prints each backup, and the point at which a training resumes, on the chief.
         **kwargs: further arguments of `BackupAndRestore`.
 
@@ -74,20 +61,12 @@ class Elastic(BackupAndRestore):
         ValueError: as `BackupAndRestore`, but workers may find different backups; or if an earlier
             `fit` of this process has used the folder.
         OSError: if the only backup is damaged, or a backup cannot be written.
-
-    Reference:
-        Young, "A first order approximation to the optimum checkpoint interval", Communications of
-        the ACM 17(9), 1974.
     """
 
     def __init__(
         self, backup_dir: str, save_freq: str | int = AUTO, *, verbose: int = 0, **kwargs: Any
     ) -> None:
-        if save_freq not in (AUTO, "epoch"):
-            others = f', "epoch" or "{AUTO}"'
-            check_number("save_freq", save_freq, least=1, whole=True, otherwise=others)
-        self._is_auto = save_freq == AUTO
-        super().__init__(backup_dir, 1 if self._is_auto else save_freq, verbose=verbose, **kwargs)
+        super().__init__(backup_dir, save_freq, verbose=verbose, **kwargs)
         self._run = os.environ.get(RUN)
         memory = memory_folder(self._run or "", backup_dir)
         self._memory = BackupFolder(memory, num_kept=1, is_private=True)
@@ -96,27 +75,16 @@ class Elastic(BackupAndRestore):
         self._number = 0
         # the name of the run that began this training
         self._training = self._run or ""
-        # of the training, also before it was interrupted
-        self._began, self._num_interruptions = 0.0, 0
-        self._saved_at, self._num_steps_since = 0.0, 0
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Restore the newest backup that one of the workers has."""
         self._keeps_memory = self._is_finished = False
-        self._began, self._num_interruptions = time.time(), 0
         super().on_train_begin(logs)
-        self._saved_at, self._num_steps_since = time.monotonic(), 0
 
     def _restore(self, strategy: HeterogeneousStrategy, folder: BackupFolder) -> None:
         super()._restore(strategy, folder)
         position = json.loads(str(folder.state()["position"]))
         self._training = position.get("training", self._training)
-        self._began = position.get("began", self._began)
-        self._num_interruptions = position.get("interruptions", 0) + 1
-
-    def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        self._num_steps_since += 1
-        super().on_train_batch_end(batch, logs)
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Keep the backup of a finished `fit` if its workers may start again."""
@@ -204,11 +172,7 @@ class Elastic(BackupAndRestore):
             self._memory.adopt(name, io.BytesIO(content))
         return self._memory
 
-    def _save_model(self) -> None:
-        began = time.monotonic()
-        strategy = self._strategy()
-        strategy._complete(self.model, "Elastic")
-        self._metrics = self._metrics_of_all()
+    def _save(self, strategy: HeterogeneousStrategy) -> None:
         if strategy.is_chief or self._keeps_memory:
             self._write(self._position())
         if strategy.is_chief:
@@ -216,19 +180,6 @@ class Elastic(BackupAndRestore):
             for listener in _listeners:
                 listener(str(self._folder.path), self._epoch, self._step)
         self._number += 1
-        if self._is_auto and not (strategy._stop_request.is_agreed or strategy.is_async_worker):
-            self._choose_next(strategy, time.monotonic() - began)
-
-    def _choose_next(self, strategy: HeterogeneousStrategy, cost: float) -> None:
-        """Choose after how many steps the next backup follows, on all workers alike."""
-        now = time.monotonic()
-        step = (now - self._saved_at - cost) / max(1, self._num_steps_since)
-        rate = self._num_interruptions / max(time.time() - self._began, 1.0)
-        own = np.array([[cost, step, rate]], np.float64)
-        cost, step, rate = strategy.extended.gather_over_workers(own).max(axis=0).tolist()
-        seconds = min(cost / _COST, math.sqrt(2 * cost / rate) if rate > 0 else math.inf)
-        self.save_freq = max(1, math.ceil(max(seconds, _LEAST_SECONDS) / max(step, 1e-6)))
-        self._saved_at, self._num_steps_since = time.monotonic(), 0
 
     def _write(
         self, position: Mapping[str, Any], is_valid: Callable[[], bool] = lambda: True
@@ -256,8 +207,6 @@ class Elastic(BackupAndRestore):
             "training": self._training,
             "run": self._run,
             "saved_at": int(time.time()),
-            "began": self._began,
-            "interruptions": self._num_interruptions,
         }
         return super()._state_of({**position, **about})
 

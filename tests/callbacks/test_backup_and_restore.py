@@ -112,6 +112,7 @@ OTHERS = {  # data, the step of the interruption, how often is saved, and how is
         {"steps_per_epoch": 5},
     ),
     "several steps in an execution": (rows, 4, 3, IN_THREES),
+    "as often as pays": (rows, 4, "auto", {}),
 }
 
 

@@ -252,47 +252,6 @@ def test_a_damaged_copy_beside_an_intact_one_is_no_error(
     assert "The backup is damaged" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("cost", "step", "expected_steps"),
-    [(0.1, 0.5, 10), (0.001, 0.01, 100), (2.0, 200.0, 1), (0.0, 0.5, 2)],
-)
-def test_backups_take_a_fiftieth_of_the_time(
-    tmp_path: Path, cost: float, step: float, expected_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    callback = Elastic(str(tmp_path / "backup"))
-    strategy = keras_het.HeterogeneousStrategy()
-    callback._num_steps_since, callback._saved_at = 4, 0.0
-    monkeypatch.setattr(elastic.time, "monotonic", lambda: 4 * step + cost)
-    callback._choose_next(strategy, cost)
-    assert callback.save_freq == expected_steps
-
-
-@pytest.mark.parametrize(
-    ("cost", "interruptions", "seconds", "expected_steps"),
-    [
-        (0.4, 10, 600.0, 14),  # sqrt(2 * 0.4 * 60) = 6.9 s, not 20
-        (0.4, 1, 600.0, 40),  # sqrt(480) = 21.9 s: not rarer than without
-        (0.0078125, 600, 600.0, 2),  # once a second, at most
-        (0.0, 3, 600.0, 2),
-    ],
-)
-def test_backups_are_as_frequent_as_interruptions_demand(
-    tmp_path: Path,
-    cost: float,
-    interruptions: int,
-    seconds: float,
-    expected_steps: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    callback = Elastic(str(tmp_path / "backup"))
-    callback._num_steps_since, callback._saved_at = 4, 0.0
-    callback._began, callback._num_interruptions = 1000.0, interruptions
-    monkeypatch.setattr(elastic.time, "monotonic", lambda: 4 * 0.5 + cost)
-    monkeypatch.setattr(elastic.time, "time", lambda: 1000.0 + seconds)
-    callback._choose_next(keras_het.HeterogeneousStrategy(), cost)
-    assert callback.save_freq == expected_steps
-
-
 def test_a_backup_tells_how_often_its_training_was_interrupted(run: Any, tmp_path: Path) -> None:
     run("a")
     start, times, places = time.time(), [], []
