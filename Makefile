@@ -18,7 +18,7 @@ RESULTS := build/benchmarks
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export UV_HTTP_TIMEOUT ?= 300
 
-.PHONY: help demo test test-all test-full test-changed test-rest test-faults test-alone test-oldest test-nightly test-gpu test-validation test-versions lint format benchmarks
+.PHONY: help demo test test-all test-full test-changed test-rest test-faults test-alone test-oldest test-nightly test-gpu test-validation test-versions test-xla lint format benchmarks
 .PHONY: docs constraints clean distclean
 .PHONY: check-python check-validation
 .DEFAULT_GOAL := help
@@ -86,6 +86,9 @@ ON_GPU := exactness pipeline fit callbacks/test_batch_balancer.py callbacks/test
   summation gpu
 test-gpu: .venv-gpu/installed ## Training on parts of a GPU, where there is one.
 	KERAS_HET_TEST_DEVICES=GPU .venv-gpu/bin/python -m pytest --quick $(SIDE_BY_SIDE) $(ON_GPU:%=tests/%)
+
+test-xla: .venv/installed ## Exactness with XLA on both sides of each comparison.
+	KERAS_HET_TEST_XLA=1 $(PYTEST) $(DEPTH) $(SIDE_BY_SIDE) -m "not alone" $(or $(TESTS),tests/exactness)
 
 # What the next release will break: private symbols, Keras's data adapters, exact numbers.
 NIGHTLY := $(patsubst %,tests/%.py,test_private_api test_private_graphs test_optional_parts \

@@ -31,6 +31,7 @@ from keras.src.optimizers import loss_scale_optimizer as keras_loss_scale_optimi
 from keras.src.random import seed_generator as keras_seed_generator
 from keras.src.trainers import trainer as keras_base_trainer
 from keras.src.utils import python_utils as keras_python_utils
+from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
@@ -487,6 +488,11 @@ def run_independently(result: tf.Tensor | tf.Operation) -> tf.Tensor | tf.Operat
     if manager is not None:
         manager.run_independently(getattr(result, "op", result))
     return result
+
+
+def compile_operation(operation: tf.Operation) -> None:
+    """Let XLA compile an operation, together with others around it that it can compile."""
+    operation._set_attr("_XlaCompile", attr_value_pb2.AttrValue(b=True))
 
 
 def function_being_traced(graph: tf.Graph) -> Any:

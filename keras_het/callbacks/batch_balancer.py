@@ -19,6 +19,7 @@ from keras_het.planning.argument_checks import check_folder, check_number, check
 from keras_het.planning.balance import known_times
 from keras_het.planning.balance.summary import summarize
 from keras_het.planning.diagnosis.recording import Device
+from keras_het.strategy.exact.xla import num_unsettled_steps
 from keras_het.strategy.keras_calls import SessionCallback
 from keras_het.strategy.measure.compute_times import MeasuredSteps, Reading
 from keras_het.strategy.measure.memory_use import MemoryUse
@@ -145,7 +146,10 @@ class BatchBalancer(SessionCallback):
             strategy.compute_times.send_fitting(self._memory_use.fitting)
         strategy.measure_compute_times(self.model)
         self._sampled = strategy._sample_steps(fit, self._sampled)
-        self._steps.begin(strategy.compute_times, self._sampled)
+        unsettled = num_unsettled_steps(self.model, strategy.extended.worker_devices)
+        if strategy.num_workers > 1:
+            unsettled = int(strategy.extended.gather_over_workers(np.array([unsettled])).max())
+        self._steps.begin(strategy.compute_times, self._sampled, unsettled)
         # replaces what a balancer wanted in a fit in between
         latest = self.plans[-1].shares if self.plans else [0] * len(strategy.shares)
         strategy.compute_times.send_shares(latest)

@@ -40,10 +40,10 @@ from keras_het.strategy.cluster.stop_signals import SIGNALS, stop_signals
 from keras_het.strategy.data_path import DataPath, with_own_batches
 from keras_het.strategy.exact.keras_hooks import keras_hooks, own_function
 from keras_het.strategy.exact.keras_step import (
-    check_can_compile,
     run_predict_step,
     run_train_or_test_step,
 )
+from keras_het.strategy.exact.xla import compiled_as_a_whole
 from keras_het.strategy.extended import HeterogeneousExtended, check_how_gradients_travel
 from keras_het.strategy.measure.compute_times import ComputeTimes
 from keras_het.strategy.measure.emulated_device import (
@@ -143,6 +143,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
     _collective_key_base = 0  # TensorFlow numbers collectives from here
     _extended_class = HeterogeneousExtended
+    _compiles_steps = True  # with XLA, if that is asked for
     _holds_parts = False  # of a model in each process, as a pipeline's do
 
     def __init__(
@@ -530,9 +531,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             with keras_hooks():
                 return super().run(own_function(fn), args=args, kwargs=kwargs, options=options)
         if kind is None or not self._needs_exact_step(model):
+            fn = fn if kind is None else compiled_as_a_whole(fn, model)
             return super().run(fn, args=args, kwargs=kwargs, options=options)
         run = functools.partial(super().run, options=options)
-        check_can_compile(self, model)
         if kind == "predict":
             return run_predict_step(self, run, step, args[0])
         return run_train_or_test_step(self, run, kind, step, args[0])

@@ -32,6 +32,7 @@ from keras_het.strategy.cluster.agreement import pass_on
 from keras_het.strategy.cluster.peer_watch import message_in
 from keras_het.strategy.exact.created_in_scope import explain_scope_errors, move_optimizer
 from keras_het.strategy.exact.step import current_step
+from keras_het.strategy.exact.xla import compiles_by_default, is_wanted
 from keras_het.strategy.executions import Execution
 from keras_het.strategy.measure.unread_logs import keep_unread, keras_passes_unread_logs
 from keras_het.value_types import Leaf, TensorLike
@@ -243,6 +244,27 @@ def _in_one_call(call: Call) -> None:
         call.function = lambda *arguments: Execution(data_path, model, make(*arguments))
 
 
+@contextlib.contextmanager
+def _compiled_in_parts(call: Call) -> Iterator[None]:
+    """XLA compiles what is between the exchanges of a step, not the step as a whole."""
+    model = call.model
+    if is_wanted(model):
+        # A convolution that TensorFlow has joined with its bias is unknown to XLA.
+        tf.config.optimizer.set_experimental_options({"remapping": False})
+    wanted, model.jit_compile = model.jit_compile, False
+    try:
+        yield
+    finally:
+        model.jit_compile = wanted
+
+
+def _compiled_as_on_one_device(call: Call) -> None:
+    """Keras compiles by default on GPUs, and under no strategy of TensorFlow."""
+    strategy, devices = call.strategy, call.strategy.extended.worker_devices
+    if strategy._compiles_steps:
+        call.function = functools.partial(compiles_by_default, call.function, devices=devices)
+
+
 def _whole(call: Call) -> None:
     """Every process gets the whole model first, where each holds a part of it."""
     call.strategy._complete(call.model, call.name)
@@ -375,7 +397,9 @@ _WRITING_CALLBACKS = {
 _HANDLERS: dict[tuple[type, str], tuple[Handler, ...]] = {
     **{(keras.Model, name): _LOOP for name in STEP_FUNCTIONS},
     **{(keras.Model, name): _ON_BATCH for name in _ON_BATCHES},
-    (keras.Model, "_make_function"): (_in_one_call,),
+    (keras.Model, "_make_function"): (_in_one_call, _compiled_in_parts),
+    (keras.Model, "make_predict_function"): (_compiled_in_parts,),
+    (keras.Model, "_resolve_auto_jit_compile"): (_compiled_as_on_one_device,),
     (keras.Model, "_maybe_symbolic_build"): (_built_without_a_look, _agreed_at_the_end),
     (keras.Model, "get_weights"): (_whole,),
     **{(keras.Model, name): (_whole, _on_chief) for name in _SAVING},

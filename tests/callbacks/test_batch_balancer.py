@@ -416,6 +416,27 @@ def test_a_first_step_that_loads_kernels_says_nothing(first, is_warm_up):
     assert [row["seconds"] for row in record.rows] == [list(first), [2, 3]]
 
 
+def test_steps_with_a_new_share_say_nothing_until_they_are_compiled():
+    def step(shares, seconds):
+        shares, seconds = np.array(shares), np.array(seconds, float)
+        return StepTimes(shares, shares.astype(float), seconds, shares, shares, np.zeros(2), 0.0)
+
+    taken = [
+        ([4, 4], (9, 9)),
+        ([4, 4], (7, 7)),
+        ([4, 4], (2, 3)),
+        ([4, 5], (2, 8)),
+        ([4, 5], (2, 9)),
+    ]
+    taken += [([4, 5], (2, 4)), ([4, 4], (2, 3))]
+    record = MeasuredSteps(keep=10)
+    steps = [step(*each) for each in taken]
+    record.begin(SimpleNamespace(read_new=lambda: steps, num_lost=0), num_unsettled=2)
+    nan = math.nan
+    expected = [(nan, nan), (nan, nan), (2, 3), (2, nan), (2, nan), (2, 4), (2, 3)]
+    np.testing.assert_array_equal([reading.seconds for reading in record.read()], expected)
+
+
 class Noting(Zigzag):
     def __init__(self):
         super().__init__()

@@ -19,6 +19,7 @@ from typing import Any
 import devices
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from hypothesis import settings
 
@@ -35,6 +36,10 @@ IS_KERAS_3_16 = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16)
 # In Keras 3.16 one device counts a smaller last batch as one sample in the loss of each of several
 # outputs, since it weighs them by the size that its trace knows.
 ONLY_WHOLE_BATCHES = IS_KERAS_3_16
+
+# Sparse tensors and Python functions have no kernels of XLA, on one device either; a size that
+# comes for the first time draws the random numbers of TensorFlow's own kernels.
+needs_no_xla = pytest.mark.skipif(devices.XLA, reason="not with XLA")
 
 Fit = Callable[[Any, list[Any]], Any]
 

@@ -8,7 +8,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from devices import DEVICES
 from equivalence import (
     ALL_SHARES,
     SHARES,
@@ -22,8 +21,6 @@ from equivalence import (
 )
 
 import keras_het
-from keras_het import HeterogeneousStrategy
-from keras_het.strategy.exact.keras_step import check_can_compile
 
 
 def array_fit(model, callbacks, **options):
@@ -296,42 +293,6 @@ def test_steps_per_epoch_on_a_repeated_data_set():
         )
 
     assert_equivalent(Trial(dense_model, fit=fit, evaluate=False, predict=False))
-
-
-def test_jit_compile_of_one_replica():
-    results = []
-    for scope in (HeterogeneousStrategy(devices=DEVICES[:1]).scope, None):
-        keras.utils.set_random_seed(7)
-        if scope is None:
-            model = dense_model(jit_compile=False)
-        else:
-            with scope():
-                model = dense_model(jit_compile=True)
-        history = model.fit(batches(16), epochs=2, verbose=0)
-        results.append((history.history["loss"], *model.get_weights()))
-    assert_all_close(*results)
-
-
-def test_jit_compile_of_several_replicas_is_refused():
-    with three_replicas().scope():
-        model = dense_model(jit_compile=True)
-    with pytest.raises(ValueError, match=r"(?s)XLA cannot compile.*Received.*jit_compile=True"):
-        model.fit(three_replicas().distribute(batches()), verbose=0)
-
-
-def test_jit_compile_of_one_gpu_with_a_summation_is_refused(monkeypatch):
-    # its exchange is a call by the CPU, in the middle of the step
-    strategy = HeterogeneousStrategy(devices=DEVICES[:1])
-    with strategy.scope():
-        model = dense_model(jit_compile=True)
-    extended = strategy.extended
-    monkeypatch.setattr(type(extended), "worker_devices", property(lambda self: ("GPU:0",)))
-    check_can_compile(strategy, model)
-    extended.use_summation(object())
-    with pytest.raises(ValueError, match=r"(?s)XLA cannot.*Received.*'summation'.*all_reduce"):
-        check_can_compile(strategy, model)
-    with extended.reductions_within_worker():
-        check_can_compile(strategy, model)
 
 
 @pytest.mark.full

@@ -15,6 +15,7 @@ from equivalence import (
     assert_equivalent,
     batches,
     masked_words,
+    needs_no_xla,
     three_replicas,
 )
 
@@ -166,6 +167,7 @@ def test_losses_of_samples_are_predictions_like_others():
         np.testing.assert_allclose(predicted, (x**2).mean(axis=1), rtol=1e-5)
 
 
+@needs_no_xla
 @pytest.mark.quick("adam")
 @pytest.mark.parametrize(
     "make_optimizer", [lambda: keras.optimizers.SGD(0.1), adam], ids=["sgd", "adam"]

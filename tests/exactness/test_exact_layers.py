@@ -14,6 +14,7 @@ from equivalence import (
     assert_replicas_agree,
     dense_model,
     masked_words,
+    needs_no_xla,
     three_replicas,
 )
 
@@ -134,6 +135,7 @@ def test_batch_normalization_on_a_single_used_replica_is_one_device():
     assert_equivalent(Trial(build), [(1, 0, 0), (0, 1, 0)])
 
 
+@needs_no_xla
 def test_dropout_on_replica_0_is_one_device():
     def layers():
         return [keras.layers.Dense(16), keras.layers.Dropout(0.5, seed=3)]

@@ -481,7 +481,6 @@ REFUSED = {
     "assigns 'rows": lambda: dense_model(layers=lambda: [KeepsVariable()]),
     "a mask, .* depends on more than the batch": masked_by_weight,
     "runs eagerly": lambda: dense_model(run_eagerly=True),
-    "XLA cannot compile": lambda: dense_model(jit_compile=True),
 }
 
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import Trial, arrays, assert_equivalent, dense_model
+from equivalence import Trial, arrays, assert_equivalent, dense_model, needs_no_xla
 
 from keras_het import HeterogeneousStrategy
 from keras_het.strategy.exact.means import Means
@@ -15,6 +15,7 @@ SHARES = [(4, 2, 1)]
 sgd = functools.partial(keras.optimizers.SGD, 0.1)
 
 
+@needs_no_xla
 def test_equal_weights_of_unequal_shares_are_off_by_far_more_than_the_tolerance(monkeypatch):
     # What tf.distribute.MirroredStrategy does: Keras divides by the number of replicas
     monkeypatch.setattr(HeterogeneousStrategy, "_needs_exact_step", lambda *_: False)

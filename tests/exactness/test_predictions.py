@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import arrays, three_replicas
+from equivalence import arrays, needs_no_xla, three_replicas
 
 from keras_het.strategy.cluster import agreement
 
@@ -99,6 +99,7 @@ def dense(value):
     return np.array(tf.sparse.to_dense(value) if isinstance(value, tf.SparseTensor) else value)
 
 
+@needs_no_xla
 @pytest.mark.quick("shares2-False-unknown rank")
 @pytest.mark.parametrize("name", JOINED)
 @pytest.mark.parametrize("run_eagerly", [False, True])

@@ -19,6 +19,7 @@ UNEQUAL_DEVICES = (
     "zero_share_from_the_start",
     "micro_batches",
     "gradients_in_buckets",
+    "compiled_by_xla",
     "state_of_ones_own",
     "sharpness_aware_steps_with_vectors_in_logs",
     "steps_per_execution_with_pydataset",

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -220,19 +219,6 @@ def share_out(strategy: HeterogeneousStrategy, data: Nest) -> Nest:
         return tf.nest.pack_sequence_as(data, own)
 
     return wrap_shares([part(replica) for replica in strategy.layout.local_replicas], sizes)
-
-
-def refuse_compiled_batch(model: keras.Model, data: Nest) -> None:
-    """Refuse plain batches in a step compiled by XLA, which cannot ask for the shares."""
-    leaves = tf.nest.flatten(data)
-    is_cut = any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves)
-    if model.jit_compile and not model.run_eagerly and not is_cut:
-        raise ValueError(
-            "A step that XLA compiles cannot cut a batch into the shares of several replicas. "
-            "Received: train_on_batch or test_on_batch of a model with jit_compile=True. Give a "
-            "tf.data.Dataset of one batch to fit or evaluate, or leave jit_compile out of "
-            "model.compile()."
-        )
 
 
 def _as_tensor(leaf: Leaf) -> Leaf:

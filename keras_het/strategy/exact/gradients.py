@@ -29,6 +29,7 @@ from keras_het.strategy.exact.step import (
     is_positive,
     running_step,
 )
+from keras_het.strategy.exact.xla import compiled_update, is_wanted
 from keras_het.value_types import EitherVariable, Leaf, Nest, Summand
 
 if TYPE_CHECKING:
@@ -359,7 +360,11 @@ class Gradients:
     def _finish(self, update: _PendingUpdate, reduced: _Reduced) -> Any:
         if self._measurement is not None and self._measurement.measures_squares:
             self._measurement.global_squares.append(_squared_norm(reduced))
-        return self._update.run(update.apply, reduced)
+        apply = update.apply
+        is_sparse = any(isinstance(each, tf.IndexedSlices) for each in reduced)
+        if is_wanted(self._model) and private_api.is_of_keras(update.optimizer) and not is_sparse:
+            apply = compiled_update(apply)
+        return self._update.run(apply, reduced)
 
     def _own_square(self, gradients: _Reduced, is_weighted: bool) -> tf.Tensor:
         """Squared norm of this replica's mean gradient, float32 scalar; 0 without samples."""

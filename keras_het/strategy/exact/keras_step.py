@@ -20,7 +20,6 @@ from keras_het.strategy.batches.gathered_rows import (
 )
 from keras_het.strategy.batches.uneven_per_replica import (
     find_sizes,
-    refuse_compiled_batch,
     share_out,
 )
 from keras_het.strategy.exact.created_in_scope import adopt_compiled, check_created_in_scope
@@ -31,6 +30,7 @@ from keras_het.strategy.exact.metrics import Metrics, metrics_of
 from keras_het.strategy.exact.micro_batches import Appended, MicroBatches
 from keras_het.strategy.exact.own_state import Assignments, OwnState, StateChange, tell
 from keras_het.strategy.exact.step import ReplicaSum, StepSpec, active, is_positive
+from keras_het.strategy.exact.xla import compiled
 from keras_het.strategy.measure.emulated_device import works_ahead
 from keras_het.strategy.measure.step_clock import Measurement
 from keras_het.value_types import Leaf, Nest
@@ -58,8 +58,6 @@ def run_train_or_test_step(
     # A plain batch may lie between two steps of a `fit`, and only the times of `fit` are wanted.
     has_sizes = find_sizes(data) is not None
     if not has_sizes:
-        if strategy.num_replicas_in_sync > 1:
-            refuse_compiled_batch(model, data)
         data = share_out(strategy, data)
     request = _carried_request(strategy)
     # a custom step may look at weights and steps as they are after the update
@@ -141,7 +139,8 @@ def _predict(
     spec, rows = step.spec, at_least_one_row(step.spec, rows)
     step.own_state.read_from(rows)
     with as_replica(caller), active(step):
-        outputs = function(rows)
+        with compiled(model, spec.device):
+            outputs = function(rows)
         changes = [] if model is None else step.own_state.changes(model, [])
     outputs = tf.nest.map_structure(_as_tensor, outputs)
     if spec.local_position == 0 and spec.is_first_part and not spec.is_whole:
@@ -232,7 +231,9 @@ def _compute(
         if step.spec.parts is not None and step.spec.is_first_part:
             step.spec.parts.first_rows = rows
         step.own_state.read_from(rows)
-        logs = function(rows)  # the hooks call the stages; gradients most often wait for the sum
+        with compiled(model, step.spec.device):
+            # the hooks call the stages; gradients most often wait for the sum
+            logs = function(rows)
     with active(step):
         logs = step.metrics.values(logs)
         metrics = metrics_of(model)
@@ -344,6 +345,7 @@ def _spec(
         inverse_weight=tf.math.divide_no_nan(whole, part),
         sizes=sizes,
         seed_stream=replica_id + strategy._first_seed_stream,
+        device=strategy.extended.worker_devices[position],
         is_on_gpu=works_ahead(strategy.extended.worker_devices[position], emulated),
         may_have_no_samples=is_local,
         emulated_device=emulated,
@@ -425,31 +427,6 @@ def _as_tensor(leaf: Leaf) -> Leaf:
 
 def _tensors(structure: Nest) -> list[Leaf]:
     return [leaf for leaf in tf.nest.flatten(structure) if tf.is_tensor(leaf)]
-
-
-def check_can_compile(strategy: HeterogeneousStrategy, model: keras.Model | None) -> None:
-    """Refuse a model whose step XLA is asked to compile but cannot."""
-    if model is None or not model.jit_compile:
-        return
-    if strategy._micro_batch_sizes is not None:
-        raise ValueError(
-            "XLA cannot compile a step whose number of micro-batches changes. Received: a model "
-            "with jit_compile=True under a strategy with micro_batch_size. Leave one of them out."
-        )
-    extended = strategy.extended
-    is_gpu = "GPU" in extended.worker_devices[0]
-    # whether a step traced now sums on the machines' CPUs
-    has_summation = extended.summation is not None and not extended.reduces_within_worker
-    if is_gpu and len(strategy.layout.local_replicas) == 1 and not has_summation:
-        return
-    raise ValueError(
-        "XLA cannot compile a step that runs on several local replicas, or that exchanges values "
-        "between CPUs, as summation does. Received: a model with jit_compile=True under "
-        f"{strategy.num_replicas_in_sync} replicas on {extended.worker_devices}, with "
-        f"aggregation={'summation' if has_summation else 'all_reduce'!r}. Leave jit_compile out of "
-        "model.compile(), or give it False; one GPU for each worker can compile with "
-        "aggregation='all_reduce'."
-    )
 
 
 def at_least_one_row(spec: StepSpec, data: Nest) -> Nest:

@@ -57,6 +57,7 @@ class StepSpec:
     """Shares of all replicas, int64 of shape [num_replicas], if the batch carries them."""
     seed_stream: int | tf.Tensor
     """The independent stream of random numbers that this replica draws from."""
+    device: str
     is_on_gpu: bool
     """Whether it is on a GPU or another device that works asynchronously to its host."""
     may_have_no_samples: bool

@@ -239,14 +239,21 @@ class MeasuredSteps:
         self._num_skipped = 0
         self._calls, self._interval = 0, 1
         self._latest_reading: float | None = None
+        # measured steps of each replica with each share
+        self._num_unsettled, self._num_seen = 0, collections.Counter[tuple[int, int]]()
 
-    def begin(self, times: ComputeTimes, sampled: SampledSteps | None = None) -> None:
+    def begin(
+        self, times: ComputeTimes, sampled: SampledSteps | None = None, num_unsettled: int = 0
+    ) -> None:
         """Go on with the next step: those that nobody has read belong to another training.
 
         Args:
             times: where the steps are measured.
             sampled: the steps of which only some are.
+            num_unsettled: measured steps of a replica with a new share whose times say nothing.
         """
+        self._num_unsettled = num_unsettled
+        self._num_seen.clear()
         times.read_new()
         self._times, self._sampled, self._num_skipped = times, sampled, 0
         self._calls, self._interval = 0, 1
@@ -306,11 +313,17 @@ class MeasuredSteps:
         # A replica without a share computes a row of zeros: its time says nothing about samples.
         seconds = np.array([np.where(shares > 0, step.seconds, np.nan) for step in steps])
         for each in seconds:
+            for replica, share in enumerate(shares.tolist() if self._num_unsettled else ()):
+                self._num_seen[replica, share] += 1
+                if self._num_seen[replica, share] <= self._num_unsettled:
+                    each[replica] = np.nan
             row = {"step": self.count, "shares": shares.tolist(), "seconds": each.tolist()}
             self.rows.append(row)
             self.count += 1
         told = steps[-1].wanted_shares.tolist(), steps[-1].fitting.tolist()
-        return Reading(self.count - 1, shares, np.median(seconds, axis=0), *map(tuple, told))
+        settled = seconds[~np.isnan(seconds[:, shares > 0]).any(axis=1)]
+        middle = np.median(settled if len(settled) else seconds, axis=0)
+        return Reading(self.count - 1, shares, middle, *map(tuple, told))
 
     def _choose_interval(self, steps: Sequence[StepTimes]) -> None:
         calls, self._calls = max(self._calls, 1), 0

@@ -142,6 +142,8 @@ class PipelineStrategy(HeterogeneousStrategy):
         "LocalTraining": "a worker has no whole model to train by itself",
     }
 
+    _compiles_steps = False
+
     def __init__(
         self,
         plan: PipelinePlan | Sequence[str] | None = None,
