@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from keras_het.device_names import product_names
 from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, tell
 from keras_het.fit.session import FitSession, Rank
 from keras_het.fit.share_bounds import Bound, MemoryBounds, check_bound, start_policy, upper_bounds
@@ -24,7 +25,6 @@ from keras_het.strategy.keras_calls import SessionCallback
 from keras_het.strategy.measure.compute_times import MeasuredSteps, Reading
 from keras_het.strategy.measure.memory_use import MemoryUse
 from keras_het.strategy.measure.sampled_steps import SampledSteps
-from keras_het.telemetry.hardware import product_names
 from keras_het.telemetry.step_recorder import devices_of
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,13 +17,15 @@ from keras_het import private_api
 from keras_het.planning import ReplicaLayout
 from keras_het.planning.argument_checks import check_number, check_one_of, expect
 from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
-from keras_het.strategy.cluster import agreement
+from keras_het.strategy.cluster import agreement, nccl
 from keras_het.strategy.cluster.peer_watch import message_in
 from keras_het.strategy.exact.created_in_scope import check_created_in_scope
 from keras_het.strategy.exact.power_sgd import PowerSGD
 from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
 from keras_het.summation import SummationGroup
 from keras_het.value_types import Leaf, Nest
+
+_logger = logging.getLogger("keras_het")
 
 _KEYS_PER_RANGE = 10_000
 # PeerWatch finds a silent worker first, and names it.
@@ -83,6 +86,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self._bytes_per_bucket = int(communication_options.bytes_per_pack)
         self._power_sgd: PowerSGD | None = None
         self._requested_devices = tuple(devices)
+        self._communication_options = communication_options
         self._timeouts = (connect_seconds, peer_timeout_seconds + _MORE_SECONDS)
         self._num_key_ranges = 0
         self._departure_barrier: Callable[[], tf.Tensor] | None = None
@@ -123,10 +127,39 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self._on_join()
         self._use_hierarchical_all_reduce((1,) * self._num_workers)
         with self._met_within(self._timeouts[0]):
-            counts = self.gather_over_workers(np.array([len(self._devices)], np.int64))
-        self._use_hierarchical_all_reduce(tuple(int(count) for count in counts))
+            wants_nccl = nccl.is_wanted(self._local_device_type, self._communication_options)
+            own = np.array([[len(self._devices), wants_nccl]], np.int64)
+            counts, wishes = self.gather_over_workers(own).T.tolist()
+        if all(wishes):
+            self._use_nccl(cluster_resolver, tuple(counts))
+        self._use_hierarchical_all_reduce(tuple(counts))
         self._departure_barrier = self._of_hosts(self._new_collective_keys()).new_barrier()
         self._meeting = self._of_hosts(self._new_collective_keys())
+
+    def _use_nccl(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        counts: tuple[int, ...],
+    ) -> None:
+        """Sum between workers by NCCL from now on, if it answers."""
+        if nccl.share_a_gpu(self._devices, self.gather_over_workers):
+            if self._id_in_cluster == 0:
+                _logger.warning(
+                    "Workers share a GPU, which NCCL refuses: their sums go through the hosts' "
+                    "memory. Start one worker for each GPU."
+                )
+            return
+        spec = cluster_resolver.cluster_spec()
+        nccl.choose_interface(spec.task_address(self._task_type, self._task_id))
+        self._communication_options = nccl.with_nccl(self._communication_options)
+        self._use_hierarchical_all_reduce(counts)
+
+        @tf.function(autograph=False)
+        def first_sum() -> tf.Tensor:
+            with tf.device(self._devices[0]):
+                return self._cross_device_ops.sum_between_workers(tf.ones([1]))
+
+        nccl.check_answers(first_sum, lambda message: self.end_of_all(f"[[{message}]]"))
 
     @contextlib.contextmanager
     def _met_within(self, seconds: float) -> Iterator[None]:

@@ -98,9 +98,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             2, 2: 1}. Whole samples are apportioned by largest remainder. Default: equal shares.
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`. Default: `TF_CONFIG`.
         communication_options: `tf.distribute.experimental.CommunicationOptions`. Default: NCCL
-            between workers with GPUs, and between GPUs of one type in a worker; rings over gRPC
-            otherwise. With `bytes_per_pack`, gradients are summed in buckets of that size while
-            the backward pass computes others.
+            between workers with GPUs, and between the GPUs of a worker, after a first sum within
+            60 s; rings over gRPC, and copies, otherwise. With `bytes_per_pack`, gradients are
+            summed in buckets of that size while the backward pass computes others.
         aggregation: how gradients (and whatever else a step sums) are added up between workers:
             "all_reduce" by TensorFlow's collectives; "summation" by the CPUs of all workers and
             of the spare machines in TF_CONFIG's job `summation`, or a

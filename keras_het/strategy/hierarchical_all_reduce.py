@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.strategy.cluster import nccl
 from keras_het.strategy.shared_instances import use_shared_instances
 from keras_het.summation import SummationGroup
 from keras_het.value_types import Nest, Summand
@@ -34,12 +35,13 @@ _MOST_WORKERS_TO_GATHER = 3
 def is_joined_by_nccl(devices: Sequence[str], options: private_api.CommunicationOptions) -> bool:
     """Whether TensorFlow's NCCL can sum between a process's devices, as `MirroredStrategy` does.
 
-    They have to be whole GPUs of one type; `CommunicationOptions(implementation=RING)` declines.
+    They have to be whole GPUs; unlike ones are tried first, since NCCL may wait for ever between
+    them. `CommunicationOptions(implementation=RING)` declines, and NCCL asks for no trial.
     """
     names = [device.rpartition("device:")[2] for device in devices]
     if len(names) < 2 or any(name.split(":")[0] != "GPU" for name in names):
         return False
-    if options.implementation == tf.distribute.experimental.CommunicationImplementation.RING:
+    if options.implementation == nccl.Implementation.RING:
         return False
     physical = tf.config.get_visible_devices("GPU")
     if len(physical) != len(tf.config.list_logical_devices("GPU")):
@@ -50,14 +52,16 @@ def is_joined_by_nccl(devices: Sequence[str], options: private_api.Communication
     products = {
         tf.config.experimental.get_device_details(device).get("device_name") for device in used
     }
-    return len(products) == 1 and None not in products
+    is_alike = len(products) == 1 and None not in products
+    is_asked_for = options.implementation == nccl.Implementation.NCCL
+    return is_alike or is_asked_for or nccl.joins(names)
 
 
 class HierarchicalAllReduce(private_api.CollectiveAllReduce):
     """Sum over the local devices, all-reduce with one member per worker, copy back.
 
-    Local GPUs of one type are summed by NCCL: each moves 2 (N - 1) / N of a value. Others copy
-    their values to the first one, which moves 2 (N - 1) of them.
+    Local GPUs are summed by NCCL: each moves 2 (N - 1) / N of a value. Devices that it does not
+    join copy their values to the first one, which moves 2 (N - 1) of them.
 
     TensorFlow's `CollectiveAllReduce` makes every device a member of the collective group and
     requires the same number of devices in every process. Here a worker is one member, whatever

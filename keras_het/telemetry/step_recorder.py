@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tensorflow as tf
 
+from keras_het.device_names import identities
 from keras_het.planning.diagnosis.recording import (
     HARDWARE,
     Change,
@@ -21,7 +22,6 @@ from keras_het.planning.diagnosis.recording import (
 )
 from keras_het.planning.diagnosis.steps import throughput
 from keras_het.strategy.measure.phase_times import PARTS
-from keras_het.telemetry.hardware import identities
 
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy

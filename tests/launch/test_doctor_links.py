@@ -43,6 +43,42 @@ def of_links(link: Link, waited: float = 30.0, problem: str = "") -> list[Findin
     return list(report_on(given, (), Measurement((link,), waited, problem)).findings)
 
 
+GPU_NODE = {**NODE, "device": "GPU"}
+
+
+@pytest.mark.parametrize(
+    ("other", "cuda", "ended", "expected"),
+    [
+        (GPU_NODE, "12.5", (0, ""), ""),
+        (GPU_NODE, "12.5", (1, "Traceback\nRuntimeError: NCCL ...\n"), "RuntimeError: NCCL ..."),
+        (GPU_NODE, "12.5", (-6, ""), "exit code -6"),
+        (GPU_NODE, "12.5", None, "no answer within 120 s"),
+        (GPU_NODE, "", (0, ""), None),
+        (NODE, "12.5", (0, ""), None),
+    ],
+)
+def test_nccl_is_tried_between_gpus(monkeypatch, other, cuda, ended, expected):
+    given = in_cluster(tf_config(TWO))
+    found = dataclasses.replace(given.tensorflow, replicas=1, cuda=cuda)
+    given = dataclasses.replace(given, tensorflow=found)
+
+    def run_program(module, environ, seconds, request):
+        assert module == links._NCCL_TRIAL and json.loads(request) == json.loads(tf_config(TWO))
+        if ended is None:
+            raise subprocess.TimeoutExpired(module, seconds)
+        return SimpleNamespace(returncode=ended[0], stderr=ended[1])
+
+    monkeypatch.setattr(links, "run_program", run_program)
+    assert links._try_nccl(given, [dataclasses.replace(LINK, node=other)]) == expected
+
+
+@pytest.mark.parametrize(("said", "level"), [("", OK), ("no answer within 120 s", WARNING)])
+def test_what_the_trial_of_nccl_says(said, level):
+    given = in_cluster(tf_config(TWO))
+    (first, *_) = report_on(given, (), Measurement((LINK,), 30.0, nccl=said)).findings
+    assert first.level == level and "NCCL" in first.text and said in first.text
+
+
 @pytest.mark.parametrize(
     ("changes", "level", "words"),
     [

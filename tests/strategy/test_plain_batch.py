@@ -1,14 +1,12 @@
 """Batches that come without shares are cut within the step."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import tensorflow as tf
 from devices import DEVICES
 
 from keras_het import HeterogeneousStrategy
-from keras_het.strategy.batches.uneven_per_replica import refuse_compiled_batch, share_out
+from keras_het.strategy.batches.uneven_per_replica import share_out
 
 
 @pytest.fixture
@@ -48,12 +46,3 @@ def test_what_has_no_rows_is_left_alone(strategy):
 def test_parts_of_different_lengths_are_an_error(strategy):
     with pytest.raises(tf.errors.InvalidArgumentError, match="different numbers of rows"):
         share_out(strategy, (np.zeros((4, 1)), np.zeros((3, 1))))
-
-
-def test_compiled_steps_refuse_plain_batches(strategy):
-    compiled = SimpleNamespace(jit_compile=True, run_eagerly=False)
-    batch = (np.zeros((4, 1)), None)
-    with pytest.raises(ValueError, match="leave jit_compile out"):
-        refuse_compiled_batch(compiled, batch)
-    refuse_compiled_batch(compiled, share_out(strategy, batch))
-    refuse_compiled_batch(SimpleNamespace(jit_compile=False, run_eagerly=False), batch)

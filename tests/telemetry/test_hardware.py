@@ -17,15 +17,11 @@ import psutil
 import pytest
 from fake_nvml import FakeNvml, Gpu
 
+from keras_het import device_names
+from keras_het.device_names import gpu_name, identities, processor_name
 from keras_het.planning.diagnosis.recording import HARDWARE
-from keras_het.telemetry import hardware, host_values
-from keras_het.telemetry.hardware import (
-    HardwareSampler,
-    describe_devices,
-    gpu_name,
-    identities,
-    processor_name,
-)
+from keras_het.telemetry import host_values
+from keras_het.telemetry.hardware import HardwareSampler, describe_devices
 from keras_het.usable_cpus import own_cpus
 
 GPU_NAMES = [name for name in HARDWARE if name.startswith(("hw.", "keras_het.gpu"))]
@@ -40,11 +36,11 @@ def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cuda_has(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
-    monkeypatch.setattr(hardware, "cuda_uuids", lambda: list(uuids))
+    monkeypatch.setattr(device_names, "cuda_uuids", lambda: list(uuids))
 
 
 def tensorflow_has(monkeypatch: pytest.MonkeyPatch, gpus: list[tuple[int, str]] | None) -> None:
-    monkeypatch.setattr(hardware, "tensorflow_gpus", lambda: gpus)
+    monkeypatch.setattr(device_names, "tensorflow_gpus", lambda: gpus)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu, **options: Any) -> FakeNvml:
@@ -218,13 +214,13 @@ def test_the_driver_of_cuda_tells_uuids(monkeypatch):
             name[:] = bytes([device.value] * 16)
             return 0
 
-    monkeypatch.setattr(hardware.ctypes, "CDLL", lambda name: Driver())
-    assert hardware.cuda_uuids() == [
+    monkeypatch.setattr(device_names.ctypes, "CDLL", lambda name: Driver())
+    assert device_names.cuda_uuids() == [
         "00000000-0000-0000-0000-000000000000",
         "01010101-0101-0101-0101-010101010101",
     ]
     monkeypatch.setattr(Driver, "cuInit", lambda self, flags: 100)  # no device
-    assert hardware.cuda_uuids() == []
+    assert device_names.cuda_uuids() == []
 
 
 def test_tensorflow_tells_which_gpus_it_uses(monkeypatch):
@@ -235,7 +231,7 @@ def test_tensorflow_tells_which_gpus_it_uses(monkeypatch):
         experimental=SimpleNamespace(get_device_details=lambda device: {"device_name": TITAN}),
     )
     monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(config=config))
-    assert hardware.tensorflow_gpus() == [(3, TITAN), (3, TITAN)]
+    assert device_names.tensorflow_gpus() == [(3, TITAN), (3, TITAN)]
 
 
 @pytest.mark.parametrize(
@@ -265,8 +261,8 @@ def test_names_of_products(monkeypatch, tmp_path):
 
 
 def test_what_stays_when_a_process_starts_again(monkeypatch):
-    monkeypatch.setattr(hardware, "cuda_uuids", lambda: ["a", "b", "c"])
-    monkeypatch.setattr(hardware.platform, "node", lambda: "node7")
+    monkeypatch.setattr(device_names, "cuda_uuids", lambda: ["a", "b", "c"])
+    monkeypatch.setattr(device_names.platform, "node", lambda: "node7")
     names = ["/job:worker/replica:0/task:1/device:GPU:1", "GPU:0", "/device:CPU:2"]
     assert identities(names) == ("GPU-b", "GPU-a", "node7 CPU:2")
     # two parts of one GPU; the third is not one of CUDA

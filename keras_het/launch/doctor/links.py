@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +17,7 @@ from keras_het.launch.doctor.tensorflow_facts import answer_in, run_program
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG
 
 _PROGRAM = "keras_het.launch.doctor.link_program"
+_NCCL_TRIAL = "keras_het.launch.doctor.nccl_trial"
 _LONGEST_START_SECONDS = 120.0
 
 
@@ -43,6 +44,8 @@ class Measurement:
     links: tuple[Link, ...] = ()
     waited_seconds: float = 0.0
     problem: str = ""
+    nccl: str | None = None
+    """What prevents sums by NCCL, empty if nothing does; None where it was not tried."""
 
 
 def describe_node(facts: Facts) -> dict[str, Any]:
@@ -75,8 +78,26 @@ def measure_links(facts: Facts, wait_seconds: float) -> Measurement:
     measured, problem = _run(request, facts.environ, wait_seconds)
     if measured is None:
         return Measurement(_plain(others), problem=problem)
-    links = (Link(task, address, **measured[task]) for task, address in others.items())
-    return Measurement(tuple(links), wait_seconds)
+    links = tuple(Link(task, address, **measured[task]) for task, address in others.items())
+    return Measurement(links, wait_seconds, nccl=_try_nccl(facts, links))
+
+
+def _try_nccl(facts: Facts, links: Sequence[Link]) -> str | None:
+    """Let workers that all have GPUs sum by NCCL; the others' doctors do the same meanwhile."""
+    nodes = [describe_node(facts), *(link.node for link in links)]
+    jobs = facts.cluster.as_cluster_dict().keys() if facts.cluster else {"none"}
+    is_group = jobs <= set(_SYNC_JOBS) and all(link.answers for link in links)
+    is_cuda_build = facts.tensorflow is not None and facts.tensorflow.cuda
+    if not (is_group and is_cuda_build and all(node.get("device") == "GPU" for node in nodes)):
+        return None
+    environ = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true", **facts.environ}
+    try:
+        given = facts.environ[TF_CONFIG]
+        ended = run_program(_NCCL_TRIAL, environ, _LONGEST_START_SECONDS, given)
+    except subprocess.TimeoutExpired as error:
+        return f"no answer within {error.timeout:g} s"
+    lines = [line for line in ended.stderr.splitlines() if line.strip()]
+    return "" if ended.returncode == 0 else (lines or [f"exit code {ended.returncode}"])[-1]
 
 
 def _plain(others: Mapping[str, str]) -> tuple[Link, ...]:
@@ -116,6 +137,16 @@ def links(facts: Facts, measurement: Measurement) -> Iterator[Finding]:
         yield warning(
             f"The links are not measured. Received: {measurement.problem}.",
             "Run it again; with --wait 0 it only sees whether the addresses can be reached.",
+        )
+    if measurement.nccl is not None:
+        yield (
+            warning(
+                f"NCCL does not sum between the GPUs of the workers. Received: {measurement.nccl}",
+                "Set NCCL_SOCKET_IFNAME to the interface that reaches the other machines; "
+                "NCCL_DEBUG=INFO says more.",
+            )
+            if measurement.nccl
+            else ok("NCCL sums between the GPUs of all workers.")
         )
     for link in measurement.links:
         name = f"{link.task} ({link.address})"
