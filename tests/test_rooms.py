@@ -28,7 +28,7 @@ ROOMS = [
     "local_training",
     *("telemetry", "launch.report"),
     "callbacks",
-    *("launch.local", "launch.doctor", "ray", "launch"),
+    *("launch.local", "launch.doctor", "launch.benchmark", "ray", "launch"),
 ]
 MOST_FILES = 17
 

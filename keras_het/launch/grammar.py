@@ -63,6 +63,15 @@ def positive_integer(text: str) -> int:
     return number
 
 
+def speeds_of(text: str) -> tuple[float, ...]:
+    speeds = tuple(number(part) for part in text.split(","))
+    if not all(0 < speed < float("inf") for speed in speeds):
+        raise argparse.ArgumentTypeError(
+            f"expected positive numbers with commas, such as 4,2,1; received {text!r}"
+        )
+    return speeds
+
+
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the ports of workers on several machines, and which of the workers are asynchronous."""
     parser.add_argument(

@@ -24,6 +24,7 @@ from keras_het.launch.grammar import (
     number,
     positive_integer,
     script_command,
+    speeds_of,
 )
 from keras_het.launch.local.display import Display, WorkerLogs
 from keras_het.launch.local.emulation import Emulation
@@ -129,7 +130,7 @@ def _add_emulation(run: argparse.ArgumentParser) -> None:
     group = run.add_argument_group("emulation of devices of different speed")
     group.add_argument(
         "--speeds",
-        type=_speeds,
+        type=speeds_of,
         metavar="A,B,...",
         help="relative speed of each worker's device in samples per second, such as 4,2,1",
     )
@@ -468,15 +469,6 @@ def _report(
         display.say("the other workers have trained to the end without it, which is no failure.")
         return 0
     return (first if first in ended_training else ended_training[0]).shell_exit_code
-
-
-def _speeds(text: str) -> tuple[float, ...]:
-    speeds = tuple(number(part) for part in text.split(","))
-    if not all(0 < speed < float("inf") for speed in speeds):
-        raise argparse.ArgumentTypeError(
-            f"expected positive numbers with commas, such as 4,2,1; received {text!r}"
-        )
-    return speeds
 
 
 def _workers(text: str) -> int | tuple[int, int]:

@@ -366,7 +366,7 @@ def test_workers_die_with_a_killed_launcher(
         (["--help"], "usage: keras-het "),
         *(
             ([each, "--help"], f"usage: keras-het {each} ")
-            for each in ("run", "doctor", "validate", "serve", "report")
+            for each in ("run", "doctor", "benchmark", "validate", "serve", "report")
         ),
     ],
 )

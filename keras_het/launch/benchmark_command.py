@@ -1,0 +1,139 @@
+"""The command `keras-het benchmark`: this machine's devices alone and together."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from keras_het.launch.benchmark.trials import MODELS, Device, Settings
+from keras_het.launch.doctor.facts import gather
+from keras_het.launch.grammar import Commands, add_command, positive_integer, speeds_of
+from keras_het.launch.local.gpus import present_gpus
+from keras_het.telemetry.hardware import NvmlMissingError
+
+_DESCRIPTION = """\
+Trains a convnet and a transformer on synthetic data: on each GPU alone, as plain Keras does, and
+then on all of them, with even and with balanced shares. Says how much of the GPUs' speed is left
+when they work together, and writes a file that you can attach to a report: it has the names of the
+GPUs and versions, no name of the machine, and is sent nowhere. Without a GPU, emulated devices take
+their place.
+"""
+_EPILOG = """\
+examples:
+  keras-het benchmark
+  CUDA_VISIBLE_DEVICES=0,2 keras-het benchmark --models transformer --precision mixed_float16
+  keras-het benchmark --emulate 4,2,1          without GPUs
+
+Exit code: 1 if a trial failed.
+"""
+# Of all trials together, without the time that processes take to start.
+_SECONDS_FOR_GPUS, _SECONDS_EMULATED = 400.0, 24.0
+_EMULATED = (2.0, 1.0)
+
+
+def add_benchmark_command(commands: Commands) -> None:
+    summary = "measure this machine's devices alone and together"
+    parser = add_command(commands, "benchmark", run_benchmark, summary, _DESCRIPTION, _EPILOG)
+    parser.add_argument(
+        "--models",
+        type=_models,
+        default=MODELS,
+        metavar="A,B",
+        help=f"which models to train (default: {','.join(MODELS)})",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=positive_integer,
+        metavar="N",
+        help="samples of a step for each device (default: 64 on GPUs, 8 on emulated devices)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=positive_integer,
+        metavar="S",
+        help="measured seconds of each trial (default: what makes 10 minutes in all)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("float32", "mixed_float16", "mixed_bfloat16"),
+        default="float32",
+        help="dtype policy of the models (default: float32)",
+    )
+    parser.add_argument(
+        "--emulate",
+        type=speeds_of,
+        metavar="A,B,...",
+        help="emulate devices with these relative speeds (default without GPUs: 2,1)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(),
+        metavar="DIRECTORY",
+        help="where the file and the picture go (default: here)",
+    )
+
+
+def run_benchmark(options: argparse.Namespace) -> int:
+    # late: other commands need none of it
+    from keras_het.launch.benchmark import results
+    from keras_het.launch.benchmark.trials import plan, run_trial
+
+    settings, machine = _settings(options)
+    trials = plan(settings)
+    if options.seconds is None:
+        most = _SECONDS_EMULATED if settings.is_emulated else _SECONDS_FOR_GPUS
+        settings = replace(settings, seconds=min(20.0, most / len(trials) / 1.7))
+    measured = {}
+    for number, trial in enumerate(trials, start=1):
+        name = f"{trial.model}, {results.name_of(trial, settings)}"
+        sys.stderr.write(f"[{number}/{len(trials)}] {name} ...\n")
+        measured[trial] = run_trial(trial, settings)
+    results.show(settings, measured, sys.stdout)
+    content = results.to_dict(settings, measured, machine)
+    paths = [
+        results.save(options.output, content),
+        results.draw(options.output, settings, measured),
+    ]
+    sys.stdout.write(f"Written: {', '.join(str(path) for path in paths if path)}\n")
+    return int(any("error" in each for each in measured.values()))
+
+
+def _settings(options: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
+    """Return what the trials have in common, and what a report says of the machine."""
+    facts = gather()
+    found = facts.tensorflow
+    machine = {
+        "processor": facts.processor,
+        "cpus": facts.cpus,
+        "driver": facts.driver,
+        "tensorflow": found.tensorflow if found else "",
+        "keras": found.keras if found else "",
+    }
+    usable = found.gpus if found and not options.emulate else ()
+    try:
+        visible = present_gpus() if usable else []
+    except NvmlMissingError:
+        visible = []
+    devices = [
+        Device(f"{place}: {name}", each)
+        for place, (name, each) in enumerate(zip(usable, visible, strict=False))
+    ]
+    if not devices:
+        speeds = options.emulate or _EMULATED
+        devices = [Device(f"emulated, speed {speed:g}", speed=speed) for speed in speeds]
+    batch_size = options.batch_size or (64 if devices[0].visible else 8)
+    settings = Settings(
+        tuple(devices), options.models, batch_size, options.seconds or 0.0, options.precision
+    )
+    return settings, machine
+
+
+def _models(text: str) -> tuple[str, ...]:
+    chosen = tuple(text.split(","))
+    if not set(chosen) <= set(MODELS):
+        raise argparse.ArgumentTypeError(f"expected {','.join(MODELS)}, received {text!r}")
+    return chosen
