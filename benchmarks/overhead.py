@@ -4,9 +4,10 @@
 
 Two processes: stock Keras 3 `fit` does not run under MultiWorkerMirroredStrategy, so that strategy
 is driven by the custom training loop of its guide (mode "fit": our `fit` against that loop; mode
-"custom_loop": the same loop under both). One process with two devices: `fit` under both. Then
-`fit` on emulated devices that work ahead of their hosts, as GPUs do: with callbacks that measure,
-against `fit` without them; names of models say how long a host takes to queue a step, and a device
+"custom_loop": the same loop under both). One process with two devices: `fit` under both, and
+compiled by XLA against MirroredStrategy, which cannot be. One device, compiled, against plain
+Keras, compiled too. Then `fit` on emulated devices that work ahead of their hosts, as GPUs do: with
+callbacks that measure, against `fit` without them; names of models say how long a host takes to queue a step, and a device
 to compute it. With `--gpu` instead: one GPU against Keras without a strategy, with and without
 `Telemetry`, and two parts of a GPU against MirroredStrategy.
 
@@ -41,7 +42,12 @@ CASES = {
         "fit": ("ours:fit", "multi_worker_mirrored:loop"),
         "custom_loop": ("ours:loop", "multi_worker_mirrored:loop"),
     },
-    "two_devices": {"fit": ("ours:fit", "mirrored:fit")},
+    "two_devices": {
+        "fit": ("ours:fit", "mirrored:fit"),
+        # MirroredStrategy cannot compile
+        "compiled_fit": ("ours:compiled_fit", "mirrored:fit"),
+    },
+    "one_device": {"compiled_fit": ("ours:compiled_fit", "none:compiled_fit")},
 }
 AHEAD = ("h1.2_d3.6", "h14_d80")
 AHEAD_CASES = {
@@ -312,12 +318,20 @@ def watched_fit_block(strategy: Any, model_name: str) -> Any:
     return fit_block(strategy, model_name, callbacks)
 
 
+def compiled_fit_block(strategy: Any, model_name: str) -> Any:
+    return fit_block(strategy, model_name, jit_compile=True)
+
+
 def fit_of_16_block(strategy: Any, model_name: str) -> Any:
     return fit_block(strategy, model_name, steps_per_execution=16)
 
 
 def fit_block(
-    strategy: Any, model_name: str, callbacks: Sequence[Any] = (), steps_per_execution: int = 1
+    strategy: Any,
+    model_name: str,
+    callbacks: Sequence[Any] = (),
+    steps_per_execution: int = 1,
+    jit_compile: bool = False,
 ) -> Any:
     import keras
 
@@ -347,7 +361,7 @@ def fit_block(
             keras.optimizers.Adam(1e-3),
             loss,
             metrics=["accuracy"],
-            jit_compile=False,
+            jit_compile=jit_compile,
             steps_per_execution=steps_per_execution,
         )
     dataset = make_dataset(model)
@@ -409,6 +423,7 @@ def loop_block(strategy: Any, model_name: str) -> Any:
 BLOCKS = {
     "fit": fit_block,
     "fit_of_16": fit_of_16_block,
+    "compiled_fit": compiled_fit_block,
     "balanced_fit": balanced_fit_block,
     "telemetry_fit": telemetry_fit_block,
     "watched_fit": watched_fit_block,

@@ -40,7 +40,7 @@ class EmulatedDevice:
     """A device that takes at least the time its time model says for each step.
 
     One that is asynchronous works ahead of its host, as a GPU does: the host goes on while it
-    computes, and waits for it only where it reads a result.
+    computes, and waits for it where it reads a result, and in collectives.
     """
 
     speed: float
@@ -175,9 +175,14 @@ class DeviceQueue:
         _sleep_until(self.busy_until)
 
     def meet(self, busy_until: float) -> None:
-        """Wait for other devices, in a collective that no host waits for."""
+        """Wait for other devices in a collective, and let the host wait, too.
+
+        NCCL's operations are queued, but TensorFlow starts what depends on them only when they have
+        ended; others copy to the host.
+        """
         with self._lock:
             self._ends[-1] = max(self.busy_until, busy_until)
+        self.wait()
 
 
 _queues: dict[int, DeviceQueue] = {}
@@ -242,7 +247,7 @@ def busy_until(replica: int, queued: tf.Tensor) -> tf.Tensor:
 
 
 def meet(replica: int, time: tf.Tensor) -> None:
-    """Let an asynchronous device wait for others in a collective; in the graph."""
+    """Let an asynchronous device, and its host, wait for others in a collective; in the graph."""
 
     def wait(time: np.ndarray) -> np.float64:
         queue_of(replica).meet(float(time))

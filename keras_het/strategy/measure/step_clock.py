@@ -151,7 +151,8 @@ class Measurement:
         is_first = spec.local_position == 0
         if self._queue is not None and self._waited is not None:
             busy, *sums = sums
-            emulated_device.meet(self._queue, tf.reduce_max(busy))
+            if self._spec.num_replicas > 1:
+                emulated_device.meet(self._queue, tf.reduce_max(busy))
         if clock is None:
             return
         if self._sends_times and is_first:
