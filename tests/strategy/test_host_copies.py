@@ -33,6 +33,7 @@ HOST_INPUTS = {
 }
 ON_HOST = ("Const", "Placeholder", "PyFunc", "Range", "Shape", "ShapeN", "Size", "ReadVariableOp")
 FUNCTIONS = ("f", "body", "cond", "then_branch", "else_branch")
+CommunicationOptions = tf.distribute.experimental.CommunicationOptions
 STEPS, BATCH = 2, 16
 x, y = np.ones([STEPS * BATCH, 8], np.float32), np.ones([STEPS * BATCH, 1], np.float32)
 
@@ -64,34 +65,72 @@ def fit(model, *callbacks):
 
 
 MODES = {
-    "plain": ({}, fit),
-    "micro-batches": ({"micro_batch_size": 4}, fit),
-    "measured": ({}, lambda model: fit(model, BatchBalancer())),
-    "telemetry": ({"micro_batch_size": 4}, lambda model: fit(model, Telemetry())),
-    "evaluate": ({"micro_batch_size": 4}, lambda model: model.evaluate(x, y, BATCH, 0)),
-    "predict": ({"micro_batch_size": 4}, lambda model: model.predict(x, BATCH, 0)),
-    "train_on_batch": ({}, lambda model: model.train_on_batch(x[:BATCH], y[:BATCH])),
+    "plain": ({}, {}, fit),
+    "micro-batches": ({"micro_batch_size": 4}, {}, fit),
+    "measured": ({}, {}, lambda model: fit(model, BatchBalancer())),
+    "telemetry": ({"micro_batch_size": 4}, {}, lambda model: fit(model, Telemetry())),
+    "executions": ({}, {"steps_per_execution": 2}, fit),
+    "compiled": ({}, {"jit_compile": True}, fit),
+    "buckets": ({"communication_options": CommunicationOptions(bytes_per_pack=64)}, {}, fit),
+    "low rank": ({"powersgd_rank": 1}, {}, fit),
+    "evaluate": ({"micro_batch_size": 4}, {}, lambda model: model.evaluate(x, y, BATCH, 0)),
+    "predict": ({"micro_batch_size": 4}, {}, lambda model: model.predict(x, BATCH, 0)),
+    "train_on_batch": ({}, {}, lambda model: model.train_on_batch(x[:BATCH], y[:BATCH])),
 }
 
 
-@pytest.mark.quick("micro-batches", "train_on_batch")
-@pytest.mark.parametrize("mode", MODES)
-def test_numbers_of_samples_stay_on_the_host(mode, logical_devices, monkeypatch):
+def dense_model(**options):
+    model = keras.Sequential([keras.Input([8]), keras.layers.Dense(4), keras.layers.Dense(1)])
+    model.compile("adam", "mse", **options)
+    return model
+
+
+@pytest.fixture
+def copies_of(monkeypatch):
+    """What the steps that are traced while a function runs copy to the host."""
     monkeypatch.setattr(keras_step, "works_ahead", lambda *_: True)
-    options, run = MODES[mode]
-    strategy = keras_het.HeterogeneousStrategy(devices=logical_devices[1:3], **options)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input([8]), keras.layers.Dense(4), keras.layers.Dense(1)])
-        model.compile("adam", "mse")
-    graphs = []
-    traced = tf.__internal__.FuncGraph.as_default
+    graphs, traced = [], tf.__internal__.FuncGraph.as_default
 
     def seen(graph):
         graphs.append(graph)
         return traced(graph)
 
-    monkeypatch.setattr(tf.__internal__.FuncGraph, "as_default", seen)
-    run(model)
-    steps = {id(graph): graph for graph in graphs if "one_step" in graph.name}
-    assert steps
-    assert [each for graph in steps.values() for each in copies(graph)] == []
+    def copies_of(run, *arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(tf.__internal__.FuncGraph, "as_default", seen)
+            run(*arguments)
+        steps = {id(graph): graph for graph in graphs if "one_step" in graph.name}
+        graphs.clear()
+        assert steps
+        return [each for graph in steps.values() for each in copies(graph)]
+
+    return copies_of
+
+
+@pytest.mark.quick("micro-batches", "train_on_batch")
+@pytest.mark.parametrize("mode", MODES)
+def test_numbers_of_samples_stay_on_the_host(mode, logical_devices, copies_of):
+    of_strategy, of_model, run = MODES[mode]
+    with keras_het.HeterogeneousStrategy(devices=logical_devices[1:3], **of_strategy).scope():
+        model = dense_model(**of_model)
+    assert copies_of(run, model) == []
+
+
+@pytest.mark.full
+def test_what_keras_copies_is_copied_once_for_each_replica(logical_devices, copies_of):
+    """Dropout reads its seed, accuracy compares classes, and a loss scale looks for overflows."""
+
+    def build():
+        layers = [keras.layers.Dense(4), keras.layers.Dropout(0.1), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input([8]), *layers])
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, metrics=["accuracy"])
+        return model
+
+    with tf.distribute.OneDeviceStrategy(logical_devices[1]).scope():
+        alone = build()
+    with keras_het.HeterogeneousStrategy(devices=logical_devices[1:3]).scope():
+        replicated = build()
+    expected = copies_of(fit, alone)
+    assert expected and len(copies_of(fit, replicated)) <= 2 * len(expected)
