@@ -277,6 +277,8 @@ def test_mistakes(strategy, arguments, error, match):
         ({"dead_band": -0.1}, ValueError, "dead_band=-0.1"),
         ({"window": 0}, ValueError, "window=0"),
         ({"policy": Zigzag(), "min_share": 1}, TypeError, "goes with a policy's name"),
+        ({"policy": Zigzag(), "granularity": 8}, TypeError, "granularity goes with a policy's"),
+        ({"granularity": 0}, ValueError, "granularity=0"),
     ],
 )
 def test_mistakes_that_show_before_training(arguments, error, match):

@@ -9,6 +9,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_het.planning.argument_checks import check_number
+from keras_het.planning.balance.granularity import (
+    Granularity,
+    coarse_shares,
+    coarsest,
+    min_max_multiples,
+)
 from keras_het.planning.balance.min_max import min_max_shares, min_max_shares_linear
 from keras_het.planning.balance.plan import BalancePlan
 from keras_het.planning.balance.plan_trial import TAKEN_BACK, PlanTrial, RetrySchedule
@@ -62,6 +68,7 @@ class BoaPolicy(SharePolicy):
         upper: largest share of each replica, int [n]; by default no bound.
         micro_batch_sizes: most samples that each replica computes on at a time, int [n]; a time is
             then a `MicroBatchTimeModel` over the share. By default shares are not cut.
+        granularity: samples of which shares are multiples, or "auto", see `BatchBalancer`.
 
     Raises:
         TypeError: if a bound is not whole.
@@ -86,8 +93,10 @@ class BoaPolicy(SharePolicy):
         lower: ArrayLike | None = None,
         upper: ArrayLike | None = None,
         micro_batch_sizes: ArrayLike | None = None,
+        granularity: Granularity = 1,
     ) -> None:
-        super().__init__(num_replicas, global_batch_size, lower=lower, upper=upper)
+        bounds = {"lower": lower, "upper": upper}
+        super().__init__(num_replicas, global_batch_size, **bounds, granularity=granularity)
         check_number("dead_band", dead_band, least=0)
         check_number("least_gain_seconds", least_gain_seconds, least=0)
         check_number("window", window, least=1, whole=True)
@@ -222,7 +231,7 @@ class BoaPolicy(SharePolicy):
         return self._adopt(plan)
 
     def _worthwhile_shares(self) -> IntArray | None:
-        before = float(self._times(self._current).max())
+        before = self._longest(self._current)
         worthwhile = before - max(before * self._threshold(), self._least_gain_seconds)
         # No shares with the same sum are faster than the smallest time with one more sample.
         more = self._times(np.minimum(self._current + 1, self._upper))
@@ -232,7 +241,7 @@ class BoaPolicy(SharePolicy):
         shares = self._solve()
         if (shares == self._current).all() or self._trial.refused(shares):
             return None
-        return shares if float(self._times(shares).max()) <= worthwhile else None
+        return shares if self._longest(shares) <= worthwhile else None
 
     def _threshold(self) -> float:
         """Return the predicted gain that is worth a change and exceeds the noise."""
@@ -242,6 +251,9 @@ class BoaPolicy(SharePolicy):
         largest_of_n = math.sqrt(2 * math.log(max(len(self._current), 2)))
         certain = max(self._dead_band, (2.0 + largest_of_n) * deviation)
         return min(certain * self._trial.distrust, _LARGEST_THRESHOLD)
+
+    def _longest(self, shares: IntArray) -> float:
+        return float(self._times(shares).max())
 
     def _times(self, shares: IntArray) -> FloatArray:
         """Return predicted times; 0 for replicas that are unknown or unused."""
@@ -253,9 +265,15 @@ class BoaPolicy(SharePolicy):
         low = np.where(known, self._lower if lower is None else lower, self._current)
         high = np.where(known, self._upper if upper is None else upper, self._current)
         if fit.shares_are_cut:
-            return min_max_shares(fit.seconds, self._total, low, high)
-        lines = fit.fixed_seconds, fit.seconds_per_sample
-        return min_max_shares_linear(*lines, self._total, low, high)
+            finest = min_max_shares(fit.seconds, self._total, low, high)
+        else:
+            lines = fit.fixed_seconds, fit.seconds_per_sample
+            finest = min_max_shares_linear(*lines, self._total, low, high)
+
+        def solve(size: int) -> IntArray | None:
+            return min_max_multiples(fit.seconds, self._total, size, low, high)
+
+        return coarse_shares(self._granularity, finest, solve, self._longest)
 
     def _within_bounds(self) -> IntArray:
         if not self._fit.known.all():
@@ -264,8 +282,8 @@ class BoaPolicy(SharePolicy):
 
     def _try_again(self, step: int, replica: int) -> BalancePlan | None:
         self._retries.started(replica)
-        share = max(1, self._total // (16 * len(self._current)))
-        share = min(share, int(self._upper[replica]))
+        share, size = max(1, self._total // (16 * len(self._current))), coarsest(self._granularity)
+        share = min(-(-share // size) * size, int(self._upper[replica]))
         lower, upper = self._lower.copy(), self._upper.copy()
         if share == 0 or self._current[replica]:
             return None
@@ -281,7 +299,7 @@ class BoaPolicy(SharePolicy):
         return self._adopt(self._plan(step, shares, f"replica {replica} is tried again"))
 
     def _schedule_retries(self, step: int, shares: IntArray, tried: int | None) -> None:
-        after = max(float(self._times(shares).max()), 1e-12)
+        after = max(self._longest(shares), 1e-12)
         alone = self._times(np.ones_like(shares))
         for replica in range(len(shares)):
             if shares[replica]:
@@ -313,7 +331,7 @@ class BoaPolicy(SharePolicy):
                 float(time) if sure else None for time, sure in zip(times, known, strict=True)
             ),
             step_seconds=float(times.max()),
-            previous_step_seconds=float(self._times(self._current).max()),
+            previous_step_seconds=self._longest(self._current),
             step_seconds_if_all_used=self._seconds_if_all_used(shares),
             measured=self._fit.latest(),
             models=self._fit.models(),
@@ -324,4 +342,4 @@ class BoaPolicy(SharePolicy):
         lower = np.where(could, np.maximum(self._lower, 1), self._lower)
         if not could.any() or lower.sum() > self._total:
             return None
-        return float(self._times(self._solve(lower)).max())
+        return self._longest(self._solve(lower))

@@ -66,7 +66,7 @@ def min_max_shares(
     checked = _checked(times, len(low))
 
     def largest_within(threshold: float, low: IntArray, high: IntArray) -> IntArray:
-        return _bisect_shares(checked, threshold, low, high)
+        return bisect_shares(checked, threshold, low, high)
 
     return _solve(checked, largest_within, int(total), low, high)
 
@@ -218,7 +218,8 @@ def _spread(samples: int, room: IntArray) -> IntArray:
     return whole
 
 
-def _bisect_shares(times: Times, threshold: float, low: IntArray, high: IntArray) -> IntArray:
+def bisect_shares(times: Times, threshold: float, low: IntArray, high: IntArray) -> IntArray:
+    """Return the largest shares in [low, high] that finish within a time; `low` always does."""
     while (undecided := low < high).any():
         middle = (low + high + 1) // 2
         fits = times(np.maximum(middle, 1)) <= threshold
@@ -242,7 +243,7 @@ def _invert_lines(
     too_many = (fixed + slope * shares > threshold) & (shares > low)
     too_few = (fixed + slope * more <= threshold) & (shares < high)
     if (too_many | too_few).any():
-        return _bisect_shares(lambda asked: fixed + slope * asked, threshold, low, high)
+        return bisect_shares(lambda asked: fixed + slope * asked, threshold, low, high)
     return shares
 
 

@@ -7,6 +7,12 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import ArrayLike
 
+from keras_het.planning.balance.granularity import (
+    Granularity,
+    check_granularity,
+    coarse_shares,
+    proportional_multiples,
+)
 from keras_het.planning.balance.plan import BalancePlan
 from keras_het.planning.shares import (
     FloatArray,
@@ -82,6 +88,7 @@ class SharePolicy:
         global_batch_size: samples that shares sum to.
         lower: smallest share of each replica, int [n]; by default 0.
         upper: largest share of each replica, int [n]; by default no bound.
+        granularity: samples of which shares are multiples, or "auto", see `BatchBalancer`.
 
     Raises:
         TypeError: if a number is not whole.
@@ -97,7 +104,10 @@ class SharePolicy:
         *,
         lower: ArrayLike | None = None,
         upper: ArrayLike | None = None,
+        granularity: Granularity = 1,
     ) -> None:
+        check_granularity(granularity)
+        self._granularity = granularity
         self._lower, _ = check_bounds(global_batch_size, num_replicas, lower, upper)
         given = np.iinfo(np.int64).max if upper is None else np.asarray(upper)
         self._given_upper: IntArray = np.broadcast_to(given, (num_replicas,)).astype(np.int64)
@@ -204,7 +214,17 @@ class SharePolicy:
         return np.minimum(self._given_upper, self._total)
 
     def _proportional(self, weights: FloatArray) -> IntArray:
-        return proportional_shares(self._total, weights, self._lower, self._upper)
+        """Return shares in proportion to weights; the granularity leaves no replica without any."""
+        finest = proportional_shares(self._total, weights, self._lower, self._upper)
+        low, high = np.maximum(self._lower, finest > 0), self._upper
+
+        def solve(size: int) -> IntArray | None:
+            return proportional_multiples(weights, self._total, size, low, high)
+
+        def seconds(shares: IntArray) -> float:
+            return float(np.max(shares[weights > 0] / weights[weights > 0]))
+
+        return coarse_shares(self._granularity, finest, solve, seconds)
 
     def _adopt(self, plan: BalancePlan) -> BalancePlan:
         self._current = np.array(plan.shares, np.int64)
@@ -234,6 +254,7 @@ class EvenPolicy(SharePolicy):
         global_batch_size: samples that shares sum to.
         lower: smallest share of each replica, int [n]; by default 0.
         upper: largest share of each replica, int [n]; by default no bound.
+        granularity: samples of which shares are multiples, or "auto", see `BatchBalancer`.
 
     Reference:
         Chen et al., "Revisiting Distributed Synchronous SGD", 2016, arXiv:1604.00981.
@@ -254,6 +275,7 @@ class StaticPolicy(SharePolicy):
         weights: one weight for each replica, zero or more, at least one positive; by default even.
         lower: smallest share of each replica, int [n]; by default 0.
         upper: largest share of each replica, int [n]; by default no bound.
+        granularity: samples of which shares are multiples, or "auto", see `BatchBalancer`.
 
     Raises:
         TypeError: if a bound is not whole, or weights are neither a list nor a dict of numbers.
@@ -275,6 +297,7 @@ class StaticPolicy(SharePolicy):
         weights: Weights | None = None,
         lower: ArrayLike | None = None,
         upper: ArrayLike | None = None,
+        granularity: Granularity = 1,
     ) -> None:
         weights = [1.0] * num_replicas if weights is None else weights
         given = np.asarray(weight_of_each("weights", weights, num_replicas), np.float64)
@@ -283,7 +306,8 @@ class StaticPolicy(SharePolicy):
                 f"There must be one weight for each of {num_replicas} replicas. "
                 f"Received: {weights}."
             )
-        super().__init__(num_replicas, global_batch_size, lower=lower, upper=upper)
+        bounds = {"lower": lower, "upper": upper}
+        super().__init__(num_replicas, global_batch_size, **bounds, granularity=granularity)
         self._weights: FloatArray = given
         self._current = self._proportional(given)
         self._first_reason = "weights " + " ".join(f"{weight:g}" for weight in given[:16])
