@@ -216,6 +216,9 @@ class BatchBalancer(SessionCallback):
         note = getattr(self._policy, "observe_step_seconds", None)
         if note is not None and self._steps.step_seconds is not None:
             note(self._steps.step_seconds)
+        note = getattr(self._policy, "observe_new_share_seconds", None)
+        if note is not None:
+            note(self._steps.new_shares.seconds)
         for reading in readings:
             policy = self._policy_for(int(reading.shares.sum()))
             if self._strategy.is_chief:

@@ -18,6 +18,7 @@ from keras_het.fit.share_bounds import MemoryBounds, start_policy
 from keras_het.planning import BalancePlan
 from keras_het.strategy.measure import compute_times
 from keras_het.strategy.measure.compute_times import MeasuredSteps, StepTimes
+from keras_het.strategy.measure.new_shares import NewShares
 
 
 class Zigzag:
@@ -437,6 +438,18 @@ def test_steps_with_a_new_share_say_nothing_until_they_are_compiled():
     nan = math.nan
     expected = [(nan, nan), (nan, nan), (2, 3), (2, nan), (2, nan), (2, 4), (2, 3)]
     np.testing.assert_array_equal([reading.seconds for reading in record.read()], expected)
+    assert record.new_shares.seconds == 8 + 9 - 2 * 4  # the first share loads kernels, too
+
+
+def test_what_a_new_share_costs_is_unknown_at_first():
+    new_shares = NewShares()
+    new_shares.begin(num_unsettled=1)
+    for share, seconds in [(8, 90.0), (8, 1.0), (9, 5.0), (9, 1.0), (7, 1.0), (7, 1.0), (0, 9.0)]:
+        assert new_shares.seconds == (2.0 if share == 0 else 4.0 if share == 7 else 0.0)
+        new_shares.leave_out(np.array([share]), np.array([seconds]))
+    new_shares.begin(num_unsettled=0)
+    new_shares.leave_out(np.array([4]), np.array([9.0]))
+    assert new_shares.seconds == 2.0
 
 
 class Noting(Zigzag):

@@ -1,4 +1,4 @@
-"""BatchBalancer whose shares are multiples."""
+"""BatchBalancer whose shares are multiples, and which counts what new shares cost."""
 
 import json
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ from devices import DEVICES
 
 from keras_het import HeterogeneousStrategy
 from keras_het.callbacks import BatchBalancer, batch_balancer
+from keras_het.planning import BalancePlan
 from keras_het.strategy.measure import compute_times
 
 BATCH = 60
@@ -79,3 +80,37 @@ def test_all_workers_have_the_same_granularity(emulated, others, expected):
     emulated.setattr(batch_balancer, "num_unsettled_steps", lambda model, devices: 1)
     assert batch_balancer._facts_of_all_workers(strategy, None) == expected
     assert [facts.tolist() for facts in gathered] == [[[1, 1]]]
+
+
+class TellsSeconds:
+    """A policy of a user that takes note of what new shares cost."""
+
+    name = "tells seconds"
+    shares = (20, 20, 20)
+
+    def __init__(self):
+        self.told = []
+
+    def observe(self, step, shares, seconds):
+        pass
+
+    def propose(self, step):
+        return BalancePlan(step, self.name, self.shares, "even") if step < 0 else None
+
+    def set_upper(self, replica, samples):
+        pass
+
+    def set_global_batch_size(self, samples):
+        pass
+
+    def observe_new_share_seconds(self, seconds):
+        self.told.append(seconds)
+
+
+def test_policies_are_told_what_new_shares_cost(emulated):
+    policy = TellsSeconds()
+    emulated.setattr(batch_balancer, "num_unsettled_steps", lambda model, devices: 1)
+    balancer = BatchBalancer(policy)
+    balancer._steps.new_shares._extra.append(3.0)
+    train(balancer, steps=4)
+    assert policy.told and set(policy.told) == {3.0}

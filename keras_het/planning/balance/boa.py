@@ -19,6 +19,7 @@ from keras_het.planning.balance.min_max import min_max_shares, min_max_shares_li
 from keras_het.planning.balance.plan import BalancePlan
 from keras_het.planning.balance.plan_trial import TAKEN_BACK, PlanTrial, RetrySchedule
 from keras_het.planning.balance.policy import SharePolicy
+from keras_het.planning.balance.used_shares import UsedShares
 from keras_het.planning.shares import FloatArray, IntArray
 from keras_het.planning.times.time_model import LinearTimeModel
 from keras_het.planning.times.time_model_fit import TimeModelFit
@@ -49,6 +50,10 @@ class BoaPolicy(SharePolicy):
     largest of n normal deviates plus two. Each further plan waits for twice as many steps
     (hold-off), until a replica is found to have changed its speed. Planning then starts over with
     the times since that change.
+
+    Where it is known what compiling or tuning a new share costs, that must pay within 100 steps, or
+    within as many as were measured since shares or speeds changed. If it does not, the best of the
+    shares that were used before are taken, or the present ones stay.
 
     A plan that was in effect for some steps without making them shorter is reverted, and later
     plans must promise more: models can be wrong if times depend on more than shares.
@@ -108,6 +113,7 @@ class BoaPolicy(SharePolicy):
         self._plans_since_change = 0
         self._decided_version = -1
         self._trial = PlanTrial()
+        self._used = UsedShares()
         self._step_seconds: float | None = None
 
     def observe_step_seconds(self, seconds: float) -> None:
@@ -120,6 +126,17 @@ class BoaPolicy(SharePolicy):
                 unknown.
         """
         self._step_seconds = seconds
+
+    def observe_new_share_seconds(self, seconds: float) -> None:
+        """Record what the first steps of a replica with a new share take more than others.
+
+        Optional: by default new shares cost nothing. Then a plan with some must gain more than that
+        within 100 steps, or earlier shares are used.
+
+        Args:
+            seconds: time of compilation, or of trying algorithms; 0 if unknown.
+        """
+        self._used.new_share_seconds = seconds
 
     @property
     def models(self) -> tuple[LinearTimeModel | None, ...]:
@@ -174,6 +191,9 @@ class BoaPolicy(SharePolicy):
         changed = self._fit.observe(shares, seconds)
         if changed.any():
             self._trial.speed_changed()
+            self._used.speed_changed()
+        if shares.sum() == self._total:
+            self._used.observe(shares)
         if matches:
             self._trial.observe(shares, self._whole_step(shares, seconds))
         if changed.any():
@@ -238,10 +258,16 @@ class BoaPolicy(SharePolicy):
         growing = self._fit.known & (self._current < self._upper)
         if growing.any() and float(more[growing].min()) > worthwhile:
             return None
-        shares = self._solve()
+        shares = self._used.choose(self._solve(), self._longest, self._may_return_to)
         if (shares == self._current).all() or self._trial.refused(shares):
             return None
         return shares if self._longest(shares) <= worthwhile else None
+
+    def _may_return_to(self, shares: IntArray) -> bool:
+        is_within = (self._lower <= shares).all() and (shares <= self._upper).all()
+        is_measured = (self._fit.known | (shares == self._current)).all()
+        is_free = is_within and is_measured and shares.sum() == self._total
+        return bool(is_free and not self._trial.refused(shares))
 
     def _threshold(self) -> float:
         """Return the predicted gain that is worth a change and exceeds the noise."""

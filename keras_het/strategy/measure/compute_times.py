@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from keras_het.planning.replica_layout import ReplicaLayout
 from keras_het.planning.shares import FloatArray, IntArray
+from keras_het.strategy.measure.new_shares import NewShares
 from keras_het.strategy.measure.phase_times import PhaseTimes
 from keras_het.strategy.measure.sampled_steps import SampledSteps
 
@@ -227,6 +228,7 @@ class MeasuredSteps:
         count: number of steps so far.
         step_seconds: mean duration of the steps read last, all included; 0 if unknown, None where
             only some steps are measured, which last longer.
+        new_shares: what steps with a new share cost.
     """
 
     def __init__(self, keep: int) -> None:
@@ -239,8 +241,7 @@ class MeasuredSteps:
         self._num_skipped = 0
         self._calls, self._interval = 0, 1
         self._latest_reading: float | None = None
-        # measured steps of each replica with each share
-        self._num_unsettled, self._num_seen = 0, collections.Counter[tuple[int, int]]()
+        self.new_shares = NewShares()
 
     def begin(
         self, times: ComputeTimes, sampled: SampledSteps | None = None, num_unsettled: int = 0
@@ -252,8 +253,7 @@ class MeasuredSteps:
             sampled: the steps of which only some are.
             num_unsettled: measured steps of a replica with a new share whose times say nothing.
         """
-        self._num_unsettled = num_unsettled
-        self._num_seen.clear()
+        self.new_shares.begin(num_unsettled)
         times.read_new()
         self._times, self._sampled, self._num_skipped = times, sampled, 0
         self._calls, self._interval = 0, 1
@@ -313,10 +313,7 @@ class MeasuredSteps:
         # A replica without a share computes a row of zeros: its time says nothing about samples.
         seconds = np.array([np.where(shares > 0, step.seconds, np.nan) for step in steps])
         for each in seconds:
-            for replica, share in enumerate(shares.tolist() if self._num_unsettled else ()):
-                self._num_seen[replica, share] += 1
-                if self._num_seen[replica, share] <= self._num_unsettled:
-                    each[replica] = np.nan
+            self.new_shares.leave_out(shares, each)
             row = {"step": self.count, "shares": shares.tolist(), "seconds": each.tolist()}
             self.rows.append(row)
             self.count += 1
