@@ -42,7 +42,7 @@ class UsedShares:
             del self._together[next(iter(self._together))]
 
     def speed_changed(self) -> None:
-        """Count steps anew, because a replica became faster or slower."""
+        """Restart the count of steps, because a replica became faster or slower."""
         self._num_steps = 0
 
     def choose(
