@@ -1,7 +1,7 @@
 r"""Shares that are multiples of a granularity, but for one that takes the rest of the batch.
 
-Matrix units of GPUs want multiples of 8, and each further size of a share is compiled or tuned
-anew: coarse shares are faster and fewer.
+Matrix units of GPUs want multiples of 8, and each size of a share is compiled or tuned once:
+coarse shares are faster and fewer.
 
 With granularity g, rest r = B mod g and shares g u_i, for one replica k g u_k + r, this is the
 min-max program over units u:
