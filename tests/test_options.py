@@ -75,6 +75,7 @@ OPTIONS = {
         "micro_batch_size": "micro_batch_size",
         "communication_dtype": "choice",
         "powersgd_rank": "whole, one or more",
+        "on_drift": "choice",
         **SECONDS,
     },
     "PipelineStrategy": {

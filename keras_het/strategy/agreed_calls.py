@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.loader.order.content import sample_of
 from keras_het.strategy.cluster.agreement import flat
+from keras_het.strategy.drift import DriftWatch
 
 if TYPE_CHECKING:
     from keras_het.strategy.keras_calls import Call
@@ -73,8 +74,8 @@ def agree_on_call(call: Call, is_short: bool) -> None:
         )
 
 
-class StepWatch(keras.callbacks.Callback):
-    """Last callback of a `fit`, which ends the training when one worker alone stops it."""
+class StepWatch(DriftWatch):
+    """Last callback of a `fit` on several workers, which ends it when one of them alone stops."""
 
     _epoch = 0
     _batches = 0
@@ -95,15 +96,18 @@ class StepWatch(keras.callbacks.Callback):
             self._agree(is_early=True)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._agree(is_early=bool(self.model.stop_training))
+        super().on_epoch_end(epoch, logs)
         self._trains = False
 
-    def _agree(self, is_early: bool) -> None:
+    def _meet(self, notes: Sequence[int]) -> np.ndarray:
+        return self._agree(is_early=bool(self.model.stop_training), notes=notes)
+
+    def _agree(self, is_early: bool, notes: Sequence[int] = ()) -> np.ndarray:
         stops = bool(self.model.stop_training)
         epoch, batches = self._epoch + 1, self._batches
         where = f"batch {batches} of epoch {epoch}"
         strategy = self.model.distribute_strategy
-        strategy.agree(
+        everyone: np.ndarray = strategy.agree(
             "the end of an epoch",
             {"steps": f"{batches} of epoch {epoch}", "model.stop_training": str(stops)},
             opening="The workers do not train on together",
@@ -114,7 +118,9 @@ class StepWatch(keras.callbacks.Callback):
             )
             if is_early
             else None,
+            notes=notes,
         )
+        return everyone
 
 
 def _described(

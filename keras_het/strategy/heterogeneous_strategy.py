@@ -38,11 +38,9 @@ from keras_het.strategy.cluster.peer_watch import (
 from keras_het.strategy.cluster.stop_request import StopRequest
 from keras_het.strategy.cluster.stop_signals import SIGNALS, stop_signals
 from keras_het.strategy.data_path import DataPath, with_own_batches
+from keras_het.strategy.drift import check_on_drift
 from keras_het.strategy.exact.keras_hooks import keras_hooks, own_function
-from keras_het.strategy.exact.keras_step import (
-    run_predict_step,
-    run_train_or_test_step,
-)
+from keras_het.strategy.exact.keras_step import run_predict_step, run_train_or_test_step
 from keras_het.strategy.exact.xla import compiled_as_a_whole
 from keras_het.strategy.extended import HeterogeneousExtended, check_how_gradients_travel
 from keras_het.strategy.measure.compute_times import ComputeTimes
@@ -120,13 +118,14 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             Default: they travel as they are.
         powersgd_rank: large gradients travel between workers as matrices of that rank, and what it
             leaves out in later steps (PowerSGD). The numbers are then NOT those of one device.
+        on_drift: what `fit` does after an epoch if replicas differ, as unlike cards may: "warn"
+            names the variable, "copy" gives all the chief's values too, "ignore" does not compare.
 
     Raises:
         TypeError: for devices that are not a list of names.
         ValueError: for a Keras backend other than TensorFlow, a malformed TF_CONFIG, devices
-            that do not exist or are of different types, or shares that do not fit the number of
-            replicas, and on every worker if the workers were started with different shares, device
-            types or versions.
+            that do not exist or are of different types, shares that do not fit the number of
+            replicas, and on every worker if they were started with different settings or versions.
         RuntimeError: if a cluster is to be joined after TensorFlow has been used.
         TimeoutError: if another worker has not started within `connect_seconds`.
 
@@ -158,6 +157,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         micro_batch_size: MicroBatchSize = None,
         communication_dtype: str | None = None,
         powersgd_rank: int | None = None,
+        on_drift: str = "warn",
     ) -> None:
         check_keras_backend(keras.backend.backend())
         check_seconds("connect_seconds", connect_seconds)
@@ -165,6 +165,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         summation = read_aggregation(aggregation)
         how = (communication_options, communication_dtype, powersgd_rank)
         check_how_gradients_travel(*how, summation)
+        self.on_drift = check_on_drift(on_drift)
         self._collective_key_base = next_collective_key_base()
         self._emulated_devices = read_emulated_devices()
         self._has_warned = False
@@ -195,9 +196,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._training_state = TrainingState()
         self._warn_of_emulation(len(self.layout.local_replicas))
         if self.num_workers > 1:
-            agreement.check_agreement(
-                self.extended, self.shares, summation, self._micro_batch_sizes
-            )
+            settings = (self.shares, summation, self._micro_batch_sizes, on_drift)
+            agreement.check_agreement(self.extended, *settings)
             agreement.share_random_seed(self.extended)
             watch = self._peer_watch = self._peer_watch or watch_peers(membership, patience)
             if summation is not None:

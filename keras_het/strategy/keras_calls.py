@@ -30,6 +30,7 @@ from keras_het.strategy.agreed_calls import StepWatch, agree_on_call
 from keras_het.strategy.batches.gathered_rows import refusal_in
 from keras_het.strategy.cluster.agreement import pass_on
 from keras_het.strategy.cluster.peer_watch import message_in
+from keras_het.strategy.drift import DriftWatch
 from keras_het.strategy.exact.created_in_scope import explain_scope_errors, move_optimizer
 from keras_het.strategy.exact.step import current_step
 from keras_het.strategy.exact.xla import compiles_by_default, is_wanted
@@ -159,11 +160,12 @@ def _with_async_workers(call: Call) -> None:
 
 def _agreed(call: Call) -> None:
     """The call begins only if it is the same on all workers, and `fit` goes on only together."""
-    if call.strategy.num_workers > 1:
+    strategy = call.strategy
+    if strategy.num_workers > 1:
         is_short = call.name in _ON_BATCHES
         agree_on_call(call, is_short)
-        if call.name == "fit":
-            call.add_callback(StepWatch())
+    if call.name == "fit" and max(strategy.num_workers, strategy.layout.num_replicas) > 1:
+        call.add_callback(StepWatch() if strategy.num_workers > 1 else DriftWatch())
 
 
 @contextlib.contextmanager

@@ -143,6 +143,7 @@ def check_agreement(
     weights: Sequence[float],
     aggregation: object = None,
     micro_batch_sizes: object = None,
+    on_drift: str = "warn",
 ) -> None:
     described = {
         "share weights": str([float(weight) for weight in weights]),
@@ -152,6 +153,7 @@ def check_agreement(
         "micro_batch_size": repr(micro_batch_sizes),
         "communication_dtype": repr(extended.communication_dtype),
         "powersgd_rank": repr(extended.power_sgd and extended.power_sgd.rank),
+        "on_drift": repr(on_drift),
     }
     agree(
         extended,

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 _told: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
+_left_apart: weakref.WeakKeyDictionary[keras.Model, set[int]] = weakref.WeakKeyDictionary()
 # A large prime keeps seeds of neighbouring replicas apart; it wraps around int32 on purpose.
 _SEED_STRIDE = 1_000_003
 _DECLARED = {"sum": "sum", "mean": "mean", "only_first_replica": "first"}
@@ -132,6 +133,11 @@ def tell(model: keras.Model, remarks: Sequence[str]) -> None:
         if remark not in told:
             told.add(remark)
             _logger.warning("%s", remark)
+
+
+def variables_left_apart(model: keras.Model) -> set[int]:
+    """Return the ids of variables of which the user was told that each replica keeps its own."""
+    return _left_apart.get(model, set())
 
 
 def carried(value: tf.Tensor) -> tf.Tensor:
@@ -446,6 +452,7 @@ class OwnState:
             if key not in combined and (reader.differs(key) or is_shared(strategy, variable))
         ]
         if apart:
+            _left_apart.setdefault(model, set()).update(map(id, apart))
             names = ", ".join(_name(model, variable) for variable in apart)
             self._remarks.append(_REMARK_ON_OTHERS.format(names))
 

@@ -1,0 +1,173 @@
+"""Whether replicas that must be equal still are, and what is done where they are not."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_het.fit.session import FitSession, Rank
+from keras_het.planning.argument_checks import check_one_of
+from keras_het.strategy.exact.bit_digest import digest
+from keras_het.strategy.exact.own_state import variables_left_apart
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
+
+_logger = logging.getLogger("keras_het")
+_TOLD = (
+    "Replicas that must be equal differ after epoch %d: %s differs most, by %.1e of its largest "
+    "value, between replica %d (worker %d) and replica %d; %d of %d variables differ. Unlike cards "
+    "round differently, and such differences are small and grow slowly; a large one comes from "
+    "something that trains or assigns on one replica only. "
+    'HeterogeneousStrategy(on_drift="copy") makes all replicas equal at the end of each epoch, '
+    'on_drift="ignore" compares nothing.'
+)
+_LEAST = float(np.finfo(np.float32).tiny)
+
+
+def check_on_drift(on_drift: str) -> str:
+    """Refuse what is no answer to replicas that differ."""
+    check_one_of("on_drift", on_drift, ("warn", "copy", "ignore"))
+    return on_drift
+
+
+class DriftWatch(keras.callbacks.Callback):
+    """Last callback of a `fit`: compares its replicas at the end of each epoch."""
+
+    _has_told = False
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        held = self._held()
+        everyone = self._meet([] if held is None else held.notes)
+        if held is not None and held.differ(everyone):
+            self._act(held, epoch + 1)
+
+    def _meet(self, notes: Sequence[int]) -> np.ndarray:
+        """Return the notes of all workers, which are those of this one."""
+        return np.array([notes])
+
+    def _held(self) -> Held | None:
+        strategy = self.model.distribute_strategy
+        is_over = self._has_told and strategy.on_drift == "warn"
+        if strategy.on_drift == "ignore" or strategy._holds_parts or is_over:
+            return None
+        return Held(self.model, strategy)
+
+    def _act(self, held: Held, epoch: int) -> None:
+        strategy = self.model.distribute_strategy
+        with strategy._naming_lost_workers():
+            values = held.values()
+            if not self._has_told:
+                held.tell(held.differences(values), epoch)
+        self._has_told = True
+        if strategy.on_drift == "copy":
+            held.assign(values)
+
+
+class Held:
+    """What this worker's replicas hold of a model and must hold alike.
+
+    These are its weights, moving statistics and optimizer state. Seeds, metrics and what a step
+    leaves apart on purpose are each replica's own. In local training workers differ, too.
+    """
+
+    def __init__(self, model: keras.Model, strategy: HeterogeneousStrategy) -> None:
+        session = FitSession.of(model)
+        is_local = session is not None and session.has_layer(Rank.REDUCE_LOCALLY)
+        self._strategy, self._is_alone = strategy, is_local or strategy.num_workers == 1
+        variables = _variables(model)
+        self._names = [variable.path for variable in variables]
+        self._copies = [strategy.experimental_local_results(each.value) for each in variables]
+        replicas = zip(*self._copies, strict=True)
+        self._digests = [hashlib.sha256(digest(replica)).digest() for replica in replicas]
+
+    @property
+    def notes(self) -> list[int]:
+        """The digest of the first replica here, and the number of others that differ from it."""
+        if not self._digests:
+            return [0, 0]
+        first, *others = self._digests
+        of_first = 0 if self._is_alone else int.from_bytes(first[:8], "little", signed=True)
+        return [of_first, sum(other != first for other in others)]
+
+    def differ(self, everyone: np.ndarray) -> bool:
+        """Tell from the notes of all workers whether any two replicas differ."""
+        return bool((everyone[:, 0] != everyone[0, 0]).any() or everyone[:, 1].any())
+
+    def values(self) -> list[np.ndarray]:
+        """Return the values that all should have: the chief's, or this worker's if it is alone."""
+        own = [np.asarray(copies[0].read_value()) for copies in self._copies]
+        if self._is_alone:
+            return own
+        flat = b"".join(value.tobytes() for value in own)
+        words = np.frombuffer(flat + bytes(-len(flat) % 4), np.int32)
+        add = tf.function(self._strategy.extended.sum_over_workers, autograph=False)
+        with tf.device("CPU:0"):
+            sent = tf.constant(words if self._strategy.is_chief else np.zeros_like(words))
+            of_chief = np.asarray(add(sent)).view(np.uint8)
+        parts = np.split(of_chief, np.cumsum([value.nbytes for value in own]))
+        return [
+            part.view(value.dtype).reshape(value.shape)
+            for part, value in zip(parts, own, strict=False)
+        ]
+
+    def differences(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """Return those of all replicas, relative to the size; float64 [replicas, variables]."""
+        layout = self._strategy.layout
+        own = np.zeros([max(layout.replicas_per_worker), len(values)])
+        for place, (copies, value) in enumerate(zip(self._copies, values, strict=True)):
+            own[: len(copies), place] = [_difference(np.asarray(each), value) for each in copies]
+        everyone = self._strategy.extended.gather_over_workers(own)
+        of_workers = np.split(everyone, layout.num_workers)
+        counts = layout.replicas_per_worker
+        return np.concatenate(
+            [rows[:count] for rows, count in zip(of_workers, counts, strict=True)]
+        )
+
+    def tell(self, differences: np.ndarray, epoch: int) -> None:
+        if not self._strategy.is_chief:
+            return
+        layout = self._strategy.layout
+        replica, place = np.unravel_index(differences.argmax(), differences.shape)
+        worker = next(
+            each for each in range(layout.num_workers) if replica in layout.replicas_of(each)
+        )
+        other = layout.replicas_of(worker).start if self._is_alone else 0
+        number = int((differences > 0).any(axis=0).sum())
+        name, size = self._names[place], differences[replica, place]
+        _logger.warning(_TOLD, epoch, name, size, replica, worker, other, number, len(self._names))
+
+    def assign(self, values: Sequence[np.ndarray]) -> None:
+        for copies, value in zip(self._copies, values, strict=True):
+            for copy in copies:
+                copy.assign(value)
+
+
+def _variables(model: keras.Model) -> list[keras.Variable]:
+    optimizer = getattr(model, "optimizer", None)
+    held = [*model.weights, *(optimizer.variables if optimizer is not None else ())]
+    apart = variables_left_apart(model)
+    return [
+        variable
+        for variable in {id(each): each for each in held}.values()
+        if id(variable) not in apart
+        and variable.dtype != "string"
+        and variable.value.synchronization != tf.VariableSynchronization.ON_READ
+    ]
+
+
+def _difference(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the largest difference over the largest value; above zero where any bit differs."""
+    if one.tobytes() == other.tobytes():
+        return 0.0
+    one, other = one.astype(np.float64), other.astype(np.float64)
+    size = max(np.abs(one).max(), np.abs(other).max())
+    with np.errstate(invalid="ignore"):
+        found = np.abs(one - other).max() / (size or 1.0)
+    return max(float(np.nan_to_num(found, nan=np.inf)), _LEAST)
