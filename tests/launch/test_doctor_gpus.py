@@ -69,6 +69,24 @@ def test_a_driver_that_says_little() -> None:
     assert "compute capability unknown" in card.text
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "is_told"),
+    [([(8, 0), (7, 5)], True), ([(8, 0), (9, 0)], False), ([(8, 0), (0, 0)], False)],
+)
+def test_cards_of_which_some_have_tensor_float_32(
+    capabilities: list[tuple[int, int]], is_told: bool
+) -> None:
+    gpus = [
+        dataclasses.replace(A100, index=index, name=f"card {index}", capability=capability)
+        for index, capability in enumerate(capabilities)
+    ]
+    said = found(having(WITH_GPU, gpus=tuple(gpus)), "tensor_float_32")
+    assert [each.level for each in said] == [NOTE] * is_told
+    for each in said:
+        assert "on GPU 0 (card 0), and not on GPU 1 (card 1)" in each.text and "1e-3" in each.text
+        assert "enable_tensor_float_32_execution(False)" in each.fix
+
+
 def test_direct_nvlinks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     module = FakeNvml(
         FakeGpu(uuid="GPU-a", bus=1, nvlinks=(2, None, 2, 3)),

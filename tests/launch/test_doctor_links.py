@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doctor_facts import ALONE, TWO, in_cluster, tf_config
+from doctor_facts import A100, ALONE, CUDA_BUILD, TWO, in_cluster, tf_config
 
 from keras_het.launch.doctor import addresses, links
 from keras_het.launch.doctor.examination import report_on
@@ -117,6 +117,20 @@ def test_nodes_that_differ(node, ahead, words):
     link = dataclasses.replace(LINK, node={**NODE, **node}, clock_ahead_seconds=ahead)
     _, finding = of_links(link)
     assert finding.level == (WARNING if ahead else FAULT) and words in finding.text
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [([False], "on none of the GPUs of worker 1"), ([False, True], "on some of"), ([True], None)],
+)
+def test_nodes_whose_cards_differ_in_tensor_float_32(there, said):
+    here = in_cluster(tf_config(TWO), gpus=(A100,), tensorflow=CUDA_BUILD)
+    node = {**describe_node(here), "tensor_float_32": there}
+    measured = Measurement((dataclasses.replace(LINK, node=node),), 30.0)
+    _, *notes = report_on(here, (), measured).findings
+    assert [finding.level for finding in notes] == [NOTE] * (said is not None)
+    for finding in notes:
+        assert said in finding.text and "enable_tensor_float_32_execution" in finding.fix
 
 
 def test_links_that_could_not_be_measured():

@@ -31,6 +31,7 @@ CHECKS: Mapping[str, tuple[Callable[[Facts], Iterator[Finding]], ...]] = {
         gpu_checks.tensorflow_build,
         gpu_checks.hidden_gpus,
         gpu_checks.cards,
+        gpu_checks.tensor_float_32,
         gpu_checks.kernels,
         gpu_checks.gpu_links,
         gpu_checks.used_gpus,

@@ -14,6 +14,12 @@ _CUDA_BUILD = (
     "pip install '.[cuda]' in the checkout of keras_het (tensorflow-cpu has to be uninstalled "
     "first)"
 )
+_TENSOR_FLOAT_32 = (8, 0)
+"""Least capability with TensorFloat-32."""
+WITHOUT_TENSOR_FLOAT_32 = (
+    "Put tf.config.experimental.enable_tensor_float_32_execution(False) at the script's start: all "
+    "then multiply in float32, those that have it more slowly."
+)
 _TOO_NEW = 12
 """Capability for which kernels that TensorFlow compiles at its start are known to fail."""
 
@@ -98,6 +104,29 @@ def cards(facts: Facts) -> Iterator[Finding]:
         yield ok(
             f"GPU {gpu.index}: {gpu.name}, compute capability {capability}, "
             f"{gpu.memory_bytes / 2**30:.0f} GiB{parts}."
+        )
+
+
+def have_tensor_float_32(facts: Facts) -> list[bool]:
+    """Return whether the cards that train here have it; both values where they differ."""
+    known = {gpu.capability >= _TENSOR_FLOAT_32 for gpu in facts.gpus if gpu.capability[0]}
+    return sorted(known) if facts.tensorflow and facts.tensorflow.replicas else []
+
+
+def tensor_float_32(facts: Facts) -> Iterator[Finding]:
+    if len(have_tensor_float_32(facts)) > 1:
+        names = {
+            has_it: ", ".join(
+                f"{gpu.index} ({gpu.name})"
+                for gpu in facts.gpus
+                if gpu.capability[0] and (gpu.capability >= _TENSOR_FLOAT_32) is has_it
+            )
+            for has_it in (True, False)
+        }
+        yield note(
+            f"TensorFlow multiplies float32 in TensorFloat-32 by default on GPU {names[True]}, and "
+            f"not on GPU {names[False]}, which does not have it: products differ by about 1e-3.",
+            WITHOUT_TENSOR_FLOAT_32,
         )
 
 

@@ -13,6 +13,7 @@ from keras_het import __version__
 from keras_het.launch.doctor.addresses import LISTENS, UNKNOWN, UNREACHABLE, reach
 from keras_het.launch.doctor.cluster_checks import listening_tasks, other_tasks, own_task
 from keras_het.launch.doctor.facts import Facts, Finding, fault, note, ok, warning
+from keras_het.launch.doctor.gpu_checks import WITHOUT_TENSOR_FLOAT_32, have_tensor_float_32
 from keras_het.launch.doctor.tensorflow_facts import answer_in, run_program
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG
 
@@ -58,6 +59,7 @@ def describe_node(facts: Facts) -> dict[str, Any]:
         "keras": found.keras if found else "",
         "device": "GPU" if found and found.replicas else "CPU",
         "replicas": max(1, found.replicas) if found else 1,
+        "tensor_float_32": have_tensor_float_32(facts),
     }
 
 
@@ -223,6 +225,13 @@ def _differences(facts: Facts, link: Link, name: str) -> Iterator[Finding]:
             "Make the GPUs usable on both, or hide them on both (CUDA_VISIBLE_DEVICES=-1), or give "
             'the machine without GPU the job "async" or "summation".',
         )
+    here, there = own["tensor_float_32"], link.node.get("tensor_float_32")
+    if both and here and there and here != there:
+        yield note(
+            f"TensorFlow multiplies float32 in TensorFloat-32 by default on {_which(there)} of the "
+            f"GPUs of {name} and on {_which(here)} of those here: products differ by about 1e-3.",
+            WITHOUT_TENSOR_FLOAT_32,
+        )
     if abs(link.clock_ahead_seconds) > _MOST_SECONDS_AHEAD:
         yield warning(
             f"The clock of {name} is {abs(link.clock_ahead_seconds):.0f} s "
@@ -230,3 +239,7 @@ def _differences(facts: Facts, link: Link, name: str) -> Iterator[Finding]:
             "do not fit together.",
             "Synchronize the clocks (NTP: `timedatectl set-ntp true`).",
         )
+
+
+def _which(have_it: Sequence[bool]) -> str:
+    return "some" if len(have_it) > 1 else "all" if have_it[0] else "none"
