@@ -54,8 +54,8 @@ class DriftWatch(keras.callbacks.Callback):
 
     def _held(self) -> Held | None:
         strategy = self.model.distribute_strategy
-        is_over = self._has_told and strategy.on_drift == "warn"
-        if strategy.on_drift == "ignore" or strategy._holds_parts or is_over:
+        is_over = self._has_told and strategy._on_drift == "warn"
+        if strategy._on_drift == "ignore" or strategy._holds_parts or is_over:
             return None
         return Held(self.model, strategy)
 
@@ -66,7 +66,7 @@ class DriftWatch(keras.callbacks.Callback):
             if not self._has_told:
                 held.tell(held.differences(values), epoch)
         self._has_told = True
-        if strategy.on_drift == "copy":
+        if strategy._on_drift == "copy":
             held.assign(values)
 
 

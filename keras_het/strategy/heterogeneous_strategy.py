@@ -165,7 +165,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         summation = read_aggregation(aggregation)
         how = (communication_options, communication_dtype, powersgd_rank)
         check_how_gradients_travel(*how, summation)
-        self.on_drift = check_on_drift(on_drift)
+        self._on_drift = check_on_drift(on_drift)
         self._collective_key_base = next_collective_key_base()
         self._emulated_devices = read_emulated_devices()
         self._has_warned = False
