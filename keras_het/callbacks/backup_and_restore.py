@@ -54,10 +54,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
         n = ceil(max(1 s, min(c / 0.02, sqrt(2 c m))) / t)
 
-    steps later, with t the seconds of a step, both those of the slowest worker. As long as nothing
-    has interrupted the training, m is infinite, and backups take at most 2 % of the time. After
-    that it is the mean time between interruptions: rare backups repeat many steps, frequent ones
-    cost more than they save.
+    steps later. t is the duration of a step in seconds; c and t are the slowest worker's. m is the
+    mean time between interruptions, in seconds. Until the first interruption it is infinite, and
+    backups take at most 2 % of the time. Rarer backups would repeat many steps, more frequent ones
+    would cost more than they save.
 
     Args:
         backup_dir: folder of the backup, the same for all workers.

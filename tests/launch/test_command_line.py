@@ -119,7 +119,9 @@ def test_an_async_worker_that_finds_nobody_ends_with_the_group(
         import pathlib, time
         waits = pathlib.Path(sys.argv[1])
         if config["task"]["type"] == "worker":
+            end = time.monotonic() + 60
             while not waits.exists():
+                assert time.monotonic() < end, "the async worker has not tried"
                 time.sleep(0.05)
             sys.exit(0)
         from keras_het.asynchronous.exchange.connection import connect

@@ -131,6 +131,7 @@ def test_unlike_gpus_are_tried_once(python, caplog, script, expected, why):
     ]
     assert why in caplog.text
     (remembered,) = (python.cache / "keras_het").iterdir()
+    assert (f"Delete {remembered} to try again" in caplog.text) is not expected
     assert json.loads(remembered.read_text()) is expected
     python.does("exit 0")
     assert nccl.joins(["GPU:1", "GPU:2"]) is True  # others are tried by themselves

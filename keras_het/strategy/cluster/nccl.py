@@ -132,9 +132,17 @@ def joins(devices: Sequence[str], seconds: float = SECONDS) -> bool:
     found = "-".join([tf.__version__, *identities(devices)])
     remembered = _cache() / f"nccl-{hashlib.sha256(found.encode()).hexdigest()[:16]}.json"
     try:
-        return bool(json.loads(remembered.read_text()))
+        does_join = bool(json.loads(remembered.read_text()))
     except (OSError, ValueError):
         pass
+    else:
+        if not does_join:
+            _logger.warning(
+                "NCCL did not sum between these GPUs when it was tried: values are copied to the "
+                "first one. Delete %s to try again.",
+                remembered,
+            )
+        return does_join
     _logger.warning("Trying NCCL between %s, once for these GPUs.", ", ".join(devices))
     command = [sys.executable, "-m", "keras_het.strategy.cluster.nccl_program", *devices]
     environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
