@@ -30,6 +30,16 @@ _TYPES_TO_GATHER_AS = {
 _TYPES_FOR_NCCL = (tf.float16, tf.float32, tf.float64)
 _TYPES_TO_ROUND = {tf.float32, tf.float64}
 _MOST_WORKERS_TO_GATHER = 3
+# One transfer of so many bytes is as fast as a part of a larger one.
+_BYTES_TO_TRAVEL_ALONE = 2**22
+
+
+def travels_alone(value: Summand) -> bool:
+    """Whether a tensor is large: to pack it with others would only copy it, there and back."""
+    if isinstance(value, tf.IndexedSlices):
+        return False
+    size = value.shape.num_elements()
+    return size is not None and size * value.dtype.size >= _BYTES_TO_TRAVEL_ALONE
 
 
 def is_joined_by_nccl(devices: Sequence[str], options: private_api.CommunicationOptions) -> bool:
@@ -66,7 +76,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
     TensorFlow's `CollectiveAllReduce` makes every device a member of the collective group and
     requires the same number of devices in every process. Here a worker is one member, whatever
     the number of its devices, and moves its tensors over the network once, not once per device.
-    Dense tensors of one type travel in one packed collective.
+    Dense tensors of one type travel in one packed collective, large ones in one each.
 
     Reference: tensorflow#47203 (what stock TensorFlow does with unequal numbers of devices).
     """
@@ -129,11 +139,12 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         """Sum over the local devices, to all of them; return the sums by their places."""
         if self._nccl is None or tf.executing_eagerly():
             return {}
-        by_type: dict[tf.DType, list[int]] = {}
+        by_type: dict[tuple[tf.DType, int | None], list[int]] = {}
         for place, value in enumerate(per_replica_values):
             first = value.values[0]
             if not isinstance(first, tf.IndexedSlices) and first.dtype in _TYPES_FOR_NCCL:
-                by_type.setdefault(first.dtype, []).append(place)
+                kind = first.dtype, place if travels_alone(first) else None
+                by_type.setdefault(kind, []).append(place)
         found: dict[int, tf.distribute.DistributedValues] = {}
         for places in by_type.values():
             values = [per_replica_values[place] for place in places]
@@ -160,16 +171,17 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
     def _all_reduce_by_type(
         self, flat: list[Summand], replica_id: int, options: private_api.CommunicationOptions
     ) -> list[Summand]:
-        """Sum over the workers; one packed collective per element type."""
+        """Sum over the workers; one packed collective per element type, large ones alone."""
         if self.sends_as is not None and {item.dtype for item in flat} <= _TYPES_TO_ROUND:
             return [self._sum_of_rounded(item, self.sends_as) for item in flat]
         group = self.summation
-        by_type: dict[tuple[tf.DType, bool], list[int]] = {}
+        by_type: dict[tuple[tf.DType, bool, int | None], list[int]] = {}
         for position, item in enumerate(flat):
-            kind = item.dtype, group is not None and group.can_sum(item)
-            by_type.setdefault(kind, []).append(position)
+            by_service = group is not None and group.can_sum(item)
+            alone = position if travels_alone(item) and not by_service else None
+            by_type.setdefault((item.dtype, by_service, alone), []).append(position)
         result = list(flat)
-        for (_, by_service), positions in by_type.items():
+        for (_, by_service, _), positions in by_type.items():
             values = [flat[p] for p in positions]
             summed = self._sum_by_service(values) if by_service else None
             if summed is None:

@@ -1,7 +1,8 @@
-"""No step reads numbers of samples back from a GPU, which would wait for what it has to compute.
+"""What a step copies: no number of samples from a GPU to the host, and no large gradient at all.
 
-Kernels of a GPU take shapes, bounds and conditions in the host's memory. Integers of 64 bits that
-were computed on the GPU are copied there. Logical CPUs stand for GPUs; the host is CPU:0.
+A copy to the host waits for all that a GPU has yet to compute. Kernels of a GPU take shapes, bounds
+and conditions in the host's memory. Integers of 64 bits that were computed on the GPU are copied
+there. Logical CPUs stand for GPUs; the host is CPU:0.
 """
 
 from __future__ import annotations
@@ -86,25 +87,62 @@ def dense_model(**options):
 
 
 @pytest.fixture
-def copies_of(monkeypatch):
-    """What the steps that are traced while a function runs copy to the host."""
-    monkeypatch.setattr(keras_step, "works_ahead", lambda *_: True)
+def graphs_of(monkeypatch):
+    """The steps that are traced while a function runs."""
     graphs, traced = [], tf.__internal__.FuncGraph.as_default
 
     def seen(graph):
         graphs.append(graph)
         return traced(graph)
 
-    def copies_of(run, *arguments):
+    def graphs_of(run, *arguments):
         with monkeypatch.context() as patch:
             patch.setattr(tf.__internal__.FuncGraph, "as_default", seen)
             run(*arguments)
         steps = {id(graph): graph for graph in graphs if "one_step" in graph.name}
         graphs.clear()
         assert steps
-        return [each for graph in steps.values() for each in copies(graph)]
+        return list(steps.values())
 
-    return copies_of
+    return graphs_of
+
+
+@pytest.fixture
+def copies_of(graphs_of, monkeypatch):
+    """What the steps that are traced while a function runs copy to the host."""
+    monkeypatch.setattr(keras_step, "works_ahead", lambda *_: True)
+    return lambda *call: [each for graph in graphs_of(*call) for each in copies(graph)]
+
+
+def test_large_gradients_are_not_packed(logical_devices, graphs_of):
+    """Packed, and unpacked, they would need three times their memory for a moment."""
+
+    def build():
+        model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1024)])
+        model.add(keras.layers.Dense(1024, kernel_initializer="identity"))
+        model.add(keras.layers.Dense(1, kernel_initializer="ones"))
+        model.compile("sgd", "mse")
+        return model
+
+    with keras_het.HeterogeneousStrategy(devices=logical_devices[:2], shares=[3, 1]).scope():
+        model = build()
+    alone = build()
+    alone.set_weights(model.get_weights())
+    rng = np.random.default_rng(5)
+    data = rng.normal(size=[8, 1]), rng.normal(size=[8, 1])
+    graphs = graphs_of(lambda: model.fit(*data, batch_size=8, epochs=2, verbose=0))
+    alone.fit(*data, batch_size=8, epochs=2, verbose=0)
+    for expected, found in zip(alone.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    copied = [
+        output.shape.num_elements()
+        for graph in graphs
+        for operation in graph.get_operations()
+        if operation.type in ("ConcatV2", "SplitV")
+        for output in operation.outputs
+    ]
+    small = 1024 + 1024 + 1024 + 1  # two biases and kernels
+    assert small <= max(copied) < 2 * small
 
 
 @pytest.mark.quick("micro-batches", "train_on_batch")

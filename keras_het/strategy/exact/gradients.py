@@ -30,6 +30,7 @@ from keras_het.strategy.exact.step import (
     running_step,
 )
 from keras_het.strategy.exact.xla import compiled_update, is_wanted
+from keras_het.strategy.hierarchical_all_reduce import travels_alone
 from keras_het.value_types import EitherVariable, Leaf, Nest, Summand
 
 if TYPE_CHECKING:
@@ -269,9 +270,11 @@ class Gradients:
         early = self._sum_buckets(gradients, is_weighted)
         for of_one in gradients:
             for place, each in enumerate(of_one):
-                if isinstance(each, tf.IndexedSlices):
+                if each is None:
+                    continue
+                if isinstance(each, tf.IndexedSlices) or travels_alone(each):
                     of_one[place] = _prepared(self._spec, each, is_weighted)
-                elif each is not None:
+                else:
                     leading[each.dtype] = leading.get(each.dtype, 0) + each.shape.num_elements()
 
         def prepare(buffer: tf.Tensor) -> tf.Tensor:

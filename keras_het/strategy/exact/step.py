@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import keras
 import tensorflow as tf
 
+from keras_het.strategy.hierarchical_all_reduce import travels_alone
 from keras_het.strategy.measure.emulated_device import EmulatedDevice
 from keras_het.value_types import Nest, Summand
 
@@ -144,7 +145,7 @@ def running_step() -> ExactStep | None:
 
 
 class ReplicaSum:
-    """Sums over the replicas of a step, in one collective per element type.
+    """Sums over the replicas of a step: one collective per element type, one per large tensor.
 
     No gradient flows through them.
     """
@@ -178,25 +179,31 @@ class ReplicaSum:
     def __call__(
         self, values: Nest, prepare: Callable[[tf.Tensor], tf.Tensor] | None = None
     ) -> Nest:
-        """Sum a structure of tensors, packed in buffers, and `tf.IndexedSlices`; None stays."""
+        """Sum a structure of tensors and `tf.IndexedSlices`; None stays.
+
+        All but these and large ones are packed in buffers, each of which `prepare` changes.
+        """
         flat = tf.nest.flatten(values)
-        by_type, sparse = dict[tf.DType, list[int]](), list[int]()
+        by_type, alone = dict[tf.DType, list[int]](), list[int]()
         for place, item in enumerate(flat):
             if isinstance(item, tf.IndexedSlices):
-                sparse.append(place)
+                alone.append(place)
             elif item is not None:
                 flat[place] = tf.convert_to_tensor(item)
-                by_type.setdefault(flat[place].dtype, []).append(place)
+                if travels_alone(flat[place]):
+                    alone.append(place)
+                else:
+                    by_type.setdefault(flat[place].dtype, []).append(place)
         buffers = [_packed([flat[place] for place in places]) for places in by_type.values()]
         if prepare is not None:
             buffers = [prepare(buffer) for buffer in buffers]
-        sums = self._all_reduced([*buffers, *(flat[place] for place in sparse)])
+        sums = self._all_reduced([*buffers, *(flat[place] for place in alone)])
         for buffer, places in zip(sums[: len(buffers)], by_type.values(), strict=True):
             parts = _unpacked(buffer, [flat[place] for place in places])
             for place, part in zip(places, parts, strict=True):
                 flat[place] = part
-        for place, slices in zip(sparse, sums[len(buffers) :], strict=True):
-            flat[place] = slices
+        for place, total in zip(alone, sums[len(buffers) :], strict=True):
+            flat[place] = total
         return tf.nest.pack_sequence_as(values, flat)
 
     def of_bucket(
