@@ -16,6 +16,7 @@ from keras_het.loader.input.data_pass import Claims
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.loader.order.keras_arrays import with_order_of_epoch, with_repeatable_order
 from keras_het.planning import ReplicaLayout
+from keras_het.strategy.batches.placement import Placement, is_worthwhile
 from keras_het.strategy.batches.uneven_per_replica import wrap_shares, wrapped_spec
 from keras_het.strategy.cluster import agreement
 from keras_het.value_types import Nest
@@ -190,6 +191,18 @@ class DataPath:
         return self._get_strategy().extended.worker_devices
 
     @functools.cached_property
+    def _placement(self) -> Placement | None:
+        return Placement(self.devices) if is_worthwhile(self.devices) else None
+
+    @property
+    def placement(self) -> Placement | None:
+        """How parts get to their devices, None if their step is to copy them.
+
+        An execution of several steps copies them: it takes batches that lie on the host.
+        """
+        return None if self.draws_together else self._placement
+
+    @functools.cached_property
     def own_replicas(self) -> slice:
         local = self.layout.local_replicas
         return slice(local.start, local.stop)
@@ -264,6 +277,10 @@ class _Wrapper:
             self._data_path.guard.batch_arrives()
         devices = self._data_path.devices
         return wrap_shares(local_batches, self._sizes_tensor(sizes), devices)
+
+    @property
+    def placement(self) -> Placement | None:
+        return self._data_path.placement
 
     def wait_begins(self) -> None:
         if self._data_path.guard is not None:

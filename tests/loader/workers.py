@@ -21,13 +21,36 @@ class Schedule:
         return weights
 
 
-def make_workers(build, replicas_per_worker, weights_by_call, **options):
+class Unchanged:
+    """How parts get to a device that lies beside them; with it, passes read ahead."""
+
+    placed_ahead = 0
+
+    def __call__(self, parts):
+        return parts
+
+    def ahead(self, parts):
+        self.placed_ahead += 1
+        return parts
+
+
+class Wrap:
+    """Makes elements of their batches and sizes."""
+
+    def __init__(self, placement=None):
+        self.placement = placement
+
+    def __call__(self, batches, sizes):
+        return batches, sizes
+
+
+def make_workers(build, replicas_per_worker, weights_by_call, placement=None, **options):
     return [
         GlobalOrderDataset(
             build(),
             ReplicaLayout(replicas_per_worker, index),
             Schedule(weights_by_call),
-            lambda batches, sizes: (batches, sizes),
+            Wrap(placement),
             **options,
         )
         for index in range(len(replicas_per_worker))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import abc
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
@@ -26,6 +28,16 @@ Element: TypeAlias = tuple[list[Batch], IntArray]
 Weights = Callable[[], Sequence[float]]
 
 
+class Placement(Protocol):
+    """Copies batches to the devices that compute on them."""
+
+    def __call__(self, batches: list[Batch]) -> list[Batch]:
+        """Return each local replica's batch on its device."""
+
+    def ahead(self, batches: list[Batch]) -> list[Batch]:
+        """Return the same while the step before is computed, as far as there is memory for it."""
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class DataPass(abc.ABC):
     """A pass over the data."""
@@ -40,6 +52,7 @@ class DataPass(abc.ABC):
         self.fingerprint: int | None = None
         self.on_end: Callable[[], None] | None = None
         self.was_executed = False
+        self.placement: Placement | None = None
         self._first: Element | None = None
         self._rewound = False
         self._closed = False
@@ -47,7 +60,7 @@ class DataPass(abc.ABC):
     def next_element(self) -> Element:
         first, self._first = self._first, None
         if first is not None and self._rewound:
-            return first
+            return self._placed(first)
         if self.ended or self._closed:
             raise StopIteration
         try:
@@ -61,7 +74,10 @@ class DataPass(abc.ABC):
         if self.first_step + self.delivered == self.num_steps:
             # Keras does not ask for the end of data whose size it knows
             self._end()
-        return element
+        return self._placed(element)
+
+    def _placed(self, element: Element) -> Element:
+        return element if self.placement is None else (self.placement(element[0]), element[1])
 
     def _end(self) -> None:
         self.ended = True
@@ -112,6 +128,35 @@ class OrderedPass(DataPass):
 
     held: HeldIterator
 
+    def next_element(self) -> Element:
+        """Return the next element, and begin to read the one after it if its shares are settled."""
+        element = super().next_element()
+        placement, is_training = self.placement, self.delivered > 1  # the first is but looked at
+        if placement and is_training and not self.is_over and self._is_next_ordered:
+            self.held.read_ahead(functools.partial(self._read_and_place, placement))
+        return element
+
+    def _produce(self) -> Element:
+        self._order_next()
+        if self.held.ahead is None:
+            return self.read()
+        element = self.held.ahead.result()
+        self.held.ahead = None
+        return element
+
+    def _read_and_place(self, placement: Placement) -> Element:
+        batches, sizes = self.read()
+        return placement.ahead(batches), sizes
+
+    @abc.abstractmethod
+    def _order_next(self) -> None:
+        """Order as many batches as are to be ordered when the next one is read."""
+
+    @property
+    @abc.abstractmethod
+    def _is_next_ordered(self) -> bool:
+        """Whether the next batch can be read from what is held now, as things stand."""
+
     @abc.abstractmethod
     def order(self, wanted: bool = True) -> None:
         """Order the next batch, by the present weights, or for nobody."""
@@ -130,6 +175,7 @@ class SlicedPass(OrderedPass):
     layout: ReplicaLayout
     weights: Weights
     lookahead: int
+    reads_ahead: bool = False
     wants_fingerprint: bool = False
 
     def __post_init__(self, pipeline: tf.data.Dataset, keep_alive: object) -> None:
@@ -146,25 +192,29 @@ class SlicedPass(OrderedPass):
         keep_alive: object,
         prepared: tf.data.Iterator | None = None,
     ) -> None:
-        old = self.held.iterator
+        before, old = self.held, self.held.iterator
+        if before.ahead is not None:
+            concurrent.futures.wait([before.ahead])
         new = hand_over(old, pipeline, prepared)
         self.held = HeldIterator(pipeline, keep_alive, new)
+        self.held.ahead = before.ahead
         release(old)
 
     def order(self, wanted: bool = True) -> None:
         self._ordered.append(tuple(self.weights()) if wanted else ())
 
-    def read(self) -> Element:
-        batch, weights = self._take()
-        return self._cut(batch, weights) if weights else ([], np.zeros(0, np.int64))
-
-    def _take(self) -> tuple[Batch, tuple[float, ...]]:
-        weights = self._ordered.popleft()
-        return self.held.read(), weights
-
-    def _produce(self) -> Element:
+    def _order_next(self) -> None:
         self.order()
-        batch, weights = self._take()
+
+    @property
+    def _is_next_ordered(self) -> bool:
+        return self.reads_ahead and bool(self._ordered)
+
+    def read(self) -> Element:
+        weights = self._ordered.popleft()
+        batch = self.held.read()
+        if not weights:
+            return [], np.zeros(0, np.int64)
         if not self.batch_bytes:
             self.batch_bytes = count_bytes(batch)
         if self.delivered == 0 and self.wants_fingerprint:

@@ -320,6 +320,7 @@ class GlobalOrderDataset(DistributedSteps):
             keep_alive=self.form,
             layout=layout,
             first_step=first_step,
+            reads_ahead=self.form.reads_ahead,
             **arguments,
         )
 

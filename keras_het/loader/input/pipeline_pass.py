@@ -77,13 +77,19 @@ class PipelinePass(OrderedPass):
             self.fingerprint = int(fingerprint)
         return list(batches), sizes
 
-    def _produce(self) -> Element:
+    def _order_next(self) -> None:
         self._order_until(self.delivered + 1 + self.lookahead)
         if self._successor is not None:
             successor, in_effect = self._successor
             if self.first_step + self.delivered == successor.ordered:
                 self._continue_in(successor, in_effect)
-        return self.read()
+
+    @property
+    def _is_next_ordered(self) -> bool:
+        end = self.ordered
+        if self._successor is not None:  # which has the orders from there on
+            end = min(end, self._successor[0].ordered)
+        return self.first_step + self.delivered < end
 
     def _continue_in(self, successor: PipelinePass, in_effect: Callable[[], None]) -> None:
         in_effect()  # first: what is released now must not be kept for later

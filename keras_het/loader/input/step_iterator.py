@@ -113,6 +113,9 @@ class StepIterator(Traced, private_api.IteratorInterface):
         if self._run is None:
             self._run = self._open_run()
         self._run.was_executed |= self._first_of_execution
+        # a graph fetches from the host
+        is_in_graph = self.graph_number is not None or self.source.graph_number is not None
+        self._run.placement = None if is_in_graph else getattr(self._wrap, "placement", None)
         try:
             batches, sizes = self._run.next_element()
         except StopIteration:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
 import itertools
 import os
@@ -12,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
@@ -108,7 +109,11 @@ def _work(iterator: tf.data.Iterator, done: threading.Event) -> None:
 
 
 class HeldIterator:
-    """A pass of a pipeline in Python."""
+    """A pass of a pipeline in Python.
+
+    Attributes:
+        ahead: what `read_ahead` makes of an element that nobody has asked for yet.
+    """
 
     def __init__(
         self,
@@ -122,6 +127,14 @@ class HeldIterator:
         hold_functions_of(iterator, (pipeline, keep_alive))
         self.read = adapter.element_reader(iterator)
         self.iterator = iterator
+        self.ahead: concurrent.futures.Future[Any] | None = None
+
+    def read_ahead(self, read: Callable[[], object]) -> None:
+        """Call a function, which reads the next element, in another thread."""
+        ahead = concurrent.futures.Future[Any]()
+        with contextlib.suppress(RuntimeError):  # no new threads at interpreter shutdown
+            start_thread(_fulfil, ahead, read)
+            self.ahead = ahead
 
     def release(self, after: Callable[[], None] | None = None) -> None:
         """Destroy the iterator in another thread, then call `after` there.
@@ -131,10 +144,23 @@ class HeldIterator:
         collector works on them crashes, so they are destroyed in place.
         """
         held = [self.__dict__.pop("iterator", None), self.__dict__.pop("read", None)]
-        start_thread(_release, held, after)
+        start_thread(_release, held, self.ahead, after)
 
 
-def _release(held: list[object], after: Callable[[], None] | None) -> None:
+def _fulfil(ahead: concurrent.futures.Future[Any], read: Callable[[], object]) -> None:
+    try:
+        ahead.set_result(read())
+    except BaseException as error:  # for the thread that asks
+        ahead.set_exception(error)
+
+
+def _release(
+    held: list[object],
+    ahead: concurrent.futures.Future[Any] | None,
+    after: Callable[[], None] | None,
+) -> None:
+    if ahead is not None:
+        concurrent.futures.wait([ahead])
     held.clear()
     if after is not None:
         with contextlib.suppress(Exception):

@@ -13,6 +13,7 @@ from keras_het import private_api
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.order import rows
 from keras_het.planning import apportion
+from keras_het.strategy.batches.placement import on_device
 from keras_het.value_types import Leaf, Nest, Rows
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class UnevenPerReplica(private_api.PerReplica):
         """
         if self._targets and tf.executing_eagerly():
             placed = zip(self._values, self._targets, strict=True)
-            self._values, self._targets = tuple(_on_device(*part) for part in placed), ()
+            self._values, self._targets = tuple(on_device(*part) for part in placed), ()
         return self._values
 
     @property
@@ -141,13 +142,6 @@ def _wrap_leaf(
     # an Optional, which Keras makes from a generator's None.
     is_absent = values[0] is None or isinstance(values[0], tf.experimental.Optional)
     return None if is_absent else UnevenPerReplica(values, sizes, devices)
-
-
-def _on_device(value: Rows, device: str) -> Rows:
-    if getattr(value, "backing_device", None) == device:
-        return value
-    with tf.device(device):
-        return tf.nest.map_structure(tf.identity, value, expand_composites=True)
 
 
 def wrapped_spec(spec: Nest, num_local: int, num_replicas: int) -> Nest:

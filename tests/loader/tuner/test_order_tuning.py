@@ -9,7 +9,7 @@ from depth import examples
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 from pipelines import ALL, ELEMENT
-from workers import _one_step, make_workers
+from workers import Unchanged, _one_step, make_workers
 
 from keras_het.asynchronous.exchange.claims import GroupClaims
 from keras_het.loader import HandoverError, Knobs, pipeline
@@ -119,9 +119,9 @@ def go_on_until_moved(worker, iterator, knobs, executor):
     return steps
 
 
-def run(build, moves, executor, epochs=EPOCHS):
+def run(build, moves, executor, epochs=EPOCHS, placement=None):
     """Rows and sizes of all steps, and how many moves came into effect."""
-    workers = make_workers(build, COUNTS, WEIGHTS)
+    workers = make_workers(build, COUNTS, WEIGHTS, placement)
     seen, done = [], 0
     for epoch in range(epochs):
         iterators, running = [iter(worker) for worker in workers], {}
@@ -155,10 +155,13 @@ def fits(name):
 def test_a_move_in_every_step_changes_nothing(name, executor):
     expected, none = run(ALL[name], [], executor)
     seen, done = run(ALL[name], EVERY_STEP, executor)
-    assert seen == expected
-    assert none == 0
+    placement = Unchanged()
+    ahead, done_ahead = run(ALL[name], EVERY_STEP, executor, placement=placement)
+    assert seen == ahead == expected
+    assert none == 0 and done == done_ahead
     steps = seen.index("end of an epoch")
     assert bool(done) == (fits(name) and steps > 3), "shares of three steps are settled at once"
+    assert bool(placement.placed_ahead) == (steps > 2 and name != "generator")
 
 
 def over_one_shuffle(end):
