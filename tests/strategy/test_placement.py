@@ -93,8 +93,10 @@ def test_the_next_batch_is_copied_before_it_is_asked_for(ahead):
     third = parts._run.held.ahead
     third.result(SECONDS)
     assert ahead == [list(DEVICES)]
-    inputs = [each.backing_device[-5:] for each in batch[0].host_values]
-    assert inputs == list(DEVICES)
+    values = batch[0].host_values
+    assert [each.backing_device[-5:] for each in values] == list(DEVICES)
+    again = Placement(DEVICES)(list(values))
+    assert all(one is other for one, other in zip(again, values, strict=True))
 
 
 def test_a_generator_is_not_read_ahead(ahead):
