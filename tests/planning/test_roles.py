@@ -10,10 +10,9 @@ from keras_het.planning.roles.roles import (
     ClusterSpeeds,
     advise_roles,
     best_hybrid,
-    likely_groups,
     predict_hybrid,
     predict_sync,
-    search_likely,
+    sync_groups,
 )
 
 GIGABIT, FAST, SLOW = 125e6, 1.25e9, 6.25e6
@@ -50,32 +49,28 @@ def brute_force(cluster):
     )
 
 
-@pytest.mark.parametrize("n", range(2, 7))
-def test_small_clusters_get_the_best_of_all_groups(n):
-    random = np.random.default_rng(n)
-    for _ in range(10):
-        cluster = random_cluster(random, n)
-        leave_out, hybrid = brute_force(cluster)
-        found = advise_roles(cluster).effective_samples_per_second
-        assert found["leave_out"] == leave_out
-        assert found.get("hybrid") == hybrid
+def chosen(predictions, margin=0.05, hybrid_margin=0.02):
+    """Effective samples/s of the simplest mode within the margins; None for no hybrid."""
+    balanced, leave_out, hybrid = predictions
+    best = max(balanced, leave_out)
+    if hybrid is not None and hybrid > best * (1 + hybrid_margin):
+        return hybrid
+    return balanced if balanced * (1 + margin) >= best else leave_out
 
 
-@pytest.mark.quick("4-20", "6-20")
-@pytest.mark.parametrize(("n", "clusters"), [(4, 20), (6, 20), (9, 3), (10, 2)])
-def test_the_search_for_large_clusters_finds_the_best_of_all_groups(n, clusters):
-    random = np.random.default_rng(10 * n)
-    for trial in range(clusters):
-        cluster = random_cluster(random, n, fixed=trial % 2 == 0)
-        leave_out, hybrid = brute_force(cluster)
-        found = {p.mode: p.effective_samples_per_second for p in search_likely(cluster)}
-        if not any(cluster.fixed_seconds):
-            assert found["leave_out"] == pytest.approx(leave_out, rel=1e-12)
-        assert found["leave_out"] >= 0.98 * leave_out
-        assert (hybrid is None) == ("hybrid" not in found)
-        if hybrid is not None:
-            assert found["hybrid"] >= 0.98 * hybrid
-            assert found["hybrid"] <= hybrid * (1 + 1e-12)
+@pytest.mark.quick("50")
+@pytest.mark.parametrize("clusters", [50, 300])
+def test_the_choice_is_nearly_the_best_of_all_groups(clusters):
+    ratios = []
+    for seed in range(clusters):
+        random = np.random.default_rng(seed)
+        cluster = random_cluster(random, int(random.integers(2, 8)))
+        plan = advise_roles(cluster)
+        balanced = plan.effective_samples_per_second["balanced"]
+        best = chosen((balanced, *brute_force(cluster)))
+        ratios.append(plan.chosen.effective_samples_per_second / best)
+    assert np.mean(np.array(ratios) > 0.99) >= 0.97
+    assert min(ratios) > 0.7
 
 
 @pytest.mark.full
@@ -230,7 +225,7 @@ def test_a_large_cluster_is_planned():
     cluster = random_cluster(random, 16)
     plan = advise_roles(cluster)
     assert len(plan.roles) == 16 and "sync" in plan.roles
-    assert len(likely_groups(cluster)) <= 3 * 16**2
+    assert len(sync_groups(cluster)) <= 3 * 15
 
 
 def test_one_worker_is_a_sync_group():
