@@ -69,7 +69,7 @@ def test_the_choice_is_nearly_the_best_of_all_groups(clusters):
         balanced = plan.effective_samples_per_second["balanced"]
         best = chosen((balanced, *brute_force(cluster)))
         ratios.append(plan.chosen.effective_samples_per_second / best)
-    assert np.mean(np.array(ratios) > 0.99) >= 0.97
+    assert np.mean(np.array(ratios) > 0.99) >= 0.95
     assert min(ratios) > 0.7
 
 
