@@ -10,8 +10,18 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+# Names of objects in guides.
+USED = {
+    "balancer": ["keras_het.callbacks.BatchBalancer"],
+    "batches": ["keras_het.loader.GlobalOrderDataset"],
+    "dataset": ["keras_het.loader.GlobalOrderDataset"],
+    "strategy": ["keras_het.HeterogeneousStrategy", "keras_het.PipelineStrategy"],
+    "telemetry": ["keras_het.callbacks.Telemetry"],
+    "tuner": ["keras_het.callbacks.LoaderTuner", "keras_het.callbacks.BucketTuner"],
+}
 LISTED = sorted(
     name
     for page in REFERENCE.glob("*.md")
@@ -55,6 +65,29 @@ def test_each_name_of_the_reference_has_a_docstring(path):
     if "validation" in path:
         pytest.importorskip("tensorflow_data_validation")
     assert undocumented(path, named(path)) == []
+
+
+def listed_of(path: str) -> set[str]:
+    """Attributes that the reference has of a class: those it lists, and those of its docstring."""
+    pages = "".join(page.read_text() for page in REFERENCE.glob("*.md"))
+    entries = re.findall(rf"^::: {re.escape(path)}\n((?: +.*\n|\n(?= ))*)", pages, re.MULTILINE)
+    attributes = (inspect.getdoc(named(path)) or "").partition("Attributes:")[2]
+    found = re.findall(r"^ {4}([\w, ]+):", attributes, re.MULTILINE)
+    return set(re.findall(r"\w+", " ".join([*entries, *found])))
+
+
+@pytest.mark.parametrize("name", USED)
+def test_what_guides_use_is_in_the_reference(name):
+    docs = REFERENCE.parent
+    pages = [docs.parent / "README.md", *docs.rglob("*.md")]
+    used = {
+        attribute
+        for page in pages
+        for attribute in re.findall(rf"(?<![\w/.-]){name}\.([a-z_]+)", page.read_text())
+    }
+    inherited = {"md", "py", *dir(tf.distribute.Strategy), *dir(tf.data.Dataset)}
+    listed = set.union(*map(listed_of, USED[name]))
+    assert used - inherited - listed == set()
 
 
 def test_a_method_without_a_docstring_is_found():
