@@ -131,7 +131,7 @@ class OrderedPass(DataPass):
     def next_element(self) -> Element:
         """Return the next element, and begin to read the one after it if its shares are settled."""
         element = super().next_element()
-        placement, is_training = self.placement, self.delivered > 1  # the first is but looked at
+        placement, is_training = self.placement, self.delivered > 1  # Keras looks at the first
         if placement and is_training and not self.is_over and self._is_next_ordered:
             self.held.read_ahead(functools.partial(self._read_and_place, placement))
         return element
