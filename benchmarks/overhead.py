@@ -8,7 +8,8 @@ is driven by the custom training loop of its guide (mode "fit": our `fit` agains
 compiled by XLA against MirroredStrategy, which cannot be. One device, compiled, against plain
 Keras, compiled too. Then `fit` on emulated devices that work ahead of their hosts, as GPUs do: with
 callbacks that measure, against `fit` without them; names of models say how long a host takes to
-queue a step, and a device to compute it. With `--gpu` instead: one GPU against Keras without a
+queue a step, and a device to compute it. Two such devices get each batch by a copy that takes time,
+too: while the step before is computed, against within the step. With `--gpu` instead: one GPU against Keras without a
 strategy, with and without `Telemetry`, and two parts of a GPU against MirroredStrategy.
 
 All clusters are alive for the whole run and take turns in short blocks, so a drift of the machine
@@ -58,6 +59,10 @@ AHEAD_CASES = {
     }
     for topology in ("one_device_ahead", "two_workers_ahead")
 }
+COPIED = ("h1.2_d3.6_c1", "h14_d80_c20")
+COPIED_CASES = {
+    "two_devices_ahead": {"batches_copied_ahead": ("ours:copying_ahead", "ours:copying_in_step")}
+}
 GPU_CASES = {
     "one_gpu": {
         "fit": ("ours:fit", "none:fit"),
@@ -91,8 +96,9 @@ def main() -> None:
         blocks, seconds = (2, 0.1) if arguments.quick else (5, 4.0)
         rows += [
             measure(topology, mode, model, drivers, blocks, int(seconds / ahead_seconds(model)[1]))
-            for topology, modes in AHEAD_CASES.items()
-            for model in list(AHEAD)[: 1 if arguments.quick else None]
+            for cases, models in ((AHEAD_CASES, AHEAD), (COPIED_CASES, COPIED))
+            for topology, modes in cases.items()
+            for model in models[: 1 if arguments.quick else None]
             for mode, drivers in modes.items()
         ]
     times = ("step_milliseconds", "stock_step_milliseconds")
@@ -163,10 +169,14 @@ def _start(
     driver: str, model: str, topology: str, index: int, addresses: list[str]
 ) -> subprocess.Popen[str]:
     env = dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3")
-    if topology in AHEAD_CASES:
-        _, seconds = ahead_seconds(model)
+    if topology in AHEAD_CASES | COPIED_CASES:
+        _, seconds, copying = ahead_seconds(model)
+        if driver == "ours:copying_in_step":
+            seconds += copying
         each = {"speed": 1, "fixed_seconds": seconds, "seconds_per_sample": 0.0}
-        env["KERAS_HET_EMULATED_DEVICES"] = json.dumps([{**each, "asynchronous": True}])
+        devices = [{**each, "asynchronous": True}] * (2 if topology in COPIED_CASES else 1)
+        env["KERAS_HET_EMULATED_DEVICES"] = json.dumps(devices)
+        env["KERAS_HET_PREFETCH"] = "1" if driver == "ours:copying_ahead" else "0"
     if len(addresses) > 1:
         task = {"type": "worker", "index": index}
         env["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
@@ -192,7 +202,7 @@ def run_worker(driver: str, model_name: str, topology: str, index: int) -> None:
     threads = 1 if topology == "two_processes" else 2
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2 * threads)
-    if topology == "two_devices":
+    if topology in ("two_devices", *COPIED_CASES):
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(
             cpu, [tf.config.LogicalDeviceConfiguration()] * 2
@@ -210,10 +220,10 @@ def run_worker(driver: str, model_name: str, topology: str, index: int) -> None:
         answers.flush()
 
 
-def ahead_seconds(model: str) -> tuple[float, float]:
-    """Seconds in which a host queues a step, and in which its device computes it."""
-    host, device = (float(part[1:]) / 1e3 for part in model.split("_"))
-    return host, device
+def ahead_seconds(model: str) -> tuple[float, float, float]:
+    """Seconds in which a host queues a step, its device computes it, and a batch is copied."""
+    host, device, *copying = (float(part[1:]) / 1e3 for part in model.split("_"))
+    return host, device, sum(copying)
 
 
 def make_strategy(name: str) -> Any:
@@ -240,8 +250,8 @@ def make_model(name: str) -> Any:
         return keras.applications.ResNet50(
             weights=None, input_shape=(128, 128, 3), classes=10, classifier_activation=None
         )
-    if name in AHEAD:
-        host, _ = ahead_seconds(name)
+    if name in AHEAD + COPIED:
+        host = ahead_seconds(name)[0]
         return keras.Sequential([keras.Input((64,)), make_pause(host)(), layers.Dense(10)])
     if name.startswith("dense"):
         units = int(name.partition("_")[2] or 128)
@@ -324,6 +334,21 @@ def compiled_fit_block(strategy: Any, model_name: str) -> Any:
 
 def fit_of_16_block(strategy: Any, model_name: str) -> Any:
     return fit_block(strategy, model_name, steps_per_execution=16)
+
+
+def copying_ahead_block(strategy: Any, model_name: str) -> Any:
+    """`fit` with copies that take time, one part of a batch after the other."""
+    from keras_het.strategy.batches.placement import Placement
+
+    place, seconds = Placement.__call__, ahead_seconds(model_name)[2]
+
+    def place_slowly(placement: Any, parts: list[Any]) -> list[Any]:
+        if any(not part[0].backing_device.endswith(f"CPU:{i}") for i, part in enumerate(parts)):
+            time.sleep(seconds * len(parts))
+        return place(placement, parts)
+
+    Placement.__call__ = place_slowly
+    return fit_block(strategy, model_name)
 
 
 def fit_block(
@@ -427,6 +452,8 @@ BLOCKS = {
     "balanced_fit": balanced_fit_block,
     "telemetry_fit": telemetry_fit_block,
     "watched_fit": watched_fit_block,
+    "copying_ahead": copying_ahead_block,
+    "copying_in_step": fit_block,
     "loop": loop_block,
 }
 
