@@ -9,8 +9,9 @@ compiled by XLA against MirroredStrategy, which cannot be. One device, compiled,
 Keras, compiled too. Then `fit` on emulated devices that work ahead of their hosts, as GPUs do: with
 callbacks that measure, against `fit` without them; names of models say how long a host takes to
 queue a step, and a device to compute it. Two such devices get each batch by a copy that takes time,
-too: while the step before is computed, against within the step. With `--gpu` instead: one GPU against Keras without a
-strategy, with and without `Telemetry`, and two parts of a GPU against MirroredStrategy.
+too: while the step before is computed, against within the step. With `--gpu` instead: one GPU
+against Keras without a strategy, with and without `Telemetry`, and two parts of a GPU against
+MirroredStrategy.
 
 All clusters are alive for the whole run and take turns in short blocks, so a drift of the machine
 affects both; a row is the median of the ratios of neighbouring blocks.
