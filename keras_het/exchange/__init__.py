@@ -1,0 +1,1 @@
+"""What travels between processes outside of the step: messages of vectors, over gRPC, in Python."""

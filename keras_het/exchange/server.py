@@ -1,0 +1,166 @@
+"""A server of messages: where it listens, who may connect, and how much it holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any, TypeAlias
+
+import grpc
+
+from keras_het.exchange import wire
+from keras_het.exchange.encryption import read_certificates
+from keras_het.exchange.message import LARGEST_MESSAGE, Message
+from keras_het.exchange.proof import NONCE_BYTES, Keys, Nonces, make_keys
+from keras_het.exchange.session import Budget, Session
+
+Handler: TypeAlias = "Callable[[int, Message], Message | Future[Message]]"
+"""Takes the number of the sender and its request; returns the answer or, as it must not wait for
+other processes, a future of it."""
+_EVERY_ADDRESS = ("", "*", "0.0.0.0", "[::]", "::")
+_END_SECONDS = 2.0
+
+
+class Server:
+    """Answers the requests of those that know the credential of a service.
+
+    A connection that does not prove it is refused by what stands in its metadata, before any of
+    its messages is read. The others take two threads each, however many of their requests wait.
+
+    Args:
+        address: where to listen, "host:port", on this address only; port 0 is any free one.
+        largest_message: bytes of the vectors of one message.
+        most_bytes: bytes of all requests without an answer. A connection that sends more is ended
+            with an error: to let it wait could keep others from what they wait for.
+        most_connections: further ones are refused.
+
+    Raises:
+        OSError: if it cannot listen there.
+        ValueError: for an address of all networks, or wrong settings of TLS.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        largest_message: int = LARGEST_MESSAGE,
+        most_bytes: int = 2**32,
+        most_connections: int = 256,
+    ) -> None:
+        self._largest = largest_message
+        self.budget = Budget(most_bytes)
+        self._services: dict[str, tuple[bytes, Handler]] = {}
+        self._sessions: dict[str, set[Session]] = {}
+        self._nonces = Nonces()
+        self._lock = threading.Lock()
+        self._server = grpc.server(
+            _Threads(), maximum_concurrent_rpcs=most_connections, options=wire.options()
+        )
+        # Both take streams, so that nothing is read of what a stranger sends along.
+        methods = {
+            wire.HELLO: grpc.stream_unary_rpc_method_handler(self._hello),
+            wire.OPEN: grpc.stream_stream_rpc_method_handler(self._open),
+        }
+        handler = grpc.method_handlers_generic_handler(wire.ROOM, methods)
+        self._server.add_generic_rpc_handlers((handler,))
+        self.address = self._bind(address)
+
+    def _bind(self, address: str) -> str:
+        host = address.rpartition(":")[0]
+        if host in _EVERY_ADDRESS:
+            raise ValueError(
+                "A server listens on one address, not on all networks of its machine. Received: "
+                f"{address!r}. Give one that only the machines of the cluster reach."
+            )
+        certificates = read_certificates()
+        try:
+            if certificates is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, certificates.of_server)
+        except RuntimeError:
+            port = 0
+        if not port:
+            raise OSError(
+                f"The server at {address} did not start: somebody listens there, or the address "
+                "is none of this machine. Close the one of this process, end the one that an "
+                "earlier run has left, or give another port."
+            )
+        return f"{host}:{port}"
+
+    def serve(self, service: str, credential: bytes, handler: Handler) -> None:
+        """Add a service; one of the same name ends, with its connections."""
+        with self._lock:
+            self._services[service] = credential, handler
+            ended = self._sessions.pop(service, set())
+        for session in ended:
+            session.end(ConnectionError("The service has started again."))
+
+    def start(self) -> None:
+        self._server.start()
+
+    def close(self) -> None:
+        """End all connections, whatever waits on them, and release the port."""
+        with self._lock:
+            self._services.clear()
+            ended = set().union(*self._sessions.values())
+            self._sessions.clear()
+        for session in ended:
+            session.end(ConnectionError("The server has ended."))
+        self._server.stop(_END_SECONDS).wait(2 * _END_SECONDS)
+
+    def _hello(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        return self._nonces.give()
+
+    def _open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        service, keys, handle = self._admit(context)
+        session = Session(keys, handle, self._largest, self.budget)
+        with self._lock:
+            if self._services.get(service, (b"", None))[1] is not handle.func:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "The service has started again.")
+            self._sessions.setdefault(service, set()).add(session)
+        try:
+            context.send_initial_metadata(((wire.PROOF, keys.answer),))
+            yield from session.run(requests, context)
+        finally:
+            with self._lock:
+                self._sessions.get(service, set()).discard(session)
+
+    def _admit(self, context: grpc.ServicerContext) -> tuple[str, Keys, Any]:
+        """Check the proof in the metadata of a connection, or end it."""
+        given = dict(context.invocation_metadata())
+        try:
+            service, sender = given[wire.SERVICE], int(given[wire.SENDER])
+            nonce, own = given[wire.NONCE], given[wire.CLIENT_NONCE]
+            proof = given[wire.PROOF]
+        except (KeyError, ValueError):
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "A connection without a proof.")
+        if service not in self._services:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, f"There is no service {service!r} here.")
+        if len(own) != NONCE_BYTES or not self._nonces.take(nonce):
+            context.abort(grpc.StatusCode.ABORTED, "A proof is good for one connection.")
+        credential, handler = self._services[service]
+        keys = make_keys(credential, service, sender, nonce, own)
+        if not keys.is_shown(proof):
+            context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "The shared secret or the cluster differs. Use the same for all tasks.",
+            )
+        return service, keys, partial(handler, sender)
+
+
+class _Threads(Executor):
+    """A thread for each call, which does not keep the process from ending as those of a pool do."""
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="keras_het-answers", daemon=True).start()
+        return future

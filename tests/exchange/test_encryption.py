@@ -1,0 +1,98 @@
+"""TLS by certificates that the environment names; with an authority on both sides."""
+
+import shutil
+import subprocess
+
+import pytest
+from services import CREDENTIAL, TIMEOUT, Twice, connected, serving, twice
+
+from keras_het.exchange import encryption
+from keras_het.exchange.client import Client
+
+OPENSSL = shutil.which("openssl")
+needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="needs the program openssl")
+
+
+def openssl(folder, *arguments):
+    command = [OPENSSL, *map(str, arguments)]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    """A folder with two authorities, and a certificate of each for this machine."""
+    folder = tmp_path_factory.mktemp("certificates")
+    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    for name in ("own", "other"):
+        openssl(
+            folder, "req", "-x509", *new_key, "-keyout", f"{name}-ca.key", "-out", f"{name}-ca.pem",
+            "-subj", f"/CN={name} authority", "-days", 2,
+        )  # fmt: skip
+        openssl(
+            folder, "req", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr",
+            "-subj", "/CN=a machine",
+        )  # fmt: skip
+        openssl(
+            folder, "x509", "-req", "-in", f"{name}.csr", "-CA", f"{name}-ca.pem",
+            "-CAkey", f"{name}-ca.key", "-CAcreateserial", "-out", f"{name}.pem", "-days", 2,
+            "-extfile", "names",
+        )  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def use(monkeypatch, certificates):
+    def use(name=None, authority=None):
+        paths = {encryption.CERTIFICATE: f"{name}.pem", encryption.KEY: f"{name}.key"}
+        paths[encryption.AUTHORITY] = f"{authority}-ca.pem"
+        for variable, path in paths.items():
+            if "None" in path:
+                monkeypatch.delenv(variable, raising=False)
+            else:
+                monkeypatch.setenv(variable, str(certificates / path))
+
+    return use
+
+
+@needs_openssl
+def test_both_sides_show_a_certificate_of_the_authority(use):
+    use("own", authority="own")
+    with serving(Twice().handle) as server:
+        with connected(server) as client:
+            assert twice(client, [1.0]) == [2.0]
+        # of another authority, and none at all: neither side speaks to them
+        for stranger in [("other", "own"), ("other", "other"), (None, None)]:
+            use(*stranger)
+            client = Client(server.address, "twice", CREDENTIAL)
+            assert not client.is_there(1.0)
+            with pytest.raises((ConnectionError, TimeoutError)):
+                client.connect(0.5)
+            client.close()
+        use("own", authority="own")
+        with connected(server) as client:
+            assert twice(client, [1.0]) == [2.0]
+            with pytest.raises(PermissionError):  # TLS does not stand in for the secret
+                Client(server.address, "twice", b"another").connect(TIMEOUT)
+
+
+@needs_openssl
+def test_a_server_of_another_authority_is_refused(use):
+    use("other", authority="other")
+    with serving(Twice().handle) as server:
+        use("own", authority="own")
+        with pytest.raises((ConnectionError, TimeoutError)):
+            Client(server.address, "twice", CREDENTIAL).connect(0.5)
+
+
+def test_paths_that_do_not_go_together(tmp_path):
+    name = str(tmp_path / "none.pem")
+    for given in ({encryption.CERTIFICATE: name}, {encryption.AUTHORITY: name}):
+        with pytest.raises(
+            ValueError, match=f"certificate and of its key. Received: {next(iter(given))}"
+        ):
+            encryption.read_certificates(given)
+    both = {encryption.CERTIFICATE: name, encryption.KEY: name}
+    with pytest.raises(ValueError, match="cannot be read"):
+        encryption.read_certificates(both)
+    assert encryption.read_certificates({}) is None
