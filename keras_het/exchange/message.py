@@ -33,6 +33,10 @@ class Kind(enum.IntEnum):
     CONTRIBUTION = 4
     SUM = 5
     GROUP_SIZE = 6
+    PROBE = 7
+    DESCRIBE = 8
+    DESCRIPTION = 9
+    FINISH = 10
 
 
 class _Layout(NamedTuple):
@@ -49,6 +53,10 @@ _LAYOUTS = {
     Kind.CONTRIBUTION: _Layout(3, ("<f4",)),  # run, slot, step; values
     Kind.SUM: _Layout(0, ("<f4",)),
     Kind.GROUP_SIZE: _Layout(1, ()),  # number of workers
+    Kind.PROBE: _Layout(0, ("<f4",)),
+    Kind.DESCRIBE: _Layout(0, ()),
+    Kind.DESCRIPTION: _Layout(1, ("<u1",)),  # microseconds since the epoch; JSON in UTF-8
+    Kind.FINISH: _Layout(0, ()),
 }
 
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.cluster import nccl
+from keras_het.strategy.exact.step import travels_alone
 from keras_het.strategy.shared_instances import use_shared_instances
 from keras_het.summation import SummationGroup
 from keras_het.value_types import Nest, Summand
@@ -30,16 +31,6 @@ _TYPES_TO_GATHER_AS = {
 _TYPES_FOR_NCCL = (tf.float16, tf.float32, tf.float64)
 _TYPES_TO_ROUND = {tf.float32, tf.float64}
 _MOST_WORKERS_TO_GATHER = 3
-# One transfer of so many bytes is as fast as a part of a larger one.
-_BYTES_TO_TRAVEL_ALONE = 2**22
-
-
-def travels_alone(value: Summand) -> bool:
-    """Whether a tensor is large: to pack it with others would only copy it, there and back."""
-    if isinstance(value, tf.IndexedSlices):
-        return False
-    size = value.shape.num_elements()
-    return size is not None and size * value.dtype.size >= _BYTES_TO_TRAVEL_ALONE
 
 
 def is_joined_by_nccl(devices: Sequence[str], options: private_api.CommunicationOptions) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 from addresses import free_address
 
 from keras_het.asynchronous.roles.role_choice import measure_link_rates
-from keras_het.rpc.server import FunctionServer
+from keras_het.exchange.server import Server
 
 NUM_WORKERS = 3
 
@@ -50,4 +50,4 @@ def test_all_are_told_the_same_and_the_leader_counts_as_the_fastest(logical_devi
     assert others == [first, first]
     leader, *rates = first
     assert leader == max(rates) and min(rates) > 0
-    FunctionServer(address).close()  # the leader's port is free again
+    Server(address).close()  # the leader's port is free again

@@ -25,7 +25,6 @@ from keras_het.asynchronous.parameter_service.sample_ledger import (
 from keras_het.asynchronous.rules import AsyncSGD, Signal
 from keras_het.rpc.admission import LONGEST_AGE_SECONDS, Gate, token
 from keras_het.rpc.channel import FunctionClient, LocalChannel, NoAnswerError, error_of
-from keras_het.rpc.links import serve_messages
 from keras_het.rpc.secret import SECRET_VARIABLE
 from keras_het.rpc.server import FunctionServer, hello_function
 from keras_het.summation.machine import GroupSize
@@ -231,13 +230,6 @@ def summation_machine(address):
     return service, [*variables_of(service._table), *variables_of(group_size)]
 
 
-def link_rates_of_a_leader(address):
-    server = FunctionServer(address)
-    serve_messages(server, Gate(GOOD))
-    server.start()
-    return server, []
-
-
 DTYPES = (tf.int32, tf.int64, tf.float32, tf.float64, tf.string, tf.bool, tf.complex64)
 SHAPES = ([], [0], [1], [2], [1, 1], [0, 3], [1, 0], [2, 2], [1] * 8)
 
@@ -260,10 +252,10 @@ def messages(specs, proof):
     yield good[:-1]
 
 
-@pytest.mark.quick("link_rates_of_a_leader")
+@pytest.mark.quick("summation_machine")
 @pytest.mark.parametrize(
     "start",
-    [parts_of_a_hybrid_training, summation_machine, link_rates_of_a_leader],
+    [parts_of_a_hybrid_training, summation_machine],
     ids=lambda start: start.__name__,
 )
 def test_no_shape_or_type_of_any_argument_is_trusted(

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from doctor_facts import A100, ALONE, CUDA_BUILD, TWO, in_cluster, tf_config
 
 from keras_het.launch.doctor import addresses, links
 from keras_het.launch.doctor.examination import report_on
-from keras_het.launch.doctor.facts import FAULT, NOTE, OK, WARNING, Finding
+from keras_het.launch.doctor.facts import FAULT, NOTE, OK, WARNING, Facts, Finding
 from keras_het.launch.doctor.links import Link, Measurement, describe_node, measure_links
 
 
@@ -38,9 +39,9 @@ NODE = describe_node(ALONE)
 LINK = Link("worker 1", "b:1", addresses.LISTENS, True, False, 2e-4, 1e-3, 1.1e9, 0.01, NODE)
 
 
-def of_links(link: Link, waited: float = 30.0, problem: str = "") -> list[Finding]:
+def of_links(link: Link, waited: float = 30.0) -> list[Finding]:
     given = in_cluster(tf_config(TWO))
-    return list(report_on(given, (), Measurement((link,), waited, problem)).findings)
+    return list(report_on(given, (), Measurement((link,), waited)).findings)
 
 
 GPU_NODE = {**NODE, "device": "GPU"}
@@ -133,40 +134,37 @@ def test_nodes_whose_cards_differ_in_tensor_float_32(there, said):
         assert said in finding.text and "enable_tensor_float_32_execution" in finding.fix
 
 
-def test_links_that_could_not_be_measured():
-    first, _ = of_links(Link("worker 1", "b:1", addresses.REFUSED), 0.0, "RuntimeError: no")
-    assert first.level == WARNING and "RuntimeError: no" in first.text
+def doctors_at_once(*given: Facts, wait: float = 20.0) -> list[Measurement]:
+    with ThreadPoolExecutor(len(given)) as pool:
+        return list(pool.map(measure_links, given, [wait] * len(given)))
 
 
-def test_what_the_measuring_process_is_given(monkeypatch, ports):
-    given = in_cluster(tf_config({"worker": list(ports[:2]), "async": ["c:1"], "ps": [ports[2]]}))
-    seen: dict[str, Any] = {}
+def test_doctors_measure_the_link_between_them(ports):
+    cluster = {"worker": list(ports[:2])}
+    here, there = (in_cluster(tf_config(cluster, index=index)) for index in range(2))
+    here = dataclasses.replace(here, host="another")
+    for index, measured in enumerate(doctors_at_once(here, there)):
+        (link,) = measured.links
+        assert link.task == f"worker {1 - index}" and link.answers and not link.refused
+        assert 0 < link.latency_seconds < link.call_seconds < 5
+        assert link.bytes_per_second > 1e6 and abs(link.clock_ahead_seconds) < 5
+        assert (link.node["host"] == "another") == (index == 1)
 
-    def run(command, **options):
-        seen.update(json.loads(options["input"]), environ=options["env"])
-        answer = {
-            "worker 1": {"reached": "listens", "answers": True},
-            "ps 0": {"reached": "refused"},
-        }
-        return SimpleNamespace(
-            stdout=f"noise\nkeras_het doctor: {json.dumps(answer)}\n", stderr="", returncode=0
-        )
 
-    monkeypatch.setattr(links.subprocess, "run", run)
-    measurement = measure_links(given, 5.0)
-    assert [(link.task, link.answers) for link in measurement.links] == [
-        ("worker 1", True),
-        ("ps 0", False),
-    ]
-    assert seen["own"] == "worker 0" and list(seen["tasks"]) == ["worker 0", "worker 1", "ps 0"]
-    assert "TF_CONFIG" not in seen["environ"]  # the process joins no cluster
-    monkeypatch.setattr(
-        links.subprocess,
-        "run",
-        lambda *a, **k: SimpleNamespace(stdout="", stderr="Error: x\n", returncode=1),
-    )
-    measurement = measure_links(given, 5.0)
-    assert measurement.problem == "Error: x" and measurement.links[0].reached == addresses.REFUSED
+@pytest.mark.full
+def test_doctors_of_different_clusters_refuse_each_other(ports):
+    here = in_cluster(tf_config({"worker": list(ports[:2])}))
+    there = in_cluster(tf_config({"worker": list(ports[:2]), "async": ["c:1"]}, index=1))
+    links = [measured.links[0] for measured in doctors_at_once(here, there, wait=3.0)]
+    assert [(link.refused, link.answers) for link in links] == [(True, False)] * 2
+
+
+def test_a_node_without_a_doctor_is_given_up(ports):
+    given = in_cluster(tf_config({"worker": list(ports[:2])}))
+    assert measure_links(given, 0.1).links[0].reached == addresses.REFUSED
+    with socket.create_server(("127.0.0.1", int(ports[1].rpartition(":")[2]))):
+        (link,) = measure_links(given, 0.1).links
+    assert link.reached == addresses.LISTENS and not link.answers
     assert measure_links(ALONE, 5.0) == Measurement()
 
 
@@ -192,7 +190,6 @@ def doctors(wait: int, *environments: dict[str, str]) -> list[tuple[int, dict[st
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_doctors_of_two_workers_measure_their_link(ports):
-    """With TensorFlow itself."""
     texts = [tf_config({"worker": list(ports[:2])}, index=index) for index in range(2)]
     for index, (code, report) in enumerate(doctors(90, *({"TF_CONFIG": text} for text in texts))):
         (link,) = report["links"]
@@ -201,17 +198,3 @@ def test_doctors_of_two_workers_measure_their_link(ports):
         assert link["bytes_per_second"] > 1e6 and abs(link["clock_ahead_seconds"]) < 5
         assert link["node"]["device"] == "CPU"
         assert report["tensorflow"]["kernels"] == [] or report["tensorflow"]["cuda"]
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_doctors_of_different_clusters_refuse_each_other(ports):
-    here, there = {"worker": list(ports[:2])}, {"worker": list(ports[:2]), "async": ["c:1"]}
-    secret = "s" * 16
-    results = doctors(
-        60,
-        {"TF_CONFIG": tf_config(here), "KERAS_HET_SERVICE_SECRET": secret},
-        {"TF_CONFIG": tf_config(there, index=1), "KERAS_HET_SERVICE_SECRET": secret},
-    )
-    refused = [link["refused"] for _, report in results for link in report["links"]]
-    assert [code for code, _ in results] == [1, 1] and refused == [True, True]

@@ -18,10 +18,10 @@ from recording import Recording, batches, check, small_model
 
 import keras_het
 from keras_het.strategy import hierarchical_all_reduce
+from keras_het.strategy.exact import step as exact_step
 
 NUM_REPLICAS = 3
-# some gradients of these models travel alone, as only large ones do otherwise
-hierarchical_all_reduce._BYTES_TO_TRAVEL_ALONE = 64
+exact_step._BYTES_TO_TRAVEL_ALONE = 64  # some gradients travel alone, as only large ones do
 if os.environ.get("SUM_AS_GPUS"):
     # on CPUs, TensorFlow's ring takes the place of NCCL
     hierarchical_all_reduce.is_joined_by_nccl = lambda devices, _: len(devices) > 1

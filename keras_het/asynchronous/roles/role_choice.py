@@ -21,13 +21,13 @@ from keras_het.asynchronous.exchange.participant import (
     ModelVectors,
     check_can_be_shared,
 )
+from keras_het.exchange.client import Client
+from keras_het.exchange.links import PROBES, measure_link, send_probe, serve_probes
+from keras_het.exchange.server import Server
 from keras_het.planning import ClusterSpeeds, ExchangeSettings, RolePlan, advise_roles
 from keras_het.planning.noise_scale import EXPECTED_GROWTH, SmoothedNoiseScale, noise_scale_estimate
-from keras_het.rpc.admission import Gate, credential
-from keras_het.rpc.channel import FunctionClient
-from keras_het.rpc.links import measure_link, send_message, serve_messages
+from keras_het.rpc.admission import credential
 from keras_het.rpc.secret import read_secret
-from keras_het.rpc.server import FunctionServer
 from keras_het.strategy.cluster.cluster_config import (
     CHOSEN_ROLES,
     TF_CONFIG,
@@ -49,7 +49,6 @@ MEASURED_STEPS = 16
 LARGEST_NOISE_SCALE = 1e9
 """Represents a gradient hidden by its noise: staleness costs nothing."""
 _ABOUT = "keras_het link rates 1"
-_TIMEOUT_SECONDS = 60.0
 _READINGS = 15
 _PARTS = 4
 """Reading, updating or reporting, claiming batches and writing: all take about equally long."""
@@ -211,14 +210,15 @@ def measure_link_rates(strategy: HeterogeneousStrategy) -> tuple[float, ...]:
     address = config_of(strategy).service_address()
     server, rate = None, 0.0
     if strategy.is_chief:
-        server = FunctionServer(address)
-        serve_messages(server, Gate(proof))
+        server = Server(address)
+        serve_probes(server, proof)
         server.start()
     for worker in range(strategy.num_workers):
         strategy.extended.gather_over_workers(np.zeros([1]))  # one at a time, after the server
         if worker == strategy.worker_index and not strategy.is_chief:
-            client = FunctionClient(address, proof, _TIMEOUT_SECONDS)
-            rate = measure_link(functools.partial(send_message, client)).bytes_per_second
+            client = Client(address, PROBES, proof, worker)
+            rate = measure_link(functools.partial(send_probe, client)).bytes_per_second
+            client.close()
     everyone = strategy.extended.gather_over_workers(np.array([rate]))
     if server is not None:
         server.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +13,10 @@ from keras_het.launch.doctor.addresses import LISTENS, UNKNOWN, UNREACHABLE, rea
 from keras_het.launch.doctor.cluster_checks import listening_tasks, other_tasks, own_task
 from keras_het.launch.doctor.facts import Facts, Finding, fault, note, ok, warning
 from keras_het.launch.doctor.gpu_checks import WITHOUT_TENSOR_FLOAT_32, have_tensor_float_32
-from keras_het.launch.doctor.tensorflow_facts import answer_in, run_program
+from keras_het.launch.doctor.link_measurement import credential_of, measure_together
+from keras_het.launch.doctor.tensorflow_facts import run_program
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG
 
-_PROGRAM = "keras_het.launch.doctor.link_program"
 _NCCL_TRIAL = "keras_het.launch.doctor.nccl_trial"
 _LONGEST_START_SECONDS = 120.0
 
@@ -44,7 +43,6 @@ class Measurement:
 
     links: tuple[Link, ...] = ()
     waited_seconds: float = 0.0
-    problem: str = ""
     nccl: str | None = None
     """What prevents sums by NCCL, empty if nothing does; None where it was not tried."""
 
@@ -64,22 +62,15 @@ def describe_node(facts: Facts) -> dict[str, Any]:
 
 
 def measure_links(facts: Facts, wait_seconds: float) -> Measurement:
-    config, found = facts.cluster, facts.tensorflow
+    config = facts.cluster
     others = other_tasks(config)
     if config is None or not others:
         return Measurement()
-    if wait_seconds <= 0 or found is None or found.problem:
+    if wait_seconds <= 0:
         return Measurement(_plain(others))
-    request = {
-        "cluster": config.as_cluster_dict(),
-        "tasks": listening_tasks(config),
-        "own": own_task(config),
-        "node": describe_node(facts),
-        "wait_seconds": wait_seconds,
-    }
-    measured, problem = _run(request, facts.environ, wait_seconds)
-    if measured is None:
-        return Measurement(_plain(others), problem=problem)
+    key = credential_of(config.as_cluster_dict(), facts.environ)
+    about = listening_tasks(config), own_task(config), describe_node(facts), key
+    measured = measure_together(*about, wait_seconds)
     links = tuple(Link(task, address, **measured[task]) for task, address in others.items())
     return Measurement(links, wait_seconds, nccl=_try_nccl(facts, links))
 
@@ -111,35 +102,12 @@ def _plain(others: Mapping[str, str]) -> tuple[Link, ...]:
     )
 
 
-def _run(
-    request: Mapping[str, Any], environ: Mapping[str, str], wait_seconds: float
-) -> tuple[dict[str, Any] | None, str]:
-    """Measure in a process of its own: servers of TensorFlow live as long as their process."""
-    fixed = {
-        "CUDA_VISIBLE_DEVICES": "-1",  # what is sent lies in host memory
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
-    try:
-        longest = 2 * wait_seconds + _LONGEST_START_SECONDS
-        ended = run_program(_PROGRAM, {**environ, **fixed}, longest, json.dumps(request))
-    except subprocess.TimeoutExpired as error:
-        return None, f"not done within {error.timeout:g} s"
-    lines = [line for line in ended.stderr.splitlines() if line.strip()]
-    last = lines[-1] if lines else f"exit code {ended.returncode}"
-    return answer_in(ended.stdout), last
-
-
 _SLOW_BYTES_PER_SECOND = 100e6
 _MOST_SECONDS_AHEAD = 5.0
 _SYNC_JOBS = ("chief", "worker")
 
 
 def links(facts: Facts, measurement: Measurement) -> Iterator[Finding]:
-    if measurement.problem:
-        yield warning(
-            f"The links are not measured. Received: {measurement.problem}.",
-            "Run it again; with --wait 0 it only sees whether the addresses can be reached.",
-        )
     if measurement.nccl is not None:
         yield (
             warning(

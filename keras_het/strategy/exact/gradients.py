@@ -28,9 +28,9 @@ from keras_het.strategy.exact.step import (
     StepSpec,
     is_positive,
     running_step,
+    travels_alone,
 )
 from keras_het.strategy.exact.xla import compiled_update, is_wanted
-from keras_het.strategy.hierarchical_all_reduce import travels_alone
 from keras_het.value_types import EitherVariable, Leaf, Nest, Summand
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import keras
 import tensorflow as tf
 
-from keras_het.strategy.hierarchical_all_reduce import travels_alone
 from keras_het.strategy.measure.emulated_device import EmulatedDevice
 from keras_het.value_types import Nest, Summand
 
@@ -37,6 +36,16 @@ Original: TypeAlias = Callable[..., Any]
 Join: TypeAlias = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 """How what two micro-batches add to a sum over replicas becomes one."""
 _local = threading.local()
+# One transfer of so many bytes is as fast as a part of a larger one.
+_BYTES_TO_TRAVEL_ALONE = 2**22
+
+
+def travels_alone(value: Summand) -> bool:
+    """Whether a tensor is large: to pack it with others would only copy it, there and back."""
+    if isinstance(value, tf.IndexedSlices):
+        return False
+    size = value.shape.num_elements()
+    return size is not None and size * value.dtype.size >= _BYTES_TO_TRAVEL_ALONE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.exchange.links import measure_link
 from keras_het.planning.pipeline import (
     Devices,
     ModelProfile,
@@ -23,7 +24,6 @@ from keras_het.planning.pipeline import (
 )
 from keras_het.planning.pipeline.plan import PipelinePlan, Stage
 from keras_het.planning.shares import FloatArray
-from keras_het.rpc.links import measure_link
 from keras_het.strategy.pipeline.measurement.profiling import Measured, cut_bytes, unit_bytes
 from keras_het.strategy.pipeline.step.edges import Place
 from keras_het.strategy.pipeline.step.model_units import ModelUnits

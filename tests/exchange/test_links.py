@@ -1,13 +1,10 @@
 """The speed of a link, by messages there and back."""
 
 import pytest
-import tensorflow as tf
-from addresses import free_address
 
-from keras_het.rpc.admission import Gate
-from keras_het.rpc.channel import FunctionClient
-from keras_het.rpc.links import measure_link, send_message, serve_messages
-from keras_het.rpc.server import FunctionServer
+from keras_het.exchange.client import Client
+from keras_het.exchange.links import PROBES, measure_link, send_probe, serve_probes
+from keras_het.exchange.server import Server
 
 LATENCY, RATE = 0.25, 2.0**20
 
@@ -18,7 +15,7 @@ def test_latency_and_rate_without_the_first_messages(comes_back):
 
     def exchange(message):
         nonlocal now
-        size = int(tf.size(message))
+        size = len(message)
         now += 0.0 if size in seen else 1000.0  # connecting, tracing
         seen.add(size)
         now += 2 * LATENCY + (1 + comes_back) * 4 * size / RATE
@@ -41,15 +38,17 @@ def test_other_traffic_does_not_count():
     assert rate == pytest.approx(4 * (2**18 - 256) / (1.1 - 0.15))
 
 
-def test_messages_are_taken_from_those_with_the_secret(logical_devices):
-    server = FunctionServer(free_address())
-    serve_messages(server, Gate(b"secret"))
+def test_probes_are_taken_from_those_with_the_secret():
+    server = Server("127.0.0.1:0")
+    serve_probes(server, b"secret")
     server.start()
+    friend, stranger = (Client(server.address, PROBES, key) for key in (b"secret", b"another"))
     try:
-        client = FunctionClient(server.address, b"secret", 60.0)
-        latency, rate = measure_link(lambda message: send_message(client, message))
+        latency, rate = measure_link(lambda vector: send_probe(friend, vector))
         assert 0 < latency < 60 and rate > 0
-        with pytest.raises(PermissionError, match="its shared secret differs"):
-            send_message(FunctionClient(server.address, b"another", 60.0), tf.zeros([1]))
+        with pytest.raises(PermissionError, match="shared secret"):
+            measure_link(lambda vector: send_probe(stranger, vector))
     finally:
+        friend.close()
+        stranger.close()
         server.close()
