@@ -75,9 +75,9 @@ except ImportError:  # other parts do without
 
         def __init__(self, *args: object, **kwargs: object) -> None:
             raise ImportError(
-                "Async workers and the summation service need TensorFlow's rpc_ops. Received: "
-                f"TensorFlow {tf.__version__}, which has moved it. Install a version that was "
-                "seen, with pip install --upgrade . in the checkout of keras_het."
+                f"Async workers need TensorFlow's rpc_ops. Received: TensorFlow {tf.__version__}, "
+                "which has moved it. Install a version that was seen, with pip install --upgrade . "
+                "in the checkout of keras_het."
             )
 
     GrpcServer = StatusOrResult = GrpcClient

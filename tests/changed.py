@@ -56,7 +56,7 @@ TESTS_OF = {
     ),
     "keras_het/strategy/exact/": EXACT,
     "keras_het/strategy/pipeline/": ("pipeline", "multi_process/test_pipeline_across_workers.py"),
-    "keras_het/exchange/": ("exchange",),
+    "keras_het/exchange/": ("exchange", "summation"),
     "keras_het/summation/": (
         "summation",
         "multi_process/test_summation_across_workers.py",

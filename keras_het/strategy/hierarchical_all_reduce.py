@@ -174,8 +174,10 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         result = list(flat)
         for (_, by_service, _), positions in by_type.items():
             values = [flat[p] for p in positions]
-            summed = self._sum_by_service(values) if by_service else None
-            if summed is None:
+            if by_service and group is not None:
+                with tf.device(self._local_devices[0]):
+                    summed = [tf.identity(value) for value in group.sum(values)]
+            else:
                 summed = super()._all_reduce(
                     tf.distribute.ReduceOp.SUM, values, replica_id, options
                 )
@@ -208,14 +210,6 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
             sums = launcher.all_gather_equal(_as_pairs(total, dtype))
             total = tf.cast(tf.reshape(tf.bitcast(sums, dtype), [-1]), value.dtype)
         return tf.reshape(total[:size], tf.shape(value))
-
-    def _sum_by_service(self, values: list[tf.Tensor]) -> list[tf.Tensor] | None:
-        """Sum on the machines' CPUs; None if they have no room for it."""
-        sums = None if self.summation is None else self.summation.sum(values)
-        if sums is None:
-            return None
-        with tf.device(self._local_devices[0]):
-            return [tf.identity(value) for value in sums]
 
     def _batch_all_gather(
         self,

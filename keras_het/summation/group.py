@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 import atexit
-import logging
+import functools
 import os
 import secrets
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.rpc.admission import Status
-from keras_het.rpc.channel import FunctionClient, NoAnswerError
+from keras_het.exchange.client import Client
+from keras_het.exchange.message import Kind, Message, Vector
+from keras_het.exchange.sums import Sums
 from keras_het.rpc.vector import pack, unpack
-from keras_het.strategy.cluster.cluster_address import free_port
 from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig
 from keras_het.summation.machine import tell_group_size
 from keras_het.summation.options import Summation
-from keras_het.summation.placement import Placement, place_partitions
-from keras_het.summation.service import NUM_SLOTS, SummationService, summation_credential
+from keras_het.summation.placement import place_partitions
+from keras_het.summation.service import SERVICE, SummationService, summation_credential
+from keras_het.summation.transit import Machine, Route, Transit
 from keras_het.value_types import Summand
 
 if TYPE_CHECKING:
     from keras_het.strategy.extended import HeterogeneousExtended
     from keras_het.strategy.membership import Membership
 
-_logger = logging.getLogger(__name__)
-
-_NUM_COUNTERS = 1024
 _START_TIMEOUT_SECONDS = 120.0
-_DEADLINE_EXCEEDED = 4
 _SECONDS_OF_A_CALL = 1.0
-_EXCHANGE_SPECS = (tf.TensorSpec([], tf.int32), tf.TensorSpec([None], tf.float32))
+_MOST_SUMS = 2**20
 
 
 def start_summation(
@@ -54,11 +52,11 @@ def start_summation(
     spare = () if membership.config is None else membership.config.summation_machines
     worker, num_workers = extended.layout.worker_index, extended.layout.num_workers
     proof = summation_credential(num_workers, len(spare))
-    port = free_port(hosts[worker])
-    service = SummationService(f"{hosts[worker]}:{port}", num_workers, proof)
+    service = SummationService(f"{hosts[worker]}:0", num_workers, proof)
     service.start()
+    port = int(service.address.rpartition(":")[2])
     if worker == 0 and spare and os.environ.get(CHOSEN_ROLES):
-        tell_group_size(spare, num_workers, proof)  # before the others join
+        tell_group_size(spare, num_workers)  # before the others join
     told = np.array([port, secrets.randbelow(2**62) + 1], np.int64)
     everyone = extended.gather_over_workers(told).reshape(-1, len(told))
     addresses = [f"{host}:{port}" for host, port in zip(hosts, everyone[:, 0], strict=True)]
@@ -99,26 +97,25 @@ class SummationGroup:
     ) -> None:
         self._options = options
         self._service = service
-        self._worker = worker
-        self._run = run
         self._num_workers = num_workers
         num_spare = len(addresses) - num_workers
         self._rates = options.worker_rates(num_workers), options.spare_rates(num_spare)
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._is_lost = tf.Variable(False, trainable=False)
-            self._steps = tf.Variable(tf.zeros([_NUM_COUNTERS], tf.int64), trainable=False)
+        seconds = options.timeout_seconds
         self._clients = {
             machine: SummationClient(
                 f"worker {machine}" if machine < num_workers
                 else f"summation machine {machine - num_workers}",
-                address, credential, worker, run, self._is_lost, options.timeout_seconds,
+                address, credential, worker, run, seconds,
             )
-            for machine, address in enumerate(addresses)
+            for machine, address in enumerate(addresses) if machine != worker
         }  # fmt: skip
+        own = _OwnMachine(f"worker {worker}", service.sums, worker, run)
         for client in self._clients.values():
             client.join(_START_TIMEOUT_SECONDS, check)
+        machines: dict[int, Machine] = {**self._clients, worker: own}
+        self._transit = Transit([machines[number] for number in range(len(addresses))])
         self._used_slots = [0] * len(addresses)
-        self._places: dict[tuple[str, int, int, bool], _Place | None] = {}
+        self._places: dict[tuple[str, int, int, bool], _Place] = {}
         # Number of sums of each outermost graph so far.
         self._ordinals: weakref.WeakKeyDictionary[tf.Graph, int] = weakref.WeakKeyDictionary()
 
@@ -142,11 +139,14 @@ class SummationGroup:
         return self._clients[machine].is_healthy(timeout_seconds)
 
     def abort(self) -> None:
-        """Make pending sums fail at their next time-out, because a process is lost."""
-        self._is_lost.assign(True)
+        """Make pending and later sums fail, because a process is lost."""
+        self._transit.fail(ConnectionError("A process that sums, or contributes, is lost."))
 
     def close(self) -> None:
-        """End the calls that still wait at this worker's service."""
+        """End the sums that are under way, the connections and this worker's service."""
+        self._transit.close()
+        for client in self._clients.values():
+            client.close()
         self._service.close()
 
     def can_sum(self, value: Summand) -> bool:
@@ -163,64 +163,33 @@ class SummationGroup:
             and bool(value.shape.num_elements())
         )
 
-    def sum(self, values: Sequence[tf.Tensor], workers_sum: bool = True) -> list[tf.Tensor] | None:
+    def sum(self, values: Sequence[tf.Tensor], workers_sum: bool = True) -> list[tf.Tensor]:
         """Sum tensors for which `can_sum` is true over all workers; in a graph.
 
-        Unless `workers_sum`, only the spare machines sum, as parameter servers. Without a place for
-        the sums, which is then the case on every worker, it returns None.
+        Unless `workers_sum`, only the spare machines sum, as parameter servers.
         """
         with tf.device("CPU:0"):
             vector = pack(values)
             place = self._find_place(int(vector.shape[0]), workers_sum)
-            if place is None:
-                return None
             return unpack(self._sum(vector, place), [value.shape for value in values])
 
     def _sum(self, vector: tf.Tensor, place: _Place) -> tf.Tensor:
-        step = self._next_step(place.counter)
-        placement = place.placement
-        partitions = tf.split(vector, list(placement.sizes))
-        messages = zip(placement.owners, place.slots, partitions, placement.waits, strict=True)
-        totals: list[tf.Tensor] = []
-        for owner, slot, values, waits in messages:
-            before = [totals[number] for number in waits]
-            totals.append(self._exchange(owner, slot, step, values, before))
-        return tf.concat(totals, axis=0)
+        """Begin the sum, wait for it as an operation that occupies no thread, and take it.
 
-    def _exchange(
-        self, owner: int, slot: int, step: tf.Tensor, values: tf.Tensor, before: list[tf.Tensor]
-    ) -> tf.Tensor:
-        """Send one partition once the sums it waits for have arrived."""
-        with tf.control_dependencies(before):
-            if owner == self._worker:
-                status, total = self._service.exchange_locally(
-                    tf.constant(self._run, tf.int64), tf.constant(slot), tf.constant(owner), step,
-                    values,
-                )  # fmt: skip
-            else:
-                status, total = self._clients[owner].exchange(tf.constant(slot), step, values)
-        # Otherwise these calls would wait for each other, in the order of the graph.
-        private_api.run_independently(total)
-        refused = [
-            f"The summation service of {self._clients[owner].name} refused this step. Another "
-            "cluster uses the same machine, or the workers run different steps."
-        ]
-        # Not tf.debugging.Assert, which creates a branch of two functions for each partition.
-        check = tf.raw_ops.Assert(condition=tf.equal(status, int(Status.OK)), data=refused)
-        # Otherwise it would wait for the preceding partitions, whichever machine sums them.
-        private_api.run_independently(check)
-        with tf.control_dependencies([check]):
-            return tf.ensure_shape(total, values.shape)
+        Each independently of the other operations of the graph, whose order it would follow.
+        """
+        begin = functools.partial(place.begin, self._transit)
+        ticket = private_api.run_independently(tf.numpy_function(begin, [vector], tf.int64))
+        with tf.control_dependencies([ticket]):
+            waited = private_api.run_independently(place.is_there.dequeue())
+        with tf.control_dependencies([waited]):
+            total = tf.numpy_function(place.take, [ticket], tf.float32)
+        return tf.ensure_shape(private_api.run_independently(total), vector.shape)
 
-    def _next_step(self, counter: int) -> tf.Tensor:
-        counted = self._steps.scatter_nd_add([[counter]], [tf.constant(1, tf.int64)])
-        with tf.control_dependencies([counted]):
-            return self._steps.read_value()[counter]
+    def _find_place(self, num_elements: int, workers_sum: bool) -> _Place:
+        """Return the place of the next sum of the graph under construction.
 
-    def _find_place(self, num_elements: int, workers_sum: bool) -> _Place | None:
-        """Return slots for the next sum of the graph under construction.
-
-        Sums at the same position of functions with the same name share slots if they have the same
+        Sums at the same position of functions with the same name share it if they have the same
         size: a retraced step needs no additional slots, and the two do not run at the same time.
         """
         key = (*self._next_position(), num_elements, workers_sum)
@@ -236,41 +205,61 @@ class SummationGroup:
         self._ordinals[function] = ordinal + 1
         return str(function.name), ordinal
 
-    def _make_place(self, num_elements: int, workers_sum: bool) -> _Place | None:
+    def _make_place(self, num_elements: int, workers_sum: bool) -> _Place:
         workers, spare = self._rates
-        largest = self._options.elements_per_message(num_elements, len(self._clients))
+        largest = self._options.elements_per_message(num_elements, len(self._used_slots))
         in_flight = self._options.partitions_in_flight
         placement = place_partitions(num_elements, workers, spare, largest, workers_sum, in_flight)
-        used, slots = list(self._used_slots), []
+        slots = []
         for owner in placement.owners:
-            slots.append(used[owner])
-            used[owner] += 1
-        if max(used) > NUM_SLOTS or len(self._places) >= _NUM_COUNTERS:
-            _logger.warning(
-                "A sum of %d values is left to TensorFlow's all-reduce: it would need more than "
-                "the %d partitions that a machine can sum. Larger partition_bytes help.",
-                num_elements,
-                NUM_SLOTS,
-            )
-            return None
-        self._used_slots = used
-        return _Place(placement, tuple(slots), counter=len(self._places))
+            slots.append(self._used_slots[owner])
+            self._used_slots[owner] += 1
+        return _Place(Route(placement, tuple(slots)))
 
 
-class _Place(NamedTuple):
-    """The place of one sum of the graph."""
+class _Place:
+    """The place of one sum of the graph, between TensorFlow and the `Transit`."""
 
-    placement: Placement
-    slots: tuple[int, ...]
-    counter: int
+    def __init__(self, route: Route) -> None:
+        self._route, self._step = route, 0
+        self._sums: dict[int, Future[Vector]] = {}
+        with tf.init_scope(), tf.device("CPU:0"):
+            # One element for each sum that is there.
+            self.is_there = tf.queue.FIFOQueue(_MOST_SUMS, tf.bool, shapes=[])
+
+    def begin(self, transit: Transit, values: Vector) -> np.int64:
+        self._step += 1
+        self._sums[self._step] = transit.begin(self._route, self._step, values)
+        self._sums[self._step].add_done_callback(self._announce)
+        return np.int64(self._step)
+
+    def _announce(self, done: Future[Vector]) -> None:
+        with tf.device("CPU:0"):
+            self.is_there.enqueue(True)
+
+    def take(self, ticket: np.int64) -> Vector:
+        # Waits only if an earlier step was cancelled and has left its element in the queue.
+        return self._sums.pop(int(ticket)).result()
+
+
+class _OwnMachine:
+    """This process, which needs no message."""
+
+    def __init__(self, name: str, sums: Sums, worker: int, run: int) -> None:
+        self.name = name
+        sums.join(run)
+        self._contribute = functools.partial(sums.contribute, run)
+        self._worker = worker
+
+    def contribute(self, slot: int, step: int, values: Vector) -> Future[Message]:
+        return self._contribute(slot, self._worker, step, values)
 
 
 class SummationClient:
     """One worker's connection to one summing machine.
 
-    An answer waits for the slowest worker, however long that takes: a call that times out is sent
-    again until the machine, or a worker, is known to be lost. A broken connection is an immediate
-    error.
+    An answer waits for the slowest worker, however long that takes; a broken connection is an
+    immediate error.
     """
 
     def __init__(
@@ -280,89 +269,41 @@ class SummationClient:
         credential: bytes,
         worker: int,
         run: int,
-        is_lost: tf.Variable,
         timeout_seconds: float,
     ) -> None:
         self.name = name
         self.address = address
-        self._worker = worker
         self._run = run
-        self._is_lost = is_lost
-        self._client = FunctionClient(address, credential, timeout_seconds)
-        # One trace for all partitions. TensorFlow must not copy it into the step for each
-        # partition: it would optimize all copies before the first step.
-        self.exchange = tf.function(
-            self._exchange,
-            experimental_attributes={"_noinline": True},
-            input_signature=[
-                tf.TensorSpec([], tf.int32),
-                tf.TensorSpec([], tf.int64),
-                tf.TensorSpec([None], tf.float32),
-            ],
-        )
+        self._client = Client(address, SERVICE, credential, worker, timeout_seconds)
 
     def join(self, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> None:
-        run, spec = tf.constant(self._run, tf.int64), tf.TensorSpec([], tf.int32)
         end = time.monotonic() + timeout_seconds
-        # Short calls: this thread handles nothing else in the meantime, not even Ctrl-C.
+        # Short calls: in between, this thread sees whether others are lost.
         while True:
             seconds = max(0.001, min(end - time.monotonic(), _SECONDS_OF_A_CALL))
             try:
-                status = self._client.ask("sum_join", [run], spec, seconds)
-                break
-            except NoAnswerError as error:
-                if error.code != _DEADLINE_EXCEEDED or time.monotonic() >= end:
+                self._client.ask(Message(Kind.JOIN, (self._run,)), seconds)
+                return
+            except PermissionError as error:
+                raise PermissionError(
+                    f"{self.name} ({self.address}) refused this worker: its shared secret or its "
+                    "TF_CONFIG (number of workers and summation machines) differs. Use the same "
+                    "for all tasks."
+                ) from error
+            except (ConnectionError, TimeoutError) as error:
+                if not isinstance(error, TimeoutError) or time.monotonic() >= end:
                     raise ConnectionError(
                         f"{self.name}: {error} Start all workers, and `python -m "
                         "keras_het.summation` on every machine of TF_CONFIG's job 'summation', "
                         "and check that the address can be reached from here."
                     ) from error
                 check()
-        if int(status) != Status.OK:
-            raise PermissionError(
-                f"{self.name} ({self.address}) refused this worker: its shared secret or its "
-                "TF_CONFIG (number of workers and summation machines) differs. Use the same for "
-                "all tasks."
-            )
 
     def is_healthy(self, timeout_seconds: float) -> bool:
-        spec = tf.TensorSpec([], tf.int32)
-        call = self._client.call("sum_hello", [], spec, timeout_seconds)
-        return bool(call.is_ok())
+        return self._client.is_there(timeout_seconds)
 
-    def _exchange(
-        self, slot: tf.Tensor, step: tf.Tensor, values: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return status and sum; raise the connection's error in the graph."""
-        arguments = [
-            tf.constant(self._run, tf.int64),
-            slot,
-            tf.constant(self._worker),
-            step,
-            values,
-        ]
+    def contribute(self, slot: int, step: int, values: Vector) -> Future[Message]:
+        return self._client.send(Message(Kind.CONTRIBUTION, (self._run, slot, step), (values,)))
 
-        def attempt() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-            call = self._client.call("sum_exchange", arguments, _EXCHANGE_SPECS)
-            code = tf.ensure_shape(call.get_error()[0], [])
-            with tf.control_dependencies([code]):  # read now, not when the call was sent
-                is_lost = self._is_lost.read_value()
-            may_try_again = tf.equal(code, _DEADLINE_EXCEEDED) & ~is_lost
-            status, total = tf.cond(
-                may_try_again,
-                lambda: (tf.constant(int(Status.WAIT)), tf.zeros([0])),
-                call.get_value,  # raises if there is no value
-            )
-            return may_try_again, tf.ensure_shape(status, []), tf.ensure_shape(total, [None])
-
-        _, status, total = tf.while_loop(
-            lambda again, status, total: again,
-            lambda again, status, total: attempt(),
-            attempt(),
-            shape_invariants=(
-                tf.TensorShape([]),
-                tf.TensorShape([]),
-                tf.TensorShape([None]),
-            ),
-        )
-        return status, total
+    def close(self) -> None:
+        self._client.close()

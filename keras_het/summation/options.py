@@ -6,10 +6,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from keras_het.rpc.vector import LARGEST_MESSAGE_BYTES
-
 SMALLEST_PARTITION_BYTES = 32_768
 """A message costs as much time as many bytes, so smaller ones do not pay."""
+LARGEST_PARTITION_BYTES = 4_096_000
+"""Larger ones save nothing more, and the first of them is longer under way."""
 
 _PARTITIONS_PER_MACHINE = 32
 
@@ -28,8 +28,7 @@ class Summation:
         partitions_in_flight: messages in flight at the same time to the machine that sums the most,
             with fewer to those that sum less. More messages hide more of the latency; fewer return
             the front layers earlier.
-        timeout_seconds: how long to wait for an answer before checking whether the machine is still
-            alive.
+        timeout_seconds: how long to hear nothing from a machine before asking whether it is alive.
 
     Raises:
         ValueError: if a rate is not positive, `spare_link_rates` comes without `link_rates`, or
@@ -60,10 +59,10 @@ class Summation:
                 "partition_bytes must be at least 4, one float32 value. Received: "
                 f"{self.partition_bytes}."
             )
-        if (self.partition_bytes or 0) > LARGEST_MESSAGE_BYTES:
+        if (self.partition_bytes or 0) > LARGEST_PARTITION_BYTES:
             raise ValueError(
-                f"partition_bytes may be {LARGEST_MESSAGE_BYTES} at most, what fits into a message "
-                f"of TensorFlow. Received: {self.partition_bytes}."
+                f"partition_bytes may be {LARGEST_PARTITION_BYTES} at most. Received: "
+                f"{self.partition_bytes}."
             )
         if self.partitions_in_flight < 1 or self.timeout_seconds <= 0:
             raise ValueError(
@@ -92,7 +91,7 @@ class Summation:
         if self.partition_bytes is not None:
             return self.partition_bytes // 4
         wanted = 4 * num_elements // (_PARTITIONS_PER_MACHINE * num_machines)
-        return min(max(wanted, SMALLEST_PARTITION_BYTES), LARGEST_MESSAGE_BYTES) // 4
+        return min(max(wanted, SMALLEST_PARTITION_BYTES), LARGEST_PARTITION_BYTES) // 4
 
 
 def _rates(name: str, rates: Sequence[float] | None, count: int, what: str) -> tuple[float, ...]:

@@ -25,10 +25,7 @@ from keras_het.asynchronous.parameter_service.sample_ledger import (
 from keras_het.asynchronous.rules import AsyncSGD, Signal
 from keras_het.rpc.admission import LONGEST_AGE_SECONDS, Gate, token
 from keras_het.rpc.channel import FunctionClient, LocalChannel, NoAnswerError, error_of
-from keras_het.rpc.secret import SECRET_VARIABLE
 from keras_het.rpc.server import FunctionServer, hello_function
-from keras_het.summation.machine import GroupSize
-from keras_het.summation.service import SummationService
 
 PARTITIONS = Partitions(((4, 3), (2,)), partition_size=9)  # 14 elements: two of seven
 NUM_CLIENTS, UNAVAILABLE = 3, 14
@@ -222,14 +219,6 @@ def parts_of_a_hybrid_training(address):
     return parts, [variable for owner in owners for variable in variables_of(owner)]
 
 
-def summation_machine(address):
-    group_size = GroupSize(2, 1)
-    service = SummationService(address, 2, GOOD, 4)
-    group_size.register_on(service.server)
-    service.start()
-    return service, [*variables_of(service._table), *variables_of(group_size)]
-
-
 DTYPES = (tf.int32, tf.int64, tf.float32, tf.float64, tf.string, tf.bool, tf.complex64)
 SHAPES = ([], [0], [1], [2], [1, 1], [0, 3], [1, 0], [2, 2], [1] * 8)
 
@@ -252,17 +241,9 @@ def messages(specs, proof):
     yield good[:-1]
 
 
-@pytest.mark.quick("summation_machine")
-@pytest.mark.parametrize(
-    "start",
-    [parts_of_a_hybrid_training, summation_machine],
-    ids=lambda start: start.__name__,
-)
-def test_no_shape_or_type_of_any_argument_is_trusted(
-    logical_devices, registered, monkeypatch, start
-):
+@pytest.mark.full
+def test_no_shape_or_type_of_any_argument_is_trusted(logical_devices, registered, monkeypatch):
     """The token is right, so that only the check of shapes stands before the function."""
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET.decode())
     register = FunctionServer.register
     monkeypatch.setattr(
         FunctionServer,
@@ -272,9 +253,9 @@ def test_no_shape_or_type_of_any_argument_is_trusted(
         ),
     )
     address = free_address()
-    server, kept = start(address)
+    server, kept = parts_of_a_hybrid_training(address)
     before = [variable.numpy() for variable in kept]
-    rpc, accepted = private_api.RpcClient(address, start.__name__, timeout_in_ms=20_000), []
+    rpc, accepted = private_api.RpcClient(address, "wrong shapes", timeout_in_ms=20_000), []
     for name, function in registered.items():
         specs, _ = function.structured_input_signature
         for message in messages(specs, token(GOOD, name, tf.timestamp())):

@@ -45,7 +45,7 @@ def test_rates_are_one_for_each_machine():
         Summation(link_rates=[1.0], spare_link_rates=[1.0]).spare_rates(2)
 
 
-def test_messages_are_neither_small_nor_larger_than_tensorflow_takes():
+def test_messages_are_neither_small_nor_large():
     assert Summation().elements_per_message(1000, 4) == 32_768 // 4
     assert Summation().elements_per_message(10**10, 4) == 4_096_000 // 4
     assert Summation().elements_per_message(128 * 10**5, 4) == 10**5
