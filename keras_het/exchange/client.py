@@ -55,7 +55,7 @@ class Client:
         """Return whether a server answers at all."""
         try:
             self._hello(b"", timeout=timeout_seconds)
-        except grpc.RpcError:
+        except (grpc.RpcError, ValueError):  # or this client was closed
             return False
         return True
 
@@ -173,7 +173,7 @@ class _Stream:
                 self._take(answer)
             error: Exception = ConnectionError(f"{self._address} has closed the connection.")
         except grpc.RpcError as broken:
-            error = self._error_of(broken)
+            error = error_of(broken.code(), f"{self._address}: {broken.details()}")
         except Exception as wrong:
             error = wrong
         self._call.cancel()
@@ -198,11 +198,6 @@ class _Stream:
             future.set_result(raise_if_refused(answer, self._address))
         except Exception as error:
             future.set_exception(error)
-
-    def _error_of(self, broken: grpc.RpcError) -> Exception:
-        if broken.code() is grpc.StatusCode.ABORTED:
-            return InterruptedError()
-        return error_of(broken.code(), f"{self._address}: {broken.details()}")
 
     def _fail(self, error: Exception) -> None:
         with self._lock:

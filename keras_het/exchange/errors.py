@@ -14,6 +14,7 @@ _CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (ValueError, grpc.StatusCode.INVALID_ARGUMENT),
     (NotImplementedError, grpc.StatusCode.UNIMPLEMENTED),
     (ConnectionError, grpc.StatusCode.UNAVAILABLE),
+    (InterruptedError, grpc.StatusCode.ABORTED),  # to be tried again
     (RuntimeError, grpc.StatusCode.INTERNAL),
 )
 _LONGEST_TEXT = 2000

@@ -16,6 +16,8 @@ import numpy as np
 from keras_het.exchange.message import Message, Vector
 from keras_het.summation.placement import Placement
 
+_END_SECONDS = 5.0
+
 
 class Machine(Protocol):
     """A machine that sums: this process, or another one."""
@@ -72,6 +74,7 @@ class Transit:
     def close(self) -> None:
         self.fail(ConnectionError("The process ends."))
         self._events.put(None)
+        self._thread.join(_END_SECONDS)
 
     def _run(self) -> None:
         while (event := self._events.get()) is not None:

@@ -89,6 +89,19 @@ def test_many_requests_wait_without_a_thread_each(server, service):
         assert [w.result(TIMEOUT).vectors[0][0] for w in waiting] == list(range(300))
 
 
+def test_connections_leave_no_thread(server, service):
+    with connected(server):
+        before = threading.active_count()
+        for number in range(10):
+            with connected(server) as client:
+                waiting = client.send(contribution(0, [1.0]))
+                assert twice(client, [1.0]) == [2.0]
+            with pytest.raises(ConnectionError, match="was closed"):
+                waiting.result(TIMEOUT)
+            assert not client.is_there(1.0) and len(service.waiting) == number + 1
+        wait_until(lambda: threading.active_count() <= before)
+
+
 def test_an_error_of_a_request_is_raised_where_it_was_made(server, service):
     with connected(server) as client:
         with pytest.raises(ValueError, match=r"127\.0\.0\.1:\d+: A slot is not negative"):

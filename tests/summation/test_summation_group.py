@@ -10,6 +10,7 @@ import tensorflow as tf
 from devices import create_logical_devices
 
 from keras_het.rpc.admission import credential
+from keras_het.strategy.cluster.peer_watch import may_be_a_lost_connection
 from keras_het.summation import Summation, SummationGroup, SummationService
 
 PROOF = credential(b"a secret of these tests", "summation")
@@ -104,3 +105,55 @@ def test_sums_are_made_in_functions_of_float32_values_of_known_shape(groups):
     traced.get_concrete_function()
     assert answers == [True, False, False, True]
     assert not group.can_sum(tf.ones([3]))
+
+
+def test_sums_that_wait_take_no_thread_of_tensorflow(groups):
+    """Workers that begin their sums in different orders would wait for each other otherwise."""
+
+    @tf.function
+    def several(values):
+        return [groups[0].sum([values + i])[0] for i in range(12)]
+
+    @tf.function
+    def another(values):
+        return tf.add_n([tf.linalg.matmul(values + i, values) for i in range(12)])
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(several, tf.ones([5]))
+        assert float(pool.submit(another, tf.ones([2, 2])).result(TIMEOUT)[0, 0]) == 156.0
+        assert not waiting.done()
+        groups[0].abort()
+        with pytest.raises(tf.errors.UnknownError):
+            waiting.result(TIMEOUT)
+
+
+def test_a_lost_process_ends_the_step_with_an_error_that_may_be_explained(groups, step):
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(step(0), tf.ones([9]), 1)
+        groups[0].abort()
+        with pytest.raises(tf.errors.OpError, match="is lost") as caught:
+            waiting.result(TIMEOUT)
+    assert may_be_a_lost_connection(caught.value)
+
+
+def test_workers_that_run_different_steps_are_told(groups, services):
+    """Here another one of a cluster of the same secret has contributed in this worker's place."""
+
+    @tf.function
+    def total(values):
+        return groups[0].sum([values])[0]
+
+    total.get_concrete_function(tf.ones([23]))
+    run = services[2].sums._run
+    for slot in range(8):
+        services[2].sums.contribute(run, slot, 1, 1, np.ones(3, np.float32))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="machine 0 refused this step"):
+        total(tf.ones([23]))
+
+
+def test_clearing_tensorflows_caches_does_no_harm(step):
+    steps = [step(0), step(1)]
+    assert_sums(steps, (1, 1))
+    keras.backend.clear_session()
+    tf.constant(1.0) + 1.0
+    assert_sums(steps, (1, 1))
