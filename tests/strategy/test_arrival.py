@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -119,6 +121,17 @@ def test_who_greets_is_of_another_start_than_who_listened_there(
     with serve(running) as server:
         threading.Thread(target=speak, args=[server], daemon=True).start()
         assert not has_left(running)
+
+
+def test_a_connection_that_is_reset_at_once_is_not_that_of_a_worker() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as attempt:
+        attempt.connect(server.getsockname())
+        accepted, _ = server.accept()
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()  # resets, as the end of a process with unread data does
+        select.select([attempt], [], [], TIMEOUT)
+        assert attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)  # told once, then cleared
+        assert not arrival._is_connected(attempt)
 
 
 def test_who_was_restarted_alone_ends_after_the_others(

@@ -182,5 +182,7 @@ def _is_of_tensorflow(attempt: socket.socket) -> bool:
 def _is_connected(attempt: socket.socket) -> bool:
     if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         return False
-    # A port of this machine without a listener may be assigned to the connection attempt itself.
-    return bool(attempt.getsockname() != attempt.getpeername())
+    with contextlib.suppress(OSError):  # the other side has reset the connection since
+        # A port of this machine without a listener may be given to the connection attempt itself.
+        return bool(attempt.getsockname() != attempt.getpeername())
+    return False
