@@ -317,8 +317,14 @@ class EpochLoop:
         self.callbacks: list[Any] = getattr(fit.get("callbacks"), "callbacks", [])
         self.steps_per_epoch: int | None = getattr(self._iterator, "steps_per_epoch", None)
         self.data: Any = None if self._iterator is None else self._iterator._get_iterator()
+        is_generator = isinstance(given := fit.get("x"), types.GeneratorType)
+        self.shares_generator = is_generator and given is fit.get("val_x")
         self._is_resumed = False
         self._knows_steps = getattr(self._iterator, "_num_batches", None) is not None
+
+    @property
+    def validation_data(self) -> Any:
+        return distributed_data_of(getattr(self._model, "_eval_epoch_iterator", None))
 
     @property
     def is_at_end_of_pass(self) -> bool:

@@ -332,10 +332,15 @@ def test_the_loop_of_a_running_fit_is_found(logical_devices):
         def on_train_begin(self, logs=None):
             loops.append(private_api.EpochLoop(self.model))
 
+        def on_test_begin(self, logs=None):
+            assert loops[0].validation_data is not None and not loops[0].shares_generator
+
     looks = Looks()
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    model.fit(tf.ones((4, 2)), tf.ones((4, 1)), steps_per_epoch=3, verbose=0, callbacks=[looks])
+    data = tf.ones((4, 2)), tf.ones((4, 1))
+    options = {"steps_per_epoch": 3, "validation_data": data, "callbacks": [looks]}
+    model.fit(*data, verbose=0, **options)
     (loop,) = loops
     assert loop.steps_per_epoch == 3
     state = vars(loop._iterator)

@@ -116,6 +116,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._logs: Mapping[str, Any] | None = None
         # Position and metrics when the validation of an epoch began.
         self._before_validation: tuple[dict[str, Any], np.ndarray] | None = None
+        self._has_told_of_sharing = False
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Restore weights, optimizer, epoch and position in the data."""
@@ -257,6 +258,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         # metrics now, and the data may be those of training.
         position = self._position(is_iterator_left=True)
         self._before_validation = position, metric_values(self.model)
+        if position["pass_step"]:
+            self._warn_of_a_shared_source()
 
     def on_test_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Save if training ends during validation."""
@@ -305,7 +308,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             return True
         if strategy._holds_parts:
             return False
-        self._metrics = None  # the running step has changed them
+        before = self._before_validation if strategy.num_workers == 1 else None
+        # else the running step has changed them, or those of other workers are missing
+        self._metrics = before[1] if before is not None and position is before[0] else None
         if is_saved := self._write(position, is_valid):
             _logger.warning("Saved the last finished step in %s.", self._folder.newest)
         return is_saved
@@ -429,6 +434,21 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             "keras.utils.set_random_seed with the same number at the start of every run.",
             now,
             seeds,
+        )
+
+    def _warn_of_a_shared_source(self) -> None:
+        """Warn, once, if a validation takes from what a pass of training goes on to take from."""
+        shares_orders = getattr(self._data, "shares_orders_with", lambda other: False)
+        is_shared = self._loop.shares_generator or shares_orders(self._loop.validation_data)
+        if not is_shared or self._has_told_of_sharing:
+            return
+        self._has_told_of_sharing = True
+        kind = "generator" if self._loop.shares_generator else "shuffle"
+        _logger.warning(
+            "If this training is interrupted from here on, a resumed one has other samples in its "
+            "epochs or validations: both draw in turn from one %s, and a backup cannot hold what "
+            "each has drawn. Give validation_data a tf.data.Dataset of its own, without shuffle.",
+            kind,
         )
 
     def _warn_of_another_optimizer(self, before: list[list[Any]] | None) -> None:

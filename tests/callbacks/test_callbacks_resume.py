@@ -7,6 +7,7 @@ each moment, until a callback or the file system fails there, and once more from
 import collections
 import dataclasses
 import hashlib
+import itertools
 import logging
 import random
 import threading
@@ -284,6 +285,21 @@ def test_a_training_killed_while_it_saves(
     assert fit(model, tmp_path, [backup, *callbacks_in(tmp_path)]) == undisturbed
 
 
+def test_a_validation_in_which_another_thread_saves(
+    model: keras.Model, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    def save(*_: Any, **__: Any) -> None:
+        saving._save_last_step(saving._position(), lambda: True)
+
+    saving, saves = BackupAndRestore(tmp_path / "backup"), OfThisProcess()
+    setattr(saves, "on_test_batch_end", save)  # noqa: B010 - a method of one object
+    with pytest.raises(KilledError):
+        kill = KillAt(*MOMENTS["in a validation"])
+        fit(model, tmp_path, [saving, *callbacks_in(tmp_path), saves, kill])
+    backup = BackupAndRestore(tmp_path / "backup")
+    assert fit(model, tmp_path, [backup, *callbacks_in(tmp_path)]) == undisturbed
+
+
 def data_set() -> dict[str, Any]:
     data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(20, seed=3).batch(BATCH)
     return {"x": data, "validation_data": tf.data.Dataset.from_tensors(VALIDATION)}
@@ -300,7 +316,34 @@ def of_unknown_length() -> dict[str, Any]:
     return {**data, "x": data["x"].filter(lambda *_: True)}
 
 
-@pytest.mark.parametrize("data", [data_set, endless, of_unknown_length])
+def shared(kind: str = "in order") -> dict[str, Any]:
+    rows = tf.data.Dataset.from_tensor_slices((X, Y))
+    shuffled = rows.shuffle(20, seed=3)
+    sources: dict[str, Any] = {
+        "in order": (rows.repeat().batch(BATCH),) * 2,
+        "shuffled": (shuffled.repeat().batch(BATCH),) * 2,
+        "split": [part.repeat().batch(BATCH) for part in (shuffled.skip(4), shuffled.take(4))],
+        "generator": ((batch for batch in itertools.repeat((X[:BATCH], Y[:BATCH]))),) * 2,
+    }
+    x, validation = sources[kind]
+    steps = {"steps_per_epoch": STEPS, "validation_steps": 2}
+    return {"x": x, "validation_data": validation, **steps}
+
+
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "split", "generator"])
+@pytest.mark.quick("shuffled")
+def test_a_source_whose_turns_no_backup_holds_is_named_once(
+    model: keras.Model, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "keras_het"):
+        fit(model, tmp_path, [BackupAndRestore(tmp_path / "backup")], shared(kind), epochs=2)
+    told = [each.message for each in caplog.records if "draw in turn" in each.message]
+    assert len(told) == (kind != "in order")
+    source = "one generator" if kind == "generator" else "one shuffle"
+    assert all(source in each and "Give validation_data" in each for each in told)
+
+
+@pytest.mark.parametrize("data", [data_set, endless, of_unknown_length, shared])
 @pytest.mark.parametrize("moment", ["in an epoch", "last step of an epoch", "in a validation"])
 @pytest.mark.quick("in an epoch-data_set")
 @pytest.mark.filterwarnings("ignore:.*ran out of data")

@@ -188,6 +188,10 @@ class GlobalOrderDataset(DistributedSteps):
         """The passes before a running one, each with whether it was iterated."""
         return self._passes.before(run.number)
 
+    def shares_orders_with(self, other: object) -> bool:
+        """Tell whether this and another input take orders from one shuffle, in turn."""
+        return getattr(other, "_passes", None) is self._passes and self._shuffle() is not None
+
     def has_lost_count(self, run: DataPass) -> bool:
         """Tell whether it is unknown which orders of its shuffles a running pass takes.
 
