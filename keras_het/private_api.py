@@ -163,6 +163,21 @@ def bind_captures(function: ConcreteFunction, captures: list[tf.Tensor]) -> None
     function.set_external_captures(captures)
 
 
+def start_collecting_graphs() -> None:
+    """Keep the graphs of functions that run for the first time, as placed on devices."""
+    eager_context.context().enable_graph_collection()
+    eager_context.context().enable_run_metadata()
+
+
+def stop_collecting_graphs() -> list[Any]:
+    """Return the graphs of functions that ran for the first time meanwhile (`FunctionGraphs`)."""
+    context = eager_context.context()
+    graphs = list(context.export_run_metadata().function_graphs)
+    context.disable_run_metadata()
+    context.disable_graph_collection()
+    return graphs
+
+
 def mutex_of(section: tf.CriticalSection) -> tf.Tensor:
     return section._handle
 

@@ -511,6 +511,16 @@ def test_what_tensorflow_may_take_of_a_device(logical_devices):
         tf.config.experimental.get_memory_info("GPU:7")
 
 
+def test_graphs_of_functions_are_collected_as_placed():
+    private_api.start_collecting_graphs()
+    tf.function(lambda data: data + 1)(tf.ones(2))
+    graphs = private_api.stop_collecting_graphs()
+    assert "data" in [graph.pre_optimization_graph.node[0].name for graph in graphs]
+    assert all(part.node for graph in graphs for part in graph.partition_graphs)
+    private_api.start_collecting_graphs()
+    assert private_api.stop_collecting_graphs() == []
+
+
 def test_state_belongs_to_the_layer_that_made_it():
     network = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)])
     network.build((None, 3))

@@ -25,8 +25,9 @@ def measured(samples_per_second):
         "step_seconds": 0.5,
         "steps": 30,
         "shares": [80, 48],
-        "peak_mib": [],
+        "peak_mib": [9],
         "xla": True,
+        "copies_per_step": [0, 1],
     }
 
 
@@ -65,7 +66,7 @@ def test_the_headline():
             ("copies", ["GPU:0", "GPU:1"], 64),
             "GPU-a,GPU-b",
         ),
-        (Settings(EMULATED), Trial("convnet", "plain", (1,)), ("even", ["CPU:0"], 64), "-1"),
+        (Settings(EMULATED), Trial("convnet", "plain", (1,)), ("even", ["CPU:1"], 64), "-1"),
     ],
 )
 def test_what_a_process_gets(settings, trial, expected, visible):
@@ -92,6 +93,7 @@ def test_a_trial_that_hangs():
 def test_the_table_and_the_picture(tmp_path):
     settings = Settings(GPUS, ("convnet", "transformer"))
     found = all_measured(settings)
+    found[plan(settings)[0]]["copies_per_step"] = []
     found[plan(settings)[-1]] = {"error": "out of memory"}
     output = io.StringIO()
     results.show(settings, found, output)
@@ -100,6 +102,8 @@ def test_the_table_and_the_picture(tmp_path):
     assert (
         "all, balanced, without NCCL failed: out of memory" in text and "0: RTX 3090 alone" in text
     )
+    cells = [cell.strip() for cell in text.split("│")]
+    assert "0 or 1" in cells and "-" in cells
     path = results.draw(tmp_path, settings, found)
     assert path is not None and path.read_bytes().startswith(b"\x89PNG")
 
@@ -139,4 +143,5 @@ def test_a_whole_benchmark(tmp_path, model):
     content = json.loads((tmp_path / "keras-het-benchmark.json").read_text())
     assert content["is_emulated"] and len(content["trials"]) == 4
     balanced = next(each for each in content["trials"] if each["mode"] == "balanced")
+    assert all(each["copies_per_step"] for each in content["trials"])
     assert balanced["shares"][0] > balanced["shares"][1] and sum(balanced["shares"]) == 16

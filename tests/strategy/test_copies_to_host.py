@@ -8,10 +8,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from copies_to_host import conditions, copies_to_host, graphs_of
+from copies_to_host import conditions, graphs_of
 from devices import DEVICES
 
 import keras_het
+from keras_het.launch.benchmark.copies import copies_to_host, steps_of
 
 
 @pytest.mark.quick("2")
@@ -31,8 +32,9 @@ def test_steps_copy_nothing_to_the_host(num_devices: int) -> None:
     }
     for name, loop in loops.items():
         graphs = graphs_of(loop)
-        assert graphs
-        assert not copies_to_host(graphs), name
+        steps = steps_of(graphs)
+        assert steps
+        assert not copies_to_host(steps), name
         decided = list(conditions(graphs))
         assert bool(decided) == (num_devices > 1)
         for branch, decision in decided:

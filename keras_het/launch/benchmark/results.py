@@ -17,6 +17,7 @@ from keras_het.launch.benchmark.trials import Settings, Trial, headline
 
 Measured = Mapping[Trial, Mapping[str, Any]]
 
+_COPIES = "copies\nper\nstep"
 _WORDS = {
     "even": "all, even shares",
     "balanced": "all, balanced",
@@ -38,7 +39,8 @@ def show(settings: Settings, measured: Measured, output: TextIO) -> None:
         table = Table(
             title=f"{model}, {settings.batch_size} samples a device", title_justify="left"
         )
-        for column in ("", "samples/s", "ms a step", "shares", "peak MiB", "XLA"):
+        # as narrow as can be: names of GPUs are long
+        for column in ("", "samples/s", "ms a\nstep", "shares", "peak\nMiB", "XLA", _COPIES):
             table.add_column(column, justify="left" if not column else "right")
         for trial, each in measured.items():
             if trial.model == model:
@@ -64,6 +66,7 @@ def _cells(each: Mapping[str, Any]) -> list[str]:
         " ".join(map(str, each["shares"])),
         " ".join(map(str, each["peak_mib"])) or "-",
         "yes" if each["xla"] else "no",
+        " or ".join(map(str, each["copies_per_step"])) or "-",
     ]
 
 

@@ -12,6 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_het import private_api
+from keras_het.launch.benchmark.copies import copies_to_host, steps_of
 from keras_het.launch.benchmark.models import MODELS, endless_batches
 from keras_het.launch.doctor.tensorflow_facts import say
 
@@ -26,6 +28,11 @@ class Stopwatch(keras.callbacks.Callback):
         self._warm_up_seconds, self._seconds = warm_up_seconds, seconds
         self._began = self.steps = self.seconds = 0.0
         self._is_warm = False
+        self.copies: list[int] = []
+
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        """Look at the functions that the warm-up runs."""
+        private_api.start_collecting_graphs()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Start after the warm-up, and stop after the measured time."""
@@ -34,6 +41,8 @@ class Stopwatch(keras.callbacks.Callback):
             self._began = now
         if not self._is_warm and now - self._began >= self._warm_up_seconds:
             self._wait()
+            steps = steps_of(private_api.stop_collecting_graphs())
+            self.copies = sorted({len(copies_to_host([step])) for step in steps})
             self._is_warm, self._began, self.steps = True, time.perf_counter(), 0
             return
         self.steps += 1
@@ -65,7 +74,8 @@ def run(request: Mapping[str, Any]) -> dict[str, Any]:
     """Train, and return samples per second, time of a step, shares and peak memory."""
     if request["is_emulated"]:
         cpu = tf.config.list_physical_devices("CPU")[0]
-        parts = [tf.config.LogicalDeviceConfiguration()] * len(request["devices"])
+        # CPU:0 is their host
+        parts = [tf.config.LogicalDeviceConfiguration()] * (1 + len(request["devices"]))
         tf.config.set_logical_device_configuration(cpu, parts)
     keras.utils.set_random_seed(0)
     if request["precision"] != "float32":
@@ -81,11 +91,14 @@ def run(request: Mapping[str, Any]) -> dict[str, Any]:
         model = MODELS[request["model"]](request["is_emulated"])
         model.compile("adam", "sparse_categorical_crossentropy")
     data = endless_batches(model, request["batch_size"])
-    model.fit(data, steps_per_epoch=10**9, epochs=1, verbose=0, callbacks=callbacks)
+    # an emulated device takes what nobody has placed, as a GPU does
+    with tf.device(request["devices"][0] if request["is_emulated"] else None):
+        model.fit(data, steps_per_epoch=10**9, epochs=1, verbose=0, callbacks=callbacks)
     return {
         "samples_per_second": stopwatch.steps * request["batch_size"] / stopwatch.seconds,
         "step_seconds": stopwatch.seconds / stopwatch.steps,
         "steps": stopwatch.steps,
+        "copies_per_step": stopwatch.copies,
         "shares": list(strategy.latest_shares) if strategy else [request["batch_size"]],
         "peak_mib": [
             round(tf.config.experimental.get_memory_info(name)["peak"] / _MIB)

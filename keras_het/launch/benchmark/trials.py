@@ -88,7 +88,8 @@ def run_trial(trial: Trial, settings: Settings, run: Callable[..., Any] = run_pr
         "model": trial.model,
         # plain Keras knows no emulated devices
         "mode": trial.mode if is_plain or trial.mode != "plain" else "even",
-        "devices": [f"{kind}:{place}" for place in range(len(devices))],
+        # CPU:0 is the host
+        "devices": [f"{kind}:{place + settings.is_emulated}" for place in range(len(devices))],
         "is_emulated": settings.is_emulated,
         "batch_size": settings.batch_size * len(devices),
         "precision": settings.precision,
