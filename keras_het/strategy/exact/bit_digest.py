@@ -57,10 +57,17 @@ def _function(bits: tf.DType) -> tf.types.experimental.ConcreteFunction:
         def add(begin: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             piece = tf.cast(words[begin : begin + _PIECE], tf.int64)
             own = tf.reduce_sum(piece * factors[: tf.size(piece)])
-            return begin + _PIECE, total * _OF_PIECES + own
+            with tf.device("CPU:0"):
+                following = begin + _PIECE
+            return following, total * _OF_PIECES + own
+
+        def is_left(begin: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
+            # Counted by the host: where a GPU counts, the host waits for it in each round.
+            with tf.device("CPU:0"):
+                return begin < size
 
         start = tf.constant(0, tf.int64), tf.constant(0, tf.int64)
-        return tf.while_loop(lambda begin, _: begin < size, add, start)[1]
+        return tf.while_loop(is_left, add, start)[1]
 
     with tf.init_scope():
         return of_words.get_concrete_function(tf.TensorSpec([None], bits))
