@@ -32,7 +32,7 @@ demo: .venv/installed ## Train on three emulated workers of different speed (und
 # Two processes share the tests file by file, the files that take long first: the last one would
 # leave a core idle. Those that look at what they measure run alone.
 ROOMS := multi_process elastic benchmarks recipes docs strategy exactness exchange asynchronous loader callbacks \
-  outside launch summation pipeline planning telemetry tensorboard fit rpc gpu
+  outside launch summation pipeline planning telemetry tensorboard fit gpu
 TESTS := $(ROOMS:%=tests/%) $(patsubst %,tests/test_%.py,changed depth faults make options optional_parts packaging private_api private_graphs rooms)
 PYTEST := .venv/bin/python -m pytest
 # One that crashes ends the run: xdist would wait for the tests that it has lost.

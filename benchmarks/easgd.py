@@ -8,7 +8,7 @@ waits as long as it would compute. In turn, in the same processes:
 
 * `before`: round-robin EASGD. The master (a parameter service) serves one worker at a time, in
   order; a worker continues when its answer has arrived. The turn is handed from worker to worker,
-  so none sends in vain.
+  so one message travels at a time.
 * `after`: Sync EASGD, one packed sum by ring all-reduce, overlapped with the next step's
   computation (period 1, overlap 1: the authors' Sync EASGD3); also without overlap.
 * `alone`: the same steps without any exchange, which is the cost of computation here.
@@ -52,9 +52,11 @@ from keras_het.asynchronous.parameter_service import (
     Partitions,
     Status,
 )
+from keras_het.asynchronous.parameter_service.channel import SERVICE, RemoteChannel
 from keras_het.asynchronous.rules import RoundRobinEASGD, SyncEASGD
+from keras_het.exchange.server import Server
 from keras_het.local_training import LocalSteps, adopt_variables_of_the_chief
-from keras_het.rpc.vector import Vector
+from keras_het.packed_variables import PackedVariables
 from keras_het.strategy.keras_calls import SessionCallback
 
 PORT = 7000
@@ -260,17 +262,14 @@ def shapes(floats: int) -> tuple[tuple[int, ...], ...]:
 def master(hosts: Hosts, host: int, num_workers: int, floats: int, pipe: Any) -> None:
     """Hold the center of round-robin EASGD."""
     enter(hosts, host)
-    service = ParameterService(
-        f"{hosts.address(host)}:{PORT}",
-        Partitions(shapes(floats)),
-        RoundRobinEASGD(num_workers),
-        CREDENTIAL,
-        num_workers,
-    )
-    service.start()
+    service = ParameterService(num_workers)
+    service.hold(Partitions(shapes(floats)), RoundRobinEASGD(num_workers))
+    server = Server(f"{hosts.address(host)}:{PORT}")
+    server.serve(SERVICE, CREDENTIAL, service.handle)
+    server.start()
     pipe.send("ready")
     while True:
-        service.set_partitions([pipe.recv()])
+        service.parts[0].set_center(pipe.recv())
         pipe.send("set")
 
 
@@ -294,9 +293,8 @@ def worker(
     strategy = keras_het.HeterogeneousStrategy(communication_options=options)
     pipe.recv()
     address = f"{hosts.address(strategy.num_workers)}:{PORT}"
-    client = ParameterClient(
-        address, Partitions(shapes(floats)), CREDENTIAL, host, timeout_seconds=TURN_TIMEOUT
-    )
+    channel = RemoteChannel(address, CREDENTIAL, host, TURN_TIMEOUT)
+    client = ParameterClient([channel], Partitions(shapes(floats)), may_wait=True)
     model = make_model(strategy, floats)
     run_steps(strategy, model, "alone", 2, None)  # traces
     pipe.send("ready")
@@ -304,7 +302,7 @@ def worker(
         mode, steps = pipe.recv()
         adopt_variables_of_the_chief(model, strategy)
         if mode == "weights":
-            weights = Vector(model.trainable_variables, strategy)
+            weights = PackedVariables(model.trainable_variables, strategy)
             pipe.send(weights.read().numpy())
             continue
         exchange = RoundRobin(model, strategy, client, turns) if mode == "round_robin" else None
@@ -382,20 +380,19 @@ class RoundRobin(Alone):
         super().__init__(strategy)
         self._client, self._turns = client, turns
         self._rule = RoundRobinEASGD(strategy.num_workers)
-        self._weights = Vector(model.trainable_variables, strategy)
+        self._weights = PackedVariables(model.trainable_variables, strategy)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         index = self._strategy.worker_index
-        own = self._weights.read()
+        own = self._weights.read().numpy()
         if not self._turns[index].acquire(timeout=TURN_TIMEOUT):
             raise TimeoutError("The turn did not come.")
         message = [self._rule.message(own, own)]
-        versions = tf.zeros([1], tf.int64)
-        answer = self._client.push(message, versions, SAMPLES, [own])
-        if int(answer.statuses[0]) != Status.OK:
+        answer = self._client.start_push(message, [0], SAMPLES).answer()
+        if answer.statuses[0] != Status.OK:
             raise RuntimeError(f"The master did not take the push: {answer.statuses}.")
         self._turns[(index + 1) % len(self._turns)].release()
-        self._weights.write(self._rule.receive(own, own, answer.partitions[0]))
+        self._weights.write(self._rule.receive(own, own, answer.values[0]))
 
 
 if __name__ == "__main__":

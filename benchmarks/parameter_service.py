@@ -6,11 +6,11 @@ Clients are separate processes that exchange as fast as they can: each sends a c
 weight and gets the center back. Peers in the same run, in turn with ours: (a) `remote_variables`,
 the same bytes through variables on a standard `tf.distribute.Server`; (b) `socket`, a raw loopback
 connection that sends and returns the same bytes, the physical limit here; (c) `echo`, the same
-messages to functions that only return their argument: the cost of TensorFlow's RPC alone.
+messages to a service that only returns them: the cost of the messages alone.
 `gb_per_s` counts both directions of all clients. `memory_ratio`: the largest resident memory of the
 service's process, minus its memory with TensorFlow loaded and before it made the variables, over
-the variables' bytes; it thus includes all costs of serving: variables, functions, messages and what
-the allocator keeps. `server_memory_mb` is the whole of that process, `client_memory_mb` that of the
+the variables' bytes; it thus includes all costs of serving: variables, messages and what the
+allocator keeps. `server_memory_mb` is the whole of that process, `client_memory_mb` that of the
 largest client. If the processes of all kinds do not fit into memory at the same time
 (`alive_together` false), each kind's are started for its turn only.
 """
@@ -224,43 +224,46 @@ def _elements(size_mb: str) -> int:
 def service_server(size_mb: str, address: str, *_: str) -> None:
     from keras_het.launch.serve_command import share_freed_memory
 
-    share_freed_memory()  # this and `compute_without_splitting` as `keras-het serve` does
+    share_freed_memory()  # as `keras-het serve` does
+
+    import numpy as np
     import tensorflow as tf
 
     from keras_het.asynchronous.parameter_service import ParameterService, Partitions
+    from keras_het.asynchronous.parameter_service.channel import SERVICE
     from keras_het.asynchronous.rules import Delta
-    from keras_het.launch.serve_command import compute_without_splitting
+    from keras_het.exchange.server import Server
 
-    compute_without_splitting()
     tf.config.list_logical_devices()  # its own memory is not the service's
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the present
     before = _memory_mb("self", "VmRSS")
-    service = ParameterService(address, Partitions(((_elements(size_mb),),)), Delta(), SECRET, 4)
-    service.start()
+    service = ParameterService(4)
+    service.hold(Partitions(((_elements(size_mb),),)), Delta())
+    for part in service.parts.values():
+        part.set_center(np.zeros(part.size, np.float32))
+    server = Server(address)
+    server.serve(SERVICE, SECRET, service.handle)
+    server.start()
     print(f"ready {before}", flush=True)
     threading.Event().wait()
 
 
 def service_client(size_mb: str, index: str, address: str, *_: str) -> None:
-    import tensorflow as tf
+    import numpy as np
 
     from keras_het.asynchronous.parameter_service import ParameterClient, Partitions
+    from keras_het.asynchronous.parameter_service.channel import RemoteChannel
 
     partitions = Partitions(((_elements(size_mb),),))
-    client = ParameterClient(address, partitions, SECRET, int(index), timeout_seconds=60)
-    change = [tf.ones([size]) for size in partitions.sizes]
-
-    @tf.function
-    def exchange(change: Any, versions: Any) -> Any:
-        answer = client.push(change, versions, 1, change)
-        return answer.statuses, answer.versions, answer.partitions
-
-    state = [tf.zeros([len(change)], tf.int64)]
+    client = ParameterClient([RemoteChannel(address, SECRET, int(index), 60.0)], partitions)
+    change = [np.ones(size, np.float32) for size in partitions.sizes]
+    versions = [np.zeros(len(change), np.int64)]
 
     def run() -> None:
-        statuses, state[0], values = exchange(change, state[0])
-        if int(tf.reduce_sum(tf.abs(statuses))) or not values:
-            raise RuntimeError(f"statuses {statuses}")
+        answer = client.start_push(change, versions[0], 1).answer()
+        versions[0] = answer.versions
+        if answer.statuses.any() or any(values is None for values in answer.values):
+            raise RuntimeError(f"statuses {answer.statuses}")
 
     run()
     _serve_blocks(run)
@@ -313,48 +316,36 @@ def remote_variables_client(size_mb: str, index: str, server: str, *clients: str
 
 
 def echo_server(size_mb: str, address: str, *_: str) -> None:
-    import tensorflow as tf
+    from keras_het.exchange.message import Kind, Message
+    from keras_het.exchange.server import Server
 
-    from keras_het.asynchronous.parameter_service import Partitions, Status
-    from keras_het.rpc.admission import Gate
-    from keras_het.rpc.server import FunctionServer
-
-    server = FunctionServer(address)
-    size = Partitions(((_elements(size_mb),),)).sizes[0]  # of all
-    echo = tf.function(
-        lambda values: (tf.constant(int(Status.OK)), tf.identity(values)),
-        input_signature=[tf.TensorSpec([size], tf.float32)],
-    )
-    server.register("echo", echo, Gate(SECRET))
+    server = Server(address)
+    server.serve("echo", SECRET, lambda sender, request: Message(Kind.SUM, (), request.vectors))
     server.start()
     print("ready", flush=True)
     threading.Event().wait()
 
 
 def echo_client(size_mb: str, index: str, address: str, *_: str) -> None:
-    import tensorflow as tf
+    import numpy as np
 
     from keras_het.asynchronous.parameter_service import Partitions
-    from keras_het.asynchronous.parameter_service.client import PARTITIONS_UNDER_WAY
-    from keras_het.rpc.channel import FunctionClient
+    from keras_het.asynchronous.parameter_service.client import UNDER_WAY
+    from keras_het.exchange.client import Client
+    from keras_het.exchange.message import Kind, Message
 
-    client = FunctionClient(address, SECRET, timeout_seconds=60)
+    client = Client(address, "echo", SECRET, int(index))
+    client.connect(60.0)
     sizes = Partitions(((_elements(size_mb),),)).sizes
-    change = [tf.ones([size]) for size in sizes]
-
-    @tf.function
-    def exchange(change: Any) -> Any:
-        calls: list[Any] = []
-        for values in change:
-            earlier = calls[-PARTITIONS_UNDER_WAY:]
-            waits = [earlier[0].is_ok()] if len(earlier) == PARTITIONS_UNDER_WAY else []
-            with tf.control_dependencies(waits):
-                specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([None]))
-                calls.append(client.call("echo", [values], specs))
-        return [call.get_value()[1] for call in calls]
+    change = [np.ones(size, np.float32) for size in sizes]
 
     def run() -> None:
-        if sum(int(values.shape[0]) for values in exchange(change)) != sum(sizes):
+        calls: list[Any] = []
+        for values in change:
+            if len(calls) >= UNDER_WAY:
+                calls[-UNDER_WAY].result(60.0)
+            calls.append(client.send(Message(Kind.SUM, (), (values,))))
+        if sum(len(call.result(60.0).vectors[0]) for call in calls) != sum(sizes):
             raise RuntimeError("not all came back")
 
     run()

@@ -49,7 +49,6 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import (
 )
 from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
 from tensorflow.python.eager import context as eager_context
-from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.framework.composite_tensor import CompositeTensor
 from tensorflow.python.framework.type_spec import type_spec_from_value
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
@@ -62,27 +61,6 @@ except ImportError:
     from keras.src.backend.tensorflow import nn as keras_nn
     from keras.src.backend.tensorflow.core import Variable as KerasTensorFlowVariable
 
-try:
-    from tensorflow.python.distribute.experimental.rpc.rpc_ops import (
-        GrpcClient,
-        GrpcServer,
-        StatusOrResult,
-    )
-except ImportError:  # other parts do without
-
-    class GrpcClient:  # type: ignore[no-redef]
-        """Stands for TensorFlow's classes of remote calls."""
-
-        def __init__(self, *args: object, **kwargs: object) -> None:
-            raise ImportError(
-                f"Async workers need TensorFlow's rpc_ops. Received: TensorFlow {tf.__version__}, "
-                "which has moved it. Install a version that was seen, with pip install --upgrade . "
-                "in the checkout of keras_het."
-            )
-
-    GrpcServer = StatusOrResult = GrpcClient
-
-ConcreteFunction: TypeAlias = concrete_function.ConcreteFunction
 EpochIterator: TypeAlias = keras_tf_trainer.EpochIterator
 # AutoGraph turns a loop over this type into one of the graph; Keras asks for its subclass
 # tf.distribute.DistributedIterator, and steps through anything else in Python.
@@ -95,7 +73,6 @@ StrategyExtended = distribute_lib.StrategyExtendedV2
 CollectiveKeys: TypeAlias = cross_device_utils.CollectiveKeys
 CollectiveReplicaLauncher = cross_device_utils.CollectiveReplicaLauncher
 CommunicationOptions: TypeAlias = collective_util.Options
-RpcServer = GrpcServer
 # Keras 3.16 renames both.
 TensorFlowTrainer = getattr(keras_tf_trainer, "TensorFlowTrainer", None) or keras_tf_trainer.Trainer
 BaseTrainer = getattr(keras_base_trainer, "BaseTrainer", None) or keras_base_trainer.Trainer
@@ -125,31 +102,6 @@ __all__ = [
 ]
 
 
-class RpcAnswer(StatusOrResult):
-    """Status or value of a call, which frees its resource where it was made.
-
-    TensorFlow's class frees it in whatever graph is being built at its collection: a stray
-    operation of another function, which fails when that runs.
-    """
-
-    def __del__(self) -> None:
-        if sys.is_finalizing():
-            return
-        is_in_graph = tf.is_symbolic_tensor(self._status_or)
-        with self._status_or.graph.as_default() if is_in_graph else tf.init_scope():
-            super().__del__()
-
-
-class RpcClient(GrpcClient):
-    """TensorFlow's client; its calls return `RpcAnswer`."""
-
-    @tf.autograph.experimental.do_not_convert  # frames that it converts outlive the call
-    def call(self, *args: object, **kwargs: object) -> RpcAnswer:
-        answer = super().call(*args, **kwargs)
-        answer.__class__ = RpcAnswer
-        return answer
-
-
 def replace_everywhere(
     function: Callable[..., Any], replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
@@ -157,10 +109,6 @@ def replace_everywhere(
     variables = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     called = dict(variables)["fn"]  # of the decorator that shortens tracebacks
     called.cell_contents = replacement(called.cell_contents)
-
-
-def bind_captures(function: ConcreteFunction, captures: list[tf.Tensor]) -> None:
-    function.set_external_captures(captures)
 
 
 def start_collecting_graphs() -> None:
@@ -176,10 +124,6 @@ def stop_collecting_graphs() -> list[Any]:
     context.disable_run_metadata()
     context.disable_graph_collection()
     return graphs
-
-
-def mutex_of(section: tf.CriticalSection) -> tf.Tensor:
-    return section._handle
 
 
 def recreate_variable(variable: keras.Variable) -> None:

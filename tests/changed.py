@@ -28,7 +28,7 @@ TESTS_OF = {
     ),
     "keras_het/private_api.py": ("test_private_api.py", "test_private_graphs.py", "outside"),
     "keras_het/asynchronous/": (
-        *("asynchronous", "rpc", "callbacks/test_hybrid_aggregation.py"),
+        *("asynchronous", "callbacks/test_hybrid_aggregation.py"),
         *(f"multi_process/test_{name}.py" for name in ("hybrid", "hybrid_faults", "role_choice")),
     ),
     "keras_het/callbacks/": ("callbacks", "multi_process/test_callbacks_across_workers.py"),
@@ -44,7 +44,6 @@ TESTS_OF = {
     ),
     "keras_het/planning/": ("planning",),
     "keras_het/ray/": ("elastic", "launch/test_run_on_ray.py"),
-    "keras_het/rpc/": ("rpc", "asynchronous", "multi_process/test_hybrid.py"),
     "keras_het/strategy/": ("strategy", *EXACT),
     "keras_het/strategy/batches/": EXACT,
     "keras_het/strategy/cluster/": (
@@ -56,7 +55,10 @@ TESTS_OF = {
     ),
     "keras_het/strategy/exact/": EXACT,
     "keras_het/strategy/pipeline/": ("pipeline", "multi_process/test_pipeline_across_workers.py"),
-    "keras_het/exchange/": ("exchange", "summation"),
+    "keras_het/exchange/": (
+        *("exchange", "summation", "asynchronous"),
+        *("multi_process/test_hybrid.py", "multi_process/test_summation_across_workers.py"),
+    ),
     "keras_het/summation/": (
         "summation",
         "multi_process/test_summation_across_workers.py",

@@ -112,18 +112,9 @@ SIGNATURES = [
         "all_reduce(self, input_tensor, control_input, options)",
     ),
     (private_api.cross_device_utils.CollectiveReplicaLauncher, "_next_instance_key(self)"),
-    (private_api.ConcreteFunction, "set_external_captures(self, captures)"),
     (private_api.autograph, "convert(recursive)"),
     (private_api.autograph_loader, "load_source(source, delete_on_exit)"),
     (private_api.ag_ctx.ControlStatusCtx, "__init__(self, status)"),
-    (private_api.RpcServer, "__init__(self, address)"),
-    (private_api.RpcServer, "register(self, method_name, func)"),
-    (private_api.RpcServer, "start(self)"),
-    (
-        private_api.RpcClient,
-        "__init__(self, address, name, list_registered_methods, timeout_in_ms)",
-    ),
-    (private_api.RpcClient.__base__, "call(self, method_name, args, output_specs, timeout_in_ms)"),
     (adapter.Node, "__init__(self, operation, call_args, call_kwargs, outputs)"),
     (adapter.Functional, "call(self, inputs, training, mask)"),
     (adapter.Functional, "_standardize_inputs(self, inputs)"),
@@ -437,26 +428,6 @@ def test_seeds_of_one_thread_may_come_from_a_sequence_apart(logical_devices):
     assert iterator_adapter.operation_seed_state() is None
     with iterator_adapter.separate_operation_seeds(None):
         assert tf.random.uniform([]).shape == []
-
-
-def test_a_function_runs_on_what_it_is_bound_to(logical_devices):
-    variables = [tf.Variable(1), tf.Variable(10)]
-    sections = [tf.CriticalSection() for _ in variables]
-    mutexes = [private_api.mutex_of(section) for section in sections]
-    assert mutexes[0] is not mutexes[1]
-
-    @tf.function(input_signature=[])
-    def count():
-        return sections[0].execute(lambda: variables[0].assign_add(1))
-
-    function = count.get_concrete_function()
-    captures = function.captured_inputs
-    own = {id(variables[0].handle): variables[1].handle, id(mutexes[0]): mutexes[1]}
-    assert {id(capture) for capture in captures} == set(own)
-    private_api.bind_captures(function, [own[id(capture)] for capture in captures])
-    assert int(function()) == 11 and int(variables[0]) == 1
-    private_api.bind_captures(function, captures)
-    assert int(function()) == 2 and int(variables[1]) == 11
 
 
 def test_an_iterator_goes_on_in_another(logical_devices):

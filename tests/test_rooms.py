@@ -16,7 +16,7 @@ ROOMS = [
     "planning.diagnosis",
     "tensorboard",
     ".",
-    *("fit", "exchange", "rpc"),
+    *("fit", "exchange"),
     *("loader", "loader.host", "loader.order", "loader.iterators", "loader.inspection"),
     *("loader.input", "loader.tuning"),
     "loader.validation",

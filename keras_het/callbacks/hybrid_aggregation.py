@@ -20,6 +20,7 @@ from keras_het.asynchronous.exchange import (
 )
 from keras_het.asynchronous.exchange.pace import FIRST_PERIOD
 from keras_het.asynchronous.parameter_service import TopKWire, Wire
+from keras_het.asynchronous.parameter_service.partitions import PARTITION_BYTES
 from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH
 from keras_het.asynchronous.roles.role_choice import MEASURED_STEPS, RoleChoice, start_again
 from keras_het.asynchronous.rules import RULES, ElasticAveraging, UpdateRule, get
@@ -33,7 +34,6 @@ from keras_het.fit.session import FitSession, Rank, StepFunction
 from keras_het.fit.shorter_epochs import ShorterEpochs
 from keras_het.planning import RolePlan
 from keras_het.planning.argument_checks import check_number, check_one_of, check_verbose, expect
-from keras_het.rpc.vector import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.batches.uneven_per_replica import find_sizes
 from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig
 from keras_het.strategy.keras_calls import SessionCallback
@@ -132,7 +132,7 @@ class HybridAggregation(SessionCallback):
         end_seconds: float = 60.0,
         wire: Wire | None = None,
         service: str = "auto",
-        partition_bytes: int = LARGEST_MESSAGE_BYTES,
+        partition_bytes: int = PARTITION_BYTES,
         roles: str = "tf_config",
         measured_steps: int = MEASURED_STEPS,
         noise_scale: float | None = None,

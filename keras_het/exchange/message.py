@@ -37,6 +37,29 @@ class Kind(enum.IntEnum):
     DESCRIBE = 8
     DESCRIPTION = 9
     FINISH = 10
+    STATUS = 11
+    PULL = 12
+    VALUES = 13
+    VALUES_16 = 14
+    PUSH = 15
+    PUSH_16 = 16
+    PUSH_TOP = 17
+    RESTORE = 18
+    EXPORT = 19
+    STATE = 20
+    SIGNAL = 21
+    LATEST = 22
+    CLOSE_TRAINING = 23
+    CLAIM = 24
+    GRANT = 25
+    REPORT = 26
+    FACTS = 27
+    PACE = 28
+    PACES = 29
+    LEAD = 30
+    OVERVIEW = 31
+    DIRECTORY = 32
+    OFFER = 33
 
 
 class _Layout(NamedTuple):
@@ -57,6 +80,31 @@ _LAYOUTS = {
     Kind.DESCRIBE: _Layout(0, ()),
     Kind.DESCRIPTION: _Layout(1, ("<u1",)),  # microseconds since the epoch; JSON in UTF-8
     Kind.FINISH: _Layout(0, ()),
+    # The center of asynchronous workers, part by part
+    Kind.STATUS: _Layout(2, ()),  # Status; a number that the request asks for
+    Kind.PULL: _Layout(2, ()),  # part; whether in full whatever the format of messages is
+    Kind.VALUES: _Layout(3, ("<f4",)),  # Status, version, whether the push waited; values
+    Kind.VALUES_16: _Layout(3, ("<u2",)),  # the same, with bits of 16-bit floats
+    Kind.PUSH: _Layout(4, ("<f4",)),  # part, number of the push, version last seen, samples
+    Kind.PUSH_16: _Layout(4, ("<u2",)),
+    Kind.PUSH_TOP: _Layout(4, ("<f4", "<i4")),  # the same; the largest values and their places
+    Kind.RESTORE: _Layout(1, ("<f4",)),  # part; its center
+    Kind.EXPORT: _Layout(1, ()),  # part
+    Kind.STATE: _Layout(1, ("<u1", "<u1")),  # part; names, types and shapes in JSON; their bytes
+    Kind.SIGNAL: _Layout(3, ()),  # part, worker, Signal
+    Kind.LATEST: _Layout(0, ()),
+    Kind.CLOSE_TRAINING: _Layout(0, ()),
+    # The ledger of global batches and samples
+    Kind.CLAIM: _Layout(2, ()),  # epoch, number of batches
+    Kind.GRANT: _Layout(3, ()),  # Status, first batch, number of batches
+    Kind.REPORT: _Layout(3, ()),  # number of the report, samples, Presence
+    Kind.FACTS: _Layout(0, ("<i8",)),
+    Kind.PACE: _Layout(0, ("<f8",)),
+    Kind.PACES: _Layout(0, ("<f8", "<f8")),
+    Kind.LEAD: _Layout(2, ("<i8",)),  # number of the report, samples; facts of the training
+    Kind.OVERVIEW: _Layout(0, ("<f8",)),
+    Kind.DIRECTORY: _Layout(0, ("<u1",)),  # addresses, or nothing to ask for them
+    Kind.OFFER: _Layout(0, ("<u1",)),  # a training in JSON
 }
 
 

@@ -46,11 +46,12 @@ class Server:
         address: str,
         largest_message: int = LARGEST_MESSAGE,
         most_bytes: int = 2**32,
-        most_connections: int = 256,
+        most_connections: int = 1024,
     ) -> None:
         self._largest = largest_message
         self.budget = Budget(most_bytes)
         self._services: dict[str, tuple[bytes, Handler]] = {}
+        self._ending: set[str] = set()
         self._sessions: dict[str, set[Session]] = {}
         self._nonces = Nonces()
         self._lock = threading.Lock()
@@ -93,9 +94,22 @@ class Server:
         """Add a service; one of the same name ends, with its connections."""
         with self._lock:
             self._services[service] = credential, handler
+            self._ending.discard(service)
             ended = self._sessions.pop(service, set())
         for session in ended:
             session.end(ConnectionError("The service has started again."))
+
+    def end(self, service: str) -> None:
+        """Let a service end: who does not know its credential may be of the next one, and waits."""
+        self._ending.add(service)
+
+    def withdraw(self, service: str) -> None:
+        """Remove a service, with its connections."""
+        with self._lock:
+            self._services.pop(service, None)
+            ended = self._sessions.pop(service, set())
+        for session in ended:
+            session.end(ConnectionError("The service has ended."))
 
     def start(self) -> None:
         self._server.start()
@@ -142,6 +156,8 @@ class Server:
             context.abort(grpc.StatusCode.ABORTED, "A proof is good for one connection.")
         credential, handler = self._services[service]
         keys = make_keys(credential, service, sender, nonce, own)
+        if not keys.is_shown(proof) and service in self._ending:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "The training here is ending.")
         if not keys.is_shown(proof):
             context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,

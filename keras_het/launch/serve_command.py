@@ -42,19 +42,6 @@ def share_freed_memory() -> bool:
     return all([set_option(option, value) == 1 for option, value in options.items()])
 
 
-def compute_without_splitting() -> None:
-    """Let one thread compute each operation as a whole.
-
-    An update of a partition takes well below a millisecond: splitting it among threads, and waking
-    them, takes longer than it saves, and takes time from the threads that carry messages.
-    Parallelism comes from partitions and clients instead. Call it before TensorFlow's first
-    operation.
-    """
-    import tensorflow as tf
-
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-
-
 def add_serve_command(commands: Commands) -> None:
     serve = add_command(
         commands,
@@ -78,12 +65,10 @@ def serve_parameters(options: argparse.Namespace) -> int:
     # imported late: TensorFlow takes seconds, and reads the environment
     import keras
 
-    from keras_het.rpc.secret import read_secret
-    from keras_het.rpc.server import ServerStartError
+    from keras_het.exchange.secret import read_secret
     from keras_het.strategy.cluster.cluster_config import read_cluster_config
 
     check_keras_backend(keras.backend.backend())
-    compute_without_splitting()
     config = read_cluster_config()
     if config is None or not config.is_serving_only:
         raise ValueError(_wrong_task(config))
@@ -95,12 +80,10 @@ def serve_parameters(options: argparse.Namespace) -> int:
     from keras_het.asynchronous.exchange.hosting import ServingProcess
 
     process = ServingProcess(address, secret, stopped.is_set, _say)
-    try:
-        while process.serve_one():
-            if options.once and not process.is_offered_another:
-                break
-    except ServerStartError as error:
-        raise OSError(str(error)) from error  # wrong usage, not a defect
+    while process.serve_one():
+        if options.once and not process.is_offered_another:
+            break
+    process.close()
     return 0
 
 

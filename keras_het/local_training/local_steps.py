@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_het.fit.session import Batches, FitSession, Rank, StepFunction
-from keras_het.rpc.vector import Vector
+from keras_het.packed_variables import PackedVariables
 from keras_het.value_types import Nest
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def adopt_variables_of_the_chief(model: keras.Model, strategy: HeterogeneousStra
     unique = list({id(variable): variable for variable in variables}.values())
     for dtype in (tf.float64, tf.int64):
         same_kind = [v for v in unique if _kind(v.dtype) == dtype]
-        adopt_vector_of_the_chief(Vector(same_kind, strategy, dtype), strategy)
+        adopt_vector_of_the_chief(PackedVariables(same_kind, strategy, dtype), strategy)
 
 
 def _kind(dtype: str) -> tf.DType | None:
@@ -97,7 +97,7 @@ def _kind(dtype: str) -> tf.DType | None:
     return tf.int64 if kind.is_integer else None
 
 
-def adopt_vector_of_the_chief(variables: Vector, strategy: HeterogeneousStrategy) -> None:
+def adopt_vector_of_the_chief(variables: PackedVariables, strategy: HeterogeneousStrategy) -> None:
     """Give every worker the chief's values, bit for bit."""
     if not variables.size:
         return

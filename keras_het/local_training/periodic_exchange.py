@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_het.asynchronous.rules import SynchronousRule
 from keras_het.local_training.local_steps import adopt_vector_of_the_chief
 from keras_het.local_training.pace import Pace
-from keras_het.rpc.vector import Vector, shared_variables
+from keras_het.packed_variables import PackedVariables, shared_variables
 
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
@@ -45,8 +45,8 @@ class PeriodicExchange:
             Fragment(
                 strategy,
                 rule,
-                Vector([variables[number] for number in group], strategy),
-                Vector([] if place else state, strategy),
+                PackedVariables([variables[number] for number in group], strategy),
+                PackedVariables([] if place else state, strategy),
                 None if place else self.pace,
             )
             for place, group in enumerate(groups)
@@ -160,8 +160,8 @@ class Fragment:
         self,
         strategy: HeterogeneousStrategy,
         rule: SynchronousRule,
-        weights: Vector,
-        statistics: Vector,
+        weights: PackedVariables,
+        statistics: PackedVariables,
         pace: Pace | None = None,
     ) -> None:
         self._strategy, self._rule, self._pace = strategy, rule, pace

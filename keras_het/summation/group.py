@@ -19,7 +19,7 @@ from keras_het import private_api
 from keras_het.exchange.client import Client
 from keras_het.exchange.message import Kind, Message, Vector
 from keras_het.exchange.sums import Sums
-from keras_het.rpc.vector import pack, unpack
+from keras_het.packed_variables import pack, unpack
 from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig
 from keras_het.summation.machine import tell_group_size
 from keras_het.summation.options import Summation

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from keras_het.exchange.client import Client
 from keras_het.exchange.message import Kind, Message
-from keras_het.rpc.admission import credential, model_fingerprint
-from keras_het.rpc.secret import read_secret
+from keras_het.exchange.secret import credential, model_fingerprint, read_secret
 from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
 from keras_het.summation.service import SummationService, summation_credential
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from keras_het.exchange.secret import credential, model_fingerprint, read_secret
 from keras_het.exchange.server import Server
 from keras_het.exchange.sums import Sums
-from keras_het.rpc.admission import credential, model_fingerprint
-from keras_het.rpc.secret import read_secret
 
 SERVICE = "sums"
 

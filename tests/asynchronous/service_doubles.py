@@ -1,19 +1,20 @@
-"""What stands beside a service in these tests: its clients, lost calls, a clock."""
+"""What stands beside a service in these tests: its clients, lost answers, a clock."""
 
-import json
+import contextlib
+from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
-import tensorflow as tf
-from addresses import free_address
 
 from keras_het.asynchronous.exchange.exchange_engine import VectorExchange
 from keras_het.asynchronous.exchange.hosting import ServiceSpec
 from keras_het.asynchronous.parameter_service import ParameterClient, ParameterService, credential
-from keras_het.asynchronous.rules import serialize
-from keras_het.rpc.channel import LocalChannel
+from keras_het.asynchronous.parameter_service.channel import SERVICE, LocalChannel, RemoteChannel
+from keras_het.exchange.server import Server
 
 SECRET = b"0123456789abcdef"
 PROOF = credential(SECRET, "model")
+SECONDS = 30.0  # the hard time-out of what other threads do
 
 
 def service_spec(**changed):
@@ -29,96 +30,87 @@ def service_spec(**changed):
         "staleness_bound": None,
         "fingerprint": "model",
         "num_services": 1,
-        "partition_size": 7,
+        "partition_bytes": 28,
     }
     return ServiceSpec(**(given | changed))
 
 
-def start_service(partitions, rule, num_clients=3, **options):
-    service = ParameterService(free_address(), partitions, rule, PROOF, num_clients, **options)
-    service.start()
-    return service
+class Service(ParameterService):
+    """The parts of one vector in this process, with a center of zeros unless it awaits one."""
+
+    def __init__(self, partitions, rule, num_workers=3, awaits_center=False, **options):
+        super().__init__(num_workers)
+        self.partitions, self.rule, self.wire = partitions, rule, options.get("wire")
+        self.hold(partitions, rule, **options)
+        if not awaits_center:
+            self.set_center(np.zeros(partitions.size, np.float32))
+
+    def set_center(self, vector):
+        values = self.partitions.cut(np.asarray(vector, np.float32))
+        for number, part in self.parts.items():
+            part.set_center(values[number])
+
+    @property
+    def center(self):
+        return flat([self.parts[number].center for number in sorted(self.parts)])
+
+    @property
+    def versions(self):
+        return [self.parts[number].version for number in sorted(self.parts)]
+
+    def client(self, worker=0, handle=None, **options):
+        """A client within this process, as another worker; it takes messages like a remote one."""
+        channel = LocalChannel("here", handle or partial(self.handle, worker))
+        return ParameterClient([channel], self.partitions, **{"wire": self.wire} | options)
+
+    def own_client(self):
+        """The client of the leader whose center this is."""
+        return self.client(handle=partial(self.handle_own, 0), wire=None)
+
+    def exchange(self, worker=1, rule=None, **options):
+        rule = rule or self.rule
+        return VectorExchange(self.client(worker, may_wait=rule.may_wait, **options), rule)
 
 
-class SharedService:
-    """A service that is as new for each test that needs one like it."""
+@contextlib.contextmanager
+def serving(*services, handlers=None):
+    """Serve what services hold; yields what connects a client to all of them, and the servers."""
+    servers, channels = [], []
+    for handle in handlers or [service.handle for service in services]:
+        servers.append(Server("127.0.0.1:0"))
+        servers[-1].serve(SERVICE, PROOF, handle)
+        servers[-1].start()
 
-    def __init__(self, service):
-        self.service, self.exchanges = service, []
-        owned = [variables_of(part) for part in service._parts]
-        owned += [slots.values() for slots in service.slots()]
-        self._new = [(variable, variable.numpy()) for own in owned for variable in own]
+    def connect(worker=0, proof=PROOF, seconds=SECONDS, **options):
+        own = [RemoteChannel(server.address, proof, worker, seconds) for server in servers]
+        channels.extend(own)
+        given = {"partitions": services[0].partitions, "wire": services[0].wire} if services else {}
+        return ParameterClient(own, **given | options)
 
-    def begin_again(self):
-        for exchange in self.exchanges:
-            if exchange.pending is not None:  # a push that still travels would count
-                exchange.pending.push.wait()
-        self.exchanges.clear()
-        for variable, value in self._new:
-            variable.assign(value)
-
-
-_SHARED = {}
-
-
-def variables_of(owner):
-    return [value for value in vars(owner).values() if isinstance(value, tf.Variable)]
+    try:
+        yield connect, servers
+    finally:
+        for each in (*channels, *servers):
+            each.close()
 
 
-def shared_service(partitions, rule, num_clients=3, **options):
-    """A service like that of `start_service`, which must not be closed.
-
-    Tracing its functions takes longer than most tests. Two in one test must differ.
-    """
-    settings = {name: getattr(value, "name", value) for name, value in options.items()}
-    key = partitions, json.dumps([serialize(rule), num_clients, settings])
-    if key not in _SHARED:
-        _SHARED[key] = SharedService(start_service(partitions, rule, num_clients, **options))
-    _SHARED[key].begin_again()
-    return _SHARED[key].service
+def flat(parts):
+    return np.concatenate([np.ravel(part) for part in parts])
 
 
-def connect(service, client=0, **options):
-    return ParameterClient(service.address, service.partitions, PROOF, client, **options)
-
-
-def exchange_with(service, client=0, rule=None, **options):
-    exchange = VectorExchange(connect(service, client, **options), rule or service._rule)
-    for shared in _SHARED.values():
-        if shared.service is service:
-            shared.exchanges.append(exchange)
-    return exchange
-
-
-def client_within(service, client=0):
-    return connect(service, client, channels=[LocalChannel(service._server)])
-
-
-def exchange_within(service, client, samples, changes):
-    own = client_within(service, client)
-    return own.push(changes, service.versions(), samples, changes).partitions
-
-
-def flat(partitions):
-    return np.concatenate([np.array(part) for part in partitions])
-
-
-class LostCall:
+def lost(error="lost"):
     """A call whose answer never came."""
-
-    def is_ok(self):
-        return tf.constant(False)
-
-    def get_error(self):
-        return tf.constant(4), tf.constant("deadline exceeded")
+    call = Future()
+    call.set_exception(ConnectionError(error))
+    return call
 
 
 def lose_answer(exchange, *parts):
-    """Waits until a push has arrived, and loses its answers, or those of some parts."""
+    """Wait until a push has been answered, and lose the answers, or those of some parts."""
     push = exchange.pending.push
-    push.wait()
+    push.answer()
     for part in parts or range(len(push.calls)):
-        push.calls[part] = LostCall()
+        push.calls[part] = lost()
 
 
 class Clock:

@@ -1,13 +1,11 @@
 """The sync group knows its batches before it needs them, whatever its period becomes."""
 
 import dataclasses
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tensorflow as tf
-from service_doubles import Clock
 
 from keras_het.asynchronous.exchange import sync_group
 from keras_het.asynchronous.exchange.claims import Grant, GroupClaims
@@ -18,19 +16,17 @@ from keras_het.asynchronous.rules import Delta
 from keras_het.loader.input.data_pass import ClaimedPass
 
 NUM_BATCHES = 200
+WEIGHTS = [np.zeros(1, np.float32)]
 
 
 class CenterOfBatches:
     """Hands out the batches of one epoch; each claim of the group is followed by another's."""
 
-    def __init__(self):
-        self.next, self.theirs = 0, []
-
     def start_epoch(self, epoch):
         self.next, self.theirs = 0, []
 
     def exchange(self, weights, state, samples, push, wait=False):
-        return [tf.constant([0.0])]
+        return WEIGHTS
 
     def claim(self, epoch, count):
         first, granted = self.next, min(count, NUM_BATCHES - self.next)
@@ -47,17 +43,17 @@ class CenterOfBatches:
 class Group(SyncGroup):
     """A sync group of one worker without model and strategy, told its periods by the test."""
 
-    def __init__(self, periods, steps_per_execution):
+    def __init__(self, periods, steps_per_execution=1):
         self.options = HybridOptions(Delta(), period=periods[0], adapts_period=True)
         self.rule, self.first_pass = self.options.rule, 0
         self.model = SimpleNamespace(steps_per_execution=steps_per_execution)
-        weights = SimpleNamespace(read=lambda: [tf.constant([0.0])], write=lambda values: None)
+        weights = SimpleNamespace(read=lambda: WEIGHTS, write=lambda values: None)
         self.vectors = SimpleNamespace(weights=weights, state=None, all=[weights])
         self._mean_gradient, self._claims = None, None
         self._pace = SimpleNamespace(computed=lambda steps, samples: None, exchanging=nullcontext)
         self._service, self.center = ExitStack(), CenterOfBatches()
         self._epoch = self._steps = self._samples = self._num_known = self._counted = 0
-        self._sum = list
+        self.strategy = SimpleNamespace(num_workers=1)
         self.period, self._periods = periods[0], iter(periods)
 
     def _next_period(self):
@@ -68,19 +64,14 @@ class Batches:
     """Gives the number of each batch that is wanted."""
 
     def __init__(self):
-        self.wanted = []
+        self.wanted, self.numbers = [], iter(range(NUM_BATCHES))
 
     def order(self, wanted):
         self.wanted.append(wanted)
 
     def read(self):
-        if self.given == NUM_BATCHES:
-            raise StopIteration
-        self.given += 1
-        number = self.given - 1
+        number = next(self.numbers)
         return ([number], np.array([1])) if self.wanted[number] else None
-
-    given = 0
 
     def close(self):
         pass
@@ -91,14 +82,11 @@ def train(group, steps_per_execution):
     run = ClaimedPass(Batches(), group.claims(), lookahead=2, number=0)
     taken = []
     while not run.ended:
-        steps = 0
-        for _ in range(steps_per_execution):
-            try:
+        before = len(taken)
+        with suppress(StopIteration):
+            for _ in range(steps_per_execution):
                 taken += run.next_element()[0]
-            except StopIteration:
-                break
-            steps += 1
-        if steps:
+        if steps := len(taken) - before:
             group.steps_done(steps, steps)
     return taken
 
@@ -123,14 +111,11 @@ def test_every_batch_is_taken_once(periods, steps_per_execution):
 
 
 def test_batches_are_not_claimed_further_ahead_than_needed():
-    group = Group(PERIODS["up and down"], 1)
+    group = Group(PERIODS["up and down"])
     group.start_epoch(0)
-    ahead = []
     for _ in range(60):
         group.steps_done(1, 1)
-        ahead.append(group._num_known)
-    assert max(ahead) <= 2 * 7
-    assert min(ahead) >= 1
+        assert 1 <= group._num_known <= 2 * 7
 
 
 def test_a_batch_of_which_nobody_knows_whose_it_is_is_not_passed_over():
@@ -143,30 +128,34 @@ def test_a_batch_of_which_nobody_knows_whose_it_is_is_not_passed_over():
 
 
 class CenterOfOneWorker(CenterOfBatches):
-    """Has an async worker that trains and waits until the given times, in seconds."""
+    """Has an async worker that trains and waits until the given times, in seconds slept."""
 
-    def __init__(self, clock, trains_until, waits_until):
-        super().__init__()
-        self._clock, self._trains, self._waits = clock, trains_until, waits_until
-        self.stages, self.concluded = [], None
+    state = None
+
+    def __init__(self, trains_until, waits_until):
+        self._trains, self._waits = trains_until, waits_until
+        self.now, self.stages, self.concluded = 0.0, [], None
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
 
     def weights(self):
-        return [tf.constant([0.0])]
-
-    def state(self):
-        return []
+        return WEIGHTS
 
     def set_stage(self, stage):
         self.stages.append(stage)
 
     def training_workers(self):
-        return [1] if self._clock.now < self._trains else []
+        return [1] if self.now < self._trains else []
 
     def waiting_workers(self):
-        return [1] if self._trains <= self._clock.now < self._waits else []
+        return [1] if self._trains <= self.now < self._waits else []
 
     def conclude(self):
-        self.concluded = self._clock.now
+        self.concluded = self.now
 
 
 @pytest.mark.parametrize(
@@ -178,11 +167,10 @@ def test_who_is_still_training_gets_the_final_weights(
     monkeypatch, trains_until, waits_until, concluded
 ):
     """With `end_seconds` of 1, for the last change and again for the final weights."""
-    clock = Clock()
-    monkeypatch.setattr(sync_group, "time", clock)
-    group = Group([1], 1)
+    group = Group([1])
     group.options = dataclasses.replace(group.options, end_seconds=1.0)
-    group.center = center = CenterOfOneWorker(clock, trains_until, waits_until)
+    group.center = center = CenterOfOneWorker(trains_until, waits_until)
+    monkeypatch.setattr(sync_group, "time", center)
     group.end()
     assert center.stages == [Stage.ENDING, Stage.CLOSED]
     assert center.concluded == pytest.approx(concluded, abs=0.05)

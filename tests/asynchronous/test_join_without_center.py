@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from service_doubles import exchange_with, shared_service
+from service_doubles import Service
 
 from keras_het.asynchronous.exchange import async_worker
 from keras_het.asynchronous.exchange.async_worker import AsyncWorker
+from keras_het.asynchronous.exchange.connection import Connection
 from keras_het.asynchronous.exchange.exchange_engine import NoCenterError
 from keras_het.asynchronous.exchange.participant import HybridOptions
-from keras_het.asynchronous.parameter_service import ParameterService, Partitions
+from keras_het.asynchronous.parameter_service import Partitions
 from keras_het.asynchronous.rules import Delta
 
 PARTITIONS = Partitions(((2,),))
@@ -35,12 +36,12 @@ class Worker(AsyncWorker):
         self.written: list[Any] = []
         weights = SimpleNamespace(write=self.written.append)
         self.vectors = SimpleNamespace(weights=weights, state=None, all=[weights])
-        self._number, self._unreported, self._heartbeat = 1, 0, None
+        self._number, self._unreported, self._heartbeat, self._connection = 1, 0, None, None
 
 
-def joins(worker: Worker, service: ParameterService, refusals: int) -> int:
+def joins(worker: Worker, service: Service, refusals: int) -> int:
     """Has the worker join a service that gets its center after some refusals; how many came."""
-    center = exchange_with(service, 1)
+    center = service.exchange()
     pull, met = center.pull, []
 
     def pull_and_note(*arguments: Any) -> Any:
@@ -49,32 +50,34 @@ def joins(worker: Worker, service: ParameterService, refusals: int) -> int:
         except NoCenterError as error:
             met.append(error)
             if len(met) == refusals:
-                service.set_partitions([np.full(2, 3.0, np.float32)])
+                service.set_center([3.0, 3.0])
             raise
 
     center.pull = pull_and_note  # type: ignore[method-assign]
-    connection = [center], Ledger(), Ledger()
+    closed: list[bool] = []
+    connection = Connection([center], Ledger(), Ledger(), lambda: closed.append(True))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_worker, "open_connection", lambda worker, client: connection)
         try:
             worker._join()
         finally:
             worker.leave()
+    assert closed == [True]
     return len(met)
 
 
 @pytest.fixture
-def service(logical_devices: Any) -> Any:
-    return shared_service(PARTITIONS, Delta(), awaits_center=True)
+def service() -> Service:
+    return Service(PARTITIONS, Delta(), awaits_center=True)
 
 
-def test_waits_until_the_leader_has_brought_the_center(service: ParameterService) -> None:
+def test_waits_until_the_leader_has_brought_the_center(service: Service) -> None:
     worker = Worker(connect_seconds=60.0)
     assert joins(worker, service, refusals=3) == 3
     np.testing.assert_array_equal(worker.written[0][0], [3.0, 3.0])
 
 
-def test_a_center_that_never_comes_is_an_error_in_time(service: ParameterService) -> None:
+def test_a_center_that_never_comes_is_an_error_in_time(service: Service) -> None:
     worker = Worker(connect_seconds=0.2)
     with pytest.raises(ConnectionError, match="restarted, and without center"):
         joins(worker, service, refusals=-1)

@@ -6,14 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 from addresses import free_address
-from service_doubles import Clock
+from service_doubles import PROOF, SECONDS, Clock
 
 from keras_het.asynchronous.exchange import AsyncWorker, connection
 from keras_het.asynchronous.exchange.async_worker import Heartbeat
 from keras_het.asynchronous.exchange.connection import connect
 from keras_het.asynchronous.exchange.exchange_engine import ReturnWatch
-from keras_het.asynchronous.parameter_service import ParameterClient, Partitions, credential
-from keras_het.asynchronous.parameter_service.sample_ledger import ServiceLostError
+from keras_het.asynchronous.parameter_service.channel import (
+    RemoteChannel,
+    ServiceLostError,
+    UnknownTrainingError,
+)
+from keras_het.exchange.message import Kind, Message
 
 
 @pytest.fixture
@@ -50,14 +54,11 @@ def test_ends_with_the_last_error(clock: Clock) -> None:
     assert 300.0 <= clock.now < 301.0
 
 
-@pytest.mark.timeout(60)
 def test_no_service_is_an_error_that_says_so_in_time() -> None:
-    partitions, proof = (
-        Partitions([(3,)], partition_size=3),
-        credential(b"0123456789abcdef", "model"),
-    )
-    with pytest.raises(ConnectionError, match=r"did not answer within 1 s.*Start it first"):
-        ParameterClient(free_address(), partitions, proof, 0, timeout_seconds=1.0)
+    channel = RemoteChannel(free_address(), PROOF, 0, timeout_seconds=0.3)
+    with pytest.raises(ServiceLostError, match=r"did not answer within 0\.3 s.*on_service_loss"):
+        connect(lambda: channel.ask(Message(Kind.LATEST)), 0.0)
+    channel.close()
 
 
 class Service:
@@ -79,7 +80,7 @@ class Service:
     ("errors", "questions"),
     [
         ((), 1),
-        ((ServiceLostError("silent"), ConnectionError("refused")), 3),
+        ((ServiceLostError("silent"), UnknownTrainingError("restarted")), 3),
         ((PermissionError("another secret"), ServiceLostError("silent")), 1),
     ],
 )
@@ -88,7 +89,7 @@ def test_what_counts_as_an_answer(errors, questions):
     watch = ReturnWatch(service, 0.01)
     assert not watch.has_answered
     watch.start()
-    assert watch._answered.wait(30)
+    assert watch._answered.wait(SECONDS)
     watch.stop()
     assert len(service.threads) == questions
     assert threading.current_thread() not in service.threads
@@ -99,7 +100,7 @@ def test_it_asks_once_at_a_time_and_no_more_after_its_end():
     watch = ReturnWatch(service, 0.0)
     watch.start()
     watch.start()
-    assert service.enough.wait(30)
+    assert service.enough.wait(SECONDS)
     watch.stop()
     questions = len(service.threads)
     assert len(set(service.threads)) == 1
@@ -113,7 +114,7 @@ def test_pauses_grow_where_what_follows_the_answer_fails():
     for _ in range(9):
         pauses.append(watch._pause)
         watch.start()
-        assert watch._answered.wait(30)
+        assert watch._answered.wait(SECONDS)
     assert pauses == [1e-3 * min(2**n / 4, 16) for n in range(9)]
     watch.attached()
     assert watch._pause == pauses[0]
@@ -136,10 +137,10 @@ class SilentService(Service):
 def assert_ends_without_an_answer(end, asked, thread):
     ending = threading.Thread(target=end, daemon=True)
     ending.start()
-    ending.join(30)
+    ending.join(SECONDS)
     has_ended = not ending.is_alive()
     asked.answers.set()
-    thread.join(30)
+    thread.join(SECONDS)
     assert has_ended and not thread.is_alive()
 
 
@@ -147,7 +148,7 @@ def test_its_end_waits_for_no_question_and_hears_no_late_answer():
     service = SilentService()
     watch = ReturnWatch(service, 0.0)
     watch.start()
-    assert service.enough.wait(30)
+    assert service.enough.wait(SECONDS)
     assert_ends_without_an_answer(watch.stop, service, watch._thread)
     assert not watch.has_answered
 
@@ -166,7 +167,7 @@ class SilentLedger:
 def test_a_worker_reports_again_after_a_report_that_was_lost():
     reports = Service(ServiceLostError("silent"), ServiceLostError("silent"))
     heartbeat = Heartbeat(SimpleNamespace(report=lambda presence: reports()), 0.0)
-    assert reports.enough.wait(30)
+    assert reports.enough.wait(SECONDS)
     heartbeat.stop()
 
 
@@ -174,7 +175,7 @@ class LeavingWorker(AsyncWorker):
     """What of an async worker has to be ended."""
 
     def __init__(self, ledger):
-        self._return = SimpleNamespace(stop=lambda: None)
+        self._connection = None
         self._heartbeat = Heartbeat(ledger, 0.0)
 
 
@@ -182,6 +183,6 @@ def test_a_worker_that_leaves_does_not_wait_for_a_report_without_an_answer():
     ledger = SilentLedger()
     worker = LeavingWorker(ledger)
     thread = worker._heartbeat._thread
-    assert ledger.asked.wait(30)
+    assert ledger.asked.wait(SECONDS)
     assert_ends_without_an_answer(worker.leave, ledger, thread)
     assert worker._heartbeat is None

@@ -1,17 +1,17 @@
-"""The service and its client over a real connection, and who is let in."""
+"""The service and its clients, over a real connection and within the process."""
 
+import itertools
 import threading
-import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
-import tensorflow as tf
-from addresses import free_address
-from service_doubles import PROOF as GOOD
-from service_doubles import client_within, exchange_within, flat, shared_service, start_service
-from service_doubles import connect as connect_to
+from addresses import free_address, silent_address
+from service_doubles import PROOF, SECRET, Service, flat, service_spec, serving
 
+from keras_het.asynchronous.exchange.hosting import HostedParts
 from keras_het.asynchronous.parameter_service import (
+    NO_ANSWER,
     FloatWire,
     ParameterClient,
     ParameterService,
@@ -19,9 +19,17 @@ from keras_het.asynchronous.parameter_service import (
     Status,
     TopKWire,
     credential,
-    model_fingerprint,
 )
-from keras_het.asynchronous.parameter_service import service as parameter_service
+from keras_het.asynchronous.parameter_service import client as client_module
+from keras_het.asynchronous.parameter_service.channel import (
+    SERVICE,
+    RemoteChannel,
+    ServiceLostError,
+    UnknownTrainingError,
+)
+from keras_het.asynchronous.parameter_service.client import UNDER_WAY
+from keras_het.asynchronous.parameter_service.part import LARGEST_SAMPLES, pack_state
+from keras_het.asynchronous.parameter_service.partitions import spread_partitions
 from keras_het.asynchronous.rules import (
     AsyncEASGD,
     AsyncSGD,
@@ -29,275 +37,164 @@ from keras_het.asynchronous.rules import (
     Delta,
     ElasticAveraging,
     RoundRobinEASGD,
+    Signal,
+    serialize,
 )
-from keras_het.rpc.secret import read_secret
+from keras_het.exchange.message import _LAYOUTS, Kind, Message, decode, encode
 
-SHAPES = ((3, 4), (5,), ())
-PARTITIONS = Partitions(SHAPES, partition_size=7)  # 18 elements: three of six
+PARTITIONS = Partitions(((3, 4), (5,), ()), partition_bytes=28)  # 18 elements: three of six
+MANY = Partitions(((20,),), partition_bytes=8)
+ZERO = [0] * 3
 
 
-def start(rule, num_clients=4, make=shared_service, **options):
-    service = make(PARTITIONS, rule, num_clients, **options)
-    service.set_center([tf.ones(shape) for shape in SHAPES])
+def ramp(scale=1.0, partitions=PARTITIONS):
+    return partitions.cut(np.float32(scale) * np.arange(partitions.size, dtype=np.float32))
+
+
+def start(rule=None, **options):
+    service = Service(PARTITIONS, rule or Delta(), num_workers=4, **options)
+    service.set_center(np.ones(18))
     return service
 
 
-def connect(service, client=0, proof=GOOD, **options):
-    return ParameterClient(service.address, PARTITIONS, proof, client, **options)
+def push(client, changes, versions=ZERO, number=0, samples=8):
+    return client.start_push(changes, versions, samples, number).answer()
 
 
-@pytest.fixture
-def service(logical_devices):
-    return start(Delta())
+def shares(rule, num_services, awaits_center=False, **options):
+    """Services that hold a part each of the vector."""
+    places = spread_partitions(PARTITIONS.sizes, num_services)
+    for place in range(num_services):
+        indices = [index for index, own in enumerate(places) if own == place]
+        yield Service(
+            PARTITIONS,
+            rule(),
+            indices=indices,
+            awaits_center=awaits_center,
+            num_workers=4,
+            **options,
+        )
 
 
-def zeros():
-    return [tf.zeros([size]) for size in PARTITIONS.sizes]
+@pytest.mark.parametrize("way", ["network", "three services", "process", "own"])
+def test_the_same_numbers_on_every_way(way):
+    services = list(shares(lambda: ElasticAveraging(0.3), 3 if way == "three services" else 1))
+    with serving(*services) as (connect, _):
+        within = {"process": services[0].client, "own": services[0].own_client}
+        client = within.get(way, connect)()
+        client.greet()
+        client.restore(np.ones([3, 6], np.float32))
+        center, versions = np.ones(18, np.float32), ZERO
+        for scale in (1.0, 3.0):
+            answer = push(client, ramp(scale), versions)
+            np.testing.assert_array_equal(flat(answer.values), center)
+            center = center + np.float32(0.3) * (flat(ramp(scale)) - center)
+            np.testing.assert_allclose(flat(client.pull().values), center, rtol=1e-6)
+            center, versions = flat(client.pull().values), answer.versions
+        assert versions.tolist() == [2] * 3 and not answer.had_to_wait
+        assert sorted(itertools.chain(*(service.versions for service in services))) == [2] * 3
+        assert client.latest_number() == 0
+        push(client, ramp(), number=7)
+        assert client.latest_number() == 7
+        assert client.signal(Signal.NOTHING, 1) == 0
+        client.close_training()
+        assert set(push(client, ramp()).statuses) == {Status.CLOSED}
+        np.testing.assert_allclose(client.export()["part_2/version"], 3)
 
 
-def ramp(scale=1.0):
-    return PARTITIONS.pack([scale * tf.reshape(tf.range(18.0)[:12], (3, 4)), tf.ones([5]), 2.0])
-
-
-def test_push_in_a_function(service):
-    client = connect(service)
-
-    @tf.function
-    def steps(number):
-        versions = tf.zeros([3], tf.int64)
-        partitions = zeros()
-        for _ in tf.range(number):
-            answer = client.push(ramp(), versions, 8, zeros())
-            versions, partitions = answer.versions, answer.partitions
-        return versions, partitions
-
-    versions, partitions = steps(5)
-    np.testing.assert_array_equal(versions, [5] * 3)
-    np.testing.assert_allclose(flat(partitions), 1 + 5 * flat(ramp()))
-    steps(5)
-    np.testing.assert_array_equal(service.versions(), [10] * 3)
-
-
-@pytest.mark.full
-def test_local_and_remote_exchanges_are_the_same(logical_devices):
-    remote, local = start(ElasticAveraging(0.3)), start(ElasticAveraging(0.3), num_clients=5)
-    clients = connect(remote, 1), client_within(local, 1)
-    for scale in (1.0, 3.0):
-        pushes = [ramp(scale), tf.zeros([3], tf.int64), 4, zeros()]
-        answer, expected = (client.push(*pushes) for client in clients)
-        np.testing.assert_array_equal(flat(answer.partitions), flat(expected.partitions))
-        np.testing.assert_array_equal(answer.versions, expected.versions)
-    for got, want in zip(remote.center(), local.center(), strict=True):
-        np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.full
-def test_a_client_beside_the_center_is_not_rounded_and_never_too_stale(logical_devices):
-    wire = FloatWire("float16")
-    service = start(Delta(), wire=wire, staleness_bound=0)
-    own, other = client_within(service), connect(service, 1, wire=wire)
-    other.push(ramp(), tf.zeros([3], tf.int64), 8, zeros())
-    change = [part / 3 for part in ramp()]
-    answer = own.push(change, tf.zeros([3], tf.int64), 8, zeros())
-    np.testing.assert_array_equal(answer.statuses, [Status.OK] * 3)
-    np.testing.assert_array_equal(flat(answer.partitions), 1 + flat(ramp()) + flat(change))
-    np.testing.assert_array_equal(flat(own.pull(zeros()).partitions), flat(answer.partitions))
-
-
-def huge(value):
-    return [tf.one_hot(0, size, np.float32(value), 0.0) for size in PARTITIONS.sizes]
-
-
-TOO_LARGE = {  # changes of which the last one would leave something that is not finite
-    "delta": (Delta, [3e38, 3e38]),
-    "elastic": (lambda: ElasticAveraging(0.9), [-3e38, 3e38]),
-    "momentum": (lambda: AsyncSGD(0.5, momentum=0.9), [1.5e38, 3e38]),
-    "samples": (lambda: AsyncSGD(0.5, reference_samples=32), [1e34]),
-    "mean squares alone": (lambda: AsyncSGD(optimizer="adam"), [1e30]),
-    "compensation": (lambda: DelayCompensated(0.5, 1.0, 1), [1e20]),
-    "compensation by mean squares": (lambda: DelayCompensated(0.5, 1.0, 1, decay=0.9), [1e20]),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", TOO_LARGE)
-def test_finite_pushes_leave_center_and_state_finite(logical_devices, name):
-    make_rule, changes = TOO_LARGE[name]
-    partitions = Partitions(((3,),))
-    service = start_service(partitions, make_rule(), 1)
-    client = connect_to(service)
-
-    def push(change, samples=32.0):
-        answer = client.push([change], service.versions(), samples, [tf.zeros([3])])
-        return int(answer.statuses[0])
-
-    def found():
-        return {**service.state(), "center": flat(service.center_partitions())}
-
-    for change in ([1.0, 2.0, 3.0], *([value, 0.0, 0.0] for value in changes[:-1])):
-        assert push(tf.constant(change)) == Status.OK
-    before = found()
-    assert push(tf.constant([changes[-1], 0.0, 0.0]), 2.0**31) == Status.NOT_FINITE
-    for key, value in found().items():
-        np.testing.assert_array_equal(value, before[key], err_msg=key)
-        assert np.isfinite(value).all()
-    assert push(tf.constant([1.0, 2.0, 3.0])) == Status.OK
-    service.close()
-
-
-@pytest.mark.full
-def test_a_rule_may_keep_what_is_not_finite(logical_devices):
-    class Smallest(Delta):
-        """Keeps the smallest change, at first none."""
-
-        name = "smallest"
-
-        def create_slots(self, center):
-            return {"least": tf.Variable(tf.fill(center.shape, np.inf), trainable=False)}
-
-        def update(self, center, slots, change, meta):
-            # the first element is compared only
-            compared = tf.where(tf.range(change.shape[0]) > 0, np.float32(np.inf), change)
-            slots["least"].assign(tf.minimum(compared, slots["least"]))
-            return super().update(center, slots, change, meta)
-
-    service = start(Smallest(), make=start_service)
-    for _ in range(2):
-        answer = connect(service).push(ramp(), service.versions(), 8, zeros())
-        np.testing.assert_array_equal(answer.statuses, [Status.OK] * 3)
-    service.close()
-
-
-def test_a_local_push_of_one_bad_partition_takes_the_others(logical_devices):
-    service = start(Delta())
+@pytest.mark.parametrize("wire", [FloatWire("float16"), TopKWire(0.3)], ids=["16 bits", "top"])
+def test_the_leader_beside_the_center_is_not_rounded_and_never_too_stale(wire):
+    service = start(wire=wire, staleness_bound=0)
+    own, change = service.own_client(), [part / np.float32(3) for part in ramp()]
+    push(service.client(1), ramp())
+    before = service.center
+    answer = push(own, change)
+    assert set(answer.statuses) == {Status.OK}
+    np.testing.assert_array_equal(flat(answer.values), before + flat(change))
+    np.testing.assert_array_equal(flat(own.pull().values), flat(answer.values))
     good = ramp()
-    answers = exchange_within(service, 0, 8.0, [good[0], np.inf * good[1], good[2]])
-    np.testing.assert_array_equal(service.versions(), [1, 0, 1])
-    for place in (0, 2):
-        np.testing.assert_array_equal(answers[place], service.center_partitions()[place])
+    answer = push(own, [good[0], np.inf * good[1], good[2]])  # one bad part keeps no other
+    assert answer.statuses.tolist() == [Status.OK, Status.NOT_FINITE, Status.OK]
+    assert service.versions == [3, 2, 3] and answer.values[1] is None
 
 
-@pytest.mark.quick("nan-0-0-1-2", "1.0-0-0-nan-2", "1.0-4-0-1-3")
-@pytest.mark.parametrize(
-    ("change", "client", "version", "samples", "status"),
-    [
-        (np.nan, 0, 0, 1, Status.NOT_FINITE),
-        (np.inf, 0, 0, 1, Status.NOT_FINITE),
-        (1.0, 0, 0, np.nan, Status.NOT_FINITE),
-        (1.0, 0, 0, 3e38, Status.NOT_FINITE),
-        (1.0, 4, 0, 1, Status.UNKNOWN_CLIENT),
-        (1.0, -1, 0, 1, Status.UNKNOWN_CLIENT),
-        (1.0, 0, -5, 1, Status.UNKNOWN_CLIENT),
-    ],
-)
-def test_bad_pushes_change_nothing(service, change, client, version, samples, status):
-    changes = [tf.fill([size], tf.constant(change, tf.float32)) for size in PARTITIONS.sizes]
-    versions = tf.fill([3], tf.constant(version, tf.int64))
-    answer = connect(service, client).push(changes, versions, samples, ramp())
-    np.testing.assert_array_equal(answer.statuses, [status] * 3)
-    np.testing.assert_array_equal(flat(answer.partitions), flat(ramp()))  # the fallback
-    np.testing.assert_array_equal(service.versions(), [0] * 3)
-    np.testing.assert_array_equal(service.center()[0], np.ones((3, 4)))
+@pytest.mark.parametrize("proof", [b"", PROOF[:-1], credential(SECRET, "another model")])
+def test_a_wrong_credential_is_refused(proof):
+    service = start()
+    with serving(service) as (connect, _):
+        stranger = connect(proof=proof)
+        for ask in (stranger.greet, stranger.pull, lambda: push(stranger, ramp()), stranger.export):
+            with pytest.raises(PermissionError, match="shared secret, model") as caught:
+                ask()
+            assert str(caught.value).count("refused this worker") == 1
+        assert set(push(connect(), ramp()).statuses) == {Status.OK}
+    assert service.versions == [1] * 3
 
 
-@pytest.mark.parametrize(
-    "proof", [b"", GOOD[:-1], GOOD + b"x", credential(b"0123456789abcdef", "another model")]
-)
-def test_a_wrong_credential_is_refused(service, proof):
-    with pytest.raises(PermissionError, match="secret, model"):
-        connect(service, proof=proof)
-    client = connect(service)
-    client._services[0].credential = proof  # says hello well and then tries
-    for answer in (client.push(ramp(), tf.zeros([3], tf.int64), 8, zeros()), client.pull(zeros())):
-        np.testing.assert_array_equal(answer.statuses, [Status.REFUSED] * 3)
-        np.testing.assert_array_equal(flat(answer.partitions), np.zeros(18))
-    np.testing.assert_array_equal(service.versions(), [0] * 3)
+def test_a_training_that_is_not_known():
+    service = start()
+    with serving(service) as (connect, (server,)):
+        client, other = connect(), connect(proof=b"of the next training", seconds=0.5)
+        client.greet()
+        server.end(SERVICE)
+        with pytest.raises(ServiceLostError, match="ending"):
+            other.greet()
+        server.withdraw(SERVICE)
+        for _ in range(2):  # the first time the connection broke, the second it is refused
+            assert set(push(client, ramp()).statuses) == {NO_ANSWER}
+        with pytest.raises(UnknownTrainingError, match=r"There is no service.*on_service_loss"):
+            client.greet()
+        assert client.signal(Signal.NOTHING, 0) is None
+        for ask in (client.export, client.latest_number, client.close_training):
+            with pytest.raises(UnknownTrainingError):
+                ask()
+        server.serve(SERVICE, PROOF, service.handle)
+        assert set(push(client, ramp()).statuses) == {Status.OK}
 
 
-@pytest.mark.parametrize("ask", ["export", "latest_sequence", "close_training"])
-def test_a_later_refusal_is_no_answer(service, ask):
-    client = connect(service)
-    client._services[0].credential = b"of another training"
-    with pytest.raises(ConnectionError, match=r"REFUSED.*serves another training now"):
-        getattr(client, ask)()
+@pytest.mark.parametrize("wire", ["float16", "bfloat16", "float32"])
+def test_half_precision(wire):
+    service = start(wire=FloatWire(wire))
+    step = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 0.0}[wire]
+    changes = [part / np.float32(3) for part in ramp()]
+    with serving(service) as (connect, _):
+        client = connect()
+        pending = client.start_push(changes, ZERO, 8)
+        answer = pending.answer()
+        left = 0 * flat(changes) if wire == "float32" else flat(pending.residuals)
+        assert set(answer.statuses) == {Status.OK}
+        np.testing.assert_array_equal(service.center, 1 + (flat(changes) - left))
+        np.testing.assert_allclose(flat(answer.values), service.center, rtol=step)
+        np.testing.assert_array_equal(flat(client.pull().values), flat(answer.values))
+        np.testing.assert_array_equal(flat(client.pull(is_exact=True).values), service.center)
+        assert pending.requests[0].vectors[0].itemsize == (4 if wire == "float32" else 2)
+    assert (np.abs(left) <= step * np.abs(flat(changes)) + 1e-9).all()
+    assert bool(np.abs(left).max() > 0) == (wire != "float32")
+    if wire == "float16":  # what it cannot hold is refused, and is no longer a number
+        assert set(push(service.client(), [part * 1e5 for part in changes]).statuses) == {
+            Status.NOT_FINITE
+        }
 
 
-def test_fingerprint_depends_on_everything():
-    given = (["a", "b"], [(2, 3), (4,)], ["float32"] * 2, "delta")
-    others = [
-        (["a", "c"], *given[1:]),
-        (given[0], [(3, 2), (4,)], *given[2:]),
-        (*given[:2], ["float32", "float16"], given[3]),
-        (*given[:3], "async_sgd"),
-    ]
-    prints = {model_fingerprint(*each) for each in (given, *others)}
-    assert len(prints) == 5
-
-
-def test_secret(tmp_path):
-    (tmp_path / "secret").write_text("0123456789abcdef\n")
-    file = {"KERAS_HET_SERVICE_SECRET_FILE": str(tmp_path / "secret")}
-    text = {"KERAS_HET_SERVICE_SECRET": "0123456789abcdef"}
-    assert read_secret(file) == read_secret(text) == b"0123456789abcdef"
-    for environ, match in (({}, "neither"), ({**file, **text}, "both")):
-        with pytest.raises(ValueError, match=match):
-            read_secret(environ)
-    with pytest.raises(ValueError, match="at least 16 bytes"):
-        read_secret({"KERAS_HET_SERVICE_SECRET": "short"})
-
-
-@pytest.mark.quick("float16-0.00048828125")
-@pytest.mark.parametrize(
-    ("wire", "step"), [("float16", 2.0**-11), ("bfloat16", 2.0**-8), ("float32", 0.0)]
-)
-def test_half_precision(logical_devices, wire, step):
-    service = start(Delta(), wire=FloatWire(wire))
-    client = connect(service, wire=FloatWire(wire))
-    changes = [part / 3 for part in ramp()]
-    answer = client.push(changes, tf.zeros([3], tf.int64), 8, zeros())
-    np.testing.assert_array_equal(answer.statuses, [Status.OK] * 3)
-    np.testing.assert_allclose(flat(answer.partitions), 1 + flat(changes), rtol=2 * step + 1e-7)
-    assert (np.abs(flat(answer.residuals)) <= step * np.abs(flat(changes)) + 1e-9).all()
-    assert bool(np.abs(flat(answer.residuals)).max() > 0) == (wire != "float32")
-
-
-@pytest.mark.parametrize("size", [1, 6, 7])
-@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
-def test_two_half_values_travel_in_the_bits_of_one(logical_devices, wire, size):
-    values, form = tf.random.normal([size]) * 100, FloatWire(wire)
-    (sent,), residual = form.encode(values)
-    assert sent.dtype == tf.float32 and sent.shape == form.signature(size)[0].shape
-    assert sent.shape == [(size + 1) // 2]
-    rounded = tf.cast(tf.cast(values, wire), tf.float32)
-    np.testing.assert_array_equal(form.decode([sent], size), rounded)
-    np.testing.assert_array_equal(form.decode_answer(form.encode_answer(values), size), rounded)
-    np.testing.assert_array_equal(rounded + residual, values)
-
-
-def test_error_feedback_loses_nothing(logical_devices):
-    # numpy's reference: what is not sent is kept and added to the next change
-    service = start(Delta(), wire=TopKWire(0.3))
-    client = connect(service, wire=TopKWire(0.3))
-    random = np.random.default_rng(0)
-    kept = [np.zeros(size, "float32") for size in PARTITIONS.sizes]
-    center = [np.ones(size, "float32") for size in PARTITIONS.sizes]
-    residuals = zeros()
-    total = np.zeros(18)
-    for _ in range(20):
-        change = [random.normal(size=size).astype("float32") for size in PARTITIONS.sizes]
-        total += flat(change)
-        changes = [a + b for a, b in zip(change, residuals, strict=True)]
-        answer = client.push(changes, tf.zeros([3], tf.int64), 8, zeros())
-        residuals = answer.residuals
-        for index, part in enumerate(change):
-            wanted = kept[index] + part
-            count = max(1, round(0.3 * len(part)))
-            largest = np.argsort(-np.abs(wanted))[:count]
-            center[index][largest] += wanted[largest]
-            wanted[largest] = 0
-            kept[index] = wanted
-        np.testing.assert_allclose(flat(answer.partitions), flat(center), rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(flat(residuals), flat(kept), rtol=1e-5, atol=1e-5)
+def test_error_feedback_loses_nothing():
+    """NumPy's reference: what is not sent is kept and added to the next change."""
+    service, random = start(wire=TopKWire(0.3)), np.random.default_rng(0)
+    kept, center, total = np.zeros([3, 6]), np.ones([3, 6]), np.zeros(18)
+    residuals = [np.zeros(6, np.float32)] * 3
+    with serving(service) as (connect, _):
+        client = connect()
+        for _ in range(20):
+            change = random.normal(size=[3, 6]).astype("float32")
+            total += flat(change)
+            pending = client.start_push(list(change + residuals), ZERO, 8)
+            answer, residuals = pending.answer(), pending.residuals
+            kept += change
+            for own, part in zip(kept, center, strict=True):
+                largest = np.argsort(-np.abs(own))[:2]
+                part[largest] += own[largest]
+                own[largest] = 0
+            np.testing.assert_allclose(flat(answer.values), flat(center), rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(flat(residuals), flat(kept), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(flat(center) - 1 + flat(kept), total, rtol=1e-4, atol=1e-4)
 
 
@@ -314,173 +211,388 @@ def test_wrong_wires(make, match):
         make()
 
 
-def test_a_numbered_push_counts_once(service):
-    client = connect(service)
-    changes, versions = ramp(), tf.zeros([3], tf.int64)
-    first = client.push(changes, versions, 1, zeros(), sequence=1)
-    again = client.push(changes, versions, 1, zeros(), sequence=1)
-    assert first.statuses.numpy().tolist() == [Status.OK] * 3
-    assert again.statuses.numpy().tolist() == [Status.REPEATED] * 3
-    for one, other in zip(first.partitions, again.partitions, strict=True):
-        np.testing.assert_array_equal(one, other)
-    client.push(changes, versions, 1, zeros(), sequence=2)
-    assert service.versions().tolist() == [2, 2, 2]
-
-
-def test_a_push_beyond_the_staleness_bound_is_not_taken(logical_devices):
-    """A version to come is as stale as one long past: its worker saw another service, or lies."""
-    service = start(Delta(), staleness_bound=1)
-    fast, slow = connect(service, 0), connect(service, 1)
-    for version in range(2):
-        fast.push(ramp(), tf.fill([3], tf.cast(version, tf.int64)), 1, zeros())
-    center = flat(service.center_partitions())
-    for version in (0, 3, 500, 2**62):
-        answer = slow.push(ramp(), tf.fill([3], tf.constant(version, tf.int64)), 1, zeros())
-        assert answer.statuses.numpy().tolist() == [Status.STALE] * 3
-        assert service.versions().tolist() == [2, 2, 2] == answer.versions.numpy().tolist()
-        np.testing.assert_array_equal(flat(answer.partitions), center)
-        np.testing.assert_array_equal(flat(service.center_partitions()), center)
-    answer = slow.push(ramp(), answer.versions, 1, zeros())
-    assert answer.statuses.numpy().tolist() == [Status.OK] * 3
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("ratio", [1.0, 0.7, 0.5])
-def test_largest_values_of_the_largest_partition_fit_into_a_message(logical_devices, ratio):
-    wire = TopKWire(ratio)
-    largest = wire.largest_partition
-    assert round(ratio * largest) * 8 <= 4_096_000 < round(ratio * (largest + 2)) * 8 + 8
-    partitions = Partitions(((1_100_000,),), largest, fewest=1)
-    service = start_service(partitions, Delta(), 1, wire=wire)
-    client = connect_to(service, wire=wire)
-    changes = partitions.pack([tf.random.normal([1_100_000])])
-    versions = np.zeros(len(partitions.sizes), np.int64)
-    answer = client.push(changes, versions, 1, changes)
-    assert set(answer.statuses.numpy()) == {Status.OK}
-    whole = flat(answer.partitions) + flat(answer.residuals)
-    np.testing.assert_array_equal(whole, flat(changes))
-    service.close()
-
-
-def test_partitions_that_are_too_large_for_their_format_are_refused(service):
-    partitions = Partitions(((1_024_000,),), 1_024_000, fewest=1)
-    match = r"'top-1.0'.*1024000 elements.*partition_size=512000"
-    with pytest.raises(ValueError, match=match):
-        ParameterService(free_address(), partitions, Delta(), GOOD, 1, wire=TopKWire(1.0))
-    with pytest.raises(ValueError, match=match):
-        ParameterClient(service.address, partitions, GOOD, 0, wire=TopKWire(1.0))
-
-
-@pytest.mark.quick("rule1")
 @pytest.mark.parametrize(
     "rule",
     [DelayCompensated(0.1, 1.0, num_workers=3), RoundRobinEASGD(3), AsyncEASGD(None, None, 3)],
 )
-def test_a_rule_that_was_made_for_fewer_workers_is_refused(logical_devices, rule):
-    ParameterService(free_address(), PARTITIONS, rule, GOOD, 3)
+def test_a_rule_that_was_made_for_fewer_workers_is_refused(rule):
+    ParameterService(3).hold(PARTITIONS, rule)
     with pytest.raises(ValueError, match=r"made for 3 workers.*num_workers=4"):
-        ParameterService(free_address(), PARTITIONS, rule, GOOD, 4)
+        ParameterService(4).hold(PARTITIONS, rule)
 
 
-class Unhurried(ElasticAveraging):
-    """Takes pushes without a lock, and only when it may."""
+class Answers:
+    """A channel whose answers come when they are told to, or at once."""
 
-    name = "unhurried"
-    is_atomic = False
+    address, timeout_seconds = "there", 0.05
 
-    def __init__(self):
-        super().__init__(0.5)
-        self.entered = tf.queue.FIFOQueue(9, tf.bool, shapes=[])
-        self.may_go = tf.queue.FIFOQueue(9, tf.bool, shapes=[])
+    def __init__(self, handle, is_immediate=False):
+        self.handle, self.is_immediate = handle, is_immediate
+        self.under_way, self.most, self.count = [], 0, 0
 
-    def update(self, center, slots, change, meta):
-        with tf.control_dependencies([self.entered.enqueue(True)]):
-            gone = self.may_go.dequeue()
-        with tf.control_dependencies([gone]):
-            return super().update(center, slots, change, meta)
+    def start(self, request):
+        answer = Future()
+        self.under_way.append((request, answer))
+        self.most, self.count = max(self.most, len(self.under_way)), self.count + 1
+        if self.is_immediate:
+            self.answer(-1)
+        return answer
 
-
-class UnhurriedUnderLock(Unhurried):
-    """Takes pushes under the lock of their partition."""
-
-    name = "unhurried_under_lock"
-    is_atomic = True
+    def answer(self, place=0, error=None):
+        request, answer = self.under_way.pop(place)
+        answer.set_exception(error) if error else answer.set_result(self.handle(0, request))
 
 
-@pytest.mark.full
-def test_as_many_partitions_as_locks_are_updated_at_the_same_time(logical_devices, monkeypatch):
-    monkeypatch.setattr(parameter_service, "usable_cpus", lambda: 8.0)  # two locks
-    rule, statuses = UnhurriedUnderLock(), []
-    service = start(rule, make=start_service)
+def test_few_messages_are_under_way_to_each_service():
+    service = Service(MANY, Delta())
+    channels = [Answers(service.handle), Answers(service.handle)]
+    client = ParameterClient(channels, MANY)
+    pending = client.start_push(ramp(1, MANY), [0] * 10, 1)
+    assert not pending.has_answer
+    for left in range(5, 0, -1):
+        for channel in channels:
+            assert len(channel.under_way) == min(UNDER_WAY, left) and not pending.has_answer
+            channel.answer(-1)
+    assert pending.has_answer and [each.most for each in channels] == [UNDER_WAY] * 2
+    assert set(pending.answer().statuses) == {Status.OK}
+    np.testing.assert_array_equal(service.center, flat(ramp(1, MANY)))
 
-    def push(number):
-        answer = connect(service, number).push(ramp(), tf.zeros([3], tf.int64), 1, zeros())
-        statuses.extend(answer.statuses.numpy().tolist())
 
-    threads = [threading.Thread(target=push, args=(i,), daemon=True) for i in (1, 2)]
-    for thread in threads:
+def test_answers_that_come_at_once_and_from_other_threads():
+    service = Service(MANY, Delta())
+    at_once = Answers(service.handle, is_immediate=True)
+    assert set(push(ParameterClient([at_once], MANY), ramp(1, MANY), [0] * 10).statuses) == {0}
+    assert (at_once.most, at_once.count) == (1, 10)
+    with serving(service) as (connect, _):
+        clients = [connect(worker) for worker in range(3)]
+        pushes = [client.start_push(ramp(1, MANY), [0] * 10, 1, 1) for client in clients]
+        for pending in pushes:
+            assert set(pending.answer().statuses) == {Status.OK}
+    np.testing.assert_array_equal(service.center, 4 * flat(ramp(1, MANY)))
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["silent", "broken"])
+def test_a_lost_service_is_waited_for_once(monkeypatch, is_broken):
+    waits, result_of = [], client_module.result_of
+    monkeypatch.setattr(
+        client_module,
+        "result_of",
+        lambda call, channel: (call.done() or waits.append(channel), result_of(call, channel))[1],
+    )
+    service = Service(MANY, Delta())
+    there, gone = Answers(service.handle, is_immediate=True), Answers(service.handle)
+    client = ParameterClient([there, gone], MANY)
+    pending = client.start_push(ramp(1, MANY), [0] * 10, 1, 1)
+    gone.answer(error=ConnectionError("gone") if is_broken else None)
+    answer = pending.answer()
+    unanswered = [*range(1, 10, 2)][0 if is_broken else 1 :]
+    assert np.flatnonzero(answer.statuses == NO_ANSWER).tolist() == unanswered
+    assert {answer.versions[place] for place in unanswered} == {-1}
+    assert [place for place, value in enumerate(answer.values) if value is None] == unanswered
+    assert (waits, gone.count) == (([], UNDER_WAY) if is_broken else ([gone], UNDER_WAY + 1))
+    gone.is_immediate = True
+    client.push_again(pending, unanswered)
+    assert set(pending.answer().statuses) == {Status.OK}
+    assert set(service.versions) == {1}
+
+
+@pytest.mark.parametrize("kind", ["nobody", "silent", "closed", "keeps answers"])
+def test_a_process_that_does_not_answer(kind):
+    service = start()
+    handlers = [lambda sender, request: Future()] if kind == "keeps answers" else [service.handle]
+    with silent_address() as silent, serving(service, handlers=handlers) as (connect, (server,)):
+        client = connect(seconds=0.3)
+        if kind in ("nobody", "silent"):
+            address = silent if kind == "silent" else free_address()
+            client = ParameterClient([RemoteChannel(address, PROOF, 0, 0.3)], PARTITIONS)
+        if kind == "closed":
+            client.greet()
+            server.close()
+        assert set(push(client, ramp(), number=1).statuses) == {NO_ANSWER}
+        assert set(client.pull().statuses) == {NO_ANSWER}
+        with pytest.raises(
+            ServiceLostError, match=r"did not answer within 0\.3 s.*on_service_loss"
+        ):
+            client.greet()
+        for channel in client._channels:
+            channel.close()
+    assert service.versions == ZERO
+
+
+def test_a_turn_is_waited_for_however_long_as_long_as_the_service_is_there():
+    service = Service(PARTITIONS, RoundRobinEASGD(3, 0.5))
+    with serving(service) as (connect, (server,)):
+        first, second = (connect(number, seconds=0.1, may_wait=True) for number in range(2))
+        asked, ask = [], second._channels[0].ask
+
+        def ask_and_go_on(request):
+            asked.append(request.kind)
+            if len(asked) == 3:
+                assert set(push(first, ramp(), number=1).statuses) == {Status.OK}
+            return ask(request)
+
+        second._channels[0].ask = ask_and_go_on
+        answer = push(second, ramp(), number=1)
+        assert set(answer.statuses) == {Status.OK} and answer.had_to_wait
+        assert len(asked) >= 3 and set(asked) == {Kind.LATEST}
+        np.testing.assert_allclose(flat(answer.values), 0.5 * flat(ramp()))
+        assert set(push(second, ramp(), number=1).statuses) == {Status.REPEATED}
+        pending = first.start_push(ramp(), ZERO, 1, 2)
+        assert not pending.has_answer  # it is the third's turn
+        server.close()
+        assert set(pending.answer().statuses) == {NO_ANSWER}
+    assert service.versions == [2] * 3
+
+
+def test_a_lost_part_is_noticed_while_another_waits_for_its_turn():
+    """Whose turn it is may have gone on alone, for the same loss."""
+    services = list(shares(lambda: RoundRobinEASGD(4, 0.5), 2))
+    with serving(*services) as (connect, (_, server)):
+        second = connect(1, seconds=0.2, may_wait=True)
+        asked, ask = itertools.count(), second._channels[0].ask
+        second._channels[0].ask = lambda request: ask(request) if next(asked) < 9 else 1 / 0
+        pending = second.start_push(ramp(), ZERO, 1, 1)
+        server.close()
+        assert set(pending.answer().statuses) == {NO_ANSWER}
+        first = connect(0, seconds=0.2, may_wait=True)
+        answers = [push(first, ramp(), number=1), pending.answer()]
+        for answer in answers:
+            assert sorted(answer.statuses) == [NO_ANSWER, Status.OK, Status.OK]
+
+
+def test_state_comes_back_to_other_services():
+    first = list(shares(lambda: AsyncSGD(0.1, momentum=0.5), 2))
+    second = list(shares(lambda: AsyncSGD(0.1, momentum=0.5), 2, awaits_center=True))
+    with serving(*first) as (connect, _), serving(*second) as (connect_to_second, _):
+        client, other = connect(), connect_to_second()
+        for _ in range(2):
+            push(client, ramp())
+        saved = client.export()
+        assert sorted(saved) == sorted(
+            f"part_{i}/{n}" for i in range(3) for n in ("momentum", "version")
+        )
+        assert set(other.pull().statuses) == {Status.NO_CENTER}
+        other.restore(client.pull().values, saved)
+        np.testing.assert_equal(other.export(), saved)
+        answers = [push(each, ramp(), [2] * 3) for each in (client, other)]
+        np.testing.assert_array_equal(flat(answers[0].values), flat(answers[1].values))
+        assert answers[1].versions.tolist() == [3] * 3
+
+
+BROKEN = {
+    "no state": ({"versions": np.zeros(2)}, "expected: 3 partitions"),
+    "a part less": ({"part_0/version": np.int64(1)}, "expected: 3 partitions"),
+    "negative": (
+        {f"part_{i}/version": np.asarray(-i, np.int64) for i in range(3)},
+        r"must be finite, and its versions at least 0.*Remove",
+    ),
+    "another rule": (
+        {f"part_{i}/{n}": np.zeros(1) for i in range(3) for n in "ab"},
+        r"another rule, size or number of workers.*Remove the backup",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_saved_state_that_does_not_fit_is_refused(name):
+    saved, match = BROKEN[name]
+    service = start()
+    with serving(service) as (connect, _), pytest.raises(ValueError, match=match):
+        connect().restore(ramp(2), saved)
+    np.testing.assert_array_equal(service.center, 1)
+
+
+@pytest.mark.parametrize(
+    "numbers", [(3, 0, 0), (-1, 0, 0), (0, 4, 1), (0, -1, 1), (0, 0, 3), (0, 0, -1)]
+)
+def test_a_signal_that_makes_no_sense_is_an_error(numbers):
+    service = start(RoundRobinEASGD(4))
+    before = service.parts[0].state()
+    with pytest.raises(ValueError, match="Received"):
+        service.handle(1, Message(Kind.SIGNAL, numbers))
+    np.testing.assert_equal(service.parts[0].state(), before)
+
+
+def test_a_center_that_is_not_finite_is_refused():
+    service = start()
+    with pytest.raises(ValueError, match=r"must be finite.*diverged"):
+        service.client().restore([np.inf * part for part in ramp(1)])
+    assert np.isfinite(service.center).all()
+
+
+WIRES = {"float32": FloatWire(), "float16": FloatWire("float16"), "top": TopKWire(0.4)}
+FUZZED = Partitions(((4, 3), (2,)), partition_bytes=28)  # 14 elements: two of seven
+EDGES = (-(2**63), -(2**31), -1, 3, 4, LARGEST_SAMPLES, 2**62, 2**63 - 1)
+
+
+class Requests:
+    """Messages of random senders: any kind, numbers, lengths and values, and often almost right."""
+
+    def __init__(self, seed, good_state):
+        self.random = np.random.default_rng(seed)
+        self.good = good_state
+        self.kinds = [kind for kind in Kind if kind != Kind.CLOSE_TRAINING]
+        self.likely = (Kind.PUSH, Kind.PUSH_16, Kind.PUSH_TOP, Kind.RESTORE, Kind.STATE, Kind.LEAD)
+
+    def number(self):
+        way = self.random.integers(12)
+        if way == 0:
+            return int(self.random.integers(-(2**63), 2**63 - 1))
+        return int(self.random.choice(EDGES) if way == 1 else self.random.integers(3))
+
+    def vector(self, kind):
+        length = int(self.random.choice([0, 1, 6, 7, 7, 7, 7, 8, 100]))
+        values = self.random.normal(size=length)
+        if length and self.random.integers(3) == 0:
+            odd = self.random.choice([np.nan, np.inf, -np.inf, 3.4e38, -3.4e38])
+            values[self.random.integers(length)] = odd
+        with np.errstate(all="ignore"):
+            if kind == "<i4":
+                places = [*range(7)] * 9 + [-1, 7, -(2**31)]
+                return self.random.choice(places, self.random.choice([length, 7, 7, 7]))
+            return values.astype(kind)
+
+    def make(self):
+        pool = self.likely if self.random.integers(2) else self.kinds
+        kind = Kind(self.random.choice(pool))
+        layout = _LAYOUTS[kind]
+        numbers = tuple(self.number() for _ in range(layout.numbers))
+        vectors = [self.vector(type_) for type_ in layout.types]
+        if kind == Kind.STATE and self.random.integers(3):
+            state = dict(self.good)
+            name = str(self.random.choice(sorted(state)))
+            way, odd = self.random.integers(3), self.random.choice([-1.0, np.nan, np.inf, 2.0**63])
+            with np.errstate(all="ignore"):
+                state[name] = (
+                    np.full_like(state[name], odd) if way else np.append(state[name], state[name])
+                )
+            vectors = list(pack_state(state))
+        sender = int(self.random.integers(-1, 4))
+        return sender, next(decode(encode(Message(kind, numbers, tuple(vectors)), b""), b""))
+
+
+def is_right(sender, request, wire):
+    """Whether a push or a center may be taken, by all but what the center makes of it."""
+    part, *numbers = request.numbers
+    if request.kind == Kind.RESTORE:
+        vector = request.vectors[0]
+        return part in (0, 1) and len(vector) == 7 and bool(np.isfinite(vector.sum()))
+    number, version, samples = numbers
+    if request.kind != wire.push or part not in (0, 1) or not 0 <= sender < 3:
+        return False
+    if min(number, version) < 0 or not 0 <= samples < LARGEST_SAMPLES:
+        return False
+    vectors = request.vectors
+    if isinstance(wire, TopKWire):
+        places = vectors[1]
+        is_inside = len(places) == len(vectors[0]) and set(places.tolist()) <= {*range(7)}
+        return is_inside and bool(np.isfinite(wire.decode(vectors, 7).sum()))
+    return len(vectors[0]) == 7 and bool(np.isfinite(wire.decode(vectors, 7).sum()))
+
+
+def hosted(wire, server=None):
+    rule = serialize(AsyncSGD(0.1, momentum=0.5))
+    given = {"shapes": FUZZED.shapes, "rule": rule, "wire": wire.name, "staleness_bound": 5}
+    parts = HostedParts(server, 0, service_spec(**given), SECRET)
+    for part in parts.parameters.parts.values():
+        part.set_center(np.zeros(7, np.float32))
+    return parts
+
+
+def snapshot(parts):
+    kept = [{"center": part.center, **part.state()} for part in parts.parameters.parts.values()]
+    return [{name: value.copy() for name, value in each.items()} for each in kept]
+
+
+class NoServer:
+    def end(self, service):
+        """Nobody is connected."""
+
+
+@pytest.mark.quick("float32-600", "top-600")
+@pytest.mark.parametrize("rounds", [600, 20_000])
+@pytest.mark.parametrize("wire", WIRES)
+def test_random_messages_are_refused_or_leave_everything_finite(wire, rounds):
+    parts, wire = hosted(WIRES[wire], NoServer()), WIRES[wire]
+    requests = Requests(3, parts.parameters.parts[0].state())
+    taken, refused = 0, 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for _ in range(rounds):
+            sender, request = requests.make()
+            before = snapshot(parts)
+            try:
+                answer = parts.handle(sender, request)
+                assert list(encode(answer, b""))  # its numbers fit into a message
+            except (ValueError, PermissionError):
+                answer = None
+            changes = request.kind in (
+                wire.push,
+                Kind.PUSH,
+                Kind.PUSH_16,
+                Kind.PUSH_TOP,
+                Kind.RESTORE,
+            )
+            if changes and is_right(sender, request, wire):
+                assert answer is not None
+                taken += answer.numbers[0] == Status.OK
+            elif request.kind != Kind.STATE or answer is None:
+                np.testing.assert_equal(snapshot(parts), before)
+                refused += 1
+            if answer is not None and answer.numbers and answer.numbers[0] == Status.NOT_FINITE:
+                np.testing.assert_equal(snapshot(parts), before)
+            for part in snapshot(parts):
+                assert all(np.isfinite(value).all() for value in part.values())
+                assert 0 <= part["version"] < 2**63 - 1
+    assert taken > rounds / 100 and refused > rounds / 2
+    for request in (
+        Message(Kind.RESTORE, (0,), (np.ones(7, np.float32),)),
+        Message(Kind.PULL, (0, 1)),
+    ):
+        answer = parts.handle(1, request)  # none has kept the lock
+        assert answer.numbers[0] == Status.OK
+    np.testing.assert_array_equal(answer.vectors[0], 1)
+
+
+@pytest.mark.quick("float32-200")
+@pytest.mark.parametrize("rounds", [200, 2000])
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_good_worker_goes_on_beside_one_that_sends_anything(wire, rounds):
+    """The other's messages are of a worker that may push, but none is of use."""
+    service = Service(FUZZED, AsyncSGD(0.1, momentum=0.5), wire=WIRES[wire])
+    requests = Requests(4, service.parts[0].state())
+    answered = []
+    with serving(service) as (connect, _):
+        client, bad = connect(1), connect(0)._channels[0]
+
+        def fuzz():
+            with np.errstate(over="ignore", invalid="ignore"):
+                while len(answered) < rounds:
+                    _, request = requests.make()
+                    is_wanted = request.kind in (Kind.STATE, Kind.RESTORE) or (
+                        request.kind in (Kind.PUSH, Kind.PUSH_16, Kind.PUSH_TOP)
+                        and is_right(0, request, service.wire)
+                    )
+                    if is_wanted:
+                        continue
+                    try:
+                        bad.ask(request)
+                    except ValueError as error:
+                        answered.append(str(error))
+                    else:
+                        answered.append("")
+
+        thread = threading.Thread(target=fuzz, daemon=True)
         thread.start()
-    deadline = time.monotonic() + 20
-    while int(rule.entered.size()) < 2 and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
-    threading.Event().wait(0.5)  # without a lock, the other worker's two enter now
-    entered = int(rule.entered.size())
-    for _ in range(2 * len(PARTITIONS.sizes)):
-        rule.may_go.enqueue(True)
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
-    assert entered == 2
-    assert statuses == [Status.OK] * 6
-    np.testing.assert_array_equal(service.versions(), [2] * 3)
-    service.close()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("cpus", [1.5, 8.0])
-def test_partitions_that_share_a_lock_are_all_updated(logical_devices, monkeypatch, cpus):
-    monkeypatch.setattr(parameter_service, "usable_cpus", lambda: cpus)
-    num_locks = parameter_service.number_of_locks()
-    assert num_locks == (1 if cpus < 4 else 2)
-    partitions = Partitions(((2 * num_locks + 1,),), partition_size=1)
-    service = start_service(partitions, AsyncSGD(1.0), 2)
-    client = connect_to(service)
-    gradients = [tf.ones([1])] * len(partitions.sizes)
-    versions = tf.zeros([len(partitions.sizes)], tf.int64)
-    answer = client.push(gradients, versions, 1, gradients)
-    np.testing.assert_array_equal(answer.statuses, int(Status.OK))
-    np.testing.assert_array_equal(flat(service.center_partitions()), -1)
-    service.close()
-
-
-@pytest.mark.quick("True")
-@pytest.mark.parametrize("remote", [False, True])
-def test_the_center_is_final_when_training_was_closed_without_a_lock_too(logical_devices, remote):
-    rule = Unhurried()
-    service = start(rule, make=start_service)
-    pusher, leader = connect(service, 1), connect(service)
-    leader = leader if remote else client_within(service)
-    close, statuses, found = leader.close_training, [], []
-
-    def push():
-        answer = pusher.push(ramp(5.0), tf.zeros([3], tf.int64), 1, zeros())
-        statuses.extend(answer.statuses.numpy().tolist())
-
-    def end():
-        close()
-        found.append(flat(service.center_partitions()))
-
-    threads = [threading.Thread(target=work, daemon=True) for work in (push, end)]
-    threads[0].start()
-    for _ in range(2):  # that are under way at a time
-        rule.entered.dequeue()
-    threads[1].start()
-    threads[1].join(timeout=1)  # it must not come to its end
-    for _ in range(2):
-        rule.may_go.enqueue(True)
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
-    assert statuses == [Status.OK, Status.OK, Status.CLOSED]
-    np.testing.assert_array_equal(found[0], flat(service.center_partitions()))
-    assert np.abs(found[0][:14] - 1).max() > 1
+        random, versions, pushes = np.random.default_rng(5), [0, 0], 0
+        momentum, expected = np.zeros(14), np.zeros(14)
+        while thread.is_alive() or pushes < 20:
+            gradient = FUZZED.cut(random.normal(size=14).astype("float32"))
+            pending = client.start_push(gradient, versions, 8)
+            answer = pending.answer()
+            assert set(answer.statuses) == {Status.OK}
+            versions, pushes = answer.versions, pushes + 1
+            carried = flat(gradient) - (0 if client.wire.is_exact else flat(pending.residuals))
+            momentum = 0.5 * momentum + carried
+            expected = expected - 0.1 * momentum
+    assert len(answered) == rounds and service.versions == [pushes] * 2
+    np.testing.assert_allclose(service.center, expected, rtol=1e-4, atol=1e-4)

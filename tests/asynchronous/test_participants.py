@@ -9,7 +9,7 @@ from keras_het.asynchronous.exchange import ServiceTask, service_task
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.parameter_service import FloatWire, TopKWire, credential
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence
-from keras_het.asynchronous.rules import ASHL, AsyncEASGD, AsyncSGD, Delta
+from keras_het.asynchronous.rules import AsyncEASGD, AsyncSGD, Delta
 
 
 class Vectors:
@@ -153,19 +153,3 @@ def test_tasks_agree_on_the_size_of_messages():
     wire = TopKWire(0.5)
     assert proof_of(wire, partition_bytes=64) == proof_of(wire, partition_bytes=64)
     assert proof_of(wire, partition_bytes=64) != proof_of(wire)
-    assert proof_of(TopKWire(0.1)) == proof_of(TopKWire(0.1), partition_bytes=4_096_000)
-
-
-@pytest.mark.parametrize(
-    ("rule", "given", "size"),
-    [
-        (Delta(), {}, 1_024_000),
-        (Delta(), {"partition_bytes": 64}, 16),
-        (Delta(), {"wire": TopKWire(0.8), "partition_bytes": 4_096_000}, 640_000),
-        (Delta(), {"wire": TopKWire(0.1), "partition_bytes": 4_096_000}, 1_024_000),
-        # the largest values of all workers, who send all of them before anything is measured
-        (ASHL(loss_threshold=0.5, num_workers=2), {"partition_bytes": 4_096_000}, 512_000),
-    ],
-)
-def test_messages_of_the_largest_partition_fit(rule, given, size):
-    assert HybridOptions(rule, **given).partition_size == size

@@ -4,20 +4,20 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tensorflow as tf
-from service_doubles import PROOF, LostCall, exchange_with, lose_answer, shared_service
+from service_doubles import SECONDS, Service, lose_answer
 
-from keras_het.asynchronous.exchange import center
 from keras_het.asynchronous.exchange.center import Center
 from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.parameter_service import Partitions
+from keras_het.asynchronous.parameter_service.channel import ServiceLostError
 from keras_het.asynchronous.rules import Delta
+from keras_het.exchange.message import Kind
 
 
 @pytest.fixture
-def service(logical_devices):
-    return shared_service(Partitions(((2,),)), Delta(), num_clients=2)
+def service():
+    return Service(Partitions(((2,),)), Delta(), num_workers=2)
 
 
 class Leader(Center):
@@ -26,9 +26,9 @@ class Leader(Center):
     def __init__(self, service, seconds=0.0):
         rule = Delta()
         self._options = HybridOptions(rule, timeout_seconds=seconds, goes_on_without_service=True)
-        self._leader = SimpleNamespace(num_participants=2, credential=PROOF)
-        self._exchanges = [exchange_with(service)]
-        self._own, self._tasks, self._taken_until, self._waits = None, [], 0, False
+        self._leader = SimpleNamespace(num_participants=2)
+        self._exchanges = [service.exchange(0)]
+        self._taken_until, self._waits = 0, False
         self.engine = ExchangeEngine(
             self._exchanges,
             lambda: self._find_restarted(),
@@ -46,7 +46,7 @@ class Leader(Center):
 
     def lose(self):
         """Loses the service after a push."""
-        (weights,) = self.exchange([tf.ones([2])], [], 4, push=True)
+        (weights,) = self.exchange([np.ones(2, np.float32)], [], 4, push=True)
         lose_answer(self.engine.weights)
         return weights
 
@@ -62,12 +62,12 @@ def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(ser
         (weights,) = leader.exchange([weights + 1.0], [], 4, push=True)
         assert leader.engine.is_lost
         np.testing.assert_array_equal(weights, 1 + count)
-        assert leader.engine.watch._answered.wait(30)  # the next exchange tries again
+        assert leader.engine.watch._answered.wait(SECONDS)  # the next exchange tries again
     connection.push_again = push_again
     (weights,) = leader.exchange([weights], [], 4, push=True, wait=True)
     # it sent 1; of the 4 that it moved alone, each of two workers keeps a half
     np.testing.assert_array_equal(weights, 3)
-    np.testing.assert_array_equal(service.center_partitions()[0], 3)
+    np.testing.assert_array_equal(service.center, 3)
 
 
 class LeaderOfRestarted(Leader):
@@ -87,8 +87,8 @@ class LeaderOfRestarted(Leader):
     def _bring_center(self):
         self.tries += 1
         if self.tries == 1:
-            raise ConnectionError("did not take partition 0")
-        self._service.set_partitions([tf.fill([2], 2.0)])
+            raise ServiceLostError("did not take part 0")
+        self._service.set_center([2.0, 2.0])
 
 
 def test_the_center_is_brought_until_it_is_there(service):
@@ -103,7 +103,7 @@ def test_the_center_is_brought_until_it_is_there(service):
     leader.exchange([weights], [], 4, push=True, wait=True)
     assert not leader.engine.is_lost and not leader._awaits_center
     assert leader.tries == 2
-    np.testing.assert_array_equal(service.center_partitions()[0], 2)
+    np.testing.assert_array_equal(service.center, 2)
 
 
 def test_no_exchange_asks_a_service_that_is_away(service):
@@ -111,49 +111,52 @@ def test_no_exchange_asks_a_service_that_is_away(service):
     leader = Leader(service, seconds=3600.0)
     weights, client = leader.lose(), leader.engine.weights.transport
     (weights,) = leader.exchange([weights], [], 4, push=True)
-    services, client._services = client._services, None
+    channels, client._channels = client._channels, None
     for _ in range(3):
         (weights,) = leader.exchange([weights], [], 4, push=True)
         assert leader.engine.is_lost
-    client._services = services
+    client._channels = channels
     leader.engine.watch._answered.set()
     leader.exchange([weights], [], 4, push=True, wait=True)
     assert not leader.engine.is_lost
     leader.engine.watch.stop()
 
 
-def test_a_service_that_is_away_is_told_the_end_and_not_waited_for(service, monkeypatch):
+class Farewell:
+    """A channel to a task that serves, whose answer to the end is lost."""
+
+    def __init__(self, told):
+        self.told = told
+
+    def start(self, request):
+        def result(seconds):
+            self.told.append((request.kind, seconds))
+            raise ConnectionError("lost")
+
+        return SimpleNamespace(result=result)
+
+    def close(self):
+        self.told.append("closed")
+
+
+@pytest.mark.parametrize(("state", "seconds"), [("there", 3600.0), ("away", 1.0), ("given up", 0)])
+def test_a_service_that_is_away_is_told_the_end_and_not_waited_for(service, state, seconds):
     """A message to a silent service lasts for its whole time-out."""
-    allowed = []
-
-    class Client:
-        def __init__(self, address, credential, timeout_seconds):
-            self._message = (address, timeout_seconds)
-
-        def call(self, *arguments):
-            allowed.append(self._message)
-            return LostCall()
-
-        ask = call
-
-    monkeypatch.setattr(center, "FunctionClient", Client)
-    for is_lost, seconds in ((False, 3600.0), (True, 1.0)):
-        leader = Leader(service, seconds=3600.0)
-        leader.engine.is_lost = is_lost
-        leader._tasks = ["first:1", "second:1"]
-        leader.close()
-        assert allowed == [("first:1", seconds), ("second:1", seconds)]
-        allowed.clear()
+    leader, told = Leader(service, seconds=3600.0), []
+    leader.engine.is_lost, leader.engine.is_given_up = state == "away", state == "given up"
+    leader._addresses, leader._tasks = ["own:1", "first:1", "second:1"], ["first:1", "second:1"]
+    leader._first, *leader._channels = (Farewell(told) for _ in range(4))
+    leader.close()
+    assert told == 2 * bool(seconds) * [(Kind.FINISH, seconds)] + 4 * ["closed"]
 
 
 def test_a_part_that_knows_this_training_and_has_no_center_gets_it(service):
     """It was restarted, and an offer of the time before it reached it after all."""
     leader = LeaderOfRestarted(service, found=[], tries=1)  # not found to be new, takes a center
-    (part,) = service._parts
-    part.has_center.assign(False)
-    (weights,) = leader.exchange([tf.fill([2], 2.0)], [], 4, push=True, wait=True)
+    service.parts[0].has_center = False
+    (weights,) = leader.exchange([np.full(2, 2, np.float32)], [], 4, push=True, wait=True)
     assert leader.engine.is_lost and leader._awaits_center
     leader.exchange([weights], [], 4, push=True, wait=True)
     assert not leader.engine.is_lost and not leader._awaits_center
     assert leader.tries == 2
-    np.testing.assert_array_equal(service.center_partitions()[0], 2)
+    np.testing.assert_array_equal(service.center, 2)

@@ -1,258 +1,294 @@
-"""The ledger hands out every batch once, and lets in only whom it knows."""
+"""The ledger hands out every batch once, and takes only what can be."""
 
-import functools
+import collections
+import itertools
 import operator
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
 
+import numpy as np
 import pytest
 from addresses import free_address
-from devices import create_logical_devices
-from service_doubles import variables_of
 
-from keras_het.asynchronous.parameter_service import Status
+from keras_het.asynchronous.parameter_service import channel
+from keras_het.asynchronous.parameter_service.channel import RemoteChannel, ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_client import LeaderLedger, LedgerConnection
 from keras_het.asynchronous.parameter_service.sample_ledger import (
-    LeaderLedger,
-    LedgerConnection,
+    LARGEST_EPOCH,
     Presence,
     SampleLedger,
-    ServiceLostError,
     Stage,
     TrainingFacts,
 )
-from keras_het.rpc.admission import Gate
-from keras_het.rpc.channel import FunctionClient, LocalChannel
-from keras_het.rpc.server import FunctionServer
+from keras_het.exchange.message import Kind, Message, encode
+from keras_het.exchange.server import Server
+from keras_het.exchange.status import Status
 
 GOOD = b"credential of the good"
 CLIENTS, BATCHES = 4, 100
-
-
-class Leader(LeaderLedger):
-    """Tells at once what it is told."""
-
-    def start_epoch(self, epoch, training):
-        super().start_epoch(epoch, training)
-        self.tell()
-
-    def set_stage(self, stage):
-        super().set_stage(stage)
-        self.tell()
-
-    def claim(self, epoch, count):
-        return super().claim(epoch, count)[1:]
-
-
-@pytest.fixture(scope="module")
-def served():
-    """A server with a ledger, and the ledger's variables as they are at first."""
-    create_logical_devices()
-    server = FunctionServer(free_address())
-    variables = variables_of(SampleLedger(server, Gate(GOOD), CLIENTS))
-    server.start()
-    yield server, [(variable, variable.numpy()) for variable in variables]
-    server.close()
+TRAINING = TrainingFacts(BATCHES, 17)
 
 
 @pytest.fixture
-def service(served):
-    """The server's address, the server, and the leader of a training that has begun."""
-    server, new = served
-    for variable, value in new:
-        variable.assign(value)
-    ledger = Leader(LocalChannel(server))
-    ledger.start_epoch(0, TrainingFacts(BATCHES, 17))
-    ledger.set_stage(Stage.RUNNING)
-    return server.address, server, ledger
+def ledger():
+    return SampleLedger(CLIENTS, clock=itertools.count().__next__)  # each look is a second later
 
 
-def test_a_claim_can_be_under_way(service):
+@pytest.fixture
+def leader(ledger):
+    """The leader of a training that has begun."""
+    return lead(LeaderLedger(within(ledger, 0)))
+
+
+def lead(leader, epoch=0, training=TRAINING, stage=Stage.RUNNING):
+    leader.start_epoch(epoch, training)
+    leader.set_stage(stage)
+    leader.tell()
+    return leader
+
+
+def within(ledger, participant, lost=()):
+    """The channel of a participant on which as many answers are lost as `lost` is long."""
+
+    def handle(request):
+        answer = ledger.handle(participant, request)
+        if lost:
+            raise ConnectionError(lost.pop())
+        return answer
+
+    return channel.LocalChannel("this process", handle)
+
+
+def connect(ledger, participant=1):
+    return LedgerConnection(within(ledger, participant))
+
+
+@pytest.fixture
+def reach(ledger, leader):
+    """Connects to a server of the ledger, until the test calls `reach.close`, or ends."""
+    server = Server("127.0.0.1:0")
+    server.serve(channel.SERVICE, GOOD, ledger.handle)
+    server.start()
+    made = []
+
+    def reach(participant=1, credential=GOOD, kind=LedgerConnection):
+        made.append(kind(RemoteChannel(server.address, credential, participant, 5)))
+        return made[-1]
+
+    reach.close = server.close
+    yield reach
+    for closable in (*made, server):
+        closable.close()
+
+
+def test_claims_can_be_under_way(leader, reach):
     """Whoever asks does not wait; the answer is what `claim` gives."""
-    address, _, ledger = service
-    remote = connect(address)
+    remote = reach()
     under_way = [remote.start_claim(0, 2), remote.start_claim(0)]
     found = [remote.answer_to(answer) for answer in under_way]
-    assert sorted(batch for _, first, n in found for batch in range(first, first + n)) == [0, 1, 2]
-    assert {status for status, *_ in found} == {Status.OK}
-    assert ledger.claimed[1] == 3
-    assert connect(address).answer_to(remote.start_claim(1))[0] == Status.OK
-    with pytest.raises(PermissionError, match="refused"):
-        stranger = connect(address, proof=b"stranger")
-        stranger.answer_to(stranger.start_claim(0))
+    assert found == [(Status.OK, 0, 2), (Status.OK, 2, 1)]
+    assert reach(2).claim(1) == (Status.OK, 0, 1)
+    assert remote.report(Presence.TRAINING, used=5).training == TRAINING
+    assert remote.pace((50.0, 8, 0.25, 0.1, 0.3, 2.0))[0][1].tolist() == [50, 8, 0.25, 0.1, 0.3, 2]
+    remote_leader = reach(0, kind=LeaderLedger)
+    assert remote_leader.claimed.tolist() == leader.claimed.tolist() == [0, 3, 1, 0]
+    assert remote_leader.used.tolist() == [0, 5, 0, 0]
 
 
-def connect(address, client=1, proof=GOOD, timeout=10):
-    return LedgerConnection(FunctionClient(address, proof, timeout), client)
+def test_who_is_refused_changes_nothing(ledger, reach):
+    before = str(vars(ledger))
+    for method in (lambda it: it.claim(0), lambda it: it.report(Presence.TRAINING, used=5)):
+        with pytest.raises(PermissionError, match=r"its shared secret.*Use the same"):
+            method(reach(credential=b"guessed"))
+        for unknown in (CLIENTS, -1):
+            with pytest.raises(ValueError, match="no such participant"):
+                method(reach(unknown))
+    with pytest.raises(PermissionError, match="Only the leader"):
+        reach(1, kind=LeaderLedger).tell()
+    assert str(vars(ledger)) == before
+    assert reach().report(Presence.GONE).stage == Stage.RUNNING
 
 
-def test_every_batch_is_handed_out_once_to_simultaneous_clients(service):
-    address, _, ledger = service
-    taken = [[] for _ in range(CLIENTS)]
+def test_a_service_that_is_not_there(reach):
+    """Whose address answers neither its own participants nor those of the next training."""
+    known, other = reach(), reach(credential=b"of the next training")
+    known.report(Presence.TRAINING)
+    reach.close()
+    for connection in (known, other):
+        connection._channel.timeout_seconds = 0.5
+        with pytest.raises(ServiceLostError, match=r"gone; give on_service_loss="):
+            connection.report(Presence.TRAINING)
+    nobody = LedgerConnection(RemoteChannel(free_address(), GOOD, 1, timeout_seconds=0.5))
+    with pytest.raises(ServiceLostError, match=r"did not answer within 0\.5 s"):
+        nobody.report(Presence.TRAINING)
+    nobody.close()
+
+
+class Interrupted(dict):
+    """Other threads run between a look and what follows from it."""
+
+    def get(self, *arguments):
+        found = super().get(*arguments)
+        time.sleep(1e-6)
+        return found
+
+
+def test_every_batch_is_handed_out_once_to_simultaneous_clients(ledger, leader):
+    ledger._next = Interrupted()
+    lead(leader, 0, TrainingFacts(5 * BATCHES))
+    begins = threading.Barrier(CLIENTS)
 
     def take(client):
-        remote = connect(address, client)
-        while True:
-            status, first, count = remote.claim(0, 1 + client % 2)
-            assert status == Status.OK
-            if not count:
-                return
-            taken[client] += range(first, first + count)
+        own, taken = connect(ledger, client), []
+        begins.wait(60)
+        while (claim := own.claim(0, 1 + client % 2))[2]:
+            taken += range(claim[1], claim[1] + claim[2])
+        return taken
 
-    threads = [threading.Thread(target=take, args=(client,)) for client in range(1, CLIENTS)]
-    for thread in threads:
-        thread.start()
-    while (claim := ledger.claim(0, 3))[1]:
-        taken[0] += range(claim[0], claim[0] + claim[1])
-    for thread in threads:
-        thread.join(60)
-    assert sorted(functools.reduce(operator.iadd, taken, [])) == list(range(BATCHES))
-    assert ledger.claimed.tolist() == [len(numbers) for numbers in taken]
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        taken = list(pool.map(take, range(CLIENTS)))
+    assert sorted(itertools.chain(*taken)) == list(range(5 * BATCHES))
+    assert leader.claimed.tolist() == [len(numbers) for numbers in taken]
 
 
-def test_the_end_of_an_epoch_and_the_next_one(service):
-    address, _, ledger = service
-    remote = connect(address)
-    assert ledger.claim(0, BATCHES - 1) == (0, BATCHES - 1)
-    assert remote.claim(0, 4) == (Status.OK, BATCHES - 1, 1)
-    assert remote.claim(0) == (Status.OK, BATCHES, 0)
-    assert remote.claim(1) == (Status.OK, 0, 1)
-    assert remote.claim(2) == (Status.WAIT, 0, 0)
-    ledger.start_epoch(1, TrainingFacts(BATCHES, 17))
-    assert remote.claim(2) == (Status.OK, 0, 1)
-    assert ledger.claim(1, 2) == (1, 2)
+def test_the_end_of_an_epoch_and_the_next_one(ledger, leader):
+    own = connect(ledger)
+    assert leader.claim(0, BATCHES - 1) == (Status.OK, 0, BATCHES - 1)
+    assert not leader.is_handed_out(0)
+    assert own.claim(0, 4) == (Status.OK, BATCHES - 1, 1)
+    assert own.claim(0) == (Status.OK, BATCHES, 0)
+    assert leader.is_handed_out(0) and not leader.is_handed_out(1)
+    assert own.claim(1) == (Status.OK, 0, 1)
+    assert own.claim(2) == (Status.WAIT, 0, 0)
+    lead(leader, 1, TRAINING._replace(num_epochs=2))
+    assert own.claim(2) == leader.claim(2, 5) == (Status.OK, 0, 0)  # there is no third one
+    lead(leader, 1)
+    assert own.claim(2) == (Status.OK, 0, 1)
+    assert leader.claim(1, 2) == (Status.OK, 1, 2)
+    for until, following in ((7, 7), (3, 8)):
+        leader.tell(until)  # it has trained on these without the service
+        assert own.claim(1) == (Status.OK, following, 1)
 
 
 @pytest.mark.parametrize("stage", [Stage.STARTING, Stage.ENDING, Stage.CLOSED])
-def test_nothing_is_handed_out_before_or_after_training(service, stage):
-    address, _, ledger = service
-    ledger.set_stage(stage)
-    assert connect(address).claim(0) == (Status.WAIT, 0, 0)
-    assert connect(address).report(Presence.WAITING).stage == stage
+def test_nothing_is_handed_out_before_or_after_training(ledger, leader, stage):
+    lead(leader, stage=stage)
+    assert connect(ledger).claim(0) == (Status.WAIT, 0, 0)
+    assert connect(ledger).report(Presence.WAITING).stage == stage
 
 
-def test_reports(service):
-    address, _, ledger = service
-    one, two = connect(address, 1), connect(address, 2)
+def test_reports(ledger, leader):
+    one, two = connect(ledger, 1), connect(ledger, 2)
     facts = one.report(Presence.TRAINING, used=5)
-    assert (facts.stage, facts.epoch, facts.training.num_batches, facts.training.fingerprint) == (
-        Stage.RUNNING,
-        0,
-        BATCHES,
-        17,
-    )
+    assert (facts.stage, facts.epoch, facts.training) == (Stage.RUNNING, 0, TRAINING)
     one.report(Presence.TRAINING, used=7)
     two.report(Presence.WAITING)
-    ledger.add_used(100)
-    ledger.tell_used()
-    assert ledger.used.tolist() == [100, 12, 0, 0]
-    assert ledger.present(Presence.TRAINING, 60) == [1]
-    assert ledger.present(Presence.WAITING, 60) == [2]
+    leader.add_used(100)
+    leader.tell_used()
+    assert leader.used.tolist() == [100, 12, 0, 0]
+    assert leader.present(Presence.TRAINING, 60) == [1]
+    assert leader.present(Presence.WAITING, 60) == [2]
     one.report(Presence.GONE)
-    assert ledger.present(Presence.TRAINING, 60) == []
-    assert ledger.present(Presence.WAITING, within_seconds=-1) == []  # nobody was heard of since
+    assert leader.present(Presence.TRAINING, 60) == []
+    assert leader.present(Presence.WAITING, within_seconds=1) == []  # nobody was heard of since
+    leader.keep()
+    two.report(Presence.TRAINING, used=3)
+    assert leader.used.tolist() == [100, 12, 0, 0]
 
 
-def test_paces_of_all(service):
-    address, _, ledger = service
-    one = connect(address, 1)
-    paces, silence = one.pace((50.0, 8, 0.25, 0.1, 0.3, 2.0))
+def test_paces_of_all(ledger, leader):
+    paces, silence = connect(ledger, 1).pace((50.0, 8, 0.25, 0.1, 0.3, 2.0))
     assert paces.tolist() == [[0] * 6, [50, 8, 0.25, 0.1, 0.3, 2], [0] * 6, [0] * 6]
     assert silence[1] < 60 < silence[2]  # nobody heard of client 2
-    connect(address, 2).report(Presence.TRAINING)
-    paces, silence = ledger.pace((400.0, 16, 0.0, 0.0, 0.0, 0.0))
+    connect(ledger, 2).report(Presence.TRAINING)
+    paces, silence = leader.pace((400.0, 16, 0.0, 0.0, 0.0, 0.0))
     assert paces[:2].tolist() == [[400, 16, 0, 0, 0, 0], [50, 8, 0.25, 0.1, 0.3, 2]]
     assert max(silence[:3]) < 60
 
 
-@pytest.mark.parametrize(("client", "proof"), [(1, b"guessed"), (CLIENTS, GOOD), (-1, GOOD)])
-def test_strangers_are_refused_and_change_nothing(service, client, proof):
-    address, _, ledger = service
-    stranger = connect(address, client, proof)
-    with pytest.raises(PermissionError, match="refused this worker"):
-        stranger.claim(0)
-    with pytest.raises(PermissionError, match="refused this worker"):
-        stranger.report(Presence.TRAINING, used=5)
-    assert ledger.claim(0, 1) == (0, 1)
-    assert ledger.used.sum() == 0
-    assert ledger.present(Presence.TRAINING, 60) == []
+def tell_used(connection, samples):
+    if isinstance(connection, LeaderLedger):
+        connection.add_used(samples)
+        connection.tell_used()
+    else:
+        connection.report(Presence.TRAINING, samples)
 
 
-def test_a_worker_of_the_next_training_is_not_refused_by_the_last_one(service):
-    address, _, ledger = service
-    of_another_rule = connect(address, 1, b"of another rule")
-    ledger.set_stage(Stage.ENDING)
-    with pytest.raises(PermissionError, match="refused this worker"):
-        of_another_rule.report(Presence.GONE)
-    ledger.set_stage(Stage.CLOSED)
-    with pytest.raises(ServiceLostError, match=r"has ended.*CLOSED"):
-        of_another_rule.report(Presence.TRAINING, used=5)
-    assert ledger.used.sum() == 0 and ledger.present(Presence.TRAINING, 60) == []
-    assert connect(address).report(Presence.WAITING).stage == Stage.CLOSED
-
-
-class LosesAnswers:
-    """Some requests arrive, and their answers do not."""
-
-    num_lost = 0
-
-    def ask(self, method, arguments, specs):
-        values = super().ask(method, arguments, specs)
-        if self.num_lost:
-            self.num_lost -= 1
-            raise ServiceLostError("lost")
-        return values
-
-
-class WorkerThatLoses(LosesAnswers, LedgerConnection):
-    pass
-
-
-class LeaderThatLoses(LosesAnswers, LeaderLedger):
-    pass
-
-
-def lose(num_lost, report):
+@pytest.mark.parametrize("kind", [LeaderLedger, LedgerConnection])
+@pytest.mark.parametrize("num_lost", [1, 3])
+def test_samples_of_a_report_whose_answer_was_lost_count_once(ledger, leader, kind, num_lost):
+    sender = int(kind is LedgerConnection)
+    own = kind(within(ledger, sender, lost := []))
+    tell_used(own, 5)
+    lost += ["lost"] * num_lost
     for _ in range(num_lost):
         with pytest.raises(ServiceLostError):
-            report()
+            tell_used(own, 7)
+    assert leader.used[sender] == 12  # it came, and its sender does not know
+    tell_used(own, 100)
+    tell_used(kind(within(ledger, sender)), 1000)  # another process of the same participant
+    assert leader.used[sender] == leader.used.sum() == 1105 + 7 * num_lost
 
 
-@pytest.mark.parametrize("num_lost", [1, 3])
-def test_samples_of_a_report_whose_answer_was_lost_count_once(service, num_lost):
-    address, _, ledger = service
-    remote = WorkerThatLoses(FunctionClient(address, GOOD, 10), 1)
-    remote.report(Presence.TRAINING, used=5)
-    remote.num_lost = num_lost
-    lose(num_lost, lambda: remote.report(Presence.TRAINING, used=7))
-    remote.report(Presence.TRAINING, used=100)
-    assert ledger.used.tolist() == [0, 5 + 7 * num_lost + 100, 0, 0]
-    again = connect(address)  # another process of the same worker
-    again.report(Presence.TRAINING, used=1000)
-    assert ledger.used[1] == 1105 + 7 * num_lost
+COUNT, EPOCH = range(2**63), range(LARGEST_EPOCH)
+RIGHT = {
+    Kind.CLAIM: (EPOCH, COUNT[1:]),
+    Kind.REPORT: (COUNT, COUNT, range(3)),
+    Kind.PACE: (COUNT[1:], COUNT[1:], *[COUNT] * 4),
+    # number of the report, samples; stage, batches taken, epoch, facts: the second is a hash
+    Kind.LEAD: (
+        COUNT,
+        COUNT,
+        range(-1, 4),
+        COUNT,
+        EPOCH,
+        COUNT,
+        range(-(2**63), 2**63),
+        *[COUNT] * 3,
+    ),
+    Kind.DONE: (),
+}
+"""What each number of a request may be."""
 
 
-def test_samples_of_the_leader_count_once(service):
-    address, _, ledger = service
-    leader = LeaderThatLoses(FunctionClient(address, GOOD, 10))
-    leader.add_used(5)
-    leader.tell_used()
-    leader.add_used(7)
-    leader.num_lost = 2
-    lose(2, leader.tell_used)
-    assert ledger.used[0] == 12  # it came, and the leader does not know
-    leader.add_used(100)
-    leader.tell_used()
-    assert ledger.used.tolist() == [112, 0, 0, 0] == leader.used.tolist()
+def random_request(random):
+    """Return a sender, a request of any numbers, and whether it is right."""
+
+    def number(allowed):
+        if random.random() < 0.9:
+            return allowed[random.choice([0, 1, -1])]
+        return random.choice([-(2**63), -2, -1, 0, 5, 2**62, random.randrange(-(2**63), 2**63)])
+
+    kind = random.choice(list(RIGHT))
+    sender = random.choice([0, 0, 0, 0, 1, CLIENTS - 1, CLIENTS, -1])
+    numbers = [number(allowed) for allowed in RIGHT[kind]]
+    right = kind != Kind.DONE and sender in range(1 if kind == Kind.LEAD else CLIENTS)
+    right = right and all(map(operator.contains, RIGHT[kind], numbers))
+    if kind not in (Kind.PACE, Kind.LEAD):
+        return sender, Message(kind, tuple(numbers)), right
+    if random.random() < 0.1:
+        right, numbers = False, random.choice([numbers[:-1], [*numbers, 1], numbers[:2]])
+    plain = 2 if kind == Kind.LEAD else 0
+    vector = np.array(numbers[plain:], np.int64 if plain else np.float64)
+    if kind == Kind.PACE and random.random() < 0.1:
+        right, vector[random.randrange(len(vector))] = False, random.choice([np.nan, np.inf, -0.5])
+    return sender, Message(kind, tuple(numbers[:plain]), (vector,)), right
 
 
-def test_a_service_that_is_not_there(logical_devices):
-    with pytest.raises(ServiceLostError, match="did not answer within 1 s"):
-        connect(free_address(), timeout=1).report(Presence.TRAINING)
-
-
-def test_no_batch_of_an_epoch_after_the_last(service):
-    address, _, ledger = service
-    ledger.start_epoch(1, TrainingFacts(BATCHES, 17, num_epochs=2))
-    remote = connect(address)
-    assert remote.claim(1)[2] == 1
-    assert remote.claim(2) == (Status.OK, 0, 0)
-    assert ledger.claim(2, 5) == (0, 0)
+def test_bad_requests_change_nothing_and_good_ones_are_answered(ledger, leader):
+    """Whatever is taken, the numbers of all answers fit into a message."""
+    random, right = Random(3), collections.Counter()
+    for _ in range(2000):
+        sender, request, is_right = random_request(random)
+        before = str(vars(ledger))
+        right[is_right, request.kind] += 1
+        if is_right:
+            assert list(encode(ledger.handle(sender, request), b"key"))
+        else:
+            with pytest.raises((ValueError, PermissionError)):
+                ledger.handle(sender, request)
+            assert str(vars(ledger)) == before
+    assert len(right) == 9 and min(right.values()) > 40
+    lead(leader)  # none has kept the lock

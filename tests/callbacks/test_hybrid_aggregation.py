@@ -12,11 +12,12 @@ from addresses import free_address
 from small_training import BATCH, NUM_BATCHES, SAMPLES, arrays, data, flat, make_model
 
 import keras_het
-from keras_het.asynchronous.parameter_service.sample_ledger import LedgerConnection
+from keras_het.asynchronous.parameter_service.channel import RemoteChannel
+from keras_het.asynchronous.parameter_service.ledger_client import LedgerConnection
 from keras_het.asynchronous.rules import ASHL, AsyncEASGD, AsyncSGD, DelayCompensated, Delta
 from keras_het.callbacks import BatchBalancer, HybridAggregation
+from keras_het.exchange.server import Server
 from keras_het.fit.session import FitSession, Rank
-from keras_het.rpc.server import FunctionServer
 
 
 def mean_gradient(model, batches):
@@ -247,7 +248,7 @@ def test_a_fit_of_the_same_model_within_a_callback_is_refused(strategy, rule):
 
 
 def assert_nobody_listens(strategy):
-    server = FunctionServer(strategy.cluster_config.service_address())
+    server = Server(strategy.cluster_config.service_address())
     server.start()
     server.close()
 
@@ -360,8 +361,12 @@ class ClaimsTwo(keras.callbacks.Callback):
         self.hybrid = hybrid
 
     def on_epoch_begin(self, epoch, logs=None):
-        self.ledger = self.hybrid.participant.center.ledger
-        assert LedgerConnection(self.ledger._service, 1).claim(epoch, 2)[2] == 2
+        participant = self.hybrid.participant
+        self.ledger = participant.center.ledger
+        address = participant.strategy.cluster_config.service_address()
+        other = LedgerConnection(RemoteChannel(address, participant.credential, 1, 60.0))
+        assert other.claim(epoch, 2)[2] == 2
+        other.close()
 
 
 @pytest.mark.full

@@ -75,27 +75,6 @@ def test_elsewhere_it_does_nothing(monkeypatch):
     assert not share_freed_memory()
 
 
-THREADS_PROGRAM = """
-import tensorflow as tf
-from keras_het.launch.serve_command import compute_without_splitting
-compute_without_splitting()
-threads = tf.config.threading
-print(threads.get_intra_op_parallelism_threads(), threads.get_inter_op_parallelism_threads())
-tf.constant(1.0) + 1.0
-compute_without_splitting()  # has no effect any more, and nothing to do
-tf.config.threading.set_intra_op_parallelism_threads(2)
-"""
-
-
-@pytest.mark.full
-def test_one_thread_an_operation():
-    done = subprocess.run(
-        [sys.executable, "-c", THREADS_PROGRAM], capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout == "1 0\n"
-    assert "RuntimeError" in done.stderr and "after initialization" in done.stderr
-
-
 def set_up(monkeypatch, address):
     cluster = {"worker": ["127.0.0.1:1"], "async": ["127.0.0.1:2"], "ps": [address]}
     task = {"type": "ps", "index": 0}
@@ -104,10 +83,6 @@ def set_up(monkeypatch, address):
     monkeypatch.delenv("KERAS_HET_SERVICE_SECRET_FILE", raising=False)
     monkeypatch.setattr(serve_command.signal, "signal", lambda *_: None)
     monkeypatch.setattr(serve_command, "share_freed_memory", lambda: False)  # not for this process
-    prepared = []  # likewise
-    threads = "keras_het.launch.serve_command.compute_without_splitting"
-    monkeypatch.setattr(threads, lambda: prepared.append(1))
-    return prepared
 
 
 @pytest.mark.parametrize(
@@ -119,11 +94,14 @@ def set_up(monkeypatch, address):
     ],
 )
 def test_how_many_trainings_are_served(monkeypatch, offers_left, once, served):
-    calls = []
+    calls, closed = [], []
 
     class Process:
         def __init__(self, *given):
             pass
+
+        def close(self):
+            closed.append(1)
 
         def serve_one(self):
             calls.append(len(calls))
@@ -133,11 +111,11 @@ def test_how_many_trainings_are_served(monkeypatch, offers_left, once, served):
         def is_offered_another(self):
             return offers_left[len(calls) - 1]
 
-    prepared = set_up(monkeypatch, "127.0.0.1:3")
+    set_up(monkeypatch, "127.0.0.1:3")
     monkeypatch.setattr("keras_het.asynchronous.exchange.hosting.ServingProcess", Process)
     assert serve_command.serve_parameters(argparse.Namespace(once=once)) == 0
     assert len(calls) == served + (not once)  # the last one says that it was told to end
-    assert len(prepared) == 1
+    assert closed == [1]
 
 
 def test_a_port_that_is_taken_is_one_line_of_error(monkeypatch, capsys):

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from devices import create_logical_devices
 
-from keras_het.rpc.admission import credential
+from keras_het.exchange.secret import credential
 from keras_het.strategy.cluster.peer_watch import may_be_a_lost_connection
 from keras_het.summation import Summation, SummationGroup, SummationService
 

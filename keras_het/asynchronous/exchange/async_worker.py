@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import keras
-import tensorflow as tf
 
 from keras_het.asynchronous.exchange.claims import AsyncClaims
-from keras_het.asynchronous.exchange.connection import connect, open_connection
+from keras_het.asynchronous.exchange.connection import Connection, connect, open_connection
 from keras_het.asynchronous.exchange.exchange_engine import (
     LARGEST_TRIES,
     ExchangeEngine,
@@ -26,16 +25,16 @@ from keras_het.asynchronous.exchange.participant import (
     Participant,
     first_async_participant,
 )
-from keras_het.asynchronous.parameter_service import Status
-from keras_het.asynchronous.parameter_service.sample_ledger import (
+from keras_het.asynchronous.parameter_service.channel import ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_client import (
     EarlyClaim,
     LedgerConnection,
     LedgerFacts,
-    Presence,
-    ServiceLostError,
-    Stage,
 )
+from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
 from keras_het.asynchronous.rules import Signal
+from keras_het.exchange.message import Vector
+from keras_het.exchange.status import Status
 from keras_het.planning.roles.exchange_settings import longest_period
 from keras_het.strategy.cluster.cluster_config import config_of
 
@@ -72,6 +71,7 @@ class AsyncWorker(Participant):
         self._number = first_async_participant(strategy) + self._worker
         self._stage = 0
         self._logs: Mapping[str, float] | None = None
+        self._connection: Connection | None = None
         self._heartbeat: Heartbeat | None = None
         self._epoch = -1
         self._steps = self._samples = self._unreported = 0
@@ -159,7 +159,7 @@ class AsyncWorker(Participant):
             loss = None if self._logs is None else self._logs["loss"]
             is_over = loss is not None and self.rule.is_stage_over(loss)
             signal = Signal.LOSS_REACHED if is_over else Signal.NOTHING
-            stage = self._engine.weights.transport.signal(signal)
+            stage = self._engine.weights.transport.signal(signal, self._number)
             self._stage = self._stage if stage is None else stage
         self._report(Presence.TRAINING)
 
@@ -198,13 +198,13 @@ class AsyncWorker(Participant):
         """Keep the logs of a step, whose loss is read only where the rule looks at it."""
         self._logs = logs
 
-    def meet_center(self) -> list[tf.Tensor]:
+    def meet_center(self) -> list[Vector]:
         """Send unsent progress and wait for the answer; own weights without a service."""
         if self._engine.is_away:
             return self.vectors.weights.read()
         return self._meet(sends=not self.rule.uses_gradients)
 
-    def _meet(self, sends: bool) -> list[tf.Tensor]:
+    def _meet(self, sends: bool) -> list[Vector]:
         with self._engine.losing():
             self._attach_again()
             self._receive()
@@ -223,7 +223,7 @@ class AsyncWorker(Participant):
         try:
             with self._engine.losing():
                 if self.rule.may_wait and not self._engine.is_lost:
-                    self._engine.weights.transport.signal(Signal.LEAVE)
+                    self._engine.weights.transport.signal(Signal.LEAVE, self._number)
                 self._wait_for_the_end()
         finally:
             self.leave()
@@ -233,6 +233,8 @@ class AsyncWorker(Participant):
         if self._is_joined:
             self._engine.watch.stop()
         self._stop_heartbeat(_LONGEST_WAIT_SECONDS)
+        if self._connection is not None:
+            self._connection.close()
 
     def _stop_heartbeat(self, longest_wait_seconds: float | None = None) -> None:
         heartbeat, self._heartbeat = self._heartbeat, None
@@ -253,9 +255,10 @@ class AsyncWorker(Participant):
     def _join(self) -> None:
         self.rule = self.options.rule.for_steps_of(1 / self._num_parts)
         seconds = self.options.connect_seconds
-        exchanges, self._ledger, heartbeat = connect(
+        self._connection = connection = connect(
             lambda: open_connection(self, self._number), seconds, _HAS_IT_ENDED
         )
+        exchanges, self._ledger = connection.exchanges, connection.ledger
         ask = exchanges[0].transport.greet
         self._engine = ExchangeEngine(exchanges, ask, self.options, "Training", self._note_loss)
         self._is_joined = True
@@ -265,7 +268,7 @@ class AsyncWorker(Participant):
         # After a fit or a backup, the leader may have made another number of passes.
         self.first_pass = facts.training.first_pass
         interval = self.options.timeout_seconds / _BEATS_IN_TIMEOUT
-        self._heartbeat = Heartbeat(heartbeat, interval)
+        self._heartbeat = Heartbeat(connection.heartbeat, interval)
         connect(self._start_from_center, seconds)
         _logger.info("Async worker %d trains from epoch %d on.", self._number, facts.epoch + 1)
 
@@ -368,8 +371,6 @@ class AsyncWorker(Participant):
         goes_on = engine.weights.send(self.progress(), self._samples).sent
         if engine.state is not None and self.vectors.state is not None:
             engine.state.send(self.vectors.state.read(), self._samples)
-        if not self.options.waits_for_answer:
-            engine.watch_answers()
         self._samples = 0
         self._pace.sent()
         if self.rule.uses_gradients:
@@ -380,8 +381,8 @@ class AsyncWorker(Participant):
         engine, vectors, pending = self._engine, self.vectors, self._engine.weights.pending
         if pending is not None:
             with self._pace.waiting(measures):
-                pending.push.wait()
-            vectors.weights.write(engine.weights.receive(vectors.weights.read()))
+                answer = pending.push.answer()
+            vectors.weights.write(engine.weights.receive(vectors.weights.read(), answer))
             if engine.weights.lost_gradient:  # not below 0: a claim may have reported them
                 self._unreported = max(0, self._unreported - pending.samples)
             if self._plan is not None and not pending.had_to_wait:

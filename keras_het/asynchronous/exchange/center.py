@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
-import tensorflow as tf
 
 from keras_het.asynchronous.exchange.claims import Grant
 from keras_het.asynchronous.exchange.connection import connect, connect_vectors
@@ -18,29 +17,24 @@ from keras_het.asynchronous.exchange.exchange_engine import (
     ExchangeEngine,
     NoCenterError,
 )
-from keras_het.asynchronous.exchange.hosting import (
-    CLOSE,
-    DIRECTORY,
-    HostedParts,
-    make_offer,
-    spec_of,
-)
-from keras_het.asynchronous.exchange.participant import WEIGHTS_PREFIX, Participant
-from keras_het.asynchronous.parameter_service.sample_ledger import (
-    LEADER,
-    LeaderLedger,
-    Presence,
+from keras_het.asynchronous.exchange.hosting import HostedParts, make_offer, spec_of
+from keras_het.asynchronous.exchange.participant import Participant
+from keras_het.asynchronous.parameter_service.channel import (
+    LocalChannel,
+    RemoteChannel,
     ServiceLostError,
-    Stage,
+    UnknownTrainingError,
 )
+from keras_het.asynchronous.parameter_service.ledger_client import LeaderLedger
+from keras_het.asynchronous.parameter_service.sample_ledger import LEADER, Presence, Stage
 from keras_het.asynchronous.rules import Signal
-from keras_het.rpc.channel import Channel, FunctionClient, LocalChannel, NoAnswerError
+from keras_het.exchange.message import Kind, Message, Vector
+from keras_het.exchange.server import Server
 from keras_het.strategy.cluster.cluster_address import free_port
 from keras_het.strategy.cluster.cluster_config import config_of
 
 _logger = logging.getLogger("keras_het")
 _LONGEST_FAREWELL_SECONDS = 1.0  # a lost service may not answer
-_STATUS, _TEXT = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.string)
 ResultT = TypeVar("ResultT")
 
 
@@ -70,16 +64,19 @@ class Center:
     ) -> None:
         self._leader, self._options = leader, leader.options
         self._addresses, self._tasks = list(addresses), list(tasks)
-        self._own = None if own is None else LocalChannel(own.server)
         seconds = leader.options.connect_seconds
         self._offer(self._tasks, seconds)
+        # Short messages would wait behind the weights on one connection.
+        self._first, *self._channels = [
+            RemoteChannel(at, leader.credential, LEADER, leader.options.timeout_seconds)
+            if own is None
+            else LocalChannel(at, own.handle_own)
+            for at in (self._addresses[0], *self._addresses)
+        ]
         wire = leader.options.weights_wire if own is None else None  # within it nothing is rounded
-        channels = [] if self._own is None else [self._own]
-        self._exchanges = connect(
-            lambda: connect_vectors(leader, LEADER, self._addresses, wire, channels), seconds
-        )
-        self.ledger = LeaderLedger(self._channel(self._addresses[0]))
-        self._waits = leader.rule.uses_gradients or self._own is not None
+        self._exchanges = connect(lambda: connect_vectors(leader, self._channels, wire), seconds)
+        self.ledger = LeaderLedger(self._first)
+        self._waits = leader.rule.uses_gradients or own is not None
         training_state = leader.strategy._training_state
         self._bring_center(training_state.restored)
         training_state.restored = None
@@ -116,12 +113,12 @@ class Center:
 
     def exchange(
         self,
-        weights: list[tf.Tensor],
-        state: list[tf.Tensor],
+        weights: list[Vector],
+        state: list[Vector],
         samples: int,
         push: bool,
         wait: bool = False,
-    ) -> list[tf.Tensor]:
+    ) -> list[Vector]:
         if not self.engine.is_away:
             with self.engine.losing():
                 if self.engine.is_lost:
@@ -146,11 +143,11 @@ class Center:
     def pace(self, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray] | None:
         return self._try(lambda: self.ledger.pace(pace), None)
 
-    def weights(self) -> list[tf.Tensor]:
+    def weights(self) -> list[Vector]:
         own = self._leader.vectors.weights.read()
         return self._try(lambda: self.engine.weights.pull(exact=True), own)
 
-    def state(self) -> list[tf.Tensor]:
+    def state(self) -> list[Vector]:
         state, own = self.engine.state, self._leader.vectors.state
         return [] if state is None or own is None else self._try(state.pull, own.read())
 
@@ -179,28 +176,31 @@ class Center:
         self._is_closed = True
 
     def close(self) -> None:
+        """Tell the tasks that serve of the end, and close all connections."""
         self.engine.watch.stop()
-        if self.engine.is_given_up:
-            return
-        seconds = self._options.timeout_seconds
-        seconds = _LONGEST_FAREWELL_SECONDS if self.engine.is_away else seconds
-        clients = [FunctionClient(task, self._leader.credential, seconds) for task in self._tasks]
-        for call in [client.call(CLOSE, [], _STATUS) for client in clients]:  # all at once
-            bool(call.is_ok())  # waits; the answer may be lost with the ending server
+        if not self.engine.is_given_up:
+            seconds = self._options.timeout_seconds
+            seconds = _LONGEST_FAREWELL_SECONDS if self.engine.is_away else seconds
+            channels = dict(zip(self._addresses, self._channels, strict=True))
+            for call in [channels[task].start(Message(Kind.FINISH)) for task in self._tasks]:
+                with contextlib.suppress(Exception):  # the answer may be lost with the server
+                    call.result(seconds)
+        for channel in (self._first, *self._channels):
+            channel.close()
 
     def _open(self) -> None:
         """Admit async workers: tell them where the parts are."""
         self.ledger.tell(self._taken_until)
-        text = tf.constant(",".join(self._addresses))
-        self._channel(self._addresses[0]).ask(DIRECTORY, [text], (_STATUS, _TEXT))
+        text = np.frombuffer(",".join(self._addresses).encode(), np.uint8)
+        self._channels[0].ask(Message(Kind.DIRECTORY, (), (text,)))
 
     def _close_training(self) -> None:
         for exchange in self._exchanges:
             exchange.transport.close_training()
 
     def _exchange(
-        self, weights: list[tf.Tensor], state: list[tf.Tensor], samples: int, push: bool, wait: bool
-    ) -> list[tf.Tensor]:
+        self, weights: list[Vector], state: list[Vector], samples: int, push: bool, wait: bool
+    ) -> list[Vector]:
         engine = self.engine
         state = engine.exchange_state(state, samples)
         weights = engine.weights.receive(weights)
@@ -223,8 +223,7 @@ class Center:
         if restarted or self._awaits_center:
             self._awaits_center = True  # until all have it: another try must redo everything
             self._offer(restarted, self._options.timeout_seconds)
-            for exchange in self._exchanges:
-                connect(exchange.transport.greet, self._options.timeout_seconds)
+            connect(self._exchanges[0].transport.greet, self._options.timeout_seconds)
             self._bring_center()
             self.engine.attach()
             self._awaits_center = False
@@ -235,12 +234,10 @@ class Center:
     def _find_restarted(self) -> list[str]:
         """Return the addresses of restarted processes that do not know this training."""
         found = []
-        for address in self._addresses:
+        for address, channel in zip(self._addresses, self._channels, strict=True):
             try:
-                self._channel(address).ask(f"{WEIGHTS_PREFIX}hello", [], _STATUS)
-            except NoAnswerError as error:
-                if not error.is_unknown_function:
-                    raise
+                channel.ask(Message(Kind.LATEST))
+            except UnknownTrainingError:
                 found.append(address)
         return found
 
@@ -257,12 +254,6 @@ class Center:
             place = self._addresses.index(address)
             offer = address, leader.secret, spec, place, leader.options.timeout_seconds
             connect(functools.partial(make_offer, *offer), patience)
-
-    def _channel(self, address: str) -> Channel:
-        """Return a new channel to a process, or the one within this process."""
-        if self._own is not None:
-            return self._own
-        return FunctionClient(address, self._leader.credential, self._options.timeout_seconds)
 
     def _present(self, presence: Presence) -> list[int]:
         seconds = self._options.presence_seconds
@@ -331,6 +322,7 @@ def _make_parts(
     participant: Participant, service: contextlib.ExitStack, address: str, place: int, count: int
 ) -> HostedParts:
     rules = participant.rule, participant.state_rule
-    parts = HostedParts(address, place, spec_of(participant, count), participant.secret, rules)
-    service.callback(parts.close)
-    return parts
+    server = Server(address)
+    service.callback(server.close)
+    server.start()
+    return HostedParts(server, place, spec_of(participant, count), participant.secret, rules)

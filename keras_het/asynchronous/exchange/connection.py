@@ -7,26 +7,22 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-import tensorflow as tf
+import numpy as np
 
 from keras_het.asynchronous.exchange.exchange_engine import VectorExchange
-from keras_het.asynchronous.exchange.hosting import DIRECTORY
-from keras_het.asynchronous.exchange.participant import (
-    STATE_PREFIX,
-    WEIGHTS_PREFIX,
-    Participant,
-    first_async_participant,
-)
-from keras_het.asynchronous.parameter_service import ParameterClient, Wire
-from keras_het.asynchronous.parameter_service.sample_ledger import (
-    LedgerConnection,
-    Presence,
+from keras_het.asynchronous.exchange.participant import Participant, first_async_participant
+from keras_het.asynchronous.parameter_service.channel import (
+    Channel,
+    RemoteChannel,
     ServiceLostError,
-    Stage,
 )
-from keras_het.rpc.channel import Channel, FunctionClient
+from keras_het.asynchronous.parameter_service.client import ParameterClient
+from keras_het.asynchronous.parameter_service.ledger_client import LedgerConnection
+from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
+from keras_het.asynchronous.parameter_service.wire import Wire
+from keras_het.exchange.message import Kind, Message
 from keras_het.strategy.cluster.cluster_config import GROUP_PROCESSES, config_of
 
 _POLL_SECONDS = 0.05
@@ -48,7 +44,7 @@ def connect(make: Callable[[], MadeT], wait_seconds: float, hint: str = "") -> M
             )
         try:
             return make()
-        except ConnectionError as error:
+        except (ConnectionError, ServiceLostError) as error:
             waited = time.monotonic() - began
             if waited > wait_seconds:
                 raise
@@ -69,57 +65,64 @@ def _group_has_ended() -> bool:
 
 
 def connect_vectors(
-    participant: Participant,
-    number: int,
-    addresses: Sequence[str],
-    wire: Wire | None,
-    channels: Sequence[Channel] = (),
+    participant: Participant, channels: Sequence[Channel], wire: Wire | None
 ) -> list[VectorExchange]:
-    """Connect to the center of the weights, and to that of moving statistics if there are any."""
-    access = participant.credential, number, participant.options.timeout_seconds
-    vectors = participant.vectors
-    client = ParameterClient(
-        addresses, vectors.weights.partitions, *access, wire, WEIGHTS_PREFIX, channels
-    )
-    exchanges = [VectorExchange(client, participant.rule)]
+    """Connect to the center of the weights, and to that of moving statistics if there are any.
+
+    Raises:
+        ServiceLostError: if a process does not answer in time.
+        PermissionError: if it refuses the credential: another secret, model or rule.
+    """
+    vectors, rule = participant.vectors, participant.rule
+    client = ParameterClient(channels, vectors.weights.partitions, 0, wire, rule.may_wait)
+    client.greet()
+    exchanges = [VectorExchange(client, rule)]
     if vectors.state is not None:
-        client = ParameterClient(
-            addresses, vectors.state.partitions, *access, None, STATE_PREFIX, channels
-        )
+        first = len(vectors.weights.partitions.sizes)
+        client = ParameterClient(channels, vectors.state.partitions, first)
         exchanges.append(VectorExchange(client, participant.state_rule))
     return exchanges
 
 
-def open_connection(
-    participant: Participant, number: int
-) -> tuple[list[VectorExchange], LedgerConnection, LedgerConnection]:
-    """Return an async worker's exchanges with a service, its ledger, and one for its heartbeat."""
-    seconds = participant.options.timeout_seconds
-    first = config_of(participant.strategy).service_address()
-    ledger, heartbeat = (
-        LedgerConnection(FunctionClient(first, participant.credential, seconds), number)
-        for _ in range(2)
-    )
-    addresses = _find_addresses(participant, ledger, first)
-    wire = participant.options.wire_of(number - first_async_participant(participant.strategy))
-    return connect_vectors(participant, number, addresses, wire), ledger, heartbeat
+class Connection(NamedTuple):
+    """An async worker's exchanges with a service, its ledger, and one for its heartbeat."""
+
+    exchanges: list[VectorExchange]
+    ledger: LedgerConnection
+    heartbeat: LedgerConnection
+    close: Callable[[], None]
 
 
-def _find_addresses(participant: Participant, ledger: LedgerConnection, first: str) -> list[str]:
+def open_connection(participant: Participant, number: int) -> Connection:
+    """Connect an async worker to a service; what is open is closed again if that fails."""
+
+    def channel(address: str) -> RemoteChannel:
+        seconds = participant.options.timeout_seconds
+        made = RemoteChannel(address, participant.credential, number, seconds)
+        opened.callback(made.close)
+        return made
+
+    with contextlib.ExitStack() as opened:
+        # Short messages would wait behind the weights on one connection.
+        first = channel(config_of(participant.strategy).service_address())
+        ledger = LedgerConnection(first)
+        channels = [channel(address) for address in _find_addresses(participant, ledger, first)]
+        wire = participant.options.wire_of(number - first_async_participant(participant.strategy))
+        exchanges = connect_vectors(participant, channels, wire)
+        return Connection(exchanges, ledger, LedgerConnection(first), opened.pop_all().close)
+
+
+def _find_addresses(
+    participant: Participant, ledger: LedgerConnection, first: Channel
+) -> list[str]:
     """Ask the first process of the service for the addresses of the others."""
-    seconds = participant.options.timeout_seconds
-    directory = FunctionClient(first, participant.credential, seconds)
-    specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.string))
-    try:
-        facts = ledger.report(Presence.GONE)
-        is_over = facts.stage == Stage.CLOSED and facts.training.run < participant.run
-        answer = directory.ask(DIRECTORY, [tf.constant("")], specs)
-    except ServiceLostError as error:
-        raise ConnectionError(str(error)) from error
-    addresses = bytes(answer[1].numpy()).decode()
+    facts = ledger.report(Presence.GONE)
+    is_over = facts.stage == Stage.CLOSED and facts.training.run < participant.run
+    answer = first.ask(Message(Kind.DIRECTORY, (), (np.zeros(0, np.uint8),)))
+    addresses = answer.vectors[0].tobytes().decode()
     if is_over or not addresses:
         raise ConnectionError(
-            f"The parameter service at {first} is there but does not train now. Received: "
+            f"The parameter service at {first.address} is there but does not train now. Received: "
             f"{'an ended training' if is_over else 'one that has not begun'}."
         )
     return addresses.split(",")

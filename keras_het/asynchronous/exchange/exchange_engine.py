@@ -6,35 +6,32 @@ import contextlib
 import dataclasses
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
-import tensorflow as tf
 
 from keras_het.asynchronous.exchange.participant import HybridOptions
-from keras_het.asynchronous.parameter_service import (
-    NO_ANSWER,
-    Answer,
-    ParameterClient,
-    Status,
-    TopKWire,
-)
-from keras_het.asynchronous.parameter_service.client import PendingPush
-from keras_het.asynchronous.parameter_service.sample_ledger import ServiceLostError
+from keras_het.asynchronous.parameter_service.channel import ServiceLostError
+from keras_het.asynchronous.parameter_service.client import Answer, ParameterClient, PendingPush
+from keras_het.asynchronous.parameter_service.wire import TopKWire
 from keras_het.asynchronous.rules import UpdateRule
-from keras_het.rpc.admission import DIVERGED
-from keras_het.rpc.channel import NoAnswerError
+from keras_het.exchange.message import Vector
+from keras_het.exchange.status import NO_ANSWER, Status
 
 LARGEST_TRIES = 100
 """Pushes of the same change if others push in between, with a bound on staleness."""
-_TURN_SECONDS = (0.002, 0.016)  # first and longest pause between two questions about the turn
 _ROOM_FOR_STRAGGLERS = 1 << 20
 _UNANSWERED = (NO_ANSWER, int(Status.NO_CENTER))
 _QUESTIONS_IN_TIMEOUT = 4
 _LARGEST_PAUSE = 16.0  # in time-outs
 _LONGEST_WAIT_SECONDS = 0.5  # for a question whose answer is no longer needed
+_TAKEN = (int(Status.OK), int(Status.REPEATED))
+_DIVERGED = (
+    "The parameter service does not take this worker's weights, which are not finite, or with "
+    "which the center would not be. Its training has diverged: lower the learning rate. "
+    "keras.callbacks.TerminateOnNaN ends it."
+)
 _logger = logging.getLogger("keras_het")
 ResultT = TypeVar("ResultT")
 
@@ -82,20 +79,14 @@ class ExchangeEngine:
         pushes = [each.pending.push for each in self.exchanges if each.pending is not None]
         return bool(pushes) and all(push.has_answer for push in pushes)
 
-    def attach(self) -> list[list[tf.Tensor]]:
+    def attach(self) -> list[list[Vector]]:
         """Fetch the center of weights, and of moving statistics, to start from; forget pushes."""
         centers = [each.pull() for each in self.exchanges]
         for each, center in zip(self.exchanges, centers, strict=True):
             each.adopt(center)
         return centers
 
-    def watch_answers(self) -> None:
-        """Wait for what is in flight in the background; `has_answer` is valid from now on."""
-        for each in self.exchanges:
-            if each.pending is not None:
-                each.pending.push.watch()
-
-    def exchange_state(self, state: list[tf.Tensor], samples: int) -> list[tf.Tensor]:
+    def exchange_state(self, state: list[Vector], samples: int) -> list[Vector]:
         """Exchange moving statistics and wait; what is lost in between is not sent again."""
         if self.state is None:
             return state
@@ -109,7 +100,7 @@ class ExchangeEngine:
         for each in self.exchanges:
             each.meet_again()
 
-    def attached_again(self, weights: list[tf.Tensor], num_participants: int) -> list[tf.Tensor]:
+    def attached_again(self, weights: list[Vector], num_participants: int) -> list[Vector]:
         """End the loss once all parts answer: a failed try must not scale progress again."""
         weights = self.weights.after_absence(weights, num_participants)
         self.is_lost = False
@@ -129,10 +120,6 @@ class ExchangeEngine:
         """Where the service is lost, go on alone after this block, and ask until it answers."""
         try:
             yield
-        except NoAnswerError as error:
-            self._lose(ServiceLostError(f"The parameter service at {error}"))
-        except ConnectionError as error:
-            self._lose(ServiceLostError(str(error)))
         except ServiceLostError as error:
             self._lose(error)
 
@@ -154,7 +141,7 @@ class Pending:
     push: PendingPush
     samples: int
     versions: np.ndarray
-    sent: list[tf.Tensor]
+    sent: list[Vector]
     had_to_wait: bool = False
 
 
@@ -163,12 +150,12 @@ class VectorExchange:
 
     def __init__(self, transport: ParameterClient, rule: UpdateRule) -> None:
         self.transport, self._rule = transport, rule
-        self.seen: list[tf.Tensor] = []
+        self.seen: list[Vector] = []
         self._versions = np.zeros(len(transport.partitions.sizes), np.int64)
         self.latest_versions = self._versions  # known ones; the weights may have older ones
-        self._residuals: list[tf.Tensor] | None = None
+        self._residuals: list[Vector] | None = None
         # An earlier process with this number may still have messages in flight.
-        self._sequence = transport.latest_sequence() + _ROOM_FOR_STRAGGLERS
+        self._number = transport.latest_number() + _ROOM_FOR_STRAGGLERS
         self.pending: Pending | None = None
         self._has_warned = self._has_warned_of_loss = False
         self._was_stale = self.lost_gradient = False
@@ -179,30 +166,29 @@ class VectorExchange:
         """Whether the latest push was too stale: the center lacks the worker's progress."""
         return self._was_stale and not self._rule.uses_gradients
 
-    def pull(self, exact: bool = False) -> list[tf.Tensor]:
-        fallback = (tf.zeros([size]) for size in self.transport.partitions.sizes)
-        answer = self.transport.pull(fallback, exact)
-        statuses = answer.statuses.numpy()
-        if (statuses != int(Status.OK)).any():
-            raise _lost(statuses)
-        self.latest_versions = answer.versions.numpy()
-        return list(answer.partitions)
+    def pull(self, exact: bool = False) -> list[Vector]:
+        answer = self.transport.pull(exact)
+        center = [values for values in answer.values if values is not None]
+        if (answer.statuses != Status.OK).any() or len(center) != len(answer.values):
+            raise _lost(answer.statuses)
+        self.latest_versions = answer.versions
+        return center
 
     def compress(self, ratio: float) -> None:
         """Send only the largest values from now on; earlier residuals are kept."""
-        self.transport.use_wire(TopKWire(ratio))
+        self.transport.wire = TopKWire(ratio)
 
-    def adopt(self, center: list[tf.Tensor]) -> None:
+    def adopt(self, center: list[Vector]) -> None:
         """Treat the center that was just pulled as the last one seen; forget the push in flight."""
         self.seen, self._residuals, self.pending = center, None, None
         self._versions = self.latest_versions
 
-    def after_absence(self, weights: list[tf.Tensor], num_workers: int) -> list[tf.Tensor]:
+    def after_absence(self, weights: list[Vector], num_workers: int) -> list[Vector]:
         starts = self.seen if self.pending is None else self.pending.sent
         pairs = zip(weights, starts, strict=True)
         return [self._rule.after_absence(own, start, num_workers) for own, start in pairs]
 
-    def send(self, weights: list[tf.Tensor], samples: int) -> Pending:
+    def send(self, weights: list[Vector], samples: int) -> Pending:
         """Send the rule's message; the worker continues from the pending push's `sent`."""
         rule, pairs = self._rule, list(zip(weights, self.seen, strict=True))
         if rule.uses_gradients:  # the weights are unchanged since the last answer
@@ -213,33 +199,38 @@ class VectorExchange:
             sent = [rule.after_sending(own, seen) for own, seen in pairs]
         if self._residuals is not None:
             messages = [m + r for m, r in zip(messages, self._residuals, strict=True)]
-        self._sequence += 1
+        self._number += 1
         versions = self._versions.copy()
-        push = self.transport.start_push(messages, versions, samples, self._sequence)
+        push = self.transport.start_push(messages, versions.tolist(), samples, self._number)
         self.pending = Pending(push, samples, versions, sent)
         return self.pending
 
-    def receive(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Wait for the answer in flight, if any; return the weights from which to continue."""
+    def receive(self, weights: list[Vector], answer: Answer | None = None) -> list[Vector]:
+        """Take the answer in flight, if any; return the weights from which to continue.
+
+        Args:
+            weights: the present ones.
+            answer: the answer if it was waited for.
+        """
         if self.pending is not None:
-            weights = self._combined(self.pending, weights)
+            answer = answer or self.pending.push.answer()
+            weights = self._combined(self.pending, answer, weights)
             self.pending = None
         return weights
 
-    def _combined(self, pending: Pending, weights: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Wait for the answer and combine it with the current weights.
+    def _combined(self, pending: Pending, answer: Answer, weights: list[Vector]) -> list[Vector]:
+        """Combine an answer with the current weights.
 
         A part whose push was too stale restarts from the center with the worker's own progress. A
         part whose push arrived after the end of training stays unchanged: the final center follows.
         """
-        answer = self._final_answer(pending)
-        statuses, versions = answer.statuses.numpy(), answer.versions.numpy()
-        self._check_statuses(statuses)
+        statuses, versions = answer.statuses, answer.versions
+        _check_answered(statuses)
+        self._warn_of(statuses)
+        pending.had_to_wait = answer.had_to_wait
         carried = [
-            self._part(
-                index, int(status), answer.partitions[index], pending.sent[index], weights[index]
-            )
-            for index, status in enumerate(statuses)
+            self._part(index, int(status), values, pending.sent[index], weights[index])
+            for index, (status, values) in enumerate(zip(statuses, answer.values, strict=True))
         ]
         taken = np.isin(statuses, (Status.OK, Status.REPEATED, Status.STALE))
         if taken.any():
@@ -247,7 +238,7 @@ class VectorExchange:
             self.staleness = float(np.maximum(behind, 0).mean())
         self._versions = np.where(taken, versions, self._versions)
         self.latest_versions = np.maximum(self.latest_versions, self._versions)
-        self._residuals = self._left_over(statuses, answer)
+        self._residuals = self._left_over(pending.push, answer)
         self._was_stale = bool((statuses == int(Status.STALE)).any())
         self._note_lost_gradient(statuses)
         return carried
@@ -264,37 +255,6 @@ class VectorExchange:
                 "or a smaller period, or leave the bound out and damp (AsyncSGD damps_staleness)."
             )
 
-    def _final_answer(self, pending: Pending) -> Answer:
-        """Return the final answer; rules with waiting workers may defer the turn several times.
-
-        Accepted parts count once: the push is sent again with its number.
-        """
-        while True:
-            answer = pending.push.answer(self.seen)
-            statuses = answer.statuses.numpy()
-            _check_answered(statuses)
-            waiting = np.flatnonzero(statuses == int(Status.WAIT)).tolist()
-            if not waiting:
-                return answer
-            pending.had_to_wait = True
-            self.transport.push_again(pending.push, self._in_turn(pending.push, waiting))
-
-    def _in_turn(self, push: PendingPush, waiting: list[int]) -> list[int]:
-        """Wait until it is the turn of some parts, and return these.
-
-        It asks without values, because the link belongs to the worker whose turn it is. It asks all
-        parts, because one whose service is gone must not go unnoticed while others say to wait.
-        """
-        pause, longest = _TURN_SECONDS
-        while True:
-            statuses = self.transport.ask_turns(push, waiting)
-            _check_answered(np.array(statuses))
-            turns = zip(waiting, statuses, strict=True)
-            if found := [index for index, status in turns if status != Status.WAIT]:
-                return found
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-
     def meet_again(self) -> None:
         """Wait until all parts answer after a loss; a push in flight is sent again.
 
@@ -304,18 +264,12 @@ class VectorExchange:
         if self.pending is None:
             self.pull()
             return
-        statuses = self.pending.push.answer(self.seen).statuses.numpy()
-        again = np.flatnonzero(np.isin(statuses, (*_UNANSWERED, int(Status.WAIT))))
+        statuses = self.pending.push.answer().statuses
+        again = np.flatnonzero(np.isin(statuses, _UNANSWERED))
         self.transport.push_again(self.pending.push, again.tolist())
-        self._final_answer(self.pending)
+        _check_answered(self.pending.push.answer().statuses)
 
-    def _check_statuses(self, statuses: np.ndarray) -> None:
-        if np.isin(statuses, (Status.REFUSED, Status.UNKNOWN_CLIENT)).any():
-            raise PermissionError(
-                "The parameter service refused this worker's push. Received: statuses "
-                f"{statuses.tolist()}. Use the same script, TF_CONFIG cluster and secret on every "
-                "task."
-            )
+    def _warn_of(self, statuses: np.ndarray) -> None:
         if (statuses == int(Status.CLOSED)).any() and not self._has_warned:
             self._has_warned = True
             _logger.warning(
@@ -324,32 +278,30 @@ class VectorExchange:
             )
         if (statuses == int(Status.NOT_FINITE)).any() and not self._has_warned:
             self._has_warned = True
-            _logger.warning(DIVERGED)
+            _logger.warning(_DIVERGED)
 
     def _part(
-        self, index: int, status: int, values: tf.Tensor, sent: tf.Tensor, weights: tf.Tensor
-    ) -> tf.Tensor:
-        if status in (Status.OK, Status.REPEATED):
-            new = self._rule.receive(weights, sent, values)
-        elif status == Status.STALE:
+        self, index: int, status: int, values: Vector | None, sent: Vector, weights: Vector
+    ) -> Vector:
+        if values is None:
+            return weights
+        if status == Status.STALE:
             new = values + (weights - self.seen[index])
         else:
-            return weights
+            new = self._rule.receive(weights, sent, values)
         self.seen[index] = values
         return new
 
-    def _left_over(self, statuses: np.ndarray, answer: Answer) -> list[tf.Tensor] | None:
+    def _left_over(self, push: PendingPush, answer: Answer) -> list[Vector] | None:
         """Return the residual of a compressing format, to be sent with the next message.
 
         Untaken changes are still in the weights, except for earlier residuals.
         """
-        if self.transport.wire_is_exact:
+        if self.transport.wire.is_exact:
             return None
-        before = self._residuals or [tf.zeros_like(residual) for residual in answer.residuals]
-        return [
-            residual if status in (Status.OK, Status.REPEATED) else old
-            for status, residual, old in zip(statuses, answer.residuals, before, strict=True)
-        ]
+        before = self._residuals or [np.zeros_like(residual) for residual in push.residuals]
+        left = zip(answer.statuses, push.residuals, before, strict=True)
+        return [residual if status in _TAKEN else old for status, residual, old in left]
 
 
 def _check_answered(statuses: np.ndarray) -> None:
@@ -420,7 +372,7 @@ class ReturnWatch:
         while not self._stopped.wait(pause):
             try:
                 self._ask()
-            except (ServiceLostError, ConnectionError):
+            except ServiceLostError:
                 continue
             except Exception:
                 pass  # such as a refusal: it recurs when the training attaches

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
-import tensorflow as tf
+import numpy as np
 
-from keras_het.asynchronous.exchange.participant import STATE_PREFIX, WEIGHTS_PREFIX, Participant
-from keras_het.asynchronous.parameter_service import ParameterService, Partitions, credential
+from keras_het.asynchronous.exchange.participant import Participant
+from keras_het.asynchronous.parameter_service.channel import SERVICE
+from keras_het.asynchronous.parameter_service.partitions import Partitions, spread_partitions
 from keras_het.asynchronous.parameter_service.sample_ledger import SampleLedger
+from keras_het.asynchronous.parameter_service.service import ParameterService
 from keras_het.asynchronous.parameter_service.wire import wire_named
 from keras_het.asynchronous.rules import UpdateRule, get, serialize
-from keras_het.rpc.admission import Gate, Status
-from keras_het.rpc.channel import FunctionClient, NoAnswerError
-from keras_het.rpc.server import FunctionServer
-from keras_het.rpc.vector import spread_partitions
+from keras_het.exchange.client import Client
+from keras_het.exchange.message import Kind, Message
+from keras_het.exchange.secret import credential
+from keras_het.exchange.server import Server
 
-DIRECTORY, CLOSE, OFFER = "directory", "close", "offer"
 Shapes = tuple[tuple[int, ...], ...]
-_ABOUT = "keras_het parameter service 1"
+_OFFERS = "offers"
+"""Name of the service by which a process takes trainings."""
+_ABOUT = "keras_het parameter service 2"
 _POLL_SECONDS = 0.05
-_TEXT = tf.TensorSpec([], tf.string)
 _logger = logging.getLogger("keras_het")
 
 
@@ -43,7 +46,7 @@ class ServiceSpec:
     staleness_bound: int | None
     fingerprint: str
     num_services: int
-    partition_size: int
+    partition_bytes: int
 
     def make_rules(self) -> tuple[UpdateRule, UpdateRule]:
         rules = [get(dict(described)) for described in (self.rule, self.state_rule)]
@@ -78,102 +81,109 @@ def spec_of(participant: Participant, num_services: int) -> ServiceSpec:
         staleness_bound=options.staleness_bound,
         fingerprint=participant.service_fingerprint,
         num_services=num_services,
-        partition_size=vectors.weights.partitions.partition_size,
+        partition_bytes=options.partition_bytes,
     )
 
 
 class HostedParts:
-    """Some partitions of center and moving statistics; the first process also has the ledger."""
+    """Some partitions of center and moving statistics; the first process also has the ledger.
+
+    Args:
+        server: on which they are served.
+        place: number of this process among those that hold parts.
+        spec: the training.
+        secret: shared with all tasks.
+        rules: of weights and statistics; by default those of the spec.
+    """
 
     def __init__(
         self,
-        address: str,
+        server: Server,
         place: int,
         spec: ServiceSpec,
         secret: bytes,
         rules: tuple[UpdateRule, UpdateRule] | None = None,
     ) -> None:
-        self.address = address
-        self.rule, self.state_rule = spec.make_rules() if rules is None else rules
-        self.server = FunctionServer(address)
-        self.spec, self._place = spec, place
-        self._proof = credential(secret, spec.fingerprint)
-        gate = Gate(self._proof)
-        options = {"wire": wire_named(spec.wire), "staleness_bound": spec.staleness_bound}
-        self.weights = self._service(spec.shapes, self.rule, WEIGHTS_PREFIX, **options)
-        self.state: ParameterService | None = None
+        self.spec, self._server = spec, server
+        self.rule, state_rule = spec.make_rules() if rules is None else rules
+        self.parameters = ParameterService(spec.num_participants)
+        weights = Partitions(spec.shapes, spec.partition_bytes)
+        wire = wire_named(spec.wire)
+        indices = _share(weights, place, spec.num_services)
+        self.num_parts = len(indices)
+        self.parameters.hold(weights, self.rule, 0, indices, wire, spec.staleness_bound)
         if spec.state_shapes:
-            self.state = self._service(spec.state_shapes, self.state_rule, STATE_PREFIX)
-        self.ledger: SampleLedger | None = None
-        if place == 0:
-            self.ledger = SampleLedger(self.server, gate, spec.num_participants)
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._addresses = tf.Variable("", trainable=False)
-            self._is_closed = tf.Variable(False, trainable=False)
-        directory = tf.function(self._directory, input_signature=[_TEXT], autograph=False)
-        self.server.register(DIRECTORY, directory, gate)
-        close = tf.function(self._close, input_signature=[], autograph=False)
-        self.server.register(CLOSE, close, gate)
+            state = Partitions(spec.state_shapes, spec.partition_bytes)
+            indices = _share(state, place, spec.num_services)
+            self.parameters.hold(state, state_rule, len(weights.sizes), indices)
+        self.ledger = SampleLedger(spec.num_participants) if place == 0 else None
+        self._addresses = np.zeros(0, np.uint8)
+        self.is_closed = threading.Event()
+        self._credential = credential(secret, spec.fingerprint)
 
     def start(self) -> None:
-        self.server.start()
+        """Answer participants from now on."""
+        self._server.serve(SERVICE, self._credential, self.handle)
 
-    def close(self) -> None:
-        self.server.close()
+    def handle(self, sender: int, request: Message) -> Message | Future[Message]:
+        """Answer a message of a participant."""
+        if request.kind is Kind.DIRECTORY:
+            return self._directory(sender, request)
+        if request.kind is Kind.FINISH:
+            self.is_closed.set()
+            return Message(Kind.DONE)
+        if request.kind is Kind.CLOSE_TRAINING:
+            self._server.end(SERVICE)
+        if request.kind in self.parameters.kinds:
+            return self.parameters.handle(sender, request)
+        if self.ledger is None:
+            raise ValueError("The first process of the service has the ledger. Received: another.")
+        return self.ledger.handle(sender, request)
 
-    @property
-    def is_closed(self) -> bool:
-        return bool(self._is_closed)
+    def handle_own(self, request: Message) -> Message | Future[Message]:
+        """Answer a message of the leader, which is in this process."""
+        if request.kind in self.parameters.kinds - {Kind.CLOSE_TRAINING}:
+            return self.parameters.handle_own(0, request)
+        return self.handle(0, request)
 
-    def _service(
-        self, shapes: Shapes, rule: UpdateRule, prefix: str, **options: Any
-    ) -> ParameterService:
-        partitions = Partitions(shapes, self.spec.partition_size)
-        places = spread_partitions(partitions.sizes, self.spec.num_services)
-        return ParameterService(
-            self.address,
-            partitions,
-            rule,
-            self._proof,
-            self.spec.num_participants,
-            prefix=prefix,
-            server=self.server,
-            indices=[index for index, place in enumerate(places) if place == self._place],
-            awaits_center=True,
-            **options,
-        )
+    def _directory(self, sender: int, request: Message) -> Message:
+        """Return the location of the parts; the leader sets it."""
+        (addresses,) = request.vectors
+        if len(addresses) and sender == 0:
+            self._addresses = addresses
+        return Message(Kind.DIRECTORY, (), (self._addresses,))
 
-    def _directory(self, addresses: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the location of the parts; the leader sets it by passing `addresses`."""
-        latest = tf.cond(
-            tf.greater(tf.strings.length(addresses), 0),
-            lambda: tf.identity(self._addresses.assign(addresses, read_value=True)),
-            self._addresses.read_value,
-        )
-        return tf.constant(int(Status.OK)), latest
 
-    def _close(self) -> tf.Tensor:
-        self._is_closed.assign(True)
-        return tf.constant(int(Status.OK))
+def _share(partitions: Partitions, place: int, num_services: int) -> list[int]:
+    places = spread_partitions(partitions.sizes, num_services)
+    return [index for index, own in enumerate(places) if own == place]
 
 
 def make_offer(
     address: str, secret: bytes, spec: ServiceSpec, place: int, timeout_seconds: float
 ) -> None:
-    client = FunctionClient(address, credential(secret, _ABOUT), timeout_seconds)
-    text = tf.constant(json.dumps([place, spec.to_json()]))
+    """Ask a process that serves only to hold parts of a training.
+
+    Raises:
+        ConnectionError: if it does not answer in time.
+        PermissionError: if its secret differs.
+    """
+    text = json.dumps([place, spec.to_json()]).encode()
+    client = Client(address, _OFFERS, credential(secret, _ABOUT))
     try:
-        status = client.ask(OFFER, [text], tf.TensorSpec([], tf.int32))
-    except NoAnswerError as error:
+        client.ask(Message(Kind.OFFER, (), (np.frombuffer(text, np.uint8),)), timeout_seconds)
+    except (ConnectionError, TimeoutError, NotImplementedError) as error:
         raise ConnectionError(
             f"There is no parameter service: {error} Start `keras-het serve` on that machine, with "
             "the same TF_CONFIG and secret."
         ) from error
-    if int(status) != Status.OK:
+    except PermissionError as error:
         raise PermissionError(
             f"The parameter service at {address} refused this training: its shared secret differs. "
             "Use the same secret on every task."
-        )
+        ) from error
+    finally:
+        client.close()
 
 
 def _read_offer(text: str) -> tuple[int, ServiceSpec]:
@@ -189,7 +199,17 @@ def _read_offer(text: str) -> tuple[int, ServiceSpec]:
 
 
 class ServingProcess:
-    """A process that serves one training after another, each as its leader has offered it."""
+    """A process that serves one training after another, each as its leader has offered it.
+
+    Args:
+        address: where it listens, "host:port".
+        secret: shared with all tasks.
+        is_stopped: whether it is to end.
+        say: prints a line.
+
+    Raises:
+        OSError: if it cannot listen there.
+    """
 
     def __init__(
         self,
@@ -198,16 +218,18 @@ class ServingProcess:
         is_stopped: Callable[[], bool],
         say: Callable[[str], None] = _logger.info,
     ) -> None:
-        self.address, self._secret = address, secret
-        self._is_stopped, self._say = is_stopped, say
-        self._gate = Gate(credential(secret, _ABOUT))
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._offer = tf.Variable("", trainable=False)
+        self._secret, self._is_stopped, self._say = secret, is_stopped, say
+        self._offered: HostedParts | None = None
+        self._lock = threading.Lock()
+        self._server = Server(address)
+        self.address = self._server.address
+        self._server.serve(_OFFERS, credential(secret, _ABOUT), self._take_offer)
+        self._server.start()
 
     @property
     def is_offered_another(self) -> bool:
         """Whether a waiting leader has offered a training, having abandoned the previous one."""
-        return bool(self._offer.numpy())
+        return self._offered is not None
 
     def serve_one(self) -> bool:
         """Wait for a training and serve it to its end; return whether there was one.
@@ -215,54 +237,42 @@ class ServingProcess:
         A restarted leader offers again, which ends the training that it abandoned.
         """
         self._say(f"waiting for a training at {self.address}")
-        parts = None
-        while parts is None:
-            if not self._wait_for_offer():
+        while (parts := self._take_offered()) is None:
+            if self._is_stopped():
                 return False
-            parts = self._make_parts()
-        spec = parts.spec
-        self.take_offers_on(parts.server)
-        parts.start()
-        held = len(parts.weights.indices)
+            time.sleep(_POLL_SECONDS)
+        spec, held = parts.spec, parts.num_parts
         self._say(
             f"serving {held} partition{'s' * (held != 1)} of {len(spec.shapes)} variables to "
             f"{spec.num_participants} participants, rule {parts.rule.name}"
         )
-        while not (parts.is_closed or self.is_offered_another or self._is_stopped()):
+        while not (parts.is_closed.is_set() or self.is_offered_another or self._is_stopped()):
             time.sleep(_POLL_SECONDS)
-        self._say("training has ended" if parts.is_closed else "training was left")
-        parts.close()
+        self._say("training has ended" if parts.is_closed.is_set() else "training was left")
+        with self._lock:
+            if not self.is_offered_another:
+                self._server.withdraw(SERVICE)
         return True
 
-    def take_offers_on(self, server: FunctionServer) -> None:
-        """Accept offers on a server that has not started."""
+    def _take_offered(self) -> HostedParts | None:
+        with self._lock:
+            parts, self._offered = self._offered, None
+        return parts
 
-        @tf.function(input_signature=[_TEXT], autograph=False)
-        def offer(text: tf.Tensor) -> tf.Tensor:
-            self._offer.assign(text)
-            return tf.constant(int(Status.OK))
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.close()
 
-        server.register(OFFER, offer, self._gate)
-
-    def _wait_for_offer(self) -> bool:
-        """Listen until there is an offer; return whether there is one."""
-        if not self.is_offered_another:
-            server = FunctionServer(self.address)
-            self.take_offers_on(server)
-            server.start()
-            while not self.is_offered_another and not self._is_stopped():
-                time.sleep(_POLL_SECONDS)
-            server.close()
-        return self.is_offered_another
-
-    def _make_parts(self) -> HostedParts | None:
-        """Create the parts that the leader requests; None if the request cannot be read."""
-        text = self._offer.numpy().decode()
-        self._offer.assign("")
+    def _take_offer(self, sender: int, request: Message) -> Message:
+        if request.kind is not Kind.OFFER:
+            raise ValueError(f"Received: {request.kind.name}; expected: OFFER.")
         try:
-            return HostedParts(self.address, *_read_offer(text), self._secret)
-        except (AttributeError, TypeError, ValueError) as error:  # as from another version
+            place, spec = _read_offer(request.vectors[0].tobytes().decode(errors="replace"))
+            parts = HostedParts(self._server, place, spec, self._secret)
+        except Exception as error:  # as of types that another version sends
             self._say(f"an offer was not taken: {error}")
-        # TensorFlow ends a server with its last reference, and with it a later one at its address.
-        gc.collect()
-        return None
+            raise ValueError(str(error)) from error
+        with self._lock:
+            self._offered = parts
+            parts.start()
+        return Message(Kind.DONE)

@@ -12,18 +12,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_het.asynchronous.parameter_service import (
-    FloatWire,
-    TopKWire,
-    Wire,
-    credential,
-    model_fingerprint,
-)
+from keras_het.asynchronous.parameter_service.partitioned_vector import PartitionedVector
+from keras_het.asynchronous.parameter_service.partitions import PARTITION_BYTES
 from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH, TrainingFacts
+from keras_het.asynchronous.parameter_service.wire import FloatWire, TopKWire, Wire
 from keras_het.asynchronous.rules import ElasticAveraging, UpdateRule, serialize
+from keras_het.exchange.message import Vector
+from keras_het.exchange.secret import credential, model_fingerprint, read_secret
 from keras_het.loader.input.data_pass import Claims
-from keras_het.rpc.secret import read_secret
-from keras_het.rpc.vector import LARGEST_MESSAGE_BYTES, PartitionedVector, shared_variables
+from keras_het.packed_variables import shared_variables
 from keras_het.strategy.cluster.cluster_config import config_of
 from keras_het.strategy.measure.emulated_device import until_computed
 
@@ -40,15 +37,14 @@ class StatisticsAveraging(ElasticAveraging):
     center, this is elastic averaging under the same name.
     """
 
-    def receive(self, weights: tf.Tensor, sent_weights: tf.Tensor, answer: tf.Tensor) -> tf.Tensor:
+    def receive(self, weights: Vector, sent_weights: Vector, answer: Vector) -> Vector:
         if self.alpha == 1:  # only this worker moves the center, which equals its message
             return weights
         pulled = super().receive(weights, sent_weights, answer)
-        return tf.clip_by_value(pulled, tf.minimum(weights, answer), tf.maximum(weights, answer))
+        return np.clip(pulled, np.minimum(weights, answer), np.maximum(weights, answer))
 
 
 _RATE = 1.0
-WEIGHTS_PREFIX, STATE_PREFIX = "weights_", "state_"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +62,7 @@ class HybridOptions:
     goes_on_without_service: bool = False
     wire: Wire | None = None
     spreads_service: bool = False
-    partition_bytes: int = LARGEST_MESSAGE_BYTES
+    partition_bytes: int = PARTITION_BYTES
     num_epochs: int = LARGEST_EPOCH
 
     @property
@@ -100,11 +96,6 @@ class HybridOptions:
             return TopKWire(1.0)
         return self.wire or FloatWire()
 
-    @property
-    def partition_size(self) -> int:
-        """Largest number of elements of a partition; places travel with the largest values."""
-        return min(self.partition_bytes // 4, self.weights_wire.largest_partition)
-
 
 class ModelVectors:
     """The parts of a model that are shared with the parameter service.
@@ -114,11 +105,11 @@ class ModelVectors:
     """
 
     def __init__(
-        self, model: keras.Model, strategy: HeterogeneousStrategy, partition_size: int
+        self, model: keras.Model, strategy: HeterogeneousStrategy, partition_bytes: int
     ) -> None:
         weights, state = shared_variables(model)
-        self.weights = PartitionedVector(weights, strategy, partition_size)
-        self.state = PartitionedVector(state, strategy, partition_size) if state else None
+        self.weights = PartitionedVector(weights, strategy, partition_bytes)
+        self.state = PartitionedVector(state, strategy, partition_bytes) if state else None
         self.all = [self.weights] if self.state is None else [self.weights, self.state]
         self._described = [*weights, *state]
 
@@ -169,7 +160,7 @@ class MeanGradient:
         self,
         variables: list[keras.Variable],
         strategy: HeterogeneousStrategy,
-        partition_size: int,
+        partition_bytes: int,
         user_optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
         with strategy.scope():
@@ -181,10 +172,10 @@ class MeanGradient:
                 )
             self.optimizer.build(variables)
         self._leave_files_to(user_optimizer)
-        self._vectors = PartitionedVector(self._sum.sums, strategy, partition_size)
+        self._vectors = PartitionedVector(self._sum.sums, strategy, partition_bytes)
         self._taken = 0
 
-    def take(self) -> list[tf.Tensor]:
+    def take(self) -> list[Vector]:
         """Return the mean, float32 vectors like those of the weights, and start a new one."""
         steps = self._steps() - self._taken
         means = [total / max(steps, 1) for total in self._vectors.read()]
@@ -237,7 +228,7 @@ class Participant(abc.ABC):
     ) -> None:
         self.model, self.strategy, self.options = model, strategy, options
         self.rule = options.rule
-        self.vectors = ModelVectors(model, strategy, options.partition_size)
+        self.vectors = ModelVectors(model, strategy, options.partition_bytes)
         strategy._training_state.num_hybrid_runs += 1
         self.run: int = strategy._training_state.num_hybrid_runs
         self.secret = read_secret()
@@ -249,7 +240,7 @@ class Participant(abc.ABC):
         self.fingerprint = int(data.fingerprint or 0)
         self.first_pass = len(data.position[0])
         self._claims: Claims | None = None
-        self._own: list[tf.Tensor] | None = None
+        self._own: list[Vector] | None = None
         self._mean_gradient: MeanGradient | None = None
         check_can_be_shared(data)
 
@@ -257,12 +248,12 @@ class Participant(abc.ABC):
     def service_fingerprint(self) -> str:
         """Fingerprint of model, rule, format and message size, on which all tasks must agree."""
         options = self.options
-        form = f"{options.weights_wire.name} {options.partition_size}"
+        form = f"{options.weights_wire.name} {options.partition_bytes}"
         return f"{self.vectors.fingerprint(self.rule)} {form}"
 
     def sum_gradients(self) -> keras.optimizers.Optimizer:
         """Return an optimizer that sums gradients; from now on this task sends these sums."""
-        variables, size = self.model.trainable_variables, self.options.partition_size
+        variables, size = self.model.trainable_variables, self.options.partition_bytes
         own = self.model.optimizer
         self._mean_gradient = MeanGradient(variables, self.strategy, size, own)
         return self._mean_gradient.optimizer
@@ -276,7 +267,7 @@ class Participant(abc.ABC):
         if self._mean_gradient is not None:
             self._mean_gradient.check_rate(self.rule.name)
 
-    def progress(self) -> list[tf.Tensor]:
+    def progress(self) -> list[Vector]:
         """Return this task's progress: its weights, or the mean gradient since its last message."""
         if self._mean_gradient is None:
             return self.vectors.weights.read()
@@ -323,7 +314,7 @@ class Participant(abc.ABC):
         """Record completed training steps; exchange if it is due."""
 
     @abc.abstractmethod
-    def meet_center(self) -> list[tf.Tensor]:
+    def meet_center(self) -> list[Vector]:
         """Exchange and wait for the answer; return the center's partitions."""
 
     @abc.abstractmethod

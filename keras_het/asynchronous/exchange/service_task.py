@@ -8,12 +8,12 @@ import time
 from typing import TYPE_CHECKING
 
 import keras
-import tensorflow as tf
 
 from keras_het.asynchronous.exchange.center import Center, join_service
 from keras_het.asynchronous.exchange.claims import Grant, GroupClaims
 from keras_het.asynchronous.exchange.participant import HybridOptions, Participant
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
+from keras_het.exchange.message import Vector
 
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
@@ -82,7 +82,7 @@ class ServiceTask(Participant):
     def steps_done(self, steps: int, samples: int) -> None:
         """Do nothing: this task trains nothing."""
 
-    def meet_center(self) -> list[tf.Tensor]:
+    def meet_center(self) -> list[Vector]:
         center = self.center.weights() if self.center is not None else self.vectors.weights.read()
         self.vectors.weights.write(center)
         if self.center is not None and self.vectors.state is not None:

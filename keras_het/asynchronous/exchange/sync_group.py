@@ -9,15 +9,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_het.asynchronous.exchange.center import Center, join_service
 from keras_het.asynchronous.exchange.claims import Grant, GroupClaims
 from keras_het.asynchronous.exchange.pace import PushPace, choose_period
 from keras_het.asynchronous.exchange.participant import HybridOptions, Participant
+from keras_het.asynchronous.parameter_service.partitioned_vector import PartitionedVector
 from keras_het.asynchronous.parameter_service.sample_ledger import Stage
+from keras_het.exchange.message import Vector
 from keras_het.planning.roles.exchange_settings import longest_period
-from keras_het.rpc.vector import PartitionedVector
 
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
@@ -47,7 +49,7 @@ class SyncGroup(Participant):
         self._steps = self._samples = 0
         self._num_known = 0  # batches of the group not used yet
         self._counted = 0  # number of samples that the ledger knows
-        self._sum = tf.function(self._sum_over_members, autograph=False)
+        self._sum = tf.function(strategy.extended.sum_over_workers, autograph=False)
         self._pace = PushPace(
             waits=options.waits_for_answer, wait_for_devices=self.wait_for_devices
         )
@@ -75,7 +77,7 @@ class SyncGroup(Participant):
             with self._pace.exchanging():
                 self._exchange(push=True)
 
-    def meet_center(self) -> list[tf.Tensor]:
+    def meet_center(self) -> list[Vector]:
         """Exchange now; gradients still being accumulated stay in place."""
         self._exchange(push=self._steps > 0 and not self.rule.uses_gradients, wait=True)
         center = self.center
@@ -97,7 +99,9 @@ class SyncGroup(Participant):
         if center is not None:
             self._wait_until(lambda: not _are_here(center), "to fetch the final weights")
             center.conclude()
-        self._sum([tf.zeros([1])])  # members hold parts until the last worker has fetched them
+        self._sum_over_members(
+            [np.zeros(1, np.float32)]
+        )  # members hold parts until the last worker has fetched them
         self.leave()
 
     def leave(self) -> None:
@@ -122,7 +126,7 @@ class SyncGroup(Participant):
         state = self.vectors.state.read() if self.vectors.state is not None else []
         claims = self._claims if self._claims is not None and not self._claims.is_complete else None
         header = [0, 0, 0, 0, 0]
-        answer = [tf.zeros_like(part) for part in (*weights, *state)]
+        answer = [np.zeros_like(part) for part in (*weights, *state)]
         if self.center is not None:
             answer = self.center.exchange(weights, state, self._samples, push, wait)
             if claims is not None:
@@ -130,7 +134,7 @@ class SyncGroup(Participant):
                 grant = self._claim(self.center, period)
                 header = [period, *grant.to_numbers()]
             self.center.add_used(self._samples - self._counted)
-        *values, header = self._sum([*answer, tf.constant(header, tf.float32)])
+        *values, agreed = self._sum_over_members([*answer, np.array(header, np.float32)])
         self._counted = self._samples
         if push or not self.rule.uses_gradients:  # gradients may be half accumulated
             self._steps = self._samples = self._counted = 0
@@ -138,7 +142,7 @@ class SyncGroup(Participant):
         for vector, part in zip(self.vectors.all, parts, strict=False):
             vector.write(part)
         if claims is not None:
-            period, *numbers = header.numpy().tolist()
+            period, *numbers = agreed.tolist()
             self.period, grant = int(period), Grant.of_numbers(numbers)
             claims.add(grant)
             self._num_known += grant.count
@@ -166,19 +170,19 @@ class SyncGroup(Participant):
         return choose_period(*found, 0, limits, least)
 
     def _agreed(
-        self, vector: PartitionedVector, read: Callable[[], list[tf.Tensor]] | None
-    ) -> list[tf.Tensor]:
+        self, vector: PartitionedVector, read: Callable[[], list[Vector]] | None
+    ) -> list[Vector]:
         """Return what the leader reads of the center of a vector, on all members."""
         if read is not None:
-            return list(self._sum(read()))
-        return list(self._sum([tf.zeros([size]) for size in vector.partitions.sizes]))
+            return self._sum_over_members(read())
+        sizes = vector.partitions.sizes
+        return self._sum_over_members([np.zeros(size, np.float32) for size in sizes])
 
-    def _sum_over_members(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _sum_over_members(self, values: list[Vector]) -> list[Vector]:
         if self.strategy.num_workers == 1:
             return values
-        sizes = [value.shape[0] for value in values]
-        packed = tf.concat(values, axis=0)
-        return list(tf.split(self.strategy.extended.sum_over_workers(packed), sizes))
+        total = self._sum(tf.constant(np.concatenate(values)))
+        return np.split(total.numpy(), np.cumsum([len(value) for value in values])[:-1])
 
 
 def _are_here(center: Center) -> bool:

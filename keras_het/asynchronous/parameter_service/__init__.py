@@ -1,10 +1,12 @@
-"""Center variables that workers push to and pull from, over TensorFlow's own RPC."""
+"""Center variables that workers push to and pull from, by messages of `keras_het.exchange`."""
 
-from keras_het.asynchronous.parameter_service.client import NO_ANSWER, Answer, ParameterClient
+from keras_het.asynchronous.parameter_service.client import Answer, ParameterClient
+from keras_het.asynchronous.parameter_service.part import Part
+from keras_het.asynchronous.parameter_service.partitions import Partitions
 from keras_het.asynchronous.parameter_service.service import ParameterService
 from keras_het.asynchronous.parameter_service.wire import FloatWire, TopKWire, Wire
-from keras_het.rpc.admission import Status, credential, model_fingerprint
-from keras_het.rpc.vector import Partitions
+from keras_het.exchange.secret import credential, model_fingerprint
+from keras_het.exchange.status import NO_ANSWER, Status
 
 __all__ = [
     "NO_ANSWER",
@@ -12,6 +14,7 @@ __all__ = [
     "FloatWire",
     "ParameterClient",
     "ParameterService",
+    "Part",
     "Partitions",
     "Status",
     "TopKWire",

@@ -1,441 +1,328 @@
-"""One partition of the center: its state, its updates, and the functions that others call."""
+"""One partition of the center: its values, the rule's state, and pushes that wait for a turn."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+import json
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import tensorflow as tf
 
-from keras_het import private_api
-from keras_het.asynchronous.rules import PushMeta, UpdateRule
-from keras_het.rpc.admission import Status
-from keras_het.rpc.server import TfFunction, answer_if
-from keras_het.rpc.vector import LARGEST_MESSAGE_BYTES
-from keras_het.value_types import Nest
+from keras_het.asynchronous.parameter_service.wire import check_size
+from keras_het.asynchronous.rules.update_rule import PushMeta, Slots, Update, UpdateRule
+from keras_het.exchange.message import Vector
+from keras_het.exchange.status import Status
 
-LARGEST_PIECE = LARGEST_MESSAGE_BYTES // 8
-"""Number of elements of a piece of a variable in a message, of up to 8 bytes each."""
-Taken = tuple[tf.Tensor, tf.Tensor | tf.Variable, tf.Tensor]
-"""Status of a push, new version, and the rule's answer."""
-LARGEST_NORM = 1e15
-"""Below this norm the sum of a partition is finite for any number of elements."""
-_NUMBER = tf.TensorSpec([], tf.int32)
-
-
-class Part:
-    """Variables of a partition, in this process."""
-
-    def __init__(
-        self, size: int, rule: UpdateRule, num_clients: int, lock: str, has_center: bool = True
-    ) -> None:
-        self.size = size
-        self.sequences = tf.Variable(tf.zeros([num_clients], tf.int64), trainable=False)
-        self.center = tf.Variable(tf.zeros([size]), trainable=False)
-        self.has_center = tf.Variable(has_center, trainable=False)
-        # At least the center's norm; infinite while that is unknown.
-        self.largest_norm = tf.Variable(float("inf"), trainable=False)
-        self.version = tf.Variable(tf.zeros([], tf.int64), trainable=False)
-        self.is_closed = tf.Variable(False, trainable=False)
-        # Number of pushes in progress without the lock.
-        self.under_way = tf.Variable(tf.zeros([], tf.int64), trainable=False)
-        self.slots = rule.create_slots(self.center)
-        # All unnamed locks are the same lock.
-        self.lock = tf.CriticalSection(shared_name=f"keras_het_{lock}")
-
-    def set_center(self, values: tf.Tensor) -> tf.Tensor | tf.Variable:
-        """Set the weights from outside the rule; in the graph or eagerly."""
-        with tf.control_dependencies([self.largest_norm.assign(float("inf"), read_value=True)]):
-            brought = self.center.assign(values, read_value=True)
-        with tf.control_dependencies([brought]):
-            return self.has_center.assign(True, read_value=True)
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """Key that partitions must share for their functions to be traced once for all."""
-        slots = sorted(self.slots.items())
-        return self.size, *((name, tuple(slot.shape), slot.dtype.name) for name, slot in slots)
-
-    def resources(self) -> list[tf.Tensor]:
-        """Handles of the variables and of the lock, in an order that depends only on the kind."""
-        own = (self.center, self.version, self.sequences, self.is_closed)
-        others = (self.under_way, self.has_center, self.largest_norm)
-        slots = (self.slots[name] for name in sorted(self.slots))
-        handles = [variable.handle for variable in (*own, *others, *slots)]
-        return [*handles, private_api.mutex_of(self.lock)]
-
-    @property
-    def state_sizes(self) -> tuple[int, ...]:
-        """Number of elements of the version and of each of the rule's variables, by name."""
-        return tuple(int(variable.shape.num_elements()) for variable in self._state())
-
-    def export(self, place: tf.Tensor, start: tf.Tensor) -> Nest:
-        """Return variable sizes and a serialized piece of one variable; in the graph."""
-        sizes = self.state_sizes
-
-        def read(variable: tf.Variable) -> tf.Tensor:
-            values = tf.reshape(variable.read_value(), [-1])
-            return tf.io.serialize_tensor(values[start : start + LARGEST_PIECE])
-
-        return answer_if(
-            (place >= 0) & (place < len(sizes)) & (start >= 0),
-            lambda: (
-                tf.constant(int(Status.OK)),
-                tf.constant(sizes, tf.int64),
-                tf.switch_case(place, [functools.partial(read, own) for own in self._state()]),
-            ),
-        )
-
-    def set_state(
-        self, saved_sizes: tf.Tensor, place: tf.Tensor, start: tf.Tensor, piece: tf.Tensor
-    ) -> Nest:
-        """Accept a piece of a variable of an equally sized partition; in the graph."""
-        sizes = self.state_sizes
-        fits = tf.cond(
-            tf.equal(tf.size(saved_sizes), len(sizes)),
-            lambda: tf.reduce_all(tf.equal(saved_sizes, sizes)),
-            lambda: tf.constant(False),
-        )
-
-        def take() -> tf.Tensor:
-            # Two pieces of a variable are in flight at a time.
-            taken = self.lock.execute(lambda: self._set_piece(place, start, piece))
-            return tf.where(taken, int(Status.OK), int(Status.NOT_FINITE))
-
-        return answer_if((place >= 0) & (place < len(sizes)) & (start >= 0) & fits, take)
-
-    def _set_piece(self, place: tf.Tensor, start: tf.Tensor, piece: tf.Tensor) -> tf.Tensor:
-        """Set a piece of a variable under the lock.
-
-        Nothing changes if the piece cannot be read, is not finite, or has a version below 0.
-        """
-
-        def write(variable: tf.Variable) -> tf.Tensor:
-            values = tf.reshape(variable.read_value(), [-1])
-            new = tf.ensure_shape(tf.io.parse_tensor(piece, variable.dtype), [None])
-            end = start + tf.size(new, out_type=tf.int64)
-            whole = tf.concat([values[:start], new, values[end:]], axis=0)
-
-            def take() -> tf.Tensor:
-                variable.assign(tf.reshape(whole, variable.shape))
-                return tf.constant(True)
-
-            is_valid = self._is_valid(variable, new, values)
-            return tf.cond(is_valid, take, lambda: tf.constant(False))
-
-        return tf.switch_case(place, [functools.partial(write, own) for own in self._state()])
-
-    def _is_valid(self, variable: tf.Variable, values: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
-        if variable is self.version:
-            return tf.reduce_all(values >= 0)
-        if variable.dtype.is_floating:
-            # With such a state no push could be accepted any more, unless the rule begins with one.
-            began = tf.reduce_all(tf.math.is_finite(before))
-            return tf.reduce_all(tf.math.is_finite(values)) | ~began
-        return tf.constant(True)
-
-    def _state(self) -> list[tf.Variable]:
-        return [self.version, *(self.slots[name] for name in sorted(self.slots))]
-
-
-class BoundFunction:
-    """A traced function that runs on its own variables although others share the trace.
-
-    Not safe for concurrent calls from several threads.
-    """
-
-    def __init__(
-        self, function: tf.types.experimental.ConcreteFunction, captures: Sequence[tf.Tensor]
-    ) -> None:
-        self.function, self.captures = function, list(captures)
-
-    def __call__(self, *arguments: tf.Tensor) -> Any:
-        private_api.bind_captures(self.function, self.captures)
-        return self.function(*arguments)
-
-
-class PartFunction:
-    """A function of each partition, traced once for all partitions of the same kind.
-
-    A function costs TensorFlow 1 to 4 MB of memory and 30 to 250 ms before its first call, as much
-    as a partition itself, and a service has ten of them for each. If a function uses anything
-    outside its partition (a rule may keep arbitrary state), each partition gets its own.
-    """
-
-    def __init__(self, signature: Sequence[tf.TensorSpec], run: Callable[..., Nest]) -> None:
-        self._signature, self._run = list(signature), run
-        self._traced: dict[Any, tuple[Any, list[Any], list[Any]]] = {}
-
-    def of(self, part: Part) -> BoundFunction:
-        if part.kind not in self._traced:
-            function = self._trace(part)
-            captures = list(function.captured_inputs)
-            self._traced[part.kind] = function, captures, part.resources()
-        function, captures, resources = self._traced[part.kind]
-        own = {id(first): mine for first, mine in zip(resources, part.resources(), strict=True)}
-        if all(id(capture) in own for capture in captures):
-            return BoundFunction(function, [own[id(capture)] for capture in captures])
-        function = self._trace(part)
-        return BoundFunction(function, function.captured_inputs)
-
-    def _trace(self, part: Part) -> tf.types.experimental.ConcreteFunction:
-        run = functools.partial(self._run, part)
-        traced = tf.function(
-            lambda *arguments: run(*arguments), input_signature=self._signature, autograph=False
-        )
-        return traced.get_concrete_function()
-
-    def served(self, parts: Mapping[int, Part], num_partitions: int) -> TfFunction:
-        """Return one `tf.function` for several partitions, selected by number.
-
-        It takes the number before the other arguments, and answers with `Status.REFUSED` and zeros,
-        or empty tensors, for a partition that is not among them.
-        """
-        bound = [self.of(part) for part in parts.values()]
-        places = np.full(num_partitions, -1, np.int32)
-        places[list(parts)] = range(len(bound))
-        is_shared = all(each.function is bound[0].function for each in bound)
-        of_all = zip(*(each.captures for each in bound), strict=True) if is_shared else ()
-        captures = [tf.stack(of_each) for of_each in of_all]
-
-        def run(place: tf.Tensor, *arguments: tf.Tensor) -> Any:
-            if is_shared:
-                own = [tf.gather(of_each, place) for of_each in captures]
-                return BoundFunction(bound[0].function, own)(*arguments)
-            branches = [functools.partial(each, *arguments) for each in bound]
-            return tf.switch_case(place, branches)
-
-        @tf.function(input_signature=[_NUMBER, *self._signature], autograph=False)
-        def serve(number: tf.Tensor, *arguments: tf.Tensor) -> Any:
-            in_range = (number >= 0) & (number < num_partitions)
-            place = tf.gather(places, tf.where(in_range, number, 0))
-            return answer_if(in_range & (place >= 0), lambda: run(place, *arguments))
-
-        return serve
+LARGEST_SAMPLES = 2**31
+"""Largest plausible number of samples of one push."""
+_VERSION = "version"
+_LARGEST_VERSION = 2**62  # with updates to come it fits into a message
+_TYPES = frozenset(np.dtype(kind).str for kind in (*"efd", *"bBhHiIqQ", "?"))
 
 
 class Push(NamedTuple):
-    """The numbers that come with a worker's change of a partition, in the graph.
+    """A worker's change of a partition.
 
     Args:
-        client: the worker, int32 scalar.
-        samples: number of samples behind the change, float32 scalar.
-        version: version of the partition that the worker saw last, int64 scalar.
-        sequence: number of the push, int64 scalar; 0 for none.
+        worker: its number.
+        number: of the push, from 1, by which it counts once; 0 for none.
+        version: of the partition that the worker saw last.
+        samples: number of samples behind the change.
+        change: float32 of shape [size].
+        is_trusted: whether it comes from this process, which is never too far behind.
     """
 
-    client: tf.Tensor
-    samples: tf.Tensor
-    version: tf.Tensor
-    sequence: tf.Tensor
+    worker: int
+    number: int
+    version: int
+    samples: int
+    change: Vector
+    is_trusted: bool = False
 
 
-class Updates:
-    """Application of a rule to partitions: each push once, in its turn, and not if too stale."""
+class Answer(NamedTuple):
+    """The answer to a push or pull; without values where nothing is to be continued from."""
 
-    def __init__(self, rule: UpdateRule, staleness_bound: int | None) -> None:
-        self._rule, self._staleness_bound = rule, staleness_bound
+    status: Status
+    version: int
+    values: Vector | None = None
+    had_to_wait: bool = False
 
-    def take(self, part: Part, push: Push, change: Change) -> Taken:
-        """Apply the rule if the push is acceptable; return status, new version, rule's answer."""
 
-        def update() -> Taken:
-            staleness = tf.cast(tf.maximum(part.version - push.version, 0), tf.float32)
-            meta = PushMeta(push.client, push.samples, staleness, part.version.read_value())
-            if not self._rule.may_wait:
-                return apply_rule(self._rule, part, change, meta)
-            return tf.cond(
-                self.is_turn(part, meta),
-                lambda: apply_rule(self._rule, part, change, meta),
-                lambda: nothing(int(Status.WAIT)),
+Waiting: TypeAlias = "tuple[Push, Future[Answer]]"
+Ready: TypeAlias = "list[tuple[Future[Answer], Answer]]"
+
+
+class Part:
+    """A partition that any thread may push to and pull from.
+
+    Its arrays are replaced, never written into (unless the rule is not atomic), so that answers
+    need no copy, and an update whose result is not finite is simply not kept.
+
+    Args:
+        size: number of elements.
+        rule: combines pushes with the center.
+        num_workers: number of workers that may push.
+        staleness_bound: number of updates since a worker last saw the center, beyond which a push
+            is rejected; None for no bound.
+    """
+
+    def __init__(
+        self, size: int, rule: UpdateRule, num_workers: int, staleness_bound: int | None = None
+    ) -> None:
+        self.size, self._rule, self._bound = size, rule, staleness_bound
+        self.center: Vector = np.zeros(size, np.float32)
+        self.slots: Slots = rule.create_slots(self.center)
+        self.version = 0
+        self.has_center = self._is_closed = False
+        self.latest = [0] * num_workers
+        """Number of the latest push of each worker."""
+        self._waiting: dict[int, Waiting] = {}
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._under_way = 0  # pushes without the lock
+
+    def pull(self) -> Answer:
+        """Return the center."""
+        with self._lock:
+            if not self.has_center:
+                return Answer(Status.NO_CENTER, -1)
+            center = self.center if self._rule.is_atomic else self.center.copy()
+            return Answer(Status.OK, self.version, center)
+
+    def set_center(self, values: Vector, is_trusted: bool = False) -> Status:
+        """Set the values from outside the rule; the version stays."""
+        check_size(values, self.size)
+        if not is_trusted and not is_finite(values):
+            return Status.NOT_FINITE
+        with self._lock:
+            self.center = values if self._rule.is_atomic else np.array(values)
+            self.has_center = True
+        return Status.OK
+
+    def push(self, push: Push) -> Answer | Future[Answer]:
+        """Apply the rule; a push that is not in its turn is answered when it is.
+
+        Raises:
+            ValueError: if the push makes no sense.
+        """
+        self._check(push)
+        if not self._rule.is_atomic:
+            return self._push_at_once(push)
+        with self._lock:
+            answer, ready = self._push(push), self._take_waiting()
+        resolve(ready)
+        return answer
+
+    def _check(self, push: Push) -> None:
+        check_size(push.change, self.size)
+        if not (
+            0 <= push.worker < len(self.latest)
+            and push.number >= 0
+            and push.version >= 0
+            and 0 <= push.samples < LARGEST_SAMPLES
+        ):
+            raise ValueError(
+                f"There is no such push. Received: {push._replace(change=None)}; expected: one of "  # type: ignore[arg-type]
+                f"{len(self.latest)} workers, and numbers from 0."
             )
 
-        checked = functools.partial(self._unless_known, part, push, update)
-        result: Taken
-        if self._rule.is_atomic:
-            result = part.lock.execute(checked)
-            return result
-        # Counted before checking whether training is over: closing waits for this push.
-        with tf.control_dependencies([part.under_way.assign_add(1, read_value=True)]):
-            result = checked()
-        with tf.control_dependencies(list(result)):
-            part.under_way.assign_sub(1)
-        return result
+    def _push(self, push: Push) -> Answer | Future[Answer]:
+        refusal = self._refusal(push)
+        if refusal is not None:
+            if refusal.status == Status.NOT_FINITE:
+                self._pass_turn(push)
+            return refusal
+        if self._rule.may_wait:
+            self.slots = self._rule.note_presence(self.slots, push.worker)
+        if self._is_turn(push.worker):
+            return self._take(push)
+        future: Future[Answer] = Future()
+        _, replaced = self._waiting.pop(push.worker, (None, None))
+        self._waiting[push.worker] = push, future
+        if replaced is not None:  # its worker has come back, or has sent it again
+            replaced.set_exception(ConnectionError("The push was sent again."))
+        return future
 
-    def _unless_known(self, part: Part, push: Push, update: Callable[[], Taken]) -> Taken:
-        """Take a push unless it was already taken (its answer was lost) or comes too late."""
-        numbered = push.sequence > 0
-        repeated = numbered & (push.sequence <= part.sequences[push.client])
-        stale = self.is_stale(part, push.version)
-        closed = part.is_closed.read_value()
+    def _refusal(self, push: Push) -> Answer | None:
+        """Return the answer to a push that is not to be taken."""
+        if not self.has_center:
+            return Answer(Status.NO_CENTER, -1)
+        if not is_finite(push.change):
+            return Answer(Status.NOT_FINITE, -1)
+        if self._is_repeated(push):
+            return Answer(Status.REPEATED, self.version, self.center)
+        if self._is_closed:
+            return Answer(Status.CLOSED, self.version)
+        if self._is_stale(push):
+            return Answer(Status.STALE, self.version, self.center)
+        return None
 
-        def take() -> Taken:
-            status, new_version, answer = update()
-            taken = numbered & tf.equal(status, int(Status.OK))
-            latest = tf.where(taken, push.sequence, part.sequences[push.client])
-            noted = part.sequences.scatter_nd_update([[push.client]], [latest])
-            with tf.control_dependencies([noted]):
-                return tf.identity(status), new_version, answer
+    def _is_repeated(self, push: Push) -> bool:
+        return 0 < push.number <= self.latest[push.worker]
 
-        def leave() -> Taken:
-            status = tf.where(closed, int(Status.CLOSED), int(Status.STALE))
-            status = tf.where(repeated, int(Status.REPEATED), status)
-            return status, part.version.read_value(), part.center.read_value()
+    def _is_stale(self, push: Push) -> bool:
+        """Whether a worker saw the center too long ago, or another service's in the future."""
+        if self._bound is None or push.is_trusted:
+            return False
+        return self.version - push.version > self._bound or push.version > self.version
 
-        result: Taken = tf.cond(repeated | stale | closed, leave, take)
-        return result
+    def _is_turn(self, worker: int) -> bool:
+        return not self._rule.may_wait or self._rule.is_turn(self.slots, worker)
 
-    def is_turn(self, part: Part, meta: PushMeta) -> tf.Tensor:
-        with tf.control_dependencies([self._rule.note_presence(part.slots, meta.worker)]):
-            return self._rule.is_turn(part.slots, meta)
-
-    def is_stale(self, part: Part, version: tf.Tensor) -> tf.Tensor:
-        """Whether a worker saw the center too long ago, or another service's; bool scalar."""
-        bound = self._staleness_bound
-        if bound is None:
-            return tf.constant(False)
-        # A version that lies in the future belongs to another service with another center.
-        return (part.version - version > bound) | (version > part.version)
-
-    def pass_turn(self, part: Part, is_in_turn: tf.Tensor, push: Push) -> tf.Tensor:
+    def _pass_turn(self, push: Push) -> None:
         """End the turn of a worker whose push is refused, once: the others would wait for it."""
-        if not self._rule.may_wait:
-            return tf.constant(True)
-        meta = PushMeta(push.client, push.samples, tf.constant(0.0), part.version.read_value())
+        if not self._rule.may_wait or self._is_repeated(push) or not self._is_turn(push.worker):
+            return
+        self.slots = self._rule.pass_turn(self.slots, push.worker)
+        self._note(push)
 
-        def take_note() -> tf.Tensor:
-            latest = tf.maximum(push.sequence, part.sequences[push.client])
-            noted = part.sequences.scatter_nd_update([[push.client]], [latest])
-            with tf.control_dependencies([noted]):
-                passed = self._rule.pass_turn(part.slots, meta)
-                with tf.control_dependencies([passed]):
-                    return tf.constant(True)
+    def _note(self, push: Push) -> None:
+        self.latest[push.worker] = max(push.number, self.latest[push.worker])
 
-        def end_turn() -> tf.Tensor:
-            is_new = (push.sequence < 1) | (push.sequence > part.sequences[push.client])
-            is_turn = self._rule.is_turn(part.slots, meta)
-            return tf.cond(is_new & is_turn, take_note, lambda: tf.constant(True))
+    def _take(self, push: Push) -> Answer:
+        update = self._updated(push)
+        if not (is_finite(update.center) and self._is_state_as_finite(update.slots)):
+            self._pass_turn(push)
+            return Answer(Status.NOT_FINITE, self.version)
+        self.center, self.slots = update.center, update.slots
+        self.version += 1
+        self._note(push)
+        return Answer(Status.OK, self.version, update.answer)
 
-        return tf.cond(is_in_turn, lambda: part.lock.execute(end_turn), lambda: tf.constant(True))
+    def _updated(self, push: Push) -> Update:
+        staleness = max(self.version - push.version, 0)
+        meta = PushMeta(push.worker, float(push.samples), staleness, self.version)
+        with np.errstate(all="ignore"):  # finite messages may add up to more than float32 holds
+            return self._rule.update(self.center, self.slots, push.change, meta)
 
+    def _is_state_as_finite(self, slots: Slots) -> bool:
+        """Whether no state stops being finite: a momentum may make the center so later."""
+        return all(
+            slots[name] is old or is_finite(slots[name]) or not is_finite(old)
+            for name, old in self.slots.items()
+        )
 
-def nothing(status: tf.Tensor) -> Taken:
-    return tf.identity(status), tf.constant(-1, tf.int64), tf.zeros([0])
+    def _take_waiting(self) -> Ready:
+        """Take the pushes whose turn has come, one after the other."""
+        ready: Ready = []
+        while found := [worker for worker in sorted(self._waiting) if self._is_turn(worker)]:
+            push, future = self._waiting.pop(found[0])
+            answer = self._refusal(push) or self._take(push)
+            ready.append((future, answer._replace(had_to_wait=True)))
+        return ready
 
+    def _push_at_once(self, push: Push) -> Answer:
+        """Let simultaneous pushes write into the same center."""
+        with self._lock:
+            refusal = self._refusal(push)
+            if refusal is not None:
+                return refusal._replace(
+                    values=None if refusal.values is None else self.center.copy()
+                )
+            self._note(push)
+            self._under_way += 1
+            center, before = self.center, self.center.copy()
+        try:
+            answer = self._updated(push).answer
+        finally:
+            with self._lock:
+                self._under_way -= 1
+                self._idle.notify_all()
+        if not is_finite(center):
+            center[:] = before  # pushes of others meanwhile are undone, too
+            return Answer(Status.NOT_FINITE, self.version)
+        with self._lock:
+            self.version += 1
+            return Answer(Status.OK, self.version, answer)
 
-class Change:
-    """A worker's change of a partition, and its norm; in the graph."""
+    def signal(self, worker: int, signal: int) -> int:
+        """Hand a worker's signal to the rule; return the stage of training."""
+        with self._lock:
+            self.slots, stage = self._rule.signal(self.slots, worker, signal)
+            ready = self._take_waiting()
+        resolve(ready)
+        return stage
 
-    def __init__(self, values: tf.Tensor) -> None:
-        self.values = values
-        self.norm = _norm(values)
+    def close(self) -> None:
+        """Reject further pushes; return once the last one is complete."""
+        with self._lock:
+            self._is_closed = True
+            self._idle.wait_for(lambda: not self._under_way)
+            waiting, self._waiting = self._waiting, {}
+        resolve([(future, Answer(Status.CLOSED, self.version)) for _, future in waiting.values()])
 
-    def is_finite(self) -> tf.Tensor:
-        """Whether all values are finite, bool scalar; only very large ones need a second pass."""
-        finite = tf.math.is_finite(self.norm)
-        return tf.cond(finite, lambda: tf.constant(True), lambda: is_finite(self.values))
+    def state(self) -> dict[str, Vector]:
+        """Return version and the rule's state, to be saved with the center: name to array."""
+        with self._lock:
+            return {_VERSION: np.asarray(self.version, np.int64), **self.slots}
 
+    def set_state(self, state: Mapping[str, Vector]) -> Status:
+        """Take over a saved state.
 
-def apply_rule(rule: UpdateRule, part: Part, change: Change, meta: PushMeta) -> Taken:
-    """Apply a rule, unless finite messages would add up to a non-finite result; in the graph."""
-    if rule.norm_after(0.0, 0.0) is None:
-        return _apply_or_undo(rule, part, change.values, meta)
-    # Decide by the known bound of the center's norm; inspect the result only if that says nothing.
-    at_most = cast(tf.Tensor, rule.norm_after(part.largest_norm.read_value(), change.norm))
-    at_most = tf.cond(
-        at_most < LARGEST_NORM,  # false for NaN, too
-        lambda: at_most,
-        lambda: rule.norm_after(_norm(part.center.read_value()), change.norm),
-    )
-
-    def take() -> Taken:
-        with tf.control_dependencies([part.largest_norm.assign(at_most, read_value=True)]):
-            answer = rule.update(part.center, part.slots, change.values, meta)
-        return _taken(part, answer)
-
-    def take_or_undo() -> Taken:
-        unknown = part.largest_norm.assign(float("inf"), read_value=True)
-        with tf.control_dependencies([unknown]):
-            return _apply_or_undo(rule, part, change.values, meta)
-
-    # An undo needs the old center, so the update then makes a new one instead of changing it.
-    result: Taken = tf.cond(at_most < LARGEST_NORM, take, take_or_undo)
-    return result
-
-
-def _apply_or_undo(rule: UpdateRule, part: Part, change: tf.Tensor, meta: PushMeta) -> Taken:
-    before = Undo(part, meta.worker, rule.rows_of_workers)
-    answer = rule.update(part.center, part.slots, change, meta)
-
-    def leave() -> Taken:
-        before.undo()
-        if rule.may_wait:  # the push was in its turn
-            rule.pass_turn(part.slots, meta)
-        center = part.center.read_value()
-        return tf.constant(int(Status.NOT_FINITE)), part.version.read_value(), center
-
-    with tf.control_dependencies([answer]):
-        result: Taken = tf.cond(before.is_needed(), leave, lambda: _taken(part, answer))
-    return result
-
-
-def _taken(part: Part, answer: tf.Tensor) -> Taken:
-    with tf.control_dependencies([answer]):
-        new_version = part.version.assign_add(1, read_value=True)
-    return tf.constant(int(Status.OK)), new_version, tf.identity(answer)
-
-
-class Undo:
-    """Snapshot of a partition before an update; in the graph, under the partition's lock.
-
-    Finite messages can add up to a center that is not finite, or to a state of the rule (a
-    momentum, mean squares) that makes it so later. Without a lock, as with rules that are not
-    atomic, concurrent pushes of others may be undone too.
-    """
-
-    def __init__(self, part: Part, row: tf.Tensor, rows_of_workers: Collection[str]) -> None:
-        self._center, self._slots = part.center, part.slots
-        self._row, self._rows_of_workers = row, rows_of_workers
-        self._old_center = part.center.read_value()
-        self._old = self._read()
-
-    def is_needed(self) -> tf.Tensor:
-        now = {n: value for n, value in self._read().items() if value.dtype.is_floating}
-        finite = {name: is_finite(value) for name, value in now.items()}
-        is_center_finite = is_finite(self._center.read_value())
-
-        def state_is_as_before() -> tf.Tensor:
-            kept = [ok | ~is_finite(self._old[name]) for name, ok in finite.items()]
-            return tf.reduce_all([is_center_finite, *kept])
-
-        are_all = tf.reduce_all([is_center_finite, *finite.values()])
-        return ~tf.cond(are_all, lambda: tf.constant(True), state_is_as_before)
-
-    def undo(self) -> None:
-        # Without a lock, the snapshot may hold another push's center that has been undone since.
-        was_finite = is_finite(self._old_center)
-        self._center.assign(tf.where(was_finite, self._old_center, self._center.read_value()))
-        for name, value in self._old.items():
-            if name in self._rows_of_workers:
-                self._slots[name].scatter_nd_update([[self._row]], value[None])
-            else:
-                self._slots[name].assign(value)
-
-    def _read(self) -> dict[str, tf.Tensor]:
-        found = {}
-        for name, slot in sorted(self._slots.items()):
-            # Gathered: otherwise all rows would be copied as soon as one of them changes.
-            is_row = name in self._rows_of_workers
-            found[name] = tf.gather(slot, self._row) if is_row else slot.read_value()
-        return found
+        Raises:
+            ValueError: if it is that of another rule, size or number of workers.
+        """
+        with self._lock:
+            own = {_VERSION: np.asarray(self.version, np.int64), **self.slots}
+            if _described(state) != _described(own):
+                raise ValueError(
+                    "The saved state is that of another rule, size or number of workers. Received: "
+                    f"{_described(state)}; expected: {_described(own)}."
+                )
+            # With such a state no push could be accepted any more.
+            if not 0 <= state[_VERSION] < _LARGEST_VERSION or not self._is_state_as_finite(state):
+                return Status.NOT_FINITE
+            self.version = int(state[_VERSION])
+            self.slots = {name: state[name] for name in self.slots}
+        return Status.OK
 
 
-def _norm(values: tf.Tensor) -> tf.Tensor:
-    return tf.sqrt(2 * tf.nn.l2_loss(values))
+def resolve(ready: Ready) -> None:
+    """Answer pushes that have waited; outside the lock, since callbacks send the answers."""
+    for future, answer in ready:
+        future.set_result(answer)
 
 
-def is_finite(values: tf.Tensor) -> tf.Tensor:
+def is_finite(values: Vector) -> bool:
     """Whether all values are finite, in one pass; a sum beyond float32 is just as useless."""
-    return tf.math.is_finite(tf.reduce_sum(values))
+    if values.dtype.kind != "f":
+        return True
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(np.add.reduce(values, axis=None)))
+
+
+def _described(state: Mapping[str, Vector]) -> list[list[object]]:
+    return sorted([name, array.dtype.str, list(array.shape)] for name, array in state.items())
+
+
+def pack_state(state: Mapping[str, Vector]) -> tuple[Vector, Vector]:
+    """Return a description and the bytes of named arrays, for one message."""
+    arrays = {name: np.asarray(array) for name, array in state.items()}
+    text = json.dumps(_described(arrays))
+    content = b"".join(np.ascontiguousarray(arrays[name]).tobytes() for name in sorted(arrays))
+    return np.frombuffer(text.encode(), np.uint8), np.frombuffer(content, np.uint8)
+
+
+def unpack_state(description: Vector, content: Vector) -> dict[str, Vector]:
+    """Return the named arrays of `pack_state`.
+
+    Raises:
+        ValueError: if the bytes are not those of the description.
+    """
+    data, start, state = content.tobytes(), 0, {}
+    try:
+        for name, kind, shape in json.loads(description.tobytes()):
+            if kind not in _TYPES:
+                raise ValueError(f"type {kind}")
+            dtype = np.dtype(kind)
+            count = int(np.prod([int(size) for size in shape], dtype=np.int64))
+            state[str(name)] = np.frombuffer(data, dtype, count, start).reshape(shape)
+            start += count * dtype.itemsize
+        if start != len(data):
+            raise ValueError(f"{len(data) - start} bytes more")
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"A state cannot be read. Received: {error}.") from error
+    return state

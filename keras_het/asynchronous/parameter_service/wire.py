@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import abc
 
-import tensorflow as tf
+import ml_dtypes
+import numpy as np
 
-from keras_het.rpc.vector import LARGEST_MESSAGE_BYTES, Partitions
+from keras_het.exchange.message import Kind, Vector
+
+_NOTHING = np.zeros(0, np.float32)
 
 
 class Wire(abc.ABC):
@@ -19,43 +22,41 @@ class Wire(abc.ABC):
     Attributes:
         name: name of the format, on which client and service must agree.
         is_exact: whether a message leaves no residual.
-        largest_partition: the largest number of elements in a partition whose messages all fit.
+        push, answer: kinds of the messages.
     """
 
     name: str
     is_exact = False
-    largest_partition = LARGEST_MESSAGE_BYTES // 4
+    push = Kind.PUSH
+    answer = Kind.VALUES
 
     @abc.abstractmethod
-    def signature(self, size: int) -> list[tf.TensorSpec]:
-        """Return the types of a push of `size` elements."""
-
-    @abc.abstractmethod
-    def encode(self, values: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Encode float32 values of shape [size] as tensors to send.
+    def encode(self, values: Vector) -> tuple[tuple[Vector, ...], Vector]:
+        """Encode float32 values of shape [size].
 
         Returns:
-            The tensors; and the residual, float32 of shape [size] or a scalar for all elements.
+            The vectors to send; and the residual, float32 of shape [size] (empty if exact).
         """
 
     @abc.abstractmethod
-    def decode(self, tensors: list[tf.Tensor], size: int) -> tf.Tensor:
-        """Return the float32 values of shape [size] that were sent; the rest is zero."""
+    def decode(self, vectors: tuple[Vector, ...], size: int) -> Vector:
+        """Return the float32 values of shape [size] that were sent; the rest is zero.
 
-    def encode_answer(self, values: tf.Tensor) -> tf.Tensor:
-        """Return the float32 vector to send for an answer of the service."""
+        Raises:
+            ValueError: for vectors that do not have this size.
+        """
+
+    def encode_answer(self, values: Vector) -> Vector:
+        """Return the vector to send for an answer of the service."""
         return values
 
-    def decode_answer(self, sent: tf.Tensor, size: int) -> tf.Tensor:
-        """Return the float32 values of shape [size] of an answer."""
+    def decode_answer(self, sent: Vector) -> Vector:
+        """Return the float32 values of an answer."""
         return sent
 
 
 class FloatWire(Wire):
     """All values, as floats.
-
-    TensorFlow's messages encode 16-bit floats as integers of variable length, which takes longer
-    than float32 and saves little: instead, two of them travel in the bits of one float32.
 
     Args:
         dtype: "float32", "float16" or "bfloat16". float16 holds values up to 65,504.
@@ -69,33 +70,35 @@ class FloatWire(Wire):
             raise ValueError(
                 f"dtype must be 'float32', 'float16' or 'bfloat16'. Received: {dtype!r}."
             )
-        self.name, self._dtype = dtype, tf.as_dtype(dtype)
+        self.name = dtype
         self.is_exact = dtype == "float32"
+        self._dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        if not self.is_exact:
+            self.push, self.answer = Kind.PUSH_16, Kind.VALUES_16
 
-    def signature(self, size: int) -> list[tf.TensorSpec]:
-        """Return the type of one vector."""
-        return [tf.TensorSpec([size if self.is_exact else (size + 1) // 2], tf.float32)]
-
-    def encode(self, values: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def encode(self, values: Vector) -> tuple[tuple[Vector, ...], Vector]:
         """Round the values."""
         if self.is_exact:
-            return [values], tf.constant(0.0)  # of any shape: a vector would take memory
-        rounded = tf.cast(values, self._dtype)
-        return [_in_pairs(rounded)], values - tf.cast(rounded, tf.float32)
+            return (values,), _NOTHING
+        sent = self.encode_answer(values)
+        return (sent,), values - self.decode_answer(sent)
 
-    def decode(self, tensors: list[tf.Tensor], size: int) -> tf.Tensor:
+    def decode(self, vectors: tuple[Vector, ...], size: int) -> Vector:
         """Widen the values."""
-        return self.decode_answer(tensors[0], size)
+        (sent,) = vectors
+        check_size(sent, size)
+        return self.decode_answer(sent)
 
-    def encode_answer(self, values: tf.Tensor) -> tf.Tensor:
-        """Round the values."""
-        return values if self.is_exact else _in_pairs(tf.cast(values, self._dtype))
-
-    def decode_answer(self, sent: tf.Tensor, size: int) -> tf.Tensor:
-        """Widen the values."""
+    def encode_answer(self, values: Vector) -> Vector:
+        """Round the values; what is too large for 16 bits becomes infinite."""
         if self.is_exact:
-            return sent
-        return tf.cast(tf.reshape(tf.bitcast(sent, self._dtype), [-1])[:size], tf.float32)
+            return values
+        with np.errstate(over="ignore"):
+            return values.astype(self._dtype).view(np.uint16)
+
+    def decode_answer(self, sent: Vector) -> Vector:
+        """Widen the values."""
+        return sent if self.is_exact else sent.view(self._dtype).astype(np.float32)
 
 
 class TopKWire(Wire):
@@ -111,43 +114,40 @@ class TopKWire(Wire):
         Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
     """
 
+    push = Kind.PUSH_TOP
+
     def __init__(self, ratio: float) -> None:
         if not 0 < ratio <= 1:
             raise ValueError(f"ratio must be above 0 and at most 1. Received: {ratio}.")
         self.name, self._ratio = f"top-{ratio!r}", ratio
-        # Sent values take 8 bytes each with position, answers 4 per element.
-        self.largest_partition = min(
-            self.largest_partition, int(LARGEST_MESSAGE_BYTES // 8 / ratio)
-        )
 
     def count(self, size: int) -> int:
         """Return how many values out of `size` are sent."""
         return max(1, min(size, round(self._ratio * size)))
 
-    def signature(self, size: int) -> list[tf.TensorSpec]:
-        """Return the types of values and positions; clients may send different numbers of them."""
-        return [tf.TensorSpec([None], tf.float32), tf.TensorSpec([None], tf.int32)]
-
-    def encode(self, values: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def encode(self, values: Vector) -> tuple[tuple[Vector, ...], Vector]:
         """Select the largest values."""
-        _, places = tf.math.top_k(tf.abs(values), self.count(int(values.shape[0])), sorted=False)
-        sent = tf.gather(values, places)
-        left = tf.tensor_scatter_nd_update(values, places[:, None], tf.zeros_like(sent))
-        return [sent, places], left
+        smaller = len(values) - self.count(len(values))
+        places = np.argpartition(np.abs(values), smaller)[smaller:].astype(np.int32)
+        left = values.copy()
+        left[places] = 0.0
+        return (values[places], places), left
 
-    def decode(self, tensors: list[tf.Tensor], size: int) -> tf.Tensor:
-        """Put the values in their positions; invalid positions make the values not finite."""
-        sent, places = tensors
-        valid = tf.reduce_all((places >= 0) & (places < size))
-        sent = tf.where(valid, sent, tf.fill(tf.shape(sent), float("nan")))
-        places = tf.clip_by_value(places, 0, size - 1)
-        return tf.scatter_nd(places[:, None], sent, [size])
+    def decode(self, vectors: tuple[Vector, ...], size: int) -> Vector:
+        """Put the values in their positions."""
+        sent, places = vectors
+        check_size(sent, len(places))
+        if len(places) and not (places.min() >= 0 and places.max() < size):
+            raise ValueError(f"Positions must be from 0 to {size - 1}. Received: others.")
+        values = np.zeros(size, np.float32)
+        np.add.at(values, places, sent)
+        return values
 
 
-def _in_pairs(values: tf.Tensor) -> tf.Tensor:
-    """Pack 16-bit values in pairs into a float32 vector, with a zero at an odd end."""
-    padded = tf.concat([values, tf.zeros([tf.size(values) % 2], values.dtype)], axis=0)
-    return tf.bitcast(tf.reshape(padded, [-1, 2]), tf.float32)
+def check_size(vector: Vector, size: int) -> None:
+    """Refuse a vector of another length."""
+    if len(vector) != size:
+        raise ValueError(f"Lengths differ. Received: {len(vector)} values; expected: {size}.")
 
 
 def wire_named(name: str) -> Wire:
@@ -156,14 +156,3 @@ def wire_named(name: str) -> Wire:
     if kind == "top" and ratio:
         return TopKWire(float(ratio))
     return FloatWire(name)
-
-
-def check_fits(wire: Wire, partitions: Partitions) -> None:
-    """Refuse partitions whose messages TensorFlow's RPC would not accept."""
-    largest = max(partitions.sizes)
-    if largest > wire.largest_partition:
-        raise ValueError(
-            f"A push of a partition does not fit into a message in the format {wire.name!r}. "
-            f"Received: a partition of {largest} elements. Cut smaller ones: "
-            f"Partitions(shapes, partition_size={wire.largest_partition})."
-        )

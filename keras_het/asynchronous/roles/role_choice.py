@@ -23,11 +23,10 @@ from keras_het.asynchronous.exchange.participant import (
 )
 from keras_het.exchange.client import Client
 from keras_het.exchange.links import PROBES, measure_link, send_probe, serve_probes
+from keras_het.exchange.secret import credential, read_secret
 from keras_het.exchange.server import Server
 from keras_het.planning import ClusterSpeeds, ExchangeSettings, RolePlan, advise_roles
 from keras_het.planning.noise_scale import EXPECTED_GROWTH, SmoothedNoiseScale, noise_scale_estimate
-from keras_het.rpc.admission import credential
-from keras_het.rpc.secret import read_secret
 from keras_het.strategy.cluster.cluster_config import (
     CHOSEN_ROLES,
     TF_CONFIG,
@@ -120,7 +119,7 @@ class RoleChoice:
         counts = self._strategy.layout.replicas_per_worker
         workers = np.split(rates, np.cumsum(counts)[:-1])
         weights = self._model.trainable_variables
-        size = self._options.partition_size
+        size = self._options.partition_bytes
         times = measure_exchange(self._model, self._strategy, size, steps)
         cluster = ClusterSpeeds(
             samples_per_second=tuple(float(own.sum()) for own in workers),
@@ -235,7 +234,7 @@ class ExchangeTimes(NamedTuple):
 def measure_exchange(
     model: keras.Model,
     strategy: HeterogeneousStrategy,
-    partition_size: int,
+    partition_bytes: int,
     steps: Sequence[StepTimes],
     clock: Callable[[], float] = time.perf_counter,
 ) -> ExchangeTimes:
@@ -246,12 +245,11 @@ def measure_exchange(
 
     Nothing is written: weights of 64 bits would lose some of them.
     """
-    weights = ModelVectors(model, strategy, partition_size).weights
+    weights = ModelVectors(model, strategy, partition_bytes).weights
     readings = []
     for _ in range(1 + _READINGS):
         began = clock()
-        for part in weights.read():
-            part.numpy()
+        weights.read()
         readings.append(clock() - began)
     busy = _PARTS * statistics.median(readings[1:])  # the first one is traced
     local = strategy.layout.local_replicas

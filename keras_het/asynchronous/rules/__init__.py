@@ -16,7 +16,7 @@ from keras_het.asynchronous.rules.elastic_averaging import (
 from keras_het.asynchronous.rules.registry import RULES, get, serialize
 from keras_het.asynchronous.rules.sync_easgd import SyncEASGD
 from keras_het.asynchronous.rules.synchronous_rule import SynchronousRule
-from keras_het.asynchronous.rules.update_rule import PushMeta, Signal, UpdateRule
+from keras_het.asynchronous.rules.update_rule import PushMeta, Signal, Update, UpdateRule
 
 __all__ = [
     "ASHL",
@@ -36,6 +36,7 @@ __all__ = [
     "StreamingDiLoCo",
     "SyncEASGD",
     "SynchronousRule",
+    "Update",
     "UpdateRule",
     "get",
     "serialize",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import tensorflow as tf
+import numpy as np
 
-from keras_het.asynchronous.rules.update_rule import PushMeta, SendsChange, Signal, Slots
+from keras_het.asynchronous.rules.update_rule import PushMeta, SendsChange, Signal, Slots, Update
+from keras_het.exchange.message import Vector
 from keras_het.planning.roles.local_steps import LocalStepsPlan, plan_local_steps
 
 PRESET_RATIO = 0.25
@@ -25,8 +26,8 @@ class ASHL(SendsChange):
     .. math:: c \leftarrow c + D_i \, top_{R_i}(\Delta_i), \qquad \textstyle\sum_i D_i = 1,
 
     and continues from the center. While the loss is above `loss_threshold`, no worker waits (AHL,
-    large :math:`H_i`). Then comes the second stage (SHL, small :math:`H_i`), in which a worker that
-    has pushed more than `largest_lead` times more often than the slowest must try again later.
+    large :math:`H_i`). Then comes the second stage (SHL, small :math:`H_i`), in which a push waits
+    while its worker is `largest_lead` pushes ahead of the slowest.
 
     Without `data_shares` and steps, :math:`H_i` and :math:`R_i` of each stage follow from the times
     that workers measure (`plan`), and :math:`D_i` from the samples behind their pushes, by sums
@@ -40,10 +41,8 @@ class ASHL(SendsChange):
     worker that has left does not count. At equal push rates and equal batches this is
     :math:`H_i / \sum_j H_j`, as in the paper.
 
-    The slot `second_stage` holds the stage of the center; the participant that knows the training
-    loss changes it (`Signal.LOSS_REACHED`). From then on, a worker that hangs holds up the others.
-    A worker that was told to wait resends the same message with the number of its first try,
-    because some parts may have taken it already.
+    The participant that knows the training loss begins the second stage (`Signal.LOSS_REACHED`).
+    From then on, a worker that hangs holds up the others.
 
     Args:
         data_shares: :math:`D_i` of every worker, which sum to 1; None to measure.
@@ -165,25 +164,21 @@ class ASHL(SendsChange):
                 "planning.plan_local_steps chooses them."
             )
 
-    def create_slots(self, center: tf.Variable) -> Slots:
-        workers = [self.num_workers]
-        slots = {
-            "second_stage": tf.Variable(0.0, trainable=False),
-            "pushes": tf.Variable(tf.zeros(workers, tf.int64), trainable=False),
+    def create_slots(self, center: Vector) -> Slots:
+        slots: dict[str, Vector] = {
+            "second_stage": np.zeros((), np.float32),
+            "pushes": np.zeros(self.num_workers, np.int64),
         }
         if self.is_measured:
-            slots["samples"] = tf.Variable(tf.zeros(workers), trainable=False)
+            slots["samples"] = np.zeros(self.num_workers, np.float32)
         return slots
 
-    def signal(self, slots: Slots, worker: tf.Tensor, signal: tf.Tensor) -> tf.Tensor:
-        reached = tf.cast(tf.equal(signal, int(Signal.LOSS_REACHED)), tf.float32)
-        stage = slots["second_stage"].assign(
-            tf.maximum(slots["second_stage"], reached), read_value=True
-        )
-        leaves = tf.cast(tf.equal(signal, int(Signal.LEAVE)), tf.int64)
-        far_ahead = leaves * _FAR * tf.one_hot(worker, self.num_workers, dtype=tf.int64)
-        with tf.control_dependencies([slots["pushes"].assign_add(far_ahead)]):
-            return tf.cast(stage, tf.int32)
+    def signal(self, slots: Slots, worker: int, signal: int) -> tuple[Slots, int]:
+        if signal == Signal.LOSS_REACHED:
+            slots = {**slots, "second_stage": np.ones((), np.float32)}
+        if signal == Signal.LEAVE:
+            slots = _add_pushes(slots, worker, _FAR)
+        return slots, int(slots["second_stage"])
 
     def compression_ratio(self, worker: int) -> float | None:
         if self.compression_ratios is None:
@@ -191,54 +186,42 @@ class ASHL(SendsChange):
         return None if min(self.compression_ratios) == 1 else self.compression_ratios[worker]
 
     def is_stage_over(self, loss: float) -> bool:
-        return bool(self.is_second_stage(loss))
+        return bool(loss <= self.loss_threshold)
 
-    def note_presence(self, slots: Slots, worker: tf.Tensor) -> tf.Tensor | tf.Variable:
-        """Record that a pushing worker has not left: it continues level with the slowest."""
-        pushes = slots["pushes"].read_value()
-        slowest = tf.reduce_min(pushes)
-        beside = tf.where(slowest >= _FAR, tf.zeros_like(slowest), slowest)
-        own = tf.clip_by_value(worker, 0, self.num_workers - 1)
-        now = tf.where(pushes[own] >= _FAR, beside, pushes[own])
-        return slots["pushes"].scatter_nd_update([[own]], [now])
+    def note_presence(self, slots: Slots, worker: int) -> Slots:
+        """Return the state in which a worker that had left continues level with the slowest."""
+        pushes = slots["pushes"]
+        if pushes[worker] < _FAR:
+            return slots
+        slowest = pushes.min()
+        return _add_pushes(slots, worker, (slowest if slowest < _FAR else 0) - pushes[worker])
 
-    def is_turn(self, slots: Slots, meta: PushMeta) -> tf.Tensor:
-        lead = slots["pushes"][self._worker(meta)] - tf.reduce_min(slots["pushes"])
-        return (slots["second_stage"] < 1) | (lead < self.largest_lead)
+    def is_turn(self, slots: Slots, worker: int) -> bool:
+        pushes = slots["pushes"]
+        return bool(not slots["second_stage"] or pushes[worker] - pushes.min() < self.largest_lead)
 
-    def update(
-        self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
-    ) -> tf.Tensor:
-        with tf.control_dependencies([self.pass_turn(slots, meta)]):
-            center.assign_add(self._share(slots, self._worker(meta), meta.samples) * change)
-        return center.read_value()
+    def update(self, center: Vector, slots: Slots, change: Vector, meta: PushMeta) -> Update:
+        slots = self.pass_turn(slots, meta.worker)
+        share, slots = self._share(slots, meta)
+        center = center + share * change
+        return Update(center, slots, center)
 
-    def pass_turn(self, slots: Slots, meta: PushMeta) -> tf.Tensor | tf.Variable:
-        counted = tf.cast(slots["second_stage"], tf.int64)[None]
-        worker = tf.reshape(self._worker(meta), [1, 1])
-        return tf.identity(slots["pushes"].scatter_nd_add(worker, counted))
+    def pass_turn(self, slots: Slots, worker: int) -> Slots:
+        return _add_pushes(slots, worker, int(slots["second_stage"]))
 
-    def _share(self, slots: Slots, worker: tf.Tensor, samples: tf.Tensor) -> tf.Tensor:
-        """Return D of a worker whose push of some samples is being taken."""
+    def _share(self, slots: Slots, meta: PushMeta) -> tuple[np.float32, Slots]:
+        """Return D of a worker whose push is being taken, and the state."""
         if self.data_shares is not None:
-            return tf.gather(tf.constant(self.data_shares), worker)
-        is_own = tf.one_hot(worker, self.num_workers)
-        kept = 1 - 1 / (_REMEMBERED_PUSHES * self.num_workers)
-        sums = slots["samples"].assign(kept * slots["samples"] + samples * is_own, read_value=True)
-        is_here = tf.cast(slots["pushes"] < _FAR, tf.float32)
-        has_pushed = is_here * tf.cast(sums > 0, tf.float32)
-        total = tf.reduce_sum(has_pushed * sums)
+            return np.float32(self.data_shares[meta.worker]), slots
+        sums = np.float32(1 - 1 / (_REMEMBERED_PUSHES * self.num_workers)) * slots["samples"]
+        sums[meta.worker] += np.float32(meta.samples)
+        is_here = slots["pushes"] < _FAR
+        known = sums[is_here & (sums > 0)]
         # A worker that has not pushed yet counts as the average of the others.
-        average = tf.math.divide_no_nan(total, tf.reduce_sum(has_pushed))
-        total += average * tf.reduce_sum(is_here - has_pushed)
-        return tf.math.divide_no_nan(sums[worker], total)
-
-    def _worker(self, meta: PushMeta) -> tf.Tensor:
-        return tf.clip_by_value(meta.worker, 0, self.num_workers - 1)
-
-    def is_second_stage(self, loss: float | tf.Tensor) -> Any:
-        """Whether a training with this loss is in the second stage."""
-        return loss <= self.loss_threshold
+        total = known.sum()
+        if len(known):
+            total += total / np.float32(len(known)) * np.float32(is_here.sum() - len(known))
+        return sums[meta.worker] / total if total else np.float32(0), {**slots, "samples": sums}
 
     def local_steps(self, worker: int, stage: int) -> int:
         """Return the local steps from one exchange to the next; the preset if they are measured."""
@@ -256,3 +239,9 @@ def _ratios(
     if ratios is None:
         return None if steps is None else (1.0,) * len(steps)
     return tuple(map(float, ratios))
+
+
+def _add_pushes(slots: Slots, worker: int, number: int) -> Slots:
+    pushes = slots["pushes"].copy()
+    pushes[worker] += number
+    return {**slots, "pushes": pushes}

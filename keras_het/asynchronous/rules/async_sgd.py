@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.asynchronous.rules.update_rule import PushMeta, SendsGradient, Slots
+from keras_het.asynchronous.rules.update_rule import PushMeta, SendsGradient, Slots, Update
+from keras_het.exchange.message import Vector
 
-_INSTANCE = "keras_het_optimizer"
+Identifier: TypeAlias = str | dict[str, Any] | keras.optimizers.Optimizer
 
 ELEMENTWISE = (
     keras.optimizers.SGD,
@@ -50,9 +54,8 @@ class AsyncSGD(SendsGradient):
 
     of which all parts are optional. With a `learning_rate` this is gradient descent with momentum,
     :math:`u \leftarrow m\,u + f_i g_i,\; c \leftarrow c - \eta u`; with an `optimizer` it is that
-    optimizer's step with the rate :math:`f_i \eta(v)`, and its state is kept with the center. For
-    Keras's SGD these are the same; optimizers that divide by the size of gradients (Adam) remember
-    a gradient in full, whatever its factor.
+    optimizer's step with the rate :math:`f_i \eta(v)`. For Keras's SGD these are the same; those
+    that divide by the size of gradients (Adam) remember a gradient in full, whatever its factor.
     Gradual warm-up starts at the base rate: :math:`k \, warm(v) = 1 + (k - 1) \min(1, v / V)` for
     :math:`k = A_i / A > 1`. With n workers, asynchrony itself acts like a momentum of about 1 -
     1/n, so choose m smaller than for one device.
@@ -81,11 +84,7 @@ class AsyncSGD(SendsGradient):
 
     name: ClassVar[str] = "async_sgd"
     settings = (
-        "learning_rate",
-        "momentum",
-        "reference_samples",
-        "damps_staleness",
-        "warm_up_pushes",
+        *("learning_rate", "momentum", "reference_samples", "damps_staleness", "warm_up_pushes"),
     )
 
     def __init__(
@@ -95,7 +94,7 @@ class AsyncSGD(SendsGradient):
         reference_samples: float | None = None,
         damps_staleness: bool = False,
         warm_up_pushes: int = 0,
-        optimizer: str | dict[str, Any] | keras.optimizers.Optimizer | None = None,
+        optimizer: Identifier | None = None,
     ) -> None:
         self.learning_rate = learning_rate
         self.momentum = momentum
@@ -105,9 +104,7 @@ class AsyncSGD(SendsGradient):
         self._check_ranges(optimizer)
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
 
-    def _check_ranges(
-        self, optimizer: str | dict[str, Any] | keras.optimizers.Optimizer | None
-    ) -> None:
+    def _check_ranges(self, optimizer: Identifier | None) -> None:
         if (self.learning_rate is None) == (optimizer is None):
             raise ValueError(
                 "AsyncSGD takes either a learning_rate, for gradient descent with momentum, or an "
@@ -130,37 +127,34 @@ class AsyncSGD(SendsGradient):
                 f"is the factor of linear scaling. Received: {self.warm_up_pushes}."
             )
 
-    def slots(self, size: int) -> dict[str, tuple[int, ...]]:
-        return {"momentum": (size,)} if self.momentum else {}
-
-    def create_slots(self, center: tf.Variable) -> Slots:
-        return self._optimizer.build(center) if self._optimizer else super().create_slots(center)
-
-    def update(
-        self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
-    ) -> tf.Tensor:
+    def create_slots(self, center: Vector) -> Slots:
         if self._optimizer:
-            return self._optimizer.step(center, change, meta.version, self.factor(meta))
-        change = self.factor(meta) * change
+            return self._optimizer.of_size(len(center)).initial
+        return {"momentum": np.zeros_like(center)} if self.momentum else {}
+
+    def update(self, center: Vector, slots: Slots, change: Vector, meta: PushMeta) -> Update:
+        factor = self.factor(meta)
+        if self._optimizer:
+            instance = self._optimizer.of_size(len(center))
+            return instance.step(center, slots, change, meta.version, factor)
+        change = factor * change
         if self.momentum:
-            change = slots["momentum"].assign(self.momentum * slots["momentum"] + change)
-        center.assign_sub(self.learning_rate * change)
-        return center.read_value()
+            change = np.float32(self.momentum) * slots["momentum"] + change
+            slots = {**slots, "momentum": change}
+        center = center - np.float32(self.learning_rate) * change
+        return Update(center, slots, center)
 
-    def factor(self, meta: PushMeta) -> tf.Tensor:
+    def factor(self, meta: PushMeta) -> np.float32:
         """Give what a push's gradient is scaled by: its samples, warm-up and staleness."""
-        factor = tf.constant(1.0)
+        one = factor = np.float32(1)
         if self.reference_samples is not None:
-            factor = self._warmed(meta.samples / self.reference_samples, meta)
+            factor = np.float32(meta.samples) / np.float32(self.reference_samples)
+            if self.warm_up_pushes and factor > 1:
+                part = np.float32(meta.version) / np.float32(self.warm_up_pushes)
+                factor = one + (factor - one) * min(part, one)
         if self.damps_staleness:
-            factor /= tf.maximum(meta.staleness, 1.0)
+            factor /= np.float32(max(meta.staleness, 1))
         return factor
-
-    def _warmed(self, scale: tf.Tensor, meta: PushMeta) -> tf.Tensor:
-        if not self.warm_up_pushes:
-            return scale
-        part = tf.minimum(tf.cast(meta.version, tf.float32) / self.warm_up_pushes, 1.0)
-        return tf.where(scale > 1, 1.0 + (scale - 1.0) * part, scale)
 
     def get_config(self) -> dict[str, Any]:
         return {
@@ -170,75 +164,82 @@ class AsyncSGD(SendsGradient):
 
 
 class ServerOptimizer:
-    """One instance of a Keras optimizer for each part of the center."""
+    """A Keras optimizer as pure functions: one instance for each size that parts have."""
 
-    def __init__(self, identifier: str | dict[str, Any] | keras.optimizers.Optimizer) -> None:
+    def __init__(self, identifier: Identifier) -> None:
         self.optimizer = keras.optimizers.get(identifier)
         self._config = check_elementwise(self.optimizer)
+        self._instances: dict[int, _Instance] = {}
+        self._lock = threading.Lock()
 
-    def build(self, center: tf.Variable) -> dict[str, tf.Variable]:
-        """Create the state for a part."""
-        instance = _Instance(type(self.optimizer), self._config, center)
-        # Stored on the part itself and freed with it, however many trainings the rule serves.
-        setattr(center, _INSTANCE, instance)
-        return instance.variables
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave the instances and locks out of copies."""
+        return ServerOptimizer, (self.optimizer,)
 
-    def step(
-        self, center: tf.Variable, gradient: tf.Tensor, version: tf.Tensor | None, factor: tf.Tensor
-    ) -> tf.Tensor:
-        """Take a step; called in the graph."""
-        instance = getattr(center, _INSTANCE, None)
-        if instance is None:
-            raise ValueError(
-                "This part of the center has no optimizer. Received: a variable that "
-                "`create_slots` was not called with. Call it once for each part, before `update`."
-            )
-        return instance.step(gradient, version, factor)
+    def of_size(self, size: int) -> _Instance:
+        with self._lock:
+            if size not in self._instances:
+                # In a thread of its own, which no scope of a strategy reaches into: Keras would
+                # sum the gradients over the replicas of that strategy.
+                with ThreadPoolExecutor(1) as thread:
+                    made = thread.submit(_Instance, type(self.optimizer), self._config, size)
+                self._instances[size] = made.result()
+            return self._instances[size]
 
 
 class _Instance:
+    """An optimizer and a center, whose variables mean nothing from one step to the next."""
+
     def __init__(
-        self, kind: type[keras.optimizers.Optimizer], config: dict[str, Any], center: tf.Variable
+        self, kind: type[keras.optimizers.Optimizer], config: dict[str, Any], size: int
     ) -> None:
-        self._center = center
         self._base_rate = config["learning_rate"]
         if isinstance(self._base_rate, dict):
             self._base_rate = keras.optimizers.schedules.deserialize(self._base_rate)
-        self._optimizer = kind.from_config({**config, "learning_rate": 1.0})
-        # A function is the documented way to give Keras a rate that it does not store itself.
-        self._rate: float | tf.Tensor = 1.0
-        self._optimizer.learning_rate = lambda: self._rate
-        self._optimizer.build([center])
-        # Traced here and now: otherwise Keras would sum gradients over the replicas of any strategy
-        # in whose scope a later caller runs.
-        self._step = tf.function(self._apply).get_concrete_function(
-            tf.TensorSpec(center.shape), tf.TensorSpec([], tf.int64), tf.TensorSpec([])
-        )
+        with tf.device("CPU:0"):
+            self._optimizer = kind.from_config({**config, "learning_rate": 1.0})
+            # A function is the documented way to give Keras a rate that it does not store itself.
+            self._rate: float | tf.Tensor = 1.0
+            self._optimizer.learning_rate = lambda: self._rate
+            self._variables = {"center": tf.Variable(tf.zeros([size]))}
+            self._optimizer.build([self._variables["center"]])
+            # All state by position: Keras numbers its names differently for each instance.
+            for index, variable in enumerate(self._optimizer.variables):
+                self._variables[f"optimizer_{index}"] = variable.value
+            specs = {name: tf.TensorSpec(v.shape, v.dtype) for name, v in self._variables.items()}
+            numbers = tf.TensorSpec([], tf.int64), tf.TensorSpec([])
+            self._step = tf.function(self._apply).get_concrete_function(
+                specs, tf.TensorSpec([size]), *numbers
+            )
+        self._lock = threading.Lock()
+        self.initial = _arrays(self._variables)
+        del self.initial["center"]
 
-    @property
-    def variables(self) -> dict[str, tf.Variable]:
-        """All state by position, because Keras numbers its names differently for each instance."""
-        return {
-            f"optimizer_{index}": variable.value
-            for index, variable in enumerate(self._optimizer.variables)
-        }
+    def step(
+        self, center: Vector, slots: Slots, gradient: Vector, version: int, factor: np.float32
+    ) -> Update:
+        arguments = {"center": center, **slots}, gradient, np.int64(version), factor
+        with self._lock:
+            after = _arrays(self._step(*tf.nest.map_structure(tf.constant, arguments)))
+        center = after.pop("center")
+        return Update(center, after, center)
 
-    def step(self, gradient: tf.Tensor, version: tf.Tensor | None, factor: tf.Tensor) -> tf.Tensor:
-        """Take a step; called in the graph, under the part's lock."""
-        count = self._optimizer.iterations.value.read_value() if version is None else version
-        return self._step(gradient, tf.cast(count, tf.int64), tf.cast(factor, tf.float32))
-
-    def _apply(self, gradient: tf.Tensor, version: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
+    def _apply(
+        self, values: dict[str, tf.Tensor], gradient: tf.Tensor, version: tf.Tensor, factor: float
+    ) -> dict[str, tf.Tensor]:
+        for name, variable in self._variables.items():
+            variable.assign(values[name])
         self._optimizer.iterations.assign(version)
-        rate = self._base_rate
-        if callable(rate):
-            rate = rate(version)
+        rate = self._base_rate(version) if callable(self._base_rate) else self._base_rate
         self._rate = tf.cast(rate, tf.float32) * factor
-        self._optimizer.apply([gradient], [self._center])
+        self._optimizer.apply([gradient], [self._variables["center"]])
         self._rate = 1.0
-        # The entire state is written before the answer leaves and the part's lock is released.
-        with tf.control_dependencies([tf.identity(v) for v in self.variables.values()]):
-            return self._center.read_value()
+        return {name: variable.read_value() for name, variable in self._variables.items()}
+
+
+def _arrays(values: dict[str, Any]) -> dict[str, Vector]:
+    """Return copies; `numpy` gives a number where there are no dimensions."""
+    return {name: np.asarray(value.numpy()) for name, value in values.items()}
 
 
 def check_elementwise(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
@@ -270,10 +271,6 @@ def check_elementwise(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
             f"Received: {kind.__name__} with exclude_from_weight_decay. Run it on the workers, "
             "with the rule Delta."
         )
-    return _config(optimizer)
-
-
-def _config(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     rate = private_api.learning_rate_of(optimizer)
     is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
     if callable(rate) and not is_schedule:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, cast
+from typing import ClassVar
 
-import tensorflow as tf
+import numpy as np
 
-from keras_het.asynchronous.rules.update_rule import PushMeta, SendsGradient, Slots
+from keras_het.asynchronous.rules.update_rule import PushMeta, SendsGradient, Slots, Update
+from keras_het.exchange.message import Vector
 
 _EPSILON = 1e-7
 
@@ -21,10 +22,10 @@ class DelayCompensated(SendsGradient):
 
     With a `decay` this is DC-ASGD-a: :math:`\lambda` becomes
     :math:`\lambda / \sqrt{s_i + 10^{-7}}`, where
-    :math:`s_i \leftarrow d\,s_i + (1 - d)\,g_i \odot g_i`. The service keeps one copy of the center
-    for each worker, from its last answer. A worker that has since received the center in another
-    way (it joins or comes back, its push was too stale, or an answer was lost) has seen a different
-    version: its first gradient is taken without compensation.
+    :math:`s_i \leftarrow d\,s_i + (1 - d)\,g_i \odot g_i`. The service keeps the last answer to
+    each worker. A worker that has since received the center in another way (it joins or comes back,
+    its push was too stale, or an answer was lost) has seen a different version: its first gradient
+    is taken without compensation.
 
     Args:
         learning_rate: :math:`\eta`.
@@ -43,7 +44,6 @@ class DelayCompensated(SendsGradient):
 
     name: ClassVar[str] = "delay_compensated"
     settings = ("learning_rate", "compensation", "num_workers", "decay")
-    rows_of_workers: ClassVar[frozenset[str]] = frozenset({"seen", "mean_square"})
 
     def __init__(
         self,
@@ -64,38 +64,26 @@ class DelayCompensated(SendsGradient):
         self.num_workers = num_workers
         self.decay = decay
 
-    def slots(self, size: int) -> dict[str, tuple[int, ...]]:
-        slots: dict[str, tuple[int, ...]] = {"seen": (self.num_workers, size)}
-        if self.decay is not None:
-            slots["mean_square"] = (self.num_workers, size)
-        return slots
+    def create_slots(self, center: Vector) -> Slots:
+        rows = ["seen"] if self.decay is None else ["seen", "mean_square"]
+        names = [f"{row}_{worker}" for row in rows for worker in range(self.num_workers)]
+        versions = np.zeros(self.num_workers, np.int64)
+        return {**dict.fromkeys(names, np.zeros_like(center)), "seen_version": versions}
 
-    def create_slots(self, center: tf.Variable) -> Slots:
-        versions = tf.Variable(tf.zeros([self.num_workers], tf.int64), trainable=False)
-        return {**super().create_slots(center), "seen_version": versions}
-
-    def update(
-        self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
-    ) -> tf.Tensor:
-        worker = tf.clip_by_value(meta.worker, 0, self.num_workers - 1)
-        version = cast(tf.Tensor, meta.version)
-        seen_version = version - tf.cast(meta.staleness, tf.int64)
-        known = (seen_version > 0) & tf.equal(seen_version, slots["seen_version"][worker])
-        # Gathered: an index would first copy the rows of all workers.
-        moved = tf.where(known, center - tf.gather(slots["seen"], worker), tf.zeros_like(change))
+    def update(self, center: Vector, slots: Slots, change: Vector, meta: PushMeta) -> Update:
+        new, worker = dict(slots), meta.worker
+        seen_version = meta.version - meta.staleness
+        known = 0 < seen_version == slots["seen_version"][worker]
         square = change * change
-        strength: float | tf.Tensor = self.compensation
+        strength = np.float32(self.compensation)
         if self.decay is not None:
-            mean = self.decay * tf.gather(slots["mean_square"], worker)
-            mean += (1 - self.decay) * square
-            _set_row(slots["mean_square"], worker, mean)
-            strength = self.compensation * tf.math.rsqrt(mean + _EPSILON)
-        center.assign_sub(self.learning_rate * (change + strength * square * moved))
-        answer = center.read_value()
-        _set_row(slots["seen"], worker, answer)
-        _set_row(slots["seen_version"], worker, version + 1)
-        return answer
-
-
-def _set_row(variable: tf.Variable, row: tf.Tensor, value: tf.Tensor) -> None:
-    variable.scatter_nd_update([[row]], value[None])
+            mean = np.float32(self.decay) * slots[f"mean_square_{worker}"]
+            mean += np.float32(1 - self.decay) * square
+            new[f"mean_square_{worker}"] = mean
+            strength = strength / np.sqrt(mean + np.float32(_EPSILON))
+        moved = center - slots[f"seen_{worker}"] if known else np.float32(0)
+        center = center - np.float32(self.learning_rate) * (change + strength * square * moved)
+        new[f"seen_{worker}"] = center
+        new["seen_version"] = slots["seen_version"].copy()
+        new["seen_version"][worker] = meta.version + 1
+        return Update(center, new, center)

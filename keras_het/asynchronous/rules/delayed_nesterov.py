@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import tensorflow as tf
+import numpy as np
 
 from keras_het.asynchronous.rules.diloco import check_outer_step
-from keras_het.asynchronous.rules.update_rule import PushMeta, SendsChange, Slots
+from keras_het.asynchronous.rules.update_rule import PushMeta, SendsChange, Slots, Update
+from keras_het.exchange.message import Vector
 
 _ROUNDING = 1e-4  # the weights of a round's pushes sum to 1 but for that
 
@@ -76,36 +77,31 @@ class DelayedNesterov(SendsChange):
     def least_period(self) -> int:
         return self.period
 
-    def slots(self, size: int) -> dict[str, tuple[int, ...]]:
-        workers = (self.num_workers,)
-        return {"velocity": (size,), "gradient": (size,), "samples": workers, "round": ()}
+    def create_slots(self, center: Vector) -> Slots:
+        return {
+            "velocity": np.zeros_like(center),
+            "gradient": np.zeros_like(center),
+            "samples": np.zeros(self.num_workers, np.float32),
+            "round": np.zeros((), np.float32),
+        }
 
-    def update(
-        self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
-    ) -> tf.Tensor:
-        weight = self._weight(slots["samples"], meta)
-        center.assign_add(self.learning_rate * weight * change)
-        slots["gradient"].assign_sub(weight * change)
-        done = slots["round"].assign_add(weight, read_value=True)
+    def update(self, center: Vector, slots: Slots, change: Vector, meta: PushMeta) -> Update:
+        weight, samples = self._weight(slots["samples"], meta)
+        center = center + np.float32(self.learning_rate) * weight * change
+        gradient = slots["gradient"] - weight * change
+        velocity, done = slots["velocity"], np.asarray(slots["round"] + weight)
+        if done >= np.float32(1 - _ROUNDING):
+            velocity = np.float32(self.momentum) * velocity + gradient
+            center = center - np.float32(self.learning_rate * self.momentum) * velocity
+            gradient, done = np.zeros_like(gradient), np.zeros_like(done)
+        new = {"velocity": velocity, "gradient": gradient, "samples": samples, "round": done}
+        return Update(center, new, center)
 
-        def end_round() -> tf.Tensor:
-            gradient = slots["gradient"]
-            velocity = slots["velocity"].assign(
-                self.momentum * slots["velocity"] + gradient, read_value=True
-            )
-            center.assign_sub(self.learning_rate * self.momentum * velocity)
-            slots["round"].assign(0.0)
-            gradient.assign(tf.zeros_like(gradient))
-            return center.read_value()
-
-        return tf.cond(done >= 1 - _ROUNDING, end_round, center.read_value)
-
-    def _weight(self, samples: tf.Variable, meta: PushMeta) -> tf.Tensor:
-        """Return the part of a round that a push is; without samples it is none."""
-        own = tf.maximum(meta.samples, 0.0)
-        before = samples[meta.worker]
-        samples.scatter_nd_update([[meta.worker]], [tf.where(own > 0, own, before)])
-        latest = samples.read_value()
-        num_known = tf.reduce_sum(tf.cast(latest > 0, tf.float32))
-        average = tf.math.divide_no_nan(tf.reduce_sum(latest), num_known)
-        return tf.math.divide_no_nan(own, average * self.num_workers)
+    def _weight(self, samples: Vector, meta: PushMeta) -> tuple[np.float32, Vector]:
+        """Return the part of a round that a push is, and the latest samples of all workers."""
+        own = np.float32(meta.samples)
+        if not own > 0:
+            return np.float32(0), samples
+        samples = samples.copy()
+        samples[meta.worker] = own
+        return own / (samples[samples > 0].mean() * np.float32(self.num_workers)), samples

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 from typing import ClassVar
 
-import tensorflow as tf
-
-from keras_het.asynchronous.rules.update_rule import PushMeta, SendsChange, Slots
+from keras_het.asynchronous.rules.update_rule import PushMeta, SendsChange, Slots, Update
+from keras_het.exchange.message import Vector
 
 
 class Delta(SendsChange):
@@ -15,22 +14,14 @@ class Delta(SendsChange):
 
     A worker runs any optimizer on its weights, sends the difference from the weights it last
     received, and continues from the answer. With s = 1 every worker's progress counts in full, as
-    in BytePS's asynchronous mode, which equals an asynchronous parameter server because the center
-    is the sum of all changes.
+    in BytePS's asynchronous mode. A worker whose steps have only a fraction f of the global batch
+    sends :math:`f \Delta_i`, so that a sample moves the center equally far on every worker.
 
-    A worker whose steps have only a fraction f of the global batch takes 1 / f steps for the
-    samples of one. It sends :math:`f \Delta_i`, so that a sample moves the center equally far on
-    every worker, and the learning rate for the global batch fits all.
-
-    Workers that train on alone while the service is lost all start from the same weights. Their
-    changes would add up to n times one of them, and each may be large; a worker therefore keeps 1 /
-    n of its progress alone (`after_absence`).
+    Workers that train on alone while the service is lost all start from the same weights; a worker
+    therefore keeps 1 / n of that progress (`after_absence`), else the changes would add up.
 
     Args:
         scale: factor s; 1 / number of workers averages.
-
-    Attributes:
-        step_fraction: f.
 
     Raises:
         ValueError: if `scale` is not positive.
@@ -46,33 +37,22 @@ class Delta(SendsChange):
     def __init__(self, scale: float = 1.0) -> None:
         if not scale > 0:
             raise ValueError(f"scale must be positive. Received: {scale}. 1 adds changes in full.")
-        self.scale = scale
+        self.scale = float(scale)
         self.step_fraction = 1.0
 
     def for_steps_of(self, fraction: float) -> Delta:
-        """Return this rule for a worker whose steps have a fraction of the global batch."""
         own = copy.copy(self)
-        own.step_fraction = fraction
+        own.step_fraction = float(fraction)
         return own
 
-    def message(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
+    def message(self, weights: Vector, seen: Vector) -> Vector:
         change = super().message(weights, seen)
         return change if self.step_fraction == 1 else self.step_fraction * change
 
-    def after_absence(self, weights: tf.Tensor, start: tf.Tensor, num_workers: int) -> tf.Tensor:
+    def after_absence(self, weights: Vector, start: Vector, num_workers: int) -> Vector:
         """Return weights with which the center moves by the average of n such changes."""
         return start + min(1.0, 1.0 / (num_workers * self.scale)) * (weights - start)
 
-    def update(
-        self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
-    ) -> tf.Tensor:
-        center.assign_add(change if self.scale == 1 else self.scale * change)
-        return center.read_value()
-
-    def norm_after(
-        self, center_norm: float | tf.Tensor, change_norm: float | tf.Tensor
-    ) -> float | tf.Tensor | None:
-        """Return the triangle-inequality bound; None if a subclass updates in another way."""
-        if type(self).update is not Delta.update:
-            return None
-        return center_norm + self.scale * change_norm
+    def update(self, center: Vector, slots: Slots, change: Vector, meta: PushMeta) -> Update:
+        center = center + (change if self.scale == 1 else self.scale * change)
+        return Update(center, slots, center)

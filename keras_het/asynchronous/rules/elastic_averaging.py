@@ -6,9 +6,10 @@ import math
 from typing import ClassVar
 
 import keras
-import tensorflow as tf
+import numpy as np
 
-from keras_het.asynchronous.rules.update_rule import PushMeta, Signal, Slots, StepsItself
+from keras_het.asynchronous.rules.update_rule import PushMeta, Signal, Slots, StepsItself, Update
+from keras_het.exchange.message import Vector
 
 BETA = 0.9
 """Sum of the moving rates of all workers that the authors of EASGD use."""
@@ -23,7 +24,7 @@ def default_moving_rate(
     if num_workers is not None and num_workers < 1:
         raise ValueError(f"num_workers must be at least 1. Received: {num_workers}.")
     if alpha is not None:
-        return alpha
+        return float(alpha)
     if num_workers is None:
         raise ValueError(
             "Elastic averaging needs a moving rate. Received: neither alpha nor num_workers. Give "
@@ -35,14 +36,6 @@ def default_moving_rate(
 def own_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Return the user's optimizer: Keras wraps it to scale the loss under mixed_float16."""
     return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def plain_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
-    """Return the rate of plain gradient descent without schedule; None for other optimizers."""
-    optimizer = own_optimizer(optimizer)
-    config = optimizer.get_config() if isinstance(optimizer, keras.optimizers.SGD) else {}
-    rate = config.get("learning_rate")
-    return rate if isinstance(rate, float) and not config.get("momentum") else None
 
 
 def largest_moving_rate(learning_rate: float, at_once: int = 1) -> float:
@@ -61,9 +54,8 @@ def largest_moving_rate(learning_rate: float, at_once: int = 1) -> float:
 
     .. math:: 0 \le \alpha \le \frac{4 - 2 \eta}{2 + n (2 - \eta)},
 
-    which for n = 1 is (4 - 2 eta) / (4 - eta), the bound that the authors give for round robin. It
-    falls with eta: the largest curvature decides. A worker that exchanges after its step, instead
-    of together with it, has a bound that is not lower.
+    for n = 1 the authors' bound for round robin. It falls with eta: the largest curvature decides.
+    The bound is not lower for a worker that exchanges after its step instead of together with it.
     """
     if not 0 <= learning_rate <= 2:
         raise ValueError(
@@ -76,12 +68,8 @@ def overlapped_rate(learning_rate: float | None, overlap: float) -> float | None
     r"""Return the rate of one step equal to all steps taken while an exchange travels.
 
     The pull of an exchange that comes back o steps after it was sent is added to all of them: for
-    the bound they act as one step of the rate
-
-    .. math:: 1 - (1 - \eta)^o
-
-    for :math:`\eta \le 1`. Above that, some smaller curvature has the rate 1, with which all steps
-    reach the minimum.
+    the bound they act as one step of the rate :math:`1 - (1 - \eta)^o` for :math:`\eta \le 1`.
+    Above that, some smaller curvature has the rate 1, with which all steps reach the minimum.
     """
     if learning_rate is None or overlap < 2:
         return learning_rate
@@ -112,17 +100,18 @@ def check_moving_rate(
 def check_with_optimizer(
     optimizer: keras.optimizers.Optimizer, alpha: float, at_once: int, overlap: float = 0
 ) -> None:
-    """Refuse a moving rate outside the bound for the rate of plain gradient descent."""
-    rate = plain_learning_rate(optimizer)
-    if rate is not None and 0 <= rate <= 2:
+    """Refuse a moving rate outside the bound for plain gradient descent without schedule."""
+    optimizer = own_optimizer(optimizer)
+    config = optimizer.get_config() if isinstance(optimizer, keras.optimizers.SGD) else {}
+    rate = config.get("learning_rate")
+    if isinstance(rate, float) and not config.get("momentum") and 0 <= rate <= 2:
         check_moving_rate(alpha, rate, at_once, overlap)
 
 
 class ElasticAveraging(StepsItself):
     r"""Common base of asynchronous EASGD and its relatives.
 
-    A worker sends its weights :math:`x_i`; with the center c before the push, both move by the same
-    elastic difference:
+    A worker sends its weights :math:`x_i`; with the old center c, both move by the same difference:
 
     .. math:: c \leftarrow c + \alpha (x_i - c), \qquad x_i \leftarrow x_i - \alpha (x_i - c).
 
@@ -160,31 +149,24 @@ class ElasticAveraging(StepsItself):
         self.num_workers = num_workers
         check_moving_rate(self.alpha, learning_rate, 1)
 
-    def update(
-        self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
-    ) -> tf.Tensor:
-        before = center.read_value()
-        center.assign_add(self.alpha * (change - before))
-        return before
+    def update(self, center: Vector, slots: Slots, change: Vector, meta: PushMeta) -> Update:
+        return Update(center + self.alpha * (change - center), slots, center)
 
-    def message(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
+    def message(self, weights: Vector, seen: Vector) -> Vector:
         return weights
 
-    def receive(self, weights: tf.Tensor, sent_weights: tf.Tensor, answer: tf.Tensor) -> tf.Tensor:
+    def receive(self, weights: Vector, sent_weights: Vector, answer: Vector) -> Vector:
         return weights - self.alpha * (sent_weights - answer)
 
     def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
         check_with_optimizer(optimizer, self.alpha, 1)
 
     def check_overlap(self, optimizer: keras.optimizers.Optimizer, steps: float) -> None:
-        """Check the bound for answers that arrive after steps of plain gradient descent.
+        """Refuse an alpha outside the bound for answers that arrive some steps later.
 
         Args:
             optimizer: the Keras optimizer that the model was compiled with.
             steps: number of steps while an answer travels; infinite if unknown.
-
-        Raises:
-            ValueError: if alpha is outside the bound; the message states the bound.
         """
         check_with_optimizer(optimizer, self.alpha, 1, steps)
 
@@ -199,8 +181,7 @@ class AsyncEASGD(ElasticAveraging):
     The worker computes its gradient while its weights and the center travel.
 
     Reference:
-        You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017,
-        equations 1 and 2.
+        You, Buluc and Demmel, SC 2017, equations 1 and 2.
     """
 
     name: ClassVar[str] = "async_easgd"
@@ -209,16 +190,20 @@ class AsyncEASGD(ElasticAveraging):
 class HogwildEASGD(ElasticAveraging):
     r"""Async EASGD in which simultaneous pushes do not wait for each other.
 
-    A push may read a center that another has changed halfway, and versions may count too few
-    updates: a worker's staleness is a lower bound.
+    A push may read a center that another has changed halfway, and lose a part of what another adds.
+    Versions may count too few updates: a worker's staleness is a lower bound.
 
     Reference:
-        You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017;
-        Recht et al., "Hogwild!", NeurIPS 2011.
+        You, Buluc and Demmel, SC 2017; Recht et al., "Hogwild!", NeurIPS 2011.
     """
 
     name: ClassVar[str] = "hogwild_easgd"
     is_atomic: ClassVar[bool] = False
+
+    def update(self, center: Vector, slots: Slots, change: Vector, meta: PushMeta) -> Update:
+        before = center.copy()
+        center += self.alpha * (change - before)
+        return Update(center, slots, before)
 
 
 class AsyncMEASGD(ElasticAveraging):
@@ -233,27 +218,21 @@ class AsyncMEASGD(ElasticAveraging):
     momentum on the worker. With Nesterov's momentum it is the EAMSGD of 2015.
 
     Reference:
-        You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017,
-        equations 5 and 6; Zhang, Choromanska and LeCun, NeurIPS 2015.
+        You, Buluc and Demmel, SC 2017, equations 5 and 6; Zhang, Choromanska and LeCun, NeurIPS
+        2015.
     """
 
     name: ClassVar[str] = "async_measgd"
 
     def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Refuse all optimizers but gradient descent with momentum.
-
-        Raises:
-            ValueError: for another optimizer.
-        """
+        """Refuse all optimizers but gradient descent with momentum."""
         optimizer = own_optimizer(optimizer)
         if isinstance(optimizer, keras.optimizers.SGD) and optimizer.momentum > 0:
             return
         raise ValueError(
             "AsyncMEASGD is elastic averaging of workers with momentum: compile the model with "
-            "keras.optimizers.SGD(learning_rate, momentum=0.9). Received: "
-            f"{type(optimizer).__name__}"
-            f"(momentum={getattr(optimizer, 'momentum', None)}). Use AsyncEASGD for other "
-            "optimizers."
+            "keras.optimizers.SGD(learning_rate, momentum=0.9), or use AsyncEASGD. Received: "
+            f"{type(optimizer).__name__}(momentum={getattr(optimizer, 'momentum', None)})."
         )
 
 
@@ -261,23 +240,16 @@ class RoundRobinEASGD(ElasticAveraging):
     r"""Elastic averaging in which worker i + 1 may not push before worker i has.
 
     The equations are those of Async EASGD; the center takes pushes in the order 0, 1, ..., n - 1,
-    0, ... and tells all other workers to try again. The result does not depend on message speed,
-    but a worker that hangs holds up all others: use it as a baseline.
-
-    A worker that was told to wait resends the same message with the number of its first try,
-    because some parts may have taken it already and must not take it again in their next turn.
+    0, ... The result does not depend on message speed, but a worker that hangs holds up all
+    others: use it as a baseline.
 
     Args:
         num_workers: n; all of them must take part.
-        alpha: moving rate; None for 0.9 / n, and 0.5 for one worker.
-        learning_rate: learning rate of the workers, to check the bound.
-
-    Raises:
-        ValueError: if alpha is outside the bound of `ElasticAveraging`.
+        alpha: see `ElasticAveraging`.
+        learning_rate: see `ElasticAveraging`.
 
     Reference:
-        Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NeurIPS 2015;
-        baseline of You, Buluc and Demmel, SC 2017.
+        Zhang, Choromanska and LeCun, NeurIPS 2015; baseline of You, Buluc and Demmel, SC 2017.
     """
 
     name: ClassVar[str] = "round_robin_easgd"
@@ -289,45 +261,39 @@ class RoundRobinEASGD(ElasticAveraging):
     ) -> None:
         super().__init__(alpha, learning_rate, num_workers)
 
-    def slots(self, size: int) -> dict[str, tuple[int, ...]]:
-        return {"turn": (), "left": (self.num_workers,)}
+    def create_slots(self, center: Vector) -> Slots:
+        return {"turn": np.zeros((), np.float32), "left": np.zeros(self.num_workers, np.float32)}
 
-    def note_presence(self, slots: Slots, worker: tf.Tensor) -> tf.Tensor | tf.Variable:
-        """Record that a pushing worker has not left: it gets its turns again.
+    def note_presence(self, slots: Slots, worker: int) -> Slots:
+        """Return the state in which a pushing worker gets its turns again.
 
         If all had left, the turn may lie with a worker that never comes back: it moves on.
         """
-        left = slots["left"] * (1.0 - tf.one_hot(worker, self.num_workers))
-        holder = tf.cast(slots["turn"], tf.int32)
-        has_left = tf.gather(left, holder) > 0
-        turn = tf.where(has_left, self._next(left, holder), slots["turn"])
-        with tf.control_dependencies([slots["left"].assign(left), slots["turn"].assign(turn)]):
-            return tf.constant(True)
+        slots = {**slots, "left": _with(slots["left"], worker, 0)}
+        holder = int(slots["turn"])
+        return self.pass_turn(slots, holder) if slots["left"][holder] else slots
 
-    def is_turn(self, slots: Slots, meta: PushMeta) -> tf.Tensor:
-        return tf.equal(tf.cast(meta.worker, tf.float32), slots["turn"])
+    def is_turn(self, slots: Slots, worker: int) -> bool:
+        return worker == int(slots["turn"])
 
-    def update(
-        self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
-    ) -> tf.Tensor:
-        with tf.control_dependencies([self.pass_turn(slots, meta)]):
-            return super().update(center, slots, change, meta)
+    def update(self, center: Vector, slots: Slots, change: Vector, meta: PushMeta) -> Update:
+        return super().update(center, self.pass_turn(slots, meta.worker), change, meta)
 
-    def pass_turn(self, slots: Slots, meta: PushMeta) -> tf.Tensor | tf.Variable:
-        following = self._next(slots["left"].read_value(), meta.worker)
-        return slots["turn"].assign(following, read_value=True)
+    def pass_turn(self, slots: Slots, worker: int) -> Slots:
+        """Return the state with the next turn, of the first that has not left, itself last."""
+        order = (worker + 1 + np.arange(self.num_workers)) % self.num_workers
+        following = order[slots["left"][order].argmin()]
+        return {**slots, "turn": np.asarray(following, np.float32)}
 
-    def signal(self, slots: Slots, worker: tf.Tensor, signal: tf.Tensor) -> tf.Tensor:
-        leaves = tf.cast(tf.equal(signal, int(Signal.LEAVE)), tf.float32)
-        left = tf.maximum(slots["left"], leaves * tf.one_hot(worker, self.num_workers))
-        is_its_turn = tf.equal(slots["turn"], tf.cast(worker, tf.float32))
-        passes = is_its_turn & tf.equal(signal, int(Signal.LEAVE))
-        turn = tf.where(passes, self._next(left, worker), slots["turn"])
-        with tf.control_dependencies([slots["left"].assign(left), slots["turn"].assign(turn)]):
-            return tf.constant(0)
+    def signal(self, slots: Slots, worker: int, signal: int) -> tuple[Slots, int]:
+        if signal == Signal.LEAVE:
+            slots = {**slots, "left": _with(slots["left"], worker, 1)}
+            if self.is_turn(slots, worker):
+                slots = self.pass_turn(slots, worker)
+        return slots, 0
 
-    def _next(self, left: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-        """Return the first worker after `worker` that has not left, itself last."""
-        order = (worker + 1 + tf.range(self.num_workers)) % self.num_workers
-        first = tf.argmin(tf.gather(left, order))
-        return tf.cast(order[first], tf.float32)
+
+def _with(vector: Vector, index: int, value: float) -> Vector:
+    vector = vector.copy()
+    vector[index] = value
+    return vector

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
-import keras
-import tensorflow as tf
-
+from keras_het.exchange.message import Vector
 from keras_het.planning.roles.local_steps import LocalStepsPlan
 
+if TYPE_CHECKING:
+    import keras
+
 RuleT = TypeVar("RuleT", bound="Rule")
-Slots = dict[str, tf.Variable]
+Slots = Mapping[str, Vector]
 """State of a rule for a part of the center, by name."""
 
 
@@ -30,21 +31,33 @@ class Signal(enum.IntEnum):
 
 
 class PushMeta(NamedTuple):
-    """Metadata of a push, in the graph.
+    """Metadata of a push.
 
     Args:
-        worker: the worker's number, int32 scalar.
-        samples: number of samples behind the change, float32 scalar.
-        staleness: number of updates of this part of the center since the worker last saw it,
-            float32 scalar.
-        version: number of updates of this part of the center so far, int64 scalar; None if not
-            counted.
+        worker: the worker's number.
+        samples: number of samples behind the change.
+        staleness: number of updates of this part of the center since the worker last saw it.
+        version: number of updates of this part of the center so far.
     """
 
-    worker: tf.Tensor
-    samples: tf.Tensor
-    staleness: tf.Tensor
-    version: tf.Tensor | None = None
+    worker: int
+    samples: float
+    staleness: int
+    version: int = 0
+
+
+class Update(NamedTuple):
+    """What a push makes of a part of the center.
+
+    Args:
+        center: the new center, float32 of shape [size].
+        slots: the new state.
+        answer: to the worker, float32 of shape [size].
+    """
+
+    center: Vector
+    slots: Slots
+    answer: Vector
 
 
 class Rule:
@@ -83,120 +96,73 @@ class Rule:
 
 
 class UpdateRule(Rule, abc.ABC):
-    """Combination of a worker's message with a part of the center, and the answer with the worker.
+    """Combination of a worker's message with a part of the center, and the answer to the worker.
 
     The center is cut into parts (partitions); a rule works element by element, so parts are
-    independent. The server side (`create_slots`, `is_turn`, `update`) runs in the center's process
-    and is traced once for all parts of one size: they differ only in their variables. The worker
-    side (`message`, `after_sending`, `receive`) consists of pure functions of float32 tensors, for
-    a vector, a variable or a part of one:
+    independent. All methods are pure functions of float32 vectors: they never write into an
+    argument. The server side (`create_slots`, `is_turn`, `update`, ...) runs in the center's
+    process, under the part's lock. The worker side is `message`, `after_sending` and `receive`:
 
     1. the worker sends `message(weights, seen)`, where `seen` is the answer of its last exchange
        (initially the center);
     2. it continues with `after_sending(weights, seen)` while the message travels;
     3. `receive` returns the weights after the answer, which becomes `seen`.
 
-    The server side takes `center`, the `tf.Variable` of a part, float32 of shape [size]; `slots`,
-    the variables of `create_slots`; `meta`, the metadata of the push; and `worker`, the worker's
-    number, int32 scalar. It is called in the graph, and under the part's lock if pushes run one
-    after another; what is about turns and signals always is.
-
     Attributes:
-        is_atomic: whether pushes to a part run one after another, so that none is lost.
-        may_wait: whether `is_turn` can be false; the service calls it only then.
+        is_atomic: whether pushes to a part run one after another, so that none is lost. If not,
+            `update` runs without a lock, and writes into the center that it is given.
+        may_wait: whether `is_turn` can be false.
         uses_gradients: whether messages are gradients. The worker must not step by itself then: it
             runs `SGD(learning_rate=1)` from the last answer, over accumulated mean gradients, which
             makes its move equal to the negative gradient.
         center_is_weights: whether a worker's weights are the center after `receive`. If not, they
             are its own, and evaluation and saving must use the center.
-        rows_of_workers: names of slots with a row for each worker, in which `update` changes only
-            the row of the pushing worker. Other slots are copied in full while it runs and restored
-            if the center or a slot is not finite afterwards.
     """
 
     is_atomic: ClassVar[bool] = True
     may_wait: ClassVar[bool] = False
-    rows_of_workers: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def least_period(self) -> int:
         """Least steps of the slowest worker between two exchanges, if `period="auto"` plans."""
         return 1
 
-    def slots(self, size: int) -> dict[str, tuple[int, ...]]:
-        """Return the state that the rule keeps for a part of some size.
+    def create_slots(self, center: Vector) -> Slots:
+        """Return the state that the rule begins with for a part, whose center it looks at only.
 
         Returns:
-            Map from name to shape of float32 variables that start at zero.
+            Map from name to array: everything that a checkpoint of the part needs besides its
+            center and version.
         """
         return {}
 
-    def create_slots(self, center: tf.Variable) -> Slots:
-        """Create the state for a part; called eagerly, once, in the center's process.
+    def note_presence(self, slots: Slots, worker: int) -> Slots:
+        """Return the state after a worker has pushed, which may have been given up before.
 
-        Returns:
-            Map from name to `tf.Variable`: everything that a checkpoint of the part needs besides
-            its center and version.
+        Called before `is_turn`, only if `may_wait`.
         """
-        return {
-            name: tf.Variable(tf.zeros(shape), trainable=False)
-            for name, shape in self.slots(int(center.shape[0])).items()
-        }
+        return slots
 
-    def note_presence(self, slots: Slots, worker: tf.Tensor) -> tf.Tensor | tf.Variable:
-        """Record that a worker pushes: it may have been given up before.
+    def is_turn(self, slots: Slots, worker: int) -> bool:
+        """Whether a worker's push is taken now; otherwise it waits. Called only if `may_wait`."""
+        return True
 
-        Called before `is_turn`, only if `may_wait`. Returns a tensor that exists once this is done.
+    def pass_turn(self, slots: Slots, worker: int) -> Slots:
+        """Return the state after a refused push, so that no worker waits for a better one.
+
+        Called only if `may_wait`, for a push in its turn.
         """
-        return tf.constant(True)
-
-    def is_turn(self, slots: Slots, meta: PushMeta) -> tf.Tensor:
-        """Whether a push is taken now, bool scalar; otherwise the worker must try again later.
-
-        Called only if `may_wait`; this includes calls for a worker that only asks, without values
-        and with 0 samples.
-        """
-        return tf.constant(True)
-
-    def pass_turn(self, slots: Slots, meta: PushMeta) -> tf.Tensor | tf.Variable:
-        """Record a refused push that was in its turn, so that no worker waits for a better one.
-
-        Called only if `may_wait` and `is_turn`. Returns a tensor that exists once this is done.
-        """
-        return tf.constant(True)
+        return slots
 
     @abc.abstractmethod
-    def update(
-        self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
-    ) -> tf.Tensor:
-        """Change the center by a worker's message, `change`.
-
-        Returns:
-            The answer to the worker, float32 of shape [size].
-        """
-
-    def norm_after(
-        self, center_norm: float | tf.Tensor, change_norm: float | tf.Tensor
-    ) -> float | tf.Tensor | None:
-        """Bound the center's Euclidean norm after `update`, for updates that change no slot.
-
-        With such a bound, the service need not copy the center at each push in order to undo an
-        update that would leave it not finite.
-
-        Args:
-            center_norm: norm of the part of the center, float32 scalar.
-            change_norm: norm of the worker's message, float32 scalar.
-
-        Returns:
-            The bound; None, whatever the norms are, if nothing is known.
-        """
-        return None
+    def update(self, center: Vector, slots: Slots, change: Vector, meta: PushMeta) -> Update:
+        """Return what a worker's message, `change`, makes of the center."""
 
     @abc.abstractmethod
-    def message(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
+    def message(self, weights: Vector, seen: Vector) -> Vector:
         """Return the worker's message; `seen` is the answer of its last exchange."""
 
-    def message_of_gradient(self, gradient: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
+    def message_of_gradient(self, gradient: Vector, seen: Vector) -> Vector:
         """Return the worker's message for a mean gradient, if `uses_gradients`.
 
         Args:
@@ -210,11 +176,11 @@ class UpdateRule(Rule, abc.ABC):
         return self
 
     @abc.abstractmethod
-    def after_sending(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
+    def after_sending(self, weights: Vector, seen: Vector) -> Vector:
         """Return the weights to continue with while the message and the answer travel."""
 
     @abc.abstractmethod
-    def receive(self, weights: tf.Tensor, sent_weights: tf.Tensor, answer: tf.Tensor) -> tf.Tensor:
+    def receive(self, weights: Vector, sent_weights: Vector, answer: Vector) -> Vector:
         """Return the worker's weights after the answer.
 
         Args:
@@ -223,7 +189,7 @@ class UpdateRule(Rule, abc.ABC):
             answer: the result of `update`.
         """
 
-    def after_absence(self, weights: tf.Tensor, start: tf.Tensor, num_workers: int) -> tf.Tensor:
+    def after_absence(self, weights: Vector, start: Vector, num_workers: int) -> Vector:
         """Return the weights to exchange after a time without the service, for others perhaps too.
 
         Args:
@@ -233,13 +199,13 @@ class UpdateRule(Rule, abc.ABC):
         """
         return weights
 
-    def signal(self, slots: Slots, worker: tf.Tensor, signal: tf.Tensor) -> tf.Tensor:
-        """Handle a worker's `Signal`, int32 scalar.
+    def signal(self, slots: Slots, worker: int, signal: int) -> tuple[Slots, int]:
+        """Handle a worker's `Signal`.
 
         Returns:
-            The stage of training, int32 scalar; 0 for rules without stages.
+            The new state, and the stage of training; 0 for rules without stages.
         """
-        return tf.constant(0)
+        return slots, 0
 
     def local_steps(self, worker: int, stage: int) -> int | None:
         """Return a worker's local steps from one exchange to the next, None if the user decides."""
@@ -287,24 +253,24 @@ class SendsGradient(UpdateRule):
     uses_gradients: ClassVar[bool] = True
     center_is_weights: ClassVar[bool] = True
 
-    def message(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
+    def message(self, weights: Vector, seen: Vector) -> Vector:
         return seen - weights
 
-    def message_of_gradient(self, gradient: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
+    def message_of_gradient(self, gradient: Vector, seen: Vector) -> Vector:
         """Return the gradient unchanged: taken from weights, small ones would be rounded away."""
         return gradient
 
-    def after_sending(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
+    def after_sending(self, weights: Vector, seen: Vector) -> Vector:
         return seen
 
-    def receive(self, weights: tf.Tensor, sent_weights: tf.Tensor, answer: tf.Tensor) -> tf.Tensor:
+    def receive(self, weights: Vector, sent_weights: Vector, answer: Vector) -> Vector:
         return answer
 
 
 class StepsItself(UpdateRule):
     """The worker's own optimizer runs, also while a message travels."""
 
-    def after_sending(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
+    def after_sending(self, weights: Vector, seen: Vector) -> Vector:
         return weights
 
 
@@ -316,8 +282,8 @@ class SendsChange(StepsItself):
 
     center_is_weights: ClassVar[bool] = True
 
-    def message(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
+    def message(self, weights: Vector, seen: Vector) -> Vector:
         return weights - seen
 
-    def receive(self, weights: tf.Tensor, sent_weights: tf.Tensor, answer: tf.Tensor) -> tf.Tensor:
+    def receive(self, weights: Vector, sent_weights: Vector, answer: Vector) -> Vector:
         return answer + (weights - sent_weights)

@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from keras_het.exchange.secret import read_secret
 from keras_het.launch.doctor import addresses
 from keras_het.launch.doctor.facts import Facts, Finding, fault, note, ok, warning
-from keras_het.rpc.secret import read_secret
 from keras_het.strategy.cluster.cluster_address import places_of
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG, ClusterConfig
 

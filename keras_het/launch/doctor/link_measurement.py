@@ -16,9 +16,9 @@ import numpy as np
 from keras_het.exchange.client import Client
 from keras_het.exchange.links import measure_link, send_probe, take_probe
 from keras_het.exchange.message import Kind, Message
+from keras_het.exchange.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, read_secret
 from keras_het.exchange.server import Server
 from keras_het.launch.doctor.addresses import LISTENS, reach
-from keras_het.rpc.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, read_secret
 
 _SERVICE = "doctor"
 _CALL_SECONDS = 10.0

@@ -3,103 +3,87 @@
 import abc
 import dataclasses
 import threading
+import types
 
 import numpy as np
-import service_doubles
 import tensorflow as tf
-from service_doubles import connect
 
-from keras_het.asynchronous.parameter_service import Partitions
 from keras_het.asynchronous.rules import PushMeta
 
 SIZES = (6, 6, 6)  # the parts of the center
 SIZE = sum(SIZES)
 
 
+def frozen(array):
+    """A copy that nobody can write into."""
+    array = np.array(array)
+    array.setflags(write=False)
+    return array
+
+
 class Center:
-    """Parts of a center with a rule, without a service."""
+    """Parts of a center with a rule, without a service; that the rule is pure is checked."""
 
     def __init__(self, rule, start, sizes=SIZES):
-        self.rule, self.sizes = rule, sizes
-        self.parts = [tf.Variable(part) for part in self.cut(np.float32(start))]
-        self.versions = [tf.Variable(0, dtype=tf.int64) for _ in sizes]
-        self.slots = [rule.create_slots(part) for part in self.parts]
-        self._push = self._push_function()
+        self.rule, self.sizes, self.version = rule, sizes, 0
+        self.parts = [part.copy() for part in self.cut(start)]
+        self.slots = [rule.create_slots(frozen(part)) for part in self.parts]
 
     def cut(self, vector):
-        return np.split(np.asarray(vector), np.cumsum(self.sizes)[:-1])
+        return np.split(np.float32(vector), np.cumsum(self.sizes)[:-1])
 
-    def _push_function(self):
-        @tf.function
-        def push(client, samples, seen_version, message):
-            changes = tf.split(message, self.sizes)
-            results = [
-                self._push_part(index, client, samples, seen_version, change)
-                for index, change in enumerate(changes)
-            ]
-            turns, answers = zip(*results, strict=True)
-            return tf.stack(turns), tf.concat(answers, axis=0)
-
-        return push
-
-    def _push_part(self, index, client, samples, seen_version, change):
-        part, slots, version = self.parts[index], self.slots[index], self.versions[index]
-        staleness = tf.cast(version - seen_version, tf.float32)
-        meta = PushMeta(client, samples, staleness, version.read_value())
-
-        def update():
-            return self.rule.update(part, slots, change, meta)
-
-        turn = self.rule.is_turn(slots, meta) if self.rule.may_wait else tf.constant(True)
-        answer = tf.cond(turn, update, lambda: tf.zeros([0])) if self.rule.may_wait else update()
-        version.assign_add(tf.cast(turn, tf.int64))
-        return turn, answer
-
-    def push(self, client, samples, seen_version, message):
+    def push(self, worker, samples, seen_version, message):
         """The answer, or None if the worker must wait."""
-        turns, answer = self._push(
-            tf.constant(client),
-            tf.constant(float(samples)),
-            tf.constant(seen_version, tf.int64),
-            tf.cast(message, tf.float32),
-        )
-        taken = set(turns.numpy())
-        assert len(taken) == 1
-        return answer.numpy() if taken == {True} else None
+        if self.rule.may_wait:
+            self._change_slots("note_presence", worker)
+            turns = [self.rule.is_turn(slots, worker) for slots in self.slots]
+            assert turns in ([True] * len(turns), [False] * len(turns))
+            if not turns[0]:
+                return None
+        meta = PushMeta(worker, float(samples), self.version - seen_version, self.version)
+        changes = enumerate(self.cut(message))
+        answers = [self._push_part(index, frozen(change), meta) for index, change in changes]
+        self.version += 1
+        return np.concatenate(answers)
 
-    @property
-    def version(self):
-        counts = {int(version) for version in self.versions}
-        assert len(counts) == 1
-        return counts.pop()
+    def _push_part(self, index, change, meta):
+        center, slots = self.parts[index], _frozen_slots(self.slots[index])
+        given = frozen(center) if self.rule.is_atomic else center
+        update = self.rule.update(given, slots, change, meta)
+        for vector in (update.center, update.answer):
+            assert vector.dtype == np.float32 and vector.shape == change.shape
+        assert self.rule.is_atomic or update.center is center
+        assert _described(update.slots) == _described(slots)
+        self.parts[index], self.slots[index] = update.center, update.slots
+        return update.answer
+
+    def signal(self, worker, signal):
+        """The stage of training."""
+        results = [self.rule.signal(_frozen_slots(own), worker, signal) for own in self.slots]
+        self.slots, stages = (list(column) for column in zip(*results, strict=True))
+        assert len(set(stages)) == 1
+        return stages[0]
+
+    def refuse(self, worker):
+        """What the service does with a push that it refuses in its turn."""
+        assert all(self.rule.is_turn(slots, worker) for slots in self.slots)
+        self._change_slots("pass_turn", worker)
+
+    def _change_slots(self, method, worker):
+        change = getattr(self.rule, method)
+        self.slots = [change(_frozen_slots(slots), worker) for slots in self.slots]
 
     @property
     def values(self):
-        return np.concatenate([part.numpy() for part in self.parts])
+        return np.concatenate(self.parts)
 
 
-PARTITIONS = Partitions(((SIZE,),), partition_size=SIZES[0])
+def _frozen_slots(slots):
+    return types.MappingProxyType({name: frozen(array) for name, array in slots.items()})
 
 
-def start_service(rule, num_clients, start=None, **options):
-    service = service_doubles.start_service(PARTITIONS, rule, num_clients, **options)
-    if start is not None:
-        service.set_center([tf.constant(start)])
-    return service
-
-
-def clients_and_status(service):
-    """Three clients, and what each is answered to a push, by default of zeros."""
-    zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
-    clients = [connect(service, i) for i in range(3)]
-    versions = tf.zeros([3], tf.int64)
-
-    def status(number, values=zeros, sequence=0):
-        answer = clients[number].push(values, versions, 1.0, zeros, sequence)
-        (found,) = set(answer.statuses.numpy())
-        return found
-
-    return clients, status
+def _described(slots):
+    return {name: (array.dtype, array.shape) for name, array in slots.items()}
 
 
 def run_in_threads(work, number):
@@ -239,7 +223,7 @@ def _send(center, equations, worker, i, samples):
     staleness = center.version - worker.version
     message = rule.message(worker.weights, worker.seen)
     worker.answer = center.push(i, samples, worker.version, message)
-    worker.weights = worker.sent = np.array(rule.after_sending(worker.weights, worker.seen))
+    worker.weights = worker.sent = rule.after_sending(worker.weights, worker.seen)
     worker.version = center.version
     expected = equations.message(worker.expected, worker.expected_seen)
     worker.expected_answer = equations.update(i, expected, samples, staleness)
@@ -250,7 +234,7 @@ def _send(center, equations, worker, i, samples):
 
 
 def _receive(rule, equations, worker):
-    worker.weights = np.array(rule.receive(worker.weights, worker.sent, worker.answer))
+    worker.weights = rule.receive(worker.weights, worker.sent, worker.answer)
     worker.expected = equations.receive(
         worker.expected, worker.expected_sent, worker.expected_answer
     )

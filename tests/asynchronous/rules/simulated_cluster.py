@@ -14,6 +14,8 @@ import sklearn.model_selection
 import tensorflow as tf
 from rule_checks import Center, Group
 
+from keras_het.asynchronous.rules import Signal
+
 SEEDS, HIDDEN, BATCH = 3, 32, 32
 SHAPES = ((64, HIDDEN), (HIDDEN,), (HIDDEN, 10), (10,))
 PER_SEED = sum(int(np.prod(shape)) for shape in SHAPES)
@@ -113,15 +115,14 @@ def train_one_device(steps, rate, momentum=0.0):
 
 @dataclasses.dataclass
 class Worker:
-    weights: tf.Tensor
-    seen: tf.Tensor
-    velocity: tf.Tensor
+    weights: np.ndarray
+    seen: np.ndarray
+    velocity: np.ndarray
     version: int = 0
     steps: int = 0
-    message: tf.Tensor | None = None
-    sent: tf.Tensor | None = None
-    residual: object = 0.0
-    second_stage: bool = False
+    message: np.ndarray | None = None
+    sent: np.ndarray | None = None
+    residual: object = np.float32(0)
     losses: list = dataclasses.field(default_factory=list)
 
 
@@ -146,13 +147,13 @@ class Simulation:
     compress: object = None
     largest_staleness: int = 0
     waits: int = 0
+    stage: int = 0
 
     def run(self):
         start = initial_weights()
         half = len(start) // 2
         self.center = Center(self.rule, start, (half, len(start) - half))
-        vector = tf.constant(start)
-        self.workers = [Worker(vector, vector, tf.zeros_like(vector)) for _ in STEP_SECONDS]
+        self.workers = [Worker(start, start, np.zeros_like(start)) for _ in STEP_SECONDS]
         self.batches, self.ties = Batches(), itertools.count()
         self.events: list = []
         for i, seconds in enumerate(STEP_SECONDS):
@@ -168,38 +169,30 @@ class Simulation:
         heapq.heappush(self.events, (time, next(self.ties), action, arguments))
 
     def _period(self, i):
-        return self.rule.local_steps(i, self.workers[i].second_stage) or self.periods[i]
+        return self.rule.local_steps(i, self.stage) or self.periods[i]
 
     def _step(self, time, i):
         worker, batch = self.workers[i], self.batches.next()
         worker.steps += 1
         if self.rule.uses_gradients:
             gradient, _ = _gradient(worker.seen, batch)
-            worker.weights = worker.weights - gradient / self._period(i)
+            worker.weights = worker.weights - gradient.numpy() / np.float32(self._period(i))
         else:
-            worker.weights, worker.velocity, loss = _step(
-                worker.weights,
-                worker.velocity,
-                batch,
-                tf.constant(self.rate),
-                tf.constant(self.momentum),
-            )
-            self._see_loss(worker, loss)
+            settings = np.float32(self.rate), np.float32(self.momentum)
+            results = _step(worker.weights, worker.velocity, batch, *settings)
+            worker.weights, worker.velocity, loss = (own.numpy() for own in results)
+            self._see_loss(i, loss)
         if worker.steps >= self._period(i) and worker.message is None:
             self._send(time, i)
             if self.rule.uses_gradients:
                 return  # the next step needs the answer
         self._at(time + STEP_SECONDS[i], self._step, i)
 
-    def _see_loss(self, worker, loss):
-        if not hasattr(self.rule, "is_second_stage") or worker.second_stage:
-            return
+    def _see_loss(self, i, loss):
+        worker = self.workers[i]
         worker.losses = [*worker.losses[-9:], float(loss)]
-        if self.rule.is_second_stage(np.mean(worker.losses)):
-            for other in self.workers:
-                other.second_stage = True
-            for slots in self.center.slots:
-                slots["second_stage"].assign(1.0)
+        if not self.stage and self.rule.is_stage_over(np.mean(worker.losses)):
+            self.stage = self.center.signal(i, Signal.LOSS_REACHED)
 
     def _send(self, time, i):
         worker = self.workers[i]
@@ -207,7 +200,7 @@ class Simulation:
         if self.compress is not None:
             worker.message, worker.residual = self.compress(i, worker.message + worker.residual)
         worker.weights = worker.sent = self.rule.after_sending(worker.weights, worker.seen)
-        worker.steps, self.samples = 0, BATCH * self._period(i)
+        worker.steps = 0
         self._push(time, i)
 
     def _push(self, time, i):
@@ -226,7 +219,7 @@ class Simulation:
     def _receive(self, time, i, answer, version):
         worker = self.workers[i]
         worker.weights = self.rule.receive(worker.weights, worker.sent, answer)
-        worker.seen, worker.version, worker.message = tf.constant(answer), version, None
+        worker.seen, worker.version, worker.message = answer, version, None
         if self.rule.uses_gradients:
             self._at(time + STEP_SECONDS[i], self._step, i)
 

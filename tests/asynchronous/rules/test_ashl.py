@@ -2,20 +2,8 @@
 
 import numpy as np
 import pytest
-import tensorflow as tf
-from rule_checks import (
-    PARTITIONS,
-    SIZE,
-    Center,
-    ChangeEquations,
-    clients_and_status,
-    connect,
-    follow,
-    start_service,
-    start_vector,
-)
+from rule_checks import SIZE, Center, ChangeEquations, follow, start_vector
 
-from keras_het.asynchronous.parameter_service import Status
 from keras_het.asynchronous.rules import ASHL, Signal, get
 
 SHARES = (0.5, 0.3, 0.2)
@@ -53,35 +41,28 @@ class MeasuredEquations(ChangeEquations):
         return self.c
 
 
-def test_equations_of_measured_shares(logical_devices):
+def test_equations_of_measured_shares():
     start = start_vector()
     rule = ASHL(loss_threshold=0.5, num_workers=3)
     follow(rule, MeasuredEquations(start), start)
 
 
-def test_who_has_left_has_no_share(logical_devices):
+def test_who_has_left_has_no_share():
     rule, equations = ASHL(loss_threshold=0.5, num_workers=3), MeasuredEquations(np.zeros(SIZE), 3)
-    service = start_service(rule, num_clients=3)
-    clients = [connect(service, i) for i in range(3)]
-    zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
-    ones = [tf.ones([size]) for size in PARTITIONS.sizes]
+    center = Center(rule, np.zeros(SIZE))
 
-    def moved_by(number, samples):
-        before = service.center()[0].numpy().mean()
-        answer = clients[number].push(ones, tf.zeros([3], tf.int64), samples, zeros)
-        assert not answer.statuses.numpy().any()
-        return service.center()[0].numpy().mean() - before
+    def moved_by(worker, samples):
+        before = center.values
+        center.push(worker, samples, center.version, np.ones(SIZE))
+        return (center.values - before).mean()
 
     for i in (0, 1, 2):
-        assert moved_by(i, 8.0 * (i + 1)) == pytest.approx(equations.share(i, 8 * (i + 1)), 1e-4)
-    clients[2].signal(Signal.LEAVE)
+        assert moved_by(i, 8 * (i + 1)) == pytest.approx(equations.share(i, 8 * (i + 1)), 1e-4)
+    center.signal(2, Signal.LEAVE)
     equations.share(0, 8)
     expected = equations.samples[0] / equations.samples[:2].sum()
-    assert moved_by(0, 8.0) == pytest.approx(expected, rel=1e-4)
-    equations.share(2, 24)  # it is back
-    expected = equations.samples[2] / equations.samples.sum()
-    assert moved_by(2, 24.0) == pytest.approx(expected, rel=1e-4)
-    service.close()
+    assert moved_by(0, 8) == pytest.approx(expected, rel=1e-4)
+    assert moved_by(2, 24) == pytest.approx(equations.share(2, 24), rel=1e-4)  # it is back
 
 
 def test_before_anything_is_measured():
@@ -93,34 +74,26 @@ def test_before_anything_is_measured():
 
 
 @pytest.mark.parametrize("second_stage", [False, True])
-def test_equations(logical_devices, second_stage, monkeypatch):
+def test_equations(second_stage, monkeypatch):
     rule, start = ASHL(**{**GOOD, "largest_lead": 100}), start_vector()
     if second_stage:
-        create = rule.create_slots
-
-        def create_in_second_stage(center):
-            slots = create(center)
-            slots["second_stage"].assign(1.0)
-            return slots
-
-        monkeypatch.setattr(rule, "create_slots", create_in_second_stage)
+        slots, _ = rule.signal(rule.create_slots(start), 0, Signal.LOSS_REACHED)
+        monkeypatch.setattr(rule, "create_slots", lambda center: slots)
     center, _ = follow(rule, ASHLEquations(start), start)
-    pushes = center.slots[0]["pushes"].numpy()
-    assert pushes.sum() == (center.version if second_stage else 0)
+    assert center.slots[0]["pushes"].sum() == (center.version if second_stage else 0)
 
 
-def test_nobody_waits_in_the_first_stage(logical_devices):
+def test_nobody_waits_in_the_first_stage():
     center = Center(ASHL(**GOOD), start_vector())
+    assert center.signal(0, Signal.NOTHING) == 0
     for _ in range(10):
         assert center.push(0, 1, center.version, np.ones(SIZE)) is not None
     np.testing.assert_allclose(center.values, start_vector() + 5, rtol=1e-5)
 
 
-def test_second_stage_bounds_the_lead_as_algorithm_3(logical_devices):
-    rule, random = ASHL(**GOOD), np.random.default_rng(0)
-    center = Center(rule, start_vector())
-    for slots in center.slots:
-        slots["second_stage"].assign(1.0)
+def test_second_stage_bounds_the_lead_as_algorithm_3():
+    center, random = Center(ASHL(**GOOD), start_vector()), np.random.default_rng(0)
+    assert center.signal(0, Signal.LOSS_REACHED) == 1
     steps, waits = [0, 0, 0], 0
     for _ in range(60):
         i = int(random.choice(3, p=[0.7, 0.2, 0.1]))
@@ -136,8 +109,8 @@ def test_second_stage_bounds_the_lead_as_algorithm_3(logical_devices):
 
 def test_the_second_stage_begins_at_the_threshold():
     rule = ASHL(**{**GOOD, "loss_threshold": 0.7})
-    assert rule.is_second_stage(0.7)
-    assert not rule.is_second_stage(0.71)
+    assert rule.is_stage_over(0.7)
+    assert not rule.is_stage_over(0.71)
 
 
 def test_the_number_of_workers_is_that_of_the_cluster_unless_shares_say_it():
@@ -146,30 +119,23 @@ def test_the_number_of_workers_is_that_of_the_cluster_unless_shares_say_it():
     assert get({"class_name": "ashl", "config": GOOD}, num_workers=4).num_workers == 3
 
 
-@pytest.mark.full
-def test_a_worker_that_was_given_up_goes_on_beside_the_slowest(logical_devices):
-    rule = ASHL(**GOOD)
-    service = start_service(rule, num_clients=3)
-    for slots in service.slots():
-        slots["second_stage"].assign(1.0)
-    clients, status = clients_and_status(service)
-    for client in (0, 1, 2, 0):
-        assert status(client) == Status.OK
-    assert status(0) == Status.OK and status(0) == Status.WAIT  # two ahead of the others
-    clients[0].signal(Signal.LEAVE, 1)
-    assert [status(2), status(2), status(0)] == [Status.OK] * 3
-    assert status(1) == Status.OK  # it is back, at the pushes of the slowest
-    assert service.slots()[0]["pushes"].numpy().tolist() == [4, 4, 3]
-    service.close()
+def are_taken(center, *workers):
+    return [center.push(i, 1, center.version, np.zeros(SIZE)) is not None for i in workers]
 
 
-@pytest.mark.full
-def test_nobody_waits_for_a_worker_whose_pushes_are_refused(logical_devices):
-    service = start_service(ASHL(**{**GOOD, "largest_lead": 1}), num_clients=3)
-    connect(service, 0).signal(Signal.LOSS_REACHED)
-    bad = [tf.fill([size], np.inf) for size in PARTITIONS.sizes]
-    _, status = clients_and_status(service)
-    for _ in range(2):
-        assert [status(0), status(1), status(0)] == [Status.OK, Status.OK, Status.WAIT]
-        assert status(2, bad) == Status.NOT_FINITE
-    assert [status(0), status(1)] == [Status.OK, Status.OK]
+def test_a_worker_that_was_given_up_goes_on_beside_the_slowest():
+    center = Center(ASHL(**GOOD), start_vector())
+    center.signal(0, Signal.LOSS_REACHED)
+    assert are_taken(center, 0, 1, 2, 0, 0, 0) == [True] * 5 + [False]  # two ahead of the others
+    center.signal(1, Signal.LEAVE)
+    assert all(are_taken(center, 2, 2, 0))
+    assert all(are_taken(center, 1))  # it is back, at the pushes of the slowest
+    assert center.slots[0]["pushes"].tolist() == [4, 4, 3]
+
+
+def test_a_refused_push_counts():
+    center = Center(ASHL(**{**GOOD, "largest_lead": 1}), start_vector())
+    center.signal(0, Signal.LOSS_REACHED)
+    assert are_taken(center, 0, 1, 0) == [True, True, False]
+    center.refuse(2)
+    assert all(are_taken(center, 0, 1))

@@ -2,10 +2,8 @@
 
 import numpy as np
 import pytest
-import tensorflow as tf
-from rule_checks import PARTITIONS, Center, Equations, connect, follow, start_service, start_vector
+from rule_checks import Center, Equations, follow, start_vector
 
-from keras_het.asynchronous.parameter_service import Status
 from keras_het.asynchronous.rules import DelayCompensated
 
 
@@ -28,13 +26,13 @@ class DelayCompensatedEquations(Equations):
 
 
 @pytest.mark.parametrize(("strength", "decay"), [(0.4, None), (2.0, 0.95), (1.0, 0.0)])
-def test_equations(logical_devices, strength, decay):
+def test_equations(strength, decay):
     start = start_vector()
     rule = DelayCompensated(0.3, strength, num_workers=3, decay=decay)
     follow(rule, DelayCompensatedEquations(start, 0.3, strength, decay), start)
 
 
-def test_a_center_that_was_pulled_again_is_not_taken_for_the_last_answer(logical_devices):
+def test_a_center_that_was_pulled_again_is_not_taken_for_the_last_answer():
     center = Center(DelayCompensated(0.1, 1.0, num_workers=2), np.ones(1), sizes=(1,))
     center.push(0, 1, 0, np.zeros(1))
     for _ in range(20):  # meanwhile the other worker moves the center far away
@@ -45,19 +43,3 @@ def test_a_center_that_was_pulled_again_is_not_taken_for_the_last_answer(logical
     moved = center.values
     center.push(1, 1, center.version - 1, np.ones(1))  # that one is, by one step
     np.testing.assert_allclose(center.values, moved - 0.1 * (1 - 0.1), rtol=1e-5)
-
-
-@pytest.mark.full
-def test_a_worker_that_was_refused_as_too_stale_starts_from_what_it_got(logical_devices):
-    service = start_service(DelayCompensated(0.1, 1.0, 2), 2, staleness_bound=1)
-    clients = [connect(service, i) for i in range(2)]
-    ones = [tf.ones([size]) for size in PARTITIONS.sizes]
-    versions = clients[0].push(ones, np.zeros(3, np.int64), 1, ones).versions
-    for _ in range(3):
-        clients[1].push(ones, service.versions(), 1, ones)
-    refused = clients[0].push(ones, versions, 1, ones)
-    assert set(refused.statuses.numpy()) == {Status.STALE}
-    answer = clients[0].push(ones, refused.versions, 1, ones)
-    for after, before in zip(answer.partitions, refused.partitions, strict=True):
-        np.testing.assert_allclose(after, before - 0.1, rtol=1e-5)
-    service.close()

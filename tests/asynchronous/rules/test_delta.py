@@ -18,13 +18,13 @@ class DeltaEquations(ChangeEquations):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_equations(logical_devices, scale):
+def test_equations(scale):
     start = start_vector()
     follow(Delta(scale), DeltaEquations(start, scale), start)
 
 
 @pytest.mark.parametrize(("scale", "moves"), [(1.0, 1.0), (0.25, 1.0), (0.1, 0.4)])
-def test_what_all_learnt_alone_counts_once(logical_devices, scale, moves):
+def test_what_all_learnt_alone_counts_once(scale, moves):
     rule, start = Delta(scale), start_vector()
     center = Center(rule, start)
     learnt = np.random.default_rng(2).normal(size=SIZE).astype("float32")

@@ -1,9 +1,12 @@
-"""The secret that tasks share; read without TensorFlow, which may not start where it is checked."""
+"""The secret that tasks share, and the credential that is made of it."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SECRET_VARIABLE = "KERAS_HET_SERVICE_SECRET"
@@ -28,3 +31,23 @@ def read_secret(environ: Mapping[str, str] | None = None) -> bytes:
             "`openssl rand -hex 32` makes a good one."
         )
     return secret
+
+
+def model_fingerprint(
+    names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[str], rule: str
+) -> str:
+    """Hash the properties on which client and service must agree.
+
+    Args:
+        names: names of the variables, in order.
+        shapes: their shapes.
+        dtypes: their element types.
+        rule: name of the update rule.
+    """
+    described = [list(names), [list(map(int, shape)) for shape in shapes], list(dtypes), rule]
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+
+
+def credential(secret: bytes, fingerprint: str) -> bytes:
+    """Return the 32-byte proof of secret and model that a connection is made with."""
+    return hmac.new(secret, fingerprint.encode(), hashlib.sha256).digest()

@@ -1,1 +1,0 @@
-"""One vector of many variables, and the channel to functions that a process serves."""

@@ -1,0 +1,462 @@
+"""A part of the center: what is taken, what is refused, who waits, and what is saved."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+from service_doubles import SECONDS
+
+from keras_het.asynchronous.parameter_service import Part, Status
+from keras_het.asynchronous.parameter_service.part import (
+    LARGEST_SAMPLES,
+    Push,
+    is_finite,
+    pack_state,
+    unpack_state,
+)
+from keras_het.asynchronous.rules import (
+    ASHL,
+    AsyncSGD,
+    DelayCompensated,
+    DelayedNesterov,
+    Delta,
+    ElasticAveraging,
+    HogwildEASGD,
+    RoundRobinEASGD,
+    Signal,
+)
+
+SIZE = 3
+ONES = np.ones(SIZE, np.float32)
+LARGEST = float(np.finfo(np.float32).max)
+RULES = {
+    "delta": Delta,
+    "elastic": lambda: ElasticAveraging(0.3),
+    "in turns": lambda: RoundRobinEASGD(3, 0.3),
+    "hogwild": lambda: HogwildEASGD(0.3),
+    "momentum": lambda: AsyncSGD(0.1, momentum=0.5),
+    "adam": lambda: AsyncSGD(optimizer="adam"),
+    "compensated": lambda: DelayCompensated(0.1, 1.0, num_workers=3, decay=0.5),
+    "nesterov": lambda: DelayedNesterov(3),
+    "ashl": lambda: ASHL(loss_threshold=0.5, num_workers=3),
+}
+each_rule = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+
+
+def part_with(rule=None, center=0.0, num_workers=3, **options):
+    part = Part(SIZE, rule or Delta(), num_workers, **options)
+    assert part.set_center(np.full(SIZE, center, np.float32)) == Status.OK
+    return part
+
+
+def push(part, change=ONES, worker=0, number=0, version=0, samples=1, **options):
+    change = np.asarray(change, np.float32)
+    return part.push(Push(worker, number, version, samples, change, **options))
+
+
+def found(part):
+    """Copies of all that pushes can change."""
+    kept = {"center": part.center, "latest": np.array(part.latest), **part.state()}
+    return {name: np.array(value) for name, value in kept.items()}
+
+
+def test_a_numbered_push_counts_once():
+    part = part_with()
+    first, again = push(part, number=1), push(part, number=1)
+    assert (first.status, again.status) == (Status.OK, Status.REPEATED)
+    np.testing.assert_array_equal(first.values, again.values)
+    assert push(part, number=1, worker=1).status == Status.OK  # each worker has its own numbers
+    for _ in range(2):
+        assert push(part).status == Status.OK
+    assert (part.version, part.latest) == (4, [1, 1, 0])
+    np.testing.assert_array_equal(part.pull().values, 4)
+
+
+@pytest.mark.parametrize("seen", [0, 3, 500, 2**62])
+def test_a_push_beyond_the_staleness_bound_is_not_taken(seen):
+    """A version to come is as stale as one long past: its worker saw another service, or lies."""
+    part = part_with(staleness_bound=1)
+    for version in range(2):
+        push(part, version=version)
+    answer = push(part, worker=1, version=seen, number=1)
+    assert (answer.status, answer.version) == (Status.STALE, 2)
+    np.testing.assert_array_equal(answer.values, 2)
+    assert (part.version, part.latest) == (2, [0, 0, 0])
+    assert push(part, worker=1, version=answer.version, number=1).status == Status.OK
+    assert push(part, version=seen, is_trusted=True).status == Status.OK
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *({"worker": worker} for worker in (-1, 3, 2**62)),
+        *({"number": -1}, {"version": -1}),
+        *({"samples": samples} for samples in (-1, LARGEST_SAMPLES)),
+        *({"change": np.ones(size)} for size in (0, SIZE - 1, SIZE + 1)),
+    ],
+)
+def test_a_push_that_makes_no_sense_is_an_error(bad):
+    part = part_with(AsyncSGD(0.1, momentum=0.5))
+    before = found(part)
+    with pytest.raises(ValueError, match="Received"):
+        push(part, **bad)
+    np.testing.assert_equal(found(part), before)
+
+
+def test_nobody_gets_the_zeros_of_a_part_without_a_center():
+    part = Part(SIZE, Delta(), 3)
+    broken = np.array([0, np.nan, 0], np.float32)
+    assert part.set_center(broken) == Status.NOT_FINITE
+    for answer in (part.pull(), push(part, number=1)):
+        assert answer == (Status.NO_CENTER, -1, None, False)
+    with pytest.raises(ValueError, match="Lengths differ"):
+        part.set_center(ONES[:-1])
+    assert part.set_center(broken, is_trusted=True) == Status.OK
+    np.testing.assert_array_equal(part.pull().values, broken)
+    part.set_center(ONES)
+    assert push(part, number=1).status == Status.OK
+
+
+TOO_LARGE = {  # changes of which the last one would leave something that is not finite
+    "not a number": (Delta, [np.nan]),
+    "infinite": (lambda: HogwildEASGD(0.3), [-np.inf]),
+    "delta": (Delta, [3e38, 3e38]),
+    "elastic": (lambda: ElasticAveraging(0.9), [-3e38, 3e38]),
+    "hogwild": (lambda: HogwildEASGD(0.9), [-3e38, 3e38]),
+    "momentum": (lambda: AsyncSGD(0.5, momentum=0.9), [1.5e38, 3e38]),
+    "samples": (lambda: AsyncSGD(0.5, reference_samples=32), [1e34]),
+    "mean squares alone": (lambda: AsyncSGD(optimizer="adam"), [1e30]),
+    "compensation": (lambda: DelayCompensated(0.5, 1.0, 3), [1e20]),
+    "compensation by mean squares": (lambda: DelayCompensated(0.5, 1.0, 3, decay=0.9), [1e20]),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_pushes_leave_center_and_state_finite(name):
+    make_rule, changes = TOO_LARGE[name]
+    part, samples = part_with(make_rule()), LARGEST_SAMPLES - 1
+    for change in ([1, 2, 3], *([value, 0, 0] for value in changes[:-1])):
+        assert push(part, change).status == Status.OK
+    before = found(part)
+    answer = push(part, [changes[-1], 0, 0], samples=samples)
+    assert answer.status == Status.NOT_FINITE and answer.values is None
+    np.testing.assert_equal(found(part), before)
+    assert all(np.isfinite(value).all() for value in before.values())
+    assert push(part, [1, 2, 3]).status == Status.OK
+
+
+def test_all_that_stays_finite_is_taken():
+    part, random, refused = part_with(), np.random.default_rng(0), 0
+    for _ in range(300):
+        size = random.choice([1.0, 1e10, 1e19, 0.5 * LARGEST])
+        change = (size * random.uniform(-1, 1, SIZE)).astype(np.float32)
+        with np.errstate(over="ignore"):
+            wanted = part.center + change
+        before, version, is_taken = part.center, part.version, is_finite(wanted)
+        assert push(part, change).status == (Status.OK if is_taken else Status.NOT_FINITE)
+        np.testing.assert_array_equal(part.center, wanted if is_taken else before)
+        assert part.version == version + is_taken
+        refused += not is_taken
+    assert 20 < refused < 200
+
+
+class Smallest(Delta):
+    """Keeps the smallest change, at first none."""
+
+    name = "smallest"
+
+    def create_slots(self, center):
+        return {"least": np.full(len(center), np.inf, np.float32)}
+
+    def update(self, center, slots, change, meta):
+        least = slots["least"].copy()
+        least[0] = min(least[0], change[0])
+        return super().update(center, slots, change, meta)._replace(slots={"least": least})
+
+
+def test_a_rule_may_keep_what_is_not_finite():
+    part = part_with(Smallest())
+    for _ in range(2):
+        assert push(part).status == Status.OK
+    other = Part(SIZE, Smallest(), 3)
+    assert other.set_state(part.state()) == Status.OK
+    np.testing.assert_array_equal(other.slots["least"], [1, np.inf, np.inf])
+
+
+@each_rule
+def test_what_is_given_and_answered_stays_as_it_is(make):
+    """Answers are not copied, and travel while others push."""
+    part, random = part_with(make(), center=0.5), np.random.default_rng(0)
+    given = np.full(SIZE, 0.25, np.float32)
+    part.set_center(given)
+    kept, state = [given], part.state()
+    before = {name: value.copy() for name, value in state.items()}
+    for turn in range(9):
+        change = random.normal(size=SIZE).astype(np.float32)
+        answer = push(part, change, worker=turn % 3, version=part.version)
+        assert answer.status == Status.OK
+        kept += [change, answer.values, part.pull().values]
+        if turn == 0:
+            copies = [value.copy() for value in kept]
+        copies += [value.copy() for value in kept[len(copies) :]]
+    np.testing.assert_equal(kept, copies)
+    np.testing.assert_equal(state, before)
+    assert part.version == 9
+
+
+def in_threads(work, number):
+    """Call a function with each number at the same time; return once all calls have ended."""
+    begins, errors = threading.Barrier(number), []
+
+    def run(own):
+        try:
+            begins.wait(SECONDS)
+            work(own)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(own,), daemon=True) for own in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert not any(thread.is_alive() for thread in threads) and not errors, errors
+
+
+@pytest.mark.parametrize("make", [Delta, lambda: HogwildEASGD(0.3)], ids=["locked", "hogwild"])
+def test_pushes_of_many_threads_are_all_counted(make):
+    part = part_with(make(), num_workers=8)
+
+    def work(worker):
+        for number in range(1, 51):
+            assert push(part, worker=worker, number=number).status == Status.OK
+
+    in_threads(work, 8)
+    assert (part.version, part.latest) == (400, [50] * 8)
+    if make is Delta:
+        np.testing.assert_array_equal(part.center, 400)
+    else:  # some are lost, none brings the center where nobody pulls it
+        assert (part.center > 0).all() and (part.center <= 1).all()
+
+
+def waiting(part, *workers, **options):
+    calls = [push(part, worker=worker, **options) for worker in workers]
+    assert not any(call.done() for call in calls)
+    return calls
+
+
+def test_a_push_is_answered_when_its_turn_comes():
+    part = part_with(RoundRobinEASGD(3, 0.5))
+    second, third = waiting(part, 2, 1)[::-1]
+    assert part.version == 0
+    first = push(part, worker=0)  # this very push
+    assert (first.status, first.had_to_wait) == (Status.OK, False)
+    for version, (call, center) in enumerate([(second, 0.5), (third, 0.75)], 2):
+        answer = call.result(0)
+        assert (answer.status, answer.version, answer.had_to_wait) == (Status.OK, version, True)
+        np.testing.assert_allclose(answer.values, center)  # each with the center before it
+    np.testing.assert_allclose(part.center, 1 - 0.5**3)
+    assert push(part, worker=0).status == Status.OK
+
+
+def test_nobody_waits_for_a_worker_that_leaves():
+    part = part_with(RoundRobinEASGD(3, 0.5))
+    second, third = waiting(part, 1, 2)
+    part.signal(0, Signal.NOTHING)
+    assert not second.done()
+    part.signal(0, Signal.LEAVE)
+    assert [call.result(0).status for call in (second, third)] == [Status.OK] * 2
+    again = push(part, worker=1)  # without the one that is gone
+    assert again.status == Status.OK
+    (back,) = waiting(part, 0)  # it is back: its turn comes
+    assert push(part, worker=2).status == Status.OK and back.result(0).status == Status.OK
+
+
+def test_a_worker_that_has_left_does_not_come_back_with_a_refused_push():
+    part = part_with(RoundRobinEASGD(3, 0.5))
+    part.signal(1, Signal.LEAVE)
+    assert push(part, worker=0).status == Status.OK
+    assert push(part, [np.nan] * SIZE, worker=1).status == Status.NOT_FINITE
+    for worker in (2, 0, 2):
+        assert push(part, worker=worker).status == Status.OK
+
+
+def test_the_lead_of_the_second_stage_is_bounded():
+    part = part_with(ASHL(loss_threshold=0.5, num_workers=2, largest_lead=1), num_workers=2)
+    for _ in range(5):
+        assert push(part).status == Status.OK
+    assert part.signal(0, Signal.LOSS_REACHED) == 1
+    assert push(part).status == Status.OK
+    (ahead,) = waiting(part, 0)
+    assert push(part, worker=1).status == Status.OK
+    assert ahead.result(0).status == Status.OK and part.version == 8
+
+
+def test_a_push_that_is_sent_again_while_it_waits_takes_the_place_of_the_first():
+    part = part_with(RoundRobinEASGD(3, 0.5))
+    (lost,) = waiting(part, 1, number=1)
+    (again,) = waiting(part, 1, number=1)
+    with pytest.raises(ConnectionError, match="sent again"):
+        lost.result(0)
+    push(part, worker=0)
+    assert again.result(0).status == Status.OK and part.version == 2
+
+
+def test_who_need_not_wait_any_more_is_told_at_once():
+    part = part_with(RoundRobinEASGD(3, 0.5), staleness_bound=0)
+    (stale,) = waiting(part, 1)
+    assert push(part, worker=0).status == Status.OK
+    assert (stale.result(0).status, stale.result(0).version) == (Status.STALE, 1)
+    (closed,) = waiting(part, 2, version=1)
+    part.close()
+    assert closed.result(0).status == Status.CLOSED and part.version == 1
+
+
+def test_after_the_end_no_push_is_taken():
+    part = part_with()
+    assert push(part, number=1).status == Status.OK
+    part.close()
+    assert push(part, number=1).status == Status.REPEATED  # its answer might have been lost
+    for number in (0, 2):
+        answer = push(part, number=number)
+        assert (answer.status, answer.values) == (Status.CLOSED, None)
+    np.testing.assert_array_equal(part.pull().values, 1)
+    assert part.version == 1
+
+
+class Unhurried(HogwildEASGD):
+    """Takes pushes without a lock, and only when it may."""
+
+    name = "unhurried"
+
+    def __init__(self):
+        super().__init__(0.5)
+        self.entered, self.may_go = threading.Semaphore(0), threading.Semaphore(0)
+
+    def update(self, center, slots, change, meta):
+        self.entered.release()
+        assert self.may_go.acquire(timeout=SECONDS)
+        return super().update(center, slots, change, meta)
+
+
+def test_the_center_is_final_when_training_was_closed_without_a_lock_too():
+    rule = Unhurried()
+    part, statuses, centers = part_with(rule), [], []
+    is_asked, idle = threading.Event(), part._idle
+    wait_for, idle.wait_for = idle.wait_for, lambda *given: (is_asked.set(), wait_for(*given))
+
+    def work(worker):
+        if worker < 2:
+            statuses.append(push(part, worker=worker).status)
+            return
+        for _ in range(2):  # both at the same time
+            assert rule.entered.acquire(timeout=SECONDS)
+        closing = threading.Thread(target=lambda: (part.close(), centers.append(found(part))))
+        closing.start()
+        assert is_asked.wait(SECONDS) and not centers
+        rule.may_go.release(2)
+        closing.join(SECONDS)
+
+    in_threads(work, 3)
+    assert statuses == [Status.OK] * 2
+    assert push(part).status == Status.CLOSED
+    np.testing.assert_equal(centers, [found(part)])
+    assert part.center.max() > 0
+
+
+@each_rule
+def test_state_comes_back(make):
+    first, second = part_with(make()), Part(SIZE, make(), 3)
+    random = np.random.default_rng(0)
+
+    def go_on(*parts):
+        for worker in (0, 1, 2):
+            change = random.normal(size=SIZE).astype(np.float32)
+            seen = max(first.version - 1, 0)
+            answers = [push(part, change, worker, version=seen) for part in parts]
+            assert {answer.status for answer in answers} == {Status.OK}
+
+    go_on(first)
+    assert second.set_state(unpack_state(*pack_state(first.state()))) == Status.OK
+    second.set_center(first.center)
+    for _ in range(2):  # and they go on alike
+        np.testing.assert_equal(found(second) | {"latest": 0}, found(first) | {"latest": 0})
+        go_on(first, second)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Part(SIZE, DelayCompensated(0.1, 1.0, num_workers=2), 2),
+        Part(SIZE + 1, DelayCompensated(0.1, 1.0, num_workers=3), 3),
+        Part(SIZE, AsyncSGD(0.1), 3),
+        Part(SIZE, Delta(), 3),
+    ],
+    ids=["workers", "size", "rule", "no state"],
+)
+def test_state_of_another_part_is_refused(other):
+    part = part_with(DelayCompensated(0.1, 1.0, num_workers=3))
+    push(part)
+    for one, two in ((part, other), (other, part)):
+        before = found(one)
+        with pytest.raises(ValueError, match="another rule, size or number of workers"):
+            one.set_state(two.state())
+        np.testing.assert_equal(found(one), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("momentum", np.nan), ("momentum", -np.inf), ("version", -5), ("version", 2**63 - 1)],
+)
+def test_state_with_which_no_push_could_be_taken_is_refused(name, value):
+    part = part_with(AsyncSGD(0.1, momentum=0.5))
+    before, state = found(part), part.state()
+    broken = np.full_like(state[name], value)
+    assert part.set_state({**state, name: broken}) == Status.NOT_FINITE
+    np.testing.assert_equal(found(part), before)
+
+
+def garbage(random, depth=0):
+    """Any value that JSON has, now and then almost right."""
+    kind = random.integers(9 if depth < 3 else 6)
+    if kind < 3:
+        names = ["momentum", "version", "<f4", "<i8", "|V0", "O", "(,)f4", "U9", ">f4", "|b1"]
+        return str(random.choice(names))
+    if kind < 6:
+        odd = [None, True, 3, -1, 2**31, 2**70, 0, 1.5, float("nan"), float("inf")]
+        return odd[random.integers(len(odd))]
+    if kind < 8:
+        return [garbage(random, depth + 1) for _ in range(random.choice([1, 3, 3, 3]))]
+    return {str(garbage(random, 3)): garbage(random, depth + 1)}
+
+
+@pytest.mark.quick("1000")
+@pytest.mark.parametrize("rounds", [1000, 50_000])
+def test_a_state_that_is_none_is_an_error_and_changes_nothing(rounds):
+    part, random, read = part_with(AsyncSGD(0.1, momentum=0.5)), np.random.default_rng(0), 0
+    push(part)
+    before, (good, content) = found(part), pack_state(part.state())
+    texts = [b"", b"[", b"\xff\xfe", b"17", b'{"a": 1}', b"[" * 100_000, b"9" * 5000]
+    for turn in range(rounds):
+        if turn < len(texts):
+            text = texts[turn]
+        elif turn % 2:
+            text = json.dumps([garbage(random, 1) for _ in range(random.integers(1, 3))]).encode()
+        else:
+            described = json.loads(good.tobytes())
+            described[random.integers(2)][random.integers(3)] = garbage(random)
+            text = json.dumps(described).encode()
+        size = random.choice([len(content), len(content), 0, 3, 100])
+        message = np.frombuffer(text, np.uint8), np.resize(content, size)
+        if message[0].tobytes() == good.tobytes() and size == len(content):
+            continue
+        try:
+            state = unpack_state(*message)
+            read += 1
+            assert part.set_state(state) == Status.NOT_FINITE
+        except ValueError as error:
+            assert "Received" in str(error)
+    np.testing.assert_equal(found(part), before)
+    assert read > rounds / 200  # of other shapes or types
+    assert part.set_state(unpack_state(good, content)) == Status.OK
