@@ -270,11 +270,14 @@ class RoundRobinEASGD(ElasticAveraging):
         If all had left, the turn may lie with a worker that never comes back: it moves on.
         """
         slots = {**slots, "left": _with(slots["left"], worker, 0)}
-        holder = int(slots["turn"])
+        holder = self._holder(slots)
         return self.pass_turn(slots, holder) if slots["left"][holder] else slots
 
+    def _holder(self, slots: Slots) -> int:
+        return int(slots["turn"]) % self.num_workers  # a saved one may be any number
+
     def is_turn(self, slots: Slots, worker: int) -> bool:
-        return worker == int(slots["turn"])
+        return worker == self._holder(slots)
 
     def update(self, center: Vector, slots: Slots, change: Vector, meta: PushMeta) -> Update:
         return super().update(center, self.pass_turn(slots, meta.worker), change, meta)
