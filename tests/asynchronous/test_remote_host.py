@@ -44,11 +44,16 @@ class Leader(Center):
     def _open(self):
         pass
 
+    def meet(self, weights, wait=False):
+        values = [weights]
+        self.exchange(values, 4, push=True, wait=wait)
+        return values[0]
+
     def lose(self):
         """Loses the service after a push."""
-        (weights,) = self.exchange([np.ones(2, np.float32)], [], 4, push=True)
+        weights = self.meet([np.ones(2, np.float32)])
         lose_answer(self.engine.weights)
-        return weights
+        return weights[0]
 
 
 def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(service):
@@ -59,15 +64,40 @@ def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(ser
     connection.push_again = lambda push, indices: None
     weights = leader.lose()
     for count in range(1, 5):
-        (weights,) = leader.exchange([weights + 1.0], [], 4, push=True)
+        (weights,) = leader.meet([weights + 1.0])
         assert leader.engine.is_lost
         np.testing.assert_array_equal(weights, 1 + count)
         assert leader.engine.watch._answered.wait(SECONDS)  # the next exchange tries again
     connection.push_again = push_again
-    (weights,) = leader.exchange([weights], [], 4, push=True, wait=True)
+    (weights,) = leader.meet([weights], wait=True)
     # it sent 1; of the 4 that it moved alone, each of two workers keeps a half
     np.testing.assert_array_equal(weights, 3)
     np.testing.assert_array_equal(service.center, 3)
+
+
+def test_what_others_did_is_kept_when_the_next_exchange_is_lost(service):
+    """An answer is taken, and the push that follows it in the same exchange has none."""
+    leader, other = Leader(service), service.exchange(1)
+    other.adopt(other.pull())
+    weights = leader.meet([np.ones(2, np.float32)])
+    other.send([np.full(2, 8, np.float32)], 4)
+    weights = leader.meet([weights[0] + 2.0])  # takes its first answer, and sends 2
+    send = leader.engine.weights.send
+
+    def send_in_vain(values, samples):
+        pending = send(values, samples)
+        lose_answer(leader.engine.weights)
+        return pending
+
+    leader.engine.weights.send = send_in_vain
+    weights = leader.meet([weights[0] + 4.0], wait=True)  # takes an answer with 8 of the other
+    assert leader.engine.is_lost
+    np.testing.assert_array_equal(weights[0], 1 + 2 + 8 + 4)
+    leader.engine.weights.send = send
+    assert leader.engine.watch._answered.wait(SECONDS)
+    (weights,) = leader.meet(weights, wait=True)
+    np.testing.assert_array_equal(weights, 15)
+    np.testing.assert_array_equal(service.center, 15)
 
 
 class LeaderOfRestarted(Leader):
@@ -95,12 +125,12 @@ def test_the_center_is_brought_until_it_is_there(service):
     leader = LeaderOfRestarted(service, found=[["one:1"], []], tries=0)
     weights = leader.lose() + 1.0
     for tries in (0, 1):
-        (weights,) = leader.exchange([weights], [], 4, push=True)
+        (weights,) = leader.meet([weights])
         assert leader.engine.is_lost and (leader.tries, leader._awaits_center) == (
             tries,
             bool(tries),
         )
-    leader.exchange([weights], [], 4, push=True, wait=True)
+    leader.meet([weights], wait=True)
     assert not leader.engine.is_lost and not leader._awaits_center
     assert leader.tries == 2
     np.testing.assert_array_equal(service.center, 2)
@@ -110,14 +140,14 @@ def test_no_exchange_asks_a_service_that_is_away(service):
     """A thread asks, after this test."""
     leader = Leader(service, seconds=3600.0)
     weights, client = leader.lose(), leader.engine.weights.transport
-    (weights,) = leader.exchange([weights], [], 4, push=True)
+    (weights,) = leader.meet([weights])
     channels, client._channels = client._channels, None
     for _ in range(3):
-        (weights,) = leader.exchange([weights], [], 4, push=True)
+        (weights,) = leader.meet([weights])
         assert leader.engine.is_lost
     client._channels = channels
     leader.engine.watch._answered.set()
-    leader.exchange([weights], [], 4, push=True, wait=True)
+    leader.meet([weights], wait=True)
     assert not leader.engine.is_lost
     leader.engine.watch.stop()
 
@@ -154,9 +184,9 @@ def test_a_part_that_knows_this_training_and_has_no_center_gets_it(service):
     """It was restarted, and an offer of the time before it reached it after all."""
     leader = LeaderOfRestarted(service, found=[], tries=1)  # not found to be new, takes a center
     service.parts[0].has_center = False
-    (weights,) = leader.exchange([np.full(2, 2, np.float32)], [], 4, push=True, wait=True)
+    (weights,) = leader.meet([np.full(2, 2, np.float32)], wait=True)
     assert leader.engine.is_lost and leader._awaits_center
-    leader.exchange([weights], [], 4, push=True, wait=True)
+    leader.meet([weights], wait=True)
     assert not leader.engine.is_lost and not leader._awaits_center
     assert leader.tries == 2
     np.testing.assert_array_equal(service.center, 2)

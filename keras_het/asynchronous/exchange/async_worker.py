@@ -369,8 +369,8 @@ class AsyncWorker(Participant):
     def _send(self) -> None:
         engine = self._engine
         goes_on = engine.weights.send(self.progress(), self._samples).sent
-        if engine.state is not None and self.vectors.state is not None:
-            engine.state.send(self.vectors.state.read(), self._samples)
+        for vector, exchange in zip(self.vectors.all[1:], engine.exchanges[1:], strict=True):
+            exchange.send(vector.read(), self._samples)
         self._samples = 0
         self._pace.sent()
         if self.rule.uses_gradients:
@@ -388,8 +388,9 @@ class AsyncWorker(Participant):
             if self._plan is not None and not pending.had_to_wait:
                 self._plan.took_at_once(self._pace.latest_answer_seconds)
         # An answer counts once: that of the weights may arrive while that of the state is lost.
-        if engine.state is not None and engine.state.pending is not None and vectors.state:
-            vectors.state.write(engine.state.receive(vectors.state.read()))
+        for vector, exchange in zip(vectors.all[1:], engine.exchanges[1:], strict=True):
+            if exchange.pending is not None:
+                vector.write(exchange.receive(vector.read()))
 
     def _attach_again(self) -> None:
         """Reconnect to the service after a loss; a push in flight is sent again."""

@@ -107,25 +107,31 @@ class Center:
     def set_stage(self, stage: Stage) -> None:
         """Announce the stage to all async workers; in the last stage they change nothing."""
         if stage == Stage.CLOSED:
-            self._try(self._close_training, None)
+            self._try(self.engine.weights.transport.close_training, None)
         self.ledger.set_stage(stage)
         self._try(self.ledger.tell, None)
 
     def exchange(
-        self,
-        weights: list[Vector],
-        state: list[Vector],
-        samples: int,
-        push: bool,
-        wait: bool = False,
-    ) -> list[Vector]:
-        if not self.engine.is_away:
-            with self.engine.losing():
-                if self.engine.is_lost:
-                    self._meet_again()
-                    weights = self.engine.attached_again(weights, self._leader.num_participants)
-                return self._exchange(weights, state, samples, push, wait or self._waits)
-        return [*weights, *state]
+        self, values: list[list[Vector]], samples: int, push: bool, wait: bool = False
+    ) -> None:
+        """Exchange weights and moving statistics; `values` become those to continue from."""
+        engine = self.engine
+        if engine.is_away:
+            return
+        with engine.losing():
+            if engine.is_lost:
+                self._meet_again()
+                values[0] = engine.attached_again(values[0], self._leader.num_participants)
+            engine.receive(values)
+            if push:
+                engine.send(values, samples)
+            if wait or self._waits:
+                engine.receive(values)
+                for _ in range(LARGEST_TRIES):  # changes that were too stale for the center
+                    if not engine.weights.has_own_progress:
+                        break
+                    engine.send(values, samples)
+                    engine.receive(values)
 
     def claim(self, epoch: int, count: int) -> Grant:
         """Claim batches of an epoch; without a service, the group gets all that follow."""
@@ -193,26 +199,6 @@ class Center:
         self.ledger.tell(self._taken_until)
         text = np.frombuffer(",".join(self._addresses).encode(), np.uint8)
         self._channels[0].ask(Message(Kind.DIRECTORY, (), (text,)))
-
-    def _close_training(self) -> None:
-        for exchange in self._exchanges:
-            exchange.transport.close_training()
-
-    def _exchange(
-        self, weights: list[Vector], state: list[Vector], samples: int, push: bool, wait: bool
-    ) -> list[Vector]:
-        engine = self.engine
-        state = engine.exchange_state(state, samples)
-        weights = engine.weights.receive(weights)
-        if push:
-            weights = engine.weights.send(weights, samples).sent
-        if wait:
-            weights = engine.weights.receive(weights)
-            for _ in range(LARGEST_TRIES):  # changes that were too stale for the center
-                if not engine.weights.has_own_progress:
-                    break
-                weights = engine.weights.receive(engine.weights.send(weights, samples).sent)
-        return [*weights, *state]
 
     def _claim(self, epoch: int, count: int) -> Grant:
         _, first, granted = self.ledger.claim(epoch, count)

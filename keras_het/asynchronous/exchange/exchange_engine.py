@@ -86,15 +86,23 @@ class ExchangeEngine:
             each.adopt(center)
         return centers
 
-    def exchange_state(self, state: list[Vector], samples: int) -> list[Vector]:
-        """Exchange moving statistics and wait; what is lost in between is not sent again."""
-        if self.state is None:
-            return state
-        self.state.send(state, samples)
-        try:
-            return self.state.receive(state)
-        finally:
-            self.state.pending = None
+    def send(self, values: list[list[Vector]], samples: int) -> None:
+        """Send the messages of weights and moving statistics.
+
+        Args:
+            values: of both; they become the values to continue from.
+            samples: number of samples behind them.
+        """
+        for place, each in enumerate(self.exchanges):
+            values[place] = each.send(values[place], samples).sent
+
+    def receive(self, values: list[list[Vector]]) -> None:
+        """Take the answers in flight into values of weights and moving statistics.
+
+        Each one is in its place before the next is waited for: it counts once, whatever is lost.
+        """
+        for place, each in enumerate(self.exchanges):
+            values[place] = each.receive(values[place])
 
     def meet_again(self) -> None:
         for each in self.exchanges:

@@ -99,9 +99,8 @@ class SyncGroup(Participant):
         if center is not None:
             self._wait_until(lambda: not _are_here(center), "to fetch the final weights")
             center.conclude()
-        self._sum_over_members(
-            [np.zeros(1, np.float32)]
-        )  # members hold parts until the last worker has fetched them
+        # Members hold parts until the last worker has fetched them.
+        self._sum_over_members([np.zeros(1, np.float32)])
         self.leave()
 
     def leave(self) -> None:
@@ -122,25 +121,28 @@ class SyncGroup(Participant):
 
     def _exchange(self, push: bool, wait: bool = False) -> None:
         """Exchange with the center, and claim the batches until after the next exchange."""
-        weights = self.progress() if push else self.vectors.weights.read()
-        state = self.vectors.state.read() if self.vectors.state is not None else []
+        own = [vector.read() for vector in self.vectors.all]
+        if push:
+            own[0] = self.progress()
         claims = self._claims if self._claims is not None and not self._claims.is_complete else None
         header = [0, 0, 0, 0, 0]
-        answer = [np.zeros_like(part) for part in (*weights, *state)]
         if self.center is not None:
-            answer = self.center.exchange(weights, state, self._samples, push, wait)
+            self.center.exchange(own, self._samples, push, wait)
             if claims is not None:
                 period = self._next_period()
                 grant = self._claim(self.center, period)
                 header = [period, *grant.to_numbers()]
             self.center.add_used(self._samples - self._counted)
-        *values, agreed = self._sum_over_members([*answer, np.array(header, np.float32)])
+        else:  # what the leader has
+            own = [[np.zeros_like(part) for part in parts] for parts in own]
+        flat = [part for parts in own for part in parts]
+        *values, agreed = self._sum_over_members([*flat, np.array(header, np.float32)])
         self._counted = self._samples
         if push or not self.rule.uses_gradients:  # gradients may be half accumulated
             self._steps = self._samples = self._counted = 0
-        parts = values[: len(weights)], values[len(weights) :]
-        for vector, part in zip(self.vectors.all, parts, strict=False):
-            vector.write(part)
+        for vector, parts in zip(self.vectors.all, own, strict=True):
+            vector.write(values[: len(parts)])
+            values = values[len(parts) :]
         if claims is not None:
             period, *numbers = agreed.tolist()
             self.period, grant = int(period), Grant.of_numbers(numbers)
