@@ -57,18 +57,15 @@ def add_serve_command(commands: Commands) -> None:
 
 
 def serve_parameters(options: argparse.Namespace) -> int:
-    share_freed_memory()  # before TensorFlow's threads
+    share_freed_memory()  # before there are threads
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the center is in host memory
     os.environ[KERAS_BACKEND] = os.environ.get(KERAS_BACKEND) or NEEDED_BACKEND  # as for workers
+    check_keras_backend(os.environ[KERAS_BACKEND])
     logging.basicConfig(level=logging.WARNING)
-    # imported late: TensorFlow takes seconds, and reads the environment
-    import keras
-
     from keras_het.exchange.secret import read_secret
     from keras_het.strategy.cluster.cluster_config import read_cluster_config
 
-    check_keras_backend(keras.backend.backend())
     config = read_cluster_config()
     if config is None or not config.is_serving_only:
         raise ValueError(_wrong_task(config))
@@ -77,7 +74,7 @@ def serve_parameters(options: argparse.Namespace) -> int:
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
-    from keras_het.asynchronous.exchange.hosting import ServingProcess
+    from keras_het.asynchronous.parameter_service.hosting import ServingProcess
 
     process = ServingProcess(address, secret, stopped.is_set, _say)
     while process.serve_one():

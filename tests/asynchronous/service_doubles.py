@@ -7,9 +7,9 @@ from functools import partial
 import numpy as np
 
 from keras_het.asynchronous.exchange.exchange_engine import VectorExchange
-from keras_het.asynchronous.exchange.hosting import ServiceSpec
 from keras_het.asynchronous.parameter_service import ParameterClient, ParameterService, credential
 from keras_het.asynchronous.parameter_service.channel import SERVICE, LocalChannel, RemoteChannel
+from keras_het.asynchronous.parameter_service.hosting import ServiceSpec
 from keras_het.exchange.server import Server
 
 SECRET = b"0123456789abcdef"

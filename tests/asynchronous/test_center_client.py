@@ -5,9 +5,9 @@ import pytest
 from service_doubles import SECRET, Service, flat, lose_answer, service_spec
 
 from keras_het.asynchronous.exchange.exchange_engine import VectorExchange
-from keras_het.asynchronous.exchange.hosting import HostedParts
 from keras_het.asynchronous.parameter_service import FloatWire, Partitions, Status, TopKWire
 from keras_het.asynchronous.parameter_service.channel import ServiceLostError
+from keras_het.asynchronous.parameter_service.hosting import HostedParts
 from keras_het.asynchronous.rules import AsyncEASGD, AsyncSGD, Delta, RoundRobinEASGD
 
 PARTITIONS = Partitions(((3, 4), (5,), ()), partition_bytes=28)  # 18 elements: three of six

@@ -9,7 +9,9 @@ import pytest
 from addresses import free_address
 from service_doubles import PROOF, SECONDS, SECRET, service_spec
 
-from keras_het.asynchronous.exchange.hosting import (
+from keras_het.asynchronous.parameter_service import credential
+from keras_het.asynchronous.parameter_service.channel import SERVICE
+from keras_het.asynchronous.parameter_service.hosting import (
     _ABOUT,
     _OFFERS,
     HostedParts,
@@ -17,8 +19,6 @@ from keras_het.asynchronous.exchange.hosting import (
     ServingProcess,
     make_offer,
 )
-from keras_het.asynchronous.parameter_service import credential
-from keras_het.asynchronous.parameter_service.channel import SERVICE
 from keras_het.exchange.client import Client
 from keras_het.exchange.message import Kind, Message
 

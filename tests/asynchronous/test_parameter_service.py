@@ -9,7 +9,6 @@ import pytest
 from addresses import free_address, silent_address
 from service_doubles import PROOF, SECRET, Service, flat, service_spec, serving
 
-from keras_het.asynchronous.exchange.hosting import HostedParts
 from keras_het.asynchronous.parameter_service import (
     NO_ANSWER,
     FloatWire,
@@ -28,6 +27,7 @@ from keras_het.asynchronous.parameter_service.channel import (
     UnknownTrainingError,
 )
 from keras_het.asynchronous.parameter_service.client import UNDER_WAY
+from keras_het.asynchronous.parameter_service.hosting import HostedParts
 from keras_het.asynchronous.parameter_service.part import LARGEST_SAMPLES, pack_state
 from keras_het.asynchronous.parameter_service.partitions import spread_partitions
 from keras_het.asynchronous.rules import (

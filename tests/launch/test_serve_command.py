@@ -75,6 +75,22 @@ def test_elsewhere_it_does_nothing(monkeypatch):
     assert not share_freed_memory()
 
 
+def test_a_process_that_serves_loads_neither_tensorflow_nor_keras():
+    program = """
+import sys
+from keras_het.asynchronous.parameter_service.hosting import ServingProcess
+from keras_het.asynchronous.rules import get
+for rule in ("delta", "round_robin_easgd", "delayed_nesterov", "sync_easgd", "diloco"):
+    get(rule, num_workers=2)
+get({"class_name": "async_sgd", "config": {"learning_rate": 0.1}})
+print(sorted({"tensorflow", "keras"} & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "[]\n", done.stderr
+
+
 def set_up(monkeypatch, address):
     cluster = {"worker": ["127.0.0.1:1"], "async": ["127.0.0.1:2"], "ps": [address]}
     task = {"type": "ps", "index": 0}
@@ -112,7 +128,7 @@ def test_how_many_trainings_are_served(monkeypatch, offers_left, once, served):
             return offers_left[len(calls) - 1]
 
     set_up(monkeypatch, "127.0.0.1:3")
-    monkeypatch.setattr("keras_het.asynchronous.exchange.hosting.ServingProcess", Process)
+    monkeypatch.setattr("keras_het.asynchronous.parameter_service.hosting.ServingProcess", Process)
     assert serve_command.serve_parameters(argparse.Namespace(once=once)) == 0
     assert len(calls) == served + (not once)  # the last one says that it was told to end
     assert closed == [1]

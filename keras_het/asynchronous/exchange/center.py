@@ -17,7 +17,6 @@ from keras_het.asynchronous.exchange.exchange_engine import (
     ExchangeEngine,
     NoCenterError,
 )
-from keras_het.asynchronous.exchange.hosting import HostedParts, make_offer, spec_of
 from keras_het.asynchronous.exchange.participant import Participant
 from keras_het.asynchronous.parameter_service.channel import (
     LocalChannel,
@@ -25,9 +24,10 @@ from keras_het.asynchronous.parameter_service.channel import (
     ServiceLostError,
     UnknownTrainingError,
 )
+from keras_het.asynchronous.parameter_service.hosting import HostedParts, ServiceSpec, make_offer
 from keras_het.asynchronous.parameter_service.ledger_client import LeaderLedger
 from keras_het.asynchronous.parameter_service.sample_ledger import LEADER, Presence, Stage
-from keras_het.asynchronous.rules import Signal
+from keras_het.asynchronous.rules import Signal, serialize
 from keras_het.exchange.message import Kind, Message, Vector
 from keras_het.exchange.server import Server
 from keras_het.strategy.cluster.cluster_address import free_port
@@ -251,6 +251,23 @@ class Center:
     def _note_loss(self, error: ServiceLostError) -> None:
         if isinstance(error, NoCenterError):  # it may know this training, from an earlier offer
             self._awaits_center = True
+
+
+def spec_of(participant: Participant, num_services: int) -> ServiceSpec:
+    vectors, options = participant.vectors, participant.options
+    state = vectors.state.partitions.shapes if vectors.state is not None else ()
+    return ServiceSpec(
+        shapes=vectors.weights.partitions.shapes,
+        state_shapes=state,
+        rule=serialize(participant.rule),
+        state_rule=serialize(participant.state_rule),
+        wire=options.weights_wire.name,
+        num_participants=participant.num_participants,
+        staleness_bound=options.staleness_bound,
+        fingerprint=participant.service_fingerprint,
+        num_services=num_services,
+        partition_bytes=options.partition_bytes,
+    )
 
 
 def join_service(participant: Participant, service: contextlib.ExitStack) -> Center | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
-
-import tensorflow as tf
+from typing import TYPE_CHECKING, ClassVar
 
 from keras_het.asynchronous.rules.synchronous_rule import AllReduceSum, State, SynchronousRule
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 
 def check_outer_step(learning_rate: float, momentum: float) -> None:
@@ -63,6 +64,8 @@ class DiLoCo(SynchronousRule):
         self.momentum = momentum
 
     def initial_state(self, weights: tf.Tensor) -> State:
+        import tensorflow as tf  # a process that serves does without
+
         return {"center": weights, "velocity": tf.zeros_like(weights)}
 
     def combine(
@@ -72,6 +75,8 @@ class DiLoCo(SynchronousRule):
         samples: float | tf.Tensor,
         all_reduce_sum: AllReduceSum,
     ) -> tuple[tf.Tensor, State]:
+        import tensorflow as tf
+
         center, count = state["center"], tf.cast(samples, weights.dtype)
         # The number of samples travels in the same buffer: one message instead of two.
         total = all_reduce_sum(tf.concat([count * (center - weights), count[None]], 0))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import keras
 import numpy as np
 
 from keras_het.asynchronous.rules.update_rule import PushMeta, Signal, Slots, StepsItself, Update
 from keras_het.exchange.message import Vector
+
+if TYPE_CHECKING:
+    import keras
 
 BETA = 0.9
 """Sum of the moving rates of all workers that the authors of EASGD use."""
@@ -101,6 +103,8 @@ def check_with_optimizer(
     optimizer: keras.optimizers.Optimizer, alpha: float, at_once: int, overlap: float = 0
 ) -> None:
     """Refuse a moving rate outside the bound for plain gradient descent without schedule."""
+    import keras  # a process that serves has no optimizer to check
+
     optimizer = own_optimizer(optimizer)
     config = optimizer.get_config() if isinstance(optimizer, keras.optimizers.SGD) else {}
     rate = config.get("learning_rate")
@@ -226,6 +230,8 @@ class AsyncMEASGD(ElasticAveraging):
 
     def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Refuse all optimizers but gradient descent with momentum."""
+        import keras
+
         optimizer = own_optimizer(optimizer)
         if isinstance(optimizer, keras.optimizers.SGD) and optimizer.momentum > 0:
             return

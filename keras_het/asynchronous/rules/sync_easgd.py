@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import keras
-import tensorflow as tf
+from typing import TYPE_CHECKING, ClassVar
 
 from keras_het.asynchronous.rules.elastic_averaging import (
     check_moving_rate,
@@ -13,6 +10,10 @@ from keras_het.asynchronous.rules.elastic_averaging import (
     default_moving_rate,
 )
 from keras_het.asynchronous.rules.synchronous_rule import AllReduceSum, State, SynchronousRule
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
 
 
 class SyncEASGD(SynchronousRule):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-
-import tensorflow as tf
+from typing import TYPE_CHECKING, TypeAlias
 
 from keras_het.asynchronous.rules.update_rule import Rule
 
-State = dict[str, tf.Tensor]
-AllReduceSum = Callable[[tf.Tensor], tf.Tensor]
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+State: TypeAlias = "dict[str, tf.Tensor]"
+AllReduceSum: TypeAlias = "Callable[[tf.Tensor], tf.Tensor]"
 
 
 class SynchronousRule(Rule, abc.ABC):

@@ -10,7 +10,7 @@ import tensorflow as tf
 from rule_checks import SIZE, Center, Equations, follow, run_in_threads, start_vector
 
 from keras_het.asynchronous.rules import AsyncSGD, PushMeta
-from keras_het.asynchronous.rules.async_sgd import ELEMENTWISE
+from keras_het.asynchronous.rules.server_optimizer import ELEMENTWISE
 
 
 class SGDEquations(Equations):

@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from keras_het.asynchronous.exchange.participant import Participant
 from keras_het.asynchronous.parameter_service.channel import SERVICE
 from keras_het.asynchronous.parameter_service.partitions import Partitions, spread_partitions
 from keras_het.asynchronous.parameter_service.sample_ledger import SampleLedger
 from keras_het.asynchronous.parameter_service.service import ParameterService
 from keras_het.asynchronous.parameter_service.wire import wire_named
-from keras_het.asynchronous.rules import UpdateRule, get, serialize
+from keras_het.asynchronous.rules import UpdateRule, get
 from keras_het.exchange.client import Client
 from keras_het.exchange.message import Kind, Message
 from keras_het.exchange.secret import credential
@@ -66,23 +65,6 @@ class ServiceSpec:
         for name in ("shapes", "state_shapes"):
             values[name] = tuple(tuple(map(int, shape)) for shape in values[name])
         return cls(**values)
-
-
-def spec_of(participant: Participant, num_services: int) -> ServiceSpec:
-    vectors, options = participant.vectors, participant.options
-    state = vectors.state.partitions.shapes if vectors.state is not None else ()
-    return ServiceSpec(
-        shapes=vectors.weights.partitions.shapes,
-        state_shapes=state,
-        rule=serialize(participant.rule),
-        state_rule=serialize(participant.state_rule),
-        wire=options.weights_wire.name,
-        num_participants=participant.num_participants,
-        staleness_bound=options.staleness_bound,
-        fingerprint=participant.service_fingerprint,
-        num_services=num_services,
-        partition_bytes=options.partition_bytes,
-    )
 
 
 class HostedParts:
