@@ -22,7 +22,7 @@ from keras_het.strategy.cluster.peer_watch import message_in
 from keras_het.strategy.exact.created_in_scope import check_created_in_scope
 from keras_het.strategy.exact.power_sgd import PowerSGD
 from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
-from keras_het.summation import SummationGroup
+from keras_het.summation.group import SummationGroup
 from keras_het.value_types import Leaf, Nest
 
 _logger = logging.getLogger("keras_het")

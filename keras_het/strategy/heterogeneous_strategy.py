@@ -62,12 +62,8 @@ from keras_het.strategy.membership import (
     watch_summation,
 )
 from keras_het.strategy.training_state import TrainingState
-from keras_het.summation import (
-    Summation,
-    check_is_no_summation_machine,
-    read_aggregation,
-    start_summation,
-)
+from keras_het.summation import Summation, read_aggregation
+from keras_het.summation.group import check_is_no_summation_machine, start_summation
 from keras_het.value_types import Nest
 
 _SEED_STREAMS_PER_GROUP = 1000

@@ -12,7 +12,7 @@ from keras_het import private_api
 from keras_het.strategy.cluster import nccl
 from keras_het.strategy.exact.step import travels_alone
 from keras_het.strategy.shared_instances import use_shared_instances
-from keras_het.summation import SummationGroup
+from keras_het.summation.group import SummationGroup
 from keras_het.value_types import Nest, Summand
 
 # The collective gathers float16, float32, float64, int32 and int64. Other types travel as one that

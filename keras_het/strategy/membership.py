@@ -18,7 +18,7 @@ from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluste
 from keras_het.strategy.cluster.peer_watch import PeerWatch, neighbours, short_name
 from keras_het.strategy.cluster.stop_request import StopRequest
 from keras_het.strategy.cluster.stop_signals import stop_signals
-from keras_het.summation import SummationGroup
+from keras_het.summation.group import SummationGroup
 
 _KEYS_PER_STRATEGY = 100_000
 _strategies = itertools.count()

@@ -75,9 +75,10 @@ def test_elsewhere_it_does_nothing(monkeypatch):
     assert not share_freed_memory()
 
 
-def test_a_process_that_serves_loads_neither_tensorflow_nor_keras():
+def test_processes_that_serve_or_sum_load_neither_tensorflow_nor_keras():
     program = """
 import sys
+import keras_het.summation.machine
 from keras_het.asynchronous.parameter_service.hosting import ServingProcess
 from keras_het.asynchronous.rules import get
 for rule in ("delta", "round_robin_easgd", "delayed_nesterov", "sync_easgd", "diloco"):

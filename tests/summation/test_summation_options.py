@@ -4,7 +4,8 @@ import socket
 import pytest
 
 from keras_het.strategy.cluster.cluster_config import ClusterConfig
-from keras_het.summation import Summation, check_is_no_summation_machine, machine, read_aggregation
+from keras_het.summation import Summation, machine, read_aggregation
+from keras_het.summation.group import check_is_no_summation_machine
 
 
 def test_what_aggregation_may_be():
