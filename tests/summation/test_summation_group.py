@@ -11,7 +11,8 @@ from devices import create_logical_devices
 
 from keras_het.exchange.secret import credential
 from keras_het.strategy.cluster.peer_watch import may_be_a_lost_connection
-from keras_het.summation import Summation, SummationGroup, SummationService
+from keras_het.summation import Summation, SummationService
+from keras_het.summation.group import SummationGroup
 
 PROOF = credential(b"a secret of these tests", "summation")
 RUNS = itertools.count(78)
