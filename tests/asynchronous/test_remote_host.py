@@ -112,7 +112,10 @@ class LeaderOfRestarted(Leader):
         return self._found.pop(0) if self._found else []
 
     def _offer(self, tasks, patience):
-        assert len(tasks) == (self.tries == 0), "who serves already is not told again"
+        assert len(tasks) == (self.tries <= 0), "who serves already is not told again"
+        if self.tries < 0:
+            self.tries += 1
+            raise ConnectionError("There is no parameter service.")
 
     def _bring_center(self):
         self.tries += 1
@@ -134,6 +137,15 @@ def test_the_center_is_brought_until_it_is_there(service):
     assert not leader.engine.is_lost and not leader._awaits_center
     assert leader.tries == 2
     np.testing.assert_array_equal(service.center, 2)
+
+
+def test_a_service_that_is_lost_again_before_it_takes_the_training(service):
+    leader = LeaderOfRestarted(service, found=[["one:1"]], tries=-1)
+    weights = leader.lose() + 1.0
+    for _ in range(2):
+        (weights,) = leader.meet([weights])
+    assert leader.engine.is_lost and leader.tries == 0
+    np.testing.assert_array_equal(weights, 2)
 
 
 def test_no_exchange_asks_a_service_that_is_away(service):

@@ -130,6 +130,8 @@ class ExchangeEngine:
             yield
         except ServiceLostError as error:
             self._lose(error)
+        except ConnectionError as error:  # as where a restarted process is offered the training
+            self._lose(ServiceLostError(str(error)))
 
     def _lose(self, error: ServiceLostError) -> None:
         if not self._goes_on:
