@@ -70,6 +70,17 @@ def test_what_a_backup_brought_back_is_forgotten(logical_devices):
     np.testing.assert_allclose(np.concatenate(mean.take()), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_gradient_that_is_not_finite_does_not_stay(logical_devices):
+    strategy = keras_het.HeterogeneousStrategy(logical_devices[:1])
+    model = make_model(strategy)
+    mean = replace_optimizer(model, strategy)
+    x, y = data()
+    model.fit(np.full_like(x, np.inf), y, batch_size=SAMPLES, verbose=0)
+    assert not np.isfinite(np.concatenate(mean.take())).all()
+    model.fit(x, y, batch_size=SAMPLES, verbose=0)
+    assert np.isfinite(np.concatenate(mean.take())).all()
+
+
 def test_a_rate_that_a_callback_sets_is_refused_and_scales_nothing(logical_devices):
     strategy = keras_het.HeterogeneousStrategy(logical_devices[:1])
     model = make_model(strategy)

@@ -183,7 +183,8 @@ class MeanGradient:
         return means
 
     def forget(self) -> None:
-        self._vectors.write([total * 0.0 for total in self._vectors.read()])
+        sizes = self._vectors.partitions.sizes
+        self._vectors.write([np.zeros(size, np.float32) for size in sizes])
         self._taken = self._steps()
 
     def check_rate(self, rule: str) -> None:
