@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from keras_het.asynchronous.exchange import ServiceTask, service_task
+from keras_het.asynchronous.exchange import ServiceTask, SyncGroup, service_task
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.parameter_service import FloatWire, TopKWire, credential
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence
@@ -14,9 +14,10 @@ from keras_het.asynchronous.rules import AsyncEASGD, AsyncSGD, Delta
 
 class Vectors:
     def __init__(self, values):
-        self.values = values
+        self.values, self.num_reads = values, 0
 
     def read(self):
+        self.num_reads += 1
         return list(self.values)
 
     def write(self, values):
@@ -47,6 +48,19 @@ def test_callbacks_see_the_center_and_training_goes_on_from_its_own(rule):
         assert task.vectors.weights.values == [9.0]
     task.hide_center()
     assert task.vectors.weights.values == [1.0]
+
+
+@pytest.mark.parametrize("push", [True, False])
+def test_an_exchange_of_the_group_reads_each_vector_once(push):
+    """A read copies it from the device."""
+    group = object.__new__(SyncGroup)
+    weights, state = Vectors([np.ones(1)]), Vectors([np.ones(1)])
+    group.vectors = SimpleNamespace(weights=weights, state=state, all=[weights, state])
+    group.rule, group.strategy = Delta(), SimpleNamespace(num_workers=1)
+    group.center = group._claims = group._mean_gradient = None
+    group._steps = group._samples = group._counted = 0
+    group._exchange(push)
+    assert (weights.num_reads, state.num_reads) == (1, 1)
 
 
 def test_the_service_shows_the_centers_statistics_too():

@@ -121,9 +121,8 @@ class SyncGroup(Participant):
 
     def _exchange(self, push: bool, wait: bool = False) -> None:
         """Exchange with the center, and claim the batches until after the next exchange."""
-        own = [vector.read() for vector in self.vectors.all]
-        if push:
-            own[0] = self.progress()
+        weights = self.progress() if push else self.vectors.weights.read()
+        own = [weights, *(vector.read() for vector in self.vectors.all[1:])]
         claims = self._claims if self._claims is not None and not self._claims.is_complete else None
         header = [0, 0, 0, 0, 0]
         if self.center is not None:
