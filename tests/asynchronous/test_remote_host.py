@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from service_doubles import SECONDS, Service, lose_answer
+from service_doubles import SECONDS, Service, lose_answer, lost
 
 from keras_het.asynchronous.exchange.center import Center
 from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine
@@ -98,6 +98,28 @@ def test_what_others_did_is_kept_when_the_next_exchange_is_lost(service):
     (weights,) = leader.meet(weights, wait=True)
     np.testing.assert_array_equal(weights, 15)
     np.testing.assert_array_equal(service.center, 15)
+
+
+class Unreachable:
+    """A channel to a process that was killed: every message waits for the whole time-out."""
+
+    num_waits, timeout_seconds = 0, 1.0
+
+    def start(self, request):
+        self.num_waits += 1
+        return lost()
+
+
+def test_a_service_that_was_killed_is_waited_for_once(service):
+    """Also where moving statistics follow the weights."""
+    leader, statistics = Leader(service), Service(Partitions(((2,),)), Delta(), num_workers=2)
+    leader.engine.exchanges.append(statistics.exchange(0))
+    leader.engine.attach()
+    channel = Unreachable()
+    for each in leader.engine.exchanges:
+        each.transport._channels = [channel]
+    leader.exchange([[np.ones(2, np.float32)], [np.ones(2, np.float32)]], 4, push=True)
+    assert leader.engine.is_lost and channel.num_waits == 1
 
 
 class LeaderOfRestarted(Leader):

@@ -367,14 +367,15 @@ class AsyncWorker(Participant):
         return following if following < self.num_batches else None
 
     def _send(self) -> None:
-        engine = self._engine
-        goes_on = engine.weights.send(self.progress(), self._samples).sent
-        for vector, exchange in zip(self.vectors.all[1:], engine.exchanges[1:], strict=True):
-            exchange.send(vector.read(), self._samples)
+        engine, samples = self._engine, self._samples
+        pending = engine.weights.send(self.progress(), samples)
         self._samples = 0
         self._pace.sent()
         if self.rule.uses_gradients:
-            self.vectors.weights.write(goes_on)
+            self.vectors.weights.write(pending.sent)
+        pending.push.check()  # the next message would wait for a lost service once more
+        for vector, exchange in zip(self.vectors.all[1:], engine.exchanges[1:], strict=True):
+            exchange.send(vector.read(), samples)
 
     def _receive(self, measures: bool = False) -> None:
         """Wait for the answer in flight, if any, and continue from it."""

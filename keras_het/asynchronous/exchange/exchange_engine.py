@@ -92,9 +92,15 @@ class ExchangeEngine:
         Args:
             values: of both; they become the values to continue from.
             samples: number of samples behind them.
+
+        Raises:
+            ServiceLostError: if a process cannot be reached: another message would wait for it
+                once more.
         """
         for place, each in enumerate(self.exchanges):
-            values[place] = each.send(values[place], samples).sent
+            pending = each.send(values[place], samples)
+            values[place] = pending.sent
+            pending.push.check()
 
     def receive(self, values: list[list[Vector]]) -> None:
         """Take the answers in flight into values of weights and moving statistics.

@@ -10,7 +10,12 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from keras_het.asynchronous.parameter_service.channel import Channel, ServiceLostError, result_of
+from keras_het.asynchronous.parameter_service.channel import (
+    Channel,
+    ServiceLostError,
+    result_of,
+    translated,
+)
 from keras_het.asynchronous.parameter_service.part import pack_state, unpack_state
 from keras_het.asynchronous.parameter_service.partitions import Partitions, spread_partitions
 from keras_het.asynchronous.parameter_service.wire import FloatWire, Wire
@@ -318,6 +323,13 @@ class PendingPush:
     def has_answer(self) -> bool:
         """Whether all answers have arrived."""
         return all(call.done() for call in self.calls)
+
+    def check(self) -> None:
+        """Raise the error of a message that has failed by now: it could not even be sent."""
+        for call in self.calls:
+            if call.done():
+                with translated():
+                    call.result()
 
     def answer(self) -> Answer:
         """Wait for the answer; a silent service has the time-out for each part."""
