@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import secrets
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 
 import grpc
 
@@ -68,7 +69,9 @@ class Client:
             TimeoutError: if there is no answer in time.
             ConnectionError: if there is none for another reason.
         """
-        with self._lock:
+        if not self._lock.acquire(timeout=timeout_seconds):  # another thread is trying
+            raise TimeoutError(f"{self.address} did not answer within {timeout_seconds:g} s.")
+        try:
             if self._stream is not None and self._stream.error is None:
                 return
             for left in reversed(range(_MOST_HELLOS)):
@@ -78,6 +81,8 @@ class Client:
                 except InterruptedError:
                     if not left:
                         raise ConnectionError(f"{self.address} admits nobody.") from None
+        finally:
+            self._lock.release()
 
     def _connect(self, timeout_seconds: float) -> _Stream:
         try:
@@ -85,6 +90,8 @@ class Client:
         except grpc.RpcError as error:
             text = f"{self.address} did not answer within {timeout_seconds:g} s. Received: "
             raise error_of(error.code(), text + f"{error.details()}") from None
+        except ValueError:  # what gRPC raises for a channel that is closed
+            raise ConnectionError(f"The connection to {self.address} was closed.") from None
         own = secrets.token_bytes(NONCE_BYTES)
         keys = make_keys(self._credential, self._service, self._sender, nonce, own)
         metadata = (
@@ -121,7 +128,7 @@ class Client:
             ) from error
 
     def close(self) -> None:
-        """End the connection; requests that wait fail."""
+        """End the connection for good; requests that wait fail."""
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
@@ -146,7 +153,10 @@ class _Stream:
         self.error: Exception | None = None
         self.opened: Future[None] = Future()
         # No deadline: an answer may wait for others. Pings find out whether the machine is there.
-        self._call = open_(iter(self._outgoing.get, None), metadata=metadata)
+        try:
+            self._call = open_(iter(self._outgoing.get, None), metadata=metadata)
+        except ValueError:  # of a channel that was closed meanwhile
+            raise ConnectionError(f"The connection to {address} was closed.") from None
         threading.Thread(target=self._read, name="keras_het-received", daemon=True).start()
 
     def send(self, request: Message) -> Future[Message]:
@@ -201,10 +211,12 @@ class _Stream:
 
     def _fail(self, error: Exception) -> None:
         with self._lock:
-            self.error = self.error or error
+            if self.error is not None:  # the other thread that ends it was faster
+                return
+            self.error = error
             waiting, self._waiting = self._waiting, {}
         self._outgoing.put(None)
-        if not self.opened.done():
+        with contextlib.suppress(InvalidStateError):  # it was open
             self.opened.set_exception(error)
         for future in waiting.values():
             future.set_exception(error)

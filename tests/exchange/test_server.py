@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from concurrent.futures import Future
 
 import grpc
 import numpy as np
@@ -312,6 +313,32 @@ def test_nobody_answers():
         with pytest.raises(ConnectionError, match="There is no connection"):
             client.send(contribution(1, [1.0]))
         client.close()
+
+
+def test_who_waits_behind_another_thread_that_connects_does_not_wait_for_longer():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = Client(f"127.0.0.1:{silent.getsockname()[1]}", "twice", CREDENTIAL)
+        with client._lock, pytest.raises(TimeoutError, match=r"did not answer within 0\.2 s"):
+            client.connect(0.2)
+        client.close()
+
+
+def test_a_client_that_was_closed_does_not_connect(server):
+    with connected(server) as client:
+        client.close()
+        with pytest.raises(ConnectionError, match="was closed"):
+            client.connect(TIMEOUT)
+
+
+def test_a_connection_that_two_threads_end_fails_once(server):
+    with connected(server) as client:
+        stream = client._stream
+        stream.opened = Future()
+        stream.opened.done = lambda: False  # the other thread is about to set it
+        stream.opened.set_result(None)
+        stream.close()
+        with pytest.raises(ConnectionError, match="was closed"):
+            client.send(contribution(1, [1.0])).result(TIMEOUT)
 
 
 def test_an_answer_that_does_not_come_in_time(server):
