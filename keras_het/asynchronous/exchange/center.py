@@ -187,8 +187,11 @@ class Center:
         if not self.engine.is_given_up:
             seconds = self._options.timeout_seconds
             seconds = _LONGEST_FAREWELL_SECONDS if self.engine.is_away else seconds
-            channels = dict(zip(self._addresses, self._channels, strict=True))
-            for call in [channels[task].start(Message(Kind.FINISH)) for task in self._tasks]:
+            places = dict(zip(self._addresses, self._channels, strict=True))
+            channels = [places[task] for task in self._tasks]
+            for channel in channels:
+                channel.timeout_seconds = seconds  # also of connecting
+            for call in [channel.start(Message(Kind.FINISH)) for channel in channels]:
                 with contextlib.suppress(Exception):  # the answer may be lost with the server
                     call.result(seconds)
         for channel in (self._first, *self._channels):
