@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from keras_het.asynchronous.exchange.participant import HybridOptions
-from keras_het.asynchronous.parameter_service.channel import ServiceLostError
+from keras_het.asynchronous.parameter_service.channel import ADVICE, ServiceLostError
 from keras_het.asynchronous.parameter_service.client import Answer, ParameterClient, PendingPush
 from keras_het.asynchronous.parameter_service.wire import TopKWire
 from keras_het.asynchronous.rules import UpdateRule
@@ -147,7 +147,7 @@ class ExchangeEngine:
         self._note_loss(error)
         if not self.is_lost:
             self.is_lost = True
-            _logger.warning("%s %s goes on alone.", error, self._name)
+            _logger.warning("%s %s goes on alone.", str(error).removesuffix(ADVICE), self._name)
 
 
 @dataclasses.dataclass
@@ -330,8 +330,7 @@ def _lost(statuses: np.ndarray) -> ServiceLostError:
     return (NoCenterError if has_no_center else ServiceLostError)(
         "The parameter service did not answer in time. Received: statuses "
         f"{statuses.tolist()} (-1: no answer; {int(Status.NO_CENTER)}: restarted, and without "
-        'center until its leader brings it). Its process may be gone; give on_service_loss="'
-        'continue" to go on without it.'
+        f"center until its leader brings it).{ADVICE}"
     )
 
 

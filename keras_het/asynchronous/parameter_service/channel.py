@@ -12,7 +12,8 @@ from keras_het.exchange.message import Message
 
 SERVICE = "center"
 """Name of the service of center and ledger on its server."""
-_ADVICE = ' Its process may be gone; give on_service_loss="continue" to go on without it.'
+ADVICE = ' Its process may be gone; give on_service_loss="continue" to go on without it.'
+"""What to do where the loss of a service is an error."""
 
 
 class ServiceLostError(RuntimeError):
@@ -130,9 +131,9 @@ def translated() -> Iterator[None]:
             "cluster and secret on every task."
         ) from error
     except NotImplementedError as error:
-        raise UnknownTrainingError(f"The parameter service at {error}{_ADVICE}") from error
+        raise UnknownTrainingError(f"The parameter service at {error}{ADVICE}") from error
     except (ConnectionError, TimeoutError) as error:
-        raise ServiceLostError(f"The parameter service at {error}{_ADVICE}") from error
+        raise ServiceLostError(f"The parameter service at {error}{ADVICE}") from error
 
 
 def _failed(error: Exception) -> Future[Message]:
