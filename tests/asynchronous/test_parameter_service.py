@@ -319,6 +319,19 @@ def test_a_process_that_does_not_answer(kind):
     assert service.versions == ZERO
 
 
+class NoMemory(FloatWire):
+    def encode_answer(self, values):
+        raise MemoryError("none left")
+
+
+def test_a_push_that_waited_has_an_answer_also_if_it_cannot_be_sent():
+    service = start(RoundRobinEASGD(4, 0.5), wire=NoMemory())
+    waits, taken = (service.client(worker).start_push(ramp(), ZERO, 8, 1) for worker in (1, 0))
+    for push in (taken, waits):
+        with pytest.raises(MemoryError, match="none left"):
+            push.calls[0].result(0)
+
+
 def test_a_turn_is_waited_for_however_long_as_long_as_the_service_is_there():
     service = Service(PARTITIONS, RoundRobinEASGD(3, 0.5))
     with serving(service) as (connect, (server,)):

@@ -293,6 +293,23 @@ def test_the_lead_of_the_second_stage_is_bounded():
     assert ahead.result(0).status == Status.OK and part.version == 8
 
 
+class FailsForOne(RoundRobinEASGD):
+    """A rule that finds no memory for worker 1."""
+
+    def update(self, center, slots, change, meta):
+        if meta.worker == 1:
+            raise MemoryError("none left")
+        return super().update(center, slots, change, meta)
+
+
+def test_an_error_is_that_of_the_push_that_it_concerns():
+    part = part_with(FailsForOne(3, alpha=0.5))
+    (waits,) = waiting(part, 1)
+    assert push(part, number=1).status == Status.OK
+    with pytest.raises(MemoryError, match="none left"):
+        waits.result(0)
+
+
 def test_a_push_that_is_sent_again_while_it_waits_takes_the_place_of_the_first():
     part = part_with(RoundRobinEASGD(3, 0.5))
     (lost,) = waiting(part, 1, number=1)

@@ -52,7 +52,7 @@ class Answer(NamedTuple):
 
 
 Waiting: TypeAlias = "tuple[Push, Future[Answer]]"
-Ready: TypeAlias = "list[tuple[Future[Answer], Answer]]"
+Ready: TypeAlias = "list[tuple[Future[Answer], Answer | Exception]]"
 
 
 class Part:
@@ -206,12 +206,15 @@ class Part:
         )
 
     def _take_waiting(self) -> Ready:
-        """Take the pushes whose turn has come, one after the other."""
+        """Take the pushes whose turn has come; an error is that of the one that it concerns."""
         ready: Ready = []
         while found := [worker for worker in sorted(self._waiting) if self._is_turn(worker)]:
             push, future = self._waiting.pop(found[0])
-            answer = self._refusal(push) or self._take(push)
-            ready.append((future, answer._replace(had_to_wait=True)))
+            try:
+                answer = self._refusal(push) or self._take(push)
+                ready.append((future, answer._replace(had_to_wait=True)))
+            except Exception as error:
+                ready.append((future, error))
         return ready
 
     def _push_at_once(self, push: Push) -> Answer:
@@ -283,7 +286,10 @@ class Part:
 def resolve(ready: Ready) -> None:
     """Answer pushes that have waited; outside the lock, since callbacks send the answers."""
     for future, answer in ready:
-        future.set_result(answer)
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
 
 
 def is_finite(values: Vector) -> bool:

@@ -135,10 +135,9 @@ class ParameterService:
         message: Future[Message] = Future()
 
         def pass_on(done: Future[Answer]) -> None:
-            error = done.exception()
-            if error is None:
+            try:
                 message.set_result(self._encoded(done.result(), wire))
-            else:
+            except Exception as error:
                 message.set_exception(error)
 
         answer.add_done_callback(pass_on)
