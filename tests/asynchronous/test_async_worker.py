@@ -22,11 +22,14 @@ PARTITIONS = Partitions(((2,),))
 class Values:
     def __init__(self):
         self.values = [np.zeros(2, np.float32)]
+        self.copies = []
 
     def read(self):
+        self.copies.append("read")
         return list(self.values)
 
     def write(self, values):
+        self.copies.append("write")
         self.values = list(values)
 
     def add(self, change):
@@ -247,6 +250,16 @@ def start_with_two_that_send_gradients():
     for each in workers:
         each._mean_gradient, each._ledger = SumOfOnes(), CountingLedger()
     return service, *workers
+
+
+def test_a_worker_that_sends_gradients_only_writes_its_weights():
+    """A read copies them from the device, and steps have not changed them."""
+    _, worker, _ = start_with_two_that_send_gradients()
+    weights = worker.vectors.weights
+    weights.copies.clear()
+    worker.steps_done(1, 4)
+    assert weights.copies == ["write"]
+    np.testing.assert_array_equal(weights.values[0], -1)
 
 
 def test_a_gradient_at_another_rate_is_not_sent():

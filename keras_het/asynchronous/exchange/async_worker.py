@@ -371,8 +371,6 @@ class AsyncWorker(Participant):
         pending = engine.weights.send(self.progress(), samples)
         self._samples = 0
         self._pace.sent()
-        if self.rule.uses_gradients:
-            self.vectors.weights.write(pending.sent)
         pending.push.check()  # the next message would wait for a lost service once more
         for vector, exchange in zip(self.vectors.all[1:], engine.exchanges[1:], strict=True):
             exchange.send(vector.read(), samples)
@@ -383,7 +381,10 @@ class AsyncWorker(Participant):
         if pending is not None:
             with self._pace.waiting(measures):
                 answer = pending.push.answer()
-            vectors.weights.write(engine.weights.receive(vectors.weights.read(), answer))
+            # Where steps only sum gradients, the weights are still those that were seen.
+            sums = self.rule.uses_gradients
+            own = list(engine.weights.seen) if sums else vectors.weights.read()
+            vectors.weights.write(engine.weights.receive(own, answer))
             if engine.weights.lost_gradient:  # not below 0: a claim may have reported them
                 self._unreported = max(0, self._unreported - pending.samples)
             if self._plan is not None and not pending.had_to_wait:
