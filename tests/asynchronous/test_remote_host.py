@@ -106,6 +106,20 @@ def test_what_others_did_is_kept_when_the_next_exchange_is_lost(service):
     np.testing.assert_array_equal(service.center, 15)
 
 
+def test_statistics_are_sent_once_where_the_weights_are_too_stale():
+    service = Service(Partitions(((2,),)), Delta(), num_workers=2, staleness_bound=0)
+    statistics = Service(Partitions(((2,),)), Delta(), num_workers=2)
+    leader, other = Leader(service), service.exchange(1)
+    leader.engine.exchanges.append(statistics.exchange(0))
+    leader.engine.attach()
+    other.adopt(other.pull())
+    other.send([np.full(2, 8, np.float32)], 4)
+    values = [[np.ones(2, np.float32)], [np.ones(2, np.float32)]]
+    leader.exchange(values, 4, push=True, wait=True)
+    np.testing.assert_array_equal(service.center, 9)
+    assert (service.versions, statistics.versions) == ([2], [1])
+
+
 class Unreachable:
     """A channel to a process that was killed: every message waits for the whole time-out."""
 

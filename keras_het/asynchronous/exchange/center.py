@@ -130,8 +130,8 @@ class Center:
                 for _ in range(LARGEST_TRIES):  # changes that were too stale for the center
                     if not engine.weights.has_own_progress:
                         break
-                    engine.send(values, samples)
-                    engine.receive(values)
+                    values[0] = engine.weights.send(values[0], samples).sent
+                    values[0] = engine.weights.receive(values[0])
 
     def claim(self, epoch: int, count: int) -> Grant:
         """Claim batches of an epoch; without a service, the group gets all that follow."""
