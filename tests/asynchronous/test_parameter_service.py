@@ -131,6 +131,13 @@ def test_a_wrong_credential_is_refused(proof):
     assert service.versions == [1] * 3
 
 
+def test_a_worker_that_is_not_known_is_refused():
+    with serving(start()) as (connect, _):
+        with pytest.raises(PermissionError, match=r"number differs.*4; expected: one of 4"):
+            connect(4).greet()
+        connect(3).greet()
+
+
 def test_a_training_that_is_not_known():
     service = start()
     with serving(service) as (connect, (server,)):

@@ -71,10 +71,14 @@ class SampleLedger:
         """Answer a message of a participant.
 
         Raises:
-            PermissionError: for what only the leader may do.
+            PermissionError: for an unknown participant, and for what only the leader may do.
             ValueError: for what cannot be; it has no effect.
         """
-        _check(0 <= sender < len(self._participants), "participant", sender)
+        if not 0 <= sender < len(self._participants):
+            raise PermissionError(
+                f"There is no such participant. Received: {sender}; expected: one of "
+                f"{len(self._participants)}, from 0."
+            )
         own = self._participants[sender]
         with self._lock:
             match request.kind:

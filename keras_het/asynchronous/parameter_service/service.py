@@ -91,6 +91,7 @@ class ParameterService:
         """Answer a message of a participant.
 
         Raises:
+            PermissionError: if an unknown worker asks for its latest push, as all do first.
             ValueError: for a request that makes no sense; it changes nothing.
         """
         if request.kind not in self._answers:
@@ -169,7 +170,10 @@ class ParameterService:
 
     def _latest(self, sender: int, request: Message) -> Message:
         if not 0 <= sender < self._num_workers:
-            raise ValueError(f"There is no such worker. Received: {sender}.")
+            raise PermissionError(
+                f"There is no such worker. Received: {sender}; expected: one of "
+                f"{self._num_workers}, from 0."
+            )
         latest = max((part.latest[sender] for part in self.parts.values()), default=0)
         return Message(Kind.STATUS, (Status.OK, latest))
 
