@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 from addresses import free_address, silent_address
-from service_doubles import PROOF, SECRET, Service, flat, service_spec, serving
+from service_doubles import PROOF, SECONDS, SECRET, Service, flat, service_spec, serving
 
 from keras_het.asynchronous.parameter_service import (
     NO_ANSWER,
@@ -41,6 +41,7 @@ from keras_het.asynchronous.rules import (
     serialize,
 )
 from keras_het.exchange.message import _LAYOUTS, Kind, Message, decode, encode
+from keras_het.exchange.server import Server
 
 PARTITIONS = Partitions(((3, 4), (5,), ()), partition_bytes=28)  # 18 elements: three of six
 MANY = Partitions(((20,),), partition_bytes=8)
@@ -129,6 +130,18 @@ def test_a_wrong_credential_is_refused(proof):
             assert str(caught.value).count("refused this worker") == 1
         assert set(push(connect(), ramp()).statuses) == {Status.OK}
     assert service.versions == [1] * 3
+
+
+def test_a_service_with_too_many_connections_is_lost_for_now():
+    server = Server("127.0.0.1:0", most_connections=1)
+    server.serve(SERVICE, PROOF, start().handle)
+    server.start()
+    first, second = (RemoteChannel(server.address, PROOF, worker, SECONDS) for worker in (0, 1))
+    first.ask(Message(Kind.LATEST))
+    with pytest.raises(ServiceLostError, match="oncurrent RPC limit"):
+        second.ask(Message(Kind.LATEST))
+    for each in (first, second, server):
+        each.close()
 
 
 def test_a_worker_that_is_not_known_is_refused():

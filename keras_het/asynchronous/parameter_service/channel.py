@@ -65,6 +65,8 @@ class RemoteChannel:
         try:
             self._client.connect(self.timeout_seconds)
             return self._client.send(request)
+        except MemoryError as error:  # the server has as many connections as it takes
+            return _failed(ConnectionError(str(error)))
         except Exception as error:
             return _failed(error)
 
