@@ -15,6 +15,7 @@ from keras_het.asynchronous.rules import AsyncEASGD, AsyncSGD, Delta
 class Vectors:
     def __init__(self, values):
         self.values, self.num_reads = values, 0
+        self.partitions = SimpleNamespace(sizes=[1] * len(values))
 
     def read(self):
         self.num_reads += 1
@@ -50,17 +51,21 @@ def test_callbacks_see_the_center_and_training_goes_on_from_its_own(rule):
     assert task.vectors.weights.values == [1.0]
 
 
+@pytest.mark.parametrize("leads", [True, False])
 @pytest.mark.parametrize("push", [True, False])
-def test_an_exchange_of_the_group_reads_each_vector_once(push):
-    """A read copies it from the device."""
+def test_an_exchange_of_the_group_reads_each_vector_once(push, leads):
+    """A read copies it from the device. The other members get what the leader has."""
     group = object.__new__(SyncGroup)
     weights, state = Vectors([np.ones(1)]), Vectors([np.ones(1)])
     group.vectors = SimpleNamespace(weights=weights, state=state, all=[weights, state])
     group.rule, group.strategy = Delta(), SimpleNamespace(num_workers=1)
-    group.center = group._claims = group._mean_gradient = None
+    group._claims = group._mean_gradient = None
+    ignore = lambda *_: None  # noqa: E731
+    group.center = SimpleNamespace(exchange=ignore, add_used=ignore) if leads else None
     group._steps = group._samples = group._counted = 0
     group._exchange(push)
-    assert (weights.num_reads, state.num_reads) == (1, 1)
+    assert (weights.num_reads, state.num_reads) == (leads, leads)
+    np.testing.assert_array_equal([weights.values[0], state.values[0]], float(leads))
 
 
 def test_the_service_shows_the_centers_statistics_too():

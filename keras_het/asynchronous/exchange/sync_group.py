@@ -121,11 +121,11 @@ class SyncGroup(Participant):
 
     def _exchange(self, push: bool, wait: bool = False) -> None:
         """Exchange with the center, and claim the batches until after the next exchange."""
-        weights = self.progress() if push else self.vectors.weights.read()
-        own = [weights, *(vector.read() for vector in self.vectors.all[1:])]
         claims = self._claims if self._claims is not None and not self._claims.is_complete else None
         header = [0, 0, 0, 0, 0]
         if self.center is not None:
+            weights = self.progress() if push else self.vectors.weights.read()
+            own = [weights, *(vector.read() for vector in self.vectors.all[1:])]
             self.center.exchange(own, self._samples, push, wait)
             if claims is not None:
                 period = self._next_period()
@@ -133,7 +133,9 @@ class SyncGroup(Participant):
                 header = [period, *grant.to_numbers()]
             self.center.add_used(self._samples - self._counted)
         else:  # what the leader has
-            own = [[np.zeros_like(part) for part in parts] for parts in own]
+            if push:
+                self.forget_gradients()
+            own = [_zeros(vector) for vector in self.vectors.all]
         flat = [part for parts in own for part in parts]
         *values, agreed = self._sum_over_members([*flat, np.array(header, np.float32)])
         self._counted = self._samples
@@ -176,14 +178,17 @@ class SyncGroup(Participant):
         """Return what the leader reads of the center of a vector, on all members."""
         if read is not None:
             return self._sum_over_members(read())
-        sizes = vector.partitions.sizes
-        return self._sum_over_members([np.zeros(size, np.float32) for size in sizes])
+        return self._sum_over_members(_zeros(vector))
 
     def _sum_over_members(self, values: list[Vector]) -> list[Vector]:
         if self.strategy.num_workers == 1:
             return values
         total = self._sum(tf.constant(np.concatenate(values)))
         return np.split(total.numpy(), np.cumsum([len(value) for value in values])[:-1])
+
+
+def _zeros(vector: PartitionedVector) -> list[Vector]:
+    return [np.zeros(size, np.float32) for size in vector.partitions.sizes]
 
 
 def _are_here(center: Center) -> bool:
