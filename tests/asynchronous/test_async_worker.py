@@ -11,7 +11,7 @@ from keras_het.asynchronous.exchange import AsyncWorker
 from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine
 from keras_het.asynchronous.exchange.pace import PushPace
 from keras_het.asynchronous.exchange.participant import HybridOptions, StatisticsAveraging
-from keras_het.asynchronous.parameter_service import NO_ANSWER, Partitions, Status
+from keras_het.asynchronous.parameter_service import NO_ANSWER, Answer, Partitions, Status
 from keras_het.asynchronous.parameter_service.channel import ServiceLostError
 from keras_het.asynchronous.parameter_service.sample_ledger import Stage
 from keras_het.asynchronous.rules import AsyncSGD, Delta, serialize
@@ -144,7 +144,8 @@ def test_without_a_push_under_way_nothing_is_scaled_before_the_center_answers():
     _, worker = start_with_worker_that_goes_on()
     connection = worker._engine.weights.transport
     pull = connection.pull
-    lost = SimpleNamespace(statuses=np.array([NO_ANSWER]), values=[None])
+    no_answer = np.array([NO_ANSWER])
+    lost = Answer(no_answer, no_answer, [None], loss=ServiceLostError("lost"))
     connection.pull = lambda exact: lost
     worker.vectors.weights.add(4.0)
     for _ in range(3):

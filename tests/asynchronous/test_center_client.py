@@ -52,7 +52,7 @@ def test_a_part_that_answered_keeps_its_answer():
     worker, other = join(service, 1), join(service, 2)
     worker.send(ONES, 8)
     lose_answer(worker, 0)
-    with pytest.raises(ServiceLostError, match=r"\[-1, 0, 0\]"):
+    with pytest.raises(ServiceLostError, match="service at lost"):
         worker.receive(ONES)
     push(other, [10 * part for part in ONES])
     worker.meet_again()
@@ -154,7 +154,7 @@ def test_nobody_gets_the_zeros_of_a_service_that_was_restarted():
     service.parts = parts.parameters.parts
     worker = service.exchange()
     for exact in (False, True):
-        with pytest.raises(ServiceLostError, match="8: restarted"):
+        with pytest.raises(ServiceLostError, match="was restarted"):
             worker.pull(exact)
     worker.seen = list(ZEROS)
     worker.send(ONES, 8)

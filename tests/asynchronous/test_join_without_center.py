@@ -79,6 +79,6 @@ def test_waits_until_the_leader_has_brought_the_center(service: Service) -> None
 
 def test_a_center_that_never_comes_is_an_error_in_time(service: Service) -> None:
     worker = Worker(connect_seconds=0.2)
-    with pytest.raises(ConnectionError, match="restarted, and without center"):
+    with pytest.raises(ConnectionError, match="restarted, and has no center"):
         joins(worker, service, refusals=-1)
     assert not worker.written

@@ -75,10 +75,11 @@ def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(ser
     np.testing.assert_array_equal(service.center, 3)
 
 
-def test_who_goes_on_alone_is_not_told_how_to(service, caplog):
+def test_who_goes_on_alone_is_told_of_what_is_lost_and_not_how_to(service, caplog):
     leader = Leader(service)
     leader.meet([leader.lose()])
-    assert "alone" in caplog.text and "on_service_loss" not in caplog.text
+    assert "service at lost The sync group goes on alone" in caplog.text
+    assert "on_service_loss" not in caplog.text
 
 
 def test_what_others_did_is_kept_when_the_next_exchange_is_lost(service):

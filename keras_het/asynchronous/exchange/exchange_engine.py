@@ -186,7 +186,7 @@ class VectorExchange:
         answer = self.transport.pull(exact)
         center = [values for values in answer.values if values is not None]
         if (answer.statuses != Status.OK).any() or len(center) != len(answer.values):
-            raise _lost(answer.statuses)
+            raise _lost(answer)
         self.latest_versions = answer.versions
         return center
 
@@ -241,7 +241,7 @@ class VectorExchange:
         part whose push arrived after the end of training stays unchanged: the final center follows.
         """
         statuses, versions = answer.statuses, answer.versions
-        _check_answered(statuses)
+        _check_answered(answer)
         self._warn_of(statuses)
         pending.had_to_wait = answer.had_to_wait
         carried = [
@@ -283,7 +283,7 @@ class VectorExchange:
         statuses = self.pending.push.answer().statuses
         again = np.flatnonzero(np.isin(statuses, _UNANSWERED))
         self.transport.push_again(self.pending.push, again.tolist())
-        _check_answered(self.pending.push.answer().statuses)
+        _check_answered(self.pending.push.answer())
 
     def _warn_of(self, statuses: np.ndarray) -> None:
         if (statuses == int(Status.CLOSED)).any() and not self._has_warned:
@@ -320,18 +320,19 @@ class VectorExchange:
         return [residual if status in _TAKEN else old for status, residual, old in left]
 
 
-def _check_answered(statuses: np.ndarray) -> None:
-    if np.isin(statuses, _UNANSWERED).any():
-        raise _lost(statuses)
+def _check_answered(answer: Answer) -> None:
+    if np.isin(answer.statuses, _UNANSWERED).any():
+        raise _lost(answer)
 
 
-def _lost(statuses: np.ndarray) -> ServiceLostError:
-    has_no_center = (statuses == int(Status.NO_CENTER)).any()
-    return (NoCenterError if has_no_center else ServiceLostError)(
-        "The parameter service did not answer in time. Received: statuses "
-        f"{statuses.tolist()} (-1: no answer; {int(Status.NO_CENTER)}: restarted, and without "
-        f"center until its leader brings it).{ADVICE}"
-    )
+def _lost(answer: Answer) -> ServiceLostError:
+    without_center = np.flatnonzero(answer.statuses == int(Status.NO_CENTER)).tolist()
+    if without_center or answer.loss is None:
+        return NoCenterError(
+            "The parameter service was restarted, and has no center until its leader brings it. "
+            f"Received: parts {without_center} without one.{ADVICE}"
+        )
+    return answer.loss
 
 
 class ReturnWatch:

@@ -37,12 +37,14 @@ class Answer:
         versions: version of each partition, -1 without an answer.
         values: of each partition; None where the answer has none.
         had_to_wait: whether a push was not in its turn.
+        loss: the first error of a process without an answer; it names the process.
     """
 
     statuses: np.ndarray
     versions: np.ndarray
     values: list[Vector | None]
     had_to_wait: bool = False
+    loss: ServiceLostError | None = None
 
 
 class ParameterClient:
@@ -231,15 +233,15 @@ class ParameterClient:
 
     def _collect(self, calls: Sequence[Future[Message]]) -> Answer:
         """Wait for all answers, each for the time-out after the one before."""
-        lost: set[int] = set()
+        lost: dict[int, ServiceLostError] = {}
         answers = []
         for index, call in enumerate(calls):
             place, answer = self._places[index], None
             try:
                 if place not in lost or call.done():
                     answer = self._wait_for(call, self._channels[place])
-            except ServiceLostError:
-                lost.add(place)
+            except ServiceLostError as error:
+                lost.setdefault(place, error)
             answers.append(answer)
         numbers = [(NO_ANSWER, -1) if a is None else a.numbers[:2] for a in answers]
         statuses, versions = np.array(numbers, np.int64).T
@@ -247,7 +249,7 @@ class ParameterClient:
         had_to_wait = any(
             a is not None and a.kind in _HAVE_VALUES and a.numbers[2] for a in answers
         )
-        return Answer(statuses, versions, values, had_to_wait)
+        return Answer(statuses, versions, values, had_to_wait, next(iter(lost.values()), None))
 
     def _wait_for(self, call: Future[Message], channel: Channel) -> Message:
         while True:
