@@ -237,6 +237,7 @@ def test_requests_that_wait_have_a_bound(service):
         with connected(server) as client:
             waiting = client.send(contribution(0, np.ones(200)))
             assert twice(client, [1.0]) == [2.0]
+            wait_until(lambda: server.budget.held == 800)  # given back once the answer is sent
             too_much = client.send(contribution(1, np.ones(100)))
             for each in (waiting, too_much):  # the connection ends, with all that waits on it
                 with pytest.raises(MemoryError, match="holds 800 bytes"):
