@@ -10,7 +10,38 @@ from keras_het.asynchronous.exchange.exchange_engine import VectorExchange
 from keras_het.asynchronous.parameter_service import ParameterClient, ParameterService, credential
 from keras_het.asynchronous.parameter_service.channel import SERVICE, LocalChannel, RemoteChannel
 from keras_het.asynchronous.parameter_service.hosting import ServiceSpec
+from keras_het.asynchronous.rules import get
 from keras_het.exchange.server import Server
+
+ASYNCHRONOUS = {  # settings of each rule, for three workers
+    "ashl": {
+        "data_shares": [0.5, 0.3, 0.2],
+        "steps": [8, 5, 3],
+        "second_steps": [3, 2, 1],
+        "loss_threshold": 0.5,
+    },
+    "ashl measured": {"loss_threshold": 0.5, "num_workers": 3},
+    "async_easgd": {"num_workers": 3},
+    "async_measgd": {"num_workers": 3},
+    "async_sgd": {"learning_rate": 0.1},
+    "async_sgd momentum": {"learning_rate": 0.1, "momentum": 0.5, "damps_staleness": True},
+    "async_sgd keras": {"optimizer": "adam", "reference_samples": 8, "warm_up_pushes": 4},
+    "delay_compensated": {"learning_rate": 0.1, "compensation": 0.4, "num_workers": 3},
+    "delay_compensated adaptive": {
+        **{"learning_rate": 0.1, "compensation": 2.0, "num_workers": 3, "decay": 0.9}
+    },
+    "delayed_nesterov": {"num_workers": 3, "period": 4},
+    "delta": {},
+    "delta scaled": {"scale": 0.3},
+    "elastic_averaging": {"alpha": 0.4},
+    "hogwild_easgd": {"num_workers": 3},
+    "round_robin_easgd": {"num_workers": 3},
+}
+
+
+def make_rule(case, cases=ASYNCHRONOUS):
+    return get({"class_name": case.split()[0], "config": cases[case]})
+
 
 SECRET = b"0123456789abcdef"
 PROOF = credential(SECRET, "model")

@@ -2,10 +2,11 @@
 
 import json
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from service_doubles import SECONDS
+from service_doubles import ASYNCHRONOUS, SECONDS, make_rule
 
 from keras_het.asynchronous.parameter_service import Part, Status
 from keras_het.asynchronous.parameter_service.part import (
@@ -19,10 +20,10 @@ from keras_het.asynchronous.rules import (
     ASHL,
     AsyncSGD,
     DelayCompensated,
-    DelayedNesterov,
     Delta,
     ElasticAveraging,
     HogwildEASGD,
+    PushMeta,
     RoundRobinEASGD,
     Signal,
 )
@@ -30,18 +31,7 @@ from keras_het.asynchronous.rules import (
 SIZE = 3
 ONES = np.ones(SIZE, np.float32)
 LARGEST = float(np.finfo(np.float32).max)
-RULES = {
-    "delta": Delta,
-    "elastic": lambda: ElasticAveraging(0.3),
-    "in turns": lambda: RoundRobinEASGD(3, 0.3),
-    "hogwild": lambda: HogwildEASGD(0.3),
-    "momentum": lambda: AsyncSGD(0.1, momentum=0.5),
-    "adam": lambda: AsyncSGD(optimizer="adam"),
-    "compensated": lambda: DelayCompensated(0.1, 1.0, num_workers=3, decay=0.5),
-    "nesterov": lambda: DelayedNesterov(3),
-    "ashl": lambda: ASHL(loss_threshold=0.5, num_workers=3),
-}
-each_rule = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+each_rule = pytest.mark.parametrize("case", ASYNCHRONOUS)
 
 
 def part_with(rule=None, center=0.0, num_workers=3, **options):
@@ -185,43 +175,48 @@ def test_a_rule_may_keep_what_is_not_finite():
 
 
 @each_rule
-def test_what_is_given_and_answered_stays_as_it_is(make):
+def test_what_is_given_and_answered_stays_as_it_is(logical_devices, case):
     """Answers are not copied, and travel while others push."""
-    part, random = part_with(make(), center=0.5), np.random.default_rng(0)
+    part, random = part_with(make_rule(case), center=0.5), np.random.default_rng(0)
     given = np.full(SIZE, 0.25, np.float32)
     part.set_center(given)
-    kept, state = [given], part.state()
-    before = {name: value.copy() for name, value in state.items()}
+    kept = [given, *part.state().values()]
+    copies = [value.copy() for value in kept]
     for turn in range(9):
         change = random.normal(size=SIZE).astype(np.float32)
         answer = push(part, change, worker=turn % 3, version=part.version)
         assert answer.status == Status.OK
         kept += [change, answer.values, part.pull().values]
-        if turn == 0:
-            copies = [value.copy() for value in kept]
-        copies += [value.copy() for value in kept[len(copies) :]]
+        copies += [value.copy() for value in kept[-3:]]
     np.testing.assert_equal(kept, copies)
-    np.testing.assert_equal(state, before)
     assert part.version == 9
+
+
+class Noted(Delta):
+    """Notes what it is told of pushes."""
+
+    def update(self, center, slots, change, meta):
+        self.told = meta
+        return super().update(center, slots, change, meta)
+
+
+def test_what_a_rule_is_told_of_a_push():
+    part = part_with(rule := Noted())
+    for version in range(5):
+        push(part, version=version)
+    push(part, worker=2, version=2, samples=8)
+    assert rule.told == PushMeta(worker=2, samples=8.0, staleness=3, version=5)
+    push(part, version=9)  # of a service that was lost
+    assert rule.told == PushMeta(worker=0, samples=1.0, staleness=0, version=6)
 
 
 def in_threads(work, number):
     """Call a function with each number at the same time; return once all calls have ended."""
-    begins, errors = threading.Barrier(number), []
-
-    def run(own):
-        try:
-            begins.wait(SECONDS)
-            work(own)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(own,), daemon=True) for own in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-    assert not any(thread.is_alive() for thread in threads) and not errors, errors
+    begins, pool = threading.Barrier(number), ThreadPoolExecutor(number)
+    calls = [pool.submit(lambda own: (begins.wait(SECONDS), work(own)), i) for i in range(number)]
+    pool.shutdown(wait=False)
+    for call in calls:
+        call.result(SECONDS)
 
 
 @pytest.mark.parametrize("make", [Delta, lambda: HogwildEASGD(0.3)], ids=["locked", "hogwild"])
@@ -262,35 +257,70 @@ def test_a_push_is_answered_when_its_turn_comes():
 
 def test_nobody_waits_for_a_worker_that_leaves():
     part = part_with(RoundRobinEASGD(3, 0.5))
-    second, third = waiting(part, 1, 2)
+    calls = waiting(part, 1, 2)
     part.signal(0, Signal.NOTHING)
-    assert not second.done()
+    assert not calls[0].done()
     part.signal(0, Signal.LEAVE)
-    assert [call.result(0).status for call in (second, third)] == [Status.OK] * 2
-    again = push(part, worker=1)  # without the one that is gone
-    assert again.status == Status.OK
+    assert [call.result(0).status for call in calls] == [Status.OK] * 2
+    assert push(part, worker=1).status == Status.OK  # without the one that is gone
     (back,) = waiting(part, 0)  # it is back: its turn comes
     assert push(part, worker=2).status == Status.OK and back.result(0).status == Status.OK
+
+
+BAD = [np.nan] * SIZE
+
+
+def statuses(part, *pushes, **options):
+    """What pushes of some workers are answered, one after another; None while one waits."""
+    answers = [push(part, change, worker, **options) for worker, change in pushes]
+    return [None if isinstance(answer, Future) else answer.status for answer in answers]
+
+
+@pytest.mark.parametrize("bad", [BAD, [3e38] * SIZE, [3e38, 0, 0]])
+def test_a_refused_push_passes_the_turn_on(bad):
+    """The last one is refused with what the center is."""
+    is_known_later = bad == [3e38, 0, 0]
+    part = part_with(RoundRobinEASGD(3, 0.3), center=[-3e38 * is_known_later, 0, 0])
+    before, zeros = part.center, np.zeros(SIZE)
+    if not is_known_later:  # it is not its turn
+        assert statuses(part, (1, bad), (1, zeros)) == [Status.NOT_FINITE, None]
+    assert statuses(part, (0, bad)) == [Status.NOT_FINITE]
+    if is_known_later:
+        assert part.version == 0 and part.center is before
+        assert statuses(part, (1, zeros)) == [Status.OK]
+    assert statuses(part, (0, zeros), (2, zeros)) == [None, Status.OK]
+    assert part.version == 3
+
+
+def test_a_refused_push_that_is_sent_again_passes_no_second_turn():
+    part = part_with(RoundRobinEASGD(3, 0.3))
+    assert statuses(part, (0, BAD), number=1) == [Status.NOT_FINITE]
+    assert statuses(part, (1, ONES), (2, ONES)) == [Status.OK] * 2
+    assert statuses(part, (0, BAD), number=1) == [Status.NOT_FINITE]
+    assert statuses(part, (1, ONES)) == [None]
+    assert statuses(part, (0, ONES), number=2) == [Status.OK]
+    assert part.version == 4
 
 
 def test_a_worker_that_has_left_does_not_come_back_with_a_refused_push():
     part = part_with(RoundRobinEASGD(3, 0.5))
     part.signal(1, Signal.LEAVE)
-    assert push(part, worker=0).status == Status.OK
-    assert push(part, [np.nan] * SIZE, worker=1).status == Status.NOT_FINITE
-    for worker in (2, 0, 2):
-        assert push(part, worker=worker).status == Status.OK
+    assert statuses(part, (0, ONES), (1, BAD)) == [Status.OK, Status.NOT_FINITE]
+    assert statuses(part, (2, ONES), (0, ONES), (2, ONES)) == [Status.OK] * 3
 
 
 def test_the_lead_of_the_second_stage_is_bounded():
-    part = part_with(ASHL(loss_threshold=0.5, num_workers=2, largest_lead=1), num_workers=2)
+    part = part_with(ASHL(loss_threshold=0.5, num_workers=3, largest_lead=1))
     for _ in range(5):
         assert push(part).status == Status.OK
     assert part.signal(0, Signal.LOSS_REACHED) == 1
-    assert push(part).status == Status.OK
-    (ahead,) = waiting(part, 0)
-    assert push(part, worker=1).status == Status.OK
-    assert ahead.result(0).status == Status.OK and part.version == 8
+    for bad in (ONES, BAD):  # nobody waits for one whose pushes are refused
+        assert statuses(part, (0, ONES), (1, ONES)) == [Status.OK] * 2
+        (ahead,) = waiting(part, 0)
+        push(part, bad, worker=2)
+        assert ahead.result(0).status == Status.OK
+        push(part, worker=1)
+        push(part, worker=2)
 
 
 class FailsForOne(RoundRobinEASGD):
@@ -383,9 +413,10 @@ def test_the_center_is_final_when_training_was_closed_without_a_lock_too():
 
 
 @each_rule
-def test_state_comes_back(make):
-    first, second = part_with(make()), Part(SIZE, make(), 3)
-    random = np.random.default_rng(0)
+def test_state_comes_back(logical_devices, case):
+    """All of it is in the part: two of the same rule do not touch each other."""
+    rule, random = make_rule(case), np.random.default_rng(0)
+    first, *others = (part_with(rule), *(Part(SIZE, own, 3) for own in (rule, make_rule(case))))
 
     def go_on(*parts):
         for worker in (0, 1, 2):
@@ -395,11 +426,13 @@ def test_state_comes_back(make):
             assert {answer.status for answer in answers} == {Status.OK}
 
     go_on(first)
-    assert second.set_state(unpack_state(*pack_state(first.state()))) == Status.OK
-    second.set_center(first.center)
+    for other in others:
+        assert other.set_state(unpack_state(*pack_state(first.state()))) == Status.OK
+        other.set_center(np.array(first.center))
     for _ in range(2):  # and they go on alike
-        np.testing.assert_equal(found(second) | {"latest": 0}, found(first) | {"latest": 0})
-        go_on(first, second)
+        for other in others:
+            np.testing.assert_equal(found(other) | {"latest": 0}, found(first) | {"latest": 0})
+        go_on(first, *others)
 
 
 @pytest.mark.parametrize(

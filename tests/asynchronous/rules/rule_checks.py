@@ -1,8 +1,5 @@
 """Follows a rule on both sides, push by push, beside the equations in float64 numpy."""
 
-import abc
-import dataclasses
-import threading
 import types
 
 import numpy as np
@@ -12,6 +9,10 @@ from keras_het.asynchronous.rules import PushMeta
 
 SIZES = (6, 6, 6)  # the parts of the center
 SIZE = sum(SIZES)
+
+
+def start_vector(seed=0):
+    return np.random.default_rng(seed).normal(size=SIZE).astype("float32")
 
 
 def frozen(array):
@@ -26,10 +27,10 @@ class Center:
 
     def __init__(self, rule, start, sizes=SIZES):
         self.rule, self.sizes, self.version = rule, sizes, 0
-        self.parts = [part.copy() for part in self.cut(start)]
+        self.parts = [part.copy() for part in self._cut(start)]
         self.slots = [rule.create_slots(frozen(part)) for part in self.parts]
 
-    def cut(self, vector):
+    def _cut(self, vector):
         return np.split(np.float32(vector), np.cumsum(self.sizes)[:-1])
 
     def push(self, worker, samples, seen_version, message):
@@ -41,7 +42,7 @@ class Center:
             if not turns[0]:
                 return None
         meta = PushMeta(worker, float(samples), self.version - seen_version, self.version)
-        changes = enumerate(self.cut(message))
+        changes = enumerate(self._cut(message))
         answers = [self._push_part(index, frozen(change), meta) for index, change in changes]
         self.version += 1
         return np.concatenate(answers)
@@ -56,6 +57,10 @@ class Center:
         assert _described(update.slots) == _described(slots)
         self.parts[index], self.slots[index] = update.center, update.slots
         return update.answer
+
+    def are_taken(self, *workers):
+        """Whether a push of each, one after another, is taken; of ones."""
+        return [self.push(i, 1, self.version, np.ones(SIZE)) is not None for i in workers]
 
     def signal(self, worker, signal):
         """The stage of training."""
@@ -86,51 +91,16 @@ def _described(slots):
     return {name: (array.dtype, array.shape) for name, array in slots.items()}
 
 
-def run_in_threads(work, number):
-    """Calls work(0), ..., work(number - 1) at the same time."""
-    errors = []
+class Equations:
+    """What a paper says of one push (`update` returns the answer), and the worker's side.
 
-    def guarded(index):
-        try:
-            work(index)
-        except BaseException as error:
-            errors.append(error)
-            raise
+    The latter is that of gradient rules.
+    """
 
-    threads = [threading.Thread(target=guarded, args=(i,), daemon=True) for i in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-        assert not thread.is_alive()
-    assert not errors
-
-
-@dataclasses.dataclass
-class Follower:
-    """A worker: its weights twice, as the rule makes them and as the equations say."""
-
-    weights: np.ndarray
-    seen: np.ndarray
-    version: int = 0
-    sent: np.ndarray | None = None
-    answer: np.ndarray | None = None
-    expected: np.ndarray | None = None  # float64 weights
-    expected_seen: np.ndarray | None = None
-    expected_sent: np.ndarray | None = None
-    expected_answer: np.ndarray | None = None
-
-
-class Equations(abc.ABC):
-    """What a paper says of one push; the worker's side is that of gradient rules."""
+    version = 0
 
     def __init__(self, start):
         self.c = np.float64(start)
-        self.version = 0
-
-    @abc.abstractmethod
-    def update(self, i, change, samples, staleness):
-        """What the center becomes, and the answer."""
 
     def message(self, x, seen):
         return seen - x
@@ -155,7 +125,7 @@ class ChangeEquations(Equations):
         return answer + x - sent
 
 
-class ElasticEquations(Equations):
+class ElasticEquations(ChangeEquations):
     """Both sides move by the same difference, of the moment of sending."""
 
     def __init__(self, start, alpha):
@@ -163,9 +133,6 @@ class ElasticEquations(Equations):
         self.alpha = alpha
 
     def message(self, x, seen):
-        return x
-
-    def after_sending(self, x, seen):
         return x
 
     def update(self, i, x, samples, staleness):
@@ -177,69 +144,62 @@ class ElasticEquations(Equations):
         return x - self.alpha * (sent - answer)
 
 
-def follow(rule, equations, start, workers=3, events=60, seed=3, tolerance=2e-4, order=None):
+class Worker:
+    """A worker's weights, as a rule or its equations make them."""
+
+    answer = None
+
+    def __init__(self, rule, start):
+        self.rule, self.weights, self.seen = rule, start, start
+
+    def send(self):
+        message = self.rule.message(self.weights, self.seen)
+        self.weights = self.sent = self.rule.after_sending(self.weights, self.seen)
+        return message
+
+    def receive(self):
+        self.weights = self.rule.receive(self.weights, self.sent, self.answer)
+        self.seen, self.answer = self.answer, None
+
+
+def follow(rule, equations, start, workers=3, events=60, in_turns=False):
     """Sends and receives in random order and compares all that can be seen after each event.
 
     Workers move while their answers travel, and others push in between: staleness is above 0.
     """
-    random = np.random.default_rng(seed)
-    center = Center(rule, start)
-    crew = [
-        Follower(
-            np.float32(start),
-            np.float32(start),
-            expected=np.float64(start),
-            expected_seen=np.float64(start),
-        )
-        for _ in range(workers)
-    ]
-    largest_staleness, pushes = 0, 0
+    random, center, largest_staleness = np.random.default_rng(3), Center(rule, start), 0
+    ours = [Worker(rule, np.float32(start)) for _ in range(workers)]
+    theirs = [Worker(equations, np.float64(start)) for _ in range(workers)]
+    seen = [0] * workers
     for _ in range(events):
         i = int(random.integers(workers))
-        if order is not None and crew[i].answer is None:
-            i = order[pushes % len(order)] if crew[order[pushes % len(order)]].answer is None else i
-        worker = crew[i]
+        if in_turns and ours[i].answer is None:
+            i = center.version % workers
+        own, expected = ours[i], theirs[i]
         step = 0.1 * random.normal(size=SIZE)
-        worker.weights = np.float32(worker.weights - step)
-        worker.expected = worker.expected - step
-        if worker.answer is None:
-            if order is not None and i != order[pushes % len(order)]:
-                continue
-            largest_staleness = max(largest_staleness, center.version - worker.version)
-            _send(center, equations, worker, i, float(random.integers(1, 64)))
-            pushes += 1
+        own.weights = np.float32(own.weights - step)
+        expected.weights = expected.weights - step
+        if own.answer is None:
+            samples, staleness = float(random.integers(1, 64)), center.version - seen[i]
+            own.answer = center.push(i, samples, seen[i], own.send())
+            expected.answer = equations.update(i, expected.send(), samples, staleness)
+            assert_close(own.answer, expected.answer)
+            equations.version = seen[i] = center.version
+            largest_staleness = max(largest_staleness, staleness)
         else:
-            _receive(rule, equations, worker)
-        np.testing.assert_allclose(center.values, equations.c, rtol=tolerance, atol=tolerance)
-        np.testing.assert_allclose(worker.weights, worker.expected, rtol=tolerance, atol=tolerance)
-    assert center.version == pushes > events // 4
-    assert largest_staleness > 1 or workers == 1
+            own.receive()
+            expected.receive()
+        assert own.weights.dtype == np.float32
+        assert_close(center.values, equations.c)
+        assert_close(own.weights, expected.weights)
+    assert center.version > events // 4
+    assert largest_staleness > 1
     assert np.abs(center.values - start).max() > 0.01
-    return center, crew
+    return center
 
 
-def _send(center, equations, worker, i, samples):
-    rule = center.rule
-    staleness = center.version - worker.version
-    message = rule.message(worker.weights, worker.seen)
-    worker.answer = center.push(i, samples, worker.version, message)
-    worker.weights = worker.sent = rule.after_sending(worker.weights, worker.seen)
-    worker.version = center.version
-    expected = equations.message(worker.expected, worker.expected_seen)
-    worker.expected_answer = equations.update(i, expected, samples, staleness)
-    equations.version += 1
-    worker.expected = equations.after_sending(worker.expected, worker.expected_seen)
-    worker.expected_sent = worker.expected
-    np.testing.assert_allclose(worker.answer, worker.expected_answer, rtol=2e-4, atol=2e-4)
-
-
-def _receive(rule, equations, worker):
-    worker.weights = rule.receive(worker.weights, worker.sent, worker.answer)
-    worker.expected = equations.receive(
-        worker.expected, worker.expected_sent, worker.expected_answer
-    )
-    worker.seen, worker.expected_seen = worker.answer, worker.expected_answer
-    worker.answer = None
+def assert_close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
 
 
 class Group:
@@ -249,35 +209,25 @@ class Group:
         self.rule = rule
         self.weights = [tf.constant(start, tf.float32) for start in starts]
         self.states = [rule.initial_state(self.weights[0]) for _ in starts]
-        self.messages = 0
+
+    def move(self, changes):
+        self.weights = [w + np.float32(m) for w, m in zip(self.weights, changes, strict=True)]
 
     def exchange(self, samples):
         """One `combine` of every worker: first what they send is collected, then the sum given."""
-        sent = [self._sent(i, samples[i]) for i in range(len(self.weights))]
-        total = tf.add_n(sent)
-        self.messages += 1
-        results = [
-            self.rule.combine(x, state, n, lambda _: total)
-            for x, state, n in zip(self.weights, self.states, samples, strict=True)
-        ]
-        self.weights, self.states = [list(column) for column in zip(*results, strict=True)]
+        sent = []
+        self._combine(samples, lambda own: sent.append(own) or own)
+        assert len(sent) == len(self.weights)  # one packed buffer of each
+        results = self._combine(samples, lambda _: tf.add_n(sent))
+        self.weights, self.states = (list(column) for column in zip(*results, strict=True))
+        first, *others = (tf.nest.map_structure(np.array, state) for state in self.states)
+        np.testing.assert_equal(others, [first] * len(others))
 
-    def _sent(self, i, samples):
-        buffers = []
+    def receive(self, now, sent):
+        """Continue from an exchange that took some steps."""
+        columns = zip(now, sent, self.weights, strict=True)
+        self.weights = [self.rule.receive(*column) for column in columns]
 
-        def keep(buffer):
-            buffers.append(buffer)
-            return buffer
-
-        self.rule.combine(self.weights[i], self.states[i], samples, keep)
-        assert len(buffers) == 1  # one packed buffer
-        return buffers[0]
-
-    def assert_states_are_identical(self):
-        for state in self.states[1:]:
-            for name, value in state.items():
-                np.testing.assert_array_equal(value, self.states[0][name])
-
-
-def start_vector(seed=0):
-    return np.random.default_rng(seed).normal(size=SIZE).astype("float32")
+    def _combine(self, samples, all_reduce_sum):
+        columns = zip(self.weights, self.states, samples, strict=True)
+        return [self.rule.combine(*column, all_reduce_sum) for column in columns]

@@ -84,11 +84,3 @@ def test_a_push_without_samples_changes_nothing():
         before = center.values
         center.push(0, samples, 0, np.ones(SIZE, np.float32))
         assert (center.values != before).any() == (samples > 0)
-
-
-@pytest.mark.parametrize(
-    "settings", [{"period": 0}, {"learning_rate": 0.0}, {"momentum": 1.0}, {"num_workers": 0}]
-)
-def test_settings_out_of_range(settings):
-    with pytest.raises(ValueError, match=f"Received: .*{next(iter(settings))}="):
-        DelayedNesterov(**{"num_workers": WORKERS, **settings})

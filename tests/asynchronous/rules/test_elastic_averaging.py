@@ -1,48 +1,63 @@
-"""EASGD with pushes in any order: Async, momentum, Hogwild; and the stability bound."""
+"""EASGD with pushes in any order or in turns; and the stability bound, of all at once too."""
 
 import math
 
-import keras
 import numpy as np
 import pytest
-from rule_checks import ElasticEquations, follow, run_in_threads, start_vector
+from keras.optimizers import SGD, Adam, LossScaleOptimizer, RMSprop
+from rule_checks import Center, ElasticEquations, follow, start_vector
 
 from keras_het.asynchronous.rules import (
     AsyncEASGD,
     AsyncMEASGD,
     ElasticAveraging,
     HogwildEASGD,
-    PushMeta,
     RoundRobinEASGD,
+    Signal,
     SyncEASGD,
 )
 from keras_het.asynchronous.rules.elastic_averaging import largest_moving_rate, overlapped_rate
 
-RULES = [AsyncEASGD, AsyncMEASGD, ElasticAveraging, HogwildEASGD]
 
-
-@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize(
+    "kind", [AsyncEASGD, AsyncMEASGD, ElasticAveraging, HogwildEASGD, RoundRobinEASGD]
+)
 def test_equations(kind):
     start = start_vector()
-    follow(kind(alpha=0.3), ElasticEquations(start, 0.3), start)
+    rule = kind(alpha=0.3, num_workers=3)
+    assert rule.is_atomic == (kind is not HogwildEASGD)
+    follow(rule, ElasticEquations(start, 0.3), start, in_turns=rule.may_wait)
 
 
-def test_what_distinguishes_them():
-    assert [rule.is_atomic for rule in RULES] == [True, True, True, False]
-    assert not any(rule.center_is_weights or rule.uses_gradients for rule in RULES)
+@pytest.fixture
+def in_turns():
+    return Center(RoundRobinEASGD(3, 0.3), start_vector())
 
 
-def test_simultaneous_pushes_without_a_lock():
-    rule, center, ones = HogwildEASGD(0.1), np.zeros(20000, np.float32), np.ones(20000, np.float32)
+def test_a_push_out_of_turn_changes_nothing(in_turns):
+    assert in_turns.are_taken(1, 2) == [False, False]
+    np.testing.assert_array_equal(in_turns.values, start_vector())
+    assert in_turns.are_taken(0, 0, 1, 2, 0, 1) == [True, False, True, True, True, True]
+    assert in_turns.version == 5
 
-    def work(number):
-        for _ in range(50):
-            answer = rule.update(center, {}, ones, PushMeta(number, 1.0, 0)).answer
-            assert 0 <= answer.min() <= answer.max() <= 1.5
 
-    run_in_threads(work, 4)
-    # whatever was lost to races, 50 pushes of one worker alone leave 0.9 ** 50 = 0.5 %
-    np.testing.assert_allclose(center, ones, atol=0.05)
+def test_who_has_left_is_passed_over_until_it_is_back(in_turns):
+    assert in_turns.signal(1, Signal.LEAVE) == 0
+    assert in_turns.are_taken(0, 2, 0, 1, 2, 0) == [True] * 3 + [False, True, True]
+    assert in_turns.are_taken(2, 1, 2) == [False, True, True]
+    in_turns.signal(0, Signal.LEAVE)  # in its turn
+    assert in_turns.are_taken(1) == [True]
+
+
+def test_the_turn_is_not_left_with_one_that_is_gone_when_another_returns(in_turns):
+    for worker in range(3):
+        in_turns.signal(worker, Signal.LEAVE)
+    assert in_turns.are_taken(1, 1, 2, 1, 2) == [True, True, False, True, True]
+
+
+def test_a_refused_push_passes_the_turn_on(in_turns):
+    in_turns.refuse(0)
+    assert in_turns.are_taken(0, 1, 2, 0, 1) == [False, True, True, True, True]
 
 
 def test_default_moving_rate():
@@ -57,68 +72,53 @@ def test_default_moving_rate():
             kind(num_workers=0)
 
 
+def scaled(optimizer):
+    return LossScaleOptimizer(optimizer)  # as Keras wraps it for mixed_float16
+
+
+NEEDS_MOMENTUM = r"keras.optimizers.SGD\(learning_rate, momentum=0.9\).*Received: "
+
+
 @pytest.mark.parametrize(
-    ("name", "settings"), [("SGD", {}), ("Adam", {}), ("RMSprop", {"momentum": 0.9})]
+    ("rule", "make_optimizer", "match"),
+    [
+        (AsyncMEASGD(0.3), lambda: scaled(SGD(0.1, momentum=0.9)), None),
+        (AsyncMEASGD(0.3), lambda: SGD(), NEEDS_MOMENTUM),
+        (AsyncMEASGD(0.3), lambda: Adam(), NEEDS_MOMENTUM),
+        (AsyncMEASGD(0.3), lambda: RMSprop(momentum=0.9), NEEDS_MOMENTUM),
+        (AsyncMEASGD(0.3), lambda: scaled(SGD(0.1)), rf"{NEEDS_MOMENTUM}SGD\(momentum=0\.0\)"),
+        (AsyncEASGD(0.9), lambda: SGD(0.1), None),
+        (AsyncEASGD(0.9), lambda: Adam(0.1), None),  # there is no bound for it
+        (AsyncEASGD(0.9), lambda: SGD(1.5), r"at most .* = 0\.4 "),
+        (AsyncEASGD(0.9), lambda: scaled(SGD(1.5)), r"at most .* = 0\.4 "),
+        (SyncEASGD(4, 0.3), lambda: SGD(1.5), "at most"),
+    ],
 )
-def test_momentum_form_names_the_optimizer_it_needs(logical_devices, name, settings):
-    optimizer = getattr(keras.optimizers, name)(**settings)
-    with pytest.raises(ValueError, match=r"keras.optimizers.SGD\(learning_rate, momentum=0.9\)"):
-        AsyncMEASGD(0.3).check_optimizer(optimizer)
-
-
-def test_bound_is_checked_for_the_optimizer_too(logical_devices):
-    rule = AsyncEASGD(0.9)
-    rule.check_optimizer(keras.optimizers.SGD(0.1))
-    rule.check_optimizer(keras.optimizers.Adam(0.1))  # there is no bound for it
-    with pytest.raises(ValueError, match=r"at most .* = 0\.4 "):
-        rule.check_optimizer(keras.optimizers.SGD(1.5))
+def test_optimizers_that_fit(logical_devices, rule, make_optimizer, match):
+    if match is None:
+        rule.check_optimizer(make_optimizer())
+    else:
+        with pytest.raises(ValueError, match=match):
+            rule.check_optimizer(make_optimizer())
 
 
 def test_bound_is_checked_for_answers_that_travel(logical_devices):
-    optimizer = keras.optimizers.SGD(0.1)
-    rule = AsyncEASGD(0.9)
+    optimizer, rule = SGD(0.1), AsyncEASGD(0.9)
     for steps in (0, 1, 4):
         rule.check_overlap(optimizer, steps)
     with pytest.raises(ValueError, match=r"= 0\.834 for eta = 0\.5695 \(8 steps of 0\.1 while"):
         rule.check_overlap(optimizer, 8)
     with pytest.raises(ValueError, match=r"= 0\.6667 for eta = 1 \(any number of steps of 0\.1 "):
         rule.check_overlap(optimizer, math.inf)
-    rule.check_overlap(keras.optimizers.Adam(0.1), 8)  # there is no bound for it
-
-
-@pytest.mark.parametrize("workers", [1, 2, 6])
-def test_the_default_is_within_the_bound_however_long_an_answer_takes(logical_devices, workers):
-    rule = AsyncEASGD(num_workers=workers)
-    for rate in (0.1, 0.5, 1.0):
-        for steps in (1, 8, 100, math.inf):
-            rule.check_overlap(keras.optimizers.SGD(rate), steps)
-
-
-@pytest.mark.parametrize("rate", [0.1, 0.5, 1.0])
-@pytest.mark.parametrize("steps", [1, 2, 8, 50])
-def test_bound_of_answers_that_travel_is_where_the_largest_eigenvalue_passes_1(rate, steps):
-    def radius(alpha):
-        """One worker alone: it moves by the difference at the time of sending, after its steps."""
-        stays = (1 - rate) ** steps
-        return abs(np.linalg.eigvals([[stays - alpha, alpha], [alpha, 1 - alpha]])).max()
-
-    bound = largest_moving_rate(overlapped_rate(rate, steps))
-    assert radius(bound) <= 1 + 1e-12 < radius(1.01 * bound)
-
-
-def test_an_optimizer_that_scales_the_loss_is_seen_through(logical_devices):
-    def scaled(optimizer):  # as Keras wraps it for mixed_float16
-        return keras.optimizers.LossScaleOptimizer(optimizer)
-
-    AsyncMEASGD(0.3).check_optimizer(scaled(keras.optimizers.SGD(0.1, momentum=0.9)))
-    with pytest.raises(ValueError, match=r"Received: SGD\(momentum=0\.0\)"):
-        AsyncMEASGD(0.3).check_optimizer(scaled(keras.optimizers.SGD(0.1)))
-    with pytest.raises(ValueError, match=r"at most .* = 0\.4 "):
-        AsyncEASGD(0.9).check_optimizer(scaled(keras.optimizers.SGD(1.5)))
+    rule.check_overlap(Adam(0.1), 8)  # there is no bound for it
+    for workers in (1, 2, 6):  # the default is within it
+        for rate in (0.1, 0.5, 1.0):
+            for steps in (1, 8, 100, math.inf):
+                AsyncEASGD(num_workers=workers).check_overlap(SGD(rate), steps)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0, 1.9])
-def test_bound(rate):
+def test_bound_of_the_authors(rate):
     bound = largest_moving_rate(rate)
     assert bound == pytest.approx((4 - 2 * rate) / (4 - rate))
     AsyncEASGD(bound, rate)
@@ -126,20 +126,32 @@ def test_bound(rate):
         AsyncEASGD(bound * 1.01 + 1e-9, rate)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 8])
-@pytest.mark.parametrize("rate", [0.1, 0.5, 1.0, 1.5, 1.9])
-@pytest.mark.parametrize("at_once", [True, False])
-def test_bound_is_where_the_largest_eigenvalue_passes_1(workers, rate, at_once):
-    def radius(alpha):
-        # mean of the workers and center; a worker's distance to the mean shrinks on its own
-        step = np.array([[1 - rate, 0.0], [0.0, 1.0]])
-        pull = np.array([[-alpha, alpha], [workers * alpha, -workers * alpha]])
-        matrix = step + pull if at_once else (np.eye(2) + pull) @ step
-        alone = 1 - rate - alpha if at_once else (1 - alpha) * (1 - rate)
-        return max(abs(np.linalg.eigvals(matrix)).max(), abs(alone) if workers > 1 else 0)
+def radius(alpha, rate, workers, period, overlap):
+    """Largest eigenvalue of the steps and the exchange of a period, on a quadratic.
 
-    bound = largest_moving_rate(rate, workers)
-    for part in np.linspace(0.05, 1, 20):
-        assert radius(part * bound) <= 1 + 1e-12
-    if at_once:  # exactly the bound; an exchange after the step is stable beyond it
-        assert radius(1.01 * bound) > 1
+    The pull of an exchange comes after the steps that overlap it. With the mean of the workers goes
+    the center; a worker's distance to the mean shrinks on its own.
+    """
+    step = np.diag([1 - rate, 1.0])
+    pull = np.array([[-alpha, alpha], [workers * alpha, -workers * alpha]])
+    matrix = np.linalg.matrix_power(step, overlap) + pull
+    matrix = np.linalg.matrix_power(step, period - overlap) @ matrix
+    alone = (1 - rate) ** (period - overlap) * ((1 - rate) ** overlap - alpha)
+    return max(abs(np.linalg.eigvals(matrix)).max(), abs(alone) if workers > 1 else 0)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3, 0.5, 0.9, 1.0, 1.3, 1.5, 1.9])
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+def test_bound_is_where_the_largest_eigenvalue_passes_1(workers, rate):
+    for period, overlap in ((1, 0), (1, 1), (2, 1), (2, 2), (5, 2), (10, 5), (10, 10), (50, 50)):
+        bound = largest_moving_rate(overlapped_rate(rate, overlap), workers)
+        SyncEASGD(workers, bound, rate, period, overlap)
+        with pytest.raises(ValueError, match="at most"):
+            SyncEASGD(workers, bound * 1.01 + 1e-9, rate, period, overlap)
+        for part in (0.05, 0.35, 0.65, 0.95, 1.0):
+            for curvature in np.linspace(0, 1, 21):
+                found = radius(part * bound, rate * curvature, workers, period, overlap)
+                assert found <= 1 + 1e-9
+        # Exactly there, unless steps without a pull follow or some curvature has the rate 1.
+        if overlap == period and (overlap == 1 or rate <= 1):
+            assert radius(1.01 * bound, rate, workers, period, overlap) > 1
