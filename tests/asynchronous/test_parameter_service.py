@@ -1,13 +1,12 @@
 """The service and its clients, over a real connection and within the process."""
 
 import itertools
-import threading
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
 from addresses import free_address, silent_address
-from service_doubles import PROOF, SECONDS, SECRET, Service, flat, service_spec, serving
+from service_doubles import PROOF, SECONDS, SECRET, Service, flat, serving
 
 from keras_het.asynchronous.parameter_service import (
     NO_ANSWER,
@@ -27,8 +26,6 @@ from keras_het.asynchronous.parameter_service.channel import (
     UnknownTrainingError,
 )
 from keras_het.asynchronous.parameter_service.client import UNDER_WAY
-from keras_het.asynchronous.parameter_service.hosting import HostedParts
-from keras_het.asynchronous.parameter_service.part import LARGEST_SAMPLES, pack_state
 from keras_het.asynchronous.parameter_service.partitions import spread_partitions
 from keras_het.asynchronous.rules import (
     AsyncEASGD,
@@ -38,9 +35,8 @@ from keras_het.asynchronous.rules import (
     ElasticAveraging,
     RoundRobinEASGD,
     Signal,
-    serialize,
 )
-from keras_het.exchange.message import _LAYOUTS, Kind, Message, decode, encode
+from keras_het.exchange.message import Kind, Message
 from keras_het.exchange.server import Server
 
 PARTITIONS = Partitions(((3, 4), (5,), ()), partition_bytes=28)  # 18 elements: three of six
@@ -451,181 +447,3 @@ def test_a_center_that_is_not_finite_is_refused():
     with pytest.raises(ValueError, match=r"must be finite.*diverged"):
         service.client().restore([np.inf * part for part in ramp(1)])
     assert np.isfinite(service.center).all()
-
-
-WIRES = {"float32": FloatWire(), "float16": FloatWire("float16"), "top": TopKWire(0.4)}
-FUZZED = Partitions(((4, 3), (2,)), partition_bytes=28)  # 14 elements: two of seven
-EDGES = (-(2**63), -(2**31), -1, 3, 4, LARGEST_SAMPLES, 2**62, 2**63 - 1)
-
-
-class Requests:
-    """Messages of random senders: any kind, numbers, lengths and values, and often almost right."""
-
-    def __init__(self, seed, good_state):
-        self.random = np.random.default_rng(seed)
-        self.good = good_state
-        self.kinds = [kind for kind in Kind if kind != Kind.CLOSE_TRAINING]
-        self.likely = (Kind.PUSH, Kind.PUSH_16, Kind.PUSH_TOP, Kind.RESTORE, Kind.STATE, Kind.LEAD)
-
-    def number(self):
-        way = self.random.integers(12)
-        if way == 0:
-            return int(self.random.integers(-(2**63), 2**63 - 1))
-        return int(self.random.choice(EDGES) if way == 1 else self.random.integers(3))
-
-    def vector(self, kind):
-        length = int(self.random.choice([0, 1, 6, 7, 7, 7, 7, 8, 100]))
-        values = self.random.normal(size=length)
-        if length and self.random.integers(3) == 0:
-            odd = self.random.choice([np.nan, np.inf, -np.inf, 3.4e38, -3.4e38])
-            values[self.random.integers(length)] = odd
-        with np.errstate(all="ignore"):
-            if kind == "<i4":
-                places = [*range(7)] * 9 + [-1, 7, -(2**31)]
-                return self.random.choice(places, self.random.choice([length, 7, 7, 7]))
-            return values.astype(kind)
-
-    def make(self):
-        pool = self.likely if self.random.integers(2) else self.kinds
-        kind = Kind(self.random.choice(pool))
-        layout = _LAYOUTS[kind]
-        numbers = tuple(self.number() for _ in range(layout.numbers))
-        vectors = [self.vector(type_) for type_ in layout.types]
-        if kind == Kind.STATE and self.random.integers(3):
-            state = dict(self.good)
-            name = str(self.random.choice(sorted(state)))
-            way, odd = self.random.integers(3), self.random.choice([-1.0, np.nan, np.inf, 2.0**63])
-            with np.errstate(all="ignore"):
-                state[name] = (
-                    np.full_like(state[name], odd) if way else np.append(state[name], state[name])
-                )
-            vectors = list(pack_state(state))
-        sender = int(self.random.integers(-1, 4))
-        return sender, next(decode(encode(Message(kind, numbers, tuple(vectors)), b""), b""))
-
-
-def is_right(sender, request, wire):
-    """Whether a push or a center may be taken, by all but what the center makes of it."""
-    part, *numbers = request.numbers
-    if request.kind == Kind.RESTORE:
-        vector = request.vectors[0]
-        return part in (0, 1) and len(vector) == 7 and bool(np.isfinite(vector.sum()))
-    number, version, samples = numbers
-    if request.kind != wire.push or part not in (0, 1) or not 0 <= sender < 3:
-        return False
-    if min(number, version) < 0 or not 0 <= samples < LARGEST_SAMPLES:
-        return False
-    vectors = request.vectors
-    if isinstance(wire, TopKWire):
-        places = vectors[1]
-        is_inside = len(places) == len(vectors[0]) and set(places.tolist()) <= {*range(7)}
-        return is_inside and bool(np.isfinite(wire.decode(vectors, 7).sum()))
-    return len(vectors[0]) == 7 and bool(np.isfinite(wire.decode(vectors, 7).sum()))
-
-
-def hosted(wire, server=None):
-    rule = serialize(AsyncSGD(0.1, momentum=0.5))
-    given = {"shapes": FUZZED.shapes, "rule": rule, "wire": wire.name, "staleness_bound": 5}
-    parts = HostedParts(server, 0, service_spec(**given), SECRET)
-    for part in parts.parameters.parts.values():
-        part.set_center(np.zeros(7, np.float32))
-    return parts
-
-
-def snapshot(parts):
-    kept = [{"center": part.center, **part.state()} for part in parts.parameters.parts.values()]
-    return [{name: value.copy() for name, value in each.items()} for each in kept]
-
-
-class NoServer:
-    def end(self, service):
-        """Nobody is connected."""
-
-
-@pytest.mark.quick("float32-600", "top-600")
-@pytest.mark.parametrize("rounds", [600, 20_000])
-@pytest.mark.parametrize("wire", WIRES)
-def test_random_messages_are_refused_or_leave_everything_finite(wire, rounds):
-    parts, wire = hosted(WIRES[wire], NoServer()), WIRES[wire]
-    requests = Requests(3, parts.parameters.parts[0].state())
-    taken, refused = 0, 0
-    with np.errstate(over="ignore", invalid="ignore"):
-        for _ in range(rounds):
-            sender, request = requests.make()
-            before = snapshot(parts)
-            try:
-                answer = parts.handle(sender, request)
-                assert list(encode(answer, b""))  # its numbers fit into a message
-            except (ValueError, PermissionError):
-                answer = None
-            changes = request.kind in (
-                wire.push,
-                Kind.PUSH,
-                Kind.PUSH_16,
-                Kind.PUSH_TOP,
-                Kind.RESTORE,
-            )
-            if changes and is_right(sender, request, wire):
-                assert answer is not None
-                taken += answer.numbers[0] == Status.OK
-            elif request.kind != Kind.STATE or answer is None:
-                np.testing.assert_equal(snapshot(parts), before)
-                refused += 1
-            if answer is not None and answer.numbers and answer.numbers[0] == Status.NOT_FINITE:
-                np.testing.assert_equal(snapshot(parts), before)
-            for part in snapshot(parts):
-                assert all(np.isfinite(value).all() for value in part.values())
-                assert 0 <= part["version"] < 2**63 - 1
-    assert taken > rounds / 100 and refused > rounds / 2
-    for request in (
-        Message(Kind.RESTORE, (0,), (np.ones(7, np.float32),)),
-        Message(Kind.PULL, (0, 1)),
-    ):
-        answer = parts.handle(1, request)  # none has kept the lock
-        assert answer.numbers[0] == Status.OK
-    np.testing.assert_array_equal(answer.vectors[0], 1)
-
-
-@pytest.mark.quick("float32-200")
-@pytest.mark.parametrize("rounds", [200, 2000])
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_good_worker_goes_on_beside_one_that_sends_anything(wire, rounds):
-    """The other's messages are of a worker that may push, but none is of use."""
-    service = Service(FUZZED, AsyncSGD(0.1, momentum=0.5), wire=WIRES[wire])
-    requests = Requests(4, service.parts[0].state())
-    answered = []
-    with serving(service) as (connect, _):
-        client, bad = connect(1), connect(0)._channels[0]
-
-        def fuzz():
-            with np.errstate(over="ignore", invalid="ignore"):
-                while len(answered) < rounds:
-                    _, request = requests.make()
-                    is_wanted = request.kind in (Kind.STATE, Kind.RESTORE) or (
-                        request.kind in (Kind.PUSH, Kind.PUSH_16, Kind.PUSH_TOP)
-                        and is_right(0, request, service.wire)
-                    )
-                    if is_wanted:
-                        continue
-                    try:
-                        bad.ask(request)
-                    except ValueError as error:
-                        answered.append(str(error))
-                    else:
-                        answered.append("")
-
-        thread = threading.Thread(target=fuzz, daemon=True)
-        thread.start()
-        random, versions, pushes = np.random.default_rng(5), [0, 0], 0
-        momentum, expected = np.zeros(14), np.zeros(14)
-        while thread.is_alive() or pushes < 20:
-            gradient = FUZZED.cut(random.normal(size=14).astype("float32"))
-            pending = client.start_push(gradient, versions, 8)
-            answer = pending.answer()
-            assert set(answer.statuses) == {Status.OK}
-            versions, pushes = answer.versions, pushes + 1
-            carried = flat(gradient) - (0 if client.wire.is_exact else flat(pending.residuals))
-            momentum = 0.5 * momentum + carried
-            expected = expected - 0.1 * momentum
-    assert len(answered) == rounds and service.versions == [pushes] * 2
-    np.testing.assert_allclose(service.center, expected, rtol=1e-4, atol=1e-4)

