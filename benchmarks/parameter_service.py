@@ -10,8 +10,8 @@ messages to a service that only returns them: the cost of the messages alone.
 `gb_per_s` counts both directions of all clients. `memory_ratio`: the largest resident memory of the
 service's process, minus its memory with TensorFlow loaded and before it made the variables, over
 the variables' bytes; it thus includes all costs of serving: variables, messages and what the
-allocator keeps. `server_memory_mb` is the whole of that process, `client_memory_mb` that of the
-largest client. If the processes of all kinds do not fit into memory at the same time
+allocator keeps. `server_memory_mb` is the peak of that whole process, `client_memory_mb` the
+largest client's. If the processes of all kinds do not fit into memory at the same time
 (`alive_together` false), each kind's are started for its turn only.
 """
 

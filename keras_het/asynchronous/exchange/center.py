@@ -66,7 +66,7 @@ class Center:
         self._addresses, self._tasks = list(addresses), list(tasks)
         seconds = leader.options.connect_seconds
         self._offer(self._tasks, seconds)
-        # Short messages would wait behind the weights on one connection.
+        # On a shared connection, short messages would queue behind the weights.
         self._first, *self._channels = [
             RemoteChannel(at, leader.credential, LEADER, leader.options.timeout_seconds)
             if own is None

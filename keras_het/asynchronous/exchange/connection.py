@@ -103,7 +103,7 @@ def open_connection(participant: Participant, number: int) -> Connection:
         return made
 
     with contextlib.ExitStack() as opened:
-        # Short messages would wait behind the weights on one connection.
+        # On a shared connection, short messages would queue behind the weights.
         first = channel(config_of(participant.strategy).service_address())
         ledger = LedgerConnection(first)
         channels = [channel(address) for address in _find_addresses(participant, ledger, first)]

@@ -316,7 +316,7 @@ def unpack_state(description: Vector, content: Vector) -> dict[str, Vector]:
     """Return the named arrays of `pack_state`.
 
     Raises:
-        ValueError: if the bytes are not those of the description.
+        ValueError: if the bytes do not match the description.
     """
     data, start, state = content.tobytes(), 0, {}
     try:
