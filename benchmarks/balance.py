@@ -6,9 +6,10 @@ All replicas are logical devices of one process; a device is emulated by a delay
 Everything else is real: the data path, the step, its collective, the measurement in it, the policy.
 
 The limit is the same training with the shares that the solver finds for the true speeds, in the
-same run; in the dynamic case it changes them in the very steps in which the speed changes. Policies
+same run; in dynamic cases it changes them in the very steps in which the speed changes. Policies
 take turns in every round. `samples_per_s` is that of the second half of a static run (the median
-step) and of the whole of a dynamic one; `whole_run_ratio_to_limit` counts every step but the first.
+step) and of the whole of a dynamic one or one with noise; `whole_run_ratio_to_limit` counts every
+step but the first.
 
 Devices that "work ahead" are asynchronous, as GPUs are: only some steps are measured there, and the
 limit is a training that measures nothing. Time is taken when devices have computed, after the first
@@ -60,7 +61,7 @@ from keras_het.planning import (
 from keras_het.strategy.measure import emulated_device
 from keras_het.strategy.measure.emulated_device import KERAS_HET_EMULATED_DEVICES
 
-MOST_REPLICAS = 4
+MOST_REPLICAS = 6
 POLICIES = ("even", *PEERS, "boa")
 WITHIN = 1.05  # a step this close to the best one is balanced
 
@@ -75,7 +76,8 @@ class Cluster:
         milliseconds: time per sample on a device of speed 1.
         fixed_milliseconds: fixed time of every step of a device.
         upper: largest share of each device, None for no bound.
-        slow_steps: first and last step in which the first device is three times slower.
+        slow_steps: ranges of steps in which the first device is three times slower.
+        noise: standard deviation of the logarithm of each time of a device.
         asynchronous: whether devices work ahead of their host.
         micro_batch_size: most samples that each device computes on at a time, None for any number.
     """
@@ -85,7 +87,8 @@ class Cluster:
     milliseconds: float
     fixed_milliseconds: float = 0.0
     upper: tuple[int | None, ...] | None = None
-    slow_steps: tuple[int, int] | None = None
+    slow_steps: tuple[tuple[int, int], ...] = ()
+    noise: float = 0.0
     asynchronous: bool = False
     micro_batch_size: tuple[int | None, ...] | None = None
 
@@ -96,11 +99,13 @@ class Cluster:
             return None
         return [self.batch if most is None else most for most in self.upper]
 
+    def is_slow(self, step: int) -> bool:
+        """Whether the first device is three times slower in a step."""
+        return any(start <= step < end for start, end in self.slow_steps)
+
     def models(self, step: int = 0) -> list[LinearTimeModel]:
         """Return the true time models in a step."""
-        factors = [1.0] * len(self.speeds)
-        if self.slow_steps and self.slow_steps[0] <= step < self.slow_steps[1]:
-            factors[0] = 3.0
+        factors = [3.0 if self.is_slow(step) else 1.0] + [1.0] * (len(self.speeds) - 1)
         lines = [
             LinearTimeModel(
                 factor * self.fixed_milliseconds / 1e3, factor * self.milliseconds / speed / 1e3
@@ -114,6 +119,13 @@ class Cluster:
             else MicroBatchTimeModel(*dataclasses.astuple(line), line.fixed_seconds, most)
             for line, most in zip(lines, sizes, strict=True)
         ]
+
+    def slow_downs(self, step: int) -> list[float]:
+        """Return how many times slower than its speed each device is in a step, noise included."""
+        noise = np.random.default_rng(step).standard_normal(len(self.speeds))
+        factors = np.exp(self.noise * noise)
+        factors[0] *= 3.0 if self.is_slow(step) else 1.0
+        return [float(factor) for factor in factors]
 
     def best_shares(self, step: int = 0) -> tuple[int, ...]:
         """Return the solver's shares for the true speeds."""
@@ -136,9 +148,17 @@ CLUSTERS = {
     "4:2:1, memory bound": Cluster((4, 2, 1), 140, 2.0, upper=(50, None, None)),
     "4:2:1:1, working ahead": Cluster((4, 2, 1, 1), 160, 2.0, asynchronous=True),
     "4:2:1, one slows down, working ahead": Cluster(
-        (4, 2, 1), 140, 2.0, slow_steps=(50, 100), asynchronous=True
+        (4, 2, 1), 140, 2.0, slow_steps=((50, 100),), asynchronous=True
     ),
-    "4:2:1, one slows down": Cluster((4, 2, 1), 140, 2.0, slow_steps=(50, 100)),
+    "4:2:1, one comes and goes": Cluster(
+        (4, 2, 1), 140, 2.0, slow_steps=((30, 50), (70, 90), (110, 130))
+    ),
+    "4:4:2:2:1:1, one slows down": Cluster((4, 4, 2, 2, 1, 1), 280, 2.0, slow_steps=((50, 100),)),
+    "4:2:1, noise of 20 %": Cluster((4, 2, 1), 140, 2.0, noise=0.2),
+    "4:2:1, one slows down, noise of 20 %": Cluster(
+        (4, 2, 1), 140, 2.0, slow_steps=((50, 100),), noise=0.2
+    ),
+    "4:2:1, one slows down": Cluster((4, 2, 1), 140, 2.0, slow_steps=((50, 100),)),
 }
 
 
@@ -171,11 +191,12 @@ class Limit:
 
 
 class Clock(keras.callbacks.Callback):
-    """Timer of steps, which also slows the first device down."""
+    """Timer of steps, which also slows devices down."""
 
     def __init__(self, cluster: Cluster, num_steps: int) -> None:
         super().__init__()
-        self._slow_steps = cluster.slow_steps
+        self._cluster = cluster
+        self._changes = bool(cluster.slow_steps or cluster.noise)
         # At each end of a step a host that works ahead would have to wait.
         self._timed = (1, num_steps // 2, num_steps) if cluster.asynchronous else ()
         self.ends: dict[int, float] = {}
@@ -185,8 +206,9 @@ class Clock(keras.callbacks.Callback):
         if not self._timed or step in self._timed:
             emulated_device.until_computed()()
             self.ends[step] = time.perf_counter()
-        if self._slow_steps and step in self._slow_steps:
-            emulated_device.slow_down(0, 3.0 if step == self._slow_steps[0] else 1.0)
+        if self._changes:
+            for replica, factor in enumerate(self._cluster.slow_downs(step)):
+                emulated_device.slow_down(replica, factor)
 
     def step_seconds(self) -> list[float]:
         """Seconds of each step but the first; of those between two times, their mean."""
@@ -249,7 +271,8 @@ class Bench:
 
     def run(self, policy: str) -> dict[str, Any]:
         """Train under a policy; return the results of one run."""
-        emulated_device.slow_down(0, 1.0)
+        for replica in range(len(self.cluster.speeds)):
+            emulated_device.slow_down(replica, 1.0)
         self.strategy.set_shares([1] * len(self.cluster.speeds))
         if policy == "limit":
             self.strategy.set_shares(self.cluster.best_shares())
@@ -262,8 +285,10 @@ class Bench:
         self.model.fit(self.data, epochs=1, verbose=0, callbacks=callbacks)
         seconds = callbacks[-1].step_seconds()
         shares = shares_of_steps(balancer, self.num_steps)
-        steady = seconds if self.cluster.slow_steps else seconds[len(seconds) // 2 :]
-        middle = statistics.mean if self.cluster.slow_steps else statistics.median
+        is_steady = not self.cluster.slow_steps
+        steady = seconds[len(seconds) // 2 :] if is_steady else seconds
+        # Noise belongs to a step's time; what else disturbs single ones does not.
+        middle = statistics.median if is_steady and not self.cluster.noise else statistics.mean
         balanced = steps_to_balance(self.cluster, shares) if shares else 0
         return {
             "samples_per_s": self.cluster.batch / middle(steady),
@@ -289,7 +314,7 @@ def shares_of_steps(balancer: BatchBalancer, num_steps: int) -> list[tuple[int, 
 
 def steps_to_balance(cluster: Cluster, shares: Sequence[tuple[int, ...]]) -> int | None:
     """First step from which on all are near the best one; steps after the last change of speed."""
-    start = cluster.slow_steps[1] if cluster.slow_steps else 0
+    start = cluster.slow_steps[-1][1] if cluster.slow_steps else 0
     best = cluster.seconds(cluster.best_shares(start), start)
     far = [
         step
@@ -498,7 +523,7 @@ def main() -> None:
         names = names[1:2] + names[-1:]
     rows = []
     for name in names:
-        dynamic = CLUSTERS[name].slow_steps is not None
+        dynamic = bool(CLUSTERS[name].slow_steps or CLUSTERS[name].noise)
         num_steps = (150 if dynamic else 60) if not options.quick else 16
         rows += compare(name, num_steps, 1 if options.quick else 5)
         print(f"{name} done", file=sys.stderr, flush=True)

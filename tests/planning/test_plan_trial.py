@@ -87,7 +87,7 @@ def test_another_plan_in_between_ends_the_trial():
 @pytest.mark.parametrize(
     ("change", "seconds"),
     # better than 2, whatever was before; and as long as a batch of twice the size takes
-    [(PlanTrial.speed_changed, 1.5), (PlanTrial.batch_changed, 4.0)],
+    [(lambda trial: trial.speed_changed(3), 1.5), (PlanTrial.batch_changed, 4.0)],
 )
 def test_a_change_ends_the_trial_and_makes_old_steps_no_comparison(change, seconds):
     trial = trial_with([1.0] * 8, [2.0] * 8)

@@ -45,7 +45,9 @@ def test_the_fixed_part_outlives_the_window():
     assert fit.fixed_seconds == pytest.approx(FIXED, abs=1e-3)
 
 
-@pytest.mark.parametrize(("factor", "within"), [(3.0, 4), (1 / 3, 3), (1.5, 4), (0.8, 3)])
+@pytest.mark.parametrize(
+    ("factor", "within"), [(3.0, 2), (1 / 3, 1), (1.5, 2), (0.8, 1), (1.1, 4), (0.9, 3)]
+)
 def test_a_change_of_speed_is_found_and_the_line_rescaled(factor, within):
     fit = TimeModelFit(3)
     feed(fit, np.array([30, 30, 30]), 5)
@@ -53,7 +55,7 @@ def test_a_change_of_speed_is_found_and_the_line_rescaled(factor, within):
     factors = np.array([1.0, factor, 1.0])
     found = feed(fit, np.array([40, 15, 35]), 10, factors)
     assert found == {1: within - 1}
-    assert fit.seconds_per_sample == pytest.approx(SLOPE * factors, rel=0.06)
+    assert fit.seconds_per_sample == pytest.approx(SLOPE * factors, rel=0.1)
 
 
 @examples(60)
@@ -85,7 +87,7 @@ def test_noise_alone_is_no_change():
     for _ in range(5000):
         seconds = (FIXED + SLOPE * shares) * (1 + 0.05 * random.standard_normal(3))
         seconds *= np.where(random.random(3) < 0.01, 5, 1)
-        changes += fit.observe(shares, seconds).sum()
+        changes += (fit.observe(shares, seconds) > 0).sum()
     assert changes <= 2
     assert 0.04 < fit.noise < 0.065
 

@@ -28,7 +28,8 @@ _FIRST_HOLD = 2
 _LONGEST_HOLD = 64
 # The lower median of c times is about 1.25 / sqrt(c) times as uncertain as one time.
 _MEDIAN_DEVIATION = 1.25
-# Steps after which a replica that is used but never measured keeps its share.
+# Steps after which a replica that is used but never measured keeps its share, and for which the
+# plan after a change of speed needs less certainty.
 _PATIENCE = 8
 _LARGEST_THRESHOLD = 0.8
 
@@ -111,6 +112,7 @@ class BoaPolicy(SharePolicy):
         self._trying: int | None = None
         self._changed: list[int] = []
         self._plans_since_change = 0
+        self._steps_since_change = _PATIENCE
         self._decided_version = -1
         self._trial = PlanTrial()
         self._used = UsedShares()
@@ -188,17 +190,18 @@ class BoaPolicy(SharePolicy):
             self._trial.batch_changed()
 
     def _record(self, shares: IntArray, seconds: FloatArray, matches: bool) -> None:
-        changed = self._fit.observe(shares, seconds)
-        if changed.any():
-            self._trial.speed_changed()
+        self._steps_since_change += 1
+        steps = self._fit.observe(shares, seconds)
+        changed = np.flatnonzero(steps)
+        if changed.size:
+            self._trial.speed_changed(int(steps[changed].min()) - 1)
             self._used.speed_changed()
+            self._changed += changed.tolist()
+            self._plans_since_change = self._steps_since_change = 0
         if shares.sum() == self._total:
             self._used.observe(shares)
         if matches:
             self._trial.observe(shares, self._whole_step(shares, seconds))
-        if changed.any():
-            self._changed += np.flatnonzero(changed).tolist()
-            self._plans_since_change = 0
 
     def _whole_step(self, shares: IntArray, seconds: FloatArray) -> float:
         """Return the duration of the step, or the longest compute time if it is unknown."""
@@ -274,8 +277,11 @@ class BoaPolicy(SharePolicy):
         used = (self._current > 0) & self._fit.known
         count = max(int(self._fit.counts(self._current)[used].min(initial=1 << 30)), 1)
         deviation = _MEDIAN_DEVIATION * self._fit.noise / math.sqrt(count)
+        # The present shares are wrong after a change, others most likely better.
         largest_of_n = math.sqrt(2 * math.log(max(len(self._current), 2)))
-        certain = max(self._dead_band, (2.0 + largest_of_n) * deviation)
+        is_early = self._plans_since_change == 0 and self._steps_since_change < _PATIENCE
+        margin = 1.0 if is_early else 2.0 + largest_of_n
+        certain = max(self._dead_band, margin * deviation)
         return min(certain * self._trial.distrust, _LARGEST_THRESHOLD)
 
     def _longest(self, shares: IntArray) -> float:

@@ -54,7 +54,6 @@ TAKEN_BACK = "taken back: "
 """How the reason of a plan begins that returns to earlier shares."""
 _STEPS_BEFORE = 16
 _STEPS_TO_JUDGE = 8
-_STEPS_SINCE_CHANGE = 3
 # Fraction of the predicted gain that must be achieved.
 _LEAST_PART_OF_GAIN = 0.25
 _MOST_DISTRUST = 16.0
@@ -92,9 +91,9 @@ class PlanTrial:
             del self._refused_until[tried]
             self.distrust = max(self.distrust / 2, 1.0)
 
-    def speed_changed(self) -> None:
-        """Discard older steps, because a replica became faster or slower."""
-        while len(self._latest) > _STEPS_SINCE_CHANGE:
+    def speed_changed(self, steps: int) -> None:
+        """Discard all but the latest steps, because a replica became faster or slower before."""
+        while len(self._latest) > steps:
             self._latest.popleft()
         self._shares = None
         self.distrust = 1.0

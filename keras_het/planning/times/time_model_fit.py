@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from keras_het.planning.shares import MAX_TOTAL, FloatArray, IntArray
+from keras_het.planning.times.speed_changes import SpeedChanges
 from keras_het.planning.times.time_model import (
     LinearTimeModel,
     MicroBatchTimeModel,
@@ -182,13 +183,6 @@ class NoiseLevel:
 
 BoolArray = NDArray[np.bool_]
 
-# A deviation from the model counts from one standard deviation up to three (so that an outlier is
-# not a change), and means a change when the counts of successive steps sum to more than this: four
-# slow or three fast steps that are far off, or more that are less far off. Outliers are slow.
-CHANGE_LIMITS = np.array([[7.5], [5.5]])
-LARGEST_DEVIATION = 3.0
-MIN_DEVIATION_UNIT = 0.02
-_SIGNS = np.array([[1.0], [-1.0]])
 _REFIT_EVERY = 16
 _REFIT_EACH_UNTIL = 8
 _STREAK_BEFORE_CHANGE = 3
@@ -198,11 +192,10 @@ class TimeModelFit:
     """One straight line per replica through (share, seconds) pairs, and detection of speed changes.
 
     Each replica has a window of its latest observations; lines are fitted to the medians for each
-    share (`fit_line`), so single outliers do not move them. Two-sided cumulative sums of the
-    deviations from the line (CUSUM) distinguish a change of speed from noise. After a change, only
-    the observations since then count, and the known line is scaled to pass through them: a device
-    that is clocked down or shared becomes slower in everything it does. New shares then correct the
-    fixed part.
+    share (`fit_line`), so single outliers do not move them. After a change of speed
+    (`SpeedChanges`), only the observations since then count, and the known line is scaled to pass
+    through them: a device that is clocked down or shared becomes slower in everything it does. New
+    shares then correct the fixed part.
 
     Args:
         num_replicas: number of replicas.
@@ -211,8 +204,8 @@ class TimeModelFit:
             shares are not cut.
 
     Reference:
-        Page, "Continuous inspection schemes", Biometrika 41, 1954. Rescaling a known line to the
-        latest time is the idea of LBB's rapid tuning, which keeps the fixed part.
+        Rescaling a known line to the latest time is the idea of LBB's rapid tuning, which keeps the
+        fixed part.
     """
 
     def __init__(
@@ -234,9 +227,7 @@ class TimeModelFit:
         self._streak = np.zeros(num_replicas, np.int64)
         self._last_share = np.zeros(num_replicas, np.int64)
         self._last_seconds = np.ones(num_replicas)
-        # Row 0: slower than the model; row 1: faster.
-        self._sums = np.zeros((2, num_replicas))
-        self._runs = np.zeros((2, num_replicas), np.int64)
+        self._speed_changes = SpeedChanges(num_replicas)
         self._known = np.zeros(num_replicas, np.bool_)
         self._identified = np.zeros(num_replicas, np.bool_)
         self._rescale = np.zeros(num_replicas, np.bool_)
@@ -298,7 +289,7 @@ class TimeModelFit:
             for (fixed, slope, part), most, known in zip(numbers, sizes, self._known, strict=True)
         )
 
-    def observe(self, shares: ArrayLike, seconds: ArrayLike) -> BoolArray:
+    def observe(self, shares: ArrayLike, seconds: ArrayLike) -> IntArray:
         """Add the compute times of one step.
 
         Args:
@@ -306,7 +297,8 @@ class TimeModelFit:
             seconds: compute times, float64 [n]; NaN if unknown.
 
         Returns:
-            For each replica, whether a change of speed was detected, bool [n].
+            For each replica, in how many of the latest steps it has had another speed, int64 [n];
+            0 if no change of speed was detected in this step.
         """
         share = np.asarray(shares, np.int64)
         second = np.asarray(seconds, np.float64)
@@ -317,13 +309,14 @@ class TimeModelFit:
         np.copyto(self._last_share, share, where=valid)
         np.copyto(self._last_seconds, second, where=valid)
         self._store(valid, share, second)
-        changed = self._detect(valid, share, second)
+        steps = self._detect(valid, share, second)
+        changed = steps > 0
         if changed.any():
-            self._cut(changed)
+            self._cut(changed, steps)
         due = (self._streak <= _REFIT_EACH_UNTIL) | (self._since_fit >= _REFIT_EVERY) | changed
         for replica in (due & valid).nonzero()[0].tolist():
             self._refit(replica)
-        return changed
+        return steps
 
     def recall(self, replica: int, model: LinearTimeModel) -> None:
         """Take a model that was fitted before; it stays until there are observations."""
@@ -346,7 +339,7 @@ class TimeModelFit:
             replica: index of the replica.
         """
         self._count[replica] = self._streak[replica] = 0
-        self._sums[:, replica] = 0.0
+        self._speed_changes.forget(replica)
         self._rescale[replica] = self._known[replica]
         self._identified[replica] = False
 
@@ -380,28 +373,18 @@ class TimeModelFit:
         self._count[rows] = np.minimum(self._count[rows] + 1, self._window)
         self._since_fit[rows] += 1
 
-    def _detect(self, valid: BoolArray, share: IntArray, second: FloatArray) -> BoolArray:
+    def _detect(self, valid: BoolArray, share: IntArray, second: FloatArray) -> IntArray:
         # If only one share has been seen, a deviation at a new share reveals the line, not a change
         # of speed.
         judged = valid & self._known & ~self._rescale
         judged &= self._identified | (self._streak >= _STREAK_BEFORE_CHANGE)
         ratio = np.ones_like(second)
         np.divide(second, self.seconds(share), out=ratio, where=judged)
-        deviation = (ratio - 1.0) / max(self.noise, MIN_DEVIATION_UNIT)
-        np.minimum(deviation, LARGEST_DEVIATION, out=deviation)
-        np.maximum(deviation, -LARGEST_DEVIATION, out=deviation)
-        # One row for slower, one for faster.
-        sums = np.maximum(self._sums + _SIGNS * deviation - 1.0, 0.0)
-        np.copyto(self._sums, sums, where=judged)
-        np.copyto(self._runs, np.where(sums > 0, self._runs + 1, 0), where=judged)
-        return judged & (self._sums > CHANGE_LIMITS).any(axis=0)
+        return self._speed_changes.observe(ratio, judged, self._streak > 1, self.noise)
 
-    def _cut(self, changed: BoolArray) -> None:
+    def _cut(self, changed: BoolArray, steps: IntArray) -> None:
         """Keep only the observations since the change."""
-        run = np.where(self._sums[0] > CHANGE_LIMITS[0], self._runs[0], self._runs[1])
-        self._count = np.where(changed, np.minimum(run, self._count), self._count)
-        self._sums[:, changed] = 0.0
-        self._runs[:, changed] = 0
+        self._count = np.where(changed, np.minimum(steps, self._count), self._count)
         self._identified &= ~changed
         self._rescale |= changed
 
@@ -416,8 +399,6 @@ class TimeModelFit:
         points = self._measurements(replica)
         if self._rescale[replica]:
             latest = points[-1]
-            if latest.count < 2:
-                return
             changed = latest.seconds / self._seconds_of(replica, latest.share)
             self._fixed[replica] *= changed
             self._part[replica] *= changed
