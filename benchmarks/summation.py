@@ -7,6 +7,10 @@ limited rate (jumbo frames of 9000 bytes), sum a vector in turn by (a) the summa
 TensorFlow's ring all-reduce between the workers, (c) the spare machines alone, as parameter servers
 do. `bytes_ratio` is the traffic of the busiest link, counted at its ends with all headers, over the
 formula's; `predicted_speedup` is the formula's, D/n^2 for equal links. Needs root.
+
+The cases "two workers on each host" put the four workers on two hosts, neighbors in the ring on one
+host or not. There the peer is (d) the sum by host, `speedup_over_allreduce` is its, and its bytes
+are 2 (H - 1) / H of the vector.
 """
 
 from __future__ import annotations
@@ -38,6 +42,9 @@ from keras_het.summation import Summation, start_machine
 NUM_WORKERS = 4
 PORT = 7000
 KINDS = ("summation", "ring", "servers")
+KINDS_OF_HOSTS = ("by host", "ring")
+# The host of each worker.
+PLACES = {"neighbors": (0, 0, 1, 1), "in turns": (0, 1, 0, 1)}
 SECRET = "of this benchmark only, not secret"
 # One worker behind a slow link, one spare machine behind a fast one.
 UNEQUAL_WORKERS = (1.0, 1.0, 1.0, 0.5)
@@ -64,6 +71,11 @@ def main() -> None:
         for case in chosen:
             rows.append(measure(*case, options.mbit_per_s, quick=options.quick))
             print(rows[-1], flush=True)
+        for name, places in PLACES.items():
+            case = f"two workers on each host, {name}"
+            if case.startswith(options.case) and not (options.quick and name != "in turns"):
+                rows.append(measure_hosts(case, places, options.mbit_per_s, quick=options.quick))
+                print(rows[-1], flush=True)
         print_table(rows, [name for name in rows[0] if not name.endswith("_seconds")])
     write_report("summation", rows, options.json, environment())
 
@@ -98,6 +110,49 @@ def measure(
             all_.run(kind)  # warms up
         turns = [{kind: all_.run(kind) for kind in kinds} for _ in range(rounds)]
     return row_of(case, workers, spare, megabytes, rates, turns)
+
+
+def measure_hosts(
+    case: str, places: tuple[int, ...], mbit_per_s: float | None, quick: bool
+) -> dict[str, Any]:
+    """Return the row of workers that share hosts."""
+    megabytes, default, rounds = (1, 200.0, 1) if quick else (8, 80.0, 5)
+    mbit, num_hosts = mbit_per_s or default, len(set(places))
+    workers = (1.0,) * len(places)
+    with (
+        limited_hosts([mbit] * num_hosts, mtu=9000) as hosts,
+        Cluster(hosts, workers, (), megabytes, places) as all_,
+    ):
+        for kind in KINDS_OF_HOSTS:
+            all_.run(kind)  # warms up
+        turns = [{kind: all_.run(kind) for kind in KINDS_OF_HOSTS} for _ in range(rounds)]
+    most = 2 * (num_hosts - 1) / num_hosts * megabytes * 1e6
+    # A worker sends 2 (W - 1) / W of the vector to its neighbor in the ring.
+    leaving = max(
+        sum(host == own != places[(i + 1) % len(places)] for i, host in enumerate(places))
+        for own in places
+    )
+    in_ring = leaving * 2 * (len(places) - 1) / len(places) * megabytes * 1e6
+    seconds = {kind: [turn[kind][0] for turn in turns] for kind in KINDS_OF_HOSTS}
+    over_ring = sorted(b / a for a, b in zip(seconds["by host"], seconds["ring"], strict=True))
+    traffic = {kind: [max(turn[kind][1]) / most for turn in turns] for kind in KINDS_OF_HOSTS}
+    return {
+        "case": case,
+        "n": len(workers),
+        "k": 0,
+        "bytes_ratio": round(statistics.median(traffic["by host"]), 4),
+        "ring_bytes_ratio": round(statistics.median(traffic["ring"]), 4),
+        "speedup_over_allreduce": round(statistics.median(over_ring), 3),
+        "speedup_over_ps": None,
+        "predicted_speedup": round(in_ring / most, 3),
+        "lowest_speedup": round(over_ring[0], 3),
+        "highest_speedup": round(over_ring[-1], 3),
+        "megabytes": megabytes,
+        "mbit_per_s": mbit,
+        **{f"{kind}_seconds": round(statistics.median(seconds[kind]), 3) for kind in seconds},
+        "predicted_seconds": round(most * 8 / 1e6 / mbit, 3),
+        "num_runs": len(turns),
+    }
 
 
 def row_of(
@@ -148,26 +203,34 @@ class Cluster:
         workers: relative rates of the workers' links.
         spare: relative rates of the spare machines' links.
         megabytes: size of the vector.
+        places: the host of each process; by default each has its own.
     """
 
     def __init__(
-        self, hosts: Hosts, workers: Sequence[float], spare: Sequence[float], megabytes: int
+        self,
+        hosts: Hosts,
+        workers: Sequence[float],
+        spare: Sequence[float],
+        megabytes: int,
+        places: Sequence[int] | None = None,
     ) -> None:
         self._hosts = hosts
-        addresses = [f"{hosts.address(i)}:{PORT}" for i in range(len(workers) + len(spare))]
+        places = places or range(len(workers) + len(spare))
+        addresses = [f"{hosts.address(host)}:{PORT + i}" for i, host in enumerate(places)]
         cluster = {"worker": addresses[: len(workers)], "summation": addresses[len(workers) :]}
         cluster = {job: tasks for job, tasks in cluster.items() if tasks}
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         context = multiprocessing.get_context("fork")
-        for host in range(len(addresses)):
-            is_worker = host < len(workers)
-            index = host if is_worker else host - len(workers)
+        for number, host in enumerate(places):
+            is_worker = number < len(workers)
+            index = number if is_worker else number - len(workers)
             task = {"type": "worker" if is_worker else "summation", "index": index}
             config = json.dumps({"cluster": cluster, "task": task})
             own, other = context.Pipe()
             role = worker if is_worker else machine
-            arguments = (hosts, host, config, (tuple(workers), tuple(spare)), megabytes, other)
+            rates = (tuple(workers), tuple(spare))
+            arguments = (hosts, host, config, rates, megabytes, other)
             process = context.Process(target=role, args=arguments, daemon=True)
             process.start()
             other.close()
@@ -233,12 +296,13 @@ def worker(hosts: Hosts, host: int, config: str, rates: Any, megabytes: int, pip
     communication = tf.distribute.experimental.CommunicationOptions(
         implementation=tf.distribute.experimental.CommunicationImplementation.RING
     )
+    number = read_cluster_config().worker_index
     strategy = keras_het.HeterogeneousStrategy(
         aggregation=Summation(link_rates=rates[0], spare_link_rates=rates[1] or None),
         communication_options=communication,
     )
     run = sums(strategy, bool(rates[1]))
-    vector = tf.fill([megabytes * 250_000], float(host + 1))
+    vector = tf.fill([megabytes * 250_000], float(number + 1))
     expected = strategy.num_workers * (strategy.num_workers + 1) / 2
     for kind, function in run.items():
         total = function(vector)
@@ -266,6 +330,10 @@ def sums(strategy: Any, has_spare: bool) -> dict[str, Any]:
         operations.summation = group
         return total
 
+    if strategy.extended._hosts is not None:
+        by_host = strategy.extended._cross_device_ops
+        by_host.summation = None
+        return {"by host": tf.function(by_host.sum_between_workers), "ring": by_ring}
     functions = {
         "summation": tf.function(strategy.extended.sum_over_workers),
         "ring": by_ring,

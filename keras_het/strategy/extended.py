@@ -7,6 +7,7 @@ import faulthandler
 import functools
 import logging
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from keras_het.strategy.cluster.peer_watch import message_in
 from keras_het.strategy.exact.created_in_scope import check_created_in_scope
 from keras_het.strategy.exact.power_sgd import PowerSGD
 from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
+from keras_het.strategy.sums_by_host import SumsByHost, is_worth_it
 from keras_het.summation.group import SummationGroup
 from keras_het.value_types import Leaf, Nest
 
@@ -90,6 +92,8 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self._timeouts = (connect_seconds, peer_timeout_seconds + _MORE_SECONDS)
         self._num_key_ranges = 0
         self._departure_barrier: Callable[[], tf.Tensor] | None = None
+        # The host of each worker, if dense tensors are summed by host.
+        self._hosts: list[int] | None = None
         super().__init__(
             container_strategy,
             cluster_resolver=cluster_resolver,
@@ -128,10 +132,17 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self._use_hierarchical_all_reduce((1,) * self._num_workers)
         with self._met_within(self._timeouts[0]):
             wants_nccl = nccl.is_wanted(self._local_device_type, self._communication_options)
-            own = np.array([[len(self._devices), wants_nccl]], np.int64)
-            counts, wishes = self.gather_over_workers(own).T.tolist()
+            hosts = _hosts_of(cluster_resolver.cluster_spec())
+            own = np.array(
+                [[len(self._devices), wants_nccl, zlib.crc32(np.array(hosts).tobytes())]], np.int64
+            )
+            counts, wishes, digests = self.gather_over_workers(own).T.tolist()
         if all(wishes):
             self._use_nccl(cluster_resolver, tuple(counts))
+        # NCCL knows itself what is near.
+        uses_nccl = self._communication_options.implementation == nccl.Implementation.NCCL
+        if len(set(digests)) == 1 and is_worth_it(hosts) and not uses_nccl:
+            self._hosts = hosts
         self._use_hierarchical_all_reduce(tuple(counts))
         self._departure_barrier = self._of_hosts(self._new_collective_keys()).new_barrier()
         self._meeting = self._of_hosts(self._new_collective_keys())
@@ -276,6 +287,16 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self.layout = ReplicaLayout(replicas_per_worker, self._id_in_cluster)
         self._collective_keys = keys = self._new_collective_keys()
         self._cross_device_ops = self._hierarchical(self._devices, self.layout.num_replicas, keys)
+        if self._hosts is not None:
+            self._cross_device_ops.sum_by_host(
+                SumsByHost(
+                    self._devices[0],
+                    self._hosts,
+                    self._id_in_cluster,
+                    self._communication_options,
+                    self._first_key + _KEYS_PER_RANGE // 2 + self.layout.num_workers,
+                )
+            )
         self._host_cross_device_ops = self._of_hosts(keys)
 
     def _new_collective_keys(self) -> private_api.CollectiveKeys:
@@ -454,6 +475,14 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             for replica_id in self.layout.local_replicas
         ]
         return private_api.regroup(values, always_wrap=True)
+
+
+def _hosts_of(spec: tf.train.ClusterSpec) -> list[int]:
+    """Return the host of each worker, numbered in the order of their first workers."""
+    jobs = [job for job in ("chief", "worker") if job in spec.jobs]
+    names = [address.rpartition(":")[0] for job in jobs for address in spec.job_tasks(job)]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return [numbers[name] for name in names]
 
 
 @contextlib.contextmanager

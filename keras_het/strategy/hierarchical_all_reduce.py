@@ -12,6 +12,7 @@ from keras_het import private_api
 from keras_het.strategy.cluster import nccl
 from keras_het.strategy.exact.step import travels_alone
 from keras_het.strategy.shared_instances import use_shared_instances
+from keras_het.strategy.sums_by_host import SumsByHost
 from keras_het.summation.group import SummationGroup
 from keras_het.value_types import Nest, Summand
 
@@ -67,7 +68,8 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
     TensorFlow's `CollectiveAllReduce` makes every device a member of the collective group and
     requires the same number of devices in every process. Here a worker is one member, whatever
     the number of its devices, and moves its tensors over the network once, not once per device.
-    Dense tensors of one type travel in one packed collective, large ones in one each.
+    Dense tensors of one type travel in one packed collective, large ones in one each. Where several
+    workers share a host, they are summed there before they are sent (`SumsByHost`).
 
     Reference: tensorflow#47203 (what stock TensorFlow does with unequal numbers of devices).
     """
@@ -99,6 +101,10 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         self.sends_as: tf.DType | None = None
         # Graphs traced meanwhile reduce among this worker's devices only.
         self.stays_within_worker = False
+
+    def sum_by_host(self, sums: SumsByHost) -> None:
+        """Let dense tensors be summed by host, from the next graph on."""
+        self._launchers[0].by_host = sums
 
     def _all_reduce_per_replica_values(
         self,

@@ -6,11 +6,14 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import tensorflow as tf
 
 from keras_het import private_api
+
+if TYPE_CHECKING:
+    from keras_het.strategy.sums_by_host import SumsByHost
 
 _Kind: TypeAlias = tuple[str, tf.DType, tuple[int, ...]]
 
@@ -32,6 +35,8 @@ class SharedInstances(private_api.CollectiveReplicaLauncher):
     """
 
     _instances: dict[_Kind, tf.Tensor | int]
+    # Sums dense tensors in place of one ring of all workers, where several share a host.
+    by_host: SumsByHost | None = None
     _lock = threading.RLock()
 
     def all_reduce(
@@ -40,6 +45,8 @@ class SharedInstances(private_api.CollectiveReplicaLauncher):
         control_input: tf.Tensor | tf.Operation | None = None,
         options: private_api.CommunicationOptions | None = None,
     ) -> tf.Tensor:
+        if self.by_host is not None and control_input is None:
+            return self.by_host.all_reduce(input_tensor, options)
         with self._sharing("all_reduce", input_tensor):
             return super().all_reduce(input_tensor, control_input, options)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from keras_het.launch.local.free_ports import ReservedPorts
+from keras_het.launch.local.free_ports import HOST, ReservedPorts
 
 FOLDER = Path(__file__).parent
 # Everything here ends much sooner; a loaded machine may need long.
@@ -193,13 +193,21 @@ class Workers:
 
 
 def cluster_environments(
-    jobs: Mapping[str, int], common: Mapping[str, str] | None = None
+    jobs: Mapping[str, int],
+    common: Mapping[str, str] | None = None,
+    hosts: Sequence[str] | None = None,
 ) -> list[dict[str, str]]:
-    """TF_CONFIG of every task of a cluster on free ports; `jobs` maps names to numbers of tasks."""
+    """TF_CONFIG of every task of a cluster on free ports; `jobs` maps names to numbers of tasks.
+
+    Tasks may have addresses of different hosts, all of this machine.
+    """
     tasks = [(job, index) for job, count in jobs.items() for index in range(count)]
     ports = ReservedPorts(len(tasks))
     ports.release()
-    addresses = dict(zip(tasks, ports.addresses, strict=True))
+    names = hosts or [HOST] * len(tasks)
+    addresses = {
+        task: f"{name}:{port}" for task, name, port in zip(tasks, names, ports.ports, strict=True)
+    }
     cluster = {job: [addresses[job, index] for index in range(n)] for job, n in jobs.items()}
     ports.close()
     return [

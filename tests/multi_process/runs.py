@@ -77,6 +77,7 @@ class Runs(Written):
         summation: settings of the summation; None for all-reduce.
         environment: variables of all tasks.
         has_single: whether one device runs the checks too.
+        hosts: the address of each task's host, all of this machine.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Runs(Written):
         summation: dict[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         has_single: bool = True,
+        hosts: Sequence[str] | None = None,
     ) -> None:
         self.checks = checks
         self.num_workers = len(devices.split(","))
@@ -101,7 +103,7 @@ class Runs(Written):
         self.workers = start(
             program,
             arguments=[folder, module, devices, settings, *checks],
-            environments=cluster_environments(jobs, environment),
+            environments=cluster_environments(jobs, environment, hosts),
         )
         super().__init__(folder, [*started, (self.workers, self.num_workers)])
 
