@@ -321,19 +321,18 @@ def sums(strategy: Any, has_spare: bool) -> dict[str, Any]:
     import tensorflow as tf
 
     operations = strategy.extended._host_cross_device_ops
-    group = operations.summation
+    launcher, group = operations._launchers[0], operations.summation
+    by_host = launcher.by_host
 
     @tf.function
     def by_ring(vector: Any) -> Any:
-        operations.summation = None
+        operations.summation = launcher.by_host = None
         total = operations.sum_between_workers(vector)
-        operations.summation = group
+        operations.summation, launcher.by_host = group, by_host
         return total
 
-    if strategy.extended._hosts is not None:
-        by_host = strategy.extended._cross_device_ops
-        by_host.summation = None
-        return {"by host": tf.function(by_host.sum_between_workers), "ring": by_ring}
+    if by_host is not None:
+        return {"by host": tf.function(by_host.all_reduce), "ring": by_ring}
     functions = {
         "summation": tf.function(strategy.extended.sum_over_workers),
         "ring": by_ring,

@@ -23,7 +23,7 @@ from keras_het.strategy.cluster.peer_watch import message_in
 from keras_het.strategy.exact.created_in_scope import check_created_in_scope
 from keras_het.strategy.exact.power_sgd import PowerSGD
 from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
-from keras_het.strategy.sums_by_host import SumsByHost, is_worth_it
+from keras_het.strategy.sums_by_host import is_worth_it, num_keys
 from keras_het.summation.group import SummationGroup
 from keras_het.value_types import Leaf, Nest
 
@@ -287,17 +287,15 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self.layout = ReplicaLayout(replicas_per_worker, self._id_in_cluster)
         self._collective_keys = keys = self._new_collective_keys()
         self._cross_device_ops = self._hierarchical(self._devices, self.layout.num_replicas, keys)
-        if self._hosts is not None:
-            self._cross_device_ops.sum_by_host(
-                SumsByHost(
-                    self._devices[0],
-                    self._hosts,
-                    self._id_in_cluster,
-                    self._communication_options,
-                    self._first_key + _KEYS_PER_RANGE // 2 + self.layout.num_workers,
-                )
-            )
         self._host_cross_device_ops = self._of_hosts(keys)
+        if self._hosts is not None:
+            key, hosts = (
+                self._first_key + _KEYS_PER_RANGE // 2 + self.layout.num_workers,
+                self._hosts,
+            )
+            for operations in (self._cross_device_ops, self._host_cross_device_ops):
+                operations.sum_by_host(hosts, self._id_in_cluster, key)
+                key += num_keys(hosts)
 
     def _new_collective_keys(self) -> private_api.CollectiveKeys:
         self._num_key_ranges += 1

@@ -102,8 +102,10 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         # Graphs traced meanwhile reduce among this worker's devices only.
         self.stays_within_worker = False
 
-    def sum_by_host(self, sums: SumsByHost) -> None:
-        """Let dense tensors be summed by host, from the next graph on."""
+    def sum_by_host(self, hosts: Sequence[int], worker: int, first_key: int) -> None:
+        """Let dense tensors be summed by host, in graphs traced from now on; see `SumsByHost`."""
+        device = self._local_devices[0]
+        sums = SumsByHost(device, hosts, worker, self._options, first_key)
         self._launchers[0].by_host = sums
 
     def _all_reduce_per_replica_values(

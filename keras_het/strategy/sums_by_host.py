@@ -23,6 +23,11 @@ def is_worth_it(hosts: Sequence[int]) -> bool:
     return 1 < len(set(hosts)) < len(hosts)
 
 
+def num_keys(hosts: Sequence[int]) -> int:
+    """Return how many group keys the sums of these workers need."""
+    return 2 * len(set(hosts)) + 1
+
+
 class SumsByHost:
     r"""Sums over the processes of each host, then over the hosts, and back.
 
@@ -35,7 +40,7 @@ class SumsByHost:
         hosts: the host of each worker, numbered from 0 in the order of their first workers.
         worker: index of this worker.
         options: TensorFlow's options of the collectives.
-        first_key: the first of unused group keys, two for each host and one more.
+        first_key: the first of `num_keys` unused group keys.
 
     Reference:
         Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in

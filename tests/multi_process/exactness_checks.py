@@ -503,9 +503,7 @@ def collectives_in_replica_context(run: Recording) -> None:
 
     run.set_shares([4, 0, 1])
 
-    @tf.function
-    def step() -> Any:
-        return run.strategy.run(replica_function, args=(tf.constant(3.0),))
+    step = tf.function(lambda: run.strategy.run(replica_function, args=(tf.constant(3.0),)))
 
     summed, mean, average, rows, value = [
         run.strategy.experimental_local_results(item)[0] for item in step()
@@ -521,7 +519,7 @@ def collectives_in_replica_context(run: Recording) -> None:
 def sums_of_all_types(run: Recording) -> None:
     """Of whole numbers, which have the same sum in whatever order they are added."""
     random = np.random.default_rng(0)
-    shapes = {"large": ((70_000,), "float32"), "matrix": ((7, 3), "float32")}
+    shapes = {"large": ((600_001,), "float32"), "matrix": ((7, 3), "float32")}
     shapes |= {"scalar": ((), "float32"), "double": ((5,), "float64"), "half": ((9,), "float16")}
     shapes["whole"] = ((4,), "int64")
     of_replicas = {
@@ -542,13 +540,14 @@ def sums_of_all_types(run: Recording) -> None:
         means = [context.all_reduce("MEAN", own[name]) for name in ("matrix", "double")]
         return sums, means, context.all_reduce("SUM", [own["matrix"], own["large"]])
 
-    found = sums, means, packed
+    found, of_workers = (sums, means, packed), sums["large"]
     if run.strategy is not None:
         step = tf.function(lambda: run.strategy.run(replica_function))
-        found = tf.nest.map_structure(
-            lambda value: run.strategy.experimental_local_results(value)[0], step()
-        )
-    run.keep("reduced", found)
+        results = run.strategy.experimental_local_results
+        found = tf.nest.map_structure(lambda value: results(value)[0], step())
+        own = of_replicas["large"][run.strategy.extended.layout.local_replicas].sum(axis=0)
+        of_workers = tf.function(run.strategy.extended.sum_over_workers)(tf.constant(own))
+    run.keep("reduced", (found, of_workers))
 
 
 @check

@@ -55,6 +55,7 @@ QUICK = (
     "shares_and_partial_batch",
     "shares_change_within_the_epoch",
     "collectives_in_replica_context",
+    "sums_of_all_types",
     "zero_share",
 )
 # Other addresses of this machine; macOS has only one.
