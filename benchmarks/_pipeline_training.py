@@ -34,6 +34,9 @@ class Case:
         hosts: number of hosts; each has as many of the devices.
         seconds_per_sample: of a device of speed 1, forward and backward.
         memory_bytes: limit of each device, None for none.
+        links: rate of each host's link in Mbit/s, None for equal ones.
+        recompute: what a pipeline computes again in the backward pass.
+        split_after: the last layer of each stage but the last, None for the planner's choice.
     """
 
     model: str
@@ -43,6 +46,9 @@ class Case:
     hosts: int
     seconds_per_sample: float
     memory_bytes: float | None = None
+    links: tuple[float, ...] | None = None
+    recompute: str = "auto"
+    split_after: tuple[str, ...] | None = None
 
     @property
     def devices_per_host(self) -> int:
@@ -203,7 +209,11 @@ def _strategy(case: Case, mode: str, plan: Any) -> Any:
     if mode in ("all_reduce", "summation"):
         return keras_het.HeterogeneousStrategy(devices, shares=case.speeds, aggregation=mode)
     return keras_het.PipelineStrategy(
-        plan, case.micro_batches, devices, memory_bytes=case.memory_bytes
+        plan or case.split_after,
+        case.micro_batches,
+        devices,
+        memory_bytes=case.memory_bytes,
+        recompute=case.recompute,
     )
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/pipeline.py [--json FILE] [--quick] [--case TEXT]
 
-Two hosts, network namespaces behind links of 100 Mbit/s (jumbo frames), have two devices each;
-inside a host nothing is limited. Devices are EMULATED, because four of them share the cores of this
-machine: each takes at least its time for a sample. Cases: "vgg" (few weights in the convolutions,
+Two hosts, network namespaces behind links of 100 Mbit/s (jumbo frames), have two devices each, and
+in "unlike links" three hosts behind 200, 100 and 50 Mbit/s; inside a host nothing is limited.
+Devices are EMULATED, because they share the cores of this machine: each takes at least its time for
+a sample. Cases: "vgg" (few weights in the convolutions,
 most in the dense head), "transformer" (six blocks), "wide" (wide activations, few weights: data
 parallelism is better); in one process without a network "emulated" (devices of speed 4:2:1:1), and
 "memory" (limits that data parallelism cannot meet, so that only its weights are compared). Modes:
@@ -12,6 +13,10 @@ parallelism is better); in one process without a network "emulated" (devices of 
 "stock" (MultiWorkerMirroredStrategy with a process for each device, or MirroredStrategy in one
 process; custom loops), and the pipeline with plans that were not chosen: "one stage" on all
 devices, and the best cut in "two stages".
+
+"recompute" trains "wide" in four stages of one process with activations kept ("never"), computed
+again ("always"), and as the planner decides ("auto") where a device holds what is halfway between
+both. `planned_mb` is what the planner expects of the fullest device.
 
 All modes are alive and take turns in short blocks; rows are medians. Ends of epochs, when a
 pipeline gathers the whole model, are not timed. Cases with hosts need root.
@@ -22,6 +27,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -54,6 +60,8 @@ CASES = {
     "wide": Case("wide", 64, 8, EQUAL, 2, 0.015),
     "emulated": Case("vgg", 64, 8, (4.0, 2.0, 1.0, 1.0), 1, 0.04),
     "memory": Case("vgg", 64, 8, EQUAL, 1, 0.015, memory_bytes=14e6),
+    "unlike links": Case("vgg", 60, 6, (1.0,) * 6, 3, 0.015, links=(200.0, 100.0, 50.0)),
+    "recompute": Case("wide", 64, 8, EQUAL, 1, 0.015, split_after=("wide_0", "wide_1", "wide_3")),
 }
 
 
@@ -67,7 +75,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in names:
         if name.startswith(options.case):
-            rows += measure(name, options.quick)
+            rows += (measure_recompute if name == "recompute" else measure)(name, options.quick)
     print_table([row for row in rows if "skipped" not in row] or rows)
     write_report("pipeline", rows, options.json, environment())
 
@@ -81,7 +89,7 @@ def measure(name: str, quick: bool) -> list[dict[str, Any]]:
         return [row_of(name, "all", {}, [], [], reason)]
     blocks, steps = (1, 2) if quick else (5, 4)
     with contextlib.ExitStack() as stack:
-        rates = [MBIT] * case.hosts
+        rates = case.links or [MBIT] * case.hosts
         hosts = stack.enter_context(limited_hosts(rates, mtu=9000)) if case.hosts > 1 else None
         groups = {"pipeline": stack.enter_context(Group(case, hosts, "pipeline", 0, None))}
         groups["pipeline"].wait_for_start()
@@ -104,6 +112,29 @@ def measure(name: str, quick: bool) -> list[dict[str, Any]]:
         if row["mode"] not in timed:
             row["plan"] = "does not fit; trained without limits, for its weights"
     return rows
+
+
+def measure_recompute(name: str, quick: bool) -> list[dict[str, Any]]:
+    """Return the rows of one model whose activations are kept, or computed again."""
+    case = CASES[name]
+    blocks, steps = (1, 2) if quick else (5, 4)
+    groups: dict[str, Group] = {}
+    with contextlib.ExitStack() as stack:
+
+        def start(recompute: str, memory_bytes: float | None = None) -> float:
+            limited = dataclasses.replace(case, recompute=recompute, memory_bytes=memory_bytes)
+            group = Group(limited, None, "pipeline", len(groups), None)
+            groups[recompute] = stack.enter_context(group)
+            group.wait_for_start()
+            return float(max(group.info["plan"].memory_bytes))
+
+        most, least = start("never"), start("always")
+        start("auto", (most + least) / 2)
+        check_weights(groups, "never")
+        times = [{mode: each.run(steps) for mode, each in groups.items()} for _ in range(blocks)]
+    seconds = {mode: [turn[mode] for turn in times] for mode in groups}
+    never = seconds["never"]
+    return [row_of(name, mode, each.info, seconds[mode], never) for mode, each in groups.items()]
 
 
 def peers_of(case: Case) -> tuple[str, ...]:
@@ -137,6 +168,7 @@ def row_of(
         "lowest_ms": round(1e3 * min(seconds), 1) if seconds else None,
         "highest_ms": round(1e3 * max(seconds), 1) if seconds else None,
         "peak_mb": round(info["peak_mb"]) if info else None,
+        "planned_mb": None if plan is None else round(max(plan.memory_bytes) / 1e6, 2),
         "plan": "" if plan is None else plan_text(plan),
     }
     return {**row, "skipped": skipped} if skipped else row
@@ -152,13 +184,13 @@ def plan_text(plan: Any) -> str:
     return " | ".join(stages)
 
 
-def check_weights(groups: dict[str, Group]) -> None:
+def check_weights(groups: dict[str, Group], base: str = "all_reduce") -> None:
     """Refuse to compare trainings of different results."""
-    expected = groups["all_reduce"].weights()
+    expected = groups[base].weights()
     for mode, each in groups.items():
         found = each.weights()
         worst = max(float(abs(a - b).max()) for a, b in zip(found, expected, strict=True))
-        print(f"  {mode}: weights differ by {worst:.1e} from all_reduce", flush=True)
+        print(f"  {mode}: weights differ by {worst:.1e} from {base}", flush=True)
         if worst > TOLERANCE:
             raise RuntimeError(f"{mode} trains something else: weights differ by {worst}.")
 

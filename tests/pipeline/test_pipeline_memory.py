@@ -6,8 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import keras
+import numpy as np
 import pytest
+from devices import DEVICES
+
+import keras_het
+from keras_het.strategy.pipeline import pipeline_strategy
 
 PROGRAM = Path(__file__).with_name("program_peak.py")
 # The C library gives memory back at once, so that the process has what TensorFlow has.
@@ -35,3 +42,27 @@ def grown_bytes(recompute: str, stages: int) -> int:
 def test_recomputation_lowers_peak_memory() -> None:
     kept, again = (grown_bytes(recompute, 4) for recompute in ("never", "always"))
     assert again <= (1 - LEAST_SAVED) * kept, f"{again / 1e6:.0f} of {kept / 1e6:.0f} MB"
+
+
+def test_fit_plans_with_measured_activations_and_backward_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It measures while it traces its step, which stops gradient tapes."""
+    found: list[Any] = []
+    measure = pipeline_strategy.measure
+    monkeypatch.setattr(
+        pipeline_strategy, "measure", lambda *given: found.append(measure(*given)) or found[-1]
+    )
+    strategy = keras_het.PipelineStrategy(None, 2, DEVICES[:2])
+    with strategy.scope():
+        layers = [keras.layers.Dense(300, activation="tanh") for _ in range(2)]
+        model = keras.Sequential([keras.Input((8,)), *layers, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    rows = 64
+    model.fit(np.ones([rows, 8]), np.ones([rows, 1]), batch_size=rows, verbose=0)
+    (measured,) = found
+    # of a micro-batch; the gradient of tanh needs its result
+    assert (measured.activation_bytes[:2] >= rows // 2 * 300 * 4).all()
+    assert measured.backward_seconds[:2].min() > 0
+    assert strategy.plan is not None
+    assert max(strategy.plan.memory_bytes) >= measured.activation_bytes.max()

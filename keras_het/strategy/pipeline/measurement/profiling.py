@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +37,17 @@ def measure(units: ModelUnits, inputs: Sequence[tf.TensorSpec], devices: Sequenc
 
     Times are lower quartiles, less what a call takes that does nothing: whatever else the
     processor does adds to short times, and to some layers more than to others.
+
+    In a separate thread: the `tf.init_scope` of a step that is traced stops the gradient tapes of
+    its own.
     """
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(_measure, units, inputs, devices).result()
+
+
+def _measure(
+    units: ModelUnits, inputs: Sequence[tf.TensorSpec], devices: Sequence[str]
+) -> Measured:
     kinds = [_kind(device) for device in devices]
     timed: dict[str, list[_Measurement]] = {}
     for kind, device in zip(kinds, devices, strict=True):
