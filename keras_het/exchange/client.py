@@ -23,13 +23,6 @@ class Client:
     """Sends requests to a service, any number at a time.
 
     What waits for an answer fails as soon as the connection breaks; `connect` opens another one.
-
-    Args:
-        address: of the server, "host:port".
-        service: name of the service.
-        credential: the proof of secret and cluster that both sides know.
-        sender: number of this process among those that use the service.
-        ping_seconds: how long to hear nothing before asking whether the machine is alive.
     """
 
     def __init__(
@@ -61,14 +54,7 @@ class Client:
         return True
 
     def connect(self, timeout_seconds: float) -> None:
-        """Connect, unless there is a connection.
-
-        Raises:
-            PermissionError: if the server does not know the credential, or this side not the
-                server's.
-            TimeoutError: if there is no answer in time.
-            ConnectionError: if there is none for another reason.
-        """
+        """Connect unless there is a connection; raise an error of `errors.py` if that fails."""
         if not self._lock.acquire(timeout=timeout_seconds):  # another thread is trying
             raise TimeoutError(f"{self.address} did not answer within {timeout_seconds:g} s.")
         try:

@@ -33,11 +33,7 @@ class Certificates(NamedTuple):
 
 
 def read_certificates(environ: Mapping[str, str] | None = None) -> Certificates | None:
-    """Read the files that the environment names; None if it names none.
-
-    Raises:
-        ValueError: if one of certificate and key is missing, or a file cannot be read.
-    """
+    """Read the files that the environment names; None if it names none."""
     environ = os.environ if environ is None else environ
     paths = [environ.get(name, "") for name in (CERTIFICATE, KEY, AUTHORITY)]
     if not any(paths):

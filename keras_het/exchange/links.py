@@ -32,13 +32,7 @@ def measure_link(
     comes_back: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LinkSpeed:
-    """Time small and large messages, float32 as training sends them.
-
-    Args:
-        exchange: sends a vector, and returns once the other process has answered.
-        comes_back: whether the answer is the vector itself.
-        clock: seconds.
-    """
+    """Time small and large messages to whoever answers, with the vector itself if it comes back."""
     small, large = (
         _seconds(exchange, np.zeros(size, np.float32), clock) for size in (_SMALL, _LARGE)
     )
@@ -72,11 +66,5 @@ def take_probe(sender: int, request: Message) -> Message:
 
 
 def send_probe(client: Client, vector: Vector) -> None:
-    """Send a vector to a server that takes probes, and wait for its answer.
-
-    Raises:
-        PermissionError: if the server has another secret.
-        ConnectionError: if there is no answer.
-        TimeoutError: if there is none in time.
-    """
+    """Send a vector to a server that takes probes, and wait for its answer."""
     client.ask(Message(Kind.PROBE, (), (vector,)), _ANSWER_SECONDS)

@@ -6,7 +6,7 @@ import enum
 import hmac
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -25,87 +25,57 @@ HEADER_BYTES = _FIELDS.size + _CODE_BYTES
 
 
 class Kind(enum.IntEnum):
-    """All that a message may be."""
+    """All that a message may be: its code, how many numbers it has, and the types of its vectors.
 
-    DONE = 1
-    REFUSAL = 2
-    JOIN = 3
-    CONTRIBUTION = 4
-    SUM = 5
-    GROUP_SIZE = 6
-    PROBE = 7
-    DESCRIBE = 8
-    DESCRIPTION = 9
-    FINISH = 10
-    STATUS = 11
-    PULL = 12
-    VALUES = 13
-    VALUES_16 = 14
-    PUSH = 15
-    PUSH_16 = 16
-    PUSH_TOP = 17
-    RESTORE = 18
-    EXPORT = 19
-    STATE = 20
-    SIGNAL = 21
-    LATEST = 22
-    CLOSE_TRAINING = 23
-    CLAIM = 24
-    GRANT = 25
-    REPORT = 26
-    FACTS = 27
-    PACE = 28
-    PACES = 29
-    LEAD = 30
-    OVERVIEW = 31
-    DIRECTORY = 32
-    OFFER = 33
+    None of that is the sender's choice.
+    """
 
-
-class _Layout(NamedTuple):
     numbers: int
     types: tuple[str, ...]
 
+    def __new__(cls, code: int, numbers: int, *types: str) -> Self:
+        kind = int.__new__(cls, code)
+        kind._value_, kind.numbers, kind.types = code, numbers, types
+        return kind
 
-# A kind says how many numbers a message has, and of which type its vectors are: none of that is
-# the sender's choice.
-_LAYOUTS = {
-    Kind.DONE: _Layout(0, ()),
-    Kind.REFUSAL: _Layout(1, ("<u1",)),  # code of gRPC; text in UTF-8
-    Kind.JOIN: _Layout(1, ()),  # run
-    Kind.CONTRIBUTION: _Layout(3, ("<f4",)),  # run, slot, step; values
-    Kind.SUM: _Layout(0, ("<f4",)),
-    Kind.GROUP_SIZE: _Layout(1, ()),  # number of workers
-    Kind.PROBE: _Layout(0, ("<f4",)),
-    Kind.DESCRIBE: _Layout(0, ()),
-    Kind.DESCRIPTION: _Layout(1, ("<u1",)),  # microseconds since the epoch; JSON in UTF-8
-    Kind.FINISH: _Layout(0, ()),
+    DONE = 1, 0
+    REFUSAL = 2, 1, "<u1"  # code of gRPC; text in UTF-8
+    JOIN = 3, 1  # run
+    CONTRIBUTION = 4, 3, "<f4"  # run, slot, step; values
+    SUM = 5, 0, "<f4"
+    GROUP_SIZE = 6, 1  # number of workers
+    PROBE = 7, 0, "<f4"
+    DESCRIBE = 8, 0
+    DESCRIPTION = 9, 1, "<u1"  # microseconds since the epoch; JSON in UTF-8
+    FINISH = 10, 0
     # The center of asynchronous workers, part by part
-    Kind.STATUS: _Layout(2, ()),  # Status; a number that the request asks for
-    Kind.PULL: _Layout(2, ()),  # part; whether in full whatever the format of messages is
-    Kind.VALUES: _Layout(3, ("<f4",)),  # Status, version, whether the push waited; values
-    Kind.VALUES_16: _Layout(3, ("<u2",)),  # the same, with bits of 16-bit floats
-    Kind.PUSH: _Layout(4, ("<f4",)),  # part, number of the push, version last seen, samples
-    Kind.PUSH_16: _Layout(4, ("<u2",)),
-    Kind.PUSH_TOP: _Layout(4, ("<f4", "<i4")),  # the same; the largest values and their places
-    Kind.RESTORE: _Layout(1, ("<f4",)),  # part; its center
-    Kind.EXPORT: _Layout(1, ()),  # part
-    Kind.STATE: _Layout(1, ("<u1", "<u1")),  # part; names, types and shapes in JSON; their bytes
-    Kind.SIGNAL: _Layout(3, ()),  # part, worker, Signal
-    Kind.LATEST: _Layout(0, ()),
-    Kind.CLOSE_TRAINING: _Layout(0, ()),
+    STATUS = 11, 2  # Status; a number that the request asks for
+    PULL = 12, 2  # part; whether in full whatever the format of messages is
+    VALUES = 13, 3, "<f4"  # Status, version, whether the push waited; values
+    VALUES_16 = 14, 3, "<u2"  # the same, with bits of 16-bit floats
+    PUSH = 15, 4, "<f4"  # part, number of the push, version last seen, samples
+    PUSH_16 = 16, 4, "<u2"
+    PUSH_TOP = 17, 4, "<f4", "<i4"  # the same; the largest values and their places
+    RESTORE = 18, 1, "<f4"  # part; its center
+    EXPORT = 19, 1  # part
+    STATE = 20, 1, "<u1", "<u1"  # part; names, types and shapes in JSON; their bytes
+    SIGNAL = 21, 3  # part, worker, Signal
+    LATEST = 22, 0
+    CLOSE_TRAINING = 23, 0
     # The ledger of global batches and samples
-    Kind.CLAIM: _Layout(2, ()),  # epoch, number of batches
-    Kind.GRANT: _Layout(3, ()),  # Status, first batch, number of batches
-    Kind.REPORT: _Layout(3, ()),  # number of the report, samples, Presence
-    Kind.FACTS: _Layout(0, ("<i8",)),
-    Kind.PACE: _Layout(0, ("<f8",)),
-    Kind.PACES: _Layout(0, ("<f8", "<f8")),
-    Kind.LEAD: _Layout(2, ("<i8",)),  # number of the report, samples; facts of the training
-    Kind.OVERVIEW: _Layout(0, ("<f8",)),
-    Kind.DIRECTORY: _Layout(0, ("<u1",)),  # addresses, or nothing to ask for them
-    Kind.OFFER: _Layout(0, ("<u1",)),  # a training in JSON
-}
+    CLAIM = 24, 2  # epoch, number of batches
+    GRANT = 25, 3  # Status, first batch, number of batches
+    REPORT = 26, 3  # number of the report, samples, Presence
+    FACTS = 27, 0, "<i8"
+    PACE = 28, 0, "<f8"
+    PACES = 29, 0, "<f8", "<f8"
+    LEAD = 30, 2, "<i8"  # number of the report, samples; facts of the training
+    OVERVIEW = 31, 0, "<f8"
+    DIRECTORY = 32, 0, "<u1"  # addresses, or nothing to ask for them
+    OFFER = 33, 0, "<u1"  # a training in JSON
+
+
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 class ProtocolError(ValueError):
@@ -123,11 +93,10 @@ class Message(NamedTuple):
 
 def encode(message: Message, key: bytes) -> Iterator[bytes]:
     """Yield the pieces of a message, which copy its vectors once."""
-    layout = _LAYOUTS[message.kind]
     numbers = [*message.numbers, *[0] * (_MOST_NUMBERS - len(message.numbers))]
     vectors = [
         np.ascontiguousarray(vector, kind)
-        for vector, kind in zip(message.vectors, layout.types, strict=True)
+        for vector, kind in zip(message.vectors, message.kind.types, strict=True)
     ]
     lengths = [*map(len, vectors), *[0] * (_MOST_VECTORS - len(vectors))]
     fields = _FIELDS.pack(_MAGIC, _VERSION, message.kind, message.number, *numbers, *lengths)
@@ -156,20 +125,14 @@ def decode(
     largest: int = LARGEST_MESSAGE,
     admit: Callable[[int], None] = lambda size: None,
 ) -> Iterator[Message]:
-    """Yield the messages that pieces make up; their vectors lie in the pieces where one is enough.
+    """Yield the messages that pieces make up; refuse all that are not made with the key.
 
-    Args:
-        pieces: what arrives.
-        key: that of the sender on this connection.
-        largest: the largest number of bytes of a message's vectors.
-        admit: called with that number before more is read than the first piece; may raise.
-
-    Raises:
-        ProtocolError: for anything but messages that are made with the key.
+    `admit` is called with the bytes of a message's vectors before more is read than its first
+    piece; it may raise. Vectors lie in the piece where one is enough.
     """
     for piece in pieces:
         message, lengths = _read_header(piece, key)
-        types = [np.dtype(kind) for kind in _LAYOUTS[message.kind].types]
+        types = [np.dtype(kind) for kind in message.kind.types]
         sizes = [count * kind.itemsize for count, kind in zip(lengths, types, strict=True)]
         size = sum(sizes)
         if size > largest:
@@ -192,18 +155,16 @@ def _read_header(piece: bytes, key: bytes) -> tuple[Message, list[int]]:
             f"A message is damaged, or was not made for this connection. Received: {len(piece)} "
             "bytes without a right code."
         )
-    magic, version, kind, number, *rest = _FIELDS.unpack(fields)
-    if (magic, version) != (_MAGIC, _VERSION) or kind not in _LAYOUTS:
+    magic, version, code, number, *rest = _FIELDS.unpack(fields)
+    if (magic, version) != (_MAGIC, _VERSION) or code not in _KINDS:
         raise ProtocolError(
-            f"A message is of another version. Received: {magic!r} {version}, kind {kind}; "
+            f"A message is of another version. Received: {magic!r} {version}, kind {code}; "
             f"expected: {_MAGIC!r} {_VERSION}. Install the same keras_het on all machines."
         )
-    layout = _LAYOUTS[Kind(kind)]
-    numbers, lengths = rest[:_MOST_NUMBERS], rest[_MOST_NUMBERS:]
-    if any(numbers[layout.numbers :]) or any(lengths[len(layout.types) :]):
-        raise ProtocolError(f"A message has fields that {Kind(kind).name} does not have.")
-    message = Message(Kind(kind), tuple(numbers[: layout.numbers]), (), number)
-    return message, lengths[: len(layout.types)]
+    kind, numbers, lengths = _KINDS[code], rest[:_MOST_NUMBERS], rest[_MOST_NUMBERS:]
+    if any(numbers[kind.numbers :]) or any(lengths[len(kind.types) :]):
+        raise ProtocolError(f"A message has fields that {kind.name} does not have.")
+    return Message(kind, tuple(numbers[: kind.numbers]), (), number), lengths[: len(kind.types)]
 
 
 def _read_body(first: bytes, pieces: Iterator[bytes], size: int) -> memoryview:

@@ -28,17 +28,9 @@ class Server:
 
     A connection that does not prove it is refused by what stands in its metadata, before any of
     its messages is read. The others take two threads each, however many of their requests wait.
-
-    Args:
-        address: where to listen, "host:port", on this address only; port 0 is any free one.
-        largest_message: bytes of the vectors of one message.
-        most_bytes: bytes of all requests without an answer. A connection that sends more is ended
-            with an error: to let it wait could keep others from what they wait for.
-        most_connections: further ones are refused.
-
-    Raises:
-        OSError: if it cannot listen there.
-        ValueError: for an address of all networks, or wrong settings of TLS.
+    One that makes the server hold more than `most_bytes` ends with an error: to let it wait could
+    keep others from what they wait for. It listens on `address` ("host:port") only; port 0 is any
+    free one.
     """
 
     def __init__(

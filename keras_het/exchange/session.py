@@ -17,7 +17,7 @@ Handle = Callable[[Message], "Message | Future[Message]"]
 
 
 class Budget:
-    """Bytes of requests that a server may hold at a time."""
+    """Bytes of requests and answers that a server may hold at a time."""
 
     def __init__(self, most: int) -> None:
         self._most, self.held = most, 0
@@ -27,7 +27,7 @@ class Budget:
         with self._lock:
             if self.held + size > self._most:
                 raise MemoryError(
-                    f"The server holds {self.held} bytes of requests that wait. Received: {size} "
+                    f"The server holds {self.held} bytes of messages that wait. Received: {size} "
                     f"more; expected: {self._most} in all. Send smaller messages, or fewer at once."
                 )
             self.held += size
@@ -48,7 +48,7 @@ class Session:
         self._budget = budget
         self._answers: queue.SimpleQueue[Message | Exception] = queue.SimpleQueue()
         self._number = 0
-        # Bytes of each request that has no answer yet; None when the connection has ended.
+        # Bytes of each request without a sent answer, and of that; None after the connection's end.
         self._held: dict[int, int] | None = {}
         self._lock = threading.Lock()
 
@@ -84,12 +84,16 @@ class Session:
             self.end(ConnectionError("The other side has closed the connection."))
 
     def _admit(self, size: int) -> None:
+        self._hold(self._number + 1, size)
+        self._number += 1
+
+    def _hold(self, number: int, size: int) -> None:
+        """Count bytes of a request or of its answer, until the answer is sent."""
         with self._lock:
             if self._held is None:
                 raise ConnectionError("The connection has ended.")
             self._budget.take(size)
-            self._number += 1
-            self._held[self._number] = size
+            self._held[number] = self._held.get(number, 0) + size
 
     def _start(self, request: Message) -> None:
         if request.number != self._number:
@@ -97,19 +101,19 @@ class Session:
                 f"A message is out of its order. Received: {request.number}; expected: "
                 f"{self._number}."
             )
-        try:
-            answer = self._handle(request)
-        except Exception as error:
-            answer = refusal(error)
-        if isinstance(answer, Message):
-            self._answers.put(answer._replace(number=request.number))
-        else:
-            answer.add_done_callback(lambda done: self._answer(done, request.number))
+        answer_to(self._handle, request).add_done_callback(
+            lambda done: self._answer(done, request.number)
+        )
 
     def _answer(self, done: Future[Message], number: int) -> None:
         error = done.exception()
         answer = done.result() if error is None else refusal(error)
-        self._answers.put(answer._replace(number=number))
+        try:
+            self._hold(number, sum(vector.nbytes for vector in answer.vectors))
+        except (ConnectionError, MemoryError) as error:
+            self.end(error)
+        else:
+            self._answers.put(answer._replace(number=number))
 
     def _release(self, number: int) -> None:
         with self._lock:
@@ -119,3 +123,16 @@ class Session:
         with self._lock:
             self._budget.give(sum((self._held or {}).values()))
             self._held = None
+
+
+def answer_to(handle: Handle, request: Message) -> Future[Message]:
+    """Return the future of an answer, whether it is there already, fails or waits."""
+    done: Future[Message] = Future()
+    try:
+        answer = handle(request)
+        if isinstance(answer, Future):
+            return answer
+        done.set_result(answer)
+    except Exception as error:
+        done.set_exception(error)
+    return done

@@ -64,17 +64,9 @@ class Sums:
     def contribute(
         self, run: int, slot: int, worker: int, step: int, values: Vector
     ) -> Future[Message]:
-        """Contribute to a step of a slot; return the future of its sum.
+        """Contribute to a step (from 1) of a slot; `values` must not change until the sum is there.
 
-        Args:
-            run: number of the run.
-            slot: number of the partition.
-            worker: who contributes.
-            step: counted from 1.
-            values: float32 vector, which must not change until the sum is there.
-
-        Raises:
-            ValueError: for what is not due; it has no effect.
+        What is not due is a `ValueError`, and has no effect.
         """
         with self._lock:
             place = self._slots.get(slot) or _Slot(self._num_workers)

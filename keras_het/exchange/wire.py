@@ -13,11 +13,7 @@ _SILENCE_SECONDS = 120.0
 
 
 def options(ping_seconds: float = 30.0) -> list[tuple[str, int]]:
-    """Return settings under which a dead machine is noticed, and no request takes a detour.
-
-    Args:
-        ping_seconds: how long to hear nothing before asking the other machine.
-    """
+    """Return settings under which a dead machine is noticed, and no request takes a detour."""
     return [
         ("grpc.max_receive_message_length", PIECE_BYTES),
         ("grpc.max_send_message_length", PIECE_BYTES),

@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_het.asynchronous.exchange.exchange_engine import VectorExchange
 from keras_het.asynchronous.parameter_service import ParameterClient, ParameterService, credential
-from keras_het.asynchronous.parameter_service.channel import SERVICE, LocalChannel, RemoteChannel
+from keras_het.asynchronous.parameter_service.channel import SERVICE, Channel, RemoteChannel
 from keras_het.asynchronous.parameter_service.hosting import ServiceSpec
 from keras_het.asynchronous.rules import get
 from keras_het.exchange.server import Server
@@ -91,7 +91,7 @@ class Service(ParameterService):
 
     def client(self, worker=0, handle=None, **options):
         """A client within this process, as another worker; it takes messages like a remote one."""
-        channel = LocalChannel("here", handle or partial(self.handle, worker))
+        channel = Channel("here", handle or partial(self.handle, worker))
         return ParameterClient([channel], self.partitions, **{"wire": self.wire} | options)
 
     def own_client(self):

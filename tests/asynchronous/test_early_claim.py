@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_het.asynchronous.parameter_service.channel import LocalChannel, ServiceLostError
+from keras_het.asynchronous.parameter_service.channel import Channel, ServiceLostError
 from keras_het.asynchronous.parameter_service.ledger_client import EarlyClaim, LedgerConnection
 from keras_het.exchange.message import Kind, Message
 from keras_het.exchange.status import Status
@@ -20,7 +20,7 @@ def asked_early(*answers, first=0):
         grant = (next(batches), 1) if status == Status.OK else (0, 0)
         return Message(Kind.GRANT, (status, *grant))
 
-    early = EarlyClaim(LedgerConnection(LocalChannel("this process", handle)))
+    early = EarlyClaim(LedgerConnection(Channel("this process", handle)))
     early.ask(0)
     return early, asked
 

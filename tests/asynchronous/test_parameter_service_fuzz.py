@@ -18,7 +18,7 @@ from keras_het.asynchronous.rules import (
     AsyncSGD,
     serialize,
 )
-from keras_het.exchange.message import _LAYOUTS, Kind, Message, decode, encode
+from keras_het.exchange.message import Kind, Message, decode, encode
 
 WIRES = {"float32": FloatWire(), "float16": FloatWire("float16"), "top": TopKWire(0.4)}
 FUZZED = Partitions(((4, 3), (2,)), partition_bytes=28)  # 14 elements: two of seven
@@ -55,7 +55,7 @@ class Requests:
     def make(self):
         pool = self.likely if self.random.integers(2) else self.kinds
         kind = Kind(self.random.choice(pool))
-        layout = _LAYOUTS[kind]
+        layout = kind
         numbers = tuple(self.number() for _ in range(layout.numbers))
         vectors = [self.vector(type_) for type_ in layout.types]
         if kind == Kind.STATE and self.random.integers(3):

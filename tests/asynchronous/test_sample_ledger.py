@@ -58,7 +58,7 @@ def within(ledger, participant, lost=()):
             raise ConnectionError(lost.pop())
         return answer
 
-    return channel.LocalChannel("this process", handle)
+    return channel.Channel("this process", handle)
 
 
 def connect(ledger, participant=1):

@@ -232,6 +232,17 @@ def test_a_client_that_goes_in_the_middle_of_a_message(server, service, recorder
     assert service.taken == []
 
 
+def test_answers_that_wait_have_a_bound(service):
+    with serving(service.handle, most_bytes=1000) as server:
+        with connected(server) as client:
+            waiting = client.send(contribution(0, [1.0]))
+            assert service.has_waiting.wait(TIMEOUT)
+            service.waiting[0].set_result(Message(Kind.SUM, (), (np.ones(300, np.float32),)))
+            with pytest.raises(MemoryError, match="holds 4 bytes"):
+                waiting.result(TIMEOUT)
+        wait_until(lambda: server.budget.held == 0)
+
+
 def test_requests_that_wait_have_a_bound(service):
     with serving(service.handle, most_bytes=1000, largest_message=2000) as server:
         with connected(server) as client:

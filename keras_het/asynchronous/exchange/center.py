@@ -19,7 +19,7 @@ from keras_het.asynchronous.exchange.exchange_engine import (
 )
 from keras_het.asynchronous.exchange.participant import Participant
 from keras_het.asynchronous.parameter_service.channel import (
-    LocalChannel,
+    Channel,
     RemoteChannel,
     ServiceLostError,
     UnknownTrainingError,
@@ -70,7 +70,7 @@ class Center:
         self._first, *self._channels = [
             RemoteChannel(at, leader.credential, LEADER, leader.options.timeout_seconds)
             if own is None
-            else LocalChannel(at, own.handle_own)
+            else Channel(at, own.handle_own)
             for at in (self._addresses[0], *self._addresses)
         ]
         wire = leader.options.weights_wire if own is None else None  # within it nothing is rounded

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Protocol
 
 from keras_het.exchange.client import Client
 from keras_het.exchange.message import Message
+from keras_het.exchange.session import Handle, answer_to
 
 SERVICE = "center"
 """Name of the service of center and ledger on its server."""
@@ -24,28 +24,31 @@ class UnknownTrainingError(ServiceLostError):
     """A process answers, and does not know this training: it was restarted, or not yet asked."""
 
 
-class Channel(Protocol):
-    """One participant's connection to one process of the service."""
+class Channel:
+    """The channel to the process that holds everything: this one, whose objects are called.
 
-    address: str
-    timeout_seconds: float
+    Args:
+        address: of the process, "host:port".
+        handle: takes a request and returns its answer, or a future of it.
+        timeout_seconds: for each answer; 0 for no limit.
+    """
+
+    def __init__(self, address: str, handle: Handle, timeout_seconds: float = 0.0) -> None:
+        self.address, self._handle, self.timeout_seconds = address, handle, timeout_seconds
 
     def start(self, request: Message) -> Future[Message]:
         """Send a request without waiting for its answer; a failure is the future's."""
+        return answer_to(self._handle, request)
 
     def ask(self, request: Message) -> Message:
-        """Send a request and wait for its answer.
-
-        Raises:
-            ServiceLostError: if there is none in time, or the process does not know this training.
-            PermissionError: if it refuses this participant.
-        """
+        """Send a request and wait for its answer; raise as `translated` does if there is none."""
+        return result_of(self.start(request), self)
 
     def close(self) -> None:
-        """End the connection; requests that wait fail."""
+        """End the connection, if there is one; requests that wait fail."""
 
 
-class RemoteChannel:
+class RemoteChannel(Channel):
     """The channel to another process; it connects with the first request, and after a loss again.
 
     Args:
@@ -58,59 +61,22 @@ class RemoteChannel:
     def __init__(
         self, address: str, credential: bytes, participant: int, timeout_seconds: float
     ) -> None:
-        self.address, self.timeout_seconds = address, timeout_seconds
+        super().__init__(address, self._send, timeout_seconds)
         self._client = Client(address, SERVICE, credential, participant)
 
-    def start(self, request: Message) -> Future[Message]:
+    def _send(self, request: Message) -> Future[Message]:
         try:
             self._client.connect(self.timeout_seconds)
-            return self._client.send(request)
         except MemoryError as error:  # the server has as many connections as it takes
-            return _failed(ConnectionError(str(error)))
-        except Exception as error:
-            return _failed(error)
-
-    def ask(self, request: Message) -> Message:
-        return result_of(self.start(request), self)
+            raise ConnectionError(str(error)) from error
+        return self._client.send(request)
 
     def close(self) -> None:
         self._client.close()
 
 
-class LocalChannel:
-    """The channel within the process that holds everything: objects called directly.
-
-    Args:
-        handle: takes a request and returns its answer.
-    """
-
-    timeout_seconds = 0.0
-
-    def __init__(
-        self, address: str, handle: Callable[[Message], Message | Future[Message]]
-    ) -> None:
-        self.address, self._handle = address, handle
-
-    def start(self, request: Message) -> Future[Message]:
-        try:
-            answer = self._handle(request)
-        except Exception as error:
-            return _failed(error)
-        if isinstance(answer, Future):
-            return answer
-        done: Future[Message] = Future()
-        done.set_result(answer)
-        return done
-
-    def ask(self, request: Message) -> Message:
-        return result_of(self.start(request), self)
-
-    def close(self) -> None:
-        """Do nothing: there is no connection."""
-
-
 def result_of(answer: Future[Message], channel: Channel) -> Message:
-    """Wait for the answer to a request; raise as `Channel.ask` does, or `ValueError`."""
+    """Wait for the answer to a request."""
     with translated():
         try:
             return answer.result(channel.timeout_seconds or None)
@@ -122,7 +88,10 @@ def result_of(answer: Future[Message], channel: Channel) -> Message:
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """Raise `ServiceLostError` for what a connection raises where there is no service."""
+    """Raise `ServiceLostError` where there is no service, or one that does not know the training.
+
+    A refusal of this participant remains a `PermissionError`.
+    """
     try:
         yield
     except PermissionError as error:
@@ -136,9 +105,3 @@ def translated() -> Iterator[None]:
         raise UnknownTrainingError(f"The parameter service at {error}{ADVICE}") from error
     except (ConnectionError, TimeoutError) as error:
         raise ServiceLostError(f"The parameter service at {error}{ADVICE}") from error
-
-
-def _failed(error: Exception) -> Future[Message]:
-    done: Future[Message] = Future()
-    done.set_exception(error)
-    return done
