@@ -343,7 +343,10 @@ def test_an_error_is_that_of_the_push_that_it_concerns():
 def test_a_push_that_is_sent_again_while_it_waits_takes_the_place_of_the_first():
     part = part_with(RoundRobinEASGD(3, 0.5))
     (lost,) = waiting(part, 1, number=1)
+    was_locked = []  # an answer is sent from there
+    lost.add_done_callback(lambda _: was_locked.append(part._lock.locked()))
     (again,) = waiting(part, 1, number=1)
+    assert was_locked == [False]
     with pytest.raises(ConnectionError, match="sent again"):
         lost.result(0)
     push(part, worker=0)

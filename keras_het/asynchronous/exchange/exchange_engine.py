@@ -87,26 +87,14 @@ class ExchangeEngine:
         return centers
 
     def send(self, values: list[list[Vector]], samples: int) -> None:
-        """Send the messages of weights and moving statistics.
-
-        Args:
-            values: of both; they become the values to continue from.
-            samples: number of samples behind them.
-
-        Raises:
-            ServiceLostError: if a process cannot be reached: another message would wait for it
-                once more.
-        """
+        """Send weights and moving statistics; `values` become those to continue from."""
         for place, each in enumerate(self.exchanges):
             pending = each.send(values[place], samples)
             values[place] = pending.sent
             pending.push.check()
 
     def receive(self, values: list[list[Vector]]) -> None:
-        """Take the answers in flight into values of weights and moving statistics.
-
-        Each one is in its place before the next is waited for: it counts once, whatever is lost.
-        """
+        """Take the answers in flight into `values`, each before the next: one may be lost."""
         for place, each in enumerate(self.exchanges):
             values[place] = each.receive(values[place])
 
@@ -222,12 +210,7 @@ class VectorExchange:
         return self.pending
 
     def receive(self, weights: list[Vector], answer: Answer | None = None) -> list[Vector]:
-        """Take the answer in flight, if any; return the weights from which to continue.
-
-        Args:
-            weights: the present ones.
-            answer: the answer if it was waited for.
-        """
+        """Take the answer in flight, if any; return the weights from which to continue."""
         if self.pending is not None:
             answer = answer or self.pending.push.answer()
             weights = self._combined(self.pending, answer, weights)

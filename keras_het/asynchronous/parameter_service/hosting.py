@@ -15,7 +15,7 @@ import numpy as np
 
 from keras_het.asynchronous.parameter_service.channel import SERVICE
 from keras_het.asynchronous.parameter_service.partitions import Partitions, spread_partitions
-from keras_het.asynchronous.parameter_service.sample_ledger import SampleLedger
+from keras_het.asynchronous.parameter_service.sample_ledger import LEADER, SampleLedger
 from keras_het.asynchronous.parameter_service.service import ParameterService
 from keras_het.asynchronous.parameter_service.wire import wire_named
 from keras_het.asynchronous.rules import UpdateRule, get
@@ -70,12 +70,7 @@ class ServiceSpec:
 class HostedParts:
     """Some partitions of center and moving statistics; the first process also has the ledger.
 
-    Args:
-        server: on which they are served.
-        place: number of this process among those that hold parts.
-        spec: the training.
-        secret: shared with all tasks.
-        rules: of weights and statistics; by default those of the spec.
+    Rules are those of the spec unless a process has them itself: its own need not be in `RULES`.
     """
 
     def __init__(
@@ -90,14 +85,13 @@ class HostedParts:
         self.rule, state_rule = spec.make_rules() if rules is None else rules
         self.parameters = ParameterService(spec.num_participants)
         weights = Partitions(spec.shapes, spec.partition_bytes)
-        wire = wire_named(spec.wire)
-        indices = _share(weights, place, spec.num_services)
-        self.num_parts = len(indices)
-        self.parameters.hold(weights, self.rule, 0, indices, wire, spec.staleness_bound)
+        wire, own = wire_named(spec.wire), _share(weights, place, spec.num_services)
+        self.num_parts = len(own)
+        self.parameters.hold(weights, self.rule, 0, own, wire, spec.staleness_bound)
         if spec.state_shapes:
             state = Partitions(spec.state_shapes, spec.partition_bytes)
-            indices = _share(state, place, spec.num_services)
-            self.parameters.hold(state, state_rule, len(weights.sizes), indices)
+            own = _share(state, place, spec.num_services)
+            self.parameters.hold(state, state_rule, len(weights.sizes), own)
         self.ledger = SampleLedger(spec.num_participants) if place == 0 else None
         self._addresses = np.zeros(0, np.uint8)
         self.is_closed = threading.Event()
@@ -110,7 +104,10 @@ class HostedParts:
     def handle(self, sender: int, request: Message) -> Message | Future[Message]:
         """Answer a message of a participant."""
         if request.kind is Kind.DIRECTORY:
-            return self._directory(sender, request)
+            (addresses,) = request.vectors
+            if len(addresses) and sender == LEADER:
+                self._addresses = addresses
+            return Message(Kind.DIRECTORY, (), (self._addresses,))
         if request.kind is Kind.FINISH:
             self.is_closed.set()
             return Message(Kind.DONE)
@@ -125,15 +122,8 @@ class HostedParts:
     def handle_own(self, request: Message) -> Message | Future[Message]:
         """Answer a message of the leader, which is in this process."""
         if request.kind in self.parameters.kinds - {Kind.CLOSE_TRAINING}:
-            return self.parameters.handle_own(0, request)
-        return self.handle(0, request)
-
-    def _directory(self, sender: int, request: Message) -> Message:
-        """Return the location of the parts; the leader sets it."""
-        (addresses,) = request.vectors
-        if len(addresses) and sender == 0:
-            self._addresses = addresses
-        return Message(Kind.DIRECTORY, (), (self._addresses,))
+            return self.parameters.handle_own(LEADER, request)
+        return self.handle(LEADER, request)
 
 
 def _share(partitions: Partitions, place: int, num_services: int) -> list[int]:
@@ -144,12 +134,7 @@ def _share(partitions: Partitions, place: int, num_services: int) -> list[int]:
 def make_offer(
     address: str, secret: bytes, spec: ServiceSpec, place: int, timeout_seconds: float
 ) -> None:
-    """Ask a process that serves only to hold parts of a training.
-
-    Raises:
-        ConnectionError: if it does not answer in time.
-        PermissionError: if its secret differs.
-    """
+    """Ask a process that serves only to hold parts of a training."""
     text = json.dumps([place, spec.to_json()]).encode()
     client = Client(address, _OFFERS, credential(secret, _ABOUT))
     try:
@@ -181,17 +166,7 @@ def _read_offer(text: str) -> tuple[int, ServiceSpec]:
 
 
 class ServingProcess:
-    """A process that serves one training after another, each as its leader has offered it.
-
-    Args:
-        address: where it listens, "host:port".
-        secret: shared with all tasks.
-        is_stopped: whether it is to end.
-        say: prints a line.
-
-    Raises:
-        OSError: if it cannot listen there.
-    """
+    """A process that serves one training after another, each as its leader has offered it."""
 
     def __init__(
         self,
@@ -210,7 +185,7 @@ class ServingProcess:
 
     @property
     def is_offered_another(self) -> bool:
-        """Whether a waiting leader has offered a training, having abandoned the previous one."""
+        """Whether a leader waits, which has abandoned the present training."""
         return self._offered is not None
 
     def serve_one(self) -> bool:

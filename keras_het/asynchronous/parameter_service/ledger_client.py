@@ -43,7 +43,6 @@ class LedgerConnection:
         return self.answer_to(self.start_claim(epoch, count))
 
     def start_claim(self, epoch: int, count: int = 1) -> Future[Message]:
-        """Ask like `claim` without waiting for the answer, which `answer_to` returns."""
         return self._channel.start(Message(Kind.CLAIM, (epoch, count)))
 
     def answer_to(self, claim: Future[Message]) -> tuple[Status, int, int]:

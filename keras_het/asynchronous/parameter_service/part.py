@@ -23,23 +23,14 @@ _TYPES = frozenset(np.dtype(kind).str for kind in (*"efd", *"bBhHiIqQ", "?"))
 
 
 class Push(NamedTuple):
-    """A worker's change of a partition.
-
-    Args:
-        worker: its number.
-        number: of the push, from 1, by which it counts once; 0 for none.
-        version: of the partition that the worker saw last.
-        samples: number of samples behind the change.
-        change: float32 of shape [size].
-        is_trusted: whether it comes from this process, which is never too far behind.
-    """
+    """A worker's change of a partition."""
 
     worker: int
-    number: int
-    version: int
-    samples: int
+    number: int  # of the push, from 1, by which it counts once; 0 for none
+    version: int  # of the partition that the worker saw last
+    samples: int  # behind the change
     change: Vector
-    is_trusted: bool = False
+    is_trusted: bool = False  # whether it comes from this process, which is never too far behind
 
 
 class Answer(NamedTuple):
@@ -51,7 +42,6 @@ class Answer(NamedTuple):
     had_to_wait: bool = False
 
 
-Waiting: TypeAlias = "tuple[Push, Future[Answer]]"
 Ready: TypeAlias = "list[tuple[Future[Answer], Answer | Exception]]"
 
 
@@ -79,7 +69,7 @@ class Part:
         self.has_center = self._is_closed = False
         self.latest = [0] * num_workers
         """Number of the latest push of each worker."""
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, tuple[Push, Future[Answer]]] = {}
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._under_way = 0  # pushes without the lock
@@ -112,7 +102,9 @@ class Part:
         if not self._rule.is_atomic:
             return self._push_at_once(push)
         with self._lock:
-            answer, ready = self._push(push), self._take_waiting()
+            ready: Ready = []
+            answer = self._push(push, ready)
+            ready += self._take_waiting()
         resolve(ready)
         return answer
 
@@ -129,7 +121,7 @@ class Part:
                 f"{len(self.latest)} workers, and numbers from 0."
             )
 
-    def _push(self, push: Push) -> Answer | Future[Answer]:
+    def _push(self, push: Push, ready: Ready) -> Answer | Future[Answer]:
         refusal = self._refusal(push)
         if refusal is not None:
             if refusal.status == Status.NOT_FINITE:
@@ -140,10 +132,10 @@ class Part:
         if self._is_turn(push.worker):
             return self._take(push)
         future: Future[Answer] = Future()
-        _, replaced = self._waiting.pop(push.worker, (None, None))
+        if push.worker in self._waiting:  # it has come back, or has sent its push again
+            error = ConnectionError("The push was sent again.")
+            ready.append((self._waiting[push.worker][1], error))
         self._waiting[push.worker] = push, future
-        if replaced is not None:  # its worker has come back, or has sent it again
-            replaced.set_exception(ConnectionError("The push was sent again."))
         return future
 
     def _refusal(self, push: Push) -> Answer | None:
@@ -220,14 +212,12 @@ class Part:
     def _push_at_once(self, push: Push) -> Answer:
         """Let simultaneous pushes write into the same center."""
         with self._lock:
+            center, before = self.center, self.center.copy()
             refusal = self._refusal(push)
             if refusal is not None:
-                return refusal._replace(
-                    values=None if refusal.values is None else self.center.copy()
-                )
+                return refusal._replace(values=None if refusal.values is None else before)
             self._note(push)
             self._under_way += 1
-            center, before = self.center, self.center.copy()
         try:
             answer = self._updated(push).answer
         finally:
@@ -260,7 +250,10 @@ class Part:
     def state(self) -> dict[str, Vector]:
         """Return version and the rule's state, to be saved with the center: name to array."""
         with self._lock:
-            return {_VERSION: np.asarray(self.version, np.int64), **self.slots}
+            return self._state()
+
+    def _state(self) -> dict[str, Vector]:
+        return {_VERSION: np.asarray(self.version, np.int64), **self.slots}
 
     def set_state(self, state: Mapping[str, Vector]) -> Status:
         """Take over a saved state.
@@ -269,11 +262,11 @@ class Part:
             ValueError: if it is that of another rule, size or number of workers.
         """
         with self._lock:
-            own = {_VERSION: np.asarray(self.version, np.int64), **self.slots}
-            if _described(state) != _described(own):
+            expected = _described(self._state())
+            if _described(state) != expected:
                 raise ValueError(
                     "The saved state is that of another rule, size or number of workers. Received: "
-                    f"{_described(state)}; expected: {_described(own)}."
+                    f"{_described(state)}; expected: {expected}."
                 )
             # With such a state no push could be accepted any more.
             if not 0 <= state[_VERSION] < _LARGEST_VERSION or not self._is_state_as_finite(state):
@@ -313,11 +306,7 @@ def pack_state(state: Mapping[str, Vector]) -> tuple[Vector, Vector]:
 
 
 def unpack_state(description: Vector, content: Vector) -> dict[str, Vector]:
-    """Return the named arrays of `pack_state`.
-
-    Raises:
-        ValueError: if the bytes do not match the description.
-    """
+    """Return the named arrays of `pack_state`, unless the bytes do not match the description."""
     data, start, state = content.tobytes(), 0, {}
     try:
         for name, kind, shape in json.loads(description.tobytes()):

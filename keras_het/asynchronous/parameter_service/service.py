@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TypeAlias
 
@@ -16,7 +16,7 @@ from keras_het.asynchronous.parameter_service.part import (
 from keras_het.asynchronous.parameter_service.partitions import Partitions
 from keras_het.asynchronous.parameter_service.wire import FloatWire, Wire
 from keras_het.asynchronous.rules import Signal, UpdateRule
-from keras_het.exchange.message import Kind, Message, Vector
+from keras_het.exchange.message import Kind, Message
 from keras_het.exchange.status import Status
 
 Result: TypeAlias = "Message | Future[Message]"
@@ -101,14 +101,11 @@ class ParameterService:
     def handle_own(self, sender: int, request: Message) -> Result:
         """Answer a message of the leader in this process, never too far behind, nor rounded."""
         if request.kind == Kind.PUSH:
-            number, *rest = request.numbers
-            push = _push(sender, rest, request.vectors[0], is_trusted=True)
-            return self._answered(self._part(number).push(push), FloatWire())
+            return self._push(sender, request, is_trusted=True)
         if request.kind == Kind.PULL:
-            return self._encoded(self._part(request.numbers[0]).pull(), FloatWire())
+            return _encoded(FloatWire(), self._part(request.numbers[0]).pull())
         if request.kind == Kind.RESTORE:
-            status = self._part(request.numbers[0]).set_center(request.vectors[0], is_trusted=True)
-            return Message(Kind.STATUS, (status, 0))
+            return self._restore(sender, request, is_trusted=True)
         return self.handle(sender, request)
 
     def _part(self, number: int) -> Part:
@@ -118,40 +115,20 @@ class ParameterService:
 
     def _pull(self, sender: int, request: Message) -> Result:
         number, is_exact = request.numbers
-        return self._encoded(
-            self._part(number).pull(), FloatWire() if is_exact else self._wires[number]
-        )
+        part = self._part(number)
+        return _encoded(FloatWire() if is_exact else self._wires[number], part.pull())
 
-    def _push(self, sender: int, request: Message) -> Result:
-        number, *rest = request.numbers
-        part, wire = self._part(number), self._wires[number]
+    def _push(self, sender: int, request: Message, is_trusted: bool = False) -> Result:
+        number, push, version, samples = request.numbers
+        part, wire = self._part(number), FloatWire() if is_trusted else self._wires[number]
         if request.kind != wire.push:
             raise ValueError(f"Received: {request.kind.name}; expected: {wire.push.name}.")
         change = wire.decode(request.vectors, part.size)
-        return self._answered(part.push(_push(sender, rest, change)), wire)
+        answer = part.push(Push(sender, push, version, samples, change, is_trusted))
+        return _encoded(wire, answer) if isinstance(answer, Answer) else _later(wire, answer)
 
-    def _answered(self, answer: Answer | Future[Answer], wire: Wire) -> Result:
-        if isinstance(answer, Answer):
-            return self._encoded(answer, wire)
-        message: Future[Message] = Future()
-
-        def pass_on(done: Future[Answer]) -> None:
-            try:
-                message.set_result(self._encoded(done.result(), wire))
-            except Exception as error:
-                message.set_exception(error)
-
-        answer.add_done_callback(pass_on)
-        return message
-
-    def _encoded(self, answer: Answer, wire: Wire) -> Message:
-        if answer.values is None:
-            return Message(Kind.STATUS, (answer.status, answer.version))
-        numbers = (answer.status, answer.version, int(answer.had_to_wait))
-        return Message(wire.answer, numbers, (wire.encode_answer(answer.values),))
-
-    def _restore(self, sender: int, request: Message) -> Message:
-        status = self._part(request.numbers[0]).set_center(request.vectors[0])
+    def _restore(self, sender: int, request: Message, is_trusted: bool = False) -> Message:
+        status = self._part(request.numbers[0]).set_center(request.vectors[0], is_trusted)
         return Message(Kind.STATUS, (status, 0))
 
     def _export(self, sender: int, request: Message) -> Message:
@@ -183,6 +160,21 @@ class ParameterService:
         return Message(Kind.STATUS, (Status.OK, 0))
 
 
-def _push(sender: int, numbers: Sequence[int], change: Vector, is_trusted: bool = False) -> Push:
-    number, version, samples = numbers
-    return Push(sender, number, version, samples, change, is_trusted)
+def _encoded(wire: Wire, answer: Answer) -> Message:
+    if answer.values is None:
+        return Message(Kind.STATUS, (answer.status, answer.version))
+    numbers = (answer.status, answer.version, int(answer.had_to_wait))
+    return Message(wire.answer, numbers, (wire.encode_answer(answer.values),))
+
+
+def _later(wire: Wire, answer: Future[Answer]) -> Future[Message]:
+    message: Future[Message] = Future()
+
+    def pass_on(done: Future[Answer]) -> None:
+        try:
+            message.set_result(_encoded(wire, done.result()))
+        except Exception as error:
+            message.set_exception(error)
+
+    answer.add_done_callback(pass_on)
+    return message
