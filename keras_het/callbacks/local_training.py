@@ -211,11 +211,7 @@ class LocalTraining(SessionCallback):
 
 
 def _combine_logs(strategy: HeterogeneousStrategy, logs: dict[str, float], samples: int) -> None:
-    """Average logs over the workers' samples, unless all workers already agree.
-
-    Metrics agree: Keras reads their sums over all replicas. Values logged by a custom train step
-    differ between workers.
-    """
+    """Average logs of a custom train step over samples; those of metrics agree already."""
     names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
     own = np.array([[float(logs[name]) for name in names] + [samples]], np.float64)
     rows = strategy.extended.gather_over_workers(own)

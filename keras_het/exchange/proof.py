@@ -15,11 +15,10 @@ _MOST_NONCES = 1024
 class Keys(NamedTuple):
     """Keys of one connection.
 
-    They are made from the credential, which holds the secret and who is meant, from the service
-    and the sender, and from a random number of each side that is used once. So nothing that was
-    recorded is worth anything on another connection, whichever side has started again, no clock
-    takes part, and nobody has to remember what others have sent. Within a connection each message
-    has a code over its header, in which its number is one more than the last one's.
+    They are made from the credential (secret and who is meant), service, sender, and a random
+    number of each side that is used once: nothing that was recorded is worth anything on another
+    connection. Within one, each message has a code over its header with its number, one more than
+    the last.
     """
 
     proof: bytes

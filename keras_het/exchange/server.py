@@ -26,11 +26,9 @@ _END_SECONDS = 2.0
 class Server:
     """Answers the requests of those that know the credential of a service.
 
-    A connection that does not prove it is refused by what stands in its metadata, before any of
-    its messages is read. The others take two threads each, however many of their requests wait.
-    One that makes the server hold more than `most_bytes` ends with an error: to let it wait could
-    keep others from what they wait for. It listens on `address` ("host:port") only; port 0 is any
-    free one.
+    Metadata decide whether a connection is refused, before any message is read; others take two
+    threads each. One that makes the server hold more than `most_bytes` ends with an error: to wait
+    could keep others from what they wait for. It listens on `address`, "host:port", only.
     """
 
     def __init__(

@@ -77,11 +77,7 @@ class _FromTheChief:
 
 
 def adopt_variables_of_the_chief(model: keras.Model, strategy: HeterogeneousStrategy) -> None:
-    """Give every worker the chief's weights, moving statistics and optimizer state.
-
-    Synchronous steps keep equal workers equal but do not make them so: with different optimizer
-    states they would drift apart.
-    """
+    """Give every worker the chief's weights, moving statistics and optimizer state."""
     variables = [*model.variables, *model.optimizer.variables]
     unique = list({id(variable): variable for variable in variables}.values())
     for dtype in (tf.float64, tf.int64):

@@ -57,13 +57,8 @@ def balanced_shares(
     """Return new shares of the workers, or None if the present ones are as good.
 
     A share falls by half at most, and one that was too small for a sample grows: a worker that was
-    slow for a moment, or is fast again, is found out at a later exchange. The same numbers give the
-    same bits on machines of every kind.
-
-    Args:
-        samples: samples that each worker has used since the last exchange.
-        seconds: time in which it has used them.
-        shares: present share of each worker, at least 0; those without one get none.
+    slow for a moment, or is fast again, is found out at a later exchange. All machines get the same
+    bits. Workers without a share get none.
     """
     known = [number for number, used in enumerate(samples) if used > 0 and seconds[number] > 0]
     unknown = [number for number, share in enumerate(shares) if share > 0 and not samples[number]]

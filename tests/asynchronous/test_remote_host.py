@@ -1,11 +1,13 @@
 """The leader's exchanges with a service elsewhere, which is lost and comes back."""
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from service_doubles import SECONDS, Service, lose_answer, lost
 
+from keras_het.asynchronous.exchange import center
 from keras_het.asynchronous.exchange.center import Center
 from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine
 from keras_het.asynchronous.exchange.participant import HybridOptions
@@ -233,7 +235,22 @@ def test_a_service_that_is_away_is_told_the_end_and_not_waited_for(service, stat
     leader._addresses, leader._tasks = ["own:1", "first:1", "second:1"], ["first:1", "second:1"]
     leader._first, *leader._channels = (Farewell(told) for _ in range(4))
     leader.close()
-    assert told == 2 * bool(seconds) * [(Kind.FINISH, seconds)] + 4 * ["closed"]
+    assert told == 2 * bool(seconds) * [(Kind.FINISH, seconds)]
+
+
+def test_a_leader_that_fails_to_connect_leaves_no_channel_open(monkeypatch):
+    told, options = [], HybridOptions(Delta(), connect_seconds=0.0)
+    leader = SimpleNamespace(options=options, credential=b"", num_participants=2)
+
+    def refuse(*arguments):
+        raise PermissionError("another secret")
+
+    monkeypatch.setattr(center, "RemoteChannel", lambda *arguments: Farewell(told))
+    monkeypatch.setattr(center, "connect_vectors", refuse)
+    monkeypatch.setattr(center, "spec_of", lambda *arguments: None)
+    with pytest.raises(PermissionError), ExitStack() as opened:
+        Center(opened, leader, ["one:1", "two:1"])
+    assert told == 3 * ["closed"]
 
 
 def test_a_part_that_knows_this_training_and_has_no_center_gets_it(service):

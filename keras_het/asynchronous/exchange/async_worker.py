@@ -52,9 +52,7 @@ class AsyncWorker(Participant):
     """A worker that takes batches of the epoch at its own pace, without holding up others.
 
     Its message travels while it computes the next `period` steps; then it continues from the answer
-    plus its own progress in the meantime. A lost service is an error or, if the options say so, the
-    worker trains on alone with the batches it has, and resumes with the service after the first
-    period in which the service has answered again; until then a thread polls it.
+    plus its own progress in the meantime. What it does without a service is in `ExchangeEngine`.
     """
 
     _engine: ExchangeEngine
@@ -338,8 +336,7 @@ class AsyncWorker(Participant):
     def _ask_ahead(self) -> None:
         """Ask for the next batch while training on the last part of the current one.
 
-        It does not ask for a batch that would be left over: Keras ends a pass after as many steps
-        as there are batches.
+        Not for one that would be left over: Keras ends a pass after as many steps as batches.
         """
         claims = self._claims
         if claims is None or claims.is_exhausted or self._engine.is_lost:
@@ -349,10 +346,7 @@ class AsyncWorker(Participant):
             self._early_claim.ask(self._epoch)
 
     def _claim(self) -> int | None:
-        """Return the next batch of the epoch, None if there is none.
-
-        Without a service the worker trains on all batches, because it cannot know which are taken.
-        """
+        """Return the next batch of the epoch, None if there is none; without a service, of all."""
         while not self._engine.is_lost:
             with self._engine.losing():
                 status, first, granted = self._early_claim.take(self._epoch, self._latest_batch)

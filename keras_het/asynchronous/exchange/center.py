@@ -41,22 +41,16 @@ ResultT = TypeVar("ResultT")
 class Center:
     """The center and the sample ledger for the task that leads the service, here or elsewhere.
 
-    Messages to a service elsewhere travel while the group computes. A lost service is an error or,
-    if the options say so, the group trains on alone, takes all batches, and resumes with the
-    service at the first exchange after it answers again; until then a thread polls it, and no step
-    waits. A restarted service gets the group's weights.
-
-    Args:
-        leader: the participant that leads.
-        addresses: of the processes that hold parts.
-        tasks: those of them that run `keras-het serve`.
-        own: the parts of this process if it holds all: the channel to them is one within it.
+    Messages to a service elsewhere travel while the group computes. What the group does without it
+    is in `ExchangeEngine`; a restarted service gets the group's weights. `tasks` are those of the
+    addresses that run `keras-het serve`, `own` the parts of this process if it holds all.
     """
 
     _awaits_center = False
 
     def __init__(
         self,
+        service: contextlib.ExitStack,
         leader: Participant,
         addresses: Sequence[str],
         tasks: Sequence[str] = (),
@@ -74,6 +68,8 @@ class Center:
             for at in (self._addresses[0], *self._addresses)
         ]
         wire = leader.options.weights_wire if own is None else None  # within it nothing is rounded
+        for channel in (self._first, *self._channels):
+            service.callback(channel.close)
         self._exchanges = connect(lambda: connect_vectors(leader, self._channels, wire), seconds)
         self.ledger = LeaderLedger(self._first)
         self._waits = leader.rule.uses_gradients or own is not None
@@ -91,6 +87,7 @@ class Center:
         training_state.export = self.exported
         self._taken_until = 0
         self._is_closed = False
+        service.callback(self.close)
         _logger.info("The parameter service is at %s.", ", ".join(self._addresses))
 
     def exported(self) -> dict[str, np.ndarray] | None:
@@ -182,7 +179,7 @@ class Center:
         self._is_closed = True
 
     def close(self) -> None:
-        """Tell the tasks that serve of the end, and close all connections."""
+        """Tell the tasks that serve of the end."""
         self.engine.watch.stop()
         if not self.engine.is_given_up:
             seconds = self._options.timeout_seconds
@@ -194,8 +191,6 @@ class Center:
             for call in [channel.start(Message(Kind.FINISH)) for channel in channels]:
                 with contextlib.suppress(Exception):  # the answer may be lost with the server
                     call.result(seconds)
-        for channel in (self._first, *self._channels):
-            channel.close()
 
     def _open(self) -> None:
         """Admit async workers: tell them where the parts are."""
@@ -274,10 +269,7 @@ def spec_of(participant: Participant, num_services: int) -> ServiceSpec:
 
 
 def join_service(participant: Participant, service: contextlib.ExitStack) -> Center | None:
-    """Start the parts of the service that belong to this task; the leader then connects.
-
-    Closing `service` ends what this task holds of it.
-    """
+    """Start this task's parts of the service until `service` closes; the leader connects."""
     strategy, options = participant.strategy, participant.options
     config = config_of(strategy)
     tasks = list(config.service_addresses())
@@ -285,15 +277,15 @@ def join_service(participant: Participant, service: contextlib.ExitStack) -> Cen
         return _spread(participant, service, tasks)
     if not config.has_sync_group and len(tasks) > 1:
         _make_parts(participant, service, tasks[0], 0, len(tasks)).start()
-        return _lead(service, Center(participant, tasks, tasks[1:]))
+        return Center(service, participant, tasks, tasks[1:])
     if not strategy.is_chief:
         return None
     if config.has_sync_group and tasks:
-        return _lead(service, Center(participant, tasks, tasks))
+        return Center(service, participant, tasks, tasks)
     address = config.service_address()
     parts = _make_parts(participant, service, address, 0, 1)
     # Served once it has the center: async workers wait for a server more quietly than for a center.
-    center = _lead(service, Center(participant, [address], own=parts))
+    center = Center(service, participant, [address], own=parts)
     parts.start()
     return center
 
@@ -316,12 +308,7 @@ def _spread(
     everyone = [*tasks, *members]
     place = len(tasks) + strategy.worker_index
     _make_parts(participant, service, everyone[place], place, len(everyone)).start()
-    return _lead(service, Center(participant, everyone, tasks)) if strategy.is_chief else None
-
-
-def _lead(service: contextlib.ExitStack, center: Center) -> Center:
-    service.callback(center.close)
-    return center
+    return Center(service, participant, everyone, tasks) if strategy.is_chief else None
 
 
 def _make_parts(

@@ -67,12 +67,7 @@ def _group_has_ended() -> bool:
 def connect_vectors(
     participant: Participant, channels: Sequence[Channel], wire: Wire | None
 ) -> list[VectorExchange]:
-    """Connect to the center of the weights, and to that of moving statistics if there are any.
-
-    Raises:
-        ServiceLostError: if a process does not answer in time.
-        PermissionError: if it refuses the credential: another secret, model or rule.
-    """
+    """Connect to the center of weights, and of moving statistics if there are any."""
     vectors, rule = participant.vectors, participant.rule
     client = ParameterClient(channels, vectors.weights.partitions, 0, wire, rule.may_wait)
     client.greet()

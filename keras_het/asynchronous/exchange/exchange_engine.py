@@ -27,6 +27,15 @@ _QUESTIONS_IN_TIMEOUT = 4
 _LARGEST_PAUSE = 16.0  # in time-outs
 _LONGEST_WAIT_SECONDS = 0.5  # for a question whose answer is no longer needed
 _TAKEN = (int(Status.OK), int(Status.REPEATED))
+_TOO_LATE = (
+    "Training ended before this worker's last change came, which is not in the center. A larger "
+    "end_seconds gives slow workers more time."
+)
+_LOST_GRADIENT = (
+    "A gradient of this worker was more updates behind than staleness_bound, and is not used. If "
+    "that happens often the worker adds nothing: give it a larger bound or a smaller period, or "
+    "leave the bound out and damp (AsyncSGD damps_staleness)."
+)
 _DIVERGED = (
     "The parameter service does not take this worker's weights, which are not finite, or with "
     "which the center would not be. Its training has diverged: lower the learning rate. "
@@ -161,7 +170,7 @@ class VectorExchange:
         # An earlier process with this number may still have messages in flight.
         self._number = transport.latest_number() + _ROOM_FOR_STRAGGLERS
         self.pending: Pending | None = None
-        self._has_warned = self._has_warned_of_loss = False
+        self._warned: set[str] = set()
         self._was_stale = self.lost_gradient = False
         self.staleness = 0.0
 
@@ -220,12 +229,13 @@ class VectorExchange:
     def _combined(self, pending: Pending, answer: Answer, weights: list[Vector]) -> list[Vector]:
         """Combine an answer with the current weights.
 
-        A part whose push was too stale restarts from the center with the worker's own progress. A
-        part whose push arrived after the end of training stays unchanged: the final center follows.
+        A part whose push was too stale restarts from the center with the worker's own progress;
+        after the end of training it stays unchanged: the final center follows.
         """
         statuses, versions = answer.statuses, answer.versions
         _check_answered(answer)
-        self._warn_of(statuses)
+        self._warn_if(Status.CLOSED in statuses, _TOO_LATE)
+        self._warn_if(Status.NOT_FINITE in statuses, _DIVERGED)
         pending.had_to_wait = answer.had_to_wait
         carried = [
             self._part(index, int(status), values, pending.sent[index], weights[index])
@@ -238,27 +248,22 @@ class VectorExchange:
         self._versions = np.where(taken, versions, self._versions)
         self.latest_versions = np.maximum(self.latest_versions, self._versions)
         self._residuals = self._left_over(pending.push, answer)
-        self._was_stale = bool((statuses == int(Status.STALE)).any())
-        self._note_lost_gradient(statuses)
+        stale = statuses == int(Status.STALE)
+        self._was_stale = bool(stale.any())
+        # A gradient that was too stale would be just as stale if it was sent again.
+        self.lost_gradient = self._rule.uses_gradients and bool(stale.all())
+        self._warn_if(self._rule.uses_gradients and self._was_stale, _LOST_GRADIENT)
         return carried
 
-    def _note_lost_gradient(self, statuses: np.ndarray) -> None:
-        """Record a gradient that was too stale; resending it would be just as stale."""
-        uses_gradients = self._rule.uses_gradients
-        self.lost_gradient = uses_gradients and bool((statuses == int(Status.STALE)).all())
-        if uses_gradients and self._was_stale and not self._has_warned_of_loss:
-            self._has_warned_of_loss = True
-            _logger.warning(
-                "A gradient of this worker was more updates behind than staleness_bound, and is "
-                "not used. If that happens often the worker adds nothing: give it a larger bound "
-                "or a smaller period, or leave the bound out and damp (AsyncSGD damps_staleness)."
-            )
+    def _warn_if(self, applies: bool, text: str) -> None:
+        if applies and text not in self._warned:
+            self._warned.add(text)
+            _logger.warning(text)
 
     def meet_again(self) -> None:
         """Wait until all parts answer after a loss; a push in flight is sent again.
 
-        It keeps its number, and the answers of parts that took it: a new answer would be the
-        current center, to which others have pushed since.
+        Parts that took it keep their answers: new ones would be the center after others' pushes.
         """
         if self.pending is None:
             self.pull()
@@ -267,17 +272,6 @@ class VectorExchange:
         again = np.flatnonzero(np.isin(statuses, _UNANSWERED))
         self.transport.push_again(self.pending.push, again.tolist())
         _check_answered(self.pending.push.answer())
-
-    def _warn_of(self, statuses: np.ndarray) -> None:
-        if (statuses == int(Status.CLOSED)).any() and not self._has_warned:
-            self._has_warned = True
-            _logger.warning(
-                "Training ended before this worker's last change came, which is not in the center. "
-                "A larger end_seconds gives slow workers more time."
-            )
-        if (statuses == int(Status.NOT_FINITE)).any() and not self._has_warned:
-            self._has_warned = True
-            _logger.warning(_DIVERGED)
 
     def _part(
         self, index: int, status: int, values: Vector | None, sent: Vector, weights: Vector
@@ -292,10 +286,7 @@ class VectorExchange:
         return new
 
     def _left_over(self, push: PendingPush, answer: Answer) -> list[Vector] | None:
-        """Return the residual of a compressing format, to be sent with the next message.
-
-        Untaken changes are still in the weights, except for earlier residuals.
-        """
+        """Return what a compressing format has left; changes not taken are still in the weights."""
         if self.transport.wire.is_exact:
             return None
         before = self._residuals or [np.zeros_like(residual) for residual in push.residuals]
@@ -319,12 +310,10 @@ def _lost(answer: Answer) -> ServiceLostError:
 
 
 class ReturnWatch:
-    """A thread that polls after each loss until there is an answer.
+    """A thread that polls after each loss until there is an answer; no step waits for it.
 
-    A silent service (stopped, behind a dead link) delays every question for the entire time-out.
-    Between two training steps that would hold up the whole sync group again and again; here no step
-    waits for it. If the questions are answered but the messages that follow are not (a link that
-    carries only small messages), each further loss doubles the pause before the next question.
+    If the questions are answered but the messages that follow are not (a link that carries only
+    small ones), each further loss doubles the pause before the next question.
     """
 
     def __init__(self, ask: Callable[[], object], timeout_seconds: float) -> None:

@@ -150,14 +150,10 @@ def choose_period(
     limits: tuple[float, int],
     least: int = 1,
 ) -> int:
-    """Return the steps of one pusher between two exchanges, for about equal push rates.
+    """Return the steps of one participant between two exchanges, for about equal push rates.
 
-    Args:
-        paces: row of every participant, as in `Pace`.
-        silence: seconds since each was heard of.
-        participant: whose steps.
-        limits: silence after which a participant counts as gone, and the longest period.
-        least: steps of the slowest.
+    Who was silent for longer than the first of the `limits` does not count; the other limits the
+    period. `least` are the steps of the slowest.
     """
     paces, longest_silence = np.asarray(paces), limits[0]
     counts = (paces[:, 0] > 0) & (paces[:, 1] >= 1) & (np.asarray(silence) < longest_silence)
@@ -174,9 +170,8 @@ def choose_period(
 class LocalStepTuner:
     """The plan of this worker, by a rule that derives it from measured times.
 
-    Until a step and an exchange have been measured, it uses the rule's preset steps and sends all
-    values. The times of all workers are in the sample ledger; each makes its own plan from the same
-    table.
+    Each worker makes its own from the same table, in the sample ledger; until it has measured a
+    step and an exchange, it takes the preset steps and sends all values.
     """
 
     def __init__(

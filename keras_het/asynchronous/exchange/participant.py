@@ -31,10 +31,8 @@ if TYPE_CHECKING:
 class StatisticsAveraging(ElasticAveraging):
     """Elastic averaging that keeps a worker's statistics between its own and the center's.
 
-    A worker that took steps while the answer traveled moves by the difference at the time of
-    sending, so that everything it has learned in the meantime is kept. That difference may exceed
-    the rest of a variance that has fallen since: hence the bound. To the service, which keeps the
-    center, this is elastic averaging under the same name.
+    What it has learned while the answer traveled is kept, and a variance may have fallen by more
+    than the pull: hence the bound. To the service this is elastic averaging under the same name.
     """
 
     def receive(self, weights: Vector, sent_weights: Vector, answer: Vector) -> Vector:
@@ -100,8 +98,7 @@ class HybridOptions:
 class ModelVectors:
     """The parts of a model that are shared with the parameter service.
 
-    The update rule combines trainable weights. Moving statistics (non-trainable float state) are
-    averaged. Seeds and metrics stay local to each worker.
+    The rule combines trainable weights; moving statistics (other float state) are averaged.
     """
 
     def __init__(
@@ -125,12 +122,10 @@ class ModelVectors:
 
 
 class GradientSum(keras.optimizers.Optimizer):
-    r"""An optimizer that accumulates gradients and leaves the weights unchanged.
+    r"""An optimizer that sums gradients, :math:`s \leftarrow s + g`, and leaves the weights.
 
-    .. math:: s \leftarrow s + g
-
-    so that any number of steps forms one large batch, whose mean gradient the service applies at
-    its own rate. The rate here has no effect: `MeanGradient.check_rate` refuses another.
+    So any number of steps forms one large batch, whose mean gradient the service applies at its own
+    rate. The rate here has no effect: `MeanGradient.check_rate` refuses another.
     """
 
     def __init__(self) -> None:
@@ -188,10 +183,7 @@ class MeanGradient:
         self._taken = self._steps()
 
     def check_rate(self, rule: str) -> None:
-        """Refuse a learning rate set by a callback, which would have no effect.
-
-        This waits for the step in progress, so do not call it for every step.
-        """
+        """Refuse a rate set by a callback, which would have no effect; waits for the devices."""
         rate = float(keras.ops.convert_to_numpy(self._sum.learning_rate))
         if rate != _RATE:
             raise ValueError(
@@ -297,8 +289,7 @@ class Participant(abc.ABC):
     def passes_before(self, epoch: int) -> tuple[bool, ...]:
         """Return, for each pass over the data before an epoch, whether it was iterated.
 
-        Keras creates two iterators for each epoch and uses the first. What workers did in earlier
-        passes does not count: a worker may have received no batch of them.
+        Keras creates two iterators for each epoch and uses the first.
         """
         return (True,) * self.first_pass + (True, False) * epoch
 

@@ -25,10 +25,9 @@ _POLL_SECONDS = 0.05
 class ServiceTask(Participant):
     """A task that runs the same script as the workers but serves instead of training.
 
-    Its `fit` lasts as long as theirs, takes no batch, and leaves the model with the center's
-    weights, ready for evaluation and saving. An epoch begins when all batches of the previous one
-    have been handed out. Training ends when every async worker that ever connected has ended, or
-    has been silent for `end_seconds`.
+    Its `fit` takes no batch and lasts until every async worker that ever connected has ended, or
+    was silent for `end_seconds`; it leaves the model with the center's weights. An epoch begins
+    when all batches of the previous one have been handed out.
     """
 
     def __init__(

@@ -31,10 +31,9 @@ _POLL_SECONDS = 0.02
 class SyncGroup(Participant):
     """A group that trains synchronously; its leader exchanges every `period` steps.
 
-    One collective passes the result to the other members, in which they add zeros to the leader's
-    values: all members have the same bits afterwards. The batches that the group may take next
-    travel with it. The group waits for its exchange: one hidden behind the next step, in a thread
-    and a collective group of its own, slowed that step by as much and left weights a step staler.
+    One collective passes the result, and the batches that the group may take next, to the other
+    members, which add zeros: all have the same bits. The group waits for its exchange: hidden
+    behind the next step, it slowed that by as much and left weights a step staler.
     """
 
     _claims: GroupClaims | None
@@ -151,9 +150,9 @@ class SyncGroup(Participant):
             self._num_known += grant.count
 
     def _claim(self, center: Center, period: int) -> Grant:
-        """Claim batches for `period` steps, plus those by which the next exchange may be late.
+        """Claim batches for `period` steps, and those by which the next exchange may be late.
 
-        Keras calls back only after whole executions, and the group cannot wait within one for more
+        Keras calls back after whole executions only, within which the group cannot wait for
         batches.
         """
         wanted = period + max(period, int(self.model.steps_per_execution)) - self._num_known
@@ -176,9 +175,7 @@ class SyncGroup(Participant):
         self, vector: PartitionedVector, read: Callable[[], list[Vector]] | None
     ) -> list[Vector]:
         """Return what the leader reads of the center of a vector, on all members."""
-        if read is not None:
-            return self._sum_over_members(read())
-        return self._sum_over_members(_zeros(vector))
+        return self._sum_over_members(_zeros(vector) if read is None else read())
 
     def _sum_over_members(self, values: list[Vector]) -> list[Vector]:
         if self.strategy.num_workers == 1:

@@ -240,10 +240,8 @@ def measure_exchange(
 ) -> ExchangeTimes:
     """Measure weight reads and collectives; all workers must call it.
 
-    An all-reduce on an otherwise idle cluster would say too little: training tasks do other work
-    besides forwarding its messages.
-
-    Nothing is written: weights of 64 bits would lose some of them.
+    An all-reduce on an otherwise idle cluster would say too little. Nothing is written: weights of
+    64 bits would lose some of them.
     """
     weights = ModelVectors(model, strategy, partition_bytes).weights
     readings = []

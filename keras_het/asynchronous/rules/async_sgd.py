@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from keras_het.asynchronous.rules.server_optimizer import Identifier, ServerOptimizer
 
 
+@dataclasses.dataclass(eq=False)
 class AsyncSGD(SendsGradient):
     r"""A step of an optimizer on the center for each incoming gradient.
 
@@ -58,20 +60,14 @@ class AsyncSGD(SendsGradient):
         *("learning_rate", "momentum", "reference_samples", "damps_staleness", "warm_up_pushes"),
     )
 
-    def __init__(
-        self,
-        learning_rate: float | None = None,
-        momentum: float = 0.0,
-        reference_samples: float | None = None,
-        damps_staleness: bool = False,
-        warm_up_pushes: int = 0,
-        optimizer: Identifier | None = None,
-    ) -> None:
-        self.learning_rate = learning_rate
-        self.momentum = momentum
-        self.reference_samples = reference_samples
-        self.damps_staleness = damps_staleness
-        self.warm_up_pushes = warm_up_pushes
+    learning_rate: float | None = None
+    momentum: float = 0.0
+    reference_samples: float | None = None
+    damps_staleness: bool = False
+    warm_up_pushes: int = 0
+    optimizer: dataclasses.InitVar[Identifier | None] = None
+
+    def __post_init__(self, optimizer: Identifier | None) -> None:
         self._check_ranges(optimizer)
         self._optimizer: ServerOptimizer | None = None
         if optimizer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import ClassVar
 
 import numpy as np
@@ -12,6 +13,7 @@ from keras_het.exchange.message import Vector
 _EPSILON = 1e-7
 
 
+@dataclasses.dataclass(eq=False)
 class DelayCompensated(SendsGradient):
     r"""DC-ASGD, which adds the gradient's estimated change since the worker saw the center.
 
@@ -45,24 +47,18 @@ class DelayCompensated(SendsGradient):
     name: ClassVar[str] = "delay_compensated"
     settings = ("learning_rate", "compensation", "num_workers", "decay")
 
-    def __init__(
-        self,
-        learning_rate: float,
-        compensation: float,
-        num_workers: int,
-        decay: float | None = None,
-    ) -> None:
-        in_range = learning_rate > 0 and compensation >= 0 and num_workers >= 1
-        if not in_range or (decay is not None and not 0 <= decay < 1):
+    learning_rate: float
+    compensation: float
+    num_workers: int
+    decay: float | None = None
+
+    def __post_init__(self) -> None:
+        in_range = self.learning_rate > 0 and self.compensation >= 0 and self.num_workers >= 1
+        if not in_range or (self.decay is not None and not 0 <= self.decay < 1):
             raise ValueError(
                 "Expected learning_rate > 0, compensation >= 0, num_workers >= 1 and decay None or "
-                f"from 0 to below 1. Received: {learning_rate=}, {compensation=}, {num_workers=}, "
-                f"{decay=}."
+                f"from 0 to below 1. Received: {self.get_config()}."
             )
-        self.learning_rate = learning_rate
-        self.compensation = compensation
-        self.num_workers = num_workers
-        self.decay = decay
 
     def create_slots(self, center: Vector) -> Slots:
         rows = ["seen"] if self.decay is None else ["seen", "mean_square"]

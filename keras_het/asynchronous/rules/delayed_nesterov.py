@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import ClassVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from keras_het.exchange.message import Vector
 _ROUNDING = 1e-4  # the weights of a round's pushes sum to 1 but for that
 
 
+@dataclasses.dataclass(eq=False)
 class DelayedNesterov(SendsChange):
     r"""Asynchronous DiLoCo: each change moves the center at once, their momentum once a round.
 
@@ -55,23 +57,18 @@ class DelayedNesterov(SendsChange):
     name: ClassVar[str] = "delayed_nesterov"
     settings = ("period", "learning_rate", "momentum", "num_workers")
 
-    def __init__(
-        self,
-        num_workers: int,
-        period: int = 50,
-        learning_rate: float = 0.7,
-        momentum: float = 0.9,
-    ) -> None:
-        check_outer_step(learning_rate, momentum)
-        if num_workers < 1 or period < 1:
+    num_workers: int
+    period: int = 50
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_outer_step(self.learning_rate, self.momentum)
+        if self.num_workers < 1 or self.period < 1:
             raise ValueError(
                 "num_workers and period must be at least 1. Received: "
-                f"num_workers={num_workers}, period={period}."
+                f"num_workers={self.num_workers}, period={self.period}."
             )
-        self.period = period
-        self.learning_rate = learning_rate
-        self.momentum = momentum
-        self.num_workers = num_workers
 
     @property
     def least_period(self) -> int:

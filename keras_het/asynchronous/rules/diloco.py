@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -20,6 +21,7 @@ def check_outer_step(learning_rate: float, momentum: float) -> None:
         )
 
 
+@dataclasses.dataclass(eq=False)
 class DiLoCo(SynchronousRule):
     r"""An outer step of gradient descent with Nesterov momentum every `period` local steps.
 
@@ -51,17 +53,14 @@ class DiLoCo(SynchronousRule):
     settings: ClassVar[tuple[str, ...]] = ("period", "learning_rate", "momentum", "overlap")
     center_is_weights: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        period: int = 500,
-        learning_rate: float = 0.7,
-        momentum: float = 0.9,
-        overlap: int = 0,
-    ) -> None:
-        super().__init__(period, overlap)
-        check_outer_step(learning_rate, momentum)
-        self.learning_rate = learning_rate
-        self.momentum = momentum
+    period: int = 500
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+    overlap: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__(self.period, self.overlap)
+        check_outer_step(self.learning_rate, self.momentum)
 
     def initial_state(self, weights: tf.Tensor) -> State:
         import tensorflow as tf  # a process that serves does without

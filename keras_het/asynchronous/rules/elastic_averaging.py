@@ -67,11 +67,10 @@ def largest_moving_rate(learning_rate: float, at_once: int = 1) -> float:
 
 
 def overlapped_rate(learning_rate: float | None, overlap: float) -> float | None:
-    r"""Return the rate of one step equal to all steps taken while an exchange travels.
+    r"""Return the rate of one step equal to all o steps taken while an exchange travels.
 
-    The pull of an exchange that comes back o steps after it was sent is added to all of them: for
-    the bound they act as one step of the rate :math:`1 - (1 - \eta)^o` for :math:`\eta \le 1`.
-    Above that, some smaller curvature has the rate 1, with which all steps reach the minimum.
+    That is :math:`1 - (1 - \eta)^o` for :math:`\eta \le 1`; above, some smaller curvature has the
+    rate 1, with which all steps reach the minimum.
     """
     if learning_rate is None or overlap < 2:
         return learning_rate
@@ -166,12 +165,7 @@ class ElasticAveraging(StepsItself):
         check_with_optimizer(optimizer, self.alpha, 1)
 
     def check_overlap(self, optimizer: keras.optimizers.Optimizer, steps: float) -> None:
-        """Refuse an alpha outside the bound for answers that arrive some steps later.
-
-        Args:
-            optimizer: the Keras optimizer that the model was compiled with.
-            steps: number of steps while an answer travels; infinite if unknown.
-        """
+        """Refuse an alpha outside the bound for answers that arrive `steps` steps later."""
         check_with_optimizer(optimizer, self.alpha, 1, steps)
 
 

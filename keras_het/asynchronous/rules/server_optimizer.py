@@ -125,10 +125,7 @@ def _arrays(values: dict[str, Any]) -> dict[str, Vector]:
 
 
 def check_elementwise(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
-    """Refuse optimizers that cannot work on parts of a vector.
-
-    A custom optimizer is accepted if its attribute `is_elementwise` is true.
-    """
+    """Refuse optimizers that cannot work on parts of a vector, unless they are elementwise."""
     kind = type(optimizer)
     if kind not in ELEMENTWISE and not getattr(optimizer, "is_elementwise", False):
         names = ", ".join(known.__name__ for known in ELEMENTWISE)

@@ -238,7 +238,9 @@ def advise_roles(
     predictions = [predict_sync(cluster, everyone)]
     if len(everyone) > 1:
         groups = [predict_sync(cluster, group) for group in sync_groups(cluster)]
-        predictions += [_best(groups), *_best_hybrids(cluster, groups)]
+        hybrids = [best_hybrid(cluster, group) for group in groups]
+        found = [hybrid for hybrid in hybrids if hybrid is not None]
+        predictions += [_best(each) for each in (groups, found) if each]
     chosen = _chosen(predictions, margin, hybrid_margin)
     return RolePlan(tuple(predictions), chosen, margin, hybrid_margin)
 
@@ -255,10 +257,7 @@ def _chosen(
 
 
 def sync_groups(cluster: ClusterSpeeds) -> list[tuple[int, ...]]:
-    """List candidates for the best sync group, at most 3 (n - 1), without that of all workers.
-
-    The first 1, 2, ... workers by computation, by link, and by both.
-    """
+    """List candidates for the best sync group: the first by computation, by link, by both."""
     time, link = cluster.even_share_seconds, cluster.link_bytes_per_second
     workers = range(len(time))
     orders = (
@@ -282,10 +281,7 @@ def best_hybrid(cluster: ClusterSpeeds, sync: ModePrediction) -> ModePrediction 
 
 
 def _slower(cluster: ClusterSpeeds, sync: ModePrediction) -> list[int]:
-    """Return who is clearly slower than every member, in computation or in the link.
-
-    Among equals, stale gradients have no benefit.
-    """
+    """Return who is clearly slower than every member, in computation or in the link."""
     link, time = cluster.link_bytes_per_second, cluster.even_share_seconds
     group = sync.workers("sync")
     # A message there and back; rates of fast links differ by chance and cost nothing.
@@ -294,12 +290,6 @@ def _slower(cluster: ClusterSpeeds, sync: ModePrediction) -> list[int]:
     longest = max(time[i] for i in group) / (1 - CLEARLY_SLOWER)
     left_out = sync.workers("out")
     return [i for i in left_out if 1 / link[i] > longest_message or time[i] > longest]
-
-
-def _best_hybrids(cluster: ClusterSpeeds, groups: Iterable[ModePrediction]) -> list[ModePrediction]:
-    hybrids = [best_hybrid(cluster, group) for group in groups]
-    possible = [hybrid for hybrid in hybrids if hybrid is not None]
-    return [_best(possible)] if possible else []
 
 
 def _best(predictions: Iterable[ModePrediction]) -> ModePrediction:
@@ -355,14 +345,9 @@ def predict_hybrid(
 def statistical_efficiency(cluster: ClusterSpeeds, samples_in_flight: float) -> float:
     r"""Return the worth of a sample whose gradient arrives while others are in flight.
 
-    The samples Q that a gradient does not reflect, those that it shares with others in flight,
-    count as one batch of Q samples. A sample of a batch Q is worth, relative to one of the global
-    batch B, with the gradient noise scale phi,
-
-    .. math:: E = \frac{\phi + B}{\phi + \max(B, Q)}
-
-    With a large noise scale staleness is free; as it goes to 0, E approaches B / Q, one over the
-    number of global batches in flight, like the damping 1 / tau of staleness-aware learning rates.
+    The samples Q that a gradient does not reflect count as one batch. With the noise scale phi, a
+    sample of it is worth :math:`E = (\phi + B) / (\phi + \max(B, Q))` of one of the global batch B:
+    with a large phi staleness is free; near 0, E approaches one over the batches in flight.
     """
     batch = float(cluster.global_batch)
     noise = cluster.noise_scale
@@ -416,8 +401,8 @@ def _travel_seconds(
 ) -> float:
     """Return the time of a simultaneous push and pull over the slower of both links.
 
-    The parameter service runs on the member of the sync group with the fastest link. Its async
-    workers equally share the part of this link that the all-reduce leaves.
+    The service is on the member with the fastest link, of which async workers share what the
+    all-reduce leaves.
     """
     group = sync.workers("sync")
     leader = max(cluster.link_bytes_per_second[i] for i in group)
