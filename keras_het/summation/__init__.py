@@ -3,10 +3,9 @@
 A spare machine needs no TensorFlow: what does is imported from its module.
 """
 
-from keras_het.summation.machine import start_machine
+from keras_het.summation.machine import SummationService, start_machine, summation_credential
 from keras_het.summation.options import Summation, read_aggregation
 from keras_het.summation.placement import Placement, place_partitions
-from keras_het.summation.service import SummationService, summation_credential
 
 __all__ = [
     "Placement",

@@ -21,10 +21,14 @@ from keras_het.exchange.message import Kind, Message, Vector
 from keras_het.exchange.sums import Sums
 from keras_het.packed_variables import pack, unpack
 from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig
-from keras_het.summation.machine import tell_group_size
+from keras_het.summation.machine import (
+    SERVICE,
+    SummationService,
+    summation_credential,
+    tell_group_size,
+)
 from keras_het.summation.options import Summation
 from keras_het.summation.placement import place_partitions
-from keras_het.summation.service import SERVICE, SummationService, summation_credential
 from keras_het.summation.transit import Machine, Route, Transit
 from keras_het.value_types import Summand
 
@@ -45,8 +49,7 @@ def start_summation(
 ) -> SummationGroup:
     """Start this worker's service and join those of all machines; all workers must call it.
 
-    The service listens on a free port of its host in TF_CONFIG. `check` is called while waiting for
-    the others, and raises if one is lost.
+    The service listens on a free port. `check` raises, while others are waited for, if one is lost.
     """
     hosts = [address.rpartition(":")[0] for address in membership.workers.values()]
     spare = () if membership.config is None else membership.config.summation_machines
@@ -80,8 +83,7 @@ class SummationGroup:
     """Summation over the workers, each partition on the machine that the plan assigns it to.
 
     Partitions that this worker sums itself need no message. All workers build the same graphs in
-    the same order, as for collectives, and therefore agree on the place of every partition without
-    communicating.
+    the same order, and so agree on the place of every partition without communicating.
     """
 
     def __init__(
@@ -152,8 +154,7 @@ class SummationGroup:
     def can_sum(self, value: Summand) -> bool:
         """Whether a value suits this group: dense float32 of known shape, in a `tf.function`.
 
-        Graphs that never run do not count: Keras infers shapes in one, in which a worker with
-        several devices reduces its metrics and a worker with one does not.
+        Graphs that never run do not count: Keras infers shapes in one, differently on each worker.
         """
         return (
             isinstance(value, tf.Tensor)
@@ -174,10 +175,7 @@ class SummationGroup:
             return unpack(self._sum(vector, place), [value.shape for value in values])
 
     def _sum(self, vector: tf.Tensor, place: _Place) -> tf.Tensor:
-        """Begin the sum, wait for it as an operation that occupies no thread, and take it.
-
-        Each independently of the other operations of the graph, whose order it would follow.
-        """
+        """Begin the sum, wait for it as an operation that occupies no thread, and take it."""
         begin = functools.partial(place.begin, self._transit)
         ticket = private_api.run_independently(tf.numpy_function(begin, [vector], tf.int64))
         with tf.control_dependencies([ticket]):
@@ -189,8 +187,7 @@ class SummationGroup:
     def _find_place(self, num_elements: int, workers_sum: bool) -> _Place:
         """Return the place of the next sum of the graph under construction.
 
-        Sums at the same position of functions with the same name share it if they have the same
-        size: a retraced step needs no additional slots, and the two do not run at the same time.
+        A retraced step takes the places of the one before, which does not run at the same time.
         """
         key = (*self._next_position(), num_elements, workers_sum)
         if key not in self._places:
@@ -256,11 +253,7 @@ class _OwnMachine:
 
 
 class SummationClient:
-    """One worker's connection to one summing machine.
-
-    An answer waits for the slowest worker, however long that takes; a broken connection is an
-    immediate error.
-    """
+    """One worker's connection to a machine, whose answers wait for the slowest worker."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A spare machine: sums gradients, for a number of workers that changes with their roles."""
+"""What sums gradients on a CPU; a spare machine does, for a number of workers that may change."""
 
 from __future__ import annotations
 
@@ -11,18 +11,48 @@ from collections.abc import Sequence
 from keras_het.exchange.client import Client
 from keras_het.exchange.message import Kind, Message
 from keras_het.exchange.secret import credential, model_fingerprint, read_secret
+from keras_het.exchange.server import Server
+from keras_het.exchange.sums import Sums
 from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
-from keras_het.summation.service import SummationService, summation_credential
 
 _logger = logging.getLogger(__name__)
-_SERVICE = "group"
+SERVICE = "sums"
+_GROUP = "group"
 _PATIENCE_SECONDS = 120.0
+
+
+def summation_credential(num_workers: int, num_spare: int) -> bytes:
+    """Return the proof of shared secret and cluster that every connection shows."""
+    about = model_fingerprint([], [[num_workers, num_spare]], ["float32"], "summation 1")
+    return credential(read_secret(), about)
+
+
+class SummationService:
+    """Takes a worker's part of a vector, and answers with the sum over all workers."""
+
+    def __init__(self, address: str, num_workers: int, credential: bytes) -> None:
+        self.server = Server(address)
+        self.address = self.server.address
+        self.sum_for(num_workers, credential)
+
+    def sum_for(self, num_workers: int, credential: bytes) -> None:
+        """Sum for so many workers from now on; forget what others have contributed."""
+        self.sums = Sums(num_workers)
+        self.server.serve(SERVICE, credential, self.sums.handle)
+
+    def start(self) -> None:
+        """Start answering."""
+        self.server.start()
+
+    def close(self) -> None:
+        """Stop answering; requests that wait for a worker fail."""
+        self.server.close()
 
 
 def tell_group_size(addresses: Sequence[str], num_workers: int) -> None:
     """Make spare machines sum for another number of workers, and wait until they do."""
     for address in addresses:
-        client = Client(address, _SERVICE, _credential(len(addresses)))
+        client = Client(address, _GROUP, _credential(len(addresses)))
         try:
             client.ask(Message(Kind.GROUP_SIZE, (num_workers,)), _PATIENCE_SECONDS)
         except (ConnectionError, TimeoutError) as error:
@@ -69,17 +99,14 @@ def start_machine(config: ClusterConfig | None) -> SummationService:
             _logger.info("%s sums for %d workers.", config.task_name, size)
         return Message(Kind.DONE)
 
-    service.server.serve(_SERVICE, _credential(num_spare), take_size)
+    service.server.serve(_GROUP, _credential(num_spare), take_size)
     service.start()
     _logger.info("%s sums for %d workers.", config.task_name, num_workers)
     return service
 
 
 def main() -> None:
-    """Sum until terminated (SIGTERM, SIGINT); a restarted group may have fewer workers.
-
-    A failed start prints one error line and exits with code 2.
-    """
+    """Sum until terminated; a failed start prints one error line and exits with code 2."""
     try:
         _sum_until_told_to_end()
     except (ValueError, OSError) as error:

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from keras_het.planning.argument_checks import check_number
+
 SMALLEST_PARTITION_BYTES = 32_768
 """A message costs as much time as many bytes, so smaller ones do not pay."""
 LARGEST_PARTITION_BYTES = 4_096_000
@@ -54,21 +56,10 @@ class Summation:
                 f"workers. Received: spare_link_rates={self.spare_link_rates} without link_rates. "
                 "Give both in the same unit, or neither if all links are equal."
             )
-        if self.partition_bytes is not None and not self.partition_bytes >= 4:
-            raise ValueError(
-                "partition_bytes must be at least 4, one float32 value. Received: "
-                f"{self.partition_bytes}."
-            )
-        if (self.partition_bytes or 0) > LARGEST_PARTITION_BYTES:
-            raise ValueError(
-                f"partition_bytes may be {LARGEST_PARTITION_BYTES} at most. Received: "
-                f"{self.partition_bytes}."
-            )
-        if self.partitions_in_flight < 1 or self.timeout_seconds <= 0:
-            raise ValueError(
-                "partitions_in_flight must be at least 1 and timeout_seconds positive. Received: "
-                f"{self.partitions_in_flight} and {self.timeout_seconds}."
-            )
+        size, most = self.partition_bytes, LARGEST_PARTITION_BYTES
+        check_number("partition_bytes", size, least=4, most=most, or_none=True)
+        check_number("partitions_in_flight", self.partitions_in_flight, least=1)
+        check_number("timeout_seconds", self.timeout_seconds, above=0)
 
     def worker_rates(self, num_workers: int) -> tuple[float, ...]:
         """Return one rate for each worker."""
@@ -82,12 +73,7 @@ class Summation:
         return _rates("spare_link_rates", rates, num_spare, "spare machine")
 
     def elements_per_message(self, num_elements: int, num_machines: int) -> int:
-        """Return the largest number of float32 values in a message.
-
-        Args:
-            num_elements: number of values summed at once.
-            num_machines: number of machines that sum.
-        """
+        """Return the largest number of values in a message, of all that are summed at once."""
         if self.partition_bytes is not None:
             return self.partition_bytes // 4
         wanted = 4 * num_elements // (_PARTITIONS_PER_MACHINE * num_machines)
@@ -106,14 +92,7 @@ def _rates(name: str, rates: Sequence[float] | None, count: int, what: str) -> t
 
 
 def read_aggregation(aggregation: object) -> Summation | None:
-    """Return the requested summation, None for all-reduce.
-
-    Args:
-        aggregation: "all_reduce", "summation" or a `Summation`.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Return the summation that "all_reduce", "summation" or a `Summation` asks for, if any."""
     if isinstance(aggregation, Summation):
         return aggregation
     if aggregation == "all_reduce":

@@ -15,13 +15,10 @@ _FIRST_PARTS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The machine that sums each partition of a vector, and the order of sending.
+    """The machine (workers first) that sums each partition of a vector, and the order of sending.
 
-    Args:
-        sizes: number of elements of each partition, in the order of the vector.
-        owners: the machine of each partition, workers first, then spare machines.
-        waits: for each partition, the numbers of those whose sums must be back before it is sent.
-        plan: the plan behind it; its bytes are elements here.
+    `waits` has the numbers of those whose sums must be back before a partition is sent; the bytes
+    of the plan are elements here.
     """
 
     sizes: tuple[int, ...]
@@ -42,14 +39,7 @@ def place_partitions(
 
     Partitions follow each other in the vector such that at any position all machines are equally
     far through theirs: every link is busy from the first partition (the front layers) to the last.
-
-    Args:
-        num_elements: number of elements of the vector, at least 1.
-        worker_rates: the rate of each worker's link.
-        spare_rates: the same for each spare machine.
-        largest_partition: the largest number of elements in a partition.
-        workers_sum: whether the workers' machines sum too, or only the spare ones.
-        in_flight: partitions in flight to the machine that sums the most, see `share_in_flight`.
+    `in_flight` are those in flight to the machine that sums the most.
     """
     plan = plan_summation(num_elements, worker_rates, spare_rates)
     if not workers_sum:
@@ -74,9 +64,8 @@ def place_partitions(
 def cut(elements: int, largest: int, num_first: int) -> list[int]:
     """Cut a machine's part of the vector into messages, smaller ones first.
 
-    A machine sends nothing before it has a message from every worker, and messages in flight to it
-    at the same time share the links and arrive together. If they were as large as the others, its
-    link would be idle for that long.
+    Those in flight together arrive together: if the first were as large as others, its link would
+    be idle for that long.
     """
     first = [largest // _FIRST_PARTS] * num_first
     if not all(first) or elements < sum(first) + largest:
@@ -87,13 +76,9 @@ def cut(elements: int, largest: int, num_first: int) -> list[int]:
 
 
 def share_in_flight(machine_bytes: Sequence[int], most: int) -> tuple[int, ...]:
-    r"""Share messages in flight among machines so that all finish at the same time.
+    r"""Share messages in flight among machines, :math:`\max(1, F x_m / \max_j x_j)`.
 
-    .. math:: \max(1, F x_m / \max_j x_j)
-
-    Messages that share a link get equal parts of it. With as many in flight to a machine that sums
-    little as to one that sums much, the first would finish early, and the links of the second would
-    have too much left at the end.
+    Messages that share a link get equal parts of it; so all machines finish at the same time.
     """
     largest = max(machine_bytes)
     return tuple(max(1, round(most * own / largest)) for own in machine_bytes)
@@ -105,13 +90,9 @@ def _waits(
     r"""Return, for each partition, those that must be back before it is sent.
 
     For its own machine, this is the partition F before it, which keeps F in flight. For another
-    machine m, which sums :math:`x_m` elements, it is the last partition that ends at least a window
-    before the position where this one starts, both as fractions of the machines' sums:
-
-    .. math:: w_m = F_m \max_{p \in m} s_p / x_m
-
-    Connections share links regardless of how much each still has to carry. Without the second rule,
-    machines that sum little finish early, and the links of the others have too much left.
+    machine m, which sums :math:`x_m` elements, it is the last that ends a window :math:`w_m = F_m
+    \max_{p \in m} s_p / x_m` before the position where this one starts: connections share links
+    regardless of how much each still has to carry.
     """
     through = [_Progress() for _ in range(num_machines)]
     for number, (size, owner) in enumerate(zip(sizes, owners, strict=True)):

@@ -39,12 +39,9 @@ class Route(NamedTuple):
 class Transit:
     """Sends vectors and collects their sums, in a thread of its own.
 
-    No thread of TensorFlow waits here: workers that begin their sums in different orders would
-    wait for each other once all threads of each do. All sums are made in threads of Python, where
-    numbers below the normal ones are not taken for zero, whoever contributes last.
-
-    Args:
-        machines: all that sum, in the order of the placement's owners.
+    No thread of TensorFlow waits here: workers that begin their sums in different orders would wait
+    for each other once all threads of each do. Threads of Python also add numbers below the normal
+    ones, whoever contributes last. The machines are in the order of the placement's owners.
     """
 
     def __init__(self, machines: Sequence[Machine]) -> None:
@@ -56,13 +53,7 @@ class Transit:
         self._thread.start()
 
     def begin(self, route: Route, step: int, values: Vector) -> Future[Vector]:
-        """Send a vector; return the future of its sum. Neither waits nor copies.
-
-        Args:
-            route: where the partitions go.
-            step: number of this sum on its route, from 1.
-            values: float32; must not change until the sum is there.
-        """
+        """Send a vector, which must not change until then; return the future of its sum."""
         passage = _Passage(self._machines, route, step, values, self._events.put)
         self._events.put(partial(self._start, passage))
         return passage.sum

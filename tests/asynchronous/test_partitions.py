@@ -41,7 +41,7 @@ def test_the_largest_partitions_are_spread_first():
 
 
 @pytest.mark.parametrize(
-    ("shapes", "size", "match"), [((), 28, "no weights"), (((3,),), 3, "one float32 at least")]
+    ("shapes", "size", "match"), [((), 28, "no weights"), (((3,),), 3, "of at least 4")]
 )
 def test_wrong_partitions(shapes, size, match):
     with pytest.raises(ValueError, match=match):

@@ -70,7 +70,7 @@ def test_what_cannot_be_planned_is_refused():
         plan_pushes([1.0], [0], [1.0])
     with pytest.raises(ValueError, match=r"`exchange_seconds` must be finite"):
         plan_pushes([1.0], [1], [-1.0])
-    with pytest.raises(ValueError, match=r"least_batches .* at least 1. Received: 0"):
+    with pytest.raises(ValueError, match=r"least_batches .* at least 1. Received: .*=0"):
         plan_pushes([1.0], [1], [0.0], least_batches=0)
     with pytest.raises(TypeError, match=r"`samples_per_second` must be a real number"):
         plan_pushes(["64"], [1], [0.0])

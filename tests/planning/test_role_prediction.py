@@ -141,7 +141,7 @@ def test_planned_periods_are_those_of_equal_rates():
 
 
 def test_settings_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="`period` must be at least 1"):
+    with pytest.raises(ValueError, match="period must be a number of at least 1"):
         ExchangeSettings(period=0)
     with pytest.raises(ValueError, match="`busy_seconds` must be finite"):
         ExchangeSettings(busy_seconds=-1.0)

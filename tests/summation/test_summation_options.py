@@ -25,9 +25,9 @@ def test_what_aggregation_may_be():
         # without those of the workers the unit is unknown: all would be summed on one machine
         ({"spare_link_rates": [1.25e9]}, "Give both in the same unit"),
         ({"partition_bytes": 3}, "at least 4"),
-        ({"partition_bytes": 4_096_004}, "4096000 at most"),
+        ({"partition_bytes": 4_096_004}, "at most 4096000"),
         ({"partitions_in_flight": 0}, "at least 1"),
-        ({"timeout_seconds": 0.0}, "positive"),
+        ({"timeout_seconds": 0.0}, "above 0"),
     ],
 )
 def test_wrong_settings(settings, match):

@@ -134,11 +134,9 @@ class PushPace:
     def pace(self) -> Pace | None:
         if not self._steps:
             return None
-        step = statistics.median(seconds for seconds, _ in self._steps)
-        batch = statistics.median(samples for _, samples in self._steps)
-        travel = statistics.median(self._travels) if self._travels else 0.0
-        busy = statistics.median(self._overheads) if self._overheads else 0.0
-        answer = statistics.median(self._answers) if self._answers else 0.0
+        step, batch = map(statistics.median, zip(*self._steps, strict=True))
+        others = (self._travels, self._overheads, self._answers)
+        travel, busy, answer = (statistics.median(found or [0.0]) for found in others)
         exchange = max(travel, busy / LARGEST_OVERHEAD)
         return Pace(batch / max(step, 1e-9), batch, exchange, answer_seconds=answer)
 
@@ -155,9 +153,9 @@ def choose_period(
     Who was silent for longer than the first of the `limits` does not count; the other limits the
     period. `least` are the steps of the slowest.
     """
-    paces, longest_silence = np.asarray(paces), limits[0]
-    counts = (paces[:, 0] > 0) & (paces[:, 1] >= 1) & (np.asarray(silence) < longest_silence)
-    counts[participant] = paces[participant, 0] > 0 and paces[participant, 1] >= 1
+    paces, is_known = _known(paces)
+    counts = is_known & (np.asarray(silence) < limits[0])
+    counts[participant] = is_known[participant]
     if not counts[participant]:
         return max(FIRST_PERIOD, least)
     speeds, batches, exchanges = paces[counts].T[:3]
@@ -165,6 +163,12 @@ def choose_period(
     plan = plan_pushes(speeds.tolist(), batches, exchanges.tolist(), least)
     place = int(counts[:participant].sum())
     return max(1, min(plan.samples[place] // batches[place], limits[1]))
+
+
+def _known(paces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows of paces, and whether each is there."""
+    rows = np.asarray(paces, np.float64)
+    return rows, (rows[:, 0] > 0) & (rows[:, 1] >= 1)
 
 
 class LocalStepTuner:
@@ -212,8 +216,8 @@ class LocalStepTuner:
         return pace._replace(exchange_seconds=full + pull, pull_seconds=pull)
 
     def choose(self, paces: np.ndarray, silence: np.ndarray, longest_silence: float) -> None:
-        paces = np.asarray(paces, np.float64)
-        counts = (paces[:, 0] > 0) & (paces[:, 1] >= 1) & (np.asarray(silence) < longest_silence)
+        paces, is_known = _known(paces)
+        counts = is_known & (np.asarray(silence) < longest_silence)
         counts[self._participant] = True
         speeds, batches, exchanges, pulls = paces[counts].T[:4]  # the rest is for people
         pushes = np.maximum(exchanges - pulls, 0.0)

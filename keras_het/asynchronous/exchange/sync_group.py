@@ -96,7 +96,11 @@ class SyncGroup(Participant):
         for vector, read in zip(self.vectors.all, reads, strict=False):
             vector.write(self._agreed(vector, read))
         if center is not None:
-            self._wait_until(lambda: not _are_here(center), "to fetch the final weights")
+            # One that ends first trains, then waits.
+            self._wait_until(
+                lambda: not (center.training_workers() or center.waiting_workers()),
+                "to fetch the final weights",
+            )
             center.conclude()
         # Members hold parts until the last worker has fetched them.
         self._sum_over_members([np.zeros(1, np.float32)])
@@ -186,8 +190,3 @@ class SyncGroup(Participant):
 
 def _zeros(vector: PartitionedVector) -> list[Vector]:
     return [np.zeros(size, np.float32) for size in vector.partitions.sizes]
-
-
-def _are_here(center: Center) -> bool:
-    """Whether any async worker is present; an ending one first trains, then waits."""
-    return bool(center.training_workers() or center.waiting_workers())

@@ -25,12 +25,9 @@ class UnknownTrainingError(ServiceLostError):
 
 
 class Channel:
-    """The channel to the process that holds everything: this one, whose objects are called.
+    """The channel to a process of the service: this one, where `handle` is called, or another.
 
-    Args:
-        address: of the process, "host:port".
-        handle: takes a request and returns its answer, or a future of it.
-        timeout_seconds: for each answer; 0 for no limit.
+    `timeout_seconds` is for each answer, and for connecting; 0 for no limit.
     """
 
     def __init__(self, address: str, handle: Handle, timeout_seconds: float = 0.0) -> None:
@@ -49,14 +46,7 @@ class Channel:
 
 
 class RemoteChannel(Channel):
-    """The channel to another process; it connects with the first request, and after a loss again.
-
-    Args:
-        address: of the process, "host:port".
-        credential: what both sides know of secret and training.
-        participant: the number of this one.
-        timeout_seconds: for connecting, and for each answer.
-    """
+    """The channel to another process; it connects with its first request and after a loss."""
 
     def __init__(
         self, address: str, credential: bytes, participant: int, timeout_seconds: float

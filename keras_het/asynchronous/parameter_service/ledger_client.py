@@ -33,11 +33,18 @@ class LedgerFacts:
 
 
 class LedgerConnection:
-    """One participant's connection to a `SampleLedger`; the channel knows which one it is."""
+    """One participant's connection to a `SampleLedger`; the channel knows which one it is.
+
+    Reports of samples have numbers. One whose answer was lost is repeated unchanged before the
+    next; some of an earlier process of the same worker may still be in flight, so that numbers
+    begin some way above the last one that the ledger knows.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._used = UsedSamples()
+        self._waiting = 0  # samples in no report yet
+        self._open: tuple[int, int] | None = None  # a report without an answer
+        self._latest_report: int | None = None
 
     def claim(self, epoch: int, count: int = 1) -> tuple[Status, int, int]:
         return self.answer_to(self.start_claim(epoch, count))
@@ -50,17 +57,36 @@ class LedgerConnection:
         return Status(status), first, granted
 
     def report(self, presence: Presence, used: int = 0) -> LedgerFacts:
-        self._used.add(used)
+        self.add_used(used)
         facts = self._report(presence)
-        while not self._used.is_empty:
+        while self._has_samples:
             facts = self._report(presence)
         return facts
 
+    def add_used(self, samples: int) -> None:
+        self._waiting += samples
+
     def _report(self, presence: Presence) -> LedgerFacts:
-        (facts,) = self._ask(Message(Kind.REPORT, (*self._used.report(), presence)))
+        (facts,) = self._ask(Message(Kind.REPORT, (*self._next_report(), presence)))
         stage, epoch, *numbers, latest = facts.tolist()
-        self._used.answered(latest)
+        self._note_answer(latest)
         return LedgerFacts(Stage(stage), epoch, TrainingFacts(*numbers))
+
+    @property
+    def _has_samples(self) -> bool:
+        return self._open is not None or self._waiting > 0
+
+    def _next_report(self) -> tuple[int, int]:
+        """Return number and samples of the next report; zeros if there is nothing to count."""
+        if self._open is None and self._waiting and self._latest_report is not None:
+            self._latest_report += 1
+            self._open, self._waiting = (self._latest_report, self._waiting), 0
+        return self._open or (0, 0)
+
+    def _note_answer(self, latest: int) -> None:
+        if self._latest_report is None:
+            self._latest_report = latest + _ROOM_FOR_STRAGGLERS
+        self._open = None
 
     def pace(self, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
         request = Message(Kind.PACE, (), (np.array(pace, np.float64),))
@@ -96,12 +122,9 @@ class LeaderLedger(LedgerConnection):
     def is_handed_out(self, epoch: int) -> bool:
         return bool(epoch == self._epoch and self._lead()[0, 4] <= 0)
 
-    def add_used(self, samples: int) -> None:
-        self._used.add(samples)
-
     def tell_used(self) -> None:
         """Report all stored samples to the ledger, which counts each once."""
-        while not (self._used.is_empty or self._is_kept):
+        while self._has_samples and not self._is_kept:
             self._lead()
 
     def present(self, presence: Presence, within_seconds: float) -> list[int]:
@@ -126,9 +149,9 @@ class LeaderLedger(LedgerConnection):
     def _lead(self, stage: int = NO_CHANGE, taken_until: int = 0) -> np.ndarray:
         if not self._is_kept:
             facts = np.array([stage, taken_until, self._epoch, *self._training], np.int64)
-            (overview,) = self._ask(Message(Kind.LEAD, self._used.report(), (facts,)))
+            (overview,) = self._ask(Message(Kind.LEAD, self._next_report(), (facts,)))
             self._latest = overview.reshape(-1, _OVERVIEW_NUMBERS)
-            self._used.answered(int(self._latest[0, 5]))
+            self._note_answer(int(self._latest[0, 5]))
         return self._latest
 
 
@@ -163,36 +186,3 @@ class EarlyClaim:
         if status != Status.OK or (granted and first <= after):
             return self._ledger.claim(epoch)
         return status, first, granted
-
-
-class UsedSamples:
-    """Numbered reports; one whose answer was lost is repeated unchanged before the next.
-
-    The ledger returns the last number it knows, possibly from an earlier process of the same
-    worker, whose messages may still be in flight: numbers therefore begin some way above it.
-    """
-
-    def __init__(self) -> None:
-        self._waiting = 0
-        self._report: tuple[int, int] | None = None
-        self._latest: int | None = None
-
-    def add(self, samples: int) -> None:
-        self._waiting += samples
-
-    @property
-    def is_empty(self) -> bool:
-        return self._report is None and not self._waiting
-
-    def report(self) -> tuple[int, int]:
-        """Return number and samples of the next report; zeros if there is nothing to count."""
-        if self._report is None and self._waiting and self._latest is not None:
-            self._latest += 1
-            self._report = self._latest, self._waiting
-            self._waiting = 0
-        return self._report or (0, 0)
-
-    def answered(self, latest: int) -> None:
-        if self._latest is None:
-            self._latest = latest + _ROOM_FOR_STRAGGLERS
-        self._report = None

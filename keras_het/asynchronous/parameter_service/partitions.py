@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from keras_het.exchange.message import Vector
+from keras_het.planning.argument_checks import check_number
 
 PARTITION_BYTES = 4_000_000
 """Default size of a partition: with its header it is one piece of the wire, which is not copied
@@ -34,10 +35,7 @@ class Partitions:
     partition_bytes: int = PARTITION_BYTES
 
     def __post_init__(self) -> None:
-        if self.partition_bytes < 4:
-            raise ValueError(
-                f"A partition has one float32 at least. Received: {self.partition_bytes} bytes."
-            )
+        check_number("partition_bytes", self.partition_bytes, least=4)
         if self.size == 0:
             raise ValueError(f"There are no weights to keep. Received shapes: {self.shapes}.")
 
@@ -59,10 +57,7 @@ class Partitions:
 
 
 def spread_partitions(sizes: Sequence[int], num_services: int) -> tuple[int, ...]:
-    """Assign partitions to services: largest first, each to the least loaded service.
-
-    Every task computes the same assignment independently.
-    """
+    """Assign partitions to services, largest first, each to the least loaded; all tasks alike."""
     loads, places = [0] * num_services, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         places[index] = loads.index(min(loads))

@@ -53,11 +53,10 @@ class TrainingFacts(NamedTuple):
 class SampleLedger:
     """Ledger that hands out each global batch of an epoch once and counts the samples used.
 
-    Participants take batches at their own pace: faster ones take more, and none waits. An epoch is
-    over when all its batches have been handed out. A participant may begin the next epoch at once,
-    but is never more than one epoch ahead of the sync group. A batch held by a killed one is not
-    handed out again: `claimed` minus `used` shows the loss. A report of samples carries a number: a
-    report whose answer was lost can be sent again and counts once.
+    Participants take batches at their own pace. An epoch is over when all its batches have been
+    handed out; a participant is never more than one epoch ahead of the sync group. A batch held by
+    a killed one is not handed out again: `claimed` minus `used` shows the loss. A report has a
+    number: one whose answer was lost is sent again and counts once.
     """
 
     def __init__(self, num_participants: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,12 +67,7 @@ class SampleLedger:
         self._lock = threading.Lock()
 
     def handle(self, sender: int, request: Message) -> Message:
-        """Answer a message of a participant.
-
-        Raises:
-            PermissionError: for an unknown participant, and for what only the leader may do.
-            ValueError: for what cannot be; it has no effect.
-        """
+        """Answer a message of a participant; one that cannot be is an error without effect."""
         if not 0 <= sender < len(self._participants):
             raise PermissionError(
                 f"There is no such participant. Received: {sender}; expected: one of "

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from keras_het.exchange.message import Kind, Vector
+from keras_het.planning.argument_checks import check_number, check_one_of
 
 _NOTHING = np.zeros(0, np.float32)
 
@@ -66,10 +67,7 @@ class FloatWire(Wire):
     """
 
     def __init__(self, dtype: str = "float32") -> None:
-        if dtype not in ("float32", "float16", "bfloat16"):
-            raise ValueError(
-                f"dtype must be 'float32', 'float16' or 'bfloat16'. Received: {dtype!r}."
-            )
+        check_one_of("dtype", dtype, ("float32", "float16", "bfloat16"))
         self.name = dtype
         self.is_exact = dtype == "float32"
         self._dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
@@ -117,8 +115,7 @@ class TopKWire(Wire):
     push = Kind.PUSH_TOP
 
     def __init__(self, ratio: float) -> None:
-        if not 0 < ratio <= 1:
-            raise ValueError(f"ratio must be above 0 and at most 1. Received: {ratio}.")
+        check_number("ratio", ratio, above=0, most=1)
         self.name, self._ratio = f"top-{ratio!r}", ratio
 
     def count(self, size: int) -> int:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from keras_het.planning.argument_checks import check_number
 from keras_het.planning.times.time_model import check_not_negative
 
 LARGEST_OVERHEAD = 0.1
@@ -70,12 +71,7 @@ class ExchangeSettings:
     def __post_init__(self) -> None:
         check_not_negative("busy_seconds", self.busy_seconds)
         for name in ("period", "async_batch_size", "num_batches", "async_period", "least_period"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(
-                    f"`{name}` must be at least 1. Received: {name}={value!r}. Leave it out, or "
-                    "give what `HybridAggregation` gets."
-                )
+            check_number(name, getattr(self, name), least=1, or_none=True)
 
 
 def periods_of(exchange: ExchangeSettings, pushers: Sequence[Pusher]) -> tuple[int, ...]:
@@ -196,8 +192,7 @@ def plan_pushes(
                 f"least 1. Received: samples_per_second={speed!r}, batch_samples={batch!r}. "
                 "Measure the worker, or leave it out."
             )
-    if least_batches < 1:
-        raise ValueError(f"least_batches must be at least 1. Received: {least_batches!r}.")
+    check_number("least_batches", least_batches, least=1)
     target = max(max(least_batches * batch / speed, own) for speed, batch, own in pushers)
     samples = tuple(_pushed_samples(*pusher, target) for pusher in pushers)
     return PushPlan(

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from keras_het.planning.argument_checks import check_number
 from keras_het.planning.shares import FloatArray
+from keras_het.planning.times.time_model import check_not_negative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +78,9 @@ def plan_local_steps(
         (doi 10.1109/TC.2023.3315847).
     """
     iteration, push, pull = _times(iteration_seconds, push_seconds, pull_seconds)
-    if preset_steps != int(preset_steps) or preset_steps < 1:
-        raise ValueError(
-            "The slowest worker needs a whole number of local steps, at least 1. "
-            f"Received: preset_steps={preset_steps!r}."
-        )
-    if not 0 < preset_ratio <= 1 or not 0 <= compress_seconds < math.inf:
-        raise ValueError(
-            "The slowest worker sends a part above 0 and at most 1, compressed in a finite time. "
-            f"Received: preset_ratio={preset_ratio!r}, compress_seconds={compress_seconds!r}."
-        )
+    check_number("preset_steps", preset_steps, least=1, whole=True)
+    check_number("preset_ratio", preset_ratio, above=0, most=1)
+    check_not_negative("compress_seconds", compress_seconds)
     communication = push + pull
     longest = float((iteration * preset_steps + communication).max())
     steps = tuple(math.floor(h + 0.5) for h in (longest - communication) / iteration)
@@ -112,9 +107,6 @@ def _times(
             f"iteration_seconds={list(iteration_seconds)}, push_seconds={list(push_seconds)}, "
             f"pull_seconds={list(pull_seconds)}. Measure the workers again."
         )
-    if min(push) < 0 or min(pull) < 0:
-        raise ValueError(
-            "Times of push and pull must be at least 0. Received: "
-            f"push_seconds={list(push_seconds)}, pull_seconds={list(pull_seconds)}."
-        )
+    for name, times in (("push_seconds", push), ("pull_seconds", pull)):
+        check_number(name, float(times.min()), least=0)
     return iteration, push, pull
