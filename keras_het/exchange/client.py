@@ -53,20 +53,22 @@ class Client:
             return False
         return True
 
+    @property
+    def is_connected(self) -> bool:
+        return self._stream is not None and self._stream.error is None
+
     def connect(self, timeout_seconds: float) -> None:
         """Connect unless there is a connection; raise an error of `errors.py` if that fails."""
         if not self._lock.acquire(timeout=timeout_seconds):  # another thread is trying
             raise TimeoutError(f"{self.address} did not answer within {timeout_seconds:g} s.")
         try:
-            if self._stream is not None and self._stream.error is None:
-                return
-            for left in reversed(range(_MOST_HELLOS)):
-                try:
+            for _ in range(_MOST_HELLOS):
+                if self.is_connected:
+                    return
+                with contextlib.suppress(InterruptedError):
                     self._stream = self._connect(timeout_seconds)
                     return
-                except InterruptedError:
-                    if not left:
-                        raise ConnectionError(f"{self.address} admits nobody.") from None
+            raise ConnectionError(f"{self.address} admits nobody.")
         finally:
             self._lock.release()
 

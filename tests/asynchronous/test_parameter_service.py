@@ -1,12 +1,13 @@
 """The service and its clients, over a real connection and within the process."""
 
 import itertools
+import threading
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
 from addresses import free_address, silent_address
-from service_doubles import PROOF, SECONDS, SECRET, Service, flat, serving
+from service_doubles import PROOF, SECONDS, SECRET, Clock, Service, flat, serving
 
 from keras_het.asynchronous.parameter_service import (
     NO_ANSWER,
@@ -36,6 +37,7 @@ from keras_het.asynchronous.rules import (
     RoundRobinEASGD,
     Signal,
 )
+from keras_het.exchange.client import Client
 from keras_het.exchange.message import Kind, Message
 from keras_het.exchange.server import Server
 
@@ -293,7 +295,7 @@ def test_a_lost_service_is_waited_for_once(monkeypatch, is_broken):
     monkeypatch.setattr(
         client_module,
         "result_of",
-        lambda call, channel: (call.done() or waits.append(channel), result_of(call, channel))[1],
+        lambda call, *of: (call.done() or waits.append(of[0]), result_of(call, *of))[1],
     )
     service = Service(MANY, Delta())
     there, gone = Answers(service.handle, is_immediate=True), Answers(service.handle)
@@ -310,6 +312,33 @@ def test_a_lost_service_is_waited_for_once(monkeypatch, is_broken):
     client.push_again(pending, unanswered)
     assert set(pending.answer().statuses) == {Status.OK}
     assert set(service.versions) == {1}
+
+
+def test_processes_that_are_silent_cost_one_time_out_together(monkeypatch):
+    clock = Clock()
+
+    def wait(call, channel, seconds):
+        clock.sleep(seconds)
+        raise ServiceLostError("silent")
+
+    monkeypatch.setattr(client_module, "time", clock)
+    monkeypatch.setattr(client_module, "result_of", wait)
+    silent = [Answers(None) for _ in range(3)]
+    assert set(ParameterClient(silent, MANY).pull().statuses) == {NO_ANSWER}
+    assert clock.now == pytest.approx(Answers.timeout_seconds)
+
+
+def test_processes_that_are_gone_are_reached_for_at_once(monkeypatch):
+    """No connection waits for another."""
+    reached = threading.Barrier(4)  # those that connect, and this test
+    monkeypatch.setattr(Client, "connect", lambda self, seconds: reached.wait(SECONDS) and None)
+    channels = [RemoteChannel(free_address(), PROOF, 0, SECONDS) for _ in range(3)]
+    calls = [channel.start(Message(Kind.LATEST)) for channel in channels]
+    reached.wait(SECONDS)
+    for call, channel in zip(calls, channels, strict=True):
+        with pytest.raises(ConnectionError, match="no connection"):
+            call.result(SECONDS)
+        channel.close()
 
 
 @pytest.mark.parametrize("kind", ["nobody", "silent", "closed", "keeps answers"])

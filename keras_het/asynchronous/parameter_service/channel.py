@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 
 from keras_het.exchange.client import Client
 from keras_het.exchange.message import Message
@@ -55,21 +57,41 @@ class RemoteChannel(Channel):
         self._client = Client(address, SERVICE, credential, participant)
 
     def _send(self, request: Message) -> Future[Message]:
+        if self._client.is_connected:
+            return self._client.send(request)
+        # Several processes that do not answer are waited for side by side.
+        answer: Future[Message] = Future()
+        connect = partial(self._connect_and_send, request, answer)
+        threading.Thread(target=connect, name="keras_het-connects", daemon=True).start()
+        return answer
+
+    def _connect_and_send(self, request: Message, answer: Future[Message]) -> None:
         try:
             self._client.connect(self.timeout_seconds)
+            self._client.send(request).add_done_callback(partial(pass_on, answer))
         except MemoryError as error:  # the server has as many connections as it takes
-            raise ConnectionError(str(error)) from error
-        return self._client.send(request)
+            answer.set_exception(ConnectionError(str(error)))
+        except Exception as error:
+            answer.set_exception(error)
 
     def close(self) -> None:
         self._client.close()
 
 
-def result_of(answer: Future[Message], channel: Channel) -> Message:
-    """Wait for the answer to a request."""
+def pass_on(call: Future[Message], done: Future[Message]) -> None:
+    """End a call as another one has ended."""
+    error = done.exception()
+    if error is None:
+        call.set_result(done.result())
+    else:
+        call.set_exception(error)
+
+
+def result_of(answer: Future[Message], channel: Channel, seconds: float | None = None) -> Message:
+    """Wait for the answer to a request, by default for the time-out."""
     with translated():
         try:
-            return answer.result(channel.timeout_seconds or None)
+            return answer.result((channel.timeout_seconds if seconds is None else seconds) or None)
         except TimeoutError as error:
             raise TimeoutError(
                 f"{channel.address} did not answer within {channel.timeout_seconds:g} s."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
@@ -13,6 +14,7 @@ import numpy as np
 from keras_het.asynchronous.parameter_service.channel import (
     Channel,
     ServiceLostError,
+    pass_on,
     result_of,
     translated,
 )
@@ -232,14 +234,16 @@ class ParameterClient:
         return calls
 
     def _collect(self, calls: Sequence[Future[Message]]) -> Answer:
-        """Wait for all answers, each for the time-out after the one before."""
+        """Wait for all answers, each for the time-out after the one before of its process."""
         lost: dict[int, ServiceLostError] = {}
+        heard = dict.fromkeys(self._places, time.monotonic())
         answers = []
         for index, call in enumerate(calls):
             place, answer = self._places[index], None
             try:
                 if place not in lost or call.done():
-                    answer = self._wait_for(call, self._channels[place])
+                    answer = self._wait_for(call, self._channels[place], heard[place])
+                    heard[place] = time.monotonic()
             except ServiceLostError as error:
                 lost.setdefault(place, error)
             answers.append(answer)
@@ -251,16 +255,18 @@ class ParameterClient:
         )
         return Answer(statuses, versions, values, had_to_wait, next(iter(lost.values()), None))
 
-    def _wait_for(self, call: Future[Message], channel: Channel) -> Message:
+    def _wait_for(self, call: Future[Message], channel: Channel, since: float) -> Message:
         while True:
+            left = channel.timeout_seconds - (time.monotonic() - since)
             try:
-                return result_of(call, channel)
+                return result_of(call, channel, channel.timeout_seconds and max(left, 1e-9))
             except ServiceLostError:
                 if call.done() or not self._may_wait:
                     raise
                 # It may be another's turn. A service that is there answers at once; while a part
                 # elsewhere is lost, whose turn it is may have gone on alone.
                 self.greet()
+                since = time.monotonic()
 
     def _values(self, answer: Message | None) -> Vector | None:
         if answer is None or answer.kind not in _HAVE_VALUES:
@@ -304,11 +310,7 @@ class _Sender:
             if following:
                 self._waiting.clear()
         for each in (call, *(other for _, other in following)):
-            error = done.exception()
-            if error is None:
-                each.set_result(done.result())
-            else:
-                each.set_exception(error)
+            pass_on(each, done)
         self.send()
 
 
