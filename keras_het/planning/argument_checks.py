@@ -49,6 +49,7 @@ def check_number(
     least: float = -math.inf,
     above: float = -math.inf,
     most: float = math.inf,
+    below: float = math.inf,
     whole: bool = False,
     or_none: bool = False,
     otherwise: str = "",
@@ -58,9 +59,10 @@ def check_number(
         return
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     # NaN is within no range, and infinity leaves no whole rest
-    if is_number and least <= value <= most and value > above and not (whole and value % 1 != 0):
+    is_within = is_number and least <= value <= most and above < value < below
+    if is_within and not (whole and value % 1 != 0):
         return
     kind = "a whole number" if whole else "a number"
-    bounds = {"of at least": least, "above": above, "of at most": most}
+    bounds = {"of at least": least, "above": above, "of at most": most, "below": below}
     limits = [f"{words} {bound}" for words, bound in bounds.items() if math.isfinite(bound)]
     expect(False, f"{kind} {' and '.join(limits)}{otherwise}", **{name: value})

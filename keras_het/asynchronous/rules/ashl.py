@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_het.asynchronous.rules.update_rule import PushMeta, SendsChange, Signal, Slots, Update
 from keras_het.exchange.message import Vector
+from keras_het.planning.argument_checks import check_number
 from keras_het.planning.roles.local_steps import LocalStepsPlan, plan_local_steps
 
 PRESET_RATIO = 0.25
@@ -122,8 +123,7 @@ class ASHL(SendsChange):
         return plan_local_steps(*times, self._preset(stage), self.preset_ratio)
 
     def _check(self) -> None:
-        if self.largest_lead < 1:
-            raise ValueError(f"largest_lead must be at least 1. Received: {self.largest_lead}.")
+        check_number("largest_lead", self.largest_lead, least=1)
         if self.is_measured:
             self._check_presets()
         else:

@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_het.asynchronous.rules.update_rule import PushMeta, SendsGradient, Slots, Update
 from keras_het.exchange.message import Vector
+from keras_het.planning.argument_checks import check_number, expect
 
 if TYPE_CHECKING:
     from keras_het.asynchronous.rules.server_optimizer import Identifier, ServerOptimizer
@@ -82,22 +83,16 @@ class AsyncSGD(SendsGradient):
                 "AsyncSGD takes either a learning_rate, for gradient descent with momentum, or an "
                 f"optimizer. Received: learning_rate={self.learning_rate}, optimizer={optimizer}."
             )
-        rate = 1.0 if self.learning_rate is None else self.learning_rate
-        if not rate > 0 or not 0 <= self.momentum < 1 or (optimizer and self.momentum):
-            raise ValueError(
-                "learning_rate must be positive and momentum from 0 to below 1 (0 beside an "
-                f"optimizer, which has its own). Received: learning_rate={self.learning_rate}, "
-                f"momentum={self.momentum}."
-            )
-        if self.reference_samples is not None and not self.reference_samples > 0:
-            raise ValueError(
-                f"reference_samples must be positive, or None. Received: {self.reference_samples}."
-            )
-        if self.warm_up_pushes < 0 or (self.warm_up_pushes and self.reference_samples is None):
-            raise ValueError(
-                "warm_up_pushes must be at least 0, and needs reference_samples: what is warmed up "
-                f"is the factor of linear scaling. Received: {self.warm_up_pushes}."
-            )
+        momentum, warm_up = self.momentum, self.warm_up_pushes
+        check_number("learning_rate", self.learning_rate, above=0, or_none=True)
+        check_number("momentum", momentum, least=0, below=1)
+        expect(
+            not (optimizer and momentum), "0 beside an optimizer with its own", momentum=momentum
+        )
+        check_number("reference_samples", self.reference_samples, above=0, or_none=True)
+        check_number("warm_up_pushes", warm_up, least=0)
+        has_scale = self.reference_samples is not None
+        expect(has_scale or not warm_up, "0 without reference_samples", warm_up_pushes=warm_up)
 
     def create_slots(self, center: Vector) -> Slots:
         if self._optimizer:

@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_het.asynchronous.rules.update_rule import PushMeta, SendsGradient, Slots, Update
 from keras_het.exchange.message import Vector
+from keras_het.planning.argument_checks import check_number
 
 _EPSILON = 1e-7
 
@@ -53,12 +54,10 @@ class DelayCompensated(SendsGradient):
     decay: float | None = None
 
     def __post_init__(self) -> None:
-        in_range = self.learning_rate > 0 and self.compensation >= 0 and self.num_workers >= 1
-        if not in_range or (self.decay is not None and not 0 <= self.decay < 1):
-            raise ValueError(
-                "Expected learning_rate > 0, compensation >= 0, num_workers >= 1 and decay None or "
-                f"from 0 to below 1. Received: {self.get_config()}."
-            )
+        check_number("learning_rate", self.learning_rate, above=0)
+        check_number("compensation", self.compensation, least=0)
+        check_number("num_workers", self.num_workers, least=1)
+        check_number("decay", self.decay, least=0, below=1, or_none=True)
 
     def create_slots(self, center: Vector) -> Slots:
         rows = ["seen"] if self.decay is None else ["seen", "mean_square"]

@@ -10,6 +10,7 @@ import numpy as np
 from keras_het.asynchronous.rules.diloco import check_outer_step
 from keras_het.asynchronous.rules.update_rule import PushMeta, SendsChange, Slots, Update
 from keras_het.exchange.message import Vector
+from keras_het.planning.argument_checks import check_number
 
 _ROUNDING = 1e-4  # the weights of a round's pushes sum to 1 but for that
 
@@ -64,11 +65,8 @@ class DelayedNesterov(SendsChange):
 
     def __post_init__(self) -> None:
         check_outer_step(self.learning_rate, self.momentum)
-        if self.num_workers < 1 or self.period < 1:
-            raise ValueError(
-                "num_workers and period must be at least 1. Received: "
-                f"num_workers={self.num_workers}, period={self.period}."
-            )
+        check_number("num_workers", self.num_workers, least=1)
+        check_number("period", self.period, least=1)
 
     @property
     def least_period(self) -> int:

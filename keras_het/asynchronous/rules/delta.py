@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from keras_het.asynchronous.rules.update_rule import PushMeta, SendsChange, Slots, Update
 from keras_het.exchange.message import Vector
+from keras_het.planning.argument_checks import check_number
 
 
 class Delta(SendsChange):
@@ -35,8 +36,7 @@ class Delta(SendsChange):
     settings = ("scale",)
 
     def __init__(self, scale: float = 1.0) -> None:
-        if not scale > 0:
-            raise ValueError(f"scale must be positive. Received: {scale}. 1 adds changes in full.")
+        check_number("scale", scale, above=0)
         self.scale = float(scale)
         self.step_fraction = 1.0
 

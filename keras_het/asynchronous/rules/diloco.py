@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from keras_het.asynchronous.rules.synchronous_rule import AllReduceSum, State, SynchronousRule
+from keras_het.planning.argument_checks import check_number
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -14,11 +15,8 @@ if TYPE_CHECKING:
 
 def check_outer_step(learning_rate: float, momentum: float) -> None:
     """Refuse an outer step that is not gradient descent with Nesterov momentum."""
-    if not learning_rate > 0 or not 0 <= momentum < 1:
-        raise ValueError(
-            "The outer learning_rate must be positive and momentum from 0 to below 1. "
-            f"Received: learning_rate={learning_rate}, momentum={momentum}."
-        )
+    check_number("learning_rate", learning_rate, above=0)
+    check_number("momentum", momentum, least=0, below=1)
 
 
 @dataclasses.dataclass(eq=False)
@@ -126,11 +124,8 @@ class StreamingDiLoCo(DiLoCo):
         mixing: float = 0.5,
     ) -> None:
         super().__init__(period, learning_rate, momentum, overlap)
-        if not 1 <= num_fragments <= period or not 0 <= mixing < 1:
-            raise ValueError(
-                "num_fragments must be from 1 to period and mixing from 0 to below 1. Received: "
-                f"num_fragments={num_fragments}, period={period}, mixing={mixing}."
-            )
+        check_number("num_fragments", num_fragments, least=1, most=period)
+        check_number("mixing", mixing, least=0, below=1)
         self.num_fragments = num_fragments
         self.mixing = mixing
 

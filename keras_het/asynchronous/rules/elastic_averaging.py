@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_het.asynchronous.rules.update_rule import PushMeta, Signal, Slots, StepsItself, Update
 from keras_het.exchange.message import Vector
+from keras_het.planning.argument_checks import check_number
 
 if TYPE_CHECKING:
     import keras
@@ -23,8 +24,7 @@ def default_moving_rate(
     alpha: float | None, num_workers: int | None, largest: float = BETA
 ) -> float:
     """Return the given moving rate, or 0.9 / number of workers."""
-    if num_workers is not None and num_workers < 1:
-        raise ValueError(f"num_workers must be at least 1. Received: {num_workers}.")
+    check_number("num_workers", num_workers, least=1, or_none=True)
     if alpha is not None:
         return float(alpha)
     if num_workers is None:
@@ -59,10 +59,7 @@ def largest_moving_rate(learning_rate: float, at_once: int = 1) -> float:
     for n = 1 the authors' bound for round robin. It falls with eta: the largest curvature decides.
     The bound is not lower for a worker that exchanges after its step instead of together with it.
     """
-    if not 0 <= learning_rate <= 2:
-        raise ValueError(
-            f"The bound is known for learning rates from 0 to 2. Received: {learning_rate}."
-        )
+    check_number("learning_rate", learning_rate, least=0, most=2, otherwise=" (for the bound)")
     return (4 - 2 * learning_rate) / (2 + at_once * (2 - learning_rate))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from keras_het.asynchronous.rules.update_rule import Rule
+from keras_het.planning.argument_checks import check_number
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -36,11 +37,8 @@ class SynchronousRule(Rule, abc.ABC):
     """
 
     def __init__(self, period: int, overlap: int = 0) -> None:
-        if period < 1 or not 0 <= overlap <= period:
-            raise ValueError(
-                "period must be at least 1 step and overlap from 0 to period. Received: "
-                f"period={period}, overlap={overlap}."
-            )
+        check_number("period", period, least=1)
+        check_number("overlap", overlap, least=0, most=period)
         self.period = period
         self.overlap = overlap
 

@@ -61,14 +61,7 @@ class Update(NamedTuple):
 
 
 class Rule:
-    """A rule that can be created again from its settings.
-
-    Attributes:
-        name: the name in the registry, on which all workers must agree.
-        uses_gradients: whether workers send gradients in place of weights or their changes.
-        center_is_weights: whether a worker's weights are the center after an exchange.
-        settings: names of the attributes that its constructor takes as arguments of the same name.
-    """
+    """A rule that can be made again from its `settings`, names of its constructor's arguments."""
 
     name: ClassVar[str]
     uses_gradients: ClassVar[bool] = False
@@ -243,11 +236,9 @@ class UpdateRule(Rule, abc.ABC):
 
 
 class SendsGradient(UpdateRule):
-    """The worker sends a mean gradient and continues from the center.
+    """The worker sends a mean gradient, `seen` less its weights, and continues from the center.
 
-    It represents its weights as `seen` less the mean gradient of its steps, during which nothing
-    moved. Steps taken while the answer travels are discarded: the next gradient is that of the
-    center it received.
+    Steps taken while the answer travels are discarded: the next gradient is that of the center.
     """
 
     uses_gradients: ClassVar[bool] = True
@@ -275,10 +266,7 @@ class StepsItself(UpdateRule):
 
 
 class SendsChange(StepsItself):
-    """The worker sends the change of its weights.
-
-    Progress made while the answer travels is kept and becomes part of the next change.
-    """
+    """The worker sends the change of its weights, and keeps what it has moved meanwhile."""
 
     center_is_weights: ClassVar[bool] = True
 
