@@ -39,23 +39,23 @@ class GroupClaims:
         self.left_over: collections.deque[Any] = collections.deque()
         self._firsts: list[int] = []
         self._stops: list[int] = []
-        self.is_complete = False
+        self.is_exhausted = False
 
     def add(self, grant: Grant) -> None:
         if grant.count:
             self._firsts.append(grant.first)
             self._stops.append(grant.first + grant.count)
-        self.is_complete |= grant.is_last
+        self.is_exhausted |= grant.is_last
 
     def is_known(self, batch: int) -> bool:
-        return batch < self.known_until or self.is_complete
+        return batch < self.known_until or self.is_exhausted
 
     def owns(self, batch: int) -> bool:
         place = bisect.bisect_right(self._firsts, batch) - 1
         return place >= 0 and batch < self._stops[place]
 
     def is_over(self, batch: int) -> bool:
-        return self.is_complete and batch >= self.known_until
+        return self.is_exhausted and batch >= self.known_until
 
     @property
     def known_until(self) -> int:
@@ -63,7 +63,7 @@ class GroupClaims:
         return self._stops[-1] if self._stops else 0
 
 
-class AsyncClaims:
+class AsyncClaims(GroupClaims):
     """Batches of an async worker, claimed one at a time when needed."""
 
     def __init__(
@@ -74,30 +74,17 @@ class AsyncClaims:
         num_batches: int | None = None,
         left_over: collections.deque[Any] | None = None,
     ) -> None:
-        self.passes_before = passes_before
-        self.num_parts = num_parts
-        self.left_over: collections.deque[Any] = (
-            collections.deque() if left_over is None else left_over
-        )
-        self._claim = claim
-        self._latest = -1
-        self._last = None if num_batches is None else num_batches - 1
-        self.is_exhausted = False
-
-    def is_known(self, batch: int) -> bool:
-        return batch <= self._latest or self.is_exhausted
+        super().__init__(passes_before)
+        self.num_parts, self._claim, self._num_batches = num_parts, claim, num_batches
+        if left_over is not None:
+            self.left_over = left_over
 
     def owns(self, batch: int) -> bool:
         """Whether a batch belongs to the worker; claims the next one if that is unknown."""
-        while batch > self._latest and not self.is_exhausted:
+        while not self.is_known(batch):
             claimed = self._claim()
             if claimed is None:
                 self.is_exhausted = True
-            else:
-                self._latest = claimed
-                # Keras may end its epoch with this batch and not ask for another.
-                self.is_exhausted = claimed == self._last
-        return batch == self._latest
-
-    def is_over(self, batch: int) -> bool:
-        return self.is_exhausted and batch > self._latest
+            else:  # Keras may end its epoch with the last batch and not ask for another
+                self.add(Grant(claimed, 1, claimed + 1 == self._num_batches))
+        return super().owns(batch)

@@ -124,7 +124,9 @@ class SyncGroup(Participant):
 
     def _exchange(self, push: bool, wait: bool = False) -> None:
         """Exchange with the center, and claim the batches until after the next exchange."""
-        claims = self._claims if self._claims is not None and not self._claims.is_complete else None
+        claims = (
+            self._claims if self._claims is not None and not self._claims.is_exhausted else None
+        )
         header = [0, 0, 0, 0, 0]
         if self.center is not None:
             weights = self.progress() if push else self.vectors.weights.read()
