@@ -136,13 +136,11 @@ class ASHL(SendsChange):
                 "steps, second_steps and compression_ratios come with data_shares, or are measured "
                 f"with them. Received: {self.get_config()}."
             )
-        first, second = self.preset_steps, self.second_preset_steps
-        if not (1 <= second <= first and 0 < self.preset_ratio <= 1 and self.num_workers >= 1):
-            raise ValueError(
-                "To measure, ASHL needs num_workers of at least 1, 1 <= second_preset_steps <= "
-                f"preset_steps, and preset_ratio above 0 and at most 1. Received: "
-                f"{self.get_config()}. Else give data_shares, steps and second_steps."
-            )
+        check_number("num_workers", self.num_workers, least=1)
+        check_number(
+            "second_preset_steps", self.second_preset_steps, least=1, most=self.preset_steps
+        )
+        check_number("preset_ratio", self.preset_ratio, above=0, most=1)
 
     def _check_given(self) -> None:
         lists = (self.steps, self.second_steps, self.compression_ratios)

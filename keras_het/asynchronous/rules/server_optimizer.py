@@ -30,6 +30,7 @@ ELEMENTWISE = (
 )
 """Kinds whose step for one element depends neither on other elements nor on the shape."""
 
+_NAMES = "names variables, which parts of the center do not have; run it on the workers, by Delta"
 _REFUSED = {
     "clipnorm": "clips by the norm of a whole variable, which parts of the center do not have; use "
     "clipvalue",
@@ -39,6 +40,8 @@ _REFUSED = {
     "gradient_accumulation_steps": "would accumulate gradients of different workers; let the "
     "workers accumulate",
     "loss_scale_factor": "belongs where gradients are computed, on the workers",
+    "_exclude_from_weight_decay": _NAMES,
+    "_exclude_from_weight_decay_pattern": _NAMES,
 }
 
 
@@ -139,17 +142,9 @@ def check_elementwise(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     for setting, reason in _REFUSED.items():
         if getattr(optimizer, setting, None):
             raise ValueError(
-                f"The center's optimizer cannot have {setting}: it {reason}. Received: "
-                f"{kind.__name__}({setting}={getattr(optimizer, setting)})."
+                f"The center's optimizer cannot have {setting.strip('_')}: it {reason}. Received: "
+                f"{kind.__name__} with {getattr(optimizer, setting)}."
             )
-    if getattr(optimizer, "_exclude_from_weight_decay_pattern", None) or getattr(
-        optimizer, "_exclude_from_weight_decay", None
-    ):
-        raise ValueError(
-            "The center's optimizer does not know which elements belong to which variable. "
-            f"Received: {kind.__name__} with exclude_from_weight_decay. Run it on the workers, "
-            "with the rule Delta."
-        )
     rate = private_api.learning_rate_of(optimizer)
     is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
     if callable(rate) and not is_schedule:

@@ -96,9 +96,9 @@ COMPENSATED = {"learning_rate": 0.1, "compensation": 1.0, "num_workers": 2}
         ("ashl", {**SHARES, "largest_lead": 0}, "largest_lead must be a number of at least 1"),
         ("ashl", {**SHARES, "num_workers": 4}, "one entry for each worker"),
         ("ashl", {**MEASURED, "loss_threshold": None}, "needs a loss_threshold"),
-        ("ashl", {**MEASURED, "num_workers": None}, "needs num_workers"),
-        ("ashl", {**MEASURED, "second_preset_steps": 9}, "second_preset_steps <= preset_steps"),
-        ("ashl", {**MEASURED, "preset_ratio": 0.0}, "preset_ratio above 0"),
+        ("ashl", {**MEASURED, "num_workers": None}, "num_workers must"),
+        ("ashl", {**MEASURED, "second_preset_steps": 9}, "at most 8"),
+        ("ashl", {**MEASURED, "preset_ratio": 0.0}, "preset_ratio must"),
         ("ashl", {**MEASURED, "steps": (8, 5, 3)}, "come with data_shares"),
     ],
 )
