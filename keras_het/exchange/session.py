@@ -48,7 +48,7 @@ class Session:
         self._budget = budget
         self._answers: queue.SimpleQueue[Message | Exception] = queue.SimpleQueue()
         self._number = 0
-        # Bytes of each request without a sent answer, and of that; None after the connection's end.
+        # Bytes of each request, then of its answer; None when the connection has ended.
         self._held: dict[int, int] | None = {}
         self._lock = threading.Lock()
 
@@ -88,12 +88,12 @@ class Session:
         self._number += 1
 
     def _hold(self, number: int, size: int) -> None:
-        """Count bytes of a request or of its answer, until the answer is sent."""
+        """Count the bytes of a request, or of its answer in their place until that is sent."""
         with self._lock:
             if self._held is None:
                 raise ConnectionError("The connection has ended.")
-            self._budget.take(size)
-            self._held[number] = self._held.get(number, 0) + size
+            self._budget.take(size - self._held.get(number, 0))
+            self._held[number] = size
 
     def _start(self, request: Message) -> None:
         if request.number != self._number:
