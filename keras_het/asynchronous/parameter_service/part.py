@@ -79,8 +79,10 @@ class Part:
         with self._lock:
             if not self.has_center:
                 return Answer(Status.NO_CENTER, -1)
-            center = self.center if self._rule.is_atomic else self.center.copy()
-            return Answer(Status.OK, self.version, center)
+            return Answer(Status.OK, self.version, self._seen())
+
+    def _seen(self) -> Vector:
+        return self.center if self._rule.is_atomic else self.center.copy()
 
     def set_center(self, values: Vector, is_trusted: bool = False) -> Status:
         """Set the values from outside the rule; the version stays."""
@@ -145,11 +147,11 @@ class Part:
         if not is_finite(push.change):
             return Answer(Status.NOT_FINITE, -1)
         if self._is_repeated(push):
-            return Answer(Status.REPEATED, self.version, self.center)
+            return Answer(Status.REPEATED, self.version, self._seen())
         if self._is_closed:
             return Answer(Status.CLOSED, self.version)
         if self._is_stale(push):
-            return Answer(Status.STALE, self.version, self.center)
+            return Answer(Status.STALE, self.version, self._seen())
         return None
 
     def _is_repeated(self, push: Push) -> bool:
@@ -212,12 +214,12 @@ class Part:
     def _push_at_once(self, push: Push) -> Answer:
         """Let simultaneous pushes write into the same center."""
         with self._lock:
-            center, before = self.center, self.center.copy()
             refusal = self._refusal(push)
             if refusal is not None:
-                return refusal._replace(values=None if refusal.values is None else before)
+                return refusal
             self._note(push)
             self._under_way += 1
+            center, before = self.center, self.center.copy()
         try:
             answer = self._updated(push).answer
         finally:
