@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -35,7 +34,6 @@ from keras_het.strategy.cluster.cluster_config import config_of
 
 _logger = logging.getLogger("keras_het")
 _LONGEST_FAREWELL_SECONDS = 1.0  # a lost service may not answer
-ResultT = TypeVar("ResultT")
 
 
 class Center:
@@ -92,21 +90,21 @@ class Center:
 
     def exported(self) -> dict[str, np.ndarray] | None:
         """Return versions and rule state for a backup, as arrays; None without a service."""
-        return self._try(self.engine.weights.transport.export, None)
+        return self.engine.attempt(self.engine.weights.transport.export, None)
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch; the first one also admits async workers."""
         self._taken_until = 0
         self.ledger.start_epoch(epoch, self._leader.facts)
         self.ledger.set_stage(Stage.RUNNING)
-        self._try(self._open, None)
+        self.engine.attempt(self._open, None)
 
     def set_stage(self, stage: Stage) -> None:
         """Announce the stage to all async workers; in the last stage they change nothing."""
         if stage == Stage.CLOSED:
-            self._try(self.engine.weights.transport.close_training, None)
+            self.engine.attempt(self.engine.weights.transport.close_training, None)
         self.ledger.set_stage(stage)
-        self._try(self.ledger.tell, None)
+        self.engine.attempt(self.ledger.tell, None)
 
     def exchange(
         self, values: list[list[Vector]], samples: int, push: bool, wait: bool = False
@@ -134,30 +132,30 @@ class Center:
         """Claim batches of an epoch; without a service, the group gets all that follow."""
         left = self._leader.num_batches - self._taken_until
         alone = Grant(self._taken_until, min(count, left), count > left)
-        grant = self._try(lambda: self._claim(epoch, count), alone)
+        grant = self.engine.attempt(lambda: self._claim(epoch, count), alone)
         if grant.count:
             self._taken_until = grant.first + grant.count
         return grant
 
     def add_used(self, samples: int) -> None:
         self.ledger.add_used(samples)
-        self._try(self.ledger.tell_used, None)
+        self.engine.attempt(self.ledger.tell_used, None)
 
     def pace(self, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray] | None:
-        return self._try(lambda: self.ledger.pace(pace), None)
+        return self.engine.attempt(lambda: self.ledger.pace(pace), None)
 
     def weights(self) -> list[Vector]:
         own = self._leader.vectors.weights.read()
-        return self._try(lambda: self.engine.weights.pull(exact=True), own)
+        return self.engine.attempt(lambda: self.engine.weights.pull(exact=True), own)
 
     def state(self) -> list[Vector]:
         state, own = self.engine.state, self._leader.vectors.state
-        return [] if state is None or own is None else self._try(state.pull, own.read())
+        return [] if state is None or own is None else self.engine.attempt(state.pull, own.read())
 
     def versions(self) -> np.ndarray:
         """Last known number of updates of each partition of the weights."""
         if not self._is_closed:
-            self._try(self.engine.weights.pull, None)
+            self.engine.attempt(self.engine.weights.pull, None)
         return self.engine.weights.latest_versions
 
     def training_workers(self) -> list[int]:
@@ -169,12 +167,12 @@ class Center:
     def skip(self, worker: int) -> bool:
         """Stop all waiting for a worker that is gone."""
         client = self.engine.weights.transport
-        return self._try(lambda: client.signal(Signal.LEAVE, worker), None) is not None
+        return self.engine.attempt(lambda: client.signal(Signal.LEAVE, worker), None) is not None
 
     def conclude(self) -> None:
         """Keep versions and counts readable after the end of the service."""
-        self._try(self.engine.weights.pull, None)
-        self._try(self.ledger.tell, None)
+        self.engine.attempt(self.engine.weights.pull, None)
+        self.engine.attempt(self.ledger.tell, None)
         self.ledger.keep()
         self._is_closed = True
 
@@ -241,10 +239,7 @@ class Center:
 
     def _present(self, presence: Presence) -> list[int]:
         seconds = self._options.presence_seconds
-        return self._try(lambda: self.ledger.present(presence, seconds), [])
-
-    def _try(self, ask: Callable[[], ResultT], otherwise: ResultT) -> ResultT:
-        return self.engine.attempt(ask, otherwise)
+        return self.engine.attempt(lambda: self.ledger.present(presence, seconds), [])
 
     def _note_loss(self, error: ServiceLostError) -> None:
         if isinstance(error, NoCenterError):  # it may know this training, from an earlier offer

@@ -153,18 +153,6 @@ def make_offer(
         client.close()
 
 
-def _read_offer(text: str) -> tuple[int, ServiceSpec]:
-    """Return which of its services a process is to be of the offered training, and that."""
-    try:
-        place, described = json.loads(text)
-        return int(place), ServiceSpec.from_json(described)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"The offer of a training cannot be read. Received: {text[:200]!r} ({error}). Use "
-            "the same version of keras_het on every task."
-        ) from error
-
-
 class ServingProcess:
     """A process that serves one training after another, each as its leader has offered it."""
 
@@ -223,12 +211,17 @@ class ServingProcess:
     def _take_offer(self, sender: int, request: Message) -> Message:
         if request.kind is not Kind.OFFER:
             raise ValueError(f"Received: {request.kind.name}; expected: OFFER.")
+        text = request.vectors[0].tobytes().decode(errors="replace")
         try:
-            place, spec = _read_offer(request.vectors[0].tobytes().decode(errors="replace"))
-            parts = HostedParts(self._server, place, spec, self._secret)
+            place, spec = json.loads(text)
+            described = ServiceSpec.from_json(spec)
+            parts = HostedParts(self._server, int(place), described, self._secret)
         except Exception as error:  # as of types that another version sends
             self._say(f"an offer was not taken: {error}")
-            raise ValueError(str(error)) from error
+            raise ValueError(
+                f"The offer of a training cannot be taken. Received: {text[:200]!r} ({error}). Use "
+                "the same version of keras_het on every task."
+            ) from error
         with self._lock:
             self._offered = parts
             parts.start()
