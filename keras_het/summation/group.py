@@ -18,7 +18,6 @@ import tensorflow as tf
 from keras_het import private_api
 from keras_het.exchange.client import Client
 from keras_het.exchange.message import Kind, Message, Vector
-from keras_het.exchange.sums import Sums
 from keras_het.packed_variables import pack, unpack
 from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig
 from keras_het.summation.machine import (
@@ -111,11 +110,16 @@ class SummationGroup:
             )
             for machine, address in enumerate(addresses) if machine != worker
         }  # fmt: skip
-        own = _OwnMachine(f"worker {worker}", service.sums, worker, run)
+        service.sums.join(run)
+
+        def contribute(slot: int, step: int, values: Vector) -> Future[Message]:
+            return service.sums.contribute(run, slot, worker, step, values)
+
         for client in self._clients.values():
             client.join(_START_TIMEOUT_SECONDS, check)
-        machines: dict[int, Machine] = {**self._clients, worker: own}
-        self._transit = Transit([machines[number] for number in range(len(addresses))])
+        machines = [Machine(each.name, each.contribute) for each in self._clients.values()]
+        machines.insert(worker, Machine(f"worker {worker}", contribute))  # needs no message
+        self._transit = Transit(machines)
         self._used_slots = [0] * len(addresses)
         self._places: dict[tuple[str, int, int, bool], _Place] = {}
         # Number of sums of each outermost graph so far.
@@ -237,19 +241,6 @@ class _Place:
     def take(self, ticket: np.int64) -> Vector:
         # Waits only if an earlier step was cancelled and has left its element in the queue.
         return self._sums.pop(int(ticket)).result()
-
-
-class _OwnMachine:
-    """This process, which needs no message."""
-
-    def __init__(self, name: str, sums: Sums, worker: int, run: int) -> None:
-        self.name = name
-        sums.join(run)
-        self._contribute = functools.partial(sums.contribute, run)
-        self._worker = worker
-
-    def contribute(self, slot: int, step: int, values: Vector) -> Future[Message]:
-        return self._contribute(slot, self._worker, step, values)
 
 
 class SummationClient:

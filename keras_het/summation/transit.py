@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,14 +19,11 @@ from keras_het.summation.placement import Placement
 _END_SECONDS = 5.0
 
 
-class Machine(Protocol):
-    """A machine that sums: this process, or another one."""
+class Machine(NamedTuple):
+    """A machine that sums, and how to contribute a step to a slot there without waiting."""
 
-    @property
-    def name(self) -> str: ...
-
-    def contribute(self, slot: int, step: int, values: Vector) -> Future[Message]:
-        """Contribute without waiting; return the future of the sum."""
+    name: str
+    contribute: Callable[[int, int, Vector], Future[Message]]
 
 
 class Route(NamedTuple):
