@@ -56,7 +56,7 @@ class ExchangeSettings:
             no bound.
 
     Raises:
-        TypeError: if an argument is not a number.
+        TypeError: if `busy_seconds` is not a number.
         ValueError: if a number is out of range.
     """
 
@@ -169,7 +169,7 @@ def plan_pushes(
         sqrt(1 + 1 / k) for k batches, unless its exchange alone takes longer.
 
     Raises:
-        TypeError: if an argument is not a number.
+        TypeError: if a speed or a time is not a number.
         ValueError: if the lists differ in length or are empty, a speed or batch is not positive, or
             an exchange time is negative.
 
