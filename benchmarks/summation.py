@@ -42,7 +42,7 @@ from keras_het.summation import Summation, start_machine
 NUM_WORKERS = 4
 PORT = 7000
 KINDS = ("summation", "ring", "servers")
-KINDS_OF_HOSTS = ("by host", "ring")
+KINDS_OF_HOSTS = ("by host", "ring", "summation")
 # The host of each worker.
 PLACES = {"neighbors": (0, 0, 1, 1), "in turns": (0, 1, 0, 1)}
 SECRET = "of this benchmark only, not secret"
@@ -142,6 +142,7 @@ def measure_hosts(
         "k": 0,
         "bytes_ratio": round(statistics.median(traffic["by host"]), 4),
         "ring_bytes_ratio": round(statistics.median(traffic["ring"]), 4),
+        "summation_bytes_ratio": round(statistics.median(traffic["summation"]), 4),
         "speedup_over_allreduce": round(statistics.median(over_ring), 3),
         "speedup_over_ps": None,
         "predicted_speedup": round(in_ring / most, 3),
@@ -326,13 +327,15 @@ def sums(strategy: Any, has_spare: bool) -> dict[str, Any]:
 
     @tf.function
     def by_ring(vector: Any) -> Any:
-        operations.summation = launcher.by_host = None
+        operations.uses_summation, launcher.by_host = False, None
         total = operations.sum_between_workers(vector)
-        operations.summation, launcher.by_host = group, by_host
+        operations.uses_summation, launcher.by_host = True, by_host
         return total
 
     if by_host is not None:
-        return {"by host": tf.function(by_host.all_reduce), "ring": by_ring}
+        by_machines = tf.function(strategy.extended.sum_over_workers)
+        all_reduce = tf.function(by_host.all_reduce)
+        return {"by host": all_reduce, "ring": by_ring, "summation": by_machines}
     functions = {
         "summation": tf.function(strategy.extended.sum_over_workers),
         "ring": by_ring,

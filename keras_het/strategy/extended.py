@@ -92,8 +92,8 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self._timeouts = (connect_seconds, peer_timeout_seconds + _MORE_SECONDS)
         self._num_key_ranges = 0
         self._departure_barrier: Callable[[], tf.Tensor] | None = None
-        # The host of each worker, if dense tensors are summed by host.
-        self._hosts: list[int] | None = None
+        # The host of each worker, if dense tensors are summed by host; see `SumsByHost`.
+        self.hosts: list[int] | None = None
         super().__init__(
             container_strategy,
             cluster_resolver=cluster_resolver,
@@ -142,7 +142,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         # NCCL knows itself what is near.
         uses_nccl = self._communication_options.implementation == nccl.Implementation.NCCL
         if len(set(digests)) == 1 and is_worth_it(hosts) and not uses_nccl:
-            self._hosts = hosts
+            self.hosts = hosts
         self._use_hierarchical_all_reduce(tuple(counts))
         self._departure_barrier = self._of_hosts(self._new_collective_keys()).new_barrier()
         self._meeting = self._of_hosts(self._new_collective_keys())
@@ -288,10 +288,10 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self._collective_keys = keys = self._new_collective_keys()
         self._cross_device_ops = self._hierarchical(self._devices, self.layout.num_replicas, keys)
         self._host_cross_device_ops = self._of_hosts(keys)
-        if self._hosts is not None:
+        if self.hosts is not None:
             key, hosts = (
                 self._first_key + _KEYS_PER_RANGE // 2 + self.layout.num_workers,
-                self._hosts,
+                self.hosts,
             )
             for operations in (self._cross_device_ops, self._host_cross_device_ops):
                 operations.sum_by_host(hosts, self._id_in_cluster, key)
@@ -305,10 +305,13 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
     def _first_key(self) -> int:
         return 1 + int(self._collective_key_base) + self._num_key_ranges * _KEYS_PER_RANGE
 
-    def use_summation(self, group: SummationGroup) -> None:
-        """Make the reductions of graphs traced from now on go through a summation."""
+    def use_summation(self, group: SummationGroup | None) -> None:
+        """Make the reductions of graphs traced from now on go through a summation.
+
+        Of this worker's host another one contributes if `group` is None.
+        """
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
-            operations.summation = group
+            operations.summation, operations.uses_summation = group, True
 
     @contextlib.contextmanager
     def reductions_within_worker(self) -> Iterator[None]:

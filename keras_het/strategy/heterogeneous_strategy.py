@@ -198,7 +198,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             watch = self._peer_watch = self._peer_watch or watch_peers(membership, patience)
             if summation is not None:
                 group = start_summation(summation, self.extended, membership, watch.raise_if_lost)
-                watch_summation(watch, group)
+                if group is not None:
+                    watch_summation(watch, group)
                 self.extended.use_summation(group)
             atexit.register(leave_together, weakref.ref(self))
         # Ends training after a signal; Ctrl-C only where other workers have to end as well.

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.packed_variables import pack, unpack
 from keras_het.strategy.cluster import nccl
 from keras_het.strategy.exact.step import travels_alone
 from keras_het.strategy.shared_instances import use_shared_instances
@@ -95,7 +96,9 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         self._nccl: private_api.CollectiveAllReduce | None = None
         if is_joined_by_nccl(devices, options):
             self._nccl = private_api.local_nccl(self, devices, first_local_key)
-        # Sums float32 values in place of the collective, if the user wants that.
+        # Whether machines sum float32 values in place of the collective, and how they are reached
+        # from here; None where another worker of the host does that.
+        self.uses_summation = False
         self.summation: SummationGroup | None = None
         # What is traced meanwhile travels between workers as this type, of 16 bits.
         self.sends_as: tf.DType | None = None
@@ -173,18 +176,17 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         """Sum over the workers; one packed collective per element type, large ones alone."""
         if self.sends_as is not None and {item.dtype for item in flat} <= _TYPES_TO_ROUND:
             return [self._sum_of_rounded(item, self.sends_as) for item in flat]
-        group = self.summation
         by_type: dict[tuple[tf.DType, bool, int | None], list[int]] = {}
         for position, item in enumerate(flat):
-            by_service = group is not None and group.can_sum(item)
+            by_service = self.uses_summation and SummationGroup.can_sum(item)
             alone = position if travels_alone(item) and not by_service else None
             by_type.setdefault((item.dtype, by_service, alone), []).append(position)
         result = list(flat)
         for (_, by_service, _), positions in by_type.items():
             values = [flat[p] for p in positions]
-            if by_service and group is not None:
+            if by_service:
                 with tf.device(self._local_devices[0]):
-                    summed = [tf.identity(value) for value in group.sum(values)]
+                    summed = self._sum_by_machines(values)
             else:
                 summed = super()._all_reduce(
                     tf.distribute.ReduceOp.SUM, values, replica_id, options
@@ -192,6 +194,14 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
             for position, item in zip(positions, summed, strict=True):
                 result[position] = item
         return result
+
+    def _sum_by_machines(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        group, by_host = self.summation, self._launchers[0].by_host
+        if group is not None and by_host is None:
+            return [tf.identity(value) for value in group.sum(values)]
+        between = None if group is None else lambda vector: group.sum([vector])[0]
+        total = by_host.sum_through(pack(values), between)
+        return unpack(total, [value.shape for value in values])
 
     def _sum_of_rounded(self, value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         r"""Sum what each worker has rounded, in the value's own type and the order of workers.

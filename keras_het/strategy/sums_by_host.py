@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -82,24 +83,31 @@ class SumsByHost:
 
         A large one is cut, so that a part can travel while hosts sum the next one.
         """
+        between = functools.partial(self._between.all_reduce, control_input=None, options=options)
         size = (value.shape.num_elements() or 0) * value.dtype.size
         if size < 2 * _PART_BYTES or tf.executing_eagerly():
-            return self._sum(value, options)
-        flat = tf.reshape(value, [-1])
-        parts = [
-            self._sum(part, options) for part in _cut(flat, min(size // _PART_BYTES, _MOST_PARTS))
-        ]
-        return tf.reshape(tf.concat(parts, 0), value.shape)
+            return self.sum_through(value, between)
+        parts = _cut(tf.reshape(value, [-1]), min(size // _PART_BYTES, _MOST_PARTS))
+        sums = [self.sum_through(part, between) for part in parts]
+        return tf.reshape(tf.concat(sums, 0), value.shape)
 
-    def _sum(self, value: tf.Tensor, options: private_api.CommunicationOptions | None) -> tf.Tensor:
+    def sum_through(
+        self, value: tf.Tensor, between: Callable[[tf.Tensor], tf.Tensor] | None
+    ) -> tf.Tensor:
+        """Sum a tensor of every worker.
+
+        Args:
+            value: the tensor.
+            between: how the first worker of each host sums what it gets over the hosts; others do
+                not call it.
+        """
         if self._num_here > 1:
-            value = self._here.all_reduce(value, None, options)
-        if self._leads:
-            value = self._between.all_reduce(value, None, options)
+            value = self._here.all_reduce(value)
+        if self._leads and between is not None:
+            value = between(value)
         if self._num_here > 1:
             # A sum with zeros: unlike TensorFlow's broadcast it has a place in the order.
-            value = value if self._leads else tf.zeros_like(value)
-            value = self._back.all_reduce(value, None, options)
+            value = self._back.all_reduce(value if self._leads else tf.zeros_like(value))
         return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import os
 import secrets
@@ -45,25 +46,33 @@ def start_summation(
     extended: HeterogeneousExtended,
     membership: Membership,
     check: Callable[[], None],
-) -> SummationGroup:
+) -> SummationGroup | None:
     """Start this worker's service and join those of all machines; all workers must call it.
 
     The service listens on a free port. `check` raises, while others are waited for, if one is lost.
+    Where workers are summed by host, the first one of each host contributes; others return None.
     """
-    hosts = [address.rpartition(":")[0] for address in membership.workers.values()]
+    names = [address.rpartition(":")[0] for address in membership.workers.values()]
     spare = () if membership.config is None else membership.config.summation_machines
     worker, num_workers = extended.layout.worker_index, extended.layout.num_workers
-    proof = summation_credential(num_workers, len(spare))
-    service = SummationService(f"{hosts[worker]}:0", num_workers, proof)
-    service.start()
-    port = int(service.address.rpartition(":")[2])
-    if worker == 0 and spare and os.environ.get(CHOSEN_ROLES):
-        tell_group_size(spare, num_workers)  # before the others join
+    members, rates = list(range(num_workers)), options.worker_rates(num_workers)
+    if (hosts := extended.hosts) is not None:
+        members = [hosts.index(host) for host in range(len(set(hosts)))]
+        options = dataclasses.replace(options, link_rates=[rates[member] for member in members])
+    proof, port = summation_credential(len(members), len(spare)), 0
+    if worker in members:
+        service = SummationService(f"{names[worker]}:0", len(members), proof)
+        service.start()
+        port = int(service.address.rpartition(":")[2])
+    if worker == 0 and spare and (os.environ.get(CHOSEN_ROLES) or len(members) < num_workers):
+        tell_group_size(spare, len(members))  # before the others join
     told = np.array([port, secrets.randbelow(2**62) + 1], np.int64)
     everyone = extended.gather_over_workers(told).reshape(-1, len(told))
-    addresses = [f"{host}:{port}" for host, port in zip(hosts, everyone[:, 0], strict=True)]
-    machines, run = [*addresses, *spare], int(everyone[0, 1])
-    group = SummationGroup(options, service, machines, num_workers, worker, proof, run, check)
+    if worker not in members:
+        return None
+    machines = [*(f"{names[member]}:{everyone[member, 0]}" for member in members), *spare]
+    place, run = members.index(worker), int(everyone[0, 1])
+    group = SummationGroup(options, service, machines, len(members), place, proof, run, check)
     atexit.register(group.close)
     return group
 
@@ -155,8 +164,9 @@ class SummationGroup:
             client.close()
         self._service.close()
 
-    def can_sum(self, value: Summand) -> bool:
-        """Whether a value suits this group: dense float32 of known shape, in a `tf.function`.
+    @staticmethod
+    def can_sum(value: Summand) -> bool:
+        """Whether a value suits a group: dense float32 of known shape, in a `tf.function`.
 
         Graphs that never run do not count: Keras infers shapes in one, differently on each worker.
         """

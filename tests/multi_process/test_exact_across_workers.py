@@ -6,13 +6,12 @@ what they have written.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 from recorded import ONLY_WORKERS, OWN
-from runs import Runs
+from runs import HOSTS, Runs
 
 UNEQUAL_DEVICES = (
     "built_by_fit",
@@ -58,8 +57,6 @@ QUICK = (
     "sums_of_all_types",
     "zero_share",
 )
-# Other addresses of this machine; macOS has only one.
-HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.1") if sys.platform == "linux" else None
 # The first test of a cluster waits for all its checks.
 pytestmark = pytest.mark.timeout(600)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from forked_workers import cluster_environments
 from hybrid_clusters import SECRET
-from runs import Runs
+from runs import HOSTS, Runs
 
 from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES
 
@@ -39,24 +39,26 @@ pytestmark = pytest.mark.timeout(600)
 
 
 class Cluster(NamedTuple):
-    """Devices of each worker, spare machines, what is checked, and settings of the summation."""
+    """Devices of each worker, spare machines, checks, settings, and the host of each task."""
 
     devices: str
     num_spare: int
     checks: tuple[str, ...]
     settings: dict[str, Any] = {}  # noqa: RUF012
+    hosts: tuple[str, ...] | None = None
 
 
 RATES = {"link_rates": [1.2, 1.0, 1.1], "spare_link_rates": [0.9]}
+SHARED = "workers that share a host"
 CLUSTERS = {
-    "one spare machine": Cluster("1,1,1", 1, CHECKS, RATES),
+    SHARED: Cluster("1,1,1", 1, CHECKS, RATES, HOSTS and (*HOSTS, HOSTS[0])),
     "no spare machine": Cluster("1,1,1", 0, CHECKS),
     "unequal devices": Cluster("2,1", 1, CHECKS_OF_DEVICES),
     "two devices each": Cluster("2,2", 0, CHECKS_OF_DEVICES),
     # which then sum everything
     "as many spare machines": Cluster("2,1", 2, (*QUICK, "gradient_accumulation_and_clipping")),
 }
-QUICK_CLUSTER = "unequal devices"
+QUICK_CLUSTER = SHARED
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,7 @@ def runs_of(
             cluster.devices,
             {**SETTINGS, **cluster.settings},
             SECRET,
+            hosts=cluster.hosts,
         )
 
     return run
