@@ -504,7 +504,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="few steps: form, not numbers")
-    parser.add_argument("--only", help="only the clusters whose name contains this, nothing else")
+    parser.add_argument("--only", help="only clusters whose names contain this, or one part")
+    parser.add_argument("--rounds", type=int, default=5, help="trainings of each policy")
     parser.add_argument("--reaction", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     cpu = tf.config.list_physical_devices("CPU")[0]
@@ -514,36 +515,55 @@ def main() -> None:
     # A sleeping device occupies a thread.
     tf.config.threading.set_inter_op_parallelism_threads(4 * MOST_REPLICAS)
     if options.reaction:
-        rows = reaction_rows(options.reaction, speeds=(4, 1))
+        reactions = reaction_rows(options.reaction, speeds=(4, 1))
         if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0:
-            options.json.write_text(json.dumps(rows))
+            options.json.write_text(json.dumps(reactions))
         return
     names = [name for name in CLUSTERS if options.only is None or options.only in name]
     if options.quick:
         names = names[1:2] + names[-1:]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in names:
         dynamic = bool(CLUSTERS[name].slow_steps or CLUSTERS[name].noise)
         num_steps = (150 if dynamic else 60) if not options.quick else 16
-        rows += compare(name, num_steps, 1 if options.quick else 5)
+        rows += compare(name, num_steps, 1 if options.quick else options.rounds)
         print(f"{name} done", file=sys.stderr, flush=True)
     columns = ["samples_per_s", "ratio_to_limit", "whole_run_ratio_to_limit", "speedup_over_even"]
     columns += ["steps_to_balance", "plan_changes", "plan_changes_after_balance"]
-    print_table(rows, ["case", "policy", *columns])
-    num_steps, rounds = (16, 1) if options.quick else (60, 5)
-    memory = [row for fixed in (2.0, 20.0) for row in memory_rows(fixed, num_steps, rounds)]
-    ratios = ["ratio_to_fits", "possible_to_fits", "ratio_to_max_share", "possible_to_max_share"]
-    print_table(memory, ["case", "memory", "shares", "samples_per_s", *ratios])
-    quotas = measure_with_quotas(quick=options.quick)
-    accuracy = accuracy_rows(1 if options.quick else 3, 1 if options.quick else 5)
-    num_phases = 2 if options.quick else 20
-    reactions = reaction_rows(num_phases) + reactions_of_two_workers(num_phases)
-    print_table(reactions)
-    print_table(quotas)
-    print_table(accuracy)
-    write_report(
-        "balance", [*rows, *memory, *reactions, *quotas, *accuracy], options.json, environment()
-    )
+    if rows:
+        print_table(rows, ["case", "policy", *columns])
+    for part, measure in PARTS.items():
+        if options.only in (None, part):
+            found = measure(options.quick)
+            print_table(found)
+            rows += found
+    write_report("balance", rows, options.json, environment())
+
+
+def _memory(quick: bool) -> list[dict[str, Any]]:
+    num_steps, rounds = (16, 1) if quick else (60, 5)
+    return [row for fixed in (2.0, 20.0) for row in memory_rows(fixed, num_steps, rounds)]
+
+
+def _reaction(quick: bool) -> list[dict[str, Any]]:
+    num_phases = 2 if quick else 20
+    return reaction_rows(num_phases) + reactions_of_two_workers(num_phases)
+
+
+def _accuracy(quick: bool) -> list[dict[str, Any]]:
+    return accuracy_rows(1 if quick else 3, 1 if quick else 5)
+
+
+def _cpu_quotas(quick: bool) -> list[dict[str, Any]]:
+    return list(measure_with_quotas(quick=quick))
+
+
+PARTS = {
+    "memory": _memory,
+    "cpu quotas": _cpu_quotas,
+    "accuracy": _accuracy,
+    "reaction": _reaction,
+}
 
 
 if __name__ == "__main__":
