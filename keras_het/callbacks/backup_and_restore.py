@@ -115,7 +115,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._given_position: dict[str, Any] | None = None
         self._logs: Mapping[str, Any] | None = None
         # Position and metrics when the validation of an epoch began.
-        self._before_validation: tuple[dict[str, Any], np.ndarray] | None = None
+        self._before_validation: tuple[dict[str, Any], np.ndarray | None] | None = None
         self._has_told_of_sharing = False
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
@@ -255,9 +255,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
         super().on_test_begin(logs)
         # A signal may end the training during validation, which is then repeated. Keras resets the
-        # metrics now, and the data may be those of training.
+        # metrics now, and the data may be those of training. Who saves later may be alone.
         position = self._position(is_iterator_left=True)
-        self._before_validation = position, metric_values(self.model)
+        self._before_validation = position, self._metrics_of_all()
         if position["pass_step"]:
             self._warn_of_a_shared_source()
 
@@ -308,7 +308,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             return True
         if strategy._holds_parts:
             return False
-        before = self._before_validation if strategy.num_workers == 1 else None
+        before = self._before_validation
         # else the running step has changed them, or those of other workers are missing
         self._metrics = before[1] if before is not None and position is before[0] else None
         if is_saved := self._write(position, is_valid):
@@ -379,10 +379,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _metrics_of_all(self) -> np.ndarray | None:
         """Gather the metrics of the epoch that has begun, one row for each replica."""
         strategy = self._strategy()
+        if self._before_validation is not None:
+            return self._before_validation[1]
         if strategy.is_async_worker or strategy.num_async_workers or not self._position()["step"]:
             return None
-        before = self._before_validation
-        own = metric_values(self.model) if before is None else before[1]
+        own = metric_values(self.model)
         return strategy.extended.gather_over_workers(own) if strategy.num_workers > 1 else own
 
     def _write(

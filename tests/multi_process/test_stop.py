@@ -105,7 +105,7 @@ WAITS = {
     "within-an-execution": (2, 1, {"waits_at": 30, "steps_per_execution": 2}),
     "later-in-an-execution": (2, 2, {"blocks_at": [None, 9], "steps_per_execution": 4}),
     "callback": (2, 4, {"waits_at": None, "stuck_at": 4, "backup_last": True}),
-    "validation": (2, 2, {"waits_at": 20, "validate": True, "epochs": 1}),
+    "validation": (2, 2, {"waits_at": 20, "validate": True, "remembers": True, "epochs": 1}),
     "alone": (1, 4, {"waits_at": 36}),
 }
 
