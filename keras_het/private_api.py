@@ -14,7 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -263,6 +263,15 @@ def sums_of_replicas(
     )
 
 
+class RunningHook(NamedTuple):
+    """A method of all callbacks, and those that have not ended it; the first of them runs."""
+
+    name: str
+    number: int | None
+    rest: tuple[keras.callbacks.Callback, ...]
+    logs: Mapping[str, Any] | None
+
+
 class EpochLoop:
     """The loop of a running `fit`, whose `EpochIterator` counts the steps of epochs and passes.
 
@@ -273,7 +282,8 @@ class EpochLoop:
         self._model = model
         fit = _locals_of_fit(model)
         self._iterator: Any = fit.get("epoch_iterator")
-        self.callbacks: list[Any] = getattr(fit.get("callbacks"), "callbacks", [])
+        self._callback_list = fit.get("callbacks")
+        self.callbacks: list[Any] = getattr(self._callback_list, "callbacks", [])
         self.steps_per_epoch: int | None = getattr(self._iterator, "steps_per_epoch", None)
         self.data: Any = None if self._iterator is None else self._iterator._get_iterator()
         is_generator = isinstance(given := fit.get("x"), types.GeneratorType)
@@ -290,6 +300,23 @@ class EpochLoop:
         """Whether the steps so far have used up a pass over data of known size."""
         batches = getattr(self._iterator, "_num_batches", None)
         return batches is not None and self._iterator._steps_seen >= batches
+
+    def running_hook(self) -> RunningHook | None:
+        """Return what any thread runs of the callbacks of this `fit`; None between two methods."""
+        for frame in sys._current_frames().values():
+            while frame is not None:
+                found = frame.f_locals if "on_" in frame.f_code.co_name else {}
+                if self._callback_list is not None and found.get("self") is self._callback_list:
+                    places = {id(each): place for place, each in enumerate(self.callbacks)}
+                    first = places.get(id(found.get("callback")), 0)
+                    return RunningHook(
+                        frame.f_code.co_name.removeprefix("_"),
+                        found.get("epoch", found.get("batch")),
+                        tuple(self.callbacks[first:]),
+                        found.get("logs"),
+                    )
+                frame = frame.f_back  # type: ignore[assignment]
+        return None
 
     def resume_epoch(self, steps: int, steps_of_pass: int) -> None:
         """Make the epoch that is about to begin the rest of one."""

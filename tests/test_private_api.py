@@ -317,7 +317,7 @@ def test_a_step_is_not_bound_to_an_attribute_named_target(logical_devices, is_mo
 
 
 def test_the_loop_of_a_running_fit_is_found(logical_devices):
-    loops = []
+    loops, hooks = [], []
 
     class Looks(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
@@ -325,6 +325,16 @@ def test_the_loop_of_a_running_fit_is_found(logical_devices):
 
         def on_test_begin(self, logs=None):
             assert loops[0].validation_data is not None and not loops[0].shares_generator
+            assert loops[0].running_hook()[:2] == ("on_test_begin", None)
+
+        def on_train_batch_end(self, batch, logs=None):
+            name, number, (running, *_, last), found = loops[0].running_hook()
+            assert (name, number, running) == ("on_train_batch_end", batch, self)
+            assert last is self.model.history and found.keys() == logs.keys()
+
+        def on_epoch_end(self, epoch, logs=None):
+            assert loops[0].running_hook()[:2] == ("on_epoch_end", epoch)
+            hooks.append(loops[0].running_hook())
 
     looks = Looks()
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -334,6 +344,7 @@ def test_the_loop_of_a_running_fit_is_found(logical_devices):
     model.fit(*data, verbose=0, **options)
     (loop,) = loops
     assert loop.steps_per_epoch == 3
+    assert len(hooks) == 1 and loop.running_hook() is None
     state = vars(loop._iterator)
     assert {"_current_iterator", "_steps_seen", "_num_batches"} <= set(state)
     assert loop.data is loop._iterator._distributed_dataset

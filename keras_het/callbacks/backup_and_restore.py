@@ -17,14 +17,21 @@ from keras_het import private_api
 from keras_het.fit import callback_states
 from keras_het.fit.backup_folder import BackupFolder
 from keras_het.fit.backup_interval import AUTO, BackupInterval
-from keras_het.fit.callback_states import CallbackStates
+from keras_het.fit.callback_states import CallbackStates, Snapshot, numbers_in
 from keras_het.fit.metric_states import add_metrics, metric_values
 from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, tell
+from keras_het.fit.resume_warnings import (
+    about,
+    warn_of_a_shared,
+    warn_of_another_optimizer,
+    warn_of_another_order,
+)
 from keras_het.fit.session import FitSession
 from keras_het.fit.shorter_epochs import ShorterEpochs
 from keras_het.planning.argument_checks import check_flag, check_folder, check_number, check_verbose
 
 if TYPE_CHECKING:
+    from keras_het.private_api import RunningHook
     from keras_het.strategy.cluster.stop_request import StepGuard
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
@@ -107,13 +114,16 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._random_state: Any = None
         self._shorter_epochs = ShorterEpochs()
         self.after_others = _AfterOthers(self)
-        self._is_called_last = False
+        self._is_around_others = False
         self._states: CallbackStates | None = None
         self._metrics: np.ndarray | None = None
         self._resumed: _Resumed | None = None
         # Of a resumed epoch that has no steps left, until the next one begins.
         self._given_position: dict[str, Any] | None = None
         self._logs: Mapping[str, Any] | None = None
+        # What callbacks remembered before an interruption, in place of what they do now.
+        self._earlier: Snapshot = {}
+        self._at_epoch_end: Snapshot = {}
         # Position and metrics when the validation of an epoch began.
         self._before_validation: tuple[dict[str, Any], np.ndarray | None] | None = None
         self._has_told_of_sharing = False
@@ -122,7 +132,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """Restore weights, optimizer, epoch and position in the data."""
         strategy = self._strategy()
         self._loop = private_api.EpochLoop(self.model)
-        self._is_called_last = self.after_others in self._loop.callbacks
+        self._is_around_others = self.after_others in self._loop.callbacks
         if strategy.is_async_worker:
             return  # it resumes from the group's center and epoch
         folder = self._find_backup(strategy)
@@ -130,11 +140,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._forget()
         self._interval.begin()
         self._data = data_of_fit(self.model, strategy)
-        self._optimizer_at_first = _about(self.model.optimizer)
+        self._optimizer_at_first = about(self.model.optimizer)
         if folder.newest is not None:
             self._restore(strategy, folder)
             strategy.barrier()  # at its end, the chief deletes what others may still read
         if (session := FitSession.of(self.model)) is not None:
+            session.before_callbacks("on_test_begin", self._begin_validation)
+            session.before_callbacks("on_epoch_end", self._begin_epoch_end)
             session.on_end(self._shorter_epochs.end)
             session.on_end(self._loop.end_resumed_epoch)
             request = strategy._stop_request
@@ -145,8 +157,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._strategy().is_async_worker:
             return
         self._states = CallbackStates(self._loop.callbacks)
-        if self._resumed is not None and self._resumed.is_between_epochs:
-            self._restore_again()
+        if (resumed := self._resumed) is not None and resumed.moment == "on_train_begin":
+            # what an epoch's end needs may be made at its begin
+            self._states.end_hook({**resumed.hook, "name": "on_epoch_begin", "logs": {}})
+            self._restore_again("on_train_begin")
 
     def _find_backup(self, strategy: HeterogeneousStrategy) -> BackupFolder:
         """Find the folder from which all workers restore the same backup, if there is one."""
@@ -166,17 +180,18 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             strategy._training_state.restored = {
                 name.removeprefix(_SERVICE): values for name, values in state.items()
             }
+        hook, moment = position.pop("hook", {}), position.pop("moment", None)
         self._interval.resume(position)
         self._check_batch_size(position)
-        self._warn_of_another_optimizer(position.get("optimizers"))
+        warn_of_another_optimizer(
+            self._optimizer_at_first, self.model.optimizer, position.get("optimizers")
+        )
         self._epoch, self._first_step = position["epoch"], position["step"]
         first_epoch, num_steps = self._epoch, self._steps_of_epoch()
         is_whole = bool(num_steps) and self._first_step >= (num_steps or 0)
         has_all_steps = self._first_step > 0 and (is_whole or position.get("has_all_steps", False))
         if has_all_steps:  # what follows the steps of this epoch is yet to come
             self._epoch, self._first_step = self._epoch + 1, 0
-        elif position.get("is_stopped") and not self._first_step:
-            first_epoch = self.params["epochs"]
         self.model._initial_epoch = first_epoch
         if self._data is None:
             strategy.resume_data(position["passes"], position["pass_step"])
@@ -185,7 +200,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._has_resumed, self._pass_step = True, position["pass_step"]
         self._random_state = position.get("random_state")
         if self._pass_step:
-            self._warn_of_another_order(position.get("seeds"))
+            seeds = getattr(self._data, "seeds_of_orders", None)
+            warn_of_another_order(seeds, position.get("seeds"))
         self._last_batch_seen = max(0, position["step"] - 1)
         self._resumed = _Resumed(
             folder=None if state else folder,
@@ -193,26 +209,36 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             metrics=metrics,
             remembered=remembered,
             has_all_steps=has_all_steps,
+            hook=hook,
+            moment=moment or ("on_epoch_begin" if position["step"] else "on_train_begin"),
         )
         place = f"epoch {self._epoch + 1}, step {self._first_step + 1}"
         tell(f"Training goes on from {folder.newest} at {place}.", strategy, self._verbose)
 
-    def _restore_again(self) -> None:
+    def _restore_again(self, moment: str) -> None:
         """Undo what callbacks have just done, as they had done it before the backup."""
-        resumed, self._resumed = self._resumed, None
-        if resumed is None:
+        if (resumed := self._resumed) is None or resumed.moment != moment:
             return
+        self._resumed = None
         if resumed.folder is not None:
             resumed.folder.restore(self.model)
+        if resumed.metrics is not None:
+            add_metrics(self.model, self._strategy(), resumed.metrics)
         if self._states is not None:
             self._states.restore(resumed.remembered)
-        if resumed.metrics is not None and not resumed.is_between_epochs:
-            add_metrics(self.model, self._strategy(), resumed.metrics)
+            self._states.end_hook(resumed.hook)
+        if resumed.position.get("is_stopped"):
+            self.model.stop_training = True
+        if self.model.stop_training and moment == "on_train_begin":
+            self.model._initial_epoch = self.params["epochs"]
+        elif self.model.stop_training:
+            self._loop.skip_steps()
+            self._given_position = resumed.position
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
         self.model._initial_epoch = None  # a later fit sets its own
-        if self._resumed is not None and not self._resumed.is_between_epochs:
+        if self._resumed is not None:
             self._loop.go_on_with_logs(self._resumed.position.get("logs") or {})
             if self._resumed.has_all_steps:
                 self._loop.skip_steps()
@@ -235,15 +261,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             # The rest of an epoch is shorter than Keras expects; the data has not run out.
             self._shorter_epochs.expect()
 
-    def _begin_epoch_after_all(self) -> None:
-        """Continue an interrupted epoch as all callbacks have left it."""
-        self._restore_again()
-
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         self._count(batch + 1)
         self._interval.count_step()
         self._logs, self._before_validation = logs, None
-        if not self._is_called_last:
+        if not self._is_around_others:
             self._end_batch_after_all(batch)
 
     def _end_batch_after_all(self, batch: int) -> None:
@@ -254,10 +276,15 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
         super().on_test_begin(logs)
+        if not self._is_around_others:
+            self._begin_validation()
+
+    def _begin_validation(self, logs: Mapping[str, float] | None = None) -> None:
         # A signal may end the training during validation, which is then repeated. Keras resets the
         # metrics now, and the data may be those of training. Who saves later may be alone.
         position = self._position(is_iterator_left=True)
         self._before_validation = position, self._metrics_of_all()
+        self._earlier = self._states.snapshot() if self._states is not None else {}
         if position["pass_step"]:
             self._warn_of_a_shared_source()
 
@@ -268,14 +295,18 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Save after the epoch if `save_freq` is "epoch"."""
+        if not self._is_around_others:
+            self._begin_epoch_end(epoch)
+            self._end_epoch_after_all(epoch)
+
+    def _begin_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         self._loop.end_resumed_epoch()
-        self._logs = self._before_validation = None
+        self._earlier, self._logs, self._before_validation = {}, None, None
+        self._at_epoch_end = self._states.snapshot() if self._states is not None else {}
         if self._given_position is None:
             self._end_steps(epoch)
         else:
             self._given_position = {**self._given_position, "epoch": epoch + 1, "step": 0}
-        if not self._is_called_last:
-            self._end_epoch_after_all(epoch)
 
     def _end_steps(self, epoch: int) -> None:
         self._check_has_trained(epoch)
@@ -289,6 +320,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _end_epoch_after_all(self, epoch: int) -> None:
         super().on_epoch_end(epoch)
         self._save_if_it_ends()
+        self._at_epoch_end = {}
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Delete the backup, unless it is to be kept."""
@@ -301,19 +333,43 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._strategy()._stop_request.is_agreed:
             self._save_model()
 
-    def _save_last_step(self, position: Mapping[str, Any], is_valid: Callable[[], bool]) -> bool:
+    def _save_last_step(
+        self, position: Mapping[str, Any], is_valid: Callable[[], bool], is_in_step: bool
+    ) -> bool:
         """Save, in another thread, what the main thread would have saved at this position."""
         strategy = self._strategy()
         if not strategy.is_chief:
             return True
         if strategy._holds_parts:
             return False
-        before = self._before_validation
-        # else the running step has changed them, or those of other workers are missing
-        self._metrics = before[1] if before is not None and position is before[0] else None
-        if is_saved := self._write(position, is_valid):
+        hook, before = self._loop.running_hook(), self._before_validation
+        if before is not None and position is before[0]:
+            self._metrics = before[1]
+        else:
+            # others' metrics are missing, and a running step has changed its own
+            is_known = strategy.num_workers == 1 and not is_in_step
+            self._metrics = metric_values(self.model) if is_known else None
+            position = {**position, **self._interruption(hook, position["step"])}
+
+        def is_same() -> bool:
+            return is_valid() and self._loop.running_hook() == hook
+
+        if is_saved := self._write(position, is_same):
             _logger.warning("Saved the last finished step in %s.", self._folder.newest)
         return is_saved
+
+    def _interruption(self, hook: RunningHook | None, step: int) -> dict[str, Any]:
+        """Return when a resumed training gives the state back, and who is then to end a hook."""
+        self._earlier = {}
+        if hook is None:
+            is_in_step = self._guard is not None and self._guard.is_in_step
+            return {"moment": "on_train_batch_begin"} if is_in_step else {}
+        if self._states is None or (hook.name == "on_epoch_end" and step):
+            return {}  # of this callback, too, the epoch has yet to end
+        if hook.name == "on_train_batch_end":
+            self._logs = hook.logs
+        self._earlier = self._states.of_running(hook, self._at_epoch_end)
+        return self._states.left_of(hook)
 
     def _count(self, step: int) -> None:
         self._step, self._num_counted = step, self._guard.num_trained if self._guard else 0
@@ -324,6 +380,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._pass_step = self._random_state = self._guard = None
         self._states = self._metrics = self._resumed = self._given_position = None
         self._logs = self._before_validation = None
+        self._earlier = self._at_epoch_end = {}
         self._has_resumed = False
         self._epoch = self._first_step = self._step = self._num_counted = 0
 
@@ -393,13 +450,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _state_of(self, position: Mapping[str, Any]) -> dict[str, Any]:
         # read here: a position is noted in every step, and must not wait for a device
-        logs = _numbers(self._logs) if position["step"] else None
-        optimizers = [self._optimizer_at_first, _about(self.model.optimizer)]
-        about = {"logs": logs, "optimizers": optimizers, **self._interval.position()}
-        text = json.dumps({**about, **position})
+        logs = numbers_in(self._logs) if position["step"] else None
+        optimizers = [self._optimizer_at_first, about(self.model.optimizer)]
+        more = {"logs": logs, "optimizers": optimizers, **self._interval.position()}
+        text = json.dumps({**more, **position})
         state = {"position": np.array(text), **self._service_state()}
         if self._states is not None:
-            state.update(self._states.export())
+            state.update(self._states.export(self._earlier))
         if self._metrics is not None and position["step"]:
             state[_METRICS] = self._metrics
         if (times := self._strategy()._training_state.export_times) is not None:
@@ -424,43 +481,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 f"backup. Give fit batches of {before} samples, at least until the epoch ends."
             )
 
-    def _warn_of_another_order(self, seeds: list[list[int]] | None) -> None:
-        now = getattr(self._data, "seeds_of_orders", None)
-        if seeds is None or now is None or (seeds == now and [0, 0] not in now):
-            return
-        _logger.warning(
-            "Training goes on in the middle of an epoch, but the data are shuffled in another "
-            "order than before the backup: of this epoch some samples are used twice and others "
-            "not at all. Received: shuffles with seeds %s, before %s (0 for none). Call "
-            "keras.utils.set_random_seed with the same number at the start of every run.",
-            now,
-            seeds,
-        )
-
     def _warn_of_a_shared_source(self) -> None:
         """Warn, once, if a validation takes from what a pass of training goes on to take from."""
         shares_orders = getattr(self._data, "shares_orders_with", lambda other: False)
         is_shared = self._loop.shares_generator or shares_orders(self._loop.validation_data)
-        if not is_shared or self._has_told_of_sharing:
-            return
-        self._has_told_of_sharing = True
-        kind = "generator" if self._loop.shares_generator else "shuffle"
-        _logger.warning(
-            "If this training is interrupted from here on, a resumed one has other samples in its "
-            "epochs or validations: both draw in turn from one %s, and a backup cannot hold what "
-            "each has drawn. Give validation_data a tf.data.Dataset of its own, without shuffle.",
-            kind,
-        )
-
-    def _warn_of_another_optimizer(self, before: list[list[Any]] | None) -> None:
-        received, now = self._optimizer_at_first, _about(self.model.optimizer)
-        if before and received not in before:
-            _logger.warning(
-                "The optimizer has changed. Received: %s with learning rate %g; the training of "
-                "the backup began with %s and %g. It goes on with %s and %g, after %d steps of it.",
-                *(*received, *before[0], *now),
-                keras.ops.convert_to_numpy(self.model.optimizer.iterations),
-            )
+        if is_shared and not self._has_told_of_sharing:
+            self._has_told_of_sharing = True
+            warn_of_a_shared("generator" if self._loop.shares_generator else "shuffle")
 
     def _lock_folder(self, strategy: HeterogeneousStrategy) -> Exception | None:
         """Lock the chief's folder for this `fit`, and return what prevents it."""
@@ -545,10 +572,8 @@ class _Resumed:
     metrics: np.ndarray | None
     remembered: dict[str, np.ndarray]
     has_all_steps: bool
-
-    @property
-    def is_between_epochs(self) -> bool:
-        return not self.position["step"]
+    hook: dict[str, Any]
+    moment: str
 
 
 class _AfterOthers(keras.callbacks.Callback):
@@ -562,21 +587,13 @@ class _AfterOthers(keras.callbacks.Callback):
         self._backup._begin_after_all()
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        self._backup._begin_epoch_after_all()
+        self._backup._restore_again("on_epoch_begin")
+
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        self._backup._restore_again("on_train_batch_begin")
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         self._backup._end_batch_after_all(batch)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         self._backup._end_epoch_after_all(epoch)
-
-
-def _numbers(logs: Mapping[str, Any] | None) -> dict[str, float]:
-    found = {name: np.asarray(value) for name, value in (logs or {}).items()}
-    return {name: value.item() for name, value in found.items() if value.ndim == 0}
-
-
-def _about(optimizer: Any) -> list[Any]:
-    """Class and learning rate of an optimizer."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return [type(inner).__name__, float(keras.ops.convert_to_numpy(inner.learning_rate))]

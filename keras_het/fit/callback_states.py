@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
 import json
 import logging
@@ -11,11 +12,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+if TYPE_CHECKING:
+    from keras_het.private_api import RunningHook
 
 _logger = logging.getLogger("keras_het")
 
@@ -23,6 +27,17 @@ PREFIX = "callbacks/"
 """Of the names of these arrays in a backup."""
 _JSON = f"{PREFIX}json"
 _MOST_LEVELS = 20
+_MOMENTS = {
+    "on_epoch_begin": "on_epoch_begin",
+    "on_train_batch_begin": "on_train_batch_begin",
+    "on_train_batch_end": "on_epoch_begin",
+    "on_epoch_end": "on_train_begin",
+}
+"""After which method of all callbacks a training resumes that a signal ended in one of these."""
+_Encoded: TypeAlias = tuple[Any, list[np.ndarray]]
+"""A value as JSON, and the arrays that it names by number."""
+Snapshot: TypeAlias = Mapping[str, Mapping[str, _Encoded]]
+"""What callbacks remember, by their names and by attribute."""
 # What these attributes hold belongs to the process, or is made again.
 _KEPT_BY_KERAS: dict[str, tuple[str, ...]] = {
     "CSVLogger": ("keys",),
@@ -64,19 +79,59 @@ class CallbackStates:
                 self._callbacks[f"{name} {counts[name]}"] = callback
                 counts[name] += 1
         self._at_first = {
-            (name, attribute): digest
-            for name, callback in self._callbacks.items()
-            for attribute, (_, _, digest) in self._encoded(callback).items()
+            (name, attribute): _digest(*encoded)
+            for name, values in self.snapshot().items()
+            for attribute, encoded in values.items()
         }
         self._named: set[str] = set()
 
-    def export(self) -> dict[str, np.ndarray]:
-        """Return all that has changed since the `fit` began, by its names in a backup."""
+    def left_of(self, hook: RunningHook) -> dict[str, Any]:
+        """Return who is to end a method that is running, and after which a training resumes then.
+
+        The callback that runs it counts as one that has ended it, except at an epoch's end, for
+        which a backup holds what it remembered before.
+        """
+        if hook.name not in _MOMENTS:
+            return {}
+        is_run_again = hook.name == "on_epoch_end"
+        left = {
+            "name": hook.name,
+            "number": hook.number,
+            "logs": numbers_in(hook.logs),
+            "rest": self._names_of(hook.rest[0 if is_run_again else 1 :]),
+        }
+        return {"moment": _MOMENTS[hook.name], "hook": left}
+
+    def of_running(self, hook: RunningHook, at_epoch_end: Snapshot) -> Snapshot:
+        """Return what the callback that runs an epoch's end remembered before."""
+        running = self._names_of(hook.rest[:1]) if hook.name == "on_epoch_end" else ()
+        return {name: at_epoch_end[name] for name in running if name in at_epoch_end}
+
+    def _names_of(self, callbacks: Iterable[keras.callbacks.Callback]) -> list[str]:
+        names = {id(callback): name for name, callback in self._callbacks.items()}
+        return [names[id(each)] for each in callbacks if id(each) in names]
+
+    def end_hook(self, hook: Mapping[str, Any]) -> None:
+        """Call a method of the callbacks that a signal kept from ending it; {} for none."""
+        for name in hook.get("rest", ()):
+            if (callback := self._callbacks.get(name)) is not None:
+                getattr(callback, hook["name"])(hook["number"], hook["logs"])
+
+    def snapshot(self) -> Snapshot:
+        """Return what the callbacks remember now."""
+        return {name: _encoded_values(callback) for name, callback in self._callbacks.items()}
+
+    def export(self, earlier: Snapshot) -> dict[str, np.ndarray]:
+        """Return all that has changed since the `fit` began, by its names in a backup.
+
+        What some callbacks remembered earlier takes the place of what they remember now.
+        """
         states: dict[str, dict[str, Any]] = {}
         arrays: list[np.ndarray] = []
         for name, callback in self._callbacks.items():
-            for attribute, (value, own_arrays, digest) in self._encoded(callback).items():
-                if self._at_first.get((name, attribute)) != digest:
+            values = earlier[name] if name in earlier else _encoded_values(callback)
+            for attribute, (value, own_arrays) in values.items():
+                if self._at_first.get((name, attribute)) != _digest(value, own_arrays):
                     states.setdefault(name, {})[attribute] = [value, len(arrays)]
                     arrays += own_arrays
             self._name_what_is_lost(callback)
@@ -111,23 +166,6 @@ class CallbackStates:
                     present = getattr(callback, attribute, None)
                     setattr(callback, attribute, _decoded(value, arrays, present))
 
-    def _encoded(
-        self, callback: keras.callbacks.Callback
-    ) -> dict[str, tuple[Any, list[np.ndarray], str]]:
-        found: dict[str, tuple[Any, list[np.ndarray], str]] = {}
-        for attribute, value in _values_of(callback).items():
-            arrays: list[np.ndarray] = []
-            try:
-                encoded = _encoded(value, arrays)
-            except _NotPlainError:
-                continue
-            digest = hashlib.sha256(json.dumps(encoded).encode())
-            for array in arrays:
-                digest.update(f"{array.dtype}{array.shape}".encode())
-                digest.update(np.ascontiguousarray(array).tobytes())
-            found[attribute] = encoded, arrays, digest.hexdigest()
-        return found
-
     def _name_what_is_lost(self, callback: keras.callbacks.Callback) -> None:
         kind = type(callback).__name__
         if kind in self._named or _has_protocol(callback):
@@ -150,6 +188,30 @@ class CallbackStates:
             )
 
 
+def numbers_in(logs: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the numbers among logs as JSON can hold them."""
+    found = {name: np.asarray(value) for name, value in (logs or {}).items()}
+    return {name: value.item() for name, value in found.items() if value.ndim == 0}
+
+
+def _encoded_values(callback: keras.callbacks.Callback) -> dict[str, _Encoded]:
+    """Return what a backup can hold of a callback, by attribute."""
+    found: dict[str, _Encoded] = {}
+    for attribute, value in _values_of(callback).items():
+        arrays: list[np.ndarray] = []
+        with contextlib.suppress(_NotPlainError):
+            found[attribute] = _encoded(value, arrays), arrays
+    return found
+
+
+def _digest(value: Any, arrays: Iterable[np.ndarray]) -> str:
+    digest = hashlib.sha256(json.dumps(value).encode())
+    for array in arrays:
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
 _ROWS = "the rows"
 _OWN_ROOM = __name__.partition(".")[0]
 
@@ -164,12 +226,7 @@ def _is_kept(callback: keras.callbacks.Callback) -> bool:
         return True
     is_ours = type(callback).__module__.partition(".")[0] == _OWN_ROOM
     return not is_ours and not isinstance(
-        callback,
-        (
-            keras.callbacks.BackupAndRestore,
-            keras.callbacks.ProgbarLogger,
-            keras.callbacks.LambdaCallback,
-        ),
+        callback, (keras.callbacks.BackupAndRestore, keras.callbacks.ProgbarLogger)
     )
 
 

@@ -181,12 +181,9 @@ def _in_session(call: Call) -> Iterator[None]:
                 stack.enter_context(keras_passes_unread_logs())
                 session.add_layer(Rank.KEEP_LOGS, keep_unread)
         if call.name == "fit" and (holds_parts or _takes_part(call)):
-            before_others = keras.callbacks.LambdaCallback(
-                on_epoch_begin=lambda epoch, logs: session.tell("on_epoch_begin", epoch, logs),
-                on_epoch_end=lambda epoch, logs: session.tell("on_epoch_end", epoch, logs),
-                on_train_end=lambda logs: session.tell("on_train_end", logs),
-            )
-            call.add_callback(before_others, is_first=True)
+            methods = ("on_epoch_begin", "on_epoch_end", "on_test_begin", "on_train_end")
+            told = {method: functools.partial(session.tell, method) for method in methods}
+            call.add_callback(_BeforeOthers(**told), is_first=True)
         if call.name == "fit" and strategy is not None:
             _add_last_ones(call)
         if holds_parts:
@@ -314,8 +311,15 @@ class SessionCallback(keras.callbacks.Callback):
         return session
 
 
+class _BeforeOthers(keras.callbacks.LambdaCallback):
+    """What sessions do before the user's callbacks."""
+
+
 def _takes_part(call: Call) -> bool:
-    return any(isinstance(each, SessionCallback) for each in call.callbacks)
+    return any(
+        isinstance(each, SessionCallback) or hasattr(each, "after_others")
+        for each in call.callbacks
+    )
 
 
 def _open(owner: type, name: str, handlers: tuple[Handler, ...]) -> None:

@@ -6,11 +6,13 @@ each moment, until a callback or the file system fails there, and once more from
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import itertools
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -285,19 +287,126 @@ def test_a_training_killed_while_it_saves(
     assert fit(model, tmp_path, [backup, *callbacks_in(tmp_path)]) == undisturbed
 
 
-def test_a_validation_in_which_another_thread_saves(
-    model: keras.Model, undisturbed: dict[str, Any], tmp_path: Path
-) -> None:
-    def save(*_: Any, **__: Any) -> None:
-        saving._save_last_step(saving._position(), lambda: True)
+class Waits(C.Callback):
+    """Waits in one of its calls until another thread has saved, as after SIGTERM, and ends."""
 
-    saving, saves = BackupAndRestore(tmp_path / "backup"), OfThisProcess()
-    setattr(saves, "on_test_batch_end", save)  # noqa: B010 - a method of one object
-    with pytest.raises(KilledError):
-        kill = KillAt(*MOMENTS["in a validation"])
-        fit(model, tmp_path, [saving, *callbacks_in(tmp_path), saves, kill])
-    backup = BackupAndRestore(tmp_path / "backup")
-    assert fit(model, tmp_path, [backup, *callbacks_in(tmp_path)]) == undisturbed
+    def __init__(self, method: str, number: int | None) -> None:
+        super().__init__()
+        self.calls, self._number = 0, number
+        setattr(self, method, self._wait)
+
+    def _wait(self, *_: Any, **__: Any) -> None:
+        self.calls += 1
+        if self.calls == self._number:
+            save_in_another_thread(self.model)
+            raise KilledError
+
+
+def save_in_another_thread(model: keras.Model) -> None:
+    guard = model.distribute_strategy._stop_request.guard
+    thread = threading.Thread(target=lambda: saved.append(guard.save_last_step(time.monotonic())))
+    saved: list[bool] = []
+    thread.start()
+    thread.join(60)
+    assert saved == [True]
+
+
+HOOKS = [
+    f"on_{part}_{end}"
+    for part in ("epoch", "train_batch", "test", "test_batch")
+    for end in ("begin", "end")
+]
+
+
+class Counts(C.Callback):
+    """Counts how often each of its methods was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = dict.fromkeys(HOOKS, 0)
+        for name in HOOKS:
+            setattr(self, name, functools.partial(self._count, name))
+
+    def _count(self, name: str, number: Any = None, *_: Any, **__: Any) -> None:
+        # in the rest of an epoch, Keras begins one more step to find that the data has ended
+        self.calls[name] += name != "on_train_batch_begin" or number < STEPS
+
+
+@pytest.mark.quick("on_epoch_end-False-True", "on_test_batch_end-True-True")
+@pytest.mark.parametrize("is_backup_first", [True, False])
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize("hook", [*HOOKS, "on_train_end"])
+def test_a_callback_that_waits_while_another_thread_saves(
+    model: keras.Model,
+    undisturbed: dict[str, Any],
+    tmp_path: Path,
+    hook: str,
+    is_last: bool,
+    is_backup_first: bool,
+) -> None:
+    number = {"on_epoch_begin": 3, "on_epoch_end": 2, "on_train_end": 1}.get(hook, 2 * STEPS + 2)
+    number = 3 if "test" in hook else number
+    for ends_at in number, None:
+        backup = BackupAndRestore(tmp_path / "backup", save_freq=1000)
+        own, counts, waits = callbacks_in(tmp_path), [Counts(), Counts()], Waits(hook, ends_at)
+        own = [*own, waits] if is_last else [waits, *own]
+        own = [counts[0], *own, counts[1]]
+        own = [backup, *own] if is_backup_first else [*own, backup]
+        if ends_at is not None:
+            with pytest.raises(KilledError):
+                fit(model, tmp_path, own)
+    assert fit(model, tmp_path, own) == undisturbed
+    assert waits.calls == counts[0].calls.get(hook, 2) + (hook == "on_train_batch_begin")
+    steps = EPOCHS * STEPS
+    numbers = [EPOCHS, EPOCHS, steps, steps, EPOCHS, EPOCHS, 2 * EPOCHS, 2 * EPOCHS]
+    assert [each.calls for each in counts] == [dict(zip(HOOKS, numbers, strict=True))] * 2
+
+
+class Slow:
+    """Rows of which one never comes: meanwhile another thread saves, and the training ends."""
+
+    def __init__(self, model: keras.Model, waits_at: tuple[int, int] | None) -> None:
+        self._model, self._waits_at, self._passes = model, waits_at, 0
+
+    def data(self) -> dict[str, Any]:
+        specs = tuple(tf.TensorSpec(each.shape[1:], each.dtype) for each in (X, Y))
+        rows = tf.data.Dataset.from_generator(self._rows, output_signature=specs)
+        return {"x": rows.batch(BATCH), "validation_data": tf.data.Dataset.from_tensors(VALIDATION)}
+
+    def _rows(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        self._passes += 1
+        for number, row in enumerate(zip(X, Y, strict=True)):
+            if (self._passes, number) == self._waits_at:
+                self._wait(number // BATCH)
+                raise KilledError
+            yield row
+
+    def _wait(self, step: int) -> None:
+        guard, end = self._model.distribute_strategy._stop_request.guard, time.monotonic() + 60
+        steps = (self._passes - 1) * STEPS + step
+        while not guard._is_waiting or guard.num_trained < steps:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        save_in_another_thread(self._model)
+
+
+@pytest.mark.parametrize("row", [0, 9, 14])
+@pytest.mark.quick("0")
+def test_a_step_that_waits_for_its_data_while_another_thread_saves(
+    model: keras.Model, tmp_path: Path, row: int
+) -> None:
+    (tmp_path / "undisturbed").mkdir()
+    callbacks = [*callbacks_in(tmp_path / "undisturbed"), before := Counts()]
+    expected = fit(model, tmp_path / "undisturbed", callbacks, Slow(model, None).data())
+    for waits_at in (3, row), None:
+        backup = BackupAndRestore(tmp_path / "backup", save_freq=1000)
+        callbacks = [*callbacks_in(tmp_path), counts := Counts(), backup]
+        data = Slow(model, waits_at).data()
+        if waits_at is not None:
+            with pytest.raises(Exception, match="KilledError"):
+                fit(model, tmp_path, callbacks, data)
+    assert fit(model, tmp_path, callbacks, data) == expected
+    assert counts.calls == before.calls
 
 
 def data_set() -> dict[str, Any]:
@@ -393,6 +502,28 @@ def test_a_training_that_was_stopped_stays_stopped(model: keras.Model, tmp_path:
     assert fit(model, tmp_path, [StopIn(), backup]) == expected
 
 
+class StopInAnEpoch(C.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.stop_training = self.model.optimizer.iterations == STEPS + 2
+
+
+@pytest.mark.parametrize("has_stopped", [True, False])
+@pytest.mark.quick("True")
+def test_a_training_that_stops_where_another_thread_saves(
+    model: keras.Model, tmp_path: Path, has_stopped: bool
+) -> None:
+    expected = fit(model, tmp_path, [StopInAnEpoch()])
+    assert expected["epochs"] == [0, 1]
+    for waits_at in STEPS + 2, None:
+        own = [StopInAnEpoch(), Waits("on_train_batch_end", waits_at)]
+        backup = BackupAndRestore(tmp_path / "backup", save_freq=1000)
+        callbacks = [backup, *(own if has_stopped else reversed(own))]
+        if waits_at is not None:
+            with pytest.raises(KilledError):
+                fit(model, tmp_path, callbacks)
+    assert fit(model, tmp_path, callbacks) == expected
+
+
 def test_settings_are_those_of_the_new_script(model: keras.Model, tmp_path: Path) -> None:
     with pytest.raises(KilledError):
         backup = BackupAndRestore(tmp_path / "backup", save_freq=1)
@@ -423,7 +554,7 @@ def test_what_has_another_kind_now_is_left_as_it_is() -> None:
     again = Own()
     resumed = CallbackStates([again])
     again.tracker, again.rng = None, None
-    resumed.restore(states.export())
+    resumed.restore(states.export({}))
     assert again.tracker is None and again.rng is None and again.draws == own.draws
 
 
@@ -436,8 +567,8 @@ class WithAnEvent(C.Callback):
 def test_what_cannot_be_kept_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "keras_het"):
         states = CallbackStates([WithAnEvent(), Own()])
-        states.export()
-        states.export()
+        states.export({})
+        states.export({})
     (record,) = caplog.records
     assert "what WithAnEvent remembers in event (Event)." in record.message
     assert "get_state()" in record.message and "set_state(state)" in record.message
@@ -450,7 +581,7 @@ def test_callbacks_of_the_interrupted_training_that_are_missing_are_named(
     states = CallbackStates([own])
     own.count = 3
     with caplog.at_level(logging.WARNING, "keras_het"):
-        CallbackStates([Asked()]).restore(states.export())
+        CallbackStates([Asked()]).restore(states.export({}))
     (record,) = caplog.records
     assert "does not have: Own." in record.message
 

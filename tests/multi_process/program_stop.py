@@ -6,12 +6,11 @@ Its single argument is a JSON object: "mode" ("fit", "evaluate", "predict", "cus
 value, or a list of one for each worker: "waits_at" (a row of the data that never comes),
 "blocks_at" (a training step that never ends in the model),
 "signal_at" (its signal at a step, the number of the step), "signal", "fails_at" and "stuck_at" (a
-step in which it fails, or stays), "saves_at" (a step after which it saves), "killed_before" (a
-file operation, counted from the first save on, before which the chief is killed), "reads_late"
-(only the chief reads its backup at once), "remembers" (callbacks of Keras that do, and the result
-has the history), "lag" (of late reads, as if devices worked ahead). With
-"plan", stages of numbers of devices, the workers
-train a pipeline.
+step in which it fails, or stays), "stuck_after" (an epoch at whose end it stays), "saves_at" (a
+step after which it saves), "killed_before" (a file operation, counted from the first save on,
+before which the chief is killed), "reads_late" (only the chief reads its backup at once),
+"remembers" (callbacks of Keras that do, and the result has the history), "lag" (of late reads, as
+if devices worked ahead). With "plan", stages of numbers of devices, the workers train a pipeline.
 """
 
 from __future__ import annotations
@@ -70,6 +69,10 @@ class Happens(keras.callbacks.Callback):
             threading.Event().wait()
 
     on_predict_batch_end = on_train_batch_end
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == option("stuck_after"):
+            threading.Event().wait()
 
 
 class HappensInValidation(Happens):

@@ -98,13 +98,16 @@ def test_a_worker_of_a_pipeline_that_saves_alone_within_an_epoch_is_told(start: 
         assert "save_weights within an epoch on worker 0, but not on all workers" in result.output
 
 
-WAITS = {
+ENDS_AN_EPOCH = {"waits_at": None, "remembers": True}
+WAITS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "all-for-data": (2, 4, {"waits_at": 36}),
     "chief-in-its-step": (2, 4, {"waits_at": [None, 36]}),
     "chief-for-data": (2, 4, {"waits_at": [36, None]}),
     "within-an-execution": (2, 1, {"waits_at": 30, "steps_per_execution": 2}),
     "later-in-an-execution": (2, 2, {"blocks_at": [None, 9], "steps_per_execution": 4}),
     "callback": (2, 4, {"waits_at": None, "stuck_at": 4, "backup_last": True}),
+    "end-of-epoch": (2, 6, {**ENDS_AN_EPOCH, "stuck_after": [None, 0]}),
+    "end-of-epoch-of-chief": (2, 6, {**ENDS_AN_EPOCH, "stuck_after": [0, None]}),
     "validation": (2, 2, {"waits_at": 20, "validate": True, "remembers": True, "epochs": 1}),
     "alone": (1, 4, {"waits_at": 36}),
 }
@@ -117,7 +120,7 @@ def test_what_waits_ends_in_time_and_saves_the_last_finished_step(
 ) -> None:
     backup, result, expected = (tmp_path / name for name in ("backup", "result.npz", "one.npz"))
     jobs = {"worker": number}
-    common = {"epochs": 2, **waits, "waits_at": None, "stuck_at": None}
+    common = {"epochs": 2, **waits, "waits_at": None, "stuck_at": None, "stuck_after": None}
     if "blocks_at" in waits:
         common["blocks_at"] = None
     stopped = start(jobs, **{**common, **waits}, backup=str(backup), save_freq=1000)

@@ -87,7 +87,7 @@ class StopRequest:
         self._received = number
 
     def guard_steps(
-        self, session: FitSession, mark: Callable[[], Any], save: Callable[[Any, Any], bool]
+        self, session: FitSession, mark: Callable[[], Any], save: Callable[[Any, Any, bool], bool]
     ) -> StepGuard:
         """Have the last finished step of a `fit` saved if the process must end in the next one."""
         self.guard = guard = StepGuard(session.model, mark, save, self.unfinished)
@@ -306,7 +306,7 @@ class StepGuard:
         self,
         model: keras.Model,
         mark: Callable[[], _Position],
-        save: Callable[[_Position, Callable[[], bool]], bool],
+        save: Callable[[_Position, Callable[[], bool], bool], bool],
         unfinished: UnfinishedStep,
     ) -> None:
         self.num_trained = 0
@@ -314,14 +314,14 @@ class StepGuard:
         self._unfinished = unfinished
         self._changing = threading.Lock()  # held while a step may change the model
         self._num_drawn = 0
-        self._is_in_step = self._is_waiting = self._has_failed = False
+        self.is_in_step = self._is_waiting = self._has_failed = False
         # of the running execution: after each step that it may have finished
         self._positions = [mark()]
 
     def run_step(self, function: StepFunction, batches: Batches) -> Nest:
         """Run a step; the outermost layer around it."""
         self._changing.acquire()
-        self._positions, self._is_in_step, self._has_failed = [self._mark()], True, False
+        self._positions, self.is_in_step, self._has_failed = [self._mark()], True, False
         if self._model.steps_per_execution > 1:
             self._unfinished.begin_execution()
         try:
@@ -333,7 +333,7 @@ class StepGuard:
         finally:
             if not self._is_waiting:
                 self._changing.release()
-            self._is_in_step = self._is_waiting = False
+            self.is_in_step = self._is_waiting = False
         return result
 
     def wait_for_batch(self, is_ahead: bool) -> None:
@@ -341,7 +341,7 @@ class StepGuard:
 
         It has not if it draws all batches before its first step (`is_ahead`).
         """
-        if self._is_in_step:
+        if self.is_in_step:
             if self.num_trained < self._num_drawn:
                 self.num_trained = self._num_drawn
                 self._positions = [*(self._positions if is_ahead else ()), self._mark()]
@@ -357,14 +357,17 @@ class StepGuard:
 
     def save_last_step(self, deadline: float) -> bool:
         """Save the last finished step in another thread; no later one begins."""
+        has_state = False
         while True:
-            has_state = self._changing.acquire(timeout=_SECONDS_BETWEEN_LOOKS)
+            has_state = has_state or self._changing.acquire(timeout=_SECONDS_BETWEEN_LOOKS)
             if has_state and not self._has_failed:
-                position = self._positions[0] if self._is_in_step else self._mark()
-                return self._save(position, lambda: True)
-            if self._save_finished_steps(self._unfinished.num_before):
+                position = self._positions[0] if self.is_in_step else self._mark()
+                if self._save(position, lambda: True, False):
+                    return True
+                time.sleep(_SECONDS_BETWEEN_LOOKS)  # callbacks have not waited for that
+            elif self._save_finished_steps(self._unfinished.num_before):
                 return True
-            if has_state or time.monotonic() > deadline:
+            if self._has_failed or time.monotonic() > deadline:
                 return False
 
     def _save_finished_steps(self, number: int | None) -> bool:
@@ -373,4 +376,4 @@ class StepGuard:
             return False
         position = self._positions[min(number, len(self._positions) - 1)]
         with self._unfinished.values_before(self._model):
-            return self._save(position, lambda: self._unfinished.num_before == number)
+            return self._save(position, lambda: self._unfinished.num_before == number, True)
