@@ -286,8 +286,7 @@ class EpochLoop:
         self.callbacks: list[Any] = getattr(self._callback_list, "callbacks", [])
         self.steps_per_epoch: int | None = getattr(self._iterator, "steps_per_epoch", None)
         self.data: Any = None if self._iterator is None else self._iterator._get_iterator()
-        is_generator = isinstance(given := fit.get("x"), types.GeneratorType)
-        self.shares_generator = is_generator and given is fit.get("val_x")
+        self.validates_on_generator = isinstance(fit.get("val_x"), types.GeneratorType)
         self._is_resumed = False
         self._knows_steps = getattr(self._iterator, "_num_batches", None) is not None
 

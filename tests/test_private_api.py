@@ -324,7 +324,7 @@ def test_the_loop_of_a_running_fit_is_found(logical_devices):
             loops.append(private_api.EpochLoop(self.model))
 
         def on_test_begin(self, logs=None):
-            assert loops[0].validation_data is not None and not loops[0].shares_generator
+            assert loops[0].validation_data is not None and not loops[0].validates_on_generator
             assert loops[0].running_hook()[:2] == ("on_test_begin", None)
 
         def on_train_batch_end(self, batch, logs=None):

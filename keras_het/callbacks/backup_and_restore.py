@@ -7,7 +7,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -20,11 +20,13 @@ from keras_het.fit.backup_interval import AUTO, BackupInterval
 from keras_het.fit.callback_states import CallbackStates, Snapshot, numbers_in
 from keras_het.fit.metric_states import add_metrics, metric_values
 from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, tell
-from keras_het.fit.resume_warnings import (
+from keras_het.fit.resume_checks import (
     about,
-    warn_of_a_shared,
+    check_batch_size,
+    restore_validation,
     warn_of_another_optimizer,
     warn_of_another_order,
+    warn_of_turns,
 )
 from keras_het.fit.session import FitSession
 from keras_het.fit.shorter_epochs import ShorterEpochs
@@ -126,7 +128,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._at_epoch_end: Snapshot = {}
         # Position and metrics when the validation of an epoch began.
         self._before_validation: tuple[dict[str, Any], np.ndarray | None] | None = None
-        self._has_told_of_sharing = False
+        # Of a resumed training, until its first validation.
+        self._validation_passes: Sequence[Any] | None = None
+        self._has_told_of_turns = False
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Restore weights, optimizer, epoch and position in the data."""
@@ -181,8 +185,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 name.removeprefix(_SERVICE): values for name, values in state.items()
             }
         hook, moment = position.pop("hook", {}), position.pop("moment", None)
+        self._validation_passes = position.pop("validation", None)
         self._interval.resume(position)
-        self._check_batch_size(position)
+        check_batch_size(getattr(self._data, "global_batch_size", None), position)
         warn_of_another_optimizer(
             self._optimizer_at_first, self.model.optimizer, position.get("optimizers")
         )
@@ -282,11 +287,15 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _begin_validation(self, logs: Mapping[str, float] | None = None) -> None:
         # A signal may end the training during validation, which is then repeated. Keras resets the
         # metrics now, and the data may be those of training. Who saves later may be alone.
-        position = self._position(is_iterator_left=True)
+        if self._validation_passes is not None:
+            restore_validation(self._loop.validation_data, self._validation_passes)
+            self._validation_passes = None
+        validation = self._passes_of_validation()
+        position = {**self._position(is_iterator_left=True), "validation": validation}
         self._before_validation = position, self._metrics_of_all()
         self._earlier = self._states.snapshot() if self._states is not None else {}
-        if position["pass_step"]:
-            self._warn_of_a_shared_source()
+        if not self._has_told_of_turns:
+            self._has_told_of_turns = warn_of_turns(self._loop, self._data, position["pass_step"])
 
     def on_test_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Save if training ends during validation."""
@@ -379,10 +388,18 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._shorter_epochs.end()
         self._pass_step = self._random_state = self._guard = None
         self._states = self._metrics = self._resumed = self._given_position = None
+        self._validation_passes = None
         self._logs = self._before_validation = None
         self._earlier = self._at_epoch_end = {}
         self._has_resumed = False
         self._epoch = self._first_step = self._step = self._num_counted = 0
+
+    def _passes_of_validation(self) -> Sequence[Any] | None:
+        """What its data have gone through, None if they begin again by themselves."""
+        if self._validation_passes is not None:  # of this training's none has begun
+            return self._validation_passes
+        passes_beside = getattr(self._loop.validation_data, "passes_beside", lambda other: None)
+        return passes_beside(self._data)
 
     def _position_of_data(self) -> tuple[tuple[Any, ...], int]:
         return ((), 0) if self._data is None else self._data.position
@@ -452,8 +469,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         # read here: a position is noted in every step, and must not wait for a device
         logs = numbers_in(self._logs) if position["step"] else None
         optimizers = [self._optimizer_at_first, about(self.model.optimizer)]
-        more = {"logs": logs, "optimizers": optimizers, **self._interval.position()}
-        text = json.dumps({**more, **position})
+        more = {"logs": logs, "optimizers": optimizers, "validation": self._passes_of_validation()}
+        text = json.dumps({**more, **self._interval.position(), **position})
         state = {"position": np.array(text), **self._service_state()}
         if self._states is not None:
             state.update(self._states.export(self._earlier))
@@ -470,24 +487,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if arrays is None:
             return {n: v for n, v in self._folder.state().items() if n.startswith(_SERVICE)}
         return {_SERVICE + name: values for name, values in arrays.items()}
-
-    def _check_batch_size(self, position: Mapping[str, Any]) -> None:
-        before = position.get("global_batch_size")
-        now = getattr(self._data, "global_batch_size", None)
-        if position["pass_step"] and before and now and before != now:
-            raise ValueError(
-                "The backup was written within an epoch, after a number of global batches. "
-                f"Received: data in batches of {now} samples; expected: {before}, as before the "
-                f"backup. Give fit batches of {before} samples, at least until the epoch ends."
-            )
-
-    def _warn_of_a_shared_source(self) -> None:
-        """Warn, once, if a validation takes from what a pass of training goes on to take from."""
-        shares_orders = getattr(self._data, "shares_orders_with", lambda other: False)
-        is_shared = self._loop.shares_generator or shares_orders(self._loop.validation_data)
-        if is_shared and not self._has_told_of_sharing:
-            self._has_told_of_sharing = True
-            warn_of_a_shared("generator" if self._loop.shares_generator else "shuffle")
 
     def _lock_folder(self, strategy: HeterogeneousStrategy) -> Exception | None:
         """Lock the chief's folder for this `fit`, and return what prevents it."""

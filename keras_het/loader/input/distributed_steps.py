@@ -135,6 +135,18 @@ class DistributedSteps(Traced, adapter.DistributedDataset):
             return self._passes.before(None), 0
         return self._passes.before(run.number), run.first_step + run.delivered
 
+    def passes_beside(self, other: object) -> tuple[Pass, ...] | None:
+        """All passes so far, as `start_at` takes them; None without a shuffle of its own.
+
+        A running one counts as left where it is. `other` may count the passes of the same shuffle.
+        """
+        if getattr(other, "_passes", None) is self._passes or self._shuffle() is None:
+            return None
+        run, passes = self._last, list(self._passes.before(None))
+        if run is not None and not run.ended and run is not self._looked_at:
+            passes[run.number] = run.first_step + run.delivered
+        return tuple(passes)
+
     def __iter__(self) -> StepIterator | GraphIterator:
         if not tf.executing_eagerly():
             return iter(self._in_graph())

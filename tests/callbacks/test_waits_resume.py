@@ -1,0 +1,192 @@
+"""A training that another thread saves while a callback or the data wait resumes undisturbed.
+
+That is what happens if SIGTERM comes then: the main thread has no part in it.
+"""
+
+import functools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from remembering import (
+    BATCH,
+    EPOCHS,
+    STEPS,
+    VALIDATION,
+    C,
+    KilledError,
+    X,
+    Y,
+    callbacks_in,
+    fit,
+    new_model,
+)
+
+from keras_het.callbacks import BackupAndRestore
+
+
+@pytest.fixture(scope="module")
+def model() -> keras.Model:
+    model = new_model()
+    # Keras draws an element of a data set for the first `fit` of a model, and for no later one.
+    model.fit(X, Y, epochs=1, batch_size=BATCH, verbose=0, validation_data=VALIDATION)
+    return model
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: keras.Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    found = fit(model, folder, callbacks_in(folder))
+    assert len(found["epochs"]) < EPOCHS or EPOCHS == 5
+    assert len(found["files"]) >= 5
+    return found
+
+
+class Waits(C.Callback):
+    """Waits in one of its calls until another thread has saved, as after SIGTERM, and ends."""
+
+    def __init__(self, method: str, number: int | None) -> None:
+        super().__init__()
+        self.calls, self._number = 0, number
+        setattr(self, method, self._wait)
+
+    def _wait(self, *_: Any, **__: Any) -> None:
+        self.calls += 1
+        if self.calls == self._number:
+            save_in_another_thread(self.model)
+            raise KilledError
+
+
+def save_in_another_thread(model: keras.Model) -> None:
+    guard = model.distribute_strategy._stop_request.guard
+    thread = threading.Thread(target=lambda: saved.append(guard.save_last_step(time.monotonic())))
+    saved: list[bool] = []
+    thread.start()
+    thread.join(60)
+    assert saved == [True]
+
+
+HOOKS = [
+    f"on_{part}_{end}"
+    for part in ("epoch", "train_batch", "test", "test_batch")
+    for end in ("begin", "end")
+]
+
+
+class Counts(C.Callback):
+    """Counts how often each of its methods was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = dict.fromkeys(HOOKS, 0)
+        for name in HOOKS:
+            setattr(self, name, functools.partial(self._count, name))
+
+    def _count(self, name: str, number: Any = None, *_: Any, **__: Any) -> None:
+        # in the rest of an epoch, Keras begins one more step to find that the data has ended
+        self.calls[name] += name != "on_train_batch_begin" or number < STEPS
+
+
+@pytest.mark.quick("on_epoch_end-False-True", "on_test_batch_end-True-True")
+@pytest.mark.parametrize("is_backup_first", [True, False])
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize("hook", [*HOOKS, "on_train_end"])
+def test_a_callback_that_waits_while_another_thread_saves(
+    model: keras.Model,
+    undisturbed: dict[str, Any],
+    tmp_path: Path,
+    hook: str,
+    is_last: bool,
+    is_backup_first: bool,
+) -> None:
+    number = {"on_epoch_begin": 3, "on_epoch_end": 2, "on_train_end": 1}.get(hook, 2 * STEPS + 2)
+    number = 3 if "test" in hook else number
+    for ends_at in number, None:
+        backup = BackupAndRestore(tmp_path / "backup", save_freq=1000)
+        own, counts, waits = callbacks_in(tmp_path), [Counts(), Counts()], Waits(hook, ends_at)
+        own = [*own, waits] if is_last else [waits, *own]
+        own = [counts[0], *own, counts[1]]
+        own = [backup, *own] if is_backup_first else [*own, backup]
+        if ends_at is not None:
+            with pytest.raises(KilledError):
+                fit(model, tmp_path, own)
+    assert fit(model, tmp_path, own) == undisturbed
+    assert waits.calls == counts[0].calls.get(hook, 2) + (hook == "on_train_batch_begin")
+    steps = EPOCHS * STEPS
+    numbers = [EPOCHS, EPOCHS, steps, steps, EPOCHS, EPOCHS, 2 * EPOCHS, 2 * EPOCHS]
+    assert [each.calls for each in counts] == [dict(zip(HOOKS, numbers, strict=True))] * 2
+
+
+class Slow:
+    """Rows of which one never comes: meanwhile another thread saves, and the training ends."""
+
+    def __init__(self, model: keras.Model, waits_at: tuple[int, int] | None) -> None:
+        self._model, self._waits_at, self._passes = model, waits_at, 0
+
+    def data(self) -> dict[str, Any]:
+        specs = tuple(tf.TensorSpec(each.shape[1:], each.dtype) for each in (X, Y))
+        rows = tf.data.Dataset.from_generator(self._rows, output_signature=specs)
+        return {"x": rows.batch(BATCH), "validation_data": tf.data.Dataset.from_tensors(VALIDATION)}
+
+    def _rows(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        self._passes += 1
+        for number, row in enumerate(zip(X, Y, strict=True)):
+            if (self._passes, number) == self._waits_at:
+                self._wait(number // BATCH)
+                raise KilledError
+            yield row
+
+    def _wait(self, step: int) -> None:
+        guard, end = self._model.distribute_strategy._stop_request.guard, time.monotonic() + 60
+        steps = (self._passes - 1) * STEPS + step
+        while not guard._is_waiting or guard.num_trained < steps:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        save_in_another_thread(self._model)
+
+
+@pytest.mark.parametrize("row", [0, 9, 14])
+@pytest.mark.quick("0")
+def test_a_step_that_waits_for_its_data_while_another_thread_saves(
+    model: keras.Model, tmp_path: Path, row: int
+) -> None:
+    (tmp_path / "undisturbed").mkdir()
+    callbacks = [*callbacks_in(tmp_path / "undisturbed"), before := Counts()]
+    expected = fit(model, tmp_path / "undisturbed", callbacks, Slow(model, None).data())
+    for waits_at in (3, row), None:
+        backup = BackupAndRestore(tmp_path / "backup", save_freq=1000)
+        callbacks = [*callbacks_in(tmp_path), counts := Counts(), backup]
+        data = Slow(model, waits_at).data()
+        if waits_at is not None:
+            with pytest.raises(Exception, match="KilledError"):
+                fit(model, tmp_path, callbacks, data)
+    assert fit(model, tmp_path, callbacks, data) == expected
+    assert counts.calls == before.calls
+
+
+class StopInAnEpoch(C.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.stop_training = self.model.optimizer.iterations == STEPS + 2
+
+
+@pytest.mark.parametrize("has_stopped", [True, False])
+@pytest.mark.quick("True")
+def test_a_training_that_stops_where_another_thread_saves(
+    model: keras.Model, tmp_path: Path, has_stopped: bool
+) -> None:
+    expected = fit(model, tmp_path, [StopInAnEpoch()])
+    assert expected["epochs"] == [0, 1]
+    for waits_at in STEPS + 2, None:
+        own = [StopInAnEpoch(), Waits("on_train_batch_end", waits_at)]
+        backup = BackupAndRestore(tmp_path / "backup", save_freq=1000)
+        callbacks = [backup, *(own if has_stopped else reversed(own))]
+        if waits_at is not None:
+            with pytest.raises(KilledError):
+                fit(model, tmp_path, callbacks)
+    assert fit(model, tmp_path, callbacks) == expected
