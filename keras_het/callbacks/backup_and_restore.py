@@ -287,7 +287,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _begin_validation(self, logs: Mapping[str, float] | None = None) -> None:
         # A signal may end the training during validation, which is then repeated. Keras resets the
         # metrics now, and the data may be those of training. Who saves later may be alone.
-        if self._validation_passes is not None:
+        if self._validation_passes:  # else none has begun
             restore_validation(self._loop.validation_data, self._validation_passes)
             self._validation_passes = None
         validation = self._passes_of_validation()
@@ -360,10 +360,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._metrics = metric_values(self.model) if is_known else None
             position = {**position, **self._interruption(hook, position["step"])}
 
-        def is_same() -> bool:
-            return is_valid() and self._loop.running_hook() == hook
-
-        if is_saved := self._write(position, is_same):
+        loop = self._loop
+        is_saved = self._write(position, lambda: is_valid() and loop.running_hook() == hook)
+        if is_saved:
             _logger.warning("Saved the last finished step in %s.", self._folder.newest)
         return is_saved
 
@@ -396,10 +395,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _passes_of_validation(self) -> Sequence[Any] | None:
         """What its data have gone through, None if they begin again by themselves."""
-        if self._validation_passes is not None:  # of this training's none has begun
-            return self._validation_passes
         passes_beside = getattr(self._loop.validation_data, "passes_beside", lambda other: None)
-        return passes_beside(self._data)
+        return self._validation_passes or passes_beside(self._data)
 
     def _position_of_data(self) -> tuple[tuple[Any, ...], int]:
         return ((), 0) if self._data is None else self._data.position
@@ -539,6 +536,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             step += self._guard.num_trained - self._num_counted
         # Keras ends an epoch with the pass, however short
         ends_pass = bool(step and self._loop.steps_per_epoch and self._loop.is_at_end_of_pass)
+        if self._guard is not None and self._loop.steps_per_epoch is None and step:
+            # an epoch is a pass, which ends before the validation begins
+            num_gone = 0 if pass_step else len(passes) - self._guard.num_passes
+            ends_pass, is_iterator_left = num_gone > 0, is_iterator_left or num_gone > 1
         is_at_end = bool(self._num_steps) and step >= (self._num_steps or 0)
         if is_at_end and not pass_step and self._leaves_an_iterator():
             # that iterator is yet to come

@@ -170,6 +170,33 @@ def test_a_step_that_waits_for_its_data_while_another_thread_saves(
     assert counts.calls == before.calls
 
 
+@pytest.mark.parametrize("is_size_known", [True, False])
+@pytest.mark.quick("True")
+def test_a_validation_that_is_yet_to_begin_while_another_thread_saves(
+    model: keras.Model, tmp_path: Path, is_size_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def data() -> dict[str, Any]:
+        rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(20, seed=3)
+        rows = rows if is_size_known else rows.filter(lambda *_: True)
+        return {"x": rows.batch(BATCH), "validation_data": tf.data.Dataset.from_tensors(VALIDATION)}
+
+    def wait(*_: Any, **__: Any) -> None:
+        save_in_another_thread(model)
+        raise KilledError
+
+    def wait_once(epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            patch.setattr(model, "evaluate", wait)
+
+    expected = fit(model, tmp_path, [], data(), epochs=4)
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        waits = C.LambdaCallback(on_epoch_begin=wait_once)
+        fit(model, tmp_path, [BackupAndRestore(tmp_path / "backup"), waits], data(), epochs=4)
+    assert (
+        fit(model, tmp_path, [BackupAndRestore(tmp_path / "backup")], data(), epochs=4) == expected
+    )
+
+
 class StopInAnEpoch(C.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.model.stop_training = self.model.optimizer.iterations == STEPS + 2

@@ -318,6 +318,11 @@ class StepGuard:
         # of the running execution: after each step that it may have finished
         self._positions = [mark()]
 
+    @property
+    def num_passes(self) -> int:
+        """Number of passes over the data before the one that the latest step was taken from."""
+        return len(self._positions[-1]["passes"])
+
     def run_step(self, function: StepFunction, batches: Batches) -> Nest:
         """Run a step; the outermost layer around it."""
         self._changing.acquire()
