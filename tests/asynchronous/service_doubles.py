@@ -95,7 +95,6 @@ class Service(ParameterService):
         return ParameterClient([channel], self.partitions, **{"wire": self.wire} | options)
 
     def own_client(self):
-        """The client of the leader whose center this is."""
         return self.client(handle=partial(self.handle_own, 0), wire=None)
 
     def exchange(self, worker=1, rule=None, **options):
@@ -105,7 +104,10 @@ class Service(ParameterService):
 
 @contextlib.contextmanager
 def serving(*services, handlers=None):
-    """Serve what services hold; yields what connects a client to all of them, and the servers."""
+    """Serve what services hold; yields what connects a client to all of them, and the servers.
+
+    Without services it serves one handler, and yields what connects a channel to it.
+    """
     servers, channels = [], []
     for handle in handlers or [service.handle for service in services]:
         servers.append(Server("127.0.0.1:0"))
@@ -115,7 +117,9 @@ def serving(*services, handlers=None):
     def connect(worker=0, proof=PROOF, seconds=SECONDS, **options):
         own = [RemoteChannel(server.address, proof, worker, seconds) for server in servers]
         channels.extend(own)
-        given = {"partitions": services[0].partitions, "wire": services[0].wire} if services else {}
+        if not services:
+            return own[0]
+        given = {"partitions": services[0].partitions, "wire": services[0].wire}
         return ParameterClient(own, **given | options)
 
     try:
@@ -130,7 +134,6 @@ def flat(parts):
 
 
 def lost(error="lost"):
-    """A call whose answer never came."""
     call = Future()
     call.set_exception(ConnectionError(error))
     return call

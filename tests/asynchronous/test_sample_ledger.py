@@ -1,4 +1,4 @@
-"""The ledger hands out every batch once, and takes only what can be."""
+"""The ledger hands out every batch once, also ahead of need, and takes only what can be."""
 
 import collections
 import itertools
@@ -10,11 +10,14 @@ from random import Random
 
 import numpy as np
 import pytest
-from addresses import free_address
+from service_doubles import serving
 
-from keras_het.asynchronous.parameter_service import channel
-from keras_het.asynchronous.parameter_service.channel import RemoteChannel, ServiceLostError
-from keras_het.asynchronous.parameter_service.ledger_client import LeaderLedger, LedgerConnection
+from keras_het.asynchronous.parameter_service.channel import Channel, ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_client import (
+    EarlyClaim,
+    LeaderLedger,
+    LedgerConnection,
+)
 from keras_het.asynchronous.parameter_service.sample_ledger import (
     LARGEST_EPOCH,
     Presence,
@@ -23,12 +26,11 @@ from keras_het.asynchronous.parameter_service.sample_ledger import (
     TrainingFacts,
 )
 from keras_het.exchange.message import Kind, Message, encode
-from keras_het.exchange.server import Server
 from keras_het.exchange.status import Status
 
-GOOD = b"credential of the good"
 CLIENTS, BATCHES = 4, 100
 TRAINING = TrainingFacts(BATCHES, 17)
+PACE = (50.0, 8, 0.25, 0.1, 0.3, 2.0)
 
 
 @pytest.fixture
@@ -38,7 +40,6 @@ def ledger():
 
 @pytest.fixture
 def leader(ledger):
-    """The leader of a training that has begun."""
     return lead(LeaderLedger(within(ledger, 0)))
 
 
@@ -58,72 +59,37 @@ def within(ledger, participant, lost=()):
             raise ConnectionError(lost.pop())
         return answer
 
-    return channel.Channel("this process", handle)
+    return Channel("this process", handle)
 
 
 def connect(ledger, participant=1):
     return LedgerConnection(within(ledger, participant))
 
 
-@pytest.fixture
-def reach(ledger, leader):
-    """Connects to a server of the ledger, until the test calls `reach.close`, or ends."""
-    server = Server("127.0.0.1:0")
-    server.serve(channel.SERVICE, GOOD, ledger.handle)
-    server.start()
-    made = []
-
-    def reach(participant=1, credential=GOOD, kind=LedgerConnection):
-        made.append(kind(RemoteChannel(server.address, credential, participant, 5)))
-        return made[-1]
-
-    reach.close = server.close
-    yield reach
-    for closable in (*made, server):
-        closable.close()
+def test_claims_can_be_under_way(ledger, leader):
+    """Whoever asks does not wait; the answer is what `claim` gives. Here over a network."""
+    with serving(handlers=[ledger.handle]) as (channel_of, _):
+        remote, other = (LedgerConnection(channel_of(number)) for number in (1, 2))
+        remote_leader = LeaderLedger(channel_of(0))
+        under_way = [remote.start_claim(0, 2), remote.start_claim(0)]
+        found = [remote.answer_to(answer) for answer in under_way]
+        assert found == [(Status.OK, 0, 2), (Status.OK, 2, 1)]
+        assert other.claim(1) == (Status.OK, 0, 1)
+        assert remote.report(Presence.TRAINING, used=5).training == TRAINING
+        assert remote.pace(PACE)[0][1].tolist() == [*PACE]
+        assert remote_leader.claimed.tolist() == leader.claimed.tolist() == [0, 3, 1, 0]
+        assert remote_leader.used.tolist() == [0, 5, 0, 0]
 
 
-def test_claims_can_be_under_way(leader, reach):
-    """Whoever asks does not wait; the answer is what `claim` gives."""
-    remote = reach()
-    under_way = [remote.start_claim(0, 2), remote.start_claim(0)]
-    found = [remote.answer_to(answer) for answer in under_way]
-    assert found == [(Status.OK, 0, 2), (Status.OK, 2, 1)]
-    assert reach(2).claim(1) == (Status.OK, 0, 1)
-    assert remote.report(Presence.TRAINING, used=5).training == TRAINING
-    assert remote.pace((50.0, 8, 0.25, 0.1, 0.3, 2.0))[0][1].tolist() == [50, 8, 0.25, 0.1, 0.3, 2]
-    remote_leader = reach(0, kind=LeaderLedger)
-    assert remote_leader.claimed.tolist() == leader.claimed.tolist() == [0, 3, 1, 0]
-    assert remote_leader.used.tolist() == [0, 5, 0, 0]
-
-
-def test_who_is_refused_changes_nothing(ledger, reach):
+def test_who_is_refused_changes_nothing(ledger, leader):
     before = str(vars(ledger))
     for method in (lambda it: it.claim(0), lambda it: it.report(Presence.TRAINING, used=5)):
-        with pytest.raises(PermissionError, match=r"its shared secret.*Use the same"):
-            method(reach(credential=b"guessed"))
         for unknown in (CLIENTS, -1):
             with pytest.raises(PermissionError, match=r"number differs.*no such.*Use the same"):
-                method(reach(unknown))
+                method(connect(ledger, unknown))
     with pytest.raises(PermissionError, match="Only the leader"):
-        reach(1, kind=LeaderLedger).tell()
+        LeaderLedger(within(ledger, 1)).tell()
     assert str(vars(ledger)) == before
-    assert reach().report(Presence.GONE).stage == Stage.RUNNING
-
-
-def test_a_service_that_is_not_there(reach):
-    """Whose address answers neither its own participants nor those of the next training."""
-    known, other = reach(), reach(credential=b"of the next training")
-    known.report(Presence.TRAINING)
-    reach.close()
-    for connection in (known, other):
-        connection._channel.timeout_seconds = 0.5
-        with pytest.raises(ServiceLostError, match=r"gone; give on_service_loss="):
-            connection.report(Presence.TRAINING)
-    nobody = LedgerConnection(RemoteChannel(free_address(), GOOD, 1, timeout_seconds=0.5))
-    with pytest.raises(ServiceLostError, match=r"did not answer within 0\.5 s"):
-        nobody.report(Presence.TRAINING)
-    nobody.close()
 
 
 class Interrupted(dict):
@@ -199,12 +165,12 @@ def test_reports(ledger, leader):
 
 
 def test_paces_of_all(ledger, leader):
-    paces, silence = connect(ledger, 1).pace((50.0, 8, 0.25, 0.1, 0.3, 2.0))
-    assert paces.tolist() == [[0] * 6, [50, 8, 0.25, 0.1, 0.3, 2], [0] * 6, [0] * 6]
+    paces, silence = connect(ledger, 1).pace(PACE)
+    assert paces.tolist() == [[0] * 6, [*PACE], [0] * 6, [0] * 6]
     assert silence[1] < 60 < silence[2]  # nobody heard of client 2
     connect(ledger, 2).report(Presence.TRAINING)
     paces, silence = leader.pace((400.0, 16, 0.0, 0.0, 0.0, 0.0))
-    assert paces[:2].tolist() == [[400, 16, 0, 0, 0, 0], [50, 8, 0.25, 0.1, 0.3, 2]]
+    assert paces[:2].tolist() == [[400, 16, 0, 0, 0, 0], [*PACE]]
     assert max(silence[:3]) < 60
 
 
@@ -238,16 +204,8 @@ RIGHT = {
     Kind.REPORT: (COUNT, COUNT, range(3)),
     Kind.PACE: (COUNT[1:], COUNT[1:], *[COUNT] * 4),
     # number of the report, samples; stage, batches taken, epoch, facts: the second is a hash
-    Kind.LEAD: (
-        COUNT,
-        COUNT,
-        range(-1, 4),
-        COUNT,
-        EPOCH,
-        COUNT,
-        range(-(2**63), 2**63),
-        *[COUNT] * 3,
-    ),
+    Kind.LEAD: (COUNT, COUNT, range(-1, 4), COUNT, EPOCH, COUNT, range(-(2**63), 2**63))
+    + (COUNT,) * 3,
     Kind.DONE: (),
 }
 """What each number of a request may be."""
@@ -292,3 +250,58 @@ def test_bad_requests_change_nothing_and_good_ones_are_answered(ledger, leader):
             assert str(vars(ledger)) == before
     assert len(right) == 9 and min(right.values()) > 40
     lead(leader)  # none has kept the lock
+
+
+def asked_early(*answers, first=0):
+    """An early claim, and the epochs that it asks for; an answer may be lost, or be to wait."""
+    asked, answers, batches = [], list(answers), iter(range(first, 100))
+
+    def handle(request):
+        asked.append(request.numbers[0])
+        status = answers.pop(0) if answers else Status.OK
+        if status is None:
+            raise ConnectionError("no answer")
+        grant = (next(batches), 1) if status == Status.OK else (0, 0)
+        return Message(Kind.GRANT, (status, *grant))
+
+    early = EarlyClaim(LedgerConnection(Channel("this process", handle)))
+    early.ask(0)
+    return early, asked
+
+
+def test_a_batch_is_asked_for_once_and_taken_once():
+    early, asked = asked_early()
+    for _ in range(2):
+        early.ask(0)
+    assert asked == [0]
+    assert early.take(0, after=-1) == (Status.OK, 0, 1)
+    assert asked == [0]
+    assert early.take(0, after=0) == (Status.OK, 1, 1)  # was not asked for
+    assert asked == [0, 0]
+    early.ask(0)
+    assert early.take(1, after=-1) == (Status.OK, 3, 1)  # one of another epoch is none of this
+    assert asked == [0, 0, 0, 1]
+
+
+def test_who_must_wait_asks_again():
+    early, _ = asked_early(Status.WAIT, Status.WAIT)
+    assert early.take(0, after=-1)[0] == Status.WAIT
+    assert early.take(0, after=-1) == (Status.OK, 0, 1)
+
+
+def test_what_was_lost_with_an_earlier_service_is_asked_for_again():
+    early, _ = asked_early(None, Status.OK, None)
+    early.service_lost()
+    assert early.take(0, after=-1) == (Status.OK, 0, 1)
+    early.ask(0)  # the doubt was about the first one only: this one is a lost service
+    with pytest.raises(ServiceLostError):
+        early.take(0, after=0)
+    assert early.take(0, after=0) == (Status.OK, 1, 1)
+
+
+@pytest.mark.parametrize(("after", "taken"), [(3, 5), (5, 6)])
+def test_a_batch_that_the_worker_has_trained_on_alone_is_not_taken_again(after, taken):
+    early, asked = asked_early(first=5)
+    early.service_lost()
+    assert early.take(0, after) == (Status.OK, taken, 1)
+    assert len(asked) == taken - 4
