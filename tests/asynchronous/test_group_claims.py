@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from participant_doubles import Values, vectors_of
+from service_doubles import Clock
 
 from keras_het.asynchronous.exchange import sync_group
 from keras_het.asynchronous.exchange.claims import Grant, GroupClaims
@@ -16,7 +18,6 @@ from keras_het.asynchronous.rules import Delta
 from keras_het.loader.input.data_pass import ClaimedPass
 
 NUM_BATCHES = 200
-WEIGHTS = [np.zeros(1, np.float32)]
 
 
 class CenterOfBatches:
@@ -25,8 +26,8 @@ class CenterOfBatches:
     def start_epoch(self, epoch):
         self.next, self.theirs = 0, []
 
-    def exchange(self, weights, state, samples, push, wait=False):
-        return WEIGHTS
+    def exchange(self, values, samples, push, wait=False):
+        pass
 
     def claim(self, epoch, count):
         first, granted = self.next, min(count, NUM_BATCHES - self.next)
@@ -47,8 +48,7 @@ class Group(SyncGroup):
         self.options = HybridOptions(Delta(), period=periods[0], adapts_period=True)
         self.rule, self.first_pass = self.options.rule, 0
         self.model = SimpleNamespace(steps_per_execution=steps_per_execution)
-        weights = SimpleNamespace(read=lambda: WEIGHTS, write=lambda values: None)
-        self.vectors = SimpleNamespace(weights=weights, state=None, all=[weights])
+        self.vectors = vectors_of(Values(1.0))
         self._mean_gradient, self._claims = None, None
         self._pace = SimpleNamespace(computed=lambda steps, samples: None, exchanging=nullcontext)
         self._service, self.center = ExitStack(), CenterOfBatches()
@@ -61,8 +61,6 @@ class Group(SyncGroup):
 
 
 class Batches:
-    """Gives the number of each batch that is wanted."""
-
     def __init__(self):
         self.wanted, self.numbers = [], iter(range(NUM_BATCHES))
 
@@ -130,32 +128,26 @@ def test_a_batch_of_which_nobody_knows_whose_it_is_is_not_passed_over():
 class CenterOfOneWorker(CenterOfBatches):
     """Has an async worker that trains and waits until the given times, in seconds slept."""
 
-    state = None
-
-    def __init__(self, trains_until, waits_until):
-        self._trains, self._waits = trains_until, waits_until
-        self.now, self.stages, self.concluded = 0.0, [], None
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
+    def __init__(self, clock, trains_until, waits_until):
+        self._clock, self._trains, self._waits = clock, trains_until, waits_until
+        self.stages, self.concluded = [], None
 
     def weights(self):
-        return WEIGHTS
+        return Values().read()
 
     def set_stage(self, stage):
         self.stages.append(stage)
 
     def training_workers(self):
-        return [1] if self.now < self._trains else []
+        return [1] if self._clock.now < self._trains else []
 
     def waiting_workers(self):
-        return [1] if self._trains <= self.now < self._waits else []
+        return [1] if self._trains <= self._clock.now < self._waits else []
 
     def conclude(self):
-        self.concluded = self.now
+        self.concluded = self._clock.now
+
+    state = None
 
 
 @pytest.mark.parametrize(
@@ -167,13 +159,27 @@ def test_who_is_still_training_gets_the_final_weights(
     monkeypatch, trains_until, waits_until, concluded
 ):
     """With `end_seconds` of 1, for the last change and again for the final weights."""
-    group = Group([1])
+    group, clock = Group([1]), Clock()
     group.options = dataclasses.replace(group.options, end_seconds=1.0)
-    group.center = center = CenterOfOneWorker(trains_until, waits_until)
-    monkeypatch.setattr(sync_group, "time", center)
+    group.center = center = CenterOfOneWorker(clock, trains_until, waits_until)
+    monkeypatch.setattr(sync_group, "time", clock)
     group.end()
     assert center.stages == [Stage.ENDING, Stage.CLOSED]
     assert center.concluded == pytest.approx(concluded, abs=0.05)
+
+
+@pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.parametrize("push", [True, False])
+def test_an_exchange_reads_each_vector_once(push, leads):
+    """A read copies it from the device. The other members get what the leader has."""
+    group = Group([1])
+    group.vectors = vectors_of(Values(1.0), Values(1.0))
+    if not leads:
+        group.center = None
+    group._exchange(push)
+    for each in group.vectors.all:
+        assert each.copies.count("read") == leads
+        np.testing.assert_array_equal(each.values, float(leads))
 
 
 @pytest.mark.parametrize("first", [0, 7, 2**20, 2**24 + 1, 3_000_000_001])

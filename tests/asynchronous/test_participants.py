@@ -4,25 +4,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from participant_doubles import Values, vectors_of
 
-from keras_het.asynchronous.exchange import ServiceTask, SyncGroup, service_task
+from keras_het.asynchronous.exchange import ServiceTask, service_task
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.parameter_service import FloatWire, TopKWire, credential
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence
 from keras_het.asynchronous.rules import AsyncEASGD, AsyncSGD, Delta
-
-
-class Vectors:
-    def __init__(self, values):
-        self.values, self.num_reads = values, 0
-        self.partitions = SimpleNamespace(sizes=[1] * len(values))
-
-    def read(self):
-        self.num_reads += 1
-        return list(self.values)
-
-    def write(self, values):
-        self.values = list(values)
 
 
 class Task(ServiceTask):
@@ -31,14 +19,13 @@ class Task(ServiceTask):
     def __init__(self, rule, **options):
         self.rule, self.options = rule, HybridOptions(rule, **options)
         self.model = SimpleNamespace(stop_training=False)
-        self.vectors = SimpleNamespace(
-            weights=Vectors([1.0]), state=None, fingerprint=lambda rule: f"model {rule.name}"
-        )
+        self.vectors = vectors_of(Values(1.0))
+        self.vectors.fingerprint = lambda rule: f"model {rule.name}"
         self.center, self._own, self._service, self._epoch = None, None, None, 0
         self._came, self._passed_over = set(), set()
 
     def meet_center(self):
-        return [9.0]
+        return Values(9.0).read()
 
 
 @pytest.mark.parametrize("rule", [Delta(), AsyncEASGD(0.3), AsyncSGD(0.1)])
@@ -46,35 +33,18 @@ def test_callbacks_see_the_center_and_training_goes_on_from_its_own(rule):
     task = Task(rule)
     for _ in range(2):
         task.show_center()
-        assert task.vectors.weights.values == [9.0]
+        np.testing.assert_array_equal(task.vectors.weights.values, 9)
     task.hide_center()
-    assert task.vectors.weights.values == [1.0]
-
-
-@pytest.mark.parametrize("leads", [True, False])
-@pytest.mark.parametrize("push", [True, False])
-def test_an_exchange_of_the_group_reads_each_vector_once(push, leads):
-    """A read copies it from the device. The other members get what the leader has."""
-    group = object.__new__(SyncGroup)
-    weights, state = Vectors([np.ones(1)]), Vectors([np.ones(1)])
-    group.vectors = SimpleNamespace(weights=weights, state=state, all=[weights, state])
-    group.rule, group.strategy = Delta(), SimpleNamespace(num_workers=1)
-    group._claims = group._mean_gradient = None
-    ignore = lambda *_: None  # noqa: E731
-    group.center = SimpleNamespace(exchange=ignore, add_used=ignore) if leads else None
-    group._steps = group._samples = group._counted = 0
-    group._exchange(push)
-    assert (weights.num_reads, state.num_reads) == (leads, leads)
-    np.testing.assert_array_equal([weights.values[0], state.values[0]], float(leads))
+    np.testing.assert_array_equal(task.vectors.weights.values, 1)
 
 
 def test_the_service_shows_the_centers_statistics_too():
     """It takes no step: without them `val_loss` and checkpoints would have those of the start."""
     task = Task(Delta())
-    task.vectors.state = Vectors([1.0])
-    task.center = SimpleNamespace(weights=lambda: [9.0], state=lambda: [5.0])
-    assert ServiceTask.meet_center(task) == [9.0]
-    assert (task.vectors.weights.values, task.vectors.state.values) == ([9.0], [5.0])
+    task.vectors.state = Values(1.0)
+    task.center = SimpleNamespace(weights=Values(9.0).read, state=Values(5.0).read)
+    found = ServiceTask.meet_center(task), task.vectors.weights.values, task.vectors.state.values
+    np.testing.assert_array_equal(found, [[[9, 9]], [[9, 9]], [[5, 5]]])
 
 
 class Ledger:
@@ -120,7 +90,6 @@ def test_how_long_a_silent_worker_is_waited_for(monkeypatch, silences, questions
 
 
 def passed_over(training, claimed, waiting=None, answers=None):
-    """Whom a task passes over that finds these workers, one list at a time."""
     asked, training = [], iter(training)
     waiting, answers = iter(waiting or [[]] * 5), iter(answers or [True] * 5)
     center = SimpleNamespace(
@@ -135,17 +104,11 @@ def passed_over(training, claimed, waiting=None, answers=None):
     return asked
 
 
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
-        # who returns and goes again, once more; 2 has not come yet
-        ({"training": [[0, 1], [0], [0], [0, 1], [0]], "claimed": [3, 2, 0]}, [1, 1]),
-        # who is gone, until all of the service knows
-        ({"training": [[0]] * 5, "claimed": [3, 2], "answers": [False] * 2 + [True] * 2}, [1] * 3),
-    ],
-)
-def test_who_is_gone_is_passed_over(found, expected):
-    assert passed_over(**found) == expected
+def test_who_is_gone_is_passed_over_until_it_returns():
+    # who returns and goes again, once more; 2 has not come yet
+    assert passed_over([[0, 1], [0], [0], [0, 1], [0]], claimed=[3, 2, 0]) == [1, 1]
+    # until all of the service knows
+    assert passed_over([[0]] * 5, claimed=[3, 2], answers=[False] * 2 + [True] * 2) == [1] * 3
 
 
 def test_who_has_ended_is_waited_for_by_nobody(caplog):
@@ -160,15 +123,11 @@ def proof_of(wire, **options):
     return credential(b"0123456789abcdef", task.service_fingerprint)
 
 
-def test_tasks_agree_on_the_format_of_messages():
+def test_tasks_agree_on_the_format_and_the_size_of_messages():
     wires = [FloatWire(dtype) for dtype in ("float32", "float16", "bfloat16")]
     wires += [TopKWire(ratio) for ratio in (0.1, 0.2)]
     assert len({proof_of(wire) for wire in wires}) == len(wires)
     assert proof_of(None) == proof_of(FloatWire("float32"))
-
-
-def test_tasks_agree_on_the_size_of_messages():
     # the largest values of a part have no size: they would land in other places of the center
-    wire = TopKWire(0.5)
-    assert proof_of(wire, partition_bytes=64) == proof_of(wire, partition_bytes=64)
-    assert proof_of(wire, partition_bytes=64) != proof_of(wire)
+    small = [proof_of(TopKWire(0.1), partition_bytes=64) for _ in range(2)]
+    assert small[0] == small[1] != proof_of(TopKWire(0.1))
