@@ -1,12 +1,15 @@
-"""What `roles="auto"` makes of the steps that were measured."""
+"""What `roles="auto"` measures, and makes of it."""
 
 import dataclasses
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
+from addresses import free_address
 
 import keras_het
 from keras_het.asynchronous import rules
@@ -17,8 +20,10 @@ from keras_het.asynchronous.roles.role_choice import (
     ExchangeTimes,
     RoleChoice,
     measure_exchange,
+    measure_link_rates,
     noise_scale_of,
 )
+from keras_het.exchange.server import Server
 from keras_het.planning.roles.exchange_settings import Pusher, periods_of
 from keras_het.strategy.measure.compute_times import StepTimes
 
@@ -54,12 +59,10 @@ def test_noise_scale_of_known_gradients(shares):
     assert measured == pytest.approx(expected, rel=0.1)
 
 
-def test_a_gradient_below_its_noise_makes_staleness_free():
-    # |G|^2 = 2 |g|^2 - (|g_1|^2 + |g_2|^2) / 2 < 0
+def test_noise_scale_at_its_bounds():
+    # |G|^2 = 2 |g|^2 - (|g_1|^2 + |g_2|^2) / 2 < 0: staleness is free
     assert noise_scale_of([step((4, 4), (1.0, 1.0), 0.4)]) == LARGEST_NOISE_SCALE
-
-
-def test_one_replica_shows_no_noise():
+    # one replica shows no noise
     assert noise_scale_of(list(steps(3, (8,), np.ones(DIMENSIONS), 1.0))) is None
 
 
@@ -81,7 +84,6 @@ class FakeStrategy:
 
 
 def speeds_of(monkeypatch, known=None, **options):
-    """What the advisor is told."""
     seen = []
 
     def advise(speeds):
@@ -119,12 +121,9 @@ def test_the_plan_is_made_for_the_training_that_follows(monkeypatch):
     gradients = rules.AsyncSGD(learning_rate=0.1)
     exchange = speeds_of(monkeypatch, rule=gradients, adapts_period=True).exchange
     assert exchange.period is None and exchange.sends_gradients
-
-
-def test_a_rule_with_its_own_period_has_it_for_async_workers_only(monkeypatch):
-    exchange = speeds_of(
-        monkeypatch, period=3, rule=rules.ASHL(loss_threshold=0.5, num_workers=2, preset_steps=40)
-    ).exchange
+    # a rule with its own period has it for async workers only
+    own = rules.ASHL(loss_threshold=0.5, num_workers=2, preset_steps=40)
+    exchange = speeds_of(monkeypatch, period=3, rule=own).exchange
     assert (exchange.period, exchange.async_period) == (3, 40)
     pushers = [Pusher(8.0, 0.1, 0.0, 0.0, 1), *[Pusher(4.0, 0.1, 0.0, 0.0, 2)] * 2]
     assert periods_of(exchange, pushers) == (3, 40, 40)
@@ -156,3 +155,32 @@ def test_times_of_an_exchange():
     found = measure_exchange(model, several, 1000, steps, lambda: float(next(ticks)))
     assert found == ((0.5 + 1.0) / 2, 4.0)
     np.testing.assert_array_equal(before[0], model.get_weights()[0])
+
+
+def test_all_find_the_same_link_rates_and_the_leader_the_fastest(logical_devices, monkeypatch):
+    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "a secret that only tests know")
+    address, barrier, given = free_address(), threading.Barrier(3, timeout=60), [None] * 3
+
+    def work(worker):
+        def gather(value):
+            given[worker] = value
+            barrier.wait()
+            everyone = np.concatenate(given)
+            barrier.wait()
+            return everyone
+
+        strategy = SimpleNamespace(
+            num_workers=3,
+            worker_index=worker,
+            is_chief=worker == 0,
+            extended=SimpleNamespace(gather_over_workers=gather),
+            cluster_config=SimpleNamespace(service_address=lambda: address),
+        )
+        return measure_link_rates(strategy)
+
+    with ThreadPoolExecutor(3) as pool:
+        first, *others = pool.map(work, range(3))
+    assert others == [first, first]
+    leader, *rates = first
+    assert leader == max(rates) and min(rates) > 0
+    Server(address).close()  # the leader's port is free again
