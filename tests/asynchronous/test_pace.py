@@ -92,36 +92,29 @@ def test_what_is_done_with_an_early_answer_is_part_of_the_exchange(clock, pace):
     assert pace.pace == pytest.approx(Pace(80.0, 8, 0.05 / LARGEST_OVERHEAD, answer_seconds=0.1))
 
 
-def test_an_exchange_that_was_waited_for_is_known(clock, pace):
+@pytest.mark.parametrize(
+    ("waits", "traced", "own", "travel", "hidden_by", "seconds"),
+    [
+        (False, 0.0, 0.0, 0.7, 0.1, 0.7),  # it was waited for
+        # own work of 0.04 s every second time: the median of (0.04, 0) is a tenth of 0.2 s
+        (False, 9.0, 0.04, 0.05, 0.1, 0.2),
+        (True, 9.0, 0.1, 0.5, None, 6.0),  # nothing hides it: 0.6 s are a tenth
+    ],
+)
+def test_seconds_of_an_exchange(clock, waits, traced, own, travel, hidden_by, seconds):
+    pace = PushPace(clock, waits=waits)
     steps(pace, clock, 4, 0.1)
-    exchange(pace, clock, travel=0.7, hidden_by=0.1)
-    assert pace.pace.exchange_seconds == pytest.approx(0.7)
-
-
-def test_a_hidden_exchange_still_costs_what_the_task_does_for_it(clock, pace):
-    steps(pace, clock, 4, 0.1)
-    with pace.exchanging():
-        clock.sleep(9.0)  # traced
-    exchange(pace, clock, own=0.04, travel=0.05, hidden_by=0.1)
-    # own work of 0.04 s every second time: the median of (0.04, 0) is 0.02, a tenth of 0.2 s
-    assert pace.pace.exchange_seconds == pytest.approx(0.2)
-
-
-def test_an_exchange_that_nothing_hides_costs_all_its_time(clock):
-    pace = PushPace(clock, waits=True)
-    steps(pace, clock, 4, 0.1)
-    for seconds in (9.0, 0.6, 0.6):  # the first one is traced
+    if traced:
         with pace.exchanging():
-            clock.sleep(0.1)
-            pace.sent()
-            with pace.waiting():
-                clock.sleep(seconds - 0.1)
-    # a tenth of the time
-    assert pace.pace.exchange_seconds == pytest.approx(6.0)
+            clock.sleep(traced)
+    if hidden_by is None:
+        exchange(pace, clock, own, travel, measures=True)
+    else:
+        exchange(pace, clock, own, travel, hidden_by)
+    assert pace.pace.exchange_seconds == pytest.approx(seconds)
 
 
-def test_it_is_measured_at_first_and_then_now_and_then():
-    pace = PushPace(Clock())
+def test_it_is_measured_at_first_and_then_now_and_then(pace):
     due = []
     for _ in range(20):
         due.append(pace.is_due)
@@ -130,41 +123,33 @@ def test_it_is_measured_at_first_and_then_now_and_then():
     assert [number for number, is_due in enumerate(due) if is_due] == [0, 1, 8, 16]
 
 
-def test_periods_by_hand():
-    # the slow one takes 0.4 s for a batch: the fast one takes 20 of its own meanwhile
-    paces = [(800.0, 16, 0.0), (20.0, 8, 0.1)]
-    assert choose_period(paces, [HEARD] * 2, 0, LIMITS) == 20
-    assert choose_period(paces, [HEARD] * 2, 1, LIMITS) == 1
-    # behind a slow link everybody exchanges less often
-    paces[1] = (20.0, 8, 1.1)
-    assert choose_period(paces, [HEARD] * 2, 0, LIMITS) == 55
-    assert choose_period(paces, [HEARD] * 2, 1, LIMITS) == 3
+# The slow one takes 0.4 s for a batch: the fast one takes 20 of its own meanwhile.
+FAST, SLOW, SILENT = (800.0, 16, 0.0), (20.0, 8, 0.1), (0.0, 0, 0.0)
+BESIDE_SLOW, ALONE = [HEARD, HEARD], [HEARD, 21.0, HEARD]
 
 
-def test_who_is_silent_or_said_nothing_does_not_count():
-    paces = [(800.0, 16, 0.0), (20.0, 8, 0.1), (0.0, 0, 0.0)]
-    assert choose_period(paces, [HEARD, 21.0, HEARD], 0, LIMITS) == 1
-    assert choose_period(paces, [HEARD, 21.0, HEARD], 1, LIMITS) == 1  # itself it always counts
-    assert choose_period(paces, [HEARD] * 3, 2, LIMITS) == FIRST_PERIOD
-    assert choose_period(paces[::-1], [HEARD, 21.0, HEARD], 2, LIMITS) == 1  # the last of three
-
-
-def test_there_are_some_exchanges_in_an_epoch():
-    paces = [(800.0, 16, 0.0), (0.1, 8, 0.1)]
-    assert choose_period(paces, [HEARD] * 2, 0, (20.0, longest_period(80))) == 10
+@pytest.mark.parametrize(
+    ("paces", "silence", "periods", "limits", "least"),
+    [
+        ([FAST, SLOW], BESIDE_SLOW, (20, 1), LIMITS, 1),
+        # behind a slow link everybody exchanges less often
+        ([FAST, (20.0, 8, 1.1)], BESIDE_SLOW, (55, 3), LIMITS, 1),
+        # what only some rules measure changes nothing
+        ([(*FAST, 0.5), (*SLOW, 9.0)], BESIDE_SLOW, (20, 1), LIMITS, 1),
+        # who is silent or said nothing does not count; itself it always counts
+        ([FAST, SLOW, SILENT], ALONE, (1, 1, FIRST_PERIOD), LIMITS, 1),
+        ([SILENT, SLOW, FAST], ALONE, (FIRST_PERIOD, 1, 1), LIMITS, 1),
+        # there are some exchanges in an epoch
+        ([FAST, (0.1, 8, 0.1)], BESIDE_SLOW, (10, 1), (20.0, longest_period(80)), 1),
+        # which do not bind a rule of long periods
+        ([(80.0, 16, 0.0), SLOW], BESIDE_SLOW, (100, 50), (20.0, longest_period(160, 50)), 50),
+        ([SILENT], [HEARD], (50,), LIMITS, 50),
+    ],
+)
+def test_periods_by_hand(paces, silence, periods, limits, least):
+    found = [choose_period(paces, silence, i, limits, least) for i in range(len(paces))]
+    assert found == list(periods)
     assert longest_period(3) == 1
-
-
-def test_a_rule_of_long_periods_is_not_bound_by_the_epoch():
-    paces, limits = [(80.0, 16, 0.0), (20.0, 8, 0.1)], (20.0, longest_period(160, 50))
-    assert choose_period(paces, [HEARD] * 2, 1, limits, 50) == 50
-    assert choose_period(paces, [HEARD] * 2, 0, limits, 50) == 100
-    assert choose_period([(0.0, 0, 0.0)], [HEARD], 0, limits, 50) == 50
-
-
-def test_what_only_some_rules_measure_changes_nothing():
-    paces = [(800.0, 16, 0.0, 0.5), (20.0, 8, 0.1, 9.0)]
-    assert choose_period(paces, [HEARD] * 2, 0, LIMITS) == 20
 
 
 PACES = st.lists(
@@ -194,12 +179,13 @@ def test_roles_are_predicted_for_the_periods_that_tasks_plan():
 STEPS = Pace(samples_per_second=80.0, batch_samples=8, exchange_seconds=0.0)
 
 
-def rule(**settings):
-    return ASHL(loss_threshold=0.5, num_workers=3, preset_ratio=0.1, **settings)
+def plan_of(client, clock):
+    rule = ASHL(loss_threshold=0.5, num_workers=3, preset_ratio=0.1)
+    return LocalStepTuner(rule, client, clock)
 
 
 def test_the_time_of_a_full_push_is_that_without_the_pull(clock):
-    plan = LocalStepTuner(rule(), 0, clock)
+    plan = plan_of(0, clock)
     plan.took_at_once(50.0)  # traced
     assert plan.pace(STEPS) is None and plan.steps(0) is None
     plan.pull(lambda: clock.sleep(0.2))
@@ -209,7 +195,7 @@ def test_the_time_of_a_full_push_is_that_without_the_pull(clock):
 
 
 def test_a_compressed_push_says_what_a_full_one_would_take(clock):
-    plan = LocalStepTuner(rule(), 1, clock)
+    plan = plan_of(1, clock)
     plan.pull(lambda: clock.sleep(0.2))
     paces = [Pace(80, 8, 1.0, 0.2), Pace(20, 8, 3.0, 1.0), Pace(0, 0, 0)]
     plan.choose(paces, [1.0] * 3, 10.0)
@@ -223,7 +209,7 @@ def test_a_compressed_push_says_what_a_full_one_would_take(clock):
 
 @pytest.mark.parametrize("client", [0, 1, 2])
 def test_every_worker_has_its_place_in_the_same_plan(clock, client):
-    plan = LocalStepTuner(rule(), client, clock)
+    plan = plan_of(client, clock)
     paces = np.array([Pace(80, 8, 1.0, 0.2), Pace(40, 16, 2.8, 1.0), Pace(10, 8, 4.0, 1.0)])
     plan.choose(paces, [1.0] * 3, 10.0)
     times = (paces[:, 1] / paces[:, 0], paces[:, 2] - paces[:, 3], paces[:, 3])
@@ -234,8 +220,8 @@ def test_every_worker_has_its_place_in_the_same_plan(clock, client):
     assert plan.steps(0) == (94, 19, 8)[client]
 
 
-def test_who_is_silent_or_said_nothing_has_no_part_in_the_plan():
-    plan = LocalStepTuner(rule(), 1, Clock())
+def test_who_is_silent_or_said_nothing_has_no_part_in_the_plan(clock):
+    plan = plan_of(1, clock)
     paces = [Pace(1.0, 8, 1.0, 0.2), Pace(40, 8, 3.0, 1.0), Pace(0, 0, 0)]
     plan.choose(paces, [11.0, 99.0, 1.0], 10.0)
     assert [plan.steps(0), plan.steps(1), plan.next_ratio(0)] == pytest.approx([8, 2, 0.1])
