@@ -25,7 +25,6 @@ from keras_het.exchange.message import Kind, Message
 
 @pytest.fixture
 def process():
-    """A process that serves, what it said, and what ends it."""
     said, stop = [], threading.Event()
     process = ServingProcess("127.0.0.1:0", SECRET, stop.is_set, said.append)
     yield process, said, stop
