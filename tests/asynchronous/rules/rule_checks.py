@@ -16,7 +16,6 @@ def start_vector(seed=0):
 
 
 def frozen(array):
-    """A copy that nobody can write into."""
     array = np.array(array)
     array.setflags(write=False)
     return array
@@ -63,7 +62,6 @@ class Center:
         return [self.push(i, 1, self.version, np.ones(SIZE)) is not None for i in workers]
 
     def signal(self, worker, signal):
-        """The stage of training."""
         results = [self.rule.signal(_frozen_slots(own), worker, signal) for own in self.slots]
         self.slots, stages = (list(column) for column in zip(*results, strict=True))
         assert len(set(stages)) == 1
@@ -145,8 +143,6 @@ class ElasticEquations(ChangeEquations):
 
 
 class Worker:
-    """A worker's weights, as a rule or its equations make them."""
-
     answer = None
 
     def __init__(self, rule, start):

@@ -40,7 +40,6 @@ def initial_weights():
 
 
 def forward(vector, x):
-    """The kernels and biases, what the hidden layer gives, and the logits, of each seed."""
     parts = np.split(vector.reshape(SEEDS, -1), np.cumsum(SIZES)[:-1], axis=1)
     parts = [part.reshape(SEEDS, *shape) for part, shape in zip(parts, SHAPES, strict=True)]
     hidden = np.maximum(x @ parts[0] + parts[1], 0)
@@ -91,15 +90,10 @@ class SimulatedWorker(Worker):
 
 @dataclasses.dataclass
 class Simulation:
-    """An asynchronous rule and its workers.
+    """An asynchronous rule, and workers that take so many local steps together.
 
-    Args:
-        rule: the rule.
-        steps: local steps of all workers together.
-        rate: of the workers' gradient descent; not used where gradients are sent.
-        momentum: of the workers.
-        periods: steps between two exchanges of every worker.
-        compress: what a message becomes, and what is left of it; None for no compression.
+    `periods` are the steps of every worker between two exchanges; `compress` gives what a message
+    becomes, and what is left of it. Gradients are sent without a rate and a momentum.
     """
 
     rule: object

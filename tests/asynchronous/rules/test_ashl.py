@@ -3,17 +3,13 @@
 import numpy as np
 import pytest
 from rule_checks import SIZE, Center, ChangeEquations, follow, start_vector
+from service_doubles import ASYNCHRONOUS
 
 from keras_het.asynchronous.rules import ASHL, Signal, get
 
-SHARES = (0.5, 0.3, 0.2)
-GOOD = {
-    "data_shares": SHARES,
-    "steps": (8, 5, 3),
-    "second_steps": (3, 2, 1),
-    "loss_threshold": 0.5,
-    "largest_lead": 2,
-}
+GOOD = {**ASYNCHRONOUS["ashl"], "largest_lead": 2}
+SHARES = GOOD["data_shares"]
+MEASURED = {"loss_threshold": 0.5}
 
 
 class ASHLEquations(ChangeEquations):
@@ -65,12 +61,15 @@ def test_who_has_left_has_no_share():
 
 
 def test_before_anything_is_measured():
-    rule = ASHL(loss_threshold=0.5, num_workers=3, preset_ratio=0.1)
+    rule = ASHL(**MEASURED, num_workers=3, preset_ratio=0.1)
     assert [rule.local_steps(1, stage) for stage in (0, 1)] == [8, 2]
     assert rule.is_measured and rule.compression_ratio(0) == 1.0
-    assert ASHL(loss_threshold=0.5, num_workers=3, preset_ratio=1.0).compression_ratio(0) is None
+    assert ASHL(**MEASURED, num_workers=3, preset_ratio=1.0).compression_ratio(0) is None
     assert not ASHL(**GOOD).is_measured
     assert rule.is_stage_over(0.5) and not rule.is_stage_over(0.51)
+    # the number of workers is that of the cluster unless shares say it
+    assert get({"class_name": "ashl", "config": MEASURED}, num_workers=4).num_workers == 4
+    assert get({"class_name": "ashl", "config": GOOD}, num_workers=4).num_workers == 3
 
 
 @pytest.mark.parametrize("second_stage", [False, True])
@@ -83,15 +82,10 @@ def test_equations(second_stage, monkeypatch):
     assert center.slots[0]["pushes"].sum() == (center.version if second_stage else 0)
 
 
-def test_nobody_waits_in_the_first_stage():
-    center = Center(ASHL(**GOOD), start_vector())
-    assert center.signal(0, Signal.NOTHING) == 0
-    assert all(center.are_taken(*[0] * 10))
-    np.testing.assert_allclose(center.values, start_vector() + 5, rtol=1e-5)
-
-
 def test_second_stage_bounds_the_lead_as_algorithm_3():
     center, random = Center(ASHL(**GOOD), start_vector()), np.random.default_rng(0)
+    assert center.signal(0, Signal.NOTHING) == 0
+    assert all(center.are_taken(*[0] * 10))  # nobody waits in the first stage
     assert center.signal(0, Signal.LOSS_REACHED) == 1
     steps, waits = [0, 0, 0], 0
     for _ in range(60):
@@ -101,14 +95,8 @@ def test_second_stage_bounds_the_lead_as_algorithm_3():
         steps[i] += allowed
         waits += not allowed
     assert waits > 5
-    expected = start_vector() + np.dot(steps, SHARES)
+    expected = start_vector() + 5 + np.dot(steps, SHARES)
     np.testing.assert_allclose(center.values, expected, rtol=1e-4)
-
-
-def test_the_number_of_workers_is_that_of_the_cluster_unless_shares_say_it():
-    measured = get({"class_name": "ashl", "config": {"loss_threshold": 0.5}}, num_workers=4)
-    assert measured.num_workers == 4 and measured.is_measured
-    assert get({"class_name": "ashl", "config": GOOD}, num_workers=4).num_workers == 3
 
 
 def test_a_worker_that_was_given_up_goes_on_beside_the_slowest():

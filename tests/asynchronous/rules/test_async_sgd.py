@@ -1,4 +1,7 @@
-"""Gradient descent and Keras optimizers on the center, rates of large and stale mini-batches."""
+"""Gradient descent and Keras optimizers on the center, at rates of large and stale mini-batches.
+
+DC-ASGD, too, against the authors' equations.
+"""
 
 import copy
 import functools
@@ -10,30 +13,23 @@ import pytest
 import tensorflow as tf
 from rule_checks import SIZE, Center, Equations, follow, start_vector
 
-from keras_het.asynchronous.rules import AsyncSGD, PushMeta
+from keras_het.asynchronous.rules import AsyncSGD, DelayCompensated, PushMeta
 from keras_het.asynchronous.rules.server_optimizer import ELEMENTWISE
 
 
 class SGDEquations(Equations):
-    def __init__(
-        self,
-        start,
-        learning_rate,
-        momentum=0.0,
-        reference_samples=None,
-        damps_staleness=False,
-        warm_up_pushes=0,
-    ):
+    def __init__(self, start, learning_rate, momentum=0.0, **scaling):
         super().__init__(start)
-        self.rate, self.momentum, self.u = learning_rate, momentum, 0.0
-        self.samples, self.damps, self.warm_up = reference_samples, damps_staleness, warm_up_pushes
+        self.rate, self.momentum, self.scaling, self.u = learning_rate, momentum, scaling, 0.0
 
     def factor(self, samples, staleness):
         """Linear scaling and warm-up (Goyal et al. 2017), damping (Zhang et al. 2016)."""
-        scale = samples / (self.samples or samples)
-        if scale > 1 and self.version < self.warm_up:
-            scale = 1.0 + (scale - 1.0) * self.version / self.warm_up
-        return scale / max(1.0, staleness if self.damps else 0)
+        if not self.scaling:
+            return 1.0
+        scale, warm_up = samples / self.scaling["reference_samples"], self.scaling["warm_up_pushes"]
+        if scale > 1 and self.version < warm_up:
+            scale = 1.0 + (scale - 1.0) * self.version / warm_up
+        return scale / max(1.0, staleness)
 
     def update(self, i, g, samples, staleness):
         self.u = self.momentum * self.u + self.factor(samples, staleness) * g
@@ -189,3 +185,41 @@ def test_own_elementwise_optimizer(logical_devices):
     center = Center(AsyncSGD(optimizer=SignDescent(0.1)), np.zeros(SIZE))
     center.push(0, 1, 0, np.linspace(-3, 3, SIZE))
     np.testing.assert_allclose(np.abs(center.values), np.full(SIZE, 0.1), rtol=1e-6)
+
+
+class DelayCompensatedEquations(Equations):
+    def __init__(self, start, rate, strength, decay):
+        super().__init__(start)
+        self.rate, self.strength, self.decay = rate, strength, decay
+        self.backup, self.mean_square = {}, {}
+
+    def update(self, i, g, samples, staleness):
+        moved = self.c - self.backup[i] if i in self.backup else 0.0
+        strength = self.strength
+        if self.decay is not None:
+            previous = self.mean_square.get(i, 0.0)
+            self.mean_square[i] = self.decay * previous + (1 - self.decay) * g * g
+            strength = strength / np.sqrt(self.mean_square[i] + 1e-7)
+        self.c = self.c - self.rate * (g + strength * g * g * moved)
+        self.backup[i] = self.c
+        return self.c
+
+
+@pytest.mark.parametrize(("strength", "decay"), [(0.4, None), (2.0, 0.95), (1.0, 0.0)])
+def test_equations_of_delay_compensation(strength, decay):
+    start = start_vector()
+    rule = DelayCompensated(0.3, strength, num_workers=3, decay=decay)
+    follow(rule, DelayCompensatedEquations(start, 0.3, strength, decay), start)
+
+
+def test_a_center_that_was_pulled_again_is_not_taken_for_the_last_answer():
+    center = Center(DelayCompensated(0.1, 1.0, num_workers=2), np.ones(1), sizes=(1,))
+    center.push(0, 1, 0, np.zeros(1))
+    for _ in range(20):  # meanwhile the other worker moves the center far away
+        center.push(1, 1, center.version, -np.ones(1))
+    before = center.values
+    center.push(0, 1, center.version, np.ones(1))  # it came back: its gradient is not stale at all
+    np.testing.assert_allclose(center.values, before - 0.1, rtol=1e-6)
+    moved = center.values
+    center.push(1, 1, center.version - 1, np.ones(1))  # that one is, by one step
+    np.testing.assert_allclose(center.values, moved - 0.1 * (1 - 0.1), rtol=1e-5)

@@ -48,7 +48,6 @@ CASES = {
 
 @functools.cache
 def accuracy_of_one_device():
-    """The better of two good settings."""
     return max(train_one_device(STEPS, 0.1, 0.9), train_one_device(STEPS, 0.5))
 
 

@@ -1,11 +1,11 @@
-"""EASGD with pushes in any order or in turns; and the stability bound, of all at once too."""
+"""EASGD with pushes in any order, in turns, or of all at once; and the stability bound."""
 
 import math
 
 import numpy as np
 import pytest
 from keras.optimizers import SGD, Adam, LossScaleOptimizer, RMSprop
-from rule_checks import Center, ElasticEquations, follow, start_vector
+from rule_checks import SIZE, Center, ElasticEquations, Group, follow, start_vector
 
 from keras_het.asynchronous.rules import (
     AsyncEASGD,
@@ -27,6 +27,26 @@ def test_equations(kind):
     rule = kind(alpha=0.3, num_workers=3)
     assert rule.is_atomic == (kind is not HogwildEASGD)
     follow(rule, ElasticEquations(start, 0.3), start, in_turns=rule.may_wait)
+
+
+def test_overlapped_exchange_is_equations_1_and_2(logical_devices):
+    alpha, rate, workers = 0.2, 0.1, 4
+    starts = [start_vector(i) for i in range(workers)]
+    group = Group(SyncEASGD(workers, alpha, period=2, overlap=1), starts)
+    x, c = np.float64(starts), np.float64(start_vector(0))
+    targets = np.random.default_rng(9).normal(size=(workers, SIZE))
+    for _ in range(20):
+        sent = group.weights
+        stepped = [w - np.float32(rate * (w - t)) for w, t in zip(sent, targets, strict=True)]
+        group.exchange([1.0] * workers)
+        group.receive(stepped, sent)
+        gradients = x - targets
+        x, c = (  # both from the same old values
+            x - rate * gradients - alpha * (x - c),
+            c + alpha * (x - c).sum(0),
+        )
+        np.testing.assert_allclose(group.weights, x, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(group.states[0]["center"], c, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture
@@ -124,6 +144,9 @@ def test_bound_of_the_authors(rate):
     AsyncEASGD(bound, rate)
     with pytest.raises(ValueError, match=r"\(4 - 2 eta\) / \(4 - eta\) = "):
         AsyncEASGD(bound * 1.01 + 1e-9, rate)
+    # a moving rate that is fine in turns is too much for several at once
+    with pytest.raises(ValueError, match=r"\(2 \+ n \(2 - eta\)\) = 0.375 for eta = 0.5 and n = 4"):
+        SyncEASGD(4, 0.38, 0.5)
 
 
 def radius(alpha, rate, workers, period, overlap):

@@ -4,6 +4,7 @@ import json
 
 import keras
 import pytest
+from service_doubles import ASYNCHRONOUS
 
 from keras_het.asynchronous import rules
 from keras_het.asynchronous.rules import AsyncSGD, Delta, DiLoCo, RoundRobinEASGD, SyncEASGD
@@ -43,13 +44,7 @@ def test_unknown_names_list_the_known(identifier):
         rules.get(identifier)
 
 
-SHARES = {
-    "data_shares": (0.5, 0.3, 0.2),
-    "steps": (8, 5, 3),
-    "second_steps": (3, 2, 1),
-    "loss_threshold": 0.5,
-}
-MEASURED = {"loss_threshold": 0.5, "num_workers": 3}
+SHARES, MEASURED = ASYNCHRONOUS["ashl"], ASYNCHRONOUS["ashl measured"]
 COMPENSATED = {"learning_rate": 0.1, "compensation": 1.0, "num_workers": 2}
 
 
