@@ -20,7 +20,6 @@ def openssl(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    """A folder with two authorities, and a certificate of each for this machine."""
     folder = tmp_path_factory.mktemp("certificates")
     new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
     (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")

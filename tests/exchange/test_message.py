@@ -50,7 +50,6 @@ def test_a_message_that_is_too_large_is_refused_before_the_rest_is_read(monkeypa
 
 
 def sealed(fields):
-    """A header of wrong fields with the right code."""
     return fields + messages._code(KEY, fields)
 
 
@@ -82,33 +81,16 @@ def test_pieces_that_do_not_fit(monkeypatch):
 
 
 def test_no_change_of_a_header_passes():
-    """Each bit of it, other lengths, other keys: all are refused by the code."""
+    """Each bit of it, other lengths, other keys, other bytes: all are refused by the code."""
     (whole,) = encode(EXAMPLES[3], KEY)
     for place in range(HEADER_BYTES * 8):
         changed = bytearray(whole)
         changed[place // 8] ^= 1 << place % 8
         with pytest.raises(ProtocolError, match="without a right code"):
             next(decode(iter([bytes(changed)]), KEY))
-    for length in range(HEADER_BYTES):
-        with pytest.raises(ProtocolError, match="without a right code"):
-            next(decode(iter([whole[:length]]), KEY))
-    with pytest.raises(ProtocolError, match="without a right code"):
-        next(decode(iter([whole]), KEY[:-1] + b"x"))
-
-
-def test_random_messages_have_no_effect():
+    others = [whole[:length] for length in range(HEADER_BYTES)]
     random = np.random.default_rng(0)
-    good = [piece for each in EXAMPLES for piece in encode(each, KEY)]
-    for _ in range(10_000):
-        piece = bytearray(good[random.integers(len(good))])
-        kind = random.integers(4)
-        if kind == 0:
-            piece = bytearray(random.bytes(random.integers(300)))
-        elif kind == 1:
-            piece[random.integers(HEADER_BYTES)] ^= random.integers(1, 256)
-        elif kind == 2:
-            del piece[random.integers(HEADER_BYTES) :]
-        else:
-            piece[:8] = random.bytes(8)
-        with pytest.raises(ProtocolError):
-            list(decode(iter([bytes(piece)]), KEY))
+    others += [random.bytes(random.integers(300)) for _ in range(3000)]
+    for piece, key in (*((other, KEY) for other in others), (whole, KEY[:-1] + b"x")):
+        with pytest.raises(ProtocolError, match="without a right code"):
+            next(decode(iter([piece]), key))
