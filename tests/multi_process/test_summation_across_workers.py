@@ -148,20 +148,3 @@ def test_a_spare_machine_sums_for_those_who_start_again_in_other_roles(start_wor
     chosen = [{**environment, CHOSEN_ROLES: "leave_out"} for environment in again]
     for result in fit(start_workers, chosen, 40).wait():
         assert result.exit_code == 0 and "training" in result.output, result.output
-
-
-@pytest.mark.full
-def test_without_a_secret_nothing_starts(start_workers: Any) -> None:
-    for result in fit(start_workers, cluster_environments({"worker": 2})).wait():
-        assert result.exit_code == 1
-        assert "needs one shared secret" in result.output
-
-
-@pytest.mark.full
-def test_another_secret_is_refused(start_workers: Any) -> None:
-    environments = cluster_environments({"worker": 2}, SECRET)
-    environments[1]["KERAS_HET_SERVICE_SECRET"] = "another one, 16 bytes"
-    workers = fit(start_workers, environments)
-    # whoever asks first is refused; the other one may notice the loss before its own refusal
-    outputs = [result.output for result in workers.wait()]
-    assert any("refused this worker: its shared secret" in output for output in outputs)

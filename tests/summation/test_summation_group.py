@@ -23,7 +23,6 @@ OPTIONS = Summation(partition_bytes=16, partitions_in_flight=2)
 
 @pytest.fixture(scope="module")
 def services():
-    """Those of two workers, and that of a spare machine."""
     create_logical_devices()
     services = [SummationService("127.0.0.1:0", 2, PROOF) for _ in range(3)]
     for service in services:
@@ -35,7 +34,6 @@ def services():
 
 @pytest.fixture
 def groups(services, logical_devices):
-    """Two workers in one process, and a spare machine, in a run of their own."""
     addresses, run = [service.address for service in services], next(RUNS)
     groups = [
         SummationGroup(OPTIONS, services[worker], addresses, 2, worker, PROOF, run)

@@ -14,8 +14,6 @@ VALUES = np.arange(23, dtype=np.float32)
 
 
 class Machine:
-    """One whose sums come when the test says so."""
-
     def __init__(self, number, log):
         self.name, self._log = f"machine {number}", log
 
@@ -36,7 +34,6 @@ def placement():
 
 @pytest.fixture
 def sent():
-    """What was sent: machine, slot, step, values, and the future of the sum."""
     return []
 
 
@@ -48,7 +45,6 @@ def transit(sent):
 
 
 def settle(transit):
-    """Wait until the thread has done what it was told."""
     done = Future()
     transit._events.put(lambda: done.set_result(None))
     done.result(TIMEOUT)
