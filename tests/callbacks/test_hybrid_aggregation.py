@@ -21,7 +21,6 @@ from keras_het.fit.session import FitSession, Rank
 
 
 def mean_gradient(model, batches):
-    """Of the mean squared error, as one vector."""
     kernel, bias = (np.array(weight) for weight in model.get_weights())
     x, y = (array[: batches * BATCH] for array in arrays())
     errors = x @ kernel + bias - y
@@ -86,16 +85,6 @@ def test_a_job_async_is_enough(strategy, capsys, given):
 
 
 @pytest.mark.full
-def test_another_models_fit_within_a_hybrid_training_is_its_own(strategy):
-    model, other = make_model(strategy), make_model(strategy)
-    inner = Acts(lambda _: other.fit(data(), verbose=0))
-    hybrid = HybridAggregation(period=2)
-    notes = Used(hybrid)
-    model.fit(data(), epochs=1, verbose=0, callbacks=[hybrid, inner, notes])
-    assert notes.center.ledger.used.sum() == SAMPLES
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_gradients_of_a_training_shorter_than_a_period_count(strategy, epochs):
     model = make_model(strategy)
@@ -107,26 +96,35 @@ def test_gradients_of_a_training_shorter_than_a_period_count(strategy, epochs):
     assert isinstance(model.optimizer, keras.optimizers.SGD)
 
 
-def test_data_whose_first_pass_cannot_start_over_is_refused(strategy):
-    """Keras has looked at its first element: everybody would train the whole first epoch."""
+def padded():
     rows = tf.data.Dataset.from_tensor_slices(arrays()).shuffle(SAMPLES, seed=1)
-    padded = rows.padded_batch(BATCH, drop_remainder=True)
-    with pytest.raises(ValueError, match="reshuffle_each_iteration=False"):
-        make_model(strategy).fit(padded, verbose=0, callbacks=[HybridAggregation()])
+    return rows.padded_batch(BATCH, drop_remainder=True)
 
 
-def test_shorter_epochs_are_refused(strategy):
-    with pytest.raises(ValueError, match=r"steps_per_epoch=2, and data with 6 batches"):
-        make_model(strategy).fit(
-            data(), steps_per_epoch=2, verbose=0, callbacks=[HybridAggregation()]
-        )
-
-
-def test_arrays_that_are_not_dense_are_refused(strategy):
-    x, y = arrays()
-    given = tf.sparse.from_dense(x), y
-    with pytest.raises(ValueError, match="Received: arrays that are not all dense"):
-        make_model(strategy).fit(*given, verbose=0, callbacks=[HybridAggregation()])
+@pytest.mark.parametrize(
+    ("hybrid", "given", "match"),
+    [
+        # Keras has looked at its first element: everybody would train the whole first epoch
+        ({}, lambda: {"x": padded()}, "reshuffle_each_iteration=False"),
+        ({}, lambda: {"x": data(), "steps_per_epoch": 2}, "steps_per_epoch=2, and data with 6"),
+        (
+            {},
+            lambda: {"x": tf.sparse.from_dense(arrays()[0]), "y": arrays()[1]},
+            "Received: arrays that are not all dense",
+        ),
+        # the bound of answers that travel
+        ({"rule": AsyncEASGD(0.9), "period": 8}, lambda: {"x": data()}, "8 steps of 0.1"),
+        (
+            {"rule": AsyncEASGD(0.9), "period": "auto"},
+            lambda: {"x": data()},
+            "any number of steps of 0.1",
+        ),
+    ],
+    ids=["first pass", "shorter epochs", "sparse", "moving rate", "moving rate at any period"],
+)
+def test_a_fit_is_refused(strategy, hybrid, given, match):
+    with pytest.raises(ValueError, match=match):
+        make_model(strategy).fit(**given(), verbose=0, callbacks=[HybridAggregation(**hybrid)])
 
 
 def test_averages_of_weights_are_refused(strategy):
@@ -182,130 +180,111 @@ def test_an_own_rule_trains_where_the_script_runs(strategy, service):
     assert np.abs(before - flat(model)).min() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("period", "match"), [(8, "8 steps of 0.1"), ("auto", "any number of steps of 0.1")]
-)
-def test_a_moving_rate_beyond_the_bound_of_answers_that_travel_is_refused(strategy, period, match):
-    hybrid = HybridAggregation(AsyncEASGD(0.9), period=period)
-    with pytest.raises(ValueError, match=match):
-        make_model(strategy).fit(data(), verbose=0, callbacks=[hybrid])
+class ReadsAhead(keras.callbacks.Callback):
+    """Reads the first batches before it lets them be trained, as `DataValidation` does."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.waiting = number, []
+
+    def on_train_begin(self, logs=None):
+        FitSession.of(self.model).add_layer(Rank.VALIDATE_DATA, self.step)
+
+    def step(self, step, iterator):
+        self.waiting += [next(iterator) for _ in range(self.number)]
+        self.number = 0
+        if not self.waiting:
+            return step(iterator)
+        batch, *self.waiting = self.waiting
+        return step([batch])
+
+
+BESIDE = {  # what else takes samples
+    "predict": lambda both: [Acts(lambda model: model.predict(arrays()[0], verbose=0), 0)],
+    "evaluate": lambda both: [Acts(lambda model: model.evaluate(both, verbose=0), 0)],
+    "another model's fit": lambda both: [
+        Acts(lambda model: make_model(model.distribute_strategy).fit(data(), verbose=0))
+    ],
+    "one read ahead": lambda both: [ReadsAhead(1)],
+    "three read ahead": lambda both: [BatchBalancer(), ReadsAhead(3)],
+}
 
 
 @pytest.mark.quick("predict-delta")
 @pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
-@pytest.mark.parametrize("way", ["predict", "evaluate"])
-def test_what_callbacks_look_at_is_not_trained(strategy, way, rule):
+@pytest.mark.parametrize("beside", BESIDE)
+def test_samples_count_when_they_are_trained_and_no_others(strategy, beside, rule):
     model, both = make_model(strategy), strategy.distribute(data())
     hybrid = HybridAggregation(rule, period=2)
-    used, seen = Used(hybrid), arrays()[0] if way == "predict" else both
-    looks = Acts(lambda model: getattr(model, way)(seen, verbose=0), step=0)
-    model.fit(both, verbose=0, callbacks=[hybrid, used, looks])
+    used = Used(hybrid)
+    model.fit(both, verbose=0, callbacks=[hybrid, used, *BESIDE[beside](both)])
     assert used.center.ledger.used.tolist() == [SAMPLES, 0]
     assert [samples for samples in used.samples if samples] == [2 * BATCH] * 3
 
 
-def ends_with(strategy, error, rule):
-    """A model whose training ended in an error, and its optimizer from before."""
-
-    def fail(model):
-        raise error
-
-    model = make_model(strategy)
-    optimizer = model.optimizer
-    hybrid = HybridAggregation(rule, period=2)
-    with pytest.raises(type(error)):
-        model.fit(data(), verbose=0, callbacks=[hybrid, Acts(fail)])
-    return model, optimizer, hybrid
+def interrupt(model):
+    raise KeyboardInterrupt
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("in a callback")])
-def test_a_fit_after_one_that_failed_trains(strategy, error, rule):
-    model, optimizer, hybrid = ends_with(strategy, error, rule)
-    before, gradient = flat(model), mean_gradient(model, NUM_BATCHES)
-    x, y = arrays()
-    model.fit(x, y, batch_size=SAMPLES, verbose=0)
-    assert model.optimizer is optimizer and hybrid.participant is None
-    np.testing.assert_allclose(before - flat(model), 0.1 * gradient, rtol=1e-4, atol=1e-6)
-    before = flat(model)
-    model.fit(data(), verbose=0, callbacks=[HybridAggregation(rule, period=2)])
-    assert model.optimizer is optimizer
-    assert np.abs(before - flat(model)).min() > 1e-3
+def fail(model):
+    raise ValueError("elsewhere")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
-def test_a_fit_of_the_same_model_within_a_callback_is_refused(strategy, rule):
-    x, y = arrays()
-    model = make_model(strategy)
-    optimizer, hybrid = model.optimizer, HybridAggregation(rule, period=2)
-    fits = Acts(lambda model: model.fit(x, y, batch_size=SAMPLES, verbose=0))
-    with pytest.raises(RuntimeError, match="fit of the same model within a callback"):
-        model.fit(data(), verbose=0, callbacks=[hybrid, fits])
-    assert model.optimizer is optimizer and hybrid.participant is None
-    model.fit(data(), verbose=0, callbacks=[HybridAggregation(rule, period=2)])
+def interrupt_next_step(model):
+    path = model.distribute_strategy._data_path
 
-
-def assert_nobody_listens(strategy):
-    server = Server(strategy.cluster_config.service_address())
-    server.start()
-    server.close()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("others", [[], [BatchBalancer]], ids=["alone", "before a balancer"])
-def test_a_step_that_fails_ends_the_service(strategy, others):
-    model = make_model(strategy)
-    hybrid = HybridAggregation("delta", period=2)
-
-    def interrupt(batch):
+    def on_step(*step, **new):
+        del path.on_step
         raise KeyboardInterrupt
 
-    class Stopped(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            model.distribute_strategy._data_path.on_step = lambda *step, **new: interrupt(step)
-
-    with pytest.raises(KeyboardInterrupt):
-        model.fit(data(), verbose=0, callbacks=[hybrid, *(make() for make in others), Stopped()])
-    del model.distribute_strategy._data_path.on_step
-    assert hybrid.participant is None
-    assert_nobody_listens(strategy)
-    model.fit(data(), verbose=0, callbacks=[HybridAggregation("delta", period=2)])
+    path.on_step = on_step
 
 
-def test_an_error_before_the_first_step_ends_the_service(strategy):
-    def fail(epoch, logs=None):
-        assert hybrid.participant.center is not None
-        raise KeyboardInterrupt
-
-    model, hybrid = make_model(strategy), HybridAggregation("delta", period=2)
-    fails = keras.callbacks.LambdaCallback(on_epoch_begin=fail)
-    with pytest.raises(KeyboardInterrupt):
-        model.fit(data(), verbose=0, callbacks=[hybrid, fails])
-    assert hybrid.participant is None
-    assert_nobody_listens(strategy)
+def fit_within(model):
+    model.fit(*arrays(), batch_size=SAMPLES, verbose=0)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("place", ["on_train_batch_end", "on_test_batch_end"])
-def test_an_error_elsewhere_ends_the_service(strategy, place):
-    def fail(batch, logs=None):
-        raise ValueError("elsewhere")
+ERRORS = {  # where, what, and the error
+    "before the first step": ("on_epoch_begin", interrupt, KeyboardInterrupt),
+    "in a step": ("on_epoch_begin", interrupt_next_step, KeyboardInterrupt),
+    "in a step before a balancer": ("on_epoch_begin", interrupt_next_step, KeyboardInterrupt),
+    "interrupted callback": ("on_train_batch_end", interrupt, KeyboardInterrupt),
+    "callback": ("on_train_batch_end", fail, ValueError),
+    "callback of validation": ("on_test_batch_end", fail, ValueError),
+    "fit within": ("on_train_batch_end", fit_within, RuntimeError),
+}
+MESSAGES = {RuntimeError: "fit of the same model within a callback", ValueError: "elsewhere"}
 
-    fails = keras.callbacks.Callback()
-    setattr(fails, place, fail)
-    model = make_model(strategy)
-    callbacks = [HybridAggregation("delta", period=2), fails]
-    with pytest.raises(ValueError, match="elsewhere") as kept:
+
+@pytest.mark.quick("before the first step-delta")
+@pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_ends_the_service_and_a_fit_after_it_trains(strategy, name, rule):
+    """While the error is kept, which holds what the `fit` had."""
+    place, act, error = ERRORS[name]
+    model, hybrid = make_model(strategy), HybridAggregation(rule, period=2)
+    optimizer, fails = model.optimizer, keras.callbacks.Callback()
+    setattr(fails, place, lambda number, logs=None: act(model))
+    others = [BatchBalancer()] if "balancer" in name else []
+    callbacks = [hybrid, *others, fails]
+    with pytest.raises(error, match=MESSAGES.get(error)) as kept:
         model.fit(data(), validation_data=data(), verbose=0, callbacks=callbacks)
     for thread in threading.enumerate():
         if thread.name == "keras_het-fit":
             thread.join(60)
             assert not thread.is_alive()
-    assert_nobody_listens(strategy)
-    assert kept.traceback  # which holds what the `fit` had
-    model.fit(data(), verbose=0, callbacks=[HybridAggregation("delta", period=2)])
+    assert hybrid.participant is None and model.optimizer is optimizer
+    server = Server(strategy.cluster_config.service_address())  # nobody listens there
+    server.start()
+    server.close()
+    before, gradient = flat(model), mean_gradient(model, NUM_BATCHES)
+    model.fit(*arrays(), batch_size=SAMPLES, verbose=0)
+    np.testing.assert_allclose(before - flat(model), 0.1 * gradient, rtol=1e-4, atol=1e-6)
+    before = flat(model)
+    model.fit(data(), verbose=0, callbacks=[HybridAggregation(rule, period=2)])
+    assert model.optimizer is optimizer
+    assert np.abs(before - flat(model)).min() > 1e-3
+    assert kept.traceback
 
 
 @pytest.mark.full
@@ -391,18 +370,22 @@ def test_what_is_evaluated_beside_the_first_step_has_all_batches(strategy, place
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("looks", [True, False], ids=["looked at", "not looked at"])
+@pytest.mark.parametrize("beside", ["nothing", "evaluate", "balancer behind", "balancer before"])
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
-def test_validation_on_the_data_of_training_has_all_of_it(strategy, steps_per_execution, looks):
+def test_validation_on_the_data_of_training_has_all_of_it(strategy, steps_per_execution, beside):
+    """A balancer replaces the train function of a model by one that was not measured yet."""
     model = make_model(strategy, steps_per_execution=steps_per_execution)
     both = strategy.distribute(data().shuffle(NUM_BATCHES, seed=1))
     hybrid = HybridAggregation("delta", period=2)
     claims = ClaimsTwo(hybrid)
-    look = keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs: looks and model.evaluate(both, steps=1, verbose=0)
-    )
+    callbacks = [hybrid, claims]
+    if beside == "evaluate":
+        looks = lambda epoch, logs: model.evaluate(both, steps=1, verbose=0)  # noqa: E731
+        callbacks.append(keras.callbacks.LambdaCallback(on_epoch_begin=looks))
+    elif beside != "nothing":
+        callbacks.insert(beside == "balancer behind", BatchBalancer())
     history = model.fit(
-        both, validation_data=both, epochs=2, verbose=0, callbacks=[hybrid, claims, look]
+        both, validation_data=both, epochs=2, verbose=0, callbacks=callbacks
     ).history
     whole = model.evaluate(data(), verbose=0)
     np.testing.assert_allclose(history["val_loss"][-1], whole, rtol=1e-5)
@@ -410,68 +393,21 @@ def test_validation_on_the_data_of_training_has_all_of_it(strategy, steps_per_ex
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("is_first", [True, False], ids=["before", "behind"])
-def test_samples_count_beside_a_balancer(strategy, is_first):
-    """Replaces the train function of a model by one that was not measured yet."""
-    model = make_model(strategy)
-    hybrid = HybridAggregation("delta", period=2)
-    both = [hybrid, BatchBalancer()] if is_first else [BatchBalancer(), hybrid]
-    claims = ClaimsTwo(hybrid)
-    model.fit(data(), epochs=2, verbose=0, callbacks=[*both, claims])
-    assert claims.ledger.used.tolist() == [2 * (SAMPLES - 2 * BATCH), 0]
-
-
-class ReadsAhead(keras.callbacks.Callback):
-    """Reads the first batches before it lets them be trained, as `DataValidation` does."""
-
-    def __init__(self, number):
-        super().__init__()
-        self.number, self.waiting = number, []
-
-    def on_train_begin(self, logs=None):
-        FitSession.of(self.model).add_layer(Rank.VALIDATE_DATA, self.step)
-
-    def step(self, step, iterator):
-        self.waiting += [next(iterator) for _ in range(self.number)]
-        self.number = 0
-        if not self.waiting:
-            return step(iterator)
-        batch, *self.waiting = self.waiting
-        return step([batch])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("number", "others"), [(1, []), (3, [BatchBalancer])])
-def test_samples_that_were_read_ahead_count_when_they_are_trained(strategy, number, others):
-    model = make_model(strategy)
-    hybrid = HybridAggregation(AsyncSGD(0.1), period=2)
-    used, ahead = Used(hybrid), ReadsAhead(number)
-    model.fit(data(), verbose=0, callbacks=[hybrid, *(make() for make in others), used, ahead])
-    assert used.center.ledger.used.tolist() == [SAMPLES, 0]
-    assert [samples for samples in used.samples if samples] == [2 * BATCH] * 3
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("rule", [AsyncSGD(0.1), DelayCompensated(0.1, 0.04, num_workers=2)])
-def test_a_schedule_in_a_callback_is_refused_beside_gradients(strategy, rule):
+@pytest.mark.parametrize("sets", ["a schedule", "within an epoch"])
+def test_a_rate_that_a_callback_sets_is_refused_beside_gradients(strategy, rule, sets):
     """The service has the optimizer: the rate would count twice, or not at all."""
     model = make_model(strategy)
     before, optimizer = flat(model), model.optimizer
-    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.5**epoch)
-    callbacks = [HybridAggregation(rule, period=100), schedule]  # of epoch 0: 1
+    callback = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.5**epoch)
+    period = 100  # the schedule's rate in epoch 0 is 1
+    if sets == "within an epoch":
+        callback = Acts(lambda model: model.optimizer.learning_rate.assign(0.5), step=0)
+        period = 2
+    callbacks = [HybridAggregation(rule, period=period), callback]
     with pytest.raises(ValueError, match=rf"'{rule.name}' .* Received: 0\.5, .*Scheduler"):
         model.fit(data(), epochs=2, verbose=0, callbacks=callbacks)
     assert model.optimizer is optimizer
-    np.testing.assert_array_equal(flat(model), before)
-
-
-@pytest.mark.full
-def test_a_rate_that_is_set_within_an_epoch_is_refused_at_the_next_exchange(strategy):
-    model = make_model(strategy)
-    before = flat(model)
-    sets = Acts(lambda model: model.optimizer.learning_rate.assign(0.25), step=0)
-    with pytest.raises(ValueError, match=r"Received: 0\.25"):
-        model.fit(data(), verbose=0, callbacks=[HybridAggregation(AsyncSGD(0.1), period=2), sets])
     np.testing.assert_array_equal(flat(model), before)
 
 
@@ -501,12 +437,6 @@ def test_a_fit_without_an_epoch_changes_nothing(monkeypatch, logical_devices, ta
     np.testing.assert_array_equal(flat(model), before)
     assert model.optimizer is optimizer and hybrid.participant is None
     assert strategy._training_state.restored is None
-
-
-@pytest.mark.full
-def test_a_fit_after_one_without_an_epoch_trains(strategy):
-    model, hybrid = make_model(strategy), HybridAggregation()
-    before = flat(model)
-    model.fit(data(), epochs=2, initial_epoch=2, verbose=0, callbacks=[hybrid])
-    model.fit(data(), verbose=0, callbacks=[hybrid])
-    assert not np.array_equal(flat(model), before)
+    if task == "worker":
+        model.fit(data(), verbose=0, callbacks=[hybrid])  # and the next one trains
+        assert not np.array_equal(flat(model), before)
