@@ -28,8 +28,9 @@ class Several:
 
 
 @pytest.fixture
-def strategy(monkeypatch, logical_devices):
+def strategy(monkeypatch, logical_devices, caplog):
     """Of one worker with two replicas; what it would measure of others stands in for them."""
+    caplog.set_level(logging.WARNING, "keras_het")
     strategy = keras_het.HeterogeneousStrategy(logical_devices[:2])
     several = Several(strategy)
     monkeypatch.setattr(hybrid_aggregation, "heterogeneous_strategy", lambda *_: several)
@@ -39,9 +40,10 @@ def strategy(monkeypatch, logical_devices):
     return strategy
 
 
-def fit(model, epochs, *others):
+def fit(model, epochs, *others, **given):
     hybrid = HybridAggregation(roles="auto", measured_steps=MEASURED_STEPS)
-    model.fit(data(), epochs=epochs, verbose=0, callbacks=[hybrid, *others])
+    given = given or {"x": data()}
+    model.fit(**given, epochs=epochs, verbose=0, callbacks=[hybrid, *others])
 
 
 def measured_steps(strategy):
@@ -53,7 +55,6 @@ def has_gradient_squares(strategy):
 
 
 def test_a_fit_that_is_too_short_says_so_and_the_next_one_chooses(strategy, caplog):
-    caplog.set_level(logging.WARNING, "keras_het")
     model = make_model(strategy)
     fit(model, 1)
     assert "needs 8 steps" in caplog.text and "Received: a fit of 6," in caplog.text
@@ -68,7 +69,6 @@ def test_a_fit_that_is_too_short_says_so_and_the_next_one_chooses(strategy, capl
 
 @pytest.mark.full
 def test_fits_that_are_too_short_do_not_measure_for_ever(strategy, caplog):
-    caplog.set_level(logging.WARNING, "keras_het")
     model = make_model(strategy)
     for _ in range(5):
         fit(model, 1)
@@ -91,17 +91,11 @@ def test_nothing_is_measured_after_the_plan(strategy):
 
 
 @pytest.mark.full
-def test_a_balancer_goes_on_measuring_after_the_plan(strategy):
-    balancer = BatchBalancer("even")
-    fit(make_model(strategy), 2, balancer)
+def test_a_balancer_keeps_measuring_after_the_plan_without_the_gradients(strategy):
+    balancer, model = BatchBalancer("even"), make_model(strategy)
+    fit(model, 2, balancer)
     assert strategy.compute_times.is_measuring
     assert len(balancer.measurements) == 2 * NUM_BATCHES
-
-
-@pytest.mark.full
-def test_gradients_are_not_measured_after_the_plan_for_a_balancer_without_use_for_them(strategy):
-    model = make_model(strategy)
-    fit(model, 2, BatchBalancer("even"))
     assert has_gradient_squares(strategy) == [True] * 8 + [False] * 4
     model.fit(data(), verbose=0, callbacks=[BatchBalancer("even")])
     assert has_gradient_squares(strategy)[-NUM_BATCHES:] == [False] * NUM_BATCHES
@@ -117,8 +111,6 @@ def test_data_that_could_not_be_shared_is_refused_before_anything_is_measured(st
 
 @pytest.mark.full
 def test_roles_are_chosen_in_a_fit_of_arrays(strategy, caplog):
-    caplog.set_level(logging.WARNING, "keras_het")
     x, y = arrays()
-    hybrid = HybridAggregation(roles="auto", measured_steps=MEASURED_STEPS)
-    make_model(strategy).fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[hybrid])
+    fit(make_model(strategy), 2, x=x, y=y, batch_size=BATCH)
     assert caplog.text.count("Measured for roles: balanced") == 1

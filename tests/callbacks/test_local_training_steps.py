@@ -26,9 +26,16 @@ class Exchange:
         self.waited_after.append(self.steps)
 
 
-def small_model(devices):
-    strategy = keras_het.HeterogeneousStrategy(devices)
-    return strategy, make_model(strategy)
+X = np.ones((SAMPLES, 3), np.float32)
+
+
+@pytest.fixture
+def strategy(logical_devices):
+    return keras_het.HeterogeneousStrategy(logical_devices[:1])
+
+
+def train(model, *callbacks):
+    model.fit(X, X[:, :1], batch_size=BATCH, verbose=0, callbacks=callbacks)
 
 
 class TrainsLocally(keras.callbacks.Callback):
@@ -54,26 +61,23 @@ def test_the_last_execution_may_be_shorter_and_any_without_a_known_end(known, ea
 
 @pytest.mark.full
 def test_what_callbacks_predict_does_not_count(logical_devices):
-    _, model = small_model(logical_devices[:2])
-    x = np.ones((SAMPLES, 3), np.float32)
-    counted = []
+    model, counted = make_model(keras_het.HeterogeneousStrategy(logical_devices[:2])), []
 
     class Trains(TrainsLocally):
         def on_train_batch_begin(self, batch, logs=None):
-            model.predict(x, verbose=0)
+            model.predict(X, verbose=0)
 
         def on_train_batch_end(self, batch, logs=None):
-            model.predict(x, verbose=0)
+            model.predict(X, verbose=0)
             counted.append(self.local.take_samples())
 
-    model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[Trains()])
+    train(model, Trains())
     assert counted == [BATCH] * (SAMPLES // BATCH)
 
 
 @pytest.fixture
-def three_workers(logical_devices, monkeypatch):
+def three_workers(strategy, monkeypatch):
     """A strategy whose sums are those of three workers, all like this one, once there are three."""
-    strategy = keras_het.HeterogeneousStrategy(logical_devices[:1])
     strategy.count = tf.Variable(1.0)
     sums = lambda vector: strategy.count * vector  # noqa: E731
     monkeypatch.setattr(strategy.extended, "sum_over_workers", sums)
@@ -109,8 +113,7 @@ def test_statistics_that_moved_become_their_mean(three_workers):
     np.testing.assert_allclose(layer.moving_mean, [1e-9, 2.0, -3.0], rtol=1e-6)
 
 
-def test_what_was_restored_is_not_that_of_a_later_training(logical_devices):
-    strategy = keras_het.HeterogeneousStrategy(logical_devices[:1])
+def test_what_was_restored_is_not_that_of_a_later_training(strategy):
     callback = LocalTraining("diloco")
     with strategy.scope():
         callback.set_model(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
@@ -119,32 +122,30 @@ def test_what_was_restored_is_not_that_of_a_later_training(logical_devices):
     assert strategy._training_state.restored is None
 
 
-def test_a_failed_training_is_in_no_later_backup(logical_devices):
-    strategy, model = small_model(logical_devices[:1])
-    x = np.ones((SAMPLES, 3), np.float32)
+def test_a_failed_training_is_in_no_later_backup(strategy):
+    model = make_model(strategy)
 
     class Fails(TrainsLocally):
         def on_train_batch_end(self, batch, logs=None):
             raise RuntimeError("on purpose")
 
     with pytest.raises(RuntimeError, match="on purpose"):
-        model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[Fails()])
+        train(model, Fails())
     strategy._training_state.export = dict  # of the failed training, which nobody took back
-    model.fit(x, x[:, :1], batch_size=BATCH, verbose=0)
+    train(model)
     assert strategy._training_state.export is None
 
 
 @pytest.mark.parametrize("loop", ["fit", "train_on_batch"])
-def test_other_training_within_a_local_one_is_refused(logical_devices, loop):
-    _, model = small_model(logical_devices[:1])
-    x = np.ones((BATCH, 3), np.float32)
+def test_other_training_within_a_local_one_is_refused(strategy, loop):
+    model = make_model(strategy)
 
     class Trains(TrainsLocally):
         def on_train_batch_end(self, batch, logs=None):
-            getattr(model, loop)(x, x[:, :1])
+            getattr(model, loop)(X[:BATCH], X[:BATCH, :1])
 
     with pytest.raises(RuntimeError, match=f"Received: {loop} of the same model"):
-        model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[Trains()])
+        train(model, Trains())
 
 
 @pytest.mark.parametrize(
@@ -173,9 +174,3 @@ def test_a_period_longer_than_the_training_is_refused(rule):
     made = local_training._synchronous(rule, num_workers=2)
     with pytest.raises(ValueError, match="Received: period=61; expected: at most 60"):
         local_training._fitting(made, rule, 20, epochs=3)
-
-
-def test_the_period_is_a_setting_of_the_rule():
-    assert LocalTraining(period=7)._rule == {"class_name": "diloco", "config": {"period": 7}}
-    with pytest.raises(TypeError, match="brings its own settings"):
-        LocalTraining(DiLoCo(), period=7)
