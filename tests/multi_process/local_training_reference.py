@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -10,64 +11,81 @@ import numpy as np
 from keras_het.planning import apportion
 
 EPSILON = 1e-3  # of Keras's BatchNormalization
+SHAPES = ((5, 4), (4,), (4, 1), (1,))  # kernel, bias, kernel, bias
+ENDS = np.cumsum([math.prod(shape) for shape in SHAPES])
 
-Weights = list[np.ndarray]
+Vector = np.ndarray
+
+
+def flat(arrays: list[np.ndarray]) -> Vector:
+    return np.concatenate([np.zeros(0), *(array.ravel() for array in arrays)])
+
+
+def cut(weights: Vector) -> list[np.ndarray]:
+    parts = np.split(weights, ENDS[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, SHAPES, strict=True)]
+
+
+def variables(weights: Vector, moving: Vector) -> list[np.ndarray]:
+    """The model's: moving mean and variance, if there are any, come first."""
+    return [*(np.split(moving, 2) if len(moving) else ()), *cut(weights)]
 
 
 @dataclasses.dataclass
 class Worker:
-    """One worker's network: [moving mean and variance,] kernel, bias, kernel, bias."""
-
-    weights: Weights
-    velocity: Weights
-    moving: Weights
-    samples: int = 0
+    weights: Vector
+    velocity: Vector
+    moving: Vector
 
     def step(self, x: np.ndarray, y: np.ndarray, rate: float, momentum: float) -> float:
         """One step of gradient descent with momentum; the loss before it."""
         if len(x) == 0:
             return 0.0
-        if self.moving:
+        if len(self.moving):
             mean, variance = x.mean(0), x.var(0)
-            self.moving = [
-                0.8 * old + 0.2 * new
-                for old, new in zip(self.moving, (mean, variance), strict=True)
-            ]
+            self.moving = 0.8 * self.moving + 0.2 * np.append(mean, variance)
             x = (x - mean) / np.sqrt(variance + EPSILON)
-        kernel_1, bias_1, kernel_2, bias_2 = self.weights
+        kernel_1, bias_1, kernel_2, bias_2 = cut(self.weights)
         hidden = np.tanh(x @ kernel_1 + bias_1)
         error = hidden @ kernel_2 + bias_2 - y
         output = 2 * error / len(x)
         inner = (output @ kernel_2.T) * (1 - hidden**2)
-        gradients = [x.T @ inner, inner.sum(0), hidden.T @ output, output.sum(0)]
-        for index, gradient in enumerate(gradients):
-            self.velocity[index] = momentum * self.velocity[index] - rate * gradient
-            self.weights[index] = self.weights[index] + self.velocity[index]
-        self.samples += len(x)
+        gradient = flat([x.T @ inner, inner.sum(0), hidden.T @ output, output.sum(0)])
+        self.velocity = momentum * self.velocity - rate * gradient
+        self.weights = self.weights + self.velocity
         return float((error**2).mean())
 
 
-def outer_step(config: dict[str, Any], workers: Weights, state: dict[str, Any], counts: Any) -> Any:
-    """The rule on one fragment: weights of all workers after it; `state` is changed."""
-    center = state["center"]
-    if config["class_name"] == "sync_easgd":
-        alpha = config["config"].get("alpha", 0.9 / len(workers))
-        after = [own - alpha * (own - center) for own in workers]
-        state["center"] = center + alpha * sum(own - center for own in workers)
-        return after
-    defaults = {"diloco": 0.7, "streaming_diloco": 0.4}[config["class_name"]]
-    rate = config["config"].get("learning_rate", defaults)
-    momentum = config["config"].get("momentum", 0.9)
-    gradient = sum(n * (center - own) for n, own in zip(counts, workers, strict=True))
-    gradient = gradient / sum(counts)
-    state["velocity"] = momentum * state.get("velocity", 0.0) + gradient
-    state["center"] = center - rate * (gradient + momentum * state["velocity"])
-    return [state["center"]] * len(workers)
+@dataclasses.dataclass
+class Fragment:
+    """What is exchanged at once: places of the weights, center, samples, and what travels."""
+
+    places: np.ndarray
+    center: Vector
+    samples: np.ndarray
+    velocity: Any = 0.0
+    due: float | None = None
+    exchange: Any = None
 
 
-def merge(config: dict[str, Any], now: Any, sent: Any, combined: Any) -> Any:
-    if config["class_name"] == "streaming_diloco":
-        mixing = config["config"].get("mixing", 0.5)
+def outer_step(rule: dict[str, Any], workers: list[Vector], fragment: Fragment) -> list[Vector]:
+    """The rule on one fragment: weights of all workers after it; the center is changed."""
+    center, config = fragment.center, rule["config"]
+    if rule["class_name"] == "sync_easgd":
+        alpha = config.get("alpha", 0.9 / len(workers))
+        fragment.center = center + alpha * sum(own - center for own in workers)
+        return [own - alpha * (own - center) for own in workers]
+    default = {"diloco": 0.7, "streaming_diloco": 0.4}[rule["class_name"]]
+    rate, momentum = config.get("learning_rate", default), config.get("momentum", 0.9)
+    gradient = np.average([center - own for own in workers], axis=0, weights=fragment.samples)
+    fragment.velocity = momentum * fragment.velocity + gradient
+    fragment.center = center - rate * (gradient + momentum * fragment.velocity)
+    return [fragment.center] * len(workers)
+
+
+def merge(rule: dict[str, Any], now: Vector, sent: Vector, combined: Vector) -> Vector:
+    if rule["class_name"] == "streaming_diloco":
+        mixing = rule["config"].get("mixing", 0.5)
         return mixing * now + (1 - mixing) * combined
     return now + (combined - sent)
 
@@ -77,7 +95,7 @@ class Simulation:
     """Workers that train as `options` of `program_local_training.py` say."""
 
     options: dict[str, Any]
-    start: Weights
+    start: list[np.ndarray]
     x: np.ndarray
     y: np.ndarray
     batch: int
@@ -86,20 +104,18 @@ class Simulation:
     def run(self, epochs: int) -> None:
         rule = self.options["rule"]
         config = rule["config"]
-        moving, weights = self.start[:-4], self.start[-4:]
-        self.workers = [
-            Worker(list(weights), [np.zeros_like(w) for w in weights], list(moving))
-            for _ in self.worker_shares
-        ]
+        moving, weights = flat(self.start[:-4]), flat(self.start[-4:])
+        self.workers = [Worker(weights, 0 * weights, moving) for _ in self.worker_shares]
         count = min(config.get("num_fragments", 4), 4) if "streaming" in rule["class_name"] else 1
-        self.groups = [range(p, 4, count) for p in range(count)]
-        self.states = [{"center": self._flat(weights, group)} for group in self.groups]
-        self.moving_mean = list(moving)
-        self.samples = [[0] * len(self.workers) for _ in self.groups]
-        in_flight: dict[int, Any] = {}
-        self.history: list[tuple[list[Weights], list[Any]]] = []
+        places = np.split(np.arange(len(weights)), ENDS[:-1])
+        self.fragments = []
+        for p in range(count):
+            own = np.concatenate(places[p::count])
+            self.fragments.append(Fragment(own, weights[own], np.zeros(len(self.workers))))
+        self.moving_mean = moving
+        self.history: list[tuple[list[list[np.ndarray]], list[Vector]]] = []
         self.losses: list[float] = []
-        self.epochs: list[tuple[list[Any], Weights]] = []
+        self.epochs: list[list[np.ndarray]] = []
         period, overlap = config.get("period", 1), config.get("overlap", 0)
         step = 0
         for _ in range(epochs):
@@ -107,89 +123,62 @@ class Simulation:
             for first in range(0, len(self.x), self.batch):
                 step += 1
                 total += self._local_steps(first)
-                for p in [p for p, (due, _) in in_flight.items() if due <= step]:
-                    self._merge(p, in_flight.pop(p)[1])
-                for p, group in enumerate(self.groups):
-                    if (step - p * period // count) % period == 0 and step > 0:
-                        sent = self._exchange(p, group)
-                        if overlap:
-                            in_flight[p] = (step + overlap, sent)
-                        else:
-                            self._go_on_from(p, sent)
-                weights_now = [[*w.moving, *w.weights] for w in self.workers]
-                self.history.append((weights_now, [s["center"] for s in self.states]))
+                self._merge_until(step)
+                for p, fragment in enumerate(self.fragments):
+                    if (step - p * period // count) % period == 0:
+                        self._exchange(fragment, step + overlap)
+                self._merge_until(step)  # without an overlap
+                weights_now = [variables(w.weights, w.moving) for w in self.workers]
+                self.history.append((weights_now, [f.center for f in self.fragments]))
             if step % period:
-                for p in sorted(in_flight):
-                    self._merge(p, in_flight.pop(p)[1])
-                for p, group in enumerate(self.groups):
-                    if sum(self.samples[p]):
-                        self._go_on_from(p, self._exchange(p, group))
+                self._exchange_the_rest()
             self.losses.append(total / len(self.x))
-            self.epochs.append(([s["center"] for s in self.states], list(self.moving_mean)))
-        for p in sorted(in_flight):
-            self._merge(p, in_flight.pop(p)[1])
-        for p, group in enumerate(self.groups):
-            if sum(self.samples[p]):
-                self._exchange(p, group)
-        self.final = [s["center"] for s in self.states]
-
-    def _go_on_from(self, p: int, sent: Any) -> None:
-        if self.options["rule"]["class_name"] == "streaming_diloco":
-            self._merge(p, sent)
-        else:
-            self._take(p, sent[1], sent[3])
+            self.epochs.append(self._center())
+        self._exchange_the_rest()
+        self.final = self._center()
 
     def _local_steps(self, first: int) -> float:
         x, y = self.x[first : first + self.batch], self.y[first : first + self.batch]
         total, start = 0.0, 0
         shares = apportion(len(x), self.worker_shares)
-        for index, (worker, share) in enumerate(zip(self.workers, shares, strict=True)):
+        for worker, share in zip(self.workers, shares, strict=True):
             part = slice(start, start + share)
             rate, momentum = self.options.get("rate", 0.1), self.options.get("momentum", 0.0)
             total += share * worker.step(x[part], y[part], rate, momentum)
             start += share
-            for counts in self.samples:
-                counts[index] += share
+        for fragment in self.fragments:
+            fragment.samples = fragment.samples + shares
         return total
 
-    def _exchange(self, p: int, group: Any) -> Any:
-        counts, self.samples[p] = self.samples[p], [0] * len(self.workers)
-        sent = [self._flat(worker.weights, group) for worker in self.workers]
-        combined = outer_step(self.options["rule"], sent, self.states[p], counts)
-        sent_moving = [list(worker.moving) for worker in self.workers]
-        if p == 0 and self.moving_mean:
-            self.moving_mean = [
-                np.average(values, axis=0, weights=counts)
-                for values in zip(*sent_moving, strict=True)
-            ]
-        return sent, combined, sent_moving, list(self.moving_mean)
+    def _exchange(self, fragment: Fragment, due: float) -> None:
+        sent = [worker.weights[fragment.places] for worker in self.workers]
+        moving = [worker.moving for worker in self.workers]
+        if fragment is self.fragments[0]:
+            self.moving_mean = np.average(moving, axis=0, weights=fragment.samples)
+        combined = outer_step(self.options["rule"], sent, fragment)
+        fragment.samples = 0 * fragment.samples
+        fragment.due, fragment.exchange = due, (sent, combined, moving, self.moving_mean)
 
-    def _merge(self, p: int, exchange: Any) -> None:
-        sent, combined, sent_moving, mean = exchange
-        rule = self.options["rule"]
-        now = [self._flat(worker.weights, self.groups[p]) for worker in self.workers]
-        merged = [merge(rule, *values) for values in zip(now, sent, combined, strict=True)]
-        self._put(p, merged)
-        if p == 0:
-            for worker, before in zip(self.workers, sent_moving, strict=True):
-                pairs = zip(worker.moving, mean, before, strict=True)
-                worker.moving = [own + (new - old) for own, new, old in pairs]
+    def _merge_until(self, step: float) -> None:
+        for fragment in self.fragments:
+            if fragment.due is None or fragment.due > step:
+                continue
+            fragment.due, (*exchanged, mean) = None, fragment.exchange
+            for worker, sent, combined, moving in zip(self.workers, *exchanged, strict=True):
+                now, worker.weights = worker.weights[fragment.places], worker.weights.copy()
+                worker.weights[fragment.places] = merge(self.options["rule"], now, sent, combined)
+                if fragment is self.fragments[0]:
+                    worker.moving = worker.moving + (mean - moving)
 
-    def _take(self, p: int, combined: Any, mean: Weights) -> None:
-        self._put(p, combined)
-        if p == 0:
-            for worker in self.workers:
-                worker.moving = list(mean)
+    def _exchange_the_rest(self) -> None:
+        self._merge_until(math.inf)
+        for fragment in self.fragments:
+            if fragment.samples.any():
+                self._exchange(fragment, math.inf)
+        self._merge_until(math.inf)
 
-    def _put(self, p: int, vectors: Any) -> None:
-        for worker, vector in zip(self.workers, vectors, strict=True):
-            place = 0
-            for variable in self.groups[p]:
-                old = worker.weights[variable]
-                part = vector[place : place + old.size]
-                worker.weights[variable] = np.asarray(part).reshape(old.shape)
-                place += old.size
-
-    @staticmethod
-    def _flat(weights: Weights, group: Any) -> np.ndarray:
-        return np.concatenate([weights[variable].ravel() for variable in group])
+    def _center(self) -> list[np.ndarray]:
+        center = np.zeros(ENDS[-1])
+        for fragment in self.fragments:
+            center[fragment.places] = fragment.center
+        return variables(center, self.moving_mean)

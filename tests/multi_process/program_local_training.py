@@ -45,8 +45,6 @@ def make_model(options: dict[str, Any]) -> Any:
 
 
 class Notes(keras.callbacks.Callback):
-    """Keeps what the model is after each step, each epoch and at the end."""
-
     def __init__(self, local: Any) -> None:
         super().__init__()
         self.local = local
@@ -106,21 +104,17 @@ class Waits(keras.callbacks.Callback):
             never.wait(0.01)
 
 
-class Death(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if batch == 1 and not self.model.distribute_strategy.is_chief:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 class Interruption(keras.callbacks.Callback):
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, dies: bool = False) -> None:
         super().__init__()
-        self._left = step
+        self._left, self._dies = step, dies
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._left -= 1
-        if self._left == 0:
+        if self._left == 0 and not self._dies:
             raise InterruptedError("the power went out")
+        if self._left == 0 and not self.model.distribute_strategy.is_chief:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Collectives(keras.callbacks.Callback):
@@ -164,10 +158,8 @@ def run(strategy: Any, folder: Path, name: str, options: dict[str, Any]) -> None
         callbacks.insert(at, keras_het.callbacks.BatchBalancer())
     if options.get("waits"):
         callbacks.append(Waits(folder, options["waits"]))
-    if options.get("dies"):
-        callbacks.append(Death())
     if options.get("stop_at"):
-        callbacks.append(Interruption(options["stop_at"]))
+        callbacks.append(Interruption(options["stop_at"], options.get("dies", False)))
     data = batches(SAMPLES, BATCH)
     epochs, validation_data = options.get("epochs", 2), batches(15, 6)
     given = {"validation_data": validation_data, "verbose": 0, "callbacks": callbacks}
