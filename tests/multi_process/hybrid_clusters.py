@@ -67,7 +67,6 @@ def run(
 
 
 def ended_well(*clusters: Any) -> list[str]:
-    """Waits for all tasks, which end without an error; what they have said."""
     results = [result for cluster in clusters for result in cluster.wait()]
     for result in results:
         assert result.exit_code == 0, result.output
@@ -118,21 +117,17 @@ class Cluster:
         )
 
     def step(self, name: str) -> int:
-        """Steps that a task has trained."""
         path = self.folder / f"{name}.step"
         return int(path.read_text() or 0) if path.exists() else 0
 
     def wait_for_step(self, name: str, step: int) -> None:
-        """Waits until a task has trained so many steps."""
         wait_until(lambda: self.step(name) >= step, f"{name} at {step}")
 
     def result(self, name: str) -> dict[str, Any]:
-        """What a task wrote at its end."""
         return dict(json.loads((self.folder / f"{name}.json").read_text()))
 
 
 def wait_until(is_true: Any, what: str, seconds: float = 120.0) -> None:
-    """Waits for a condition, at most so long."""
     deadline = time.monotonic() + seconds
     never = threading.Event()
     while not is_true():

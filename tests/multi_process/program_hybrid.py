@@ -41,8 +41,6 @@ OWN = {
 
 
 class Recorded(keras.Model):
-    """A model that notes which samples it was trained on."""
-
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.seen: list[int] = []
@@ -69,13 +67,14 @@ class Recorded(keras.Model):
         return np.int64(len(self.seen))
 
 
-class Epochs(keras.callbacks.Callback):
-    """Notes the samples of each epoch, and writes the number of each step."""
+class Notes(keras.callbacks.Callback):
+    """Notes the samples of each epoch and what the participant knows; writes each step's number."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.seen: list[list[int]] = []
         self.steps = 0
+        self.counts: dict[str, Any] = {}
         self._path = path
 
     def get_state(self) -> None:
@@ -84,6 +83,11 @@ class Epochs(keras.callbacks.Callback):
     def set_state(self, state: None) -> None:
         pass
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        callbacks = FitSession.of(self.model).callbacks
+        (hybrid,) = [each for each in callbacks if isinstance(each, HybridAggregation)]
+        self._participant = hybrid.participant
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.steps += 1
         self._path.write_text(str(self.steps))  # the test waits for this
@@ -91,6 +95,20 @@ class Epochs(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.seen.append(list(self.model.seen))
         self.model.seen.clear()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        participant = self._participant
+        self.counts = {
+            "step_fraction": getattr(participant.rule, "step_fraction", None),
+            "period": getattr(participant, "period", None),
+        }
+        center = getattr(participant, "center", None)
+        if center is not None:
+            self.counts |= {
+                "claimed": center.ledger.claimed.tolist(),
+                "used": center.ledger.used.tolist(),
+                "versions": center.versions().tolist(),
+            }
 
 
 def arrays() -> tuple[np.ndarray, np.ndarray]:
@@ -142,33 +160,8 @@ def main() -> None:
     hybrids = [HybridAggregation(rule, **options)]
     if config.task_type == own.without_callback:
         hybrids.clear()
-    notes = Epochs(folder / f"{name}.step")
+    notes = Notes(folder / f"{name}.step")
 
-    class Service(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.counts: dict[str, Any] = {}
-
-        def on_train_end(self, logs: Any = None) -> None:
-            rule = getattr(self.participant, "rule", None)
-            self.counts = {
-                "step_fraction": getattr(rule, "step_fraction", None),
-                "period": getattr(self.participant, "period", None),
-            }
-            center = getattr(self.participant, "center", None)
-            if center is not None:
-                self.counts |= {
-                    "claimed": center.ledger.claimed.tolist(),
-                    "used": center.ledger.used.tolist(),
-                    "versions": center.versions().tolist(),
-                }
-
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            callbacks = FitSession.of(self.model).callbacks
-            (hybrid,) = [each for each in callbacks if isinstance(each, HybridAggregation)]
-            self.participant = hybrid.participant
-
-    service = Service()
     backups = []
     if own.backup:
         backups = [keras_het.callbacks.BackupAndRestore(own.backup, delete_checkpoint=False)]
@@ -180,7 +173,7 @@ def main() -> None:
         epochs=own.epochs,
         verbose=0,
         validation_data=validation.take(own.validates) if own.validates else None,
-        callbacks=[*hybrids, notes, service, *backups, *watches],
+        callbacks=[*hybrids, notes, *backups, *watches],
     )
     result = {
         "seen": notes.seen,
@@ -188,7 +181,7 @@ def main() -> None:
         "history": history.history,
         "weights": [np.array(weight).tolist() for weight in model.get_weights()],
         "plans": plans,
-        **service.counts,
+        **notes.counts,
     }
     (folder / f"{name}.json").write_text(json.dumps(result))
 

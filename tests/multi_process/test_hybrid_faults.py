@@ -86,22 +86,29 @@ def test_a_stopped_or_late_async_worker_has_its_part(
     assert_shared({name: cluster.result(name) for name in ("worker_0", "async_0")}, MANY)
 
 
-@pytest.mark.quick("raise")
-@pytest.mark.parametrize("on_loss", ["raise", "continue"])
-def test_the_service_is_lost(start_workers: Any, tmp_path: Path, on_loss: str) -> None:
+@pytest.mark.quick("raise-worker_0")
+@pytest.mark.parametrize(
+    ("on_loss", "victim"), [("raise", "worker_0"), ("raise", "ps_0"), ("continue", "worker_0")]
+)
+def test_the_service_is_lost(start_workers: Any, tmp_path: Path, on_loss: str, victim: str) -> None:
     options = {"timeout_seconds": TIMEOUT_SECONDS, "on_service_loss": on_loss, "epochs": 4}
-    cluster = Cluster(start_workers, tmp_path, PAIR, **options)
-    leader, worker = cluster.start("worker_0"), cluster.start("async_0")
+    jobs = PAIR if victim == "worker_0" else {**PAIR, "ps": 1}
+    cluster = Cluster(start_workers, tmp_path, jobs, **options)
+    killed = cluster.start(victim)
+    names = ["async_0"] if victim == "worker_0" else ["async_0", "worker_0"]
+    workers = cluster.start(*names)
     cluster.wait_for_step("async_0", 3)
-    leader.send_signal(0)
+    killed.send_signal(0)
     said = "ServiceLostError" if on_loss == "raise" else "Training goes on alone"
-    worker.wait_for_output(0, said, LONGEST_SECONDS)
-    (result,) = worker.wait()
+    for index in range(len(names)):
+        workers.wait_for_output(index, said, LONGEST_SECONDS)
+    results = workers.wait()
     if on_loss == "raise":
-        assert result.exit_code != 0
-        assert "Its process may be gone" in result.output
+        for result in results:
+            assert result.exit_code != 0
+            assert "Its process may be gone" in result.output
     else:
-        assert result.exit_code == 0, result.output
+        assert results[0].exit_code == 0, results[0].output
         # all batches are its own from then on
         assert cluster.result("async_0")["steps"] > SAMPLES // BATCH
 
@@ -131,21 +138,6 @@ def test_a_rule_for_another_number_of_workers_is_refused(
     (leader,) = cluster.start("worker_0").wait()
     assert leader.exit_code != 0
     assert "was made for 7 workers. Received: a TF_CONFIG with 2" in leader.output
-
-
-@pytest.mark.full
-def test_a_lost_service_on_another_task_is_an_error(start_workers: Any, tmp_path: Path) -> None:
-    jobs = {**PAIR, "ps": 1}
-    cluster = Cluster(start_workers, tmp_path, jobs, timeout_seconds=TIMEOUT_SECONDS)
-    service = cluster.start("ps_0")
-    workers = cluster.start("worker_0", "async_0")
-    cluster.wait_for_step("async_0", 3)
-    service.send_signal(0)
-    for index in range(2):
-        workers.wait_for_output(index, "ServiceLostError", LONGEST_SECONDS)
-    for worker in workers.wait():
-        assert worker.exit_code != 0
-        assert "Its process may be gone" in worker.output
 
 
 WAITING = {
