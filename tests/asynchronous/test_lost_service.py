@@ -70,6 +70,7 @@ def test_a_worker_joins_once_the_leader_has_brought_the_center(monkeypatch, refu
     center.pull = pull_and_note
     opened = Connection([center], Ledger(), Ledger(), lambda: closed.append(True))
     monkeypatch.setattr(async_worker, "open_connection", lambda worker, client: opened)
+    worker.vectors.weights.copies.clear()
     if match is None:
         worker._join()
         assert len(met) == refusals
@@ -78,6 +79,7 @@ def test_a_worker_joins_once_the_leader_has_brought_the_center(monkeypatch, refu
             worker._join()
     worker.leave()
     assert closed == [True]
+    assert worker.vectors.weights.copies == ([] if match else ["write"])
     np.testing.assert_array_equal(worker.weights, 0 if match else 3)
 
 
