@@ -46,9 +46,8 @@ class Requests:
     def make(self):
         pool = self.likely if self.random.integers(2) else self.kinds
         kind = Kind(self.random.choice(pool))
-        layout = kind
-        numbers = tuple(self.number() for _ in range(layout.numbers))
-        vectors = [self.vector(type_) for type_ in layout.types]
+        numbers = tuple(self.number() for _ in range(kind.numbers))
+        vectors = [self.vector(type_) for type_ in kind.types]
         if kind == Kind.STATE and self.random.integers(3):
             state = dict(self.good)
             name = str(self.random.choice(sorted(state)))
