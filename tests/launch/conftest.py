@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -139,19 +140,17 @@ def cluster_of(script: Callable[[str], str]) -> Iterator[Callable[..., LocalClus
 
 @pytest.fixture
 def assert_gone() -> Callable[[list[int]], None]:
-    def check(process_ids: list[int]) -> None:
-        alive = []
-        for process_id in process_ids:
-            try:
-                process = psutil.Process(process_id)
-            except psutil.NoSuchProcess:
-                continue
+    def is_alive(process_id: int) -> bool:
+        try:
             # An orphan that nobody reaped yet (no init process in some containers) is gone too.
-            if process.status() != psutil.STATUS_ZOMBIE:
-                alive.append(process)
-        # wait_procs polls until they are gone or zombies' parents reap them.
-        _, alive = psutil.wait_procs(alive, timeout=10)
-        names = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        assert not names, f"survivors: {names}"
+            return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    def check(process_ids: list[int]) -> None:
+        deadline = time.monotonic() + 10
+        while alive := [each for each in process_ids if is_alive(each)]:
+            assert time.monotonic() < deadline, f"survivors: {alive}"
+            time.sleep(0.02)
 
     return check
