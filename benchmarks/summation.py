@@ -42,6 +42,7 @@ from keras_het.summation import Summation, start_machine
 NUM_WORKERS = 4
 PORT = 7000
 KINDS = ("summation", "ring", "servers")
+MEASURED = "BENCHMARK_MEASURES_RATES"
 KINDS_OF_HOSTS = ("by host", "ring", "summation")
 # The host of each worker.
 PLACES = {"neighbors": (0, 0, 1, 1), "in turns": (0, 1, 0, 1)}
@@ -60,7 +61,9 @@ def main() -> None:
     parser.add_argument(
         "--mbit-per-s", type=float, help="of a link of rate 1; default 80, with --quick 200"
     )
+    parser.add_argument("--measured", action="store_true", help="rates of links are not given")
     options = parser.parse_args()
+    os.environ[MEASURED] = "1" if options.measured else ""
     reason = why_not()
     if reason:
         print(f"skipped: {reason}")
@@ -299,7 +302,9 @@ def worker(hosts: Hosts, host: int, config: str, rates: Any, megabytes: int, pip
     )
     number = read_cluster_config().worker_index
     strategy = keras_het.HeterogeneousStrategy(
-        aggregation=Summation(link_rates=rates[0], spare_link_rates=rates[1] or None),
+        aggregation=Summation(link_rates="measured")
+        if os.environ.get(MEASURED)
+        else Summation(link_rates=rates[0], spare_link_rates=rates[1] or None),
         communication_options=communication,
     )
     run = sums(strategy, bool(rates[1]))

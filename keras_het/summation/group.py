@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
+import itertools
 import os
 import secrets
 import time
@@ -18,6 +19,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.exchange.client import Client
+from keras_het.exchange.links import PROBES, measure_link, send_probe
 from keras_het.exchange.message import Kind, Message, Vector
 from keras_het.packed_variables import pack, unpack
 from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig
@@ -27,7 +29,7 @@ from keras_het.summation.machine import (
     summation_credential,
     tell_group_size,
 )
-from keras_het.summation.options import Summation
+from keras_het.summation.options import MEASURED, Summation
 from keras_het.summation.placement import place_partitions
 from keras_het.summation.transit import Machine, Route, Transit
 from keras_het.value_types import Summand
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 _START_TIMEOUT_SECONDS = 120.0
 _SECONDS_OF_A_CALL = 1.0
 _MOST_SUMS = 2**20
+_ALIKE = 0.75
 
 
 def start_summation(
@@ -58,7 +61,8 @@ def start_summation(
     members, rates = list(range(num_workers)), options.worker_rates(num_workers)
     if (hosts := extended.hosts) is not None:
         members = [hosts.index(host) for host in range(len(set(hosts)))]
-        options = dataclasses.replace(options, link_rates=[rates[member] for member in members])
+        if options.link_rates != MEASURED:
+            options = dataclasses.replace(options, link_rates=[rates[each] for each in members])
     proof, port = summation_credential(len(members), len(spare)), 0
     if worker in members:
         service = SummationService(f"{names[worker]}:0", len(members), proof)
@@ -68,13 +72,48 @@ def start_summation(
         tell_group_size(spare, len(members))  # before the others join
     told = np.array([port, secrets.randbelow(2**62) + 1], np.int64)
     everyone = extended.gather_over_workers(told).reshape(-1, len(told))
+    machines = [*(f"{names[member]}:{everyone[member, 0]}" for member in members), *spare]
+    if options.link_rates == MEASURED:
+        found = _measured_rates(machines, members, worker, proof, extended.gather_over_workers)
+        own, other = found[: len(members)], found[len(members) :]
+        options = dataclasses.replace(options, link_rates=own, spare_link_rates=other or None)
     if worker not in members:
         return None
-    machines = [*(f"{names[member]}:{everyone[member, 0]}" for member in members), *spare]
     place, run = members.index(worker), int(everyone[0, 1])
     group = SummationGroup(options, service, machines, len(members), place, proof, run, check)
     atexit.register(group.close)
     return group
+
+
+def _measured_rates(
+    machines: Sequence[str],
+    members: Sequence[int],
+    worker: int,
+    proof: bytes,
+    gather: Callable[[np.ndarray], np.ndarray],
+) -> list[float]:
+    r"""Measure the links of all to the first two members, one after another; all must call it.
+
+    .. math:: r_i = \max_j m_{ij}, \quad m_{ij} = \min(r_i, r_j)
+
+    Of two machines the slower link tells. The fastest one counts as fast as the second fastest, and
+    so does one that is up to a quarter slower, as what else the machines do disturbs a measurement.
+    """
+    speeds = np.zeros([len(machines)] * 2)
+    for near, far in itertools.combinations(range(len(machines)), 2):
+        if near > 1:
+            break
+        gather(np.zeros([1]))  # one at a time
+        asks, answers = (far, near) if far < len(members) else (near, far)  # spare ones only answer
+        if worker == members[asks]:
+            client = Client(machines[answers], PROBES, proof, worker)
+            measured = measure_link(functools.partial(send_probe, client))
+            speeds[near, far] = measured.bytes_per_second
+            client.close()
+    found = gather(speeds.reshape(1, -1)).sum(axis=0).reshape(speeds.shape)
+    rates = np.maximum(found, found.T).max(axis=1)
+    most = float(rates.max())
+    return [most if rate > _ALIKE * most else float(rate) for rate in rates]
 
 
 def check_is_no_summation_machine(config: ClusterConfig | None) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 
 from keras_het.exchange.client import Client
+from keras_het.exchange.links import serve_probes
 from keras_het.exchange.message import Kind, Message
 from keras_het.exchange.secret import credential, model_fingerprint, read_secret
 from keras_het.exchange.server import Server
@@ -39,6 +40,7 @@ class SummationService:
         """Sum for so many workers from now on; forget what others have contributed."""
         self.sums = Sums(num_workers)
         self.server.serve(SERVICE, credential, self.sums.handle)
+        serve_probes(self.server, credential)
 
     def start(self) -> None:
         """Start answering."""

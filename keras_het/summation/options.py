@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from keras_het.planning.argument_checks import check_number
 
@@ -14,6 +15,7 @@ LARGEST_PARTITION_BYTES = 4_096_000
 """Larger ones save nothing more, and the first of them is longer under way."""
 
 _PARTITIONS_PER_MACHINE = 32
+MEASURED = "measured"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +23,8 @@ class Summation:
     """Summation of gradients by the CPUs of all machines: `HeterogeneousStrategy(aggregation=...)`.
 
     Args:
-        link_rates: full-duplex rate of each worker's link, in worker order, in any unit; by default
-            all links are equal.
+        link_rates: full-duplex rate of each worker's link, in worker order, in any unit; "measured"
+            measures all links when the strategy is made; by default all links are equal.
         spare_link_rates: the same for each spare machine (job `summation`), in the same unit, in
             addition to `link_rates`; by default the workers' mean.
         partition_bytes: largest size of a message in bytes; by default every machine gets about 32
@@ -33,43 +35,53 @@ class Summation:
         timeout_seconds: how long to hear nothing from a machine before asking whether it is alive.
 
     Raises:
-        ValueError: if a rate is not positive, `spare_link_rates` comes without `link_rates`, or
-            another number is out of range.
+        ValueError: if a rate is not positive, `spare_link_rates` comes without those of the
+            workers, or another number is out of range.
     """
 
-    link_rates: Sequence[float] | None = None
+    link_rates: Sequence[float] | Literal["measured"] | None = None
     spare_link_rates: Sequence[float] | None = None
     partition_bytes: int | None = None
     partitions_in_flight: int = 6
     timeout_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        for rates in (self.link_rates or (), self.spare_link_rates or ()):
+        if isinstance(self.link_rates, str) and self.link_rates != MEASURED:
+            raise ValueError(
+                f'link_rates are numbers, or "{MEASURED}". Received: {self.link_rates!r}.'
+            )
+        given = self._given_rates or ()
+        for rates in (given, self.spare_link_rates or ()):
             if not all(math.isfinite(rate) and rate > 0 for rate in rates):
                 raise ValueError(
                     "Rates of links must be positive and finite. Received: "
                     f"link_rates={self.link_rates}, spare_link_rates={self.spare_link_rates}."
                 )
-        if self.spare_link_rates and not self.link_rates:
+        if self.spare_link_rates and not given:
             raise ValueError(
                 "Rates of the spare machines' links mean nothing beside unknown ones of the "
-                f"workers. Received: spare_link_rates={self.spare_link_rates} without link_rates. "
-                "Give both in the same unit, or neither if all links are equal."
+                f"workers. Received: spare_link_rates={self.spare_link_rates} with link_rates="
+                f"{self.link_rates!r}. Give both in the same unit, or neither if all links are "
+                f'equal; link_rates="{MEASURED}" measures both.'
             )
         size, most = self.partition_bytes, LARGEST_PARTITION_BYTES
         check_number("partition_bytes", size, least=4, most=most, or_none=True)
         check_number("partitions_in_flight", self.partitions_in_flight, least=1)
         check_number("timeout_seconds", self.timeout_seconds, above=0)
 
+    @property
+    def _given_rates(self) -> Sequence[float] | None:
+        return None if isinstance(self.link_rates, str) else self.link_rates
+
     def worker_rates(self, num_workers: int) -> tuple[float, ...]:
-        """Return one rate for each worker."""
-        return _rates("link_rates", self.link_rates, num_workers, "worker")
+        """Return one rate for each worker; equal ones if they are to be measured."""
+        return _rates("link_rates", self._given_rates, num_workers, "worker")
 
     def spare_rates(self, num_spare: int) -> tuple[float, ...]:
         """Return one rate for each spare machine; the workers' mean if none are given."""
-        rates = self.spare_link_rates
-        if rates is None and self.link_rates:
-            rates = (math.fsum(self.link_rates) / len(self.link_rates),) * num_spare
+        rates, given = self.spare_link_rates, self._given_rates
+        if rates is None and given:
+            rates = (math.fsum(given) / len(given),) * num_spare
         return _rates("spare_link_rates", rates, num_spare, "spare machine")
 
     def elements_per_message(self, num_elements: int, num_machines: int) -> int:

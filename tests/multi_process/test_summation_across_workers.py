@@ -49,10 +49,11 @@ class Cluster(NamedTuple):
 
 
 RATES = {"link_rates": [1.2, 1.0, 1.1], "spare_link_rates": [0.9]}
+MEASURED = {"link_rates": "measured"}
 SHARED = "workers that share a host"
 CLUSTERS = {
     SHARED: Cluster("1,1,1", 1, CHECKS, RATES, HOSTS and (*HOSTS, HOSTS[0])),
-    "no spare machine": Cluster("1,1,1", 0, CHECKS),
+    "no spare machine": Cluster("1,1,1", 0, CHECKS, MEASURED),
     "unequal devices": Cluster("2,1", 1, CHECKS_OF_DEVICES),
     "two devices each": Cluster("2,2", 0, CHECKS_OF_DEVICES),
     # which then sum everything
@@ -108,7 +109,10 @@ def test_every_machine_sums(runs_of: Any, cluster: str) -> None:
     if num_spare == num_workers:
         assert partitions[:num_workers] == [0] * num_workers
         partitions = partitions[num_workers:]
-    assert min(partitions) > len(runs.checks)
+    if CLUSTERS[cluster].settings == MEASURED:  # of links within a machine anything may be found
+        assert sum(partitions) > len(runs.checks)
+    else:
+        assert min(partitions) > len(runs.checks)
 
 
 def fit(start_workers: Any, environments: Any, steps: int = FOR_EVER) -> Any:

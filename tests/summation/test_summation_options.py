@@ -24,6 +24,8 @@ def test_what_aggregation_may_be():
         ({"spare_link_rates": [float("inf")]}, "positive and finite"),
         # without those of the workers the unit is unknown: all would be summed on one machine
         ({"spare_link_rates": [1.25e9]}, "Give both in the same unit"),
+        ({"link_rates": "measured", "spare_link_rates": [1.0]}, "Give both in the same unit"),
+        ({"link_rates": "fast"}, 'numbers, or "measured"'),
         ({"partition_bytes": 3}, "at least 4"),
         ({"partition_bytes": 4_096_004}, "at most 4096000"),
         ({"partitions_in_flight": 0}, "at least 1"),
