@@ -15,12 +15,13 @@ Devices that "work ahead" are asynchronous, as GPUs are: only some steps are mea
 limit is a training that measures nothing. Time is taken when devices have computed, after the first
 step, in the middle and at the end.
 
-Four more parts: "memory", in which the memory of the fastest device holds 50 samples: without that
-bound, with shares of at most 50, and with larger ones in micro-batches of 50, each of which has the
-device's fixed time; "reaction", in which a device becomes three times slower at twenty different
-steps of a run, in one process with three devices and in two workers with one each; "cpu quotas", in
-which two worker processes really compute and one is throttled by a cgroup; and "accuracy", the
-digits of scikit-learn under the even split and under "boa".
+Five more parts: "simulated", see `_simulated_balance`; "memory", in which the memory of the fastest
+device holds 50 samples: without that bound, with shares of at most 50, and with larger ones in
+micro-batches of 50, each of which has the device's fixed time; "reaction", in which a device
+becomes three times slower at twenty different steps of a run, in one process with three devices and
+in two workers with one each; "cpu quotas", in which two worker processes really compute and one is
+throttled by a cgroup; and "accuracy", the digits of scikit-learn under the even split and under
+"boa".
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ import tensorflow as tf
 from _cpu_quota import TIMEOUT_SECONDS, measure_with_quotas
 from _peer_policies import PEERS
 from _report import environment, print_table, write_report
+from _simulated_balance import simulated_rows
 from digits import global_batches, load_digits, make_model
 
 from keras_het import HeterogeneousStrategy
@@ -563,6 +565,7 @@ PARTS = {
     "cpu quotas": _cpu_quotas,
     "accuracy": _accuracy,
     "reaction": _reaction,
+    "simulated": simulated_rows,
 }
 
 
