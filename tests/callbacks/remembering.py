@@ -207,3 +207,18 @@ MOMENTS = {
     "in a validation": ("on_test_batch_end", 3),
     "end of a validation": ("on_test_end", 3),
 }
+
+
+def drawn_model() -> keras.Model:
+    """A new model that has been fitted once: only then does Keras draw an element of a data set."""
+    model = new_model()
+    model.fit(X, Y, epochs=1, batch_size=BATCH, verbose=0, validation_data=VALIDATION)
+    return model
+
+
+def undisturbed_training(model: keras.Model, folder: Path) -> dict[str, Any]:
+    """What a training ends with that nothing interrupts."""
+    found = fit(model, folder, callbacks_in(folder))
+    assert len(found["epochs"]) < EPOCHS or EPOCHS == 5
+    assert len(found["files"]) >= 5
+    return found

@@ -29,8 +29,10 @@ from remembering import (
     X,
     Y,
     callbacks_in,
+    drawn_model,
     fit,
     new_model,
+    undisturbed_training,
 )
 
 from keras_het.callbacks import BackupAndRestore
@@ -40,19 +42,12 @@ from keras_het.fit.callback_states import CallbackStates
 
 @pytest.fixture(scope="module")
 def model() -> keras.Model:
-    model = new_model()
-    # Keras draws an element of a data set for the first `fit` of a model, and for no later one.
-    model.fit(X, Y, epochs=1, batch_size=BATCH, verbose=0, validation_data=VALIDATION)
-    return model
+    return drawn_model()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(model: keras.Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    found = fit(model, folder, callbacks_in(folder))
-    assert len(found["epochs"]) < EPOCHS or EPOCHS == 5
-    assert len(found["files"]) >= 5
-    return found
+    return undisturbed_training(model, tmp_path_factory.mktemp("undisturbed"))
 
 
 QUICK = pytest.mark.quick(
