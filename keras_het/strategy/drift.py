@@ -81,7 +81,9 @@ class Held:
         session = FitSession.of(model)
         is_local = session is not None and session.has_layer(Rank.REDUCE_LOCALLY)
         self._strategy, self._is_alone = strategy, is_local or strategy.num_workers == 1
-        variables = _variables(model)
+        # One from outside of the scope, which no step changes, is there once for all replicas.
+        created_here = strategy.extended.variable_created_in_scope
+        variables = [each for each in _variables(model) if created_here(each.value)]
         self._names = [variable.path for variable in variables]
         self._copies = [strategy.experimental_local_results(each.value) for each in variables]
         replicas = zip(*self._copies, strict=True)
