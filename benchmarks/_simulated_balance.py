@@ -9,12 +9,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from _peer_policies import PEERS
 
-from keras_het.planning import LinearTimeModel, min_max_shares_of_models
+from keras_het.planning import LinearTimeModel, min_max_shares
 from keras_het.planning.balance import BoaPolicy
 
 LOOKAHEAD = 2
@@ -70,6 +71,17 @@ CASES = {
 }
 
 
+def best_shares(
+    models: Sequence[LinearTimeModel], total: int, upper: Sequence[int] | None = None
+) -> np.ndarray:
+    """Return the solver's shares for true times."""
+
+    def times(shares: np.ndarray) -> np.ndarray:
+        return np.array([m.seconds(int(b)) for m, b in zip(models, shares, strict=True)])
+
+    return min_max_shares(times, total, [0] * len(models), upper)
+
+
 def ratio_to_limit(case: Simulated, policy: Any, seed: int) -> float:
     """Return the time of all steps but the first under the limit, over the policy's."""
     random, number = np.random.default_rng(seed), len(case.speeds)
@@ -81,7 +93,7 @@ def ratio_to_limit(case: Simulated, policy: Any, seed: int) -> float:
         while coming and coming[0][0] <= step:
             shares = coming.popleft()[1]
         models = case.models(step)
-        best = min_max_shares_of_models(models, batch)
+        best = best_shares(models, batch)
         factors = np.exp(case.noise * random.normal(size=number))
         is_outlier = random.random(number) < case.outliers
         factors = np.where(is_outlier, factors * random.uniform(2, 10, number), factors)

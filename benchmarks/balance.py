@@ -47,7 +47,7 @@ import tensorflow as tf
 from _cpu_quota import TIMEOUT_SECONDS, measure_with_quotas
 from _peer_policies import PEERS
 from _report import environment, print_table, write_report
-from _simulated_balance import simulated_rows
+from _simulated_balance import best_shares, simulated_rows
 from digits import global_batches, load_digits, make_model
 
 from keras_het import HeterogeneousStrategy
@@ -58,7 +58,6 @@ from keras_het.planning import (
     BalancePlan,
     LinearTimeModel,
     MicroBatchTimeModel,
-    min_max_shares_of_models,
 )
 from keras_het.strategy.measure import emulated_device
 from keras_het.strategy.measure.emulated_device import KERAS_HET_EMULATED_DEVICES
@@ -131,7 +130,7 @@ class Cluster:
 
     def best_shares(self, step: int = 0) -> tuple[int, ...]:
         """Return the solver's shares for the true speeds."""
-        shares = min_max_shares_of_models(self.models(step), self.batch, upper=self.upper_bounds)
+        shares = best_shares(self.models(step), self.batch, self.upper_bounds)
         return tuple(int(share) for share in shares)
 
     def seconds(self, shares: Sequence[int], step: int = 0) -> float:

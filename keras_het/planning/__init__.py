@@ -4,7 +4,6 @@ from keras_het.planning.balance import BalancePlan, BalancePolicy, make_policy
 from keras_het.planning.balance.min_max import (
     min_max_shares,
     min_max_shares_linear,
-    min_max_shares_of_models,
 )
 from keras_het.planning.replica_layout import ReplicaLayout
 from keras_het.planning.roles.exchange_settings import ExchangeSettings, PushPlan, plan_pushes
@@ -18,8 +17,6 @@ from keras_het.planning.shares import apportion, proportional_shares
 from keras_het.planning.times.time_model import (
     LinearTimeModel,
     MicroBatchTimeModel,
-    OverlappedTimeModel,
-    TimeModel,
 )
 from keras_het.planning.times.time_model_fit import TimeModelFit
 
@@ -32,19 +29,16 @@ __all__ = [
     "LocalStepsPlan",
     "MicroBatchTimeModel",
     "ModePrediction",
-    "OverlappedTimeModel",
     "PushPlan",
     "ReplicaLayout",
     "RolePlan",
     "SummationPlan",
-    "TimeModel",
     "TimeModelFit",
     "advise_roles",
     "apportion",
     "make_policy",
     "min_max_shares",
     "min_max_shares_linear",
-    "min_max_shares_of_models",
     "plan_local_steps",
     "plan_pushes",
     "plan_summation",

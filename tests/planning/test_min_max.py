@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from keras_het.planning.balance.min_max import (
     min_max_shares,
     min_max_shares_linear,
-    min_max_shares_of_models,
 )
 from keras_het.planning.shares import check_bounds, proportional_shares
-from keras_het.planning.times.time_model import LinearTimeModel, OverlappedTimeModel
 
 
 def step_seconds(table, shares):
@@ -144,22 +142,6 @@ def test_known_answers(fixed, slope, total, upper, expected):
 def test_a_lower_bound_uses_a_hopeless_replica_but_still_balances_the_others():
     shares = min_max_shares_linear([0, 0, 1000], [1, 1, 1], 101, lower=[0, 0, 1])
     assert shares.tolist() == [50, 50, 1]
-
-
-def test_models_of_different_kinds_in_one_program():
-    models = [
-        LinearTimeModel(0.0, 1.0),
-        OverlappedTimeModel(LinearTimeModel(0, 0.5), LinearTimeModel(0, 0.5), 0.2, 10.0, 1.0),
-    ]
-    total, lower, upper = 40, (0, 0), (40, 40)
-    table = [[model.seconds(share) for share in range(total + 1)] for model in models]
-    shares = min_max_shares_of_models(models, total)
-    assert step_seconds(table, shares) == brute_force(table, total, lower, upper)
-    lines = [LinearTimeModel(0.1, 1.0), LinearTimeModel(0.0, 3.0)]
-    assert (
-        min_max_shares_of_models(lines, 40).tolist()
-        == min_max_shares_linear([0.1, 0.0], [1.0, 3.0], 40).tolist()
-    )
 
 
 def test_ten_thousand_replicas():

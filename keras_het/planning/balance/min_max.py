@@ -12,7 +12,7 @@ the numbers, and therefore ends exactly, after at most 63 halvings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -23,7 +23,6 @@ from keras_het.planning.shares import (
     check_bounds,
     proportional_shares,
 )
-from keras_het.planning.times.time_model import LinearTimeModel, TimeModel
 
 Times = Callable[[IntArray], FloatArray]
 # Returns the largest shares in [low, high] that finish within a time; `low` always does.
@@ -115,40 +114,6 @@ def min_max_shares_linear(
         return _invert_lines(fixed, slope, threshold, low, high)
 
     return _solve(times, largest_within, int(total), low, high)
-
-
-def min_max_shares_of_models(
-    models: Sequence[TimeModel],
-    total: int,
-    lower: ArrayLike | None = None,
-    upper: ArrayLike | None = None,
-) -> IntArray:
-    """Solve the min-max program with one time model per replica.
-
-    Args:
-        models: the time model of each replica; kinds may be mixed.
-        total: samples of the global batch.
-        lower: smallest share of each replica; by default 0.
-        upper: largest share of each replica; by default the total.
-
-    Returns:
-        Optimal shares, int64 [n]; they sum to `total`.
-
-    Raises:
-        TypeError: if bounds or total are not whole numbers.
-        ValueError: if no shares satisfy the bounds.
-    """
-    lines = [model for model in models if type(model) is LinearTimeModel]
-    if len(lines) == len(models):
-        fixed = [model.fixed_seconds for model in lines]
-        slope = [model.seconds_per_sample for model in lines]
-        return min_max_shares_linear(fixed, slope, total, lower, upper)
-
-    def times(shares: IntArray) -> FloatArray:
-        return np.array([m.seconds(int(b)) for m, b in zip(models, shares, strict=True)])
-
-    low = np.zeros(len(models), np.int64) if lower is None else lower
-    return min_max_shares(times, total, low, upper)
 
 
 def _solve(

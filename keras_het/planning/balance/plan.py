@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from keras_het.planning.times.time_model import LinearTimeModel, model_of_fields
+from keras_het.planning.times.time_model import LinearTimeModel
 from keras_het.planning.times.time_model_fit import Measurement
 
 _SHARES_ON_ONE_LINE = 16
@@ -61,32 +61,6 @@ class BalancePlan:
         for name in ("shares", "predicted_seconds"):
             values[name] = list(values[name])
         return {**values, "unused": list(self.unused), "gain": self.gain}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> BalancePlan:
-        """Restore a plan.
-
-        Args:
-            values: the result of `to_dict`, possibly after a round trip through JSON.
-
-        Returns:
-            An equal plan.
-
-        Raises:
-            ValueError: if fields are missing.
-        """
-        names = [field.name for field in dataclasses.fields(cls)]
-        if missing := [name for name in names if name not in values]:
-            raise ValueError(
-                f"A balance plan needs the fields {names}. Missing: {missing}. Pass what "
-                "BalancePlan.to_dict returned."
-            )
-        given = {name: values[name] for name in names}
-        given["shares"] = tuple(given["shares"])
-        given["predicted_seconds"] = tuple(given["predicted_seconds"])
-        given["measured"] = tuple(item and Measurement(**item) for item in given["measured"])
-        given["models"] = tuple(item and model_of_fields(item) for item in given["models"])
-        return cls(**given)
 
     def __str__(self) -> str:
         shown = " ".join(map(str, self.shares[:_SHARES_ON_ONE_LINE]))
