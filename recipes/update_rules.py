@@ -61,13 +61,6 @@ DAMPED = {"learning_rate": 0.3, "momentum": 0.5, "damps_staleness": True}
 ADAM = {"optimizer": {"class_name": "Adam", "config": {"learning_rate": 0.006}}}
 ADAPTIVE = {"learning_rate": 0.2, "compensation": 2.0, "decay": 0.95}
 CONSTANT = {"learning_rate": 0.5, "compensation": 0.04}
-TWO_STAGES = {
-    "data_shares": [0.5, 0.5],
-    "steps": [4, 4],
-    "second_steps": [2, 2],
-    "loss_threshold": 0.2,
-}
-MEASURED = {"loss_threshold": 0.2, "preset_steps": 4}
 # Chosen by hand, from a few values each: by `--validate` if docs/measured/update_rules.md says so.
 SETTINGS = {
     "sync_easgd": Setting(
@@ -86,8 +79,6 @@ SETTINGS = {
     "async_measgd": Setting("async_measgd", 0.15, 0.9),
     "hogwild_easgd": Setting("hogwild_easgd", 0.8, 0.0),
     "round_robin_easgd": Setting("round_robin_easgd", 0.6, 0.0, period=2, kind="service"),
-    "ashl": Setting("ashl", 0.5, 0.0, TWO_STAGES, kind="service"),
-    "ashl_measured": Setting("ashl", 0.5, 0.0, MEASURED, kind="service"),
 }
 
 

@@ -19,7 +19,7 @@ from keras_het.asynchronous.exchange import (
     SyncGroup,
 )
 from keras_het.asynchronous.exchange.pace import FIRST_PERIOD
-from keras_het.asynchronous.parameter_service import TopKWire, Wire
+from keras_het.asynchronous.parameter_service import FloatWire, TopKWire, Wire
 from keras_het.asynchronous.parameter_service.partitions import PARTITION_BYTES
 from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH
 from keras_het.asynchronous.roles.role_choice import MEASURED_STEPS, RoleChoice, start_again
@@ -172,7 +172,7 @@ class HybridAggregation(SessionCallback):
             connect_seconds=connect_seconds,
             end_seconds=end_seconds,
             goes_on_without_service=on_service_loss == "continue",
-            wire=wire,
+            wire=wire or FloatWire(),
             spreads_service=service == "spread",
             partition_bytes=partition_bytes,
         )
@@ -266,8 +266,6 @@ class HybridAggregation(SessionCallback):
         self._steps_of_epoch += steps
         self._samples_of_epoch += self._samples
         _check_trains_on(self._participant.data, self._samples)
-        if logs and "loss" in logs and isinstance(self._participant, AsyncWorker):
-            self._participant.note_logs(logs)
         self._participant.steps_done(steps, self._samples)
 
     def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
@@ -437,13 +435,9 @@ def _check_trains_on(data: GlobalOrderDataset, samples: int) -> None:
 
 
 def _default_period(rule: UpdateRule) -> int | str:
-    """Plan by times, unless the rule's settings assume a number of steps or plan it themselves."""
+    """Plan by times, unless the rule's settings assume a number of steps or workers wait."""
     counts_steps = rule.uses_gradients or isinstance(rule, ElasticAveraging)
-    return _PERIOD if counts_steps or _plans_steps(rule) else "auto"
-
-
-def _plans_steps(rule: UpdateRule) -> bool:
-    return rule.may_wait or rule.local_steps(0, 0) is not None
+    return _PERIOD if counts_steps or rule.may_wait else "auto"
 
 
 def _check_options(options: HybridOptions) -> None:
@@ -454,7 +448,7 @@ def _check_options(options: HybridOptions) -> None:
             f"they could not train without the service. Received: {rule.name!r}. Use "
             '"delta" or elastic averaging, or on_service_loss="raise".'
         )
-    if options.adapts_period and _plans_steps(rule):
+    if options.adapts_period and rule.may_wait:
         raise ValueError(
             'period="auto" needs a rule in which workers do not wait for each other. Received: '
             f"{rule.name!r}. Give a number, such as planning.plan_pushes chooses."

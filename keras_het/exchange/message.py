@@ -51,15 +51,15 @@ class Kind(enum.IntEnum):
     # The center of asynchronous workers, part by part
     STATUS = 11, 2  # Status; a number that the request asks for
     PULL = 12, 2  # part; whether in full whatever the format of messages is
-    VALUES = 13, 3, "<f4"  # Status, version, whether the push waited; values
-    VALUES_16 = 14, 3, "<u2"  # the same, with bits of 16-bit floats
+    VALUES = 13, 2, "<f4"  # Status, version; values
+    VALUES_16 = 14, 2, "<u2"  # the same, with bits of 16-bit floats
     PUSH = 15, 4, "<f4"  # part, number of the push, version last seen, samples
     PUSH_16 = 16, 4, "<u2"
     PUSH_TOP = 17, 4, "<f4", "<i4"  # the same; the largest values and their places
     RESTORE = 18, 1, "<f4"  # part; its center
     EXPORT = 19, 1  # part
     STATE = 20, 1, "<u1", "<u1"  # part; names, types and shapes in JSON; their bytes
-    SIGNAL = 21, 3  # part, worker, Signal
+    LEAVE = 21, 2  # part, worker
     LATEST = 22, 0
     CLOSE_TRAINING = 23, 0
     # The ledger of global batches and samples

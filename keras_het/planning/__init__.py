@@ -7,7 +7,6 @@ from keras_het.planning.balance.min_max import (
 )
 from keras_het.planning.replica_layout import ReplicaLayout
 from keras_het.planning.roles.exchange_settings import ExchangeSettings, PushPlan, plan_pushes
-from keras_het.planning.roles.local_steps import LocalStepsPlan, plan_local_steps
 from keras_het.planning.roles.roles import ClusterSpeeds, ModePrediction, RolePlan, advise_roles
 from keras_het.planning.roles.summation_placement import (
     SummationPlan,
@@ -26,7 +25,6 @@ __all__ = [
     "ClusterSpeeds",
     "ExchangeSettings",
     "LinearTimeModel",
-    "LocalStepsPlan",
     "MicroBatchTimeModel",
     "ModePrediction",
     "PushPlan",
@@ -39,7 +37,6 @@ __all__ = [
     "make_policy",
     "min_max_shares",
     "min_max_shares_linear",
-    "plan_local_steps",
     "plan_pushes",
     "plan_summation",
     "proportional_shares",

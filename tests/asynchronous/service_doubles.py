@@ -14,13 +14,6 @@ from keras_het.asynchronous.rules import get
 from keras_het.exchange.server import Server
 
 ASYNCHRONOUS = {  # settings of each rule, for three workers
-    "ashl": {
-        "data_shares": [0.5, 0.3, 0.2],
-        "steps": [8, 5, 3],
-        "second_steps": [3, 2, 1],
-        "loss_threshold": 0.5,
-    },
-    "ashl measured": {"loss_threshold": 0.5, "num_workers": 3},
     "async_easgd": {"num_workers": 3},
     "async_measgd": {"num_workers": 3},
     "async_sgd": {"learning_rate": 0.1},

@@ -1,4 +1,4 @@
-"""The measured speed of a task, and the local steps and compression that follow from it."""
+"""The measured speed of a task, and the steps between its exchanges that follow from it."""
 
 import numpy as np
 import pytest
@@ -8,13 +8,11 @@ from service_doubles import Clock
 
 from keras_het.asynchronous.exchange.pace import (
     FIRST_PERIOD,
-    LocalStepTuner,
     Pace,
     PushPace,
     choose_period,
 )
-from keras_het.asynchronous.rules import ASHL
-from keras_het.planning import plan_local_steps, plan_pushes
+from keras_het.planning import plan_pushes
 from keras_het.planning.roles.exchange_settings import (
     LARGEST_OVERHEAD,
     ExchangeSettings,
@@ -174,54 +172,3 @@ def test_roles_are_predicted_for_the_periods_that_tasks_plan():
         limits = (20.0, longest_period(300 * parts))
         assert choose_period(paces, [HEARD] * 2, client, limits) == predicted[client]
     assert predicted == (6, 4)
-
-
-STEPS = Pace(samples_per_second=80.0, batch_samples=8, exchange_seconds=0.0)
-
-
-def plan_of(client, clock):
-    rule = ASHL(loss_threshold=0.5, num_workers=3, preset_ratio=0.1)
-    return LocalStepTuner(rule, client, clock)
-
-
-def test_the_time_of_a_full_push_is_that_without_the_pull(clock):
-    plan = plan_of(0, clock)
-    plan.took_at_once(50.0)  # traced
-    assert plan.pace(STEPS) is None and plan.steps(0) is None
-    plan.pull(lambda: clock.sleep(0.2))
-    for seconds in (1.0, 1.2, 1.4):
-        plan.took_at_once(seconds)
-    assert plan.pace(STEPS) == pytest.approx(Pace(80.0, 8, 1.2, 0.2))
-
-
-def test_a_compressed_push_says_what_a_full_one_would_take(clock):
-    plan = plan_of(1, clock)
-    plan.pull(lambda: clock.sleep(0.2))
-    paces = [Pace(80, 8, 1.0, 0.2), Pace(20, 8, 3.0, 1.0), Pace(0, 0, 0)]
-    plan.choose(paces, [1.0] * 3, 10.0)
-    ratio = plan.next_ratio(0)
-    assert 0.1 <= ratio < 1
-    plan.took_at_once(50.0)
-    for _ in range(3):
-        plan.took_at_once(0.2 + 2.0 * ratio)
-    assert plan.pace(STEPS).exchange_seconds == pytest.approx(2.2)
-
-
-@pytest.mark.parametrize("client", [0, 1, 2])
-def test_every_worker_has_its_place_in_the_same_plan(clock, client):
-    plan = plan_of(client, clock)
-    paces = np.array([Pace(80, 8, 1.0, 0.2), Pace(40, 16, 2.8, 1.0), Pace(10, 8, 4.0, 1.0)])
-    plan.choose(paces, [1.0] * 3, 10.0)
-    times = (paces[:, 1] / paces[:, 0], paces[:, 2] - paces[:, 3], paces[:, 3])
-    for stage, preset in enumerate((8, 2)):
-        expected = plan_local_steps(*times, preset, 0.1)
-        assert plan.steps(stage) == expected.steps[client]
-        assert plan.next_ratio(stage) == expected.compression_ratios[client]
-    assert plan.steps(0) == (94, 19, 8)[client]
-
-
-def test_who_is_silent_or_said_nothing_has_no_part_in_the_plan(clock):
-    plan = plan_of(1, clock)
-    paces = [Pace(1.0, 8, 1.0, 0.2), Pace(40, 8, 3.0, 1.0), Pace(0, 0, 0)]
-    plan.choose(paces, [11.0, 99.0, 1.0], 10.0)
-    assert [plan.steps(0), plan.steps(1), plan.next_ratio(0)] == pytest.approx([8, 2, 0.1])

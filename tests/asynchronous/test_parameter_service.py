@@ -35,7 +35,6 @@ from keras_het.asynchronous.rules import (
     Delta,
     ElasticAveraging,
     RoundRobinEASGD,
-    Signal,
 )
 from keras_het.exchange.client import Client
 from keras_het.exchange.message import Kind, Message
@@ -89,12 +88,12 @@ def test_the_same_numbers_on_every_way(way):
             center = center + np.float32(0.3) * (flat(ramp(scale)) - center)
             np.testing.assert_allclose(flat(client.pull().values), center, rtol=1e-6)
             center, versions = flat(client.pull().values), answer.versions
-        assert versions.tolist() == [2] * 3 and not answer.had_to_wait
+        assert versions.tolist() == [2] * 3
         assert sorted(itertools.chain(*(service.versions for service in services))) == [2] * 3
         assert client.latest_number() == 0
         push(client, ramp(), number=7)
         assert client.latest_number() == 7
-        assert client.signal(Signal.NOTHING, 1) == 0
+        assert client.leave(1)
         client.close_training()
         assert set(push(client, ramp()).statuses) == {Status.CLOSED}
         np.testing.assert_allclose(client.export()["part_2/version"], 3)
@@ -161,7 +160,7 @@ def test_a_training_that_is_not_known():
             assert set(push(client, ramp()).statuses) == {NO_ANSWER}
         with pytest.raises(UnknownTrainingError, match=r"There is no service.*on_service_loss"):
             client.greet()
-        assert client.signal(Signal.NOTHING, 0) is None
+        assert not client.leave(0)
         for ask in (client.export, client.latest_number, client.close_training):
             with pytest.raises(UnknownTrainingError):
                 ask()
@@ -383,7 +382,7 @@ def test_a_turn_is_waited_for_however_long_as_long_as_the_service_is_there():
 
         second._channels[0].ask = ask_and_go_on
         answer = push(second, ramp(), number=1)
-        assert set(answer.statuses) == {Status.OK} and answer.had_to_wait
+        assert set(answer.statuses) == {Status.OK}
         assert len(asked) >= 3 and set(asked) == {Kind.LATEST}
         np.testing.assert_allclose(flat(answer.values), 0.5 * flat(ramp()))
         assert set(push(second, ramp(), number=1).statuses) == {Status.REPEATED}
@@ -452,14 +451,12 @@ def test_saved_state_that_does_not_fit_is_refused(name):
     np.testing.assert_array_equal(service.center, 1)
 
 
-@pytest.mark.parametrize(
-    "numbers", [(3, 0, 0), (-1, 0, 0), (0, 4, 1), (0, -1, 1), (0, 0, 3), (0, 0, -1)]
-)
-def test_a_signal_that_makes_no_sense_is_an_error(numbers):
+@pytest.mark.parametrize("numbers", [(3, 0), (-1, 0), (0, 4), (0, -1)])
+def test_a_farewell_that_makes_no_sense_is_an_error(numbers):
     service = start(RoundRobinEASGD(4))
     before = service.parts[0].state()
     with pytest.raises(ValueError, match="Received"):
-        service.handle(1, Message(Kind.SIGNAL, numbers))
+        service.handle(1, Message(Kind.LEAVE, numbers))
     np.testing.assert_equal(service.parts[0].state(), before)
 
 

@@ -17,7 +17,6 @@ from keras_het.asynchronous.parameter_service.part import (
     unpack_state,
 )
 from keras_het.asynchronous.rules import (
-    ASHL,
     AsyncSGD,
     DelayCompensated,
     Delta,
@@ -25,7 +24,6 @@ from keras_het.asynchronous.rules import (
     HogwildEASGD,
     PushMeta,
     RoundRobinEASGD,
-    Signal,
 )
 
 SIZE = 3
@@ -82,7 +80,7 @@ def test_nobody_gets_the_zeros_of_a_part_without_a_center():
     broken = np.array([0, np.nan, 0], np.float32)
     assert part.set_center(broken) == Status.NOT_FINITE
     for answer in (part.pull(), push(part, number=1)):
-        assert answer == (Status.NO_CENTER, -1, None, False)
+        assert answer == (Status.NO_CENTER, -1, None)
     with pytest.raises(ValueError, match="Lengths differ"):
         part.set_center(ONES[:-1])
     assert part.set_center(broken, is_trusted=True) == Status.OK
@@ -230,10 +228,10 @@ def test_a_push_is_answered_when_its_turn_comes(in_turns):
     second, third = waiting(part, 2, 1)[::-1]
     assert part.version == 0
     first = push(part, worker=0)  # this very push
-    assert (first.status, first.had_to_wait) == (Status.OK, False)
+    assert first.status == Status.OK
     for version, (call, center) in enumerate([(second, 0.5), (third, 0.75)], 2):
         answer = call.result(0)
-        assert (answer.status, answer.version, answer.had_to_wait) == (Status.OK, version, True)
+        assert (answer.status, answer.version) == (Status.OK, version)
         np.testing.assert_allclose(answer.values, center)  # each with the center before it
     np.testing.assert_allclose(part.center, 1 - 0.5**3)
     assert push(part, worker=0).status == Status.OK
@@ -241,9 +239,8 @@ def test_a_push_is_answered_when_its_turn_comes(in_turns):
 
 def test_nobody_waits_for_a_worker_that_leaves(in_turns):
     calls = waiting(in_turns, 1, 2)
-    in_turns.signal(0, Signal.NOTHING)
     assert not calls[0].done()
-    in_turns.signal(0, Signal.LEAVE)
+    in_turns.leave(0)
     assert [call.result(0).status for call in calls] == [Status.OK] * 2
     assert push(in_turns, worker=1).status == Status.OK  # without the one that is gone
     (back,) = waiting(in_turns, 0)  # it is back: its turn comes
@@ -285,23 +282,9 @@ def test_a_refused_push_that_is_sent_again_passes_no_second_turn(in_turns):
 
 
 def test_a_worker_that_has_left_does_not_come_back_with_a_refused_push(in_turns):
-    in_turns.signal(1, Signal.LEAVE)
+    in_turns.leave(1)
     assert statuses(in_turns, (0, ONES), (1, BAD)) == [Status.OK, Status.NOT_FINITE]
     assert statuses(in_turns, (2, ONES), (0, ONES), (2, ONES)) == [Status.OK] * 3
-
-
-def test_the_lead_of_the_second_stage_is_bounded():
-    part = part_with(ASHL(loss_threshold=0.5, num_workers=3, largest_lead=1))
-    for _ in range(5):
-        assert push(part).status == Status.OK
-    assert part.signal(0, Signal.LOSS_REACHED) == 1
-    for bad in (ONES, BAD):  # nobody waits for one whose pushes are refused
-        assert statuses(part, (0, ONES), (1, ONES)) == [Status.OK] * 2
-        (ahead,) = waiting(part, 0)
-        push(part, bad, worker=2)
-        assert ahead.result(0).status == Status.OK
-        push(part, worker=1)
-        push(part, worker=2)
 
 
 class FailsForOne(RoundRobinEASGD):

@@ -24,7 +24,6 @@ from keras_het.asynchronous.roles.role_choice import (
     noise_scale_of,
 )
 from keras_het.exchange.server import Server
-from keras_het.planning.roles.exchange_settings import Pusher, periods_of
 from keras_het.strategy.measure.compute_times import StepTimes
 
 DIMENSIONS = 50
@@ -121,12 +120,6 @@ def test_the_plan_is_made_for_the_training_that_follows(monkeypatch):
     gradients = rules.AsyncSGD(learning_rate=0.1)
     exchange = speeds_of(monkeypatch, rule=gradients, adapts_period=True).exchange
     assert exchange.period is None and exchange.sends_gradients
-    # a rule with its own period has it for async workers only
-    own = rules.ASHL(loss_threshold=0.5, num_workers=2, preset_steps=40)
-    exchange = speeds_of(monkeypatch, period=3, rule=own).exchange
-    assert (exchange.period, exchange.async_period) == (3, 40)
-    pushers = [Pusher(8.0, 0.1, 0.0, 0.0, 1), *[Pusher(4.0, 0.1, 0.0, 0.0, 2)] * 2]
-    assert periods_of(exchange, pushers) == (3, 40, 40)
 
 
 def test_times_of_an_exchange():

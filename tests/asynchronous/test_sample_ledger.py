@@ -30,7 +30,7 @@ from keras_het.exchange.status import Status
 
 CLIENTS, BATCHES = 4, 100
 TRAINING = TrainingFacts(BATCHES, 17)
-PACE = (50.0, 8, 0.25, 0.1, 0.3, 2.0)
+PACE = (50.0, 8, 0.25, 0.3, 2.0)
 
 
 @pytest.fixture
@@ -166,11 +166,11 @@ def test_reports(ledger, leader):
 
 def test_paces_of_all(ledger, leader):
     paces, silence = connect(ledger, 1).pace(PACE)
-    assert paces.tolist() == [[0] * 6, [*PACE], [0] * 6, [0] * 6]
+    assert paces.tolist() == [[0] * 5, [*PACE], [0] * 5, [0] * 5]
     assert silence[1] < 60 < silence[2]  # nobody heard of client 2
     connect(ledger, 2).report(Presence.TRAINING)
-    paces, silence = leader.pace((400.0, 16, 0.0, 0.0, 0.0, 0.0))
-    assert paces[:2].tolist() == [[400, 16, 0, 0, 0, 0], [*PACE]]
+    paces, silence = leader.pace((400.0, 16, 0.0, 0.0, 0.0))
+    assert paces[:2].tolist() == [[400, 16, 0, 0, 0], [*PACE]]
     assert max(silence[:3]) < 60
 
 
@@ -202,7 +202,7 @@ COUNT, EPOCH = range(2**63), range(LARGEST_EPOCH)
 RIGHT = {
     Kind.CLAIM: (EPOCH, COUNT[1:]),
     Kind.REPORT: (COUNT, COUNT, range(3)),
-    Kind.PACE: (COUNT[1:], COUNT[1:], *[COUNT] * 4),
+    Kind.PACE: (COUNT[1:], COUNT[1:], *[COUNT] * 3),
     # number of the report, samples; stage, batches taken, epoch, facts: the second is a hash
     Kind.LEAD: (COUNT, COUNT, range(-1, 4), COUNT, EPOCH, COUNT, range(-(2**63), 2**63))
     + (COUNT,) * 3,

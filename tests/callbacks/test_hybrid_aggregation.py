@@ -14,7 +14,7 @@ from small_training import BATCH, NUM_BATCHES, SAMPLES, arrays, data, flat, make
 import keras_het
 from keras_het.asynchronous.parameter_service.channel import RemoteChannel
 from keras_het.asynchronous.parameter_service.ledger_client import LedgerConnection
-from keras_het.asynchronous.rules import ASHL, AsyncEASGD, AsyncSGD, DelayCompensated, Delta
+from keras_het.asynchronous.rules import AsyncEASGD, AsyncSGD, DelayCompensated, Delta
 from keras_het.callbacks import BatchBalancer, HybridAggregation
 from keras_het.exchange.server import Server
 from keras_het.fit.session import FitSession, Rank
@@ -310,7 +310,6 @@ def test_arrays_train_as_a_data_set_of_them(strategy, shuffle):
         (AsyncSGD(0.1), False),
         (AsyncEASGD(0.3), False),
         ("round_robin_easgd", False),
-        (ASHL(loss_threshold=0.5, num_workers=2, preset_steps=40), False),
     ],
 )
 def test_the_period_is_planned_by_default_where_no_setting_counts_steps(rule, adapts):

@@ -19,7 +19,6 @@ import tensorflow as tf
 
 import keras_het
 from keras_het.asynchronous import rules
-from keras_het.asynchronous.exchange.pace import LocalStepTuner
 from keras_het.asynchronous.parameter_service.wire import wire_named
 from keras_het.callbacks import HybridAggregation
 from keras_het.fit.session import FitSession
@@ -119,29 +118,12 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
     return x, np.concatenate([y, np.arange(SAMPLES, dtype=np.float32)[:, None]], axis=1)
 
 
-def keep_plans() -> list[Any]:
-    """What each plan of ASHL was made from and what it says; filled while training goes on."""
-    plans: list[Any] = []
-    choose = LocalStepTuner.choose
-
-    def choose_and_keep(
-        plan: LocalStepTuner, paces: Any, silence: Any, longest_silence: float
-    ) -> None:
-        choose(plan, paces, silence, longest_silence)
-        chosen = [(plan.steps(stage), plan.next_ratio(stage)) for stage in (0, 1)]
-        plans.append((paces.tolist(), (silence < longest_silence).tolist(), chosen))
-
-    LocalStepTuner.choose = choose_and_keep  # type: ignore[method-assign]
-    return plans
-
-
 def main() -> None:
     keras.config.disable_traceback_filtering()
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     own = SimpleNamespace(**{name: options.pop(name, value) for name, value in OWN.items()})
     if "wire" in options:
         options["wire"] = wire_named(options["wire"])
-    plans = keep_plans()
     rule = own.rule
     if isinstance(rule, dict) and rule.get("optimizer"):
         rule = rules.AsyncSGD(optimizer=keras.optimizers.get(rule["optimizer"]))
@@ -180,7 +162,6 @@ def main() -> None:
         "steps": notes.steps,
         "history": history.history,
         "weights": [np.array(weight).tolist() for weight in model.get_weights()],
-        "plans": plans,
         **notes.counts,
     }
     (folder / f"{name}.json").write_text(json.dumps(result))

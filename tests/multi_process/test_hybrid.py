@@ -22,7 +22,6 @@ from hybrid_clusters import (
 )
 
 from keras_het.fit.backup_folder import BackupFolder
-from keras_het.planning import plan_local_steps
 
 
 @pytest.mark.quick("1-1")
@@ -90,7 +89,6 @@ def test_each_task_finds_its_period(start_workers: Any, tmp_path: Path, rule: st
 PAIR, GROUP, ALONE = {"worker": 1, "async": 1}, {"worker": 2, "async": 1}, {"ps": 1, "async": 2}
 ADAM = {"optimizer": {"class_name": "Adam", "config": {"learning_rate": 0.05}}}
 COMPENSATION = {"learning_rate": 0.02, "compensation": 0.04, "num_workers": 2}
-STEPS = {"data_shares": [0.4, 0.6], "steps": [2, 3], "second_steps": [1, 2], "loss_threshold": 10.0}
 FACTORS = {
     "class_name": "AsyncSGD",
     "config": {
@@ -101,9 +99,7 @@ FACTORS = {
     },
 }
 MOMENTUM = {"rate": 0.01, "momentum": 0.5}
-ASHL = {"class_name": "ASHL", "config": STEPS}
 DELAYED = {"class_name": "delayed_nesterov", "config": {"period": 2}}
-COMPRESSED = {"class_name": "ASHL", "config": {**STEPS, "compression_ratios": [0.5, 0.8]}}
 # Fast enough for either to get its part, and so many parts that each task holds some.
 BESIDE, IN_PARTS = {"fast": 0.004}, {"fast": 0.006, "partition_bytes": 64}
 TRAININGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -131,8 +127,6 @@ TRAININGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "delayed Nesterov": (PAIR, {**BESIDE, "rule": DELAYED}),
     "delayed Nesterov, service on two tasks": ({**GROUP, "ps": 2}, {**IN_PARTS, "rule": DELAYED}),
     "alone, round robin": (ALONE, {"rule": "round_robin_easgd"}),
-    "alone, ashl": (ALONE, {"rule": ASHL}),
-    "alone, compressed ashl": (ALONE, {"rule": COMPRESSED}),
     "service on a task": ({**PAIR, "ps": 1}, IN_PARTS),
     "service on two tasks": ({**GROUP, "ps": 2}, {**IN_PARTS, "rule": "async_easgd"}),
     "service of gradients": ({**PAIR, "ps": 2}, {**IN_PARTS, **GRADIENTS}),
@@ -207,30 +201,6 @@ def test_formats_of_messages(start_workers: Any, tmp_path: Path, wire: str) -> N
     # what a message leaves out comes with the next one; who takes which batch differs anyway, so
     # that the loss goes up and down by a third of the variance: the lowest one counts
     assert np.min(results["worker_0"]["history"]["val_loss"][-3:]) < 0.25 * VARIANCE
-
-
-@pytest.mark.full
-def test_steps_and_compression_follow_from_measured_times(
-    start_workers: Any, tmp_path: Path
-) -> None:
-    settings = {"loss_threshold": 10.0, "preset_steps": 4, "preset_ratio": 0.25}
-    rule = {"class_name": "ashl", "config": settings}
-    jobs, options = {"ps": 1, "async": 2}, {"rule": rule, "epochs": MANY, "validates": False}
-    # a step takes the first one 36 ms, the second one 144 ms
-    results = run(start_workers, tmp_path, jobs, slow=(0.003, 0.012), **options)
-    assert_shared(results, MANY)
-    for client, name in enumerate(("async_0", "async_1")):
-        plans = [plan for plan in results[name]["plans"] if min(plan[0])[0] > 0 and all(plan[1])]
-        assert plans  # of both workers
-        for paces, _, chosen in plans:
-            speeds, batches, exchanges, pulls = np.array(paces).T[:4]
-            times = (batches / speeds, exchanges - pulls, pulls)
-            for (steps, ratio), preset in zip(chosen, (4, 2), strict=True):
-                expected = plan_local_steps(*times, preset, 0.25)
-                assert steps == expected.steps[client]
-                assert ratio == pytest.approx(expected.compression_ratios[client])
-    fast, slowest = (results[name]["plans"][-1][2][0] for name in ("async_0", "async_1"))
-    assert fast[0] > 2 * slowest[0]
 
 
 @pytest.mark.full

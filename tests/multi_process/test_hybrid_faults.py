@@ -143,11 +143,6 @@ def test_a_rule_for_another_number_of_workers_is_refused(
 WAITING = {
     "round robin": ("round_robin_easgd", {"ps": 1, "async": 2}),
     "round robin, two tasks": ("round_robin_easgd", {"ps": 2, "async": 2}),
-    # in its second stage from the start
-    "ashl, two tasks": (
-        {"class_name": "ashl", "config": {"loss_threshold": 1e9, "largest_lead": 1}},
-        {"ps": 2, "async": 2},
-    ),
 }
 
 

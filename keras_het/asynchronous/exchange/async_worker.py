@@ -7,7 +7,6 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import keras
@@ -19,7 +18,7 @@ from keras_het.asynchronous.exchange.exchange_engine import (
     ExchangeEngine,
     NoCenterError,
 )
-from keras_het.asynchronous.exchange.pace import LocalStepTuner, Pace, PushPace, choose_period
+from keras_het.asynchronous.exchange.pace import Pace, PushPace, choose_period
 from keras_het.asynchronous.exchange.participant import (
     HybridOptions,
     Participant,
@@ -32,7 +31,6 @@ from keras_het.asynchronous.parameter_service.ledger_client import (
     LedgerFacts,
 )
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
-from keras_het.asynchronous.rules import Signal
 from keras_het.exchange.message import Vector
 from keras_het.exchange.status import Status
 from keras_het.planning.roles.exchange_settings import longest_period
@@ -67,8 +65,6 @@ class AsyncWorker(Participant):
         super().__init__(model, strategy, options)
         self._worker = int(config_of(strategy).task_index)
         self._number = first_async_participant(strategy) + self._worker
-        self._stage = 0
-        self._logs: Mapping[str, float] | None = None
         self._connection: Connection | None = None
         self._heartbeat: Heartbeat | None = None
         self._epoch = -1
@@ -79,7 +75,6 @@ class AsyncWorker(Participant):
             waits=options.waits_for_answer, wait_for_devices=self.wait_for_devices
         )
         self._planned_period: int | None = None
-        self._plan = LocalStepTuner(self.rule, self._number) if self.rule.is_measured else None
         self._num_parts = self._count_parts()
         self._warn_of_unused_batches()
 
@@ -112,8 +107,7 @@ class AsyncWorker(Participant):
 
     @property
     def period(self) -> int:
-        planned = self._plan.steps(self._stage) if self._plan is not None else None
-        return planned or self._planned_period or self.options.period_of(self._worker, self._stage)
+        return self._planned_period or self.options.period
 
     def steps_done(self, steps: int, samples: int) -> None:
         self._pace.computed(steps, samples)
@@ -137,13 +131,11 @@ class AsyncWorker(Participant):
         if self.options.waits_for_answer:  # the next steps must start from the new weights
             self._send()
             self._receive()
-            self._tell()
+            self._report(Presence.TRAINING)
         else:  # short messages first: they would wait behind the weights on a slow link
-            self._tell()
+            self._report(Presence.TRAINING)
             self._send()
-        if self._plan is not None:
-            self._make_plan(self._plan)
-        elif self._pace.is_due and (self.options.adapts_period or self.shows_paces):
+        if self._pace.is_due and (self.options.adapts_period or self.shows_paces):
             self._tell_pace()
 
     def _take_early(self) -> None:
@@ -151,27 +143,6 @@ class AsyncWorker(Participant):
         if not self._engine.is_lost and self._engine.has_answer:
             with self._engine.losing(), self._pace.taking_early():
                 self._receive()
-
-    def _tell(self) -> None:
-        if self.rule.local_steps(self._worker, self._stage) is not None:
-            loss = None if self._logs is None else self._logs["loss"]
-            is_over = loss is not None and self.rule.is_stage_over(loss)
-            signal = Signal.LOSS_REACHED if is_over else Signal.NOTHING
-            stage = self._engine.weights.transport.signal(signal, self._number)
-            self._stage = self._stage if stage is None else stage
-        self._report(Presence.TRAINING)
-
-    def _make_plan(self, plan: LocalStepTuner) -> None:
-        if self._pace.is_due:
-            plan.pull(self._engine.weights.pull)
-        own = self._own_pace()
-        pace = None if own is None else plan.pace(own)
-        if pace is None:
-            return
-        paces, silence = self._ledger.pace(pace)
-        plan.choose(paces, silence, self.options.presence_seconds)
-        if self.options.sends_planned_part:
-            self._engine.weights.compress(plan.next_ratio(self._stage))
 
     def _tell_pace(self) -> None:
         """Report this worker's pace, and plan by all paces if its period adapts."""
@@ -191,10 +162,6 @@ class AsyncWorker(Participant):
     def _own_pace(self) -> Pace | None:
         pace = self._pace.pace
         return pace and pace._replace(staleness=self._engine.weights.staleness)
-
-    def note_logs(self, logs: Mapping[str, float]) -> None:
-        """Keep the logs of a step, whose loss is read only where the rule looks at it."""
-        self._logs = logs
 
     def meet_center(self) -> list[Vector]:
         """Send unsent progress and wait for the answer; own weights without a service."""
@@ -221,7 +188,7 @@ class AsyncWorker(Participant):
         try:
             with self._engine.losing():
                 if self.rule.may_wait and not self._engine.is_lost:
-                    self._engine.weights.transport.signal(Signal.LEAVE, self._number)
+                    self._engine.weights.transport.leave(self._number)
                 self._wait_for_the_end()
         finally:
             self.leave()
@@ -381,8 +348,6 @@ class AsyncWorker(Participant):
             vectors.weights.write(engine.weights.receive(own, answer))
             if engine.weights.lost_gradient:  # not below 0: a claim may have reported them
                 self._unreported = max(0, self._unreported - pending.samples)
-            if self._plan is not None and not pending.had_to_wait:
-                self._plan.took_at_once(self._pace.latest_answer_seconds)
         # An answer counts once: that of the weights may arrive while that of the state is lost.
         for vector, exchange in zip(vectors.all[1:], engine.exchanges[1:], strict=True):
             if exchange.pending is not None:

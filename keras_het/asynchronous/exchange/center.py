@@ -26,7 +26,7 @@ from keras_het.asynchronous.parameter_service.channel import (
 from keras_het.asynchronous.parameter_service.hosting import HostedParts, ServiceSpec, make_offer
 from keras_het.asynchronous.parameter_service.ledger_client import LeaderLedger
 from keras_het.asynchronous.parameter_service.sample_ledger import LEADER, Presence, Stage
-from keras_het.asynchronous.rules import Signal, serialize
+from keras_het.asynchronous.rules import serialize
 from keras_het.exchange.message import Kind, Message, Vector
 from keras_het.exchange.server import Server
 from keras_het.strategy.cluster.cluster_address import free_port
@@ -65,7 +65,7 @@ class Center:
             else Channel(at, own.handle_own)
             for at in (self._addresses[0], *self._addresses)
         ]
-        wire = leader.options.weights_wire if own is None else None  # within it nothing is rounded
+        wire = leader.options.wire if own is None else None  # within it nothing is rounded
         for channel in (self._first, *self._channels):
             service.callback(channel.close)
         self._exchanges = connect(lambda: connect_vectors(leader, self._channels, wire), seconds)
@@ -167,7 +167,7 @@ class Center:
     def skip(self, worker: int) -> bool:
         """Stop all waiting for a worker that is gone."""
         client = self.engine.weights.transport
-        return self.engine.attempt(lambda: client.signal(Signal.LEAVE, worker), None) is not None
+        return self.engine.attempt(lambda: client.leave(worker), False)
 
     def conclude(self) -> None:
         """Keep versions and counts readable after the end of the service."""
@@ -254,7 +254,7 @@ def spec_of(participant: Participant, num_services: int) -> ServiceSpec:
         state_shapes=state,
         rule=serialize(participant.rule),
         state_rule=serialize(participant.state_rule),
-        wire=options.weights_wire.name,
+        wire=options.wire.name,
         num_participants=participant.num_participants,
         staleness_bound=options.staleness_bound,
         fingerprint=participant.service_fingerprint,

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from keras_het.asynchronous.exchange.exchange_engine import VectorExchange
-from keras_het.asynchronous.exchange.participant import Participant, first_async_participant
+from keras_het.asynchronous.exchange.participant import Participant
 from keras_het.asynchronous.parameter_service.channel import (
     Channel,
     RemoteChannel,
@@ -102,7 +102,7 @@ def open_connection(participant: Participant, number: int) -> Connection:
         first = channel(config_of(participant.strategy).service_address())
         ledger = LedgerConnection(first)
         channels = [channel(address) for address in _find_addresses(participant, ledger, first)]
-        wire = participant.options.wire_of(number - first_async_participant(participant.strategy))
+        wire = participant.options.wire
         exchanges = connect_vectors(participant, channels, wire)
         return Connection(exchanges, ledger, LedgerConnection(first), opened.pop_all().close)
 

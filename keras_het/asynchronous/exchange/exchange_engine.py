@@ -14,7 +14,6 @@ import numpy as np
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.parameter_service.channel import ADVICE, ServiceLostError
 from keras_het.asynchronous.parameter_service.client import Answer, ParameterClient, PendingPush
-from keras_het.asynchronous.parameter_service.wire import TopKWire
 from keras_het.asynchronous.rules import UpdateRule
 from keras_het.exchange.message import Vector
 from keras_het.exchange.status import NO_ANSWER, Status
@@ -155,7 +154,6 @@ class Pending:
     samples: int
     versions: np.ndarray
     sent: list[Vector]
-    had_to_wait: bool = False
 
 
 class VectorExchange:
@@ -186,10 +184,6 @@ class VectorExchange:
             raise _lost(answer)
         self.latest_versions = answer.versions
         return center
-
-    def compress(self, ratio: float) -> None:
-        """Send only the largest values from now on; earlier residuals are kept."""
-        self.transport.wire = TopKWire(ratio)
 
     def adopt(self, center: list[Vector]) -> None:
         """Treat the center that was just pulled as the last one seen; forget the push in flight."""
@@ -236,7 +230,6 @@ class VectorExchange:
         _check_answered(answer)
         self._warn_if(Status.CLOSED in statuses, _TOO_LATE)
         self._warn_if(Status.NOT_FINITE in statuses, _DIVERGED)
-        pending.had_to_wait = answer.had_to_wait
         carried = [
             self._part(index, int(status), values, pending.sent[index], weights[index])
             for index, (status, values) in enumerate(zip(statuses, answer.values, strict=True))

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keras_het.asynchronous.rules import UpdateRule
 from keras_het.planning import plan_pushes
 from keras_het.planning.roles.exchange_settings import LARGEST_OVERHEAD
 
@@ -20,7 +19,6 @@ FIRST_PERIOD = 4
 _WARM_UP_STEPS = 2
 _NOTICEABLE_SECONDS = 1e-3
 _EXCHANGES_TO_PLAN = 8
-_KEPT_TIMES = 5
 
 
 class Pace(NamedTuple):
@@ -29,7 +27,6 @@ class Pace(NamedTuple):
     samples_per_second: float
     batch_samples: float
     exchange_seconds: float
-    pull_seconds: float = 0.0
     answer_seconds: float = 0.0
     staleness: float = 0.0
 
@@ -122,10 +119,6 @@ class PushPace:
         self._sent_at = None
 
     @property
-    def latest_answer_seconds(self) -> float:
-        return self._answers[-1] if self._answers else 0.0
-
-    @property
     def is_due(self) -> bool:
         """Whether to measure an exchange and plan: at first, then occasionally."""
         return self._num_exchanges < 2 or self._num_exchanges % _EXCHANGES_TO_PLAN == 0
@@ -169,60 +162,3 @@ def _known(paces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return rows of paces, and whether each is there."""
     rows = np.asarray(paces, np.float64)
     return rows, (rows[:, 0] > 0) & (rows[:, 1] >= 1)
-
-
-class LocalStepTuner:
-    """The plan of this worker, by a rule that derives it from measured times.
-
-    Each worker makes its own from the same table, in the sample ledger; until it has measured a
-    step and an exchange, it takes the preset steps and sends all values.
-    """
-
-    def __init__(
-        self, rule: UpdateRule, participant: int, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._rule, self._participant, self._clock = rule, participant, clock
-        self._pulls: deque[float] = deque(maxlen=_KEPT_TIMES)
-        self._pushes: deque[tuple[float, float]] = deque(maxlen=_KEPT_TIMES)
-        self._chosen: list[tuple[int, float]] = []  # local steps and ratio of each stage
-        self._num_pushes = 0
-        self._part = 1.0
-
-    def steps(self, stage: int) -> int | None:
-        return self._chosen[stage][0] if self._chosen else None
-
-    def next_ratio(self, stage: int) -> float:
-        if self._chosen:
-            self._part = self._chosen[stage][1]
-        return self._part
-
-    def took_at_once(self, seconds: float) -> None:
-        """Record an answer's time, for which the worker did not have to wait for its turn."""
-        self._num_pushes += 1
-        if self._num_pushes > 1:  # the first one is traced
-            self._pushes.append((seconds, self._part))
-
-    def pull(self, pull: Callable[[], object]) -> None:
-        started = self._clock()
-        pull()
-        self._pulls.append(self._clock() - started)
-
-    def pace(self, pace: Pace) -> Pace | None:
-        """Extend a worker's pace by the time of an exchange in which all values are sent."""
-        if not self._pushes or not self._pulls:
-            return None
-        pull = statistics.median(self._pulls)
-        full = statistics.median(max(both - pull, 0.0) / part for both, part in self._pushes)
-        return pace._replace(exchange_seconds=full + pull, pull_seconds=pull)
-
-    def choose(self, paces: np.ndarray, silence: np.ndarray, longest_silence: float) -> None:
-        paces, is_known = _known(paces)
-        counts = is_known & (np.asarray(silence) < longest_silence)
-        counts[self._participant] = True
-        speeds, batches, exchanges, pulls = paces[counts].T[:4]  # the rest is for people
-        pushes = np.maximum(exchanges - pulls, 0.0)
-        place = int(counts[: self._participant].sum())
-        plans = [self._rule.plan(batches / speeds, pushes, pulls, stage) for stage in (0, 1)]
-        self._chosen = [
-            (plan.steps[place], plan.compression_ratios[place]) for plan in plans if plan
-        ]

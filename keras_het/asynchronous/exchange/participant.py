@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_het.asynchronous.parameter_service.partitioned_vector import PartitionedVector
 from keras_het.asynchronous.parameter_service.partitions import PARTITION_BYTES
 from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH, TrainingFacts
-from keras_het.asynchronous.parameter_service.wire import FloatWire, TopKWire, Wire
+from keras_het.asynchronous.parameter_service.wire import FloatWire, Wire
 from keras_het.asynchronous.rules import ElasticAveraging, UpdateRule, serialize
 from keras_het.exchange.message import Vector
 from keras_het.exchange.secret import credential, model_fingerprint, read_secret
@@ -58,7 +58,7 @@ class HybridOptions:
     connect_seconds: float = 300.0
     end_seconds: float = 60.0
     goes_on_without_service: bool = False
-    wire: Wire | None = None
+    wire: Wire = dataclasses.field(default_factory=FloatWire)
     spreads_service: bool = False
     partition_bytes: int = PARTITION_BYTES
     num_epochs: int = LARGEST_EPOCH
@@ -68,31 +68,10 @@ class HybridOptions:
         """Whether a worker needs the answer to its message to continue."""
         return self.rule.uses_gradients or self.rule.may_wait
 
-    def wire_of(self, worker: int) -> Wire:
-        """Return the format of an async worker's weights: the rule may send only some of them."""
-        ratio = None if self.wire else self.rule.compression_ratio(worker)
-        return self.weights_wire if ratio is None else TopKWire(ratio)
-
-    @property
-    def sends_planned_part(self) -> bool:
-        """Whether the fraction of the values that a worker sends is measured."""
-        ratio = None if self.wire else self.rule.compression_ratio(0)
-        return self.rule.is_measured and ratio is not None
-
-    def period_of(self, worker: int, stage: int) -> int:
-        return self.rule.local_steps(worker, stage) or self.period
-
     @property
     def presence_seconds(self) -> float:
         """Silence in seconds after which an async worker counts as gone."""
         return 2 * self.timeout_seconds
-
-    @property
-    def weights_wire(self) -> Wire:
-        """Format of the weights, as announced to the service."""
-        if self.wire is None and self.rule.compression_ratio(0) is not None:
-            return TopKWire(1.0)
-        return self.wire or FloatWire()
 
 
 class ModelVectors:
@@ -241,7 +220,7 @@ class Participant(abc.ABC):
     def service_fingerprint(self) -> str:
         """Fingerprint of model, rule, format and message size, on which all tasks must agree."""
         options = self.options
-        form = f"{options.weights_wire.name} {options.partition_bytes}"
+        form = f"{options.wire.name} {options.partition_bytes}"
         return f"{self.vectors.fingerprint(self.rule)} {form}"
 
     def sum_gradients(self) -> keras.optimizers.Optimizer:

@@ -21,7 +21,6 @@ from keras_het.asynchronous.parameter_service.channel import (
 from keras_het.asynchronous.parameter_service.part import pack_state, unpack_state
 from keras_het.asynchronous.parameter_service.partitions import Partitions, spread_partitions
 from keras_het.asynchronous.parameter_service.wire import FloatWire, Wire
-from keras_het.asynchronous.rules import Signal
 from keras_het.exchange.message import Kind, Message, Vector
 from keras_het.exchange.status import NO_ANSWER, Status
 
@@ -38,14 +37,12 @@ class Answer:
         statuses: `Status` of each partition, -1 if no answer arrived in time.
         versions: version of each partition, -1 without an answer.
         values: of each partition; None where the answer has none.
-        had_to_wait: whether a push was not in its turn.
         loss: the first error of a process without an answer; it names the process.
     """
 
     statuses: np.ndarray
     versions: np.ndarray
     values: list[Vector | None]
-    had_to_wait: bool = False
     loss: ServiceLostError | None = None
 
 
@@ -88,18 +85,13 @@ class ParameterClient:
         for channel in self._channels:
             channel.ask(Message(Kind.LATEST))
 
-    def signal(self, signal: Signal, worker: int) -> int | None:
-        """Send the rule a signal about a worker.
-
-        Returns:
-            The stage of training, None if no answer arrives in time.
-        """
-        indices = self._indices[:1] if signal == Signal.NOTHING else self._indices
-        about = [Message(Kind.SIGNAL, (self._first + i, worker, signal)) for i in indices]
+    def leave(self, worker: int) -> bool:
+        """Say that a worker has ended; return whether the answers arrived in time."""
         try:
-            return int(self._ask_each(about)[0].numbers[1])
+            self._ask_each([Message(Kind.LEAVE, (self._first + i, worker)) for i in self._indices])
         except ServiceLostError:
-            return None
+            return False
+        return True
 
     def close_training(self) -> None:
         """Make the service reject further pushes; return once the last one is complete."""
@@ -247,13 +239,10 @@ class ParameterClient:
             except ServiceLostError as error:
                 lost.setdefault(place, error)
             answers.append(answer)
-        numbers = [(NO_ANSWER, -1) if a is None else a.numbers[:2] for a in answers]
+        numbers = [(NO_ANSWER, -1) if a is None else a.numbers for a in answers]
         statuses, versions = np.array(numbers, np.int64).T
         values = [self._values(answer) for answer in answers]
-        had_to_wait = any(
-            a is not None and a.kind in _HAVE_VALUES and a.numbers[2] for a in answers
-        )
-        return Answer(statuses, versions, values, had_to_wait, next(iter(lost.values()), None))
+        return Answer(statuses, versions, values, next(iter(lost.values()), None))
 
     def _wait_for(self, call: Future[Message], channel: Channel, since: float) -> Message:
         while True:

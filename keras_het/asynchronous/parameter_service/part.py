@@ -39,7 +39,6 @@ class Answer(NamedTuple):
     status: Status
     version: int
     values: Vector | None = None
-    had_to_wait: bool = False
 
 
 Ready: TypeAlias = "list[tuple[Future[Answer], Answer | Exception]]"
@@ -205,8 +204,7 @@ class Part:
         while found := [worker for worker in sorted(self._waiting) if self._is_turn(worker)]:
             push, future = self._waiting.pop(found[0])
             try:
-                answer = self._refusal(push) or self._take(push)
-                ready.append((future, answer._replace(had_to_wait=True)))
+                ready.append((future, self._refusal(push) or self._take(push)))
             except Exception as error:
                 ready.append((future, error))
         return ready
@@ -233,13 +231,12 @@ class Part:
             self.version += 1
             return Answer(Status.OK, self.version, answer)
 
-    def signal(self, worker: int, signal: int) -> int:
-        """Hand a worker's signal to the rule; return the stage of training."""
+    def leave(self, worker: int) -> None:
+        """Wait for no push of a worker that has ended."""
         with self._lock:
-            self.slots, stage = self._rule.signal(self.slots, worker, signal)
+            self.slots = self._rule.leave(self.slots, worker)
             ready = self._take_waiting()
         resolve(ready)
-        return stage
 
     def close(self) -> None:
         """Reject further pushes; return once the last one is complete."""

@@ -18,7 +18,7 @@ from keras_het.exchange.status import Status
 LARGEST_EPOCH = 1 << 16
 LEADER = 0
 """Number of the sync group, or of the task that leads a service, among the participants."""
-PACE_NUMBERS = 6
+PACE_NUMBERS = 5
 NO_CHANGE = -1
 """The leader's stage in a request that only counts samples and asks for an overview."""
 

@@ -15,7 +15,7 @@ from keras_het.asynchronous.parameter_service.part import (
 )
 from keras_het.asynchronous.parameter_service.partitions import Partitions
 from keras_het.asynchronous.parameter_service.wire import FloatWire, Wire
-from keras_het.asynchronous.rules import Signal, UpdateRule
+from keras_het.asynchronous.rules import UpdateRule
 from keras_het.exchange.message import Kind, Message
 from keras_het.exchange.status import Status
 
@@ -46,7 +46,7 @@ class ParameterService:
             Kind.RESTORE: self._restore,
             Kind.EXPORT: self._export,
             Kind.STATE: self._set_state,
-            Kind.SIGNAL: self._signal,
+            Kind.LEAVE: self._leave,
             Kind.LATEST: self._latest,
             Kind.CLOSE_TRAINING: self._close_training,
         }
@@ -139,11 +139,12 @@ class ParameterService:
         part = self._part(request.numbers[0])
         return Message(Kind.STATUS, (part.set_state(unpack_state(*request.vectors)), 0))
 
-    def _signal(self, sender: int, request: Message) -> Message:
-        number, worker, signal = request.numbers
-        if not (0 <= worker < self._num_workers and 0 <= signal <= max(Signal)):
-            raise ValueError(f"There is no such signal. Received: {signal} about worker {worker}.")
-        return Message(Kind.STATUS, (Status.OK, self._part(number).signal(worker, signal)))
+    def _leave(self, sender: int, request: Message) -> Message:
+        number, worker = request.numbers
+        if not 0 <= worker < self._num_workers:
+            raise ValueError(f"There is no such worker. Received: {worker}.")
+        self._part(number).leave(worker)
+        return Message(Kind.STATUS, (Status.OK, 0))
 
     def _latest(self, sender: int, request: Message) -> Message:
         if not 0 <= sender < self._num_workers:
@@ -163,7 +164,7 @@ class ParameterService:
 def _encoded(wire: Wire, answer: Answer) -> Message:
     if answer.values is None:
         return Message(Kind.STATUS, (answer.status, answer.version))
-    numbers = (answer.status, answer.version, int(answer.had_to_wait))
+    numbers = answer.status, answer.version
     return Message(wire.answer, numbers, (wire.encode_answer(answer.values),))
 
 

@@ -142,7 +142,6 @@ class RoleChoice:
         options = self._options
         return ExchangeSettings(
             period=None if options.adapts_period else options.period,
-            async_period=None if options.adapts_period else options.period_of(0, 0),
             async_batch_size=options.async_batch_size,
             busy_seconds=busy_seconds,
             sends_gradients=options.rule.uses_gradients,

@@ -1,6 +1,5 @@
 """Published rules by which the workers' weights and the center are combined."""
 
-from keras_het.asynchronous.rules.ashl import ASHL
 from keras_het.asynchronous.rules.async_sgd import AsyncSGD
 from keras_het.asynchronous.rules.delay_compensated import DelayCompensated
 from keras_het.asynchronous.rules.delayed_nesterov import DelayedNesterov
@@ -16,10 +15,9 @@ from keras_het.asynchronous.rules.elastic_averaging import (
 from keras_het.asynchronous.rules.registry import RULES, get, serialize
 from keras_het.asynchronous.rules.sync_easgd import SyncEASGD
 from keras_het.asynchronous.rules.synchronous_rule import SynchronousRule
-from keras_het.asynchronous.rules.update_rule import PushMeta, Signal, Update, UpdateRule
+from keras_het.asynchronous.rules.update_rule import PushMeta, Update, UpdateRule
 
 __all__ = [
-    "ASHL",
     "RULES",
     "AsyncEASGD",
     "AsyncMEASGD",
@@ -32,7 +30,6 @@ __all__ = [
     "HogwildEASGD",
     "PushMeta",
     "RoundRobinEASGD",
-    "Signal",
     "StreamingDiLoCo",
     "SyncEASGD",
     "SynchronousRule",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from keras_het.asynchronous.rules.update_rule import PushMeta, Signal, Slots, StepsItself, Update
+from keras_het.asynchronous.rules.update_rule import PushMeta, Slots, StepsItself, Update
 from keras_het.exchange.message import Vector
 from keras_het.planning.argument_checks import check_number
 
@@ -285,12 +285,9 @@ class RoundRobinEASGD(ElasticAveraging):
         following = order[slots["left"][order].argmin()]
         return {**slots, "turn": np.asarray(following, np.float32)}
 
-    def signal(self, slots: Slots, worker: int, signal: int) -> tuple[Slots, int]:
-        if signal == Signal.LEAVE:
-            slots = {**slots, "left": _with(slots["left"], worker, 1)}
-            if self.is_turn(slots, worker):
-                slots = self.pass_turn(slots, worker)
-        return slots, 0
+    def leave(self, slots: Slots, worker: int) -> Slots:
+        slots = {**slots, "left": _with(slots["left"], worker, 1)}
+        return self.pass_turn(slots, worker) if self.is_turn(slots, worker) else slots
 
 
 def _with(vector: Vector, index: int, value: float) -> Vector:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from keras_het.asynchronous.rules.ashl import ASHL
 from keras_het.asynchronous.rules.async_sgd import AsyncSGD
 from keras_het.asynchronous.rules.delay_compensated import DelayCompensated
 from keras_het.asynchronous.rules.delayed_nesterov import DelayedNesterov
@@ -24,7 +23,6 @@ from keras_het.asynchronous.rules.update_rule import Rule
 RULES: dict[str, type[Rule]] = {
     rule.name: rule
     for rule in (
-        ASHL,
         AsyncEASGD,
         AsyncMEASGD,
         AsyncSGD,
@@ -97,9 +95,8 @@ def _find(name: str | None) -> type[Rule]:
 
 def _create(kind: type[Rule], config: dict[str, Any], num_workers: int | None) -> Rule:
     parameters = inspect.signature(kind).parameters
-    # Per-worker settings already determine the number of workers.
-    needs_number = "num_workers" in parameters and config.get("data_shares") is None
-    if num_workers is not None and needs_number and config.get("num_workers") is None:
+    needs_number = "num_workers" in parameters and config.get("num_workers") is None
+    if num_workers is not None and needs_number:
         config["num_workers"] = num_workers
     unknown = sorted(set(config) - set(parameters))
     missing = [

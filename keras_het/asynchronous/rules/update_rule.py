@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import abc
-import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from keras_het.exchange.message import Vector
-from keras_het.planning.roles.local_steps import LocalStepsPlan
 
 if TYPE_CHECKING:
     import keras
@@ -16,18 +14,6 @@ if TYPE_CHECKING:
 RuleT = TypeVar("RuleT", bound="Rule")
 Slots = Mapping[str, Vector]
 """State of a rule for a part of the center, by name."""
-
-
-class Signal(enum.IntEnum):
-    """A worker's message to a rule besides its pushes.
-
-    NOTHING: only asks. LEAVE: it will not push any more. LOSS_REACHED: training has reached the
-    loss for which the rule waits.
-    """
-
-    NOTHING = 0
-    LEAVE = 1
-    LOSS_REACHED = 2
 
 
 class PushMeta(NamedTuple):
@@ -140,6 +126,10 @@ class UpdateRule(Rule, abc.ABC):
         """Whether a worker's push is taken now; otherwise it waits. Called only if `may_wait`."""
         return True
 
+    def leave(self, slots: Slots, worker: int) -> Slots:
+        """Return the state after a worker has ended, so that no worker waits for its pushes."""
+        return slots
+
     def pass_turn(self, slots: Slots, worker: int) -> Slots:
         """Return the state after a refused push, so that no worker waits for a better one.
 
@@ -191,48 +181,6 @@ class UpdateRule(Rule, abc.ABC):
             num_workers: number of workers that exchange with the service.
         """
         return weights
-
-    def signal(self, slots: Slots, worker: int, signal: int) -> tuple[Slots, int]:
-        """Handle a worker's `Signal`.
-
-        Returns:
-            The new state, and the stage of training; 0 for rules without stages.
-        """
-        return slots, 0
-
-    def local_steps(self, worker: int, stage: int) -> int | None:
-        """Return a worker's local steps from one exchange to the next, None if the user decides."""
-        return None
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether `plan` determines local steps and compression from measured times."""
-        return False
-
-    def plan(
-        self,
-        iteration_seconds: Sequence[float],
-        push_seconds: Sequence[float],
-        pull_seconds: Sequence[float],
-        stage: int,
-    ) -> LocalStepsPlan | None:
-        """Return local steps and compression of every worker, None if nothing is measured.
-
-        Args:
-            iteration_seconds: time of one local step of every worker.
-            push_seconds: time in which every worker sends all values.
-            pull_seconds: time in which every worker receives the center.
-            stage: the result of `signal`.
-        """
-        return None
-
-    def compression_ratio(self, worker: int) -> float | None:
-        """Return the fraction of the values that a worker sends, None if the user decides."""
-        return None
-
-    def is_stage_over(self, loss: float) -> bool:
-        """Whether a training with this loss, Keras's mean over the epoch so far, ends a stage."""
-        return False
 
 
 class SendsGradient(UpdateRule):

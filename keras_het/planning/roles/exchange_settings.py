@@ -43,7 +43,6 @@ class ExchangeSettings:
     Args:
         period: steps of every task between two exchanges; None if each plans its own, as with
             `period="auto"`.
-        async_period: the same for async workers, if the rule gives them another one.
         least_period: steps that the slowest task takes at least, if each plans its own.
         async_batch_size: samples in each of an async worker's steps; None for the global batch over
             the number of members of the sync group.
@@ -65,20 +64,18 @@ class ExchangeSettings:
     busy_seconds: float = 0.0
     sends_gradients: bool = False
     num_batches: int | None = None
-    async_period: int | None = None
     least_period: int = 1
 
     def __post_init__(self) -> None:
         check_not_negative("busy_seconds", self.busy_seconds)
-        for name in ("period", "async_batch_size", "num_batches", "async_period", "least_period"):
+        for name in ("period", "async_batch_size", "num_batches", "least_period"):
             check_number(name, getattr(self, name), least=1, or_none=True)
 
 
 def periods_of(exchange: ExchangeSettings, pushers: Sequence[Pusher]) -> tuple[int, ...]:
     """Return the steps between two exchanges of all tasks that exchange, the sync group first."""
     if exchange.period is not None:
-        own = exchange.async_period or exchange.period
-        return (exchange.period, *[own] * (len(pushers) - 1))
+        return (exchange.period,) * len(pushers)
     batches = [max(1, round(pusher.batch_samples)) for pusher in pushers]
     waits = [pusher.travel_seconds if exchange.sends_gradients else 0.0 for pusher in pushers]
     plan = plan_pushes(

@@ -61,11 +61,8 @@ class Center:
         """Whether a push of each, one after another, is taken; of ones."""
         return [self.push(i, 1, self.version, np.ones(SIZE)) is not None for i in workers]
 
-    def signal(self, worker, signal):
-        results = [self.rule.signal(_frozen_slots(own), worker, signal) for own in self.slots]
-        self.slots, stages = (list(column) for column in zip(*results, strict=True))
-        assert len(set(stages)) == 1
-        return stages[0]
+    def leave(self, worker):
+        self._change_slots("leave", worker)
 
     def refuse(self, worker):
         """What the service does with a push that it refuses in its turn."""

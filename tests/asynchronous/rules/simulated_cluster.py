@@ -13,8 +13,6 @@ import sklearn.datasets
 import sklearn.model_selection
 from rule_checks import Center, Worker
 
-from keras_het.asynchronous.rules import Signal
-
 SEEDS, HIDDEN, BATCH = 3, 32, 32
 SHAPES = ((64, HIDDEN), (1, HIDDEN), (HIDDEN, 10), (1, 10))
 SIZES = [rows * columns for rows, columns in SHAPES]
@@ -47,7 +45,7 @@ def forward(vector, x):
 
 
 def gradient(vector, places):
-    """Of the mean cross-entropy of each seed, and the mean over all."""
+    """Of the mean cross-entropy of each seed."""
     x, labels = TRAIN_X[places], np.eye(10)[TRAIN_Y[places]]
     parts, hidden, logits = forward(vector, x)
     chances = np.exp(logits - logits.max(-1, keepdims=True))
@@ -56,7 +54,7 @@ def gradient(vector, places):
     first = (last @ parts[2].swapaxes(1, 2)) * (hidden > 0)
     found = [x.swapaxes(1, 2) @ first, first.sum(1), hidden.swapaxes(1, 2) @ last, last.sum(1)]
     joined = np.concatenate([part.reshape(SEEDS, -1) for part in found], axis=1)
-    return np.float32(joined.ravel()), -np.log((chances * labels).sum(-1)).mean()
+    return np.float32(joined.ravel())
 
 
 def accuracy(vector):
@@ -78,22 +76,22 @@ def batches():
 def train_one_device(steps, rate, momentum=0.0):
     vector, velocity = initial_weights(), np.float32(0)
     for places in itertools.islice(batches(), steps):
-        velocity = momentum * velocity - rate * gradient(vector, places)[0]
+        velocity = momentum * velocity - rate * gradient(vector, places)
         vector = vector + velocity
     return accuracy(vector)
 
 
 class SimulatedWorker(Worker):
-    velocity = residual = np.float32(0)
-    message, version, steps, losses = None, 0, 0, ()
+    velocity = np.float32(0)
+    message, version, steps = None, 0, 0
 
 
 @dataclasses.dataclass
 class Simulation:
     """An asynchronous rule, and workers that take so many local steps together.
 
-    `periods` are the steps of every worker between two exchanges; `compress` gives what a message
-    becomes, and what is left of it. Gradients are sent without a rate and a momentum.
+    `periods` are the steps of every worker between two exchanges. Gradients are sent without a rate
+    and a momentum.
     """
 
     rule: object
@@ -101,10 +99,8 @@ class Simulation:
     rate: float = 0.1
     momentum: float = 0.0
     periods: tuple = (4, 4, 2, 1)
-    compress: object = None
     largest_staleness: int = 0
     waits: int = 0
-    stage: int = 0
 
     def run(self):
         start = initial_weights()
@@ -124,33 +120,25 @@ class Simulation:
     def _at(self, time, action, *arguments):
         heapq.heappush(self.events, (time, next(self.ties), action, arguments))
 
-    def _period(self, i):
-        return self.rule.local_steps(i, self.stage) or self.periods[i]
-
     def _step(self, time, i):
         worker, sends_gradient = self.workers[i], self.rule.uses_gradients
         worker.steps += 1
         at = worker.seen if sends_gradient else worker.weights
-        found, loss = gradient(at, next(self.batches))
+        found = gradient(at, next(self.batches))
         if sends_gradient:
-            worker.weights = worker.weights - found / np.float32(self._period(i))
+            worker.weights = worker.weights - found / np.float32(self.periods[i])
         else:
             worker.velocity = self.momentum * worker.velocity - self.rate * found
             worker.weights = worker.weights + worker.velocity
-            worker.losses = [*worker.losses[-9:], loss]
-            if not self.stage and self.rule.is_stage_over(np.mean(worker.losses)):
-                self.stage = self.center.signal(i, Signal.LOSS_REACHED)
-        if worker.steps >= self._period(i) and worker.message is None:
+        if worker.steps >= self.periods[i] and worker.message is None:
             worker.message, worker.steps = worker.send(), 0
-            if self.compress is not None:
-                worker.message, worker.residual = self.compress(i, worker.message + worker.residual)
             self._push(time, i)
             if sends_gradient:
                 return  # the next step needs the answer
         self._at(time + STEP_SECONDS[i], self._step, i)
 
     def _push(self, time, i):
-        worker, samples = self.workers[i], BATCH * self._period(i)
+        worker, samples = self.workers[i], BATCH * self.periods[i]
         answer = self.center.push(i, samples, worker.version, worker.message)
         if answer is None:
             self.waits += 1

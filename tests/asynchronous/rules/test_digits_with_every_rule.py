@@ -3,10 +3,8 @@
 import functools
 
 import keras
-import numpy as np
 import pytest
 from simulated_cluster import (
-    SEEDS,
     WORKERS,
     Simulation,
     accuracy,
@@ -15,7 +13,6 @@ from simulated_cluster import (
 )
 
 from keras_het.asynchronous.rules import (
-    ASHL,
     RULES,
     AsyncEASGD,
     AsyncMEASGD,
@@ -58,7 +55,7 @@ def assert_as_good_as_one_device(reached):
 
 
 def test_every_asynchronous_rule_is_trained():
-    trained = {case.split()[0] for case in CASES} | {"ashl", "elastic_averaging"}
+    trained = {case.split()[0] for case in CASES} | {"elastic_averaging"}
     assert trained == {name for name, kind in RULES.items() if issubclass(kind, UpdateRule)}
 
 
@@ -70,36 +67,4 @@ def test_accuracy(logical_devices, case):
     reached = simulation.run()
     assert simulation.largest_staleness >= WORKERS - 1
     assert (simulation.waits > 0) == simulation.rule.may_wait
-    assert_as_good_as_one_device(reached)
-
-
-def largest_of_each_seed(message, ratio):
-    """A message with only its largest values, and the rest."""
-    rows = message.reshape(SEEDS, -1)
-    count = int(ratio * rows.shape[1])
-    kept = np.argpartition(-np.abs(rows), count)[:, :count]
-    sent = np.zeros_like(rows)
-    np.put_along_axis(sent, kept, np.take_along_axis(rows, kept, 1), 1)
-    return sent.ravel(), (rows - sent).ravel()
-
-
-@pytest.mark.full
-def test_ashl():
-    rule = ASHL(
-        data_shares=[4 / 11, 4 / 11, 2 / 11, 1 / 11],
-        steps=[8, 8, 4, 2],
-        second_steps=[3, 3, 2, 1],
-        loss_threshold=0.3,
-        compression_ratios=[0.3, 0.3, 0.3, 0.5],
-        largest_lead=1,
-    )
-
-    def compress(i, message):
-        return largest_of_each_seed(message, rule.compression_ratios[i])
-
-    simulation = Simulation(rule, STEPS, rate=0.5, compress=compress)
-    reached = simulation.run()
-    pushes = simulation.center.slots[0]["pushes"]
-    assert 10 < pushes.sum() < simulation.center.version - 10  # both stages
-    assert pushes.max() - pushes.min() <= 1 < simulation.waits
     assert_as_good_as_one_device(reached)

@@ -13,7 +13,6 @@ from keras_het.asynchronous.rules import (
     ElasticAveraging,
     HogwildEASGD,
     RoundRobinEASGD,
-    Signal,
     SyncEASGD,
 )
 from keras_het.asynchronous.rules.elastic_averaging import largest_moving_rate, overlapped_rate
@@ -62,16 +61,16 @@ def test_a_push_out_of_turn_changes_nothing(in_turns):
 
 
 def test_who_has_left_is_passed_over_until_it_is_back(in_turns):
-    assert in_turns.signal(1, Signal.LEAVE) == 0
+    in_turns.leave(1)
     assert in_turns.are_taken(0, 2, 0, 1, 2, 0) == [True] * 3 + [False, True, True]
     assert in_turns.are_taken(2, 1, 2) == [False, True, True]
-    in_turns.signal(0, Signal.LEAVE)  # in its turn
+    in_turns.leave(0)  # in its turn
     assert in_turns.are_taken(1) == [True]
 
 
 def test_the_turn_is_not_left_with_one_that_is_gone_when_another_returns(in_turns):
     for worker in range(3):
-        in_turns.signal(worker, Signal.LEAVE)
+        in_turns.leave(worker)
     assert in_turns.are_taken(1, 1, 2, 1, 2) == [True, True, False, True, True]
 
 
