@@ -330,11 +330,11 @@ class EpochLoop:
         if steps:
             enumerated = self._iterator._enumerate_iterator
 
-            def enumerate_rest() -> Iterator[tuple[Any, ...]]:
+            def enumerate_remaining() -> Iterator[tuple[Any, ...]]:
                 for *numbers, iterator in enumerated():
                     yield (*(number + steps for number in numbers), iterator)
 
-            self._iterator._enumerate_iterator = enumerate_rest
+            self._iterator._enumerate_iterator = enumerate_remaining
 
     def skip_steps(self) -> None:
         """Make the epoch that is about to begin one without steps."""
@@ -443,7 +443,7 @@ def abort_collectives(message: str) -> None:
     eager_context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
 
-def end_collectives_of_all(message: str) -> None:
+def abort_collectives_everywhere(message: str) -> None:
     """Make pending and later collectives of all workers fail with an error that has `message`.
 
     An error that travels along the collectives does not reach those waiting to be read.

@@ -292,7 +292,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._validation_passes = None
         validation = self._passes_of_validation()
         position = {**self._position(is_iterator_left=True), "validation": validation}
-        self._before_validation = position, self._metrics_of_all()
+        self._before_validation = position, self._gathered_metrics()
         self._earlier = self._states.snapshot() if self._states is not None else {}
         if not self._has_told_of_turns:
             self._has_told_of_turns = warn_of_turns(self._loop, self._data, position["pass_step"])
@@ -376,7 +376,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             return {}  # of this callback, too, the epoch has yet to end
         if hook.name == "on_train_batch_end":
             self._logs = hook.logs
-        self._earlier = self._states.of_running(hook, self._at_epoch_end)
+        self._earlier = self._states.running_hook_state(hook, self._at_epoch_end)
         return self._states.left_of(hook)
 
     def _count(self, step: int) -> None:
@@ -437,7 +437,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _save_model(self) -> None:
         began, strategy = time.monotonic(), self._strategy()
         strategy._complete(self.model, type(self).__name__)
-        self._metrics = self._metrics_of_all()
+        self._metrics = self._gathered_metrics()
         self._save(strategy)
         if self._is_auto and not (strategy._stop_request.is_agreed or strategy.is_async_worker):
             self.save_freq = self._interval.next_after(time.monotonic() - began, strategy)
@@ -447,7 +447,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._write(self._position())
             tell(f"Saved {self._folder.newest}.", strategy, self._verbose)
 
-    def _metrics_of_all(self) -> np.ndarray | None:
+    def _gathered_metrics(self) -> np.ndarray | None:
         """Gather the metrics of the epoch that has begun, one row for each replica."""
         strategy = self._strategy()
         if self._before_validation is not None:

@@ -162,7 +162,7 @@ class BatchBalancer(SessionCallback):
             strategy.compute_times.send_fitting(self._memory_use.fitting)
         strategy.measure_compute_times(self.model)
         self._sampled = strategy._sample_steps(fit, self._sampled)
-        unsettled, self._all_gpus = _facts_of_all_workers(strategy, self.model)
+        unsettled, self._all_gpus = _gathered_facts(strategy, self.model)
         self._steps.begin(strategy.compute_times, self._sampled, unsettled)
         # replaces what a balancer wanted in a fit in between
         latest = self.plans[-1].shares if self.plans else [0] * len(strategy.shares)
@@ -408,7 +408,7 @@ class BatchBalancer(SessionCallback):
         return given if isinstance(given, str) else given.name
 
 
-def _facts_of_all_workers(strategy: HeterogeneousStrategy, model: keras.Model) -> tuple[int, bool]:
+def _gathered_facts(strategy: HeterogeneousStrategy, model: keras.Model) -> tuple[int, bool]:
     """Return how many steps of a new share say nothing, and whether all compute on GPUs only."""
     local = strategy.extended.worker_devices
     unsettled, is_on_gpus = num_unsettled_steps(model, local), all(map(gpu_name, local))

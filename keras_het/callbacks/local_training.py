@@ -182,14 +182,14 @@ class LocalTraining(SessionCallback):
     def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Validate what all steps of the epoch have led to."""
         if self._exchange is not None:
-            self._exchange.exchange_rest()
+            self._exchange.exchange_remaining()
             self._exchange.show_center()
 
     def _end_epoch(self, epoch: int, logs: dict[str, float] | None) -> None:
         """Show the center and the logs of all workers to all callbacks."""
         if self._exchange is None:
             return
-        self._exchange.exchange_rest()
+        self._exchange.exchange_remaining()
         self._exchange.show_center()
         strategy = heterogeneous_strategy(self.model, self)
         _combine_logs(strategy, logs or {}, self._samples_of_epoch)

@@ -41,7 +41,7 @@ class Client:
         if certificates is None:
             self._channel = grpc.insecure_channel(address, options)
         else:
-            self._channel = grpc.secure_channel(address, certificates.of_client, options)
+            self._channel = grpc.secure_channel(address, certificates.client_credentials, options)
         self._hello = self._channel.unary_unary(f"/{wire.ROOM}/{wire.HELLO}")
         self._open = self._channel.stream_stream(f"/{wire.ROOM}/{wire.OPEN}")
 

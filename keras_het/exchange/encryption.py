@@ -22,13 +22,13 @@ class Certificates(NamedTuple):
     authority: bytes | None
 
     @property
-    def of_server(self) -> grpc.ServerCredentials:
+    def server_credentials(self) -> grpc.ServerCredentials:
         """With an authority, whoever connects must show a certificate too."""
         pairs = [(self.key, self.certificate)]
         return grpc.ssl_server_credentials(pairs, self.authority, self.authority is not None)
 
     @property
-    def of_client(self) -> grpc.ChannelCredentials:
+    def client_credentials(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
 

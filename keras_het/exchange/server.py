@@ -69,7 +69,7 @@ class Server:
             if certificates is None:
                 port = self._server.add_insecure_port(address)
             else:
-                port = self._server.add_secure_port(address, certificates.of_server)
+                port = self._server.add_secure_port(address, certificates.server_credentials)
         except RuntimeError:
             port = 0
         if not port:

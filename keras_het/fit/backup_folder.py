@@ -163,12 +163,12 @@ class BackupFolder:
         state = self.state()
         found, expected = len(model.weights), state.pop(_NUM_WEIGHTS, None)
         if expected not in (None, found):
-            raise self._of_another_model(f"{found} weights; expected: {expected}")
+            raise self._other_model_error(f"{found} weights; expected: {expected}")
         try:
             model.load_weights(str(self.newest))
         except ValueError as error:
             problem, _, _ = str(error).partition("\n\nList of objects")
-            raise self._of_another_model(" ".join(problem.split())) from error
+            raise self._other_model_error(" ".join(problem.split())) from error
         for place, seed in enumerate(_seeds(model)):
             if (saved := state.pop(f"{_SEED}{place}", None)) is not None:
                 seed.assign(saved)
@@ -270,7 +270,7 @@ class BackupFolder:
             f"it is as it was: {self.newest}. See to room and rights there, and start again."
         )
 
-    def _of_another_model(self, problem: str) -> ValueError:
+    def _other_model_error(self, problem: str) -> ValueError:
         return ValueError(
             f"The backup {self.newest} is that of another model. Received: {problem}. Train the "
             "model with which it was written, or give another backup_dir."

@@ -102,7 +102,7 @@ class CallbackStates:
         }
         return {"moment": _MOMENTS[hook.name], "hook": left}
 
-    def of_running(self, hook: RunningHook, at_epoch_end: Snapshot) -> Snapshot:
+    def running_hook_state(self, hook: RunningHook, at_epoch_end: Snapshot) -> Snapshot:
         """Return what the callback that runs an epoch's end remembered before."""
         running = self._names_of(hook.rest[:1]) if hook.name == "on_epoch_end" else ()
         return {name: at_epoch_end[name] for name in running if name in at_epoch_end}

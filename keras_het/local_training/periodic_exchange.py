@@ -95,7 +95,7 @@ class PeriodicExchange:
         for fragment in self.fragments:
             fragment.hide_center()
 
-    def exchange_rest(self) -> None:
+    def exchange_remaining(self) -> None:
         """Exchange the steps since the last exchange, unless a period has just ended."""
         if self._step % self._rule.period:
             self._exchange_all()

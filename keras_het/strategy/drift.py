@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _logger = logging.getLogger("keras_het")
-_TOLD = (
+_WARNING = (
     "Replicas that must be equal differ after epoch %d: %s differs most, by %.1e of its largest "
     "value, between replica %d (worker %d) and replica %d; %d of %d variables differ. Unlike cards "
     "round differently, and such differences are small and grow slowly; a large one comes from "
@@ -40,37 +40,37 @@ def check_on_drift(on_drift: str) -> str:
 class DriftWatch(keras.callbacks.Callback):
     """Last callback of a `fit`: compares its replicas at the end of each epoch."""
 
-    _has_told = False
+    _has_warned = False
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        held = self._held()
-        everyone = self._meet([] if held is None else held.notes)
-        if held is not None and held.differ(everyone):
-            self._act(held, epoch + 1)
+        found = self._replica_values()
+        everyone = self._meet([] if found is None else found.notes)
+        if found is not None and found.differ(everyone):
+            self._act(found, epoch + 1)
 
     def _meet(self, notes: Sequence[int]) -> np.ndarray:
         """Return the notes of all workers, which are those of this one."""
         return np.array([notes])
 
-    def _held(self) -> Held | None:
+    def _replica_values(self) -> ReplicaValues | None:
         strategy = self.model.distribute_strategy
-        is_over = self._has_told and strategy._on_drift == "warn"
+        is_over = self._has_warned and strategy._on_drift == "warn"
         if strategy._on_drift == "ignore" or strategy._holds_parts or is_over:
             return None
-        return Held(self.model, strategy)
+        return ReplicaValues(self.model, strategy)
 
-    def _act(self, held: Held, epoch: int) -> None:
+    def _act(self, found: ReplicaValues, epoch: int) -> None:
         strategy = self.model.distribute_strategy
         with strategy._naming_lost_workers():
-            values = held.values()
-            if not self._has_told:
-                held.tell(held.differences(values), epoch)
-        self._has_told = True
+            values = found.values()
+            if not self._has_warned:
+                found.tell(found.differences(values), epoch)
+        self._has_warned = True
         if strategy._on_drift == "copy":
-            held.assign(values)
+            found.assign(values)
 
 
-class Held:
+class ReplicaValues:
     """What this worker's replicas hold of a model and must hold alike.
 
     These are its weights, moving statistics and optimizer state. Seeds, metrics and what a step
@@ -143,7 +143,9 @@ class Held:
         other = layout.replicas_of(worker).start if self._is_alone else 0
         number = int((differences > 0).any(axis=0).sum())
         name, size = self._names[place], differences[replica, place]
-        _logger.warning(_TOLD, epoch, name, size, replica, worker, other, number, len(self._names))
+        _logger.warning(
+            _WARNING, epoch, name, size, replica, worker, other, number, len(self._names)
+        )
 
     def assign(self, values: Sequence[np.ndarray]) -> None:
         for copies, value in zip(self._copies, values, strict=True):
@@ -153,11 +155,11 @@ class Held:
 
 def _variables(model: keras.Model) -> list[keras.Variable]:
     optimizer = getattr(model, "optimizer", None)
-    held = [*model.weights, *(optimizer.variables if optimizer is not None else ())]
+    found = [*model.weights, *(optimizer.variables if optimizer is not None else ())]
     apart = variables_left_apart(model)
     return [
         variable
-        for variable in {id(each): each for each in held}.values()
+        for variable in {id(each): each for each in found}.values()
         if id(variable) not in apart
         and variable.dtype != "string"
         and variable.value.synchronization != tf.VariableSynchronization.ON_READ

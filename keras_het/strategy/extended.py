@@ -136,16 +136,16 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             own = np.array(
                 [[len(self._devices), wants_nccl, zlib.crc32(np.array(hosts).tobytes())]], np.int64
             )
-            counts, wishes, digests = self.gather_over_workers(own).T.tolist()
-        if all(wishes):
+            counts, agreements, digests = self.gather_over_workers(own).T.tolist()
+        if all(agreements):
             self._use_nccl(cluster_resolver, tuple(counts))
         # NCCL knows itself what is near.
         uses_nccl = self._communication_options.implementation == nccl.Implementation.NCCL
         if len(set(digests)) == 1 and is_worth_it(hosts) and not uses_nccl:
             self.hosts = hosts
         self._use_hierarchical_all_reduce(tuple(counts))
-        self._departure_barrier = self._of_hosts(self._new_collective_keys()).new_barrier()
-        self._meeting = self._of_hosts(self._new_collective_keys())
+        self._departure_barrier = self._host_all_reduce(self._new_collective_keys()).new_barrier()
+        self._meeting = self._host_all_reduce(self._new_collective_keys())
 
     def _use_nccl(
         self,
@@ -170,7 +170,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             with tf.device(self._devices[0]):
                 return self._cross_device_ops.sum_between_workers(tf.ones([1]))
 
-        nccl.check_answers(first_sum, lambda message: self.end_of_all(f"[[{message}]]"))
+        nccl.check_answers(first_sum, lambda message: self.abort_all(f"[[{message}]]"))
 
     @contextlib.contextmanager
     def _met_within(self, seconds: float) -> Iterator[None]:
@@ -181,7 +181,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             "expected: all workers make the same strategies in the same order. Make them outside "
             "of `if strategy.is_chief`, or give more connect_seconds."
         )
-        timer = threading.Timer(seconds, self.end_of_all, [f"[[{message}]]"])
+        timer = threading.Timer(seconds, self.abort_all, [f"[[{message}]]"])
         timer.daemon = True
         timer.start()
         try:
@@ -208,10 +208,10 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             gathered = self.gather_rows_over_workers(tf.constant(values))
         return np.asarray(gathered)
 
-    def end_of_all(self, message: str) -> None:
+    def abort_all(self, message: str) -> None:
         if self.summation is not None:
             self.summation.abort()
-        private_api.end_collectives_of_all(message)
+        private_api.abort_collectives_everywhere(message)
 
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: str, primary_var: tf.Variable | None, **kwargs: object
@@ -287,7 +287,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self.layout = ReplicaLayout(replicas_per_worker, self._id_in_cluster)
         self._collective_keys = keys = self._new_collective_keys()
         self._cross_device_ops = self._hierarchical(self._devices, self.layout.num_replicas, keys)
-        self._host_cross_device_ops = self._of_hosts(keys)
+        self._host_cross_device_ops = self._host_all_reduce(keys)
         if self.hosts is not None:
             key, hosts = (
                 self._first_key + _KEYS_PER_RANGE // 2 + self.layout.num_workers,
@@ -347,7 +347,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             first_local_key=self._first_key + _KEYS_PER_RANGE // 2 + self._id_in_cluster,
         )
 
-    def _of_hosts(self, keys: private_api.CollectiveKeys) -> HierarchicalAllReduce:
+    def _host_all_reduce(self, keys: private_api.CollectiveKeys) -> HierarchicalAllReduce:
         return self._hierarchical((self._worker_device,), self.layout.num_workers, keys)
 
     def gather_rows_over_workers(self, value: tf.Tensor) -> tf.Tensor:

@@ -461,7 +461,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             return np.zeros([1, agreement.NUM_NOTES], np.int64)
         with contextlib.ExitStack() as stack:
             if leaves_loop is not None:
-                stack.enter_context(agreement.patience(leaves_loop, self.extended.end_of_all))
+                stack.enter_context(agreement.patience(leaves_loop, self.extended.abort_all))
             stack.enter_context(self._naming_lost_workers())
             return agreement.agree(self.extended, place, described, **options)
 
@@ -521,7 +521,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
                 warn_that_nothing_waits()
         else:
             self._stop_request.note_step(
-                private_api.model_of_prediction(step), f"{kind}_function", self._steps_carry_wishes
+                private_api.model_of_prediction(step), f"{kind}_function", self._steps_carry_flags
             )
         is_traced_apart = hasattr(fn, "get_concrete_function")
         if kind is None and len(self.layout.local_replicas) > 1 and not is_traced_apart:
@@ -546,7 +546,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """Give every process the whole model; all of them must call it after the same step."""
 
     @property
-    def _steps_carry_wishes(self) -> bool:
+    def _steps_carry_flags(self) -> bool:
         """Whether a step traced now has a collective of all workers."""
         return self.num_workers > 1 and not self.extended.reduces_within_worker
 

@@ -110,13 +110,13 @@ def start_machine(config: ClusterConfig | None) -> SummationService:
 def main() -> None:
     """Sum until terminated; a failed start prints one error line and exits with code 2."""
     try:
-        _sum_until_told_to_end()
+        _serve_until_stopped()
     except (ValueError, OSError) as error:
         sys.stderr.write(f"[keras-het] error: {error}\n")
         sys.exit(2)
 
 
-def _sum_until_told_to_end() -> None:
+def _serve_until_stopped() -> None:
     service = start_machine(read_cluster_config())
     print(f"summation machine is ready at {service.address}", flush=True)  # noqa: T201
     stop = threading.Event()

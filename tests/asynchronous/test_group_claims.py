@@ -186,4 +186,4 @@ def test_an_exchange_reads_each_vector_once(push, leads):
 def test_a_grant_of_a_long_epoch_reaches_the_members_as_it_is(first):
     """In a collective of float32, which does not have all whole numbers above 2**24."""
     grant = Grant(first, 12, True)
-    assert Grant.of_numbers(np.array(grant.to_numbers(), np.float32).tolist()) == grant
+    assert Grant.from_numbers(np.array(grant.to_numbers(), np.float32).tolist()) == grant

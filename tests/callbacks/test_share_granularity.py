@@ -78,7 +78,7 @@ def test_all_workers_have_the_same_granularity(emulated, others, expected):
     )
     strategy = SimpleNamespace(num_workers=2, extended=extended)
     emulated.setattr(batch_balancer, "num_unsettled_steps", lambda model, devices: 1)
-    assert batch_balancer._facts_of_all_workers(strategy, None) == expected
+    assert batch_balancer._gathered_facts(strategy, None) == expected
     assert [facts.tolist() for facts in gathered] == [[[1, 1]]]
 
 

@@ -24,7 +24,7 @@ class Grant:
         return *divmod(self.first, _DIGIT), self.count, int(self.is_last)
 
     @classmethod
-    def of_numbers(cls, numbers: Sequence[float]) -> Grant:
+    def from_numbers(cls, numbers: Sequence[float]) -> Grant:
         digit, rest, count, is_last = (int(number) for number in numbers)
         return cls(digit * _DIGIT + rest, count, bool(is_last))
 

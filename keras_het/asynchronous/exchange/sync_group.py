@@ -151,7 +151,7 @@ class SyncGroup(Participant):
             values = values[len(parts) :]
         if claims is not None:
             period, *numbers = agreed.tolist()
-            self.period, grant = int(period), Grant.of_numbers(numbers)
+            self.period, grant = int(period), Grant.from_numbers(numbers)
             claims.add(grant)
             self._num_known += grant.count
 

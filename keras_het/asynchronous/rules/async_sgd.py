@@ -96,13 +96,13 @@ class AsyncSGD(SendsGradient):
 
     def create_slots(self, center: Vector) -> Slots:
         if self._optimizer:
-            return self._optimizer.of_size(len(center)).initial
+            return self._optimizer.for_size(len(center)).initial
         return {"momentum": np.zeros_like(center)} if self.momentum else {}
 
     def update(self, center: Vector, slots: Slots, change: Vector, meta: PushMeta) -> Update:
         factor = self.factor(meta)
         if self._optimizer:
-            instance = self._optimizer.of_size(len(center))
+            instance = self._optimizer.for_size(len(center))
             return instance.step(center, slots, change, meta.version, factor)
         change = factor * change
         if self.momentum:

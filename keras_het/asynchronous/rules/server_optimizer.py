@@ -61,7 +61,7 @@ class ServerOptimizer:
     def serialized(self) -> dict[str, Any]:
         return dict(keras.optimizers.serialize(self.optimizer))
 
-    def of_size(self, size: int) -> _Instance:
+    def for_size(self, size: int) -> _Instance:
         with self._lock:
             if size not in self._instances:
                 # In a thread of its own, which no scope of a strategy reaches into: Keras would

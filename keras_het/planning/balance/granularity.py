@@ -161,10 +161,10 @@ class _Units:
             least = low * self._size + rest
             late.append((least > 0) & (times(np.maximum(least, 1)) > below))
 
-            def of_units(units: IntArray, rest: int = rest) -> FloatArray:
+            def unit_times(units: IntArray, rest: int = rest) -> FloatArray:
                 return times(units * self._size + rest)
 
-            most.append(bisect_shares(of_units, below, low, np.maximum(high, low)))
+            most.append(bisect_shares(unit_times, below, low, np.maximum(high, low)))
         could = self.can_take & (self._sums(most) >= self.count) & (self._sums(late) == 0)
         room = np.where(could, most[1] - most[0], -self.count - 2)
         return int(room.argmax()) if could.any() else None

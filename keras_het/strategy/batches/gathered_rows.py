@@ -132,11 +132,11 @@ class OutputsOfParts:
 
     def __init__(self, first: Nest) -> None:
         self._first = first
-        self.of_first = self._tensors(first)
+        self.first_tensors = self._tensors(first)
         """The tensors of the first part."""
-        self._shapes = [tf.shape(tensor) for tensor in self.of_first]
+        self._shapes = [tf.shape(tensor) for tensor in self.first_tensors]
 
-    def of_other(self, outputs: Nest) -> list[tf.Tensor]:
+    def part_tensors(self, outputs: Nest) -> list[tf.Tensor]:
         """Return the tensors of another part, which must be as wide as those of the first."""
         return list(map(_as_wide, self._tensors(outputs), self._shapes, self._names))
 

@@ -145,11 +145,11 @@ def _wrap_leaf(
 
 
 def wrapped_spec(spec: Nest, num_local: int, num_replicas: int) -> Nest:
-    def of_leaf(leaf: tf.TypeSpec | None) -> UnevenPerReplicaSpec | None:
+    def leaf_spec(leaf: tf.TypeSpec | None) -> UnevenPerReplicaSpec | None:
         is_absent = leaf is None or isinstance(leaf, tf.OptionalSpec) or adapter.is_none(leaf)
         return None if is_absent else UnevenPerReplicaSpec((leaf,) * num_local, num_replicas)
 
-    return tf.nest.map_structure(of_leaf, spec)
+    return tf.nest.map_structure(leaf_spec, spec)
 
 
 def find_sizes(structure: Nest) -> tf.Tensor | None:

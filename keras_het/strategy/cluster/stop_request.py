@@ -32,7 +32,7 @@ _logger = logging.getLogger(__name__)
 
 _SECONDS_TO_MEET = 2.0
 # a signal of each kind, to measure closely, and an interval between measured steps
-_NUM_WISHES = len(SIGNALS) + 2
+_NUM_FLAGS = len(SIGNALS) + 2
 _UPDATES = 0.5
 _COUNTED = 2.0**20  # float32 holds halves of it
 _SECONDS_BETWEEN_LOOKS = 0.05
@@ -68,12 +68,12 @@ class StopRequest:
         )
         self._reads = LateReads(LAG if strategy._works_ahead else 0, until_computed)
         self.sampled: SampledSteps | None = None
-        """The running `fit`'s sampled steps, whose wishes travel with these."""
-        self._sent = [0.0] * _NUM_WISHES
+        """The running `fit`'s sampled steps, whose flags travel with these."""
+        self._sent = [0.0] * _NUM_FLAGS
         # On the step's device, because XLA may compile the step.
         with tf.init_scope(), tf.device(device):
-            self._own = tf.Variable(tf.zeros([_NUM_WISHES]), trainable=False)
-            self._everyone = tf.Variable(tf.zeros([_NUM_WISHES]), trainable=False)
+            self._own = tf.Variable(tf.zeros([_NUM_FLAGS]), trainable=False)
+            self._everyone = tf.Variable(tf.zeros([_NUM_FLAGS]), trainable=False)
 
     @property
     def is_in_steps(self) -> bool:
@@ -120,19 +120,19 @@ class StopRequest:
             self._end()
 
     def _note(self, reads: Iterable[Read]) -> None:
-        for wishes, _ in reads:
-            signals, others = wishes[: len(SIGNALS)], wishes[len(SIGNALS) :]
+        for flags, _ in reads:
+            signals, others = flags[: len(SIGNALS)], flags[len(SIGNALS) :]
             asked = [number for number, count in zip(SIGNALS, signals, strict=True) if count > 0]
             self._agreed = self._agreed or next(iter(asked), None)
             if self.sampled is not None:
                 self.sampled.agree(*others)
 
-    def _send_wishes(self) -> None:
-        wishes = [float(number == self._received) for number in SIGNALS]
-        wishes += self.sampled.wishes if self.sampled else (0.0, 0.0)
-        if wishes != self._sent:
-            self._own.assign(wishes)
-            self._sent = wishes
+    def _send_flags(self) -> None:
+        flags = [float(number == self._received) for number in SIGNALS]
+        flags += self.sampled.flags if self.sampled else (0.0, 0.0)
+        if flags != self._sent:
+            self._own.assign(flags)
+            self._sent = flags
 
     def contribution(self, is_first: bool, dtype: tf.DType) -> tf.Tensor:
         """Return what a replica adds to the sum over all replicas, in the graph."""
@@ -161,11 +161,11 @@ class StopRequest:
             if self.is_agreed:
                 self._end()
             if is_carried:
-                self._send_wishes()
+                self._send_flags()
         result = function(batches)
         if self._is_carried:
-            wishes = tf.raw_ops.ReadVariableOp(resource=self._everyone.handle, dtype=tf.float32)
-            self._reads.add(wishes)
+            flags = tf.raw_ops.ReadVariableOp(resource=self._everyone.handle, dtype=tf.float32)
+            self._reads.add(flags)
             self._note(self._reads.take())
         else:
             self._agreed = self._received
@@ -204,7 +204,7 @@ class StopRequest:
             call_for(_SECONDS_TO_MEET, strategy.barrier)
         self._received = self._agreed = None
         self._reads.clear()
-        self._sent = [0.0] * _NUM_WISHES
+        self._sent = [0.0] * _NUM_FLAGS
         self._own.assign(self._sent)
         self._everyone.assign(tf.zeros_like(self._everyone))
         raise stop_signals.exception(number)

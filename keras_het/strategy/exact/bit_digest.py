@@ -51,7 +51,7 @@ def _function(bits: tf.DType) -> tf.types.experimental.ConcreteFunction:
     """
 
     @tf.function(autograph=False)
-    def of_words(words: tf.Tensor) -> tf.Tensor:
+    def digest_words(words: tf.Tensor) -> tf.Tensor:
         factors, size = tf.constant(_factors()), tf.size(words, tf.int64)
 
         def add(begin: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -70,7 +70,7 @@ def _function(bits: tf.DType) -> tf.types.experimental.ConcreteFunction:
         return tf.while_loop(is_left, add, start)[1]
 
     with tf.init_scope():
-        return of_words.get_concrete_function(tf.TensorSpec([None], bits))
+        return digest_words.get_concrete_function(tf.TensorSpec([None], bits))
 
 
 def _factors() -> np.ndarray:

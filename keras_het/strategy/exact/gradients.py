@@ -199,18 +199,18 @@ class Gradients:
             self._finish(pending, gradients)
 
     @property
-    def of_part(self) -> list[_Reduced]:
+    def part_gradients(self) -> list[_Reduced]:
         """The gradients of one micro-batch, for each update."""
         return [update.gradients for update in self._pending]
 
     def take(self, first: Gradients, gradients: list[_Reduced]) -> None:
         """Take over the updates of the first micro-batch, with the gradients of the whole share."""
-        for update, of_share in zip(first._pending, gradients, strict=True):
-            measured = self._measured(of_share, is_weighted=True)
+        for update, share_gradients in zip(first._pending, gradients, strict=True):
+            measured = self._measured(share_gradients, is_weighted=True)
             self._pending.append(dataclasses.replace(update, gradients=measured))
 
     def refuse_reads_after_update(self, own_state: OwnState, model: keras.Model) -> None:
-        """Refuse to cut a step that reads, behind its update, what the update changes."""
+        """Refuse to cut a step that reads, after its update, what the update changes."""
         if not self._pending or self._spec.deferrable_optimizer is not None:
             return
         operations = tf.compat.v1.get_default_graph().get_operations()[self._num_operations :]
@@ -340,7 +340,7 @@ class Gradients:
             bucket = buckets.pop(dtype)
             members = [gradients[i][j] for i, j in bucket]
             prepare = functools.partial(_prepared, self._spec, is_weighted=is_weighted)
-            sums = self._sum.of_bucket(members, prepare, is_measured=not most)
+            sums = self._sum.sum_bucket(members, prepare, is_measured=not most)
             found.update(zip(bucket, sums, strict=True))
             for i, j in bucket:
                 gradients[i][j] = None

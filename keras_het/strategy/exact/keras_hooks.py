@@ -60,7 +60,7 @@ _REDUCTIONS = [
 ]
 
 
-def _of_step(verb: _Verb, find: Callable[[], ExactStep | None] = current_step) -> _Hook:
+def _step_hook(verb: _Verb, find: Callable[[], ExactStep | None] = current_step) -> _Hook:
     def hook(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def hooked(*args: Any, **kwargs: Any) -> Any:
@@ -74,9 +74,9 @@ def _of_step(verb: _Verb, find: Callable[[], ExactStep | None] = current_step) -
     return hook
 
 
-def _of_any_step(verb: _Verb) -> _Hook:
-    """As `_of_step`, also in predictions."""
-    return _of_step(verb, running_step)
+def _any_step_hook(verb: _Verb) -> _Hook:
+    """As `_step_hook`, also in predictions."""
+    return _step_hook(verb, running_step)
 
 
 def _hooks() -> list[tuple[Any, str, _Hook]]:
@@ -88,12 +88,12 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
     tf_optimizer = private_api.keras_tf_optimizer.TFOptimizer
     variable, plain_variable = private_api.KerasTensorFlowVariable, private_api.ResourceVariable
     values = private_api.distribute_values
-    keep_local = _of_step(lambda s: s.means.keep_local)
-    reduce = _of_step(lambda s: s.means.reduce)
-    update_scalar = _of_step(lambda s: s.means.update_scalar)
+    keep_local = _step_hook(lambda s: s.means.keep_local)
+    reduce = _step_hook(lambda s: s.means.reduce)
+    update_scalar = _step_hook(lambda s: s.means.update_scalar)
     of_optimizer = _hooks_of_optimizers()
-    aggregate = _of_any_step(lambda s: s.own_state.aggregate)
-    assign_plain = _of_any_step(lambda s: s.assignments.assign_plain)
+    aggregate = _any_step_hook(lambda s: s.own_state.aggregate)
+    assign_plain = _any_step_hook(lambda s: s.assignments.assign_plain)
     keep_losses = functools.partial(_with_own, attributes={"_losses": list})
     masks = ("_dropout_mask", "_recurrent_dropout_mask")
     keep_masks = functools.partial(_with_own, attributes=dict.fromkeys(masks, lambda: None))
@@ -103,22 +103,22 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
         (loss, "scale_loss_for_distribution", keep_local),
         (loss, "unscale_loss_for_distribution", keep_local),
         *[(module, name, reduce) for module, name in _REDUCTIONS],
-        (loss.Loss, "__call__", _of_step(lambda s: s.means.call_loss)),
-        (trainer, "_aggregate_additional_loss", _of_step(lambda s: s.means.sum_added)),
-        (tf.GradientTape, "gradient", _of_step(lambda s: s.means.gradient)),
+        (loss.Loss, "__call__", _step_hook(lambda s: s.means.call_loss)),
+        (trainer, "_aggregate_additional_loss", _step_hook(lambda s: s.means.sum_added)),
+        (tf.GradientTape, "gradient", _step_hook(lambda s: s.means.gradient)),
         (metrics.Mean, "update_state", update_scalar),
         (metrics.Sum, "update_state", update_scalar),
-        (nn, "_compute_moments_sync", _of_any_step(lambda s: s.means.moments)),
-        (normalization, "_moments", _of_any_step(lambda s: s.means.masked_moments)),
+        (nn, "_compute_moments_sync", _any_step_hook(lambda s: s.means.moments)),
+        (normalization, "_moments", _any_step_hook(lambda s: s.means.masked_moments)),
         # gradients
         (optimizer, "scale_loss", of_optimizer["scale_loss"]),
         (optimizer, "apply", of_optimizer["apply"]),
-        (tf_optimizer, "_all_reduce_sum_gradients", _of_step(lambda s: s.gradients.keep_reduced)),
+        (tf_optimizer, "_all_reduce_sum_gradients", _step_hook(lambda s: s.gradients.keep_reduced)),
         # state
-        (variable, "_direct_assign", _of_any_step(lambda s: s.assignments.assign)),
+        (variable, "_direct_assign", _any_step_hook(lambda s: s.assignments.assign)),
         *[(plain_variable, n, assign_plain) for n in dir(plain_variable) if n.startswith(assigns)],
         (values, "apply_aggregation_replica_context", aggregate),
-        (seeds.SeedGenerator, "next", _of_any_step(lambda s: s.own_state.draw_seed)),
+        (seeds.SeedGenerator, "next", _any_step_hook(lambda s: s.own_state.draw_seed)),
         # Python state of each replica
         (seeds, "global_seed_generator", share_seed_generator),
         (layer, "add_loss", keep_losses),
@@ -133,9 +133,9 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
 
 def _hooks_of_optimizers() -> dict[str, _Hook]:
     return {
-        "scale_loss": _of_step(lambda s: s.gradients.scale_loss),
-        "apply": _of_step(lambda s: s.gradients.apply),
-        "apply_gradients": _of_step(lambda s: s.gradients.apply_gradients),
+        "scale_loss": _step_hook(lambda s: s.gradients.scale_loss),
+        "apply": _step_hook(lambda s: s.gradients.apply),
+        "apply_gradients": _step_hook(lambda s: s.gradients.apply_gradients),
     }
 
 
@@ -181,7 +181,7 @@ def recorded_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[None]:
     """Make steps record which tensor is the result of which of these metrics."""
     distinct = list({id(metric): metric for metric in metrics}.values())
     for metric in distinct:
-        hook = _of_step(functools.partial(_recording, metric))
+        hook = _step_hook(functools.partial(_recording, metric))
         object.__setattr__(metric, "result", hook(metric.result))
     try:
         yield

@@ -117,8 +117,8 @@ def run_predict_step(
         tell(model, remarks)
     if (request := _carried_request(strategy)) is not None:
         # of a type that no summation machine sums
-        wishes = request.contribution(True, tf.int64)
-        request.record(strategy.extended.sum_over_workers(wishes))
+        flags = request.contribution(True, tf.int64)
+        request.record(strategy.extended.sum_over_workers(flags))
     total = strategy.experimental_local_results(total)[0]
     rows = [
         gather_rows(strategy, leaf, total, name_of(path))
@@ -154,14 +154,15 @@ def _predict_parts(
 ) -> tuple[ExactStep, Nest, list[StateChange], Nest]:
     """Predict for all micro-batches of a share, and put their outputs one behind the other."""
     first = _first_part(step, parts)
-    of_first, changes = compute(first, parts.rows(None))
-    outputs = OutputsOfParts(of_first)
+    first_outputs, changes = compute(first, parts.rows(None))
+    outputs = OutputsOfParts(first_outputs)
 
     def own(part: ExactStep, rows: Nest) -> Nest:
-        of_part, of_state = compute(part, rows)
-        return _appended(outputs.of_other(of_part)), [change.summands for change in of_state]
+        outputs_of_part, changes_of_part = compute(part, rows)
+        summands = [change.summands for change in changes_of_part]
+        return _appended(outputs.part_tensors(outputs_of_part)), summands
 
-    summands = _appended(outputs.of_first), [change.summands for change in changes]
+    summands = _appended(outputs.first_tensors), [change.summands for change in changes]
     rows, summands = _add_up(step, parts, first, summands, own)
     return first, outputs.joined(rows), changes, summands
 
@@ -196,13 +197,13 @@ def _trace(
         results = _tensors(logs if own is None else own)
         computed = results if measurement is None else measurement.held(results)
         times = [] if measurement is None else measurement.summands()
-        wishes = [] if request is None else [_wishes(request, is_first, logs)]
+        flags = [] if request is None else [_stop_flags(request, is_first, logs)]
         with tf.control_dependencies(computed):
             if own is None:
                 own = _summands(part, logs, changes)
-            reduced, (own, times, wishes) = step.gradients.sum_with((own, times, wishes))
+            reduced, (own, times, flags) = step.gradients.sum_with((own, times, flags))
             of_logs, of_state = own
-            logs = part.metrics.logs_of_all(logs, of_logs)
+            logs = part.metrics.global_logs(logs, of_logs)
         step.gradients.update(reduced)
         before = {**part.own_state.before, **part.metrics.before}
         for change, sums in zip(changes, of_state, strict=True):
@@ -213,7 +214,7 @@ def _trace(
         if measurement is not None:
             measurement.record(times)
         if request is not None and is_first:
-            request.record(wishes[0])
+            request.record(flags[0])
     return logs
 
 
@@ -248,16 +249,16 @@ def _compute_parts(
     """Run the step on all micro-batches of a share; return also what they add to the sums."""
     first, logs, changes = compute(_first_part(step, parts), parts.rows(None))
     with active(first):
-        of_first = first.gradients.of_part, _summands(first, logs, changes)
+        first_summands = first.gradients.part_gradients, _summands(first, logs, changes)
 
     def own(part: ExactStep, rows: Nest) -> Nest:
         part.means.divisors = first.means.divisors
-        _, of_logs, of_state = compute(part, rows)
+        _, part_logs, part_changes = compute(part, rows)
         with active(part):
             part.gradients.refuse_reads_after_update(part.own_state, model)
-            return part.gradients.of_part, _summands(part, of_logs, of_state)
+            return part.gradients.part_gradients, _summands(part, part_logs, part_changes)
 
-    gradients, summands = _add_up(step, parts, first, of_first, own)
+    gradients, summands = _add_up(step, parts, first, first_summands, own)
     with active(step):
         step.gradients.take(first.gradients, gradients)
     return first, logs, changes, summands
@@ -278,7 +279,7 @@ def _add_up(
 ) -> Nest:
     """Join what the first micro-batch has computed and what `compute` returns for each other."""
     with active(first):
-        values = first.own_state.values_of_parts(first.metrics.before)
+        values = first.own_state.part_values(first.metrics.before)
 
     def own(number: tf.Tensor) -> Nest:
         with active(first):
@@ -394,7 +395,7 @@ def _is_measured(strategy: HeterogeneousStrategy) -> bool:
     return strategy._steps_are_timed
 
 
-def _wishes(request: StopRequest, is_first: bool, logs: Nest) -> tf.Tensor:
+def _stop_flags(request: StopRequest, is_first: bool, logs: Nest) -> tf.Tensor:
     """This worker's stop requests, to be summed over all."""
     # of a type that travels anyway: another type would need a separate collective
     types = [leaf.dtype for leaf in _tensors(logs) if leaf.dtype.is_floating]
@@ -402,7 +403,7 @@ def _wishes(request: StopRequest, is_first: bool, logs: Nest) -> tf.Tensor:
 
 
 def _carried_request(strategy: HeterogeneousStrategy) -> StopRequest | None:
-    return strategy._stop_request if strategy._steps_carry_wishes else None
+    return strategy._stop_request if strategy._steps_carry_flags else None
 
 
 def _num_rows(data: Nest) -> tf.Tensor:

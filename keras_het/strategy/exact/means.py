@@ -187,7 +187,7 @@ class Means:
         if spec.is_first_part:
             whole = divisor
             if spec.parts is not None and is_weighted:
-                whole = spec.parts.of_share(divisor, "a mask, or a weight of samples,")
+                whole = spec.parts.for_whole_share(divisor, "a mask, or a weight of samples,")
             elif spec.parts is not None:
                 whole = spec.parts.size_of_share(divisor, spec.samples)
             # A replica without samples computes on a row of zeros, which does not count.

@@ -160,7 +160,7 @@ class Metrics:
         """What this replica adds to the state that a result is computed from."""
         return self._parts_of_state(self._records[id(leaf)][1])
 
-    def result_of_all(self, leaf: tf.Tensor, state: Sequence[tf.Tensor]) -> tf.Tensor:
+    def global_result(self, leaf: tf.Tensor, state: Sequence[tf.Tensor]) -> tf.Tensor:
         record = self._records[id(leaf)][1]
         return self._results(record, state)[record.path]
 
@@ -174,7 +174,7 @@ class Metrics:
     def _is_plain(self, leaf: Leaf) -> bool:
         return id(leaf) not in self._records and id(leaf) not in self._computed
 
-    def logs_of_all(self, logs: Nest, sums: Nest) -> Nest:
+    def global_logs(self, logs: Nest, sums: Nest) -> Nest:
         leaves = tf.nest.flatten(logs)
         records, (summed_states, summed, summed_parts) = self._states(leaves), sums
         results = {
@@ -225,7 +225,7 @@ class Metrics:
             elif variable.aggregation == "mean" and value.dtype.is_floating:
                 value = self._spec.weighted(value)
             else:
-                value = self._spec.of_first_replica(value)
+                value = self._spec.on_first_replica(value)
             parts.append(value)
         return parts
 

@@ -82,7 +82,7 @@ class MicroBatches:
             self._rows,
         )
 
-    def of_share(self, tensor: tf.Tensor, what: str) -> tf.Tensor:
+    def for_whole_share(self, tensor: tf.Tensor, what: str) -> tf.Tensor:
         """Compute for the whole share what the first part has computed from its rows alone."""
         flat = [tf.nest.flatten(r, expand_composites=True) for r in (self.first_rows, self._rows)]
         known = {part.ref(): whole for part, whole in zip(*flat, strict=True)}

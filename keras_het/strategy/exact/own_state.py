@@ -318,7 +318,7 @@ class OwnState:
             self._assignments, self._rows, self._sum, self._seeds, self._of_metrics, metrics
         )
 
-    def values_of_parts(
+    def part_values(
         self, of_metrics: dict[int, tf.Tensor]
     ) -> list[tuple[keras.Variable, tf.Tensor]]:
         """Return what the first micro-batch has changed, with the values that others start from.
@@ -361,7 +361,7 @@ class OwnState:
         value = tf.convert_to_tensor(variable.value)
         if rule.name == "mean":
             return StateChange(variable, [self._spec.weighted(value)], lambda sums: sums[0])
-        first = self._spec.of_first_replica(carried(value))
+        first = self._spec.on_first_replica(carried(value))
         return StateChange(variable, [first], lambda sums: tf.cast(sums[0], value.dtype))
 
     def computed(self, combination: Combination) -> Computed:
@@ -389,7 +389,7 @@ class OwnState:
 
     def _of_all(self, kind: Kind, tensor: tf.Tensor, summed: Nest) -> tf.Tensor:
         if kind is Kind.RESULT:
-            return self._of_metrics.result_of_all(tensor, summed)
+            return self._of_metrics.global_result(tensor, summed)
         if kind in (Kind.MAX, Kind.MIN):
             choose = tf.reduce_max if kind is Kind.MAX else tf.reduce_min
             summed = choose(summed, axis=0)

@@ -199,12 +199,12 @@ class SampleDependence:
         if all(kind is Kind.EQUAL for kind in kinds):
             is_free = private_api.is_stateful(operation) and operation.type not in _BRANCHES
             return Kind.OTHER if is_free else Kind.EQUAL
-        found = _of_shapes(operation, kinds) or _of_rows(operation, kinds)
+        found = _shape_kind(operation, kinds) or _row_kind(operation, kinds)
         if found is not None:
             return found
         has_rows = any(kind in (*_ROWS, Kind.SHAPE) for kind in kinds)
         if not has_rows:
-            return _of_aggregates(operation, kinds)
+            return _aggregate_kind(operation, kinds)
         if not tensor.shape.rank or tensor.shape[0] is not None or _couples(operation):
             return Kind.OTHER
         # What a sum over the replica's rows turns a row into is not what one device would compute.
@@ -226,7 +226,7 @@ def made_from(graph: tf.Graph, handles: Iterable[str]) -> set[str]:
     return found
 
 
-def _of_shapes(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind | None:
+def _shape_kind(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind | None:
     if operation.type in ("Shape", "Size", "Rank", "ZerosLike", "OnesLike"):
         if operation.type == "Rank" or operation.inputs[0].shape.is_fully_defined():
             return Kind.EQUAL
@@ -248,7 +248,7 @@ def _of_shapes(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind | None:
     return None
 
 
-def _of_rows(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind | None:
+def _row_kind(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind | None:
     """Classify an operation that adds up, or selects from, rows of samples."""
     if operation.type in _OF_ROWS and kinds[0] in _ROWS:
         axes = tf.get_static_value(operation.inputs[1])
@@ -261,10 +261,10 @@ def _of_rows(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind | None:
         return Kind.OTHER if is_mean_of_some else _OF_ROWS[operation.type]
     if operation.type in _SUMS_OF_ROWS and kinds[0] in _ROWS:
         return Kind.SUM
-    return _of_product(operation, kinds)
+    return _product_kind(operation, kinds)
 
 
-def _of_product(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind | None:
+def _product_kind(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind | None:
     """Classify a product of two matrices that sums over samples, as x^T y does."""
     attribute = {"MatMul": "transpose_a", "BatchMatMulV2": "adj_x"}.get(operation.type)
     if attribute is None or kinds[1] not in _ROWS:
@@ -298,11 +298,11 @@ def _leaves_rows_out(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
     return operation.type == "Slice"
 
 
-def _of_aggregates(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind:
+def _aggregate_kind(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind:
     """Classify an operation on sums, means and equal values whose result is one of them again."""
     present = set(kinds) - {Kind.EQUAL}
     if len(present) > 1:
-        return _of_two(operation, kinds)
+        return _pair_kind(operation, kinds)
     (kind,) = present
     if kind not in AGGREGATES:
         return Kind.OTHER
@@ -327,7 +327,7 @@ def _of_aggregates(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind:
     return Kind.OTHER
 
 
-def _of_two(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind:
+def _pair_kind(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind:
     sums = {Kind.COUNT, Kind.SUM}
     if operation.type in ("Add", "AddV2", "Sub", "AddN") and set(kinds) == sums:
         return Kind.SUM

@@ -109,7 +109,7 @@ class StepSpec:
     def or_zero(self, value: tf.Tensor) -> tf.Tensor:
         return tf.where(self.has_samples, value, tf.zeros_like(value))
 
-    def of_first_replica(self, value: tf.Tensor) -> tf.Tensor:
+    def on_first_replica(self, value: tf.Tensor) -> tf.Tensor:
         """Return the value on the first replica with samples, and zero on the others."""
         is_first: tf.Tensor | bool = self.position == 0
         if self.sizes is not None:
@@ -215,7 +215,7 @@ class ReplicaSum:
             flat[place] = total
         return tf.nest.pack_sequence_as(values, flat)
 
-    def of_bucket(
+    def sum_bucket(
         self,
         tensors: Sequence[tf.Tensor],
         prepare: Callable[[tf.Tensor], tf.Tensor],

@@ -101,7 +101,7 @@ class ComputeTimes:
             model.make_train_function(force=True)
 
     def send_shares(self, shares: Sequence[int]) -> None:
-        """Tell all workers which shares they should use, zeros for no wish; for the chief."""
+        """Tell all workers which shares they should use, zeros for no preference; for the chief."""
         self._tell(0, shares)
 
     def send_fitting(self, samples: IntArray) -> None:

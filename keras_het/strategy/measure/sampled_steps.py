@@ -36,8 +36,8 @@ class _Call(NamedTuple):
 class SampledSteps:
     """The steps of a `fit`, of which a schedule measures some.
 
-    What one worker notices, and what the chief finds to be affordable, becomes known to all with
-    the workers' wishes (`StopRequest`), after the same step.
+    What one worker notices, and what the chief can afford, travels with the flags of `StopRequest`:
+    all workers know it after the same step.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SampledSteps:
         session.before_callbacks("on_epoch_begin", lambda *_: self._pause())
 
     @property
-    def wishes(self) -> tuple[float, float]:
+    def flags(self) -> tuple[float, float]:
         """Whether this worker wants to measure closely, and the chief's interval, 0 for none."""
         interval = self._cost.interval if self._strategy.is_chief else 0
         return float(self._sees_change), float(interval)
@@ -75,9 +75,9 @@ class SampledSteps:
         """Ask all workers to measure the next steps one by one."""
         self._sees_change = True
 
-    def agree(self, num_wishes: float, interval: float) -> None:
-        """Follow what all workers have learned of each other's wishes; after the same step."""
-        if num_wishes:
+    def agree(self, num_requests: float, interval: float) -> None:
+        """Follow what all workers have learned of each other's flags; after the same step."""
+        if num_requests:
             self.schedule.watch_closely()
             self._cost.restart()
             self._sees_change = False
@@ -116,7 +116,7 @@ class SampledSteps:
         self._reads.add(logs[-1] if logs else self.model.optimizer.iterations.value)
         self._note_ends(self._reads.take())
         if self._strategy.num_workers == 1:
-            self.agree(*self.wishes)
+            self.agree(*self.flags)
         return result
 
     def _measured(self, plain: StepFunction) -> StepFunction:

@@ -33,13 +33,15 @@ class LossHead:
     def scale(self, value: tf.Tensor) -> tf.Tensor:
         return self._model.optimizer.scale_loss(value)
 
-    def of_micro_batch(self, number: int, outputs: list[tf.Tensor]) -> list[tf.Tensor | None]:
+    def micro_batch_gradients(
+        self, number: int, outputs: list[tf.Tensor]
+    ) -> list[tf.Tensor | None]:
         targets = self._batches.part(number, self._targets)
         weight = self._sample_weight
         weights = None if weight is None else self._batches.part(number, weight)
         return self._gradients(targets, outputs, weights, self._batches.weight(number))
 
-    def of_whole_batch(
+    def whole_batch_gradients(
         self, outputs: dict[int, list[tf.Tensor]], masks: dict[int, list[tf.Tensor | None]]
     ) -> dict[int, list[tf.Tensor | None]]:
         whole = join(self._batches, outputs, masks)

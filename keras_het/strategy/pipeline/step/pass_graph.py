@@ -208,12 +208,12 @@ class PassGraph:
             self.output_masks[number] = [given.masks.get(t) for t in self._units.outputs]
             if not self._is_additive and len(self.outputs) == self._plan.micro_batches:
                 with tf.device(place.device):
-                    found = self._loss.of_whole_batch(self.outputs, self.output_masks)
+                    found = self._loss.whole_batch_gradients(self.outputs, self.output_masks)
                     for each, gradients in found.items():
                         self._return_from_head(each, gradients)
         elif self._is_additive:
             with tf.device(place.device):
-                self._return_from_head(number, self._loss.of_micro_batch(number, outputs))
+                self._return_from_head(number, self._loss.micro_batch_gradients(number, outputs))
 
     def _return_from_head(self, number: int, gradients: list[tf.Tensor | None]) -> None:
         taken = self._given[HEAD if self._is_additive else COLLECTOR, number].tensors

@@ -102,9 +102,9 @@ class ProcessGroup:
 
     def sum_of_step(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Add up what a step has to, and tell all processes who wants to stop; in the graph."""
-        wish = self._stop_request.contribution(True, tf.float64)
-        *sums, wishes = self.sum_over_all([*values, wish])
-        self._stop_request.record(wishes)
+        flag = self._stop_request.contribution(True, tf.float64)
+        *sums, flags = self.sum_over_all([*values, flag])
+        self._stop_request.record(flags)
         return sums
 
     def sum_over_all(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
