@@ -375,7 +375,7 @@ class BatchBalancer(SessionCallback):
         """Return in a few lines what the balancer has done, for `print`.
 
         The compute time of a step now and with even shares, the shares at first and now, the time
-        of a sample on each replica, and which plans were taken back, and why. Before the first
+        of a sample on each replica, and which plans were reverted, and why. Before the first
         measurement it says that there is none. Times are of the latest measured steps. On the chief
         it also says how many samples fit into memory, where devices count their bytes.
         """

@@ -77,7 +77,7 @@ def test_on_the_same_devices_the_first_plan_is_the_last_one(emulated, folder, pl
     before = [each.share for each in known_in(folder).values()]
     first = train(emulated, folder, places).plans[0]
     assert first.shares == tuple(before[place] for place in places)
-    assert first.reason == "times known from before"
+    assert first.reason == "known device times"
 
 
 @pytest.mark.full

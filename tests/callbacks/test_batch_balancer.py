@@ -144,7 +144,7 @@ def test_shares_of_the_strategy_are_the_first_plan(strategy):
     balancer = BatchBalancer("boa")
     fit(balancer, 8, 1, strategy)
     assert balancer.plans[0].shares == (4, 2, 2)
-    assert balancer.plans[0].reason == "shares that were given"
+    assert balancer.plans[0].reason == "shares of the strategy"
 
 
 @pytest.mark.full

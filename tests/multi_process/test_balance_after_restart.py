@@ -42,6 +42,6 @@ def test_machines_in_another_order_and_one_less_keep_their_speeds(
     plans = train(start_workers, tmp_path, "ba")
     first = plans[0][0]
     assert [each[0]["shares"] for each in plans] == [first["shares"]] * 2
-    assert first["reason"] == "times known from before"
+    assert first["reason"] == "known device times"
     # speeds 1:4 of 40 samples
     assert abs(first["shares"][0] - 8) <= 3

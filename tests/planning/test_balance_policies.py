@@ -43,8 +43,8 @@ def test_plans_keep_the_batch_and_the_bounds_and_survive_json(name, plant):
         assert plan.policy == name
         assert before is None or plan.shares != before.shares
         assert json.loads(json.dumps(plan.to_dict())) == plan.to_dict()
-        begin = f"step {plan.step}" if plan.step >= 0 else "at first"
-        assert str(plan).startswith(f"{begin}: shares {plan.shares[0]}")
+        begin = f"step {plan.step}: shares" if plan.step >= 0 else "initial shares"
+        assert str(plan).startswith(f"{begin} {plan.shares[0]}")
         assert "\n" not in str(plan)
         with pytest.raises(dataclasses.FrozenInstanceError):
             plan.shares = ()
@@ -155,7 +155,7 @@ def test_weights_of_the_static_policy():
 def test_a_plan_on_one_line():
     plan = BalancePlan(12, "boa", (73, 37, 18), "min-max", (), 0.023, 0.0412)
     assert str(plan) == (
-        "step 12: shares 73 37 18 (boa: min-max; 41.2 -> 23.0 ms a step predicted)"
+        "step 12: shares 73 37 18 (boa: min-max; predicted step time 41.2 -> 23.0 ms)"
     )
     assert plan.gain == pytest.approx(1 - 23 / 41.2)
     assert "(10000 replicas)" in str(BalancePlan(0, "even", (1,) * 10_000, "even split"))

@@ -48,7 +48,7 @@ def test_times_are_those_of_the_devices(noise):
         f"BatchBalancer (boa): even shares would take {summary.even_seconds * 1e3:.3g} ms" in text
     )
     assert f"{len(plans)} plans; 120 measured steps." in text
-    assert text.count("\n") == (5 if not summary.taken_back else 7)
+    assert text.count("\n") == (5 if not summary.reverted else 7)
 
 
 def test_times_of_shares_in_parts_are_known_where_a_line_would_miss():
@@ -105,8 +105,8 @@ def test_what_is_taken_back_is_told_with_its_reason():
     policy.observe = lambda *given: (policy.observe_step_seconds(0.5), observe(*given))
     plans, rows = train(policy, 200, 0.001)
     summary = summarize("boa", plans, rows)
-    assert summary.taken_back
-    assert "Taken back, because steps did not become shorter as promised" in str(summary)
+    assert summary.reverted
+    assert "Reverted, because steps did not become as short as predicted" in str(summary)
     assert "500 ms a step measured, 500 ms before" in str(summary)
 
 

@@ -52,7 +52,7 @@ def test_the_first_plan_is_the_optimum_for_known_times() -> None:
     )
     plan = policy.propose(-1)
     assert plan.shares == tuple(expected)
-    assert plan.reason == "times known from before"
+    assert plan.reason == "known device times"
 
 
 def test_unknown_devices_have_an_even_share_at_first() -> None:

@@ -1,4 +1,4 @@
-"""Plans that do not keep their promise are taken back."""
+"""Plans that do not keep their promise are reverted."""
 
 import numpy as np
 import pytest
@@ -67,7 +67,7 @@ def test_a_good_plan_that_came_at_a_bad_moment_gets_another_chance():
         plans += [str(plan)] if plan is not None else []
         shares = plan.shares if plan is not None else shares
         used.append(tuple(shares))
-    assert any("taken back" in plan for plan in plans)
+    assert any("reverted" in plan for plan in plans)
     assert set(used[100:900]) == {(8, 8)}
     assert used[-1] == (9, 7)
 
@@ -114,7 +114,7 @@ def test_the_first_plan_of_a_larger_batch_is_not_compared_with_steps_of_the_smal
         plan = policy.propose(step)
         plans += [str(plan)] if plan is not None else []
         shares = plan.shares if plan is not None else shares
-    assert not [plan for plan in plans if "taken back" in plan]
+    assert not [plan for plan in plans if "reverted" in plan]
     assert shares == (44, 20)
 
 
@@ -132,5 +132,5 @@ def test_where_whole_steps_do_not_follow_compute_times_shares_go_back():
         shares = plan.shares if plan is not None else shares
         used.append(tuple(shares))
     assert (12, 4) in used[:20]
-    assert len(plans) == 2 and "taken back: 58 ms a step measured, 50 ms before" in plans[1]
+    assert len(plans) == 2 and "reverted: 58 ms a step measured, 50 ms before" in plans[1]
     assert set(used[20:]) == {(8, 8)}

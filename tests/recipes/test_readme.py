@@ -90,12 +90,12 @@ def test_the_example_gives_the_same_losses_on_one_device_and_several(
 
 def assert_is_shown(page: str, output: str) -> None:
     """A page shows lines of the output in their order; times and measured shares are its own."""
-    start = r"```text\n((?:\[keras-het\].*?)?\[worker 0\] at first: .*?)```"
+    start = r"```text\n((?:\[keras-het\].*?)?\[worker 0\] initial shares .*?)```"
     (shown,) = re.findall(start, page, re.DOTALL)
     lines = iter(output.splitlines())
     for line in shown.splitlines():
         if line != "...":
-            changing = r"\d[\d.]*(?=(?:ms|s)\b| ->| ms)|(?<=shares )[\d ]+(?= \(boa: in)"
+            changing = r"\d[\d.]*(?=(?:ms|s)\b| ->| ms)|(?<=shares )[\d ]+(?= \(boa: prop)"
             parts = [re.escape(part) for part in re.split(changing, line)]
             pattern = re.compile(r"[\d. ]+".join(parts))
             assert any(pattern.fullmatch(each) for each in lines), line

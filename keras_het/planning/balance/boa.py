@@ -17,7 +17,7 @@ from keras_het.planning.balance.granularity import (
 )
 from keras_het.planning.balance.min_max import min_max_shares, min_max_shares_linear
 from keras_het.planning.balance.plan import BalancePlan
-from keras_het.planning.balance.plan_trial import TAKEN_BACK, PlanTrial, RetrySchedule
+from keras_het.planning.balance.plan_trial import REVERTED, PlanTrial, RetrySchedule
 from keras_het.planning.balance.policy import SharePolicy
 from keras_het.planning.balance.used_shares import UsedShares
 from keras_het.planning.shares import FloatArray, IntArray
@@ -163,7 +163,7 @@ class BoaPolicy(SharePolicy):
             weights = None if shares is None else np.asarray(shares, np.float64)
             wanted = self._solve() if weights is None else self._proportional(weights)
             self._schedule_retries(-1, wanted, None)
-            self._current, self._first_reason = wanted, "times known from before"
+            self._current, self._first_reason = wanted, "known device times"
 
     def set_micro_batch_size(self, replica: int, samples: int) -> None:
         """Say how many samples a replica computes at a time, once its memory is known.
@@ -211,7 +211,7 @@ class BoaPolicy(SharePolicy):
 
     def _decide(self, step: int) -> BalancePlan | None:
         waits = self._trying is None and not self._changed
-        if waits and (plan := self._take_back(step)) is not None:
+        if waits and (plan := self._revert(step)) is not None:
             return plan
         if self._in_effect < (self._hold if waits else _FIRST_HOLD):
             return None
@@ -225,11 +225,11 @@ class BoaPolicy(SharePolicy):
         self._decided_version = self._fit.version
         return self._improve(step)
 
-    def _take_back(self, step: int) -> BalancePlan | None:
+    def _revert(self, step: int) -> BalancePlan | None:
         shares = self._trial.shares_to_return_to()
         if shares is None or shares.sum() != self._total or (shares > self._upper).any():
             return None
-        reason = f"{TAKEN_BACK}{self._trial.comparison}"
+        reason = f"{REVERTED}{self._trial.comparison}"
         self._plans_since_change += 1
         return self._adopt(self._plan(step, shares, reason))
 
@@ -348,7 +348,7 @@ class BoaPolicy(SharePolicy):
             return f"min-max over fitted times, replica {which} changed its speed"
         known_fixed = self._fit.fixed_seconds > 0.01 * self._times(self._current)
         if not (self._fit.identified | known_fixed).any():
-            return "in proportion to measured speeds"
+            return "proportional to measured speed"
         return "min-max over fitted times"
 
     def _plan(self, step: int, shares: IntArray, reason: str) -> BalancePlan:

@@ -66,11 +66,11 @@ class BalancePlan:
         shown = " ".join(map(str, self.shares[:_SHARES_ON_ONE_LINE]))
         if len(self.shares) > _SHARES_ON_ONE_LINE:
             shown += f" ... ({len(self.shares)} replicas)"
-        begin = f"step {self.step}" if self.step >= 0 else "at first"
-        text = f"{begin}: shares {shown} ({self.policy}: {self.reason}"
+        begin = f"step {self.step}: shares" if self.step >= 0 else "initial shares"
+        text = f"{begin} {shown} ({self.policy}: {self.reason}"
         if self.step_seconds is not None and self.previous_step_seconds is not None:
             before, after = self.previous_step_seconds * 1e3, self.step_seconds * 1e3
-            text += f"; {before:.1f} -> {after:.1f} ms a step predicted"
+            text += f"; predicted step time {before:.1f} -> {after:.1f} ms"
         if self.step_seconds_if_all_used is not None:
             which = " ".join(map(str, self.unused))
             text += f"; without using {which}, {self.step_seconds_if_all_used * 1e3:.1f} ms with it"

@@ -50,7 +50,7 @@ class RetrySchedule:
         self._due.pop(replica, None)
 
 
-TAKEN_BACK = "taken back: "
+REVERTED = "reverted: "
 """How the reason of a plan begins that returns to earlier shares."""
 _STEPS_BEFORE = 16
 _STEPS_TO_JUDGE = 8

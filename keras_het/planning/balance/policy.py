@@ -130,7 +130,7 @@ class SharePolicy:
         """
         self._current = self._proportional(np.asarray(weights, np.float64))
         if self._first_reason is not None:
-            self._first_reason = "shares that were given"
+            self._first_reason = "shares of the strategy"
 
     def observe(self, step: int, shares: ArrayLike, seconds: ArrayLike) -> None:
         """Record one step.

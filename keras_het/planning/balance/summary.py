@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from keras_het.planning.balance.plan import BalancePlan
-from keras_het.planning.balance.plan_trial import TAKEN_BACK
+from keras_het.planning.balance.plan_trial import REVERTED
 from keras_het.planning.shares import MAX_TOTAL, FloatArray, IntArray, proportional_shares
 from keras_het.planning.times.time_model_fit import TimeModelFit
 
@@ -17,7 +17,7 @@ from keras_het.planning.times.time_model_fit import TimeModelFit
 _RECENT = 64
 _WARM_UP = 2.0
 _MOST_REPLICAS = 16
-_MOST_TAKEN_BACK = 3
+_MOST_REVERTED = 3
 _SAME = 0.005
 
 
@@ -34,7 +34,7 @@ class BalanceSummary:
     even_seconds: float = np.nan
     seconds_per_sample: FloatArray = dataclasses.field(default_factory=lambda: np.zeros(0))
     never_measured: tuple[int, ...] = ()
-    taken_back: tuple[BalancePlan, ...] = ()
+    reverted: tuple[BalancePlan, ...] = ()
 
     @property
     def gain(self) -> float:
@@ -56,14 +56,14 @@ class BalanceSummary:
         if self.never_measured:
             which = " ".join(map(str, self.never_measured[:_MOST_REPLICAS]))
             lines.append(f"Never measured, and counted as free: replica {which}.")
-        if self.taken_back:
+        if self.reverted:
             lines.append(
-                f"Taken back, because steps did not become shorter as promised: "
-                f"{_count(len(self.taken_back), 'plan')}."
+                f"Reverted, because steps did not become as short as predicted: "
+                f"{_count(len(self.reverted), 'plan')}."
             )
             lines += [
-                f"  step {plan.step}: {plan.reason.removeprefix(TAKEN_BACK)}"
-                for plan in self.taken_back[-_MOST_TAKEN_BACK:]
+                f"  step {plan.step}: {plan.reason.removeprefix(REVERTED)}"
+                for plan in self.reverted[-_MOST_REVERTED:]
             ]
         return "\n".join(lines)
 
@@ -105,9 +105,9 @@ def summarize(
     shares, each step keeps its deviations from the lines, so that both times have the same noise.
     """
     kept = list(rows)
-    taken_back = tuple(plan for plan in plans if plan.reason.startswith(TAKEN_BACK))
+    reverted = tuple(plan for plan in plans if plan.reason.startswith(REVERTED))
     if not kept:
-        return BalanceSummary(policy, len(plans), 0, taken_back=taken_back)
+        return BalanceSummary(policy, len(plans), 0, reverted=reverted)
     if len({len(row["shares"]) for row in kept} | {len(row["seconds"]) for row in kept}) > 1:
         raise ValueError(
             "Each step needs one share and one time for each replica. Received: steps with "
@@ -135,7 +135,7 @@ def summarize(
         even,
         _seconds_per_sample(shares, seconds, recent),
         tuple(np.flatnonzero(~fit.known).tolist()),
-        taken_back,
+        reverted,
     )
 
 
