@@ -39,7 +39,7 @@ from _noisy_task import HIDDEN, NUM_CLASSES, NUM_INPUTS, NoisyTask
 SAMPLE_MILLISECONDS = 8.0  # of a device of speed 1
 MODEL_BYTES = 4 * (NUM_INPUTS * HIDDEN + HIDDEN + HIDDEN * NUM_CLASSES + NUM_CLASSES)
 FAST_MBIT = 1000.0
-# measured in trainings (docs/measured/hybrid.md); the latter fitted to steps of synchronous groups
+# measured in trainings (benchmarks/results/hybrid.md); the latter fitted to synchronous groups
 BUSY_SECONDS, HOP_SECONDS = 8e-3, 2.2e-3
 NOISE_SCALES = 25  # one of sixteen steps says little
 AUTO = "auto"

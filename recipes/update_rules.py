@@ -61,7 +61,7 @@ DAMPED = {"learning_rate": 0.3, "momentum": 0.5, "damps_staleness": True}
 ADAM = {"optimizer": {"class_name": "Adam", "config": {"learning_rate": 0.006}}}
 ADAPTIVE = {"learning_rate": 0.2, "compensation": 2.0, "decay": 0.95}
 CONSTANT = {"learning_rate": 0.5, "compensation": 0.04}
-# Chosen by hand, from a few values each: by `--validate` if docs/measured/update_rules.md says so.
+# Chosen by hand from a few values; by `--validate` if benchmarks/results/update_rules.md says so.
 SETTINGS = {
     "sync_easgd": Setting(
         "sync_easgd", 0.6, 0.0, {"num_workers": 3, "period": 2, "overlap": 1}, kind="local"

@@ -67,6 +67,7 @@ TESTS_OF = {
     "keras_het/telemetry/": ("telemetry",),
     "keras_het/tensorboard/": ("tensorboard", "telemetry"),
     "benchmarks/": ("benchmarks",),
+    "benchmarks/results/": ("docs/test_pages.py",),
     "docs/": README,
     "recipes/": ("recipes",),
     "Makefile": ("test_make.py", "test_changed.py"),

@@ -282,4 +282,4 @@ def test_update_rules(tmp_path: Path, rule: str) -> None:
         float(cells(f"│ {name} ", text)[2].rstrip(" %")) for name in ("one device", rule)
     )
     assert one_device > 96
-    assert ours > one_device - 3  # one seed; docs/measured/update_rules.md has the mean of three
+    assert ours > one_device - 3  # one seed; benchmarks/results/update_rules.md has three
