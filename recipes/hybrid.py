@@ -8,7 +8,7 @@ own pace and exchanges with the leader's parameter service. Prints time, samples
 accuracy.
 
 An eighth of the speed shows how it works, not that it pays: leaving such a worker out is faster,
-and `roles="auto"` does (docs/guides/roles.md).
+and `roles="auto"` does (docs/guides/async_workers.md).
 """
 
 import argparse
