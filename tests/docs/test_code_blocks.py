@@ -17,7 +17,6 @@ from keras_het.launch.command_line import parse_arguments
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=name)
 # The slowest pages; a quick run has all others.
 FULL = (
-    "docs/concepts/parameter_service.md",
     "docs/guides/data_service.md",
     "docs/guides/pipeline.md",
 )
