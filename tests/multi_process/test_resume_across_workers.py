@@ -63,7 +63,8 @@ def test_a_backup_of_the_end_is_read_by_all_before_the_chief_deletes_it(
     backup, result = tmp_path / "backup", tmp_path / "result.npz"
     options = {"backup": backup, "result": result, "reads_late": True, "save_freq": 6}
     for worker in train(start_workers, 2, signal_at=18, signal=KILLED, **options):
-        assert worker.exit_code == -KILLED
+        # One that is killed last may have noticed that the other is gone.
+        assert worker.exit_code != 0, worker.output
     train_well(start_workers, 2, **options)
     assert_same_variables(result, expected)
     assert not backup.exists()
