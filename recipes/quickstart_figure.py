@@ -53,7 +53,7 @@ def draw(splits: Sequence[SplitTimes], speeds: Sequence[float], limit: float, pa
     )
     figure.get_layout_engine().set(wspace=0.08)
     _draw_times(times, splits, speeds)
-    _draw_rates(rates, splits, limit)
+    _draw_rates(rates, splits, limit, limit * max(speeds) / sum(speeds))
     for axis in times, rates:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(axis="x", length=0)
@@ -84,16 +84,18 @@ def _draw_times(axis: Axes, splits: Sequence[SplitTimes], speeds: Sequence[float
     axis.set_title("The slowest worker makes the step", loc="left", fontsize=12)
 
 
-def _draw_rates(axis: Axes, splits: Sequence[SplitTimes], limit: float) -> None:
+def _draw_rates(axis: Axes, splits: Sequence[SplitTimes], limit: float, alone: float) -> None:
     rates = [split.samples_per_second for split in splits]
     bars = axis.bar([split.title for split in splits], rates, 0.6, color=COLORS)
     labels = [f"{rate:.0f}\n({rate / limit:.0%})" for rate in rates]
     texts = axis.bar_label(bars, labels, label_type="center", fontsize=12, weight="bold")
     texts[-1].set_color("white")
-    axis.axhline(limit, color=INK, linestyle="--", linewidth=1.2)
     axis.set_xlim(-0.5, 1.5)
-    axis.text(
-        -0.48, limit * 1.015, f"limit: sum of the speeds, {limit:.0f}", va="bottom", fontsize=11
-    )
+    for height, label in (
+        (limit, f"all devices, at best: {limit:.0f}"),
+        (alone, f"the fastest alone,\nat best: {alone:.0f}"),
+    ):
+        axis.axhline(height, color=INK, linestyle="--", linewidth=1.2)
+        axis.text(-0.48, height + 0.015 * limit, label, va="bottom", fontsize=11)
     axis.set_ylim(0, limit * 1.12)
     axis.set_ylabel("samples/s")

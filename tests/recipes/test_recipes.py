@@ -94,7 +94,7 @@ def test_quickstart(tmp_path: Path) -> None:
 
     assert "EMULATION: device speeds 4:2:1" in text
     even, balanced = cells("even split", text), cells("balanced", text)
-    one, limit = cells("one device", text), cells("sum of the speeds", text)
+    one, limit = cells("one device", text), cells("all devices, at best", text)
     assert even[1] == "19 + 19 + 18"
     assert sum(samples(balanced[1])) == 56
     # The balancer was not told the speeds 4:2:1, nor these shares.
