@@ -51,37 +51,36 @@ def run_report(options: argparse.Namespace) -> int:
                 f"{option} needs the name of a file in a directory that exists. Received: "
                 f"{str(path)!r}, {what}."
             )
-    if "://" not in options.log_dir:  # of a remote one only TensorFlow knows
-        from keras_het.launch.report.plain_text import check_log_dir
-
-        check_log_dir(options.log_dir, os.path.isdir, os.path.exists)
+    # of a remote one only TensorFlow knows
+    if "://" not in options.log_dir and not Path(options.log_dir).is_dir():
+        what = "a file" if Path(options.log_dir).exists() else "nothing"
+        raise FileNotFoundError(
+            f"LOGDIR must be the directory that Telemetry(log_dir) was given. Received: "
+            f"{options.log_dir!r}, and there is {what}."
+        )
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     # nothing is computed here, and TensorFlow says at each import that it is on
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     # TensorFlow, which reads remote logs too, takes seconds to import
     from keras_het.launch.report.choice import choose_run, listed
-    from keras_het.launch.report.facts import facts_of
     from keras_het.launch.report.terminal import console_for, show
     from keras_het.launch.report.trace import write_trace
     from keras_het.tensorboard.report_page import report_page
 
-    run, others, unreadable = choose_run(options.log_dir, options.run)
-    facts = facts_of(run.name, run.content)
+    run, others = choose_run(options.log_dir, options.run)
     notes = []
     if others:
         notes.append(f"Other trainings here: {listed(others)}. Choose with --run NAME.")
-    notes += [f"Not in this report: {name}. {why}" for name, why in unreadable.items()]
     if options.html:
-        page = report_page(run.name, run.content)
-        options.html.write_text(page, encoding="utf-8")
+        options.html.write_text(report_page(run.name, run.content), encoding="utf-8")
         notes.append(f"Page: {options.html}")
     if options.trace:
-        first = write_trace(options.trace, facts)
+        first = write_trace(options.trace, run.content)
         part = f", from step {first} on" if first is not None else ""
         notes.append(f"Trace{part}: {options.trace} (https://ui.perfetto.dev opens it)")
     console = console_for(sys.stdout)
     with console.capture() as captured:
-        show(facts, console)
+        show(run.name, run.content, console)
     text = captured.get() + "".join(f"\n{note}" for note in notes) + ("\n" if notes else "")
     try:
         sys.stdout.write(printable(text, sys.stdout))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -105,20 +106,24 @@ class Run:
         return self.content.recording
 
 
-def read_log(
-    log_dir: str | os.PathLike[str], unreadable: dict[str, str] | None = None
-) -> list[Run]:
-    """Read the logs of all trainings below a directory, by name; damage costs itself only."""
+def runs_below(log_dir: str | os.PathLike[str]) -> dict[str, list[str]]:
+    """Return the event files of all trainings below a directory, by their names."""
     root = os.fspath(log_dir)
     if not tf.io.gfile.isdir(root):
         raise FileNotFoundError(f"There is no log directory. Received: log_dir={root!r}.")
+    folders = sorted(directory for directory, _, _ in tf.io.gfile.walk(root))
+    found = {os.path.relpath(each, root): event_files(each) for each in folders}
+    return {name: paths for name, paths in found.items() if paths}
+
+
+def read_run(paths: list[str]) -> LogContent:
+    return content_of(paths, content_at, parse_event, READ_ERRORS)
+
+
+def read_log(log_dir: str | os.PathLike[str]) -> list[Run]:
+    """Read the logs of all trainings below a directory that can be read, by name."""
     runs = []
-    for directory, _, _ in tf.io.gfile.walk(root):
-        if paths := event_files(directory):
-            name = os.path.relpath(directory, root)
-            try:
-                runs.append(Run(name, content_of(paths, content_at, parse_event, READ_ERRORS)))
-            except NoSetupError as error:  # nothing in these files can be told
-                if unreadable is not None:
-                    unreadable[name] = str(error)
-    return sorted(runs, key=lambda run: run.name)
+    for name, paths in runs_below(log_dir).items():
+        with contextlib.suppress(NoSetupError):
+            runs.append(Run(name, read_run(paths)))
+    return runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -13,9 +14,9 @@ import numpy as np
 
 from keras_het.planning.diagnosis.recording import HARDWARE, PHASES, Floats, Integers, Recording
 from keras_het.planning.diagnosis.scores import WINDOW, scores
-from keras_het.planning.diagnosis.steps import Steps, choose_windows, throughput
-from keras_het.planning.diagnosis.verdict import Verdict, diagnose
-from keras_het.planning.diagnosis.what_if import WhatIf, gain_over_even, what_if
+from keras_het.planning.diagnosis.steps import choose_windows, throughput
+from keras_het.planning.diagnosis.verdict import diagnose
+from keras_het.planning.diagnosis.what_if import gain_over_even, what_if
 from keras_het.planning.pipeline import Timeline
 from keras_het.tensorboard.log_content import LogContent, windows
 from keras_het.tensorboard.log_format import ROWS, parse_timeline, timeline_values
@@ -109,69 +110,46 @@ def messages(content: LogContent) -> list[str]:
     return [each[:_LONGEST_MESSAGE] for each in content.messages]
 
 
-@dataclasses.dataclass(frozen=True)
-class Diagnosis:
-    """What is known of the recent steps, those with the present shares and the present speed."""
+def diagnosis(content: LogContent) -> dict[str, Any]:
+    """Return who is slow and why, what that costs, two scores and what balancing has gained.
 
-    verdict: Verdict
-    recent: Steps
-    against_best: Floats
-    against_own_best: Floats
-    costs: WhatIf | None = None
-    gain: float = np.nan
-    """How many times the samples/s of even shares the present ones bring; NaN if unknown."""
-
-
-def diagnosis_of(recording: Recording) -> Diagnosis:
-    """Diagnose a training or a part of it, of several generations the newest one.
-
-    Of a model in stages there are no costs: its steps do not wait for the slowest replica.
+    Of several generations it is about the newest one. Of a model in stages there are no costs: its
+    steps do not wait for the slowest replica.
     """
+    recording = content.recording
+    if not len(recording.steps):
+        return {"verdict": [], "missing": [], "what_if": None, "scores": None, "gain": None}
     newest, places = recording.newest()
 
-    def of_all(values: Floats) -> Floats:
+    def of_all(values: Floats) -> list[float | None]:
         found = np.full(len(recording.devices), np.nan)
         found[places] = values
-        return found
+        return _numbers(found)
 
     with np.errstate(all="ignore"):
         recent = choose_windows(newest, WINDOW).recent
         verdict = diagnose(newest)
-        if len(recording.generations) > 1 and not verdict.lines:
-            step = recording.generations[-1].step
-            reasons = (f"{each} (since the restart in step {step})" for each in verdict.missing)
-            verdict = dataclasses.replace(verdict, missing=tuple(reasons))
         best, own_best = map(of_all, scores(newest))
-        known = Diagnosis(verdict, recent, best, own_best)
-        if newest.pipeline is not None or not recent.mean(recent.seconds) > 0:
-            return known
-        costs, gain = what_if(newest, recent), gain_over_even(newest, recent)
-        costs = dataclasses.replace(costs, by_device=of_all(costs.by_device))
-        return dataclasses.replace(known, costs=costs, gain=gain)
-
-
-def diagnosis(content: LogContent) -> dict[str, Any]:
-    """Return who is slow and why, what that costs, two scores and what balancing has gained."""
-    if not len(content.recording.steps):
-        return {"verdict": [], "missing": [], "what_if": None, "scores": None, "gain": None}
-    found = diagnosis_of(content.recording)
-    costs = found.costs
+        costs, gain = None, np.nan
+        if newest.pipeline is None and recent.mean(recent.seconds) > 0:
+            costs, gain = what_if(newest, recent), gain_over_even(newest, recent)
+    missing = [str(reason) for reason in verdict.missing]
+    if len(recording.generations) > 1 and not verdict.lines:
+        step = recording.generations[-1].step
+        missing = [f"{reason} (since the restart in step {step})" for reason in missing]
     return {
-        "verdict": [str(line) for line in found.verdict.lines],
-        "missing": [str(reason) for reason in found.verdict.missing],
+        "verdict": [str(line) for line in verdict.lines],
+        "missing": missing,
         "what_if": costs
         and {
-            "steps": [int(each) for each in found.recent.numbers[[0, -1]]],
+            "steps": [int(each) for each in recent.numbers[[0, -1]]],
             "step_seconds": _number(costs.step_seconds),
-            "by_device": _numbers(costs.by_device),
+            "by_device": of_all(costs.by_device),
             "by_worker": {str(name): _number(value) for name, value in costs.by_worker.items()},
             "by_phase": {str(name): _number(value) for name, value in costs.by_phase.items()},
         },
-        "scores": {
-            "against_best": _numbers(found.against_best),
-            "against_own_best": _numbers(found.against_own_best),
-        },
-        "gain": _number(found.gain),
+        "scores": {"against_best": best, "against_own_best": own_best},
+        "gain": _number(gain),
     }
 
 
@@ -181,15 +159,7 @@ def pipeline(content: LogContent) -> dict[str, Any]:
     names = [device.name for device in recording.devices]
     if record is None:
         return {"text": "", "stages": [], "devices": names, "predicted": None, "measured": None}
-    measured = None
-    for step, text in reversed(content.passes):
-        try:
-            timeline = parse_timeline(text)
-        except ValueError:
-            continue
-        if len(timeline.events) == len(names):
-            measured = {"step": step, **_timeline(timeline)}
-            break
+    latest = next(measured_passes(content), None)
     return {
         "text": record.text[:_LONGEST_PLAN],
         "stages": [
@@ -202,8 +172,17 @@ def pipeline(content: LogContent) -> dict[str, Any]:
         ],
         "devices": names,
         "predicted": None if record.predicted is None else _timeline(record.predicted),
-        "measured": measured,
+        "measured": latest and {"step": latest[0], **_timeline(latest[1])},
     }
+
+
+def measured_passes(content: LogContent) -> Iterator[tuple[int, Timeline]]:
+    """Yield steps and their passes, the latest first."""
+    for step, text in reversed(content.passes):
+        with contextlib.suppress(ValueError):  # damaged
+            timeline = parse_timeline(text)
+            if len(timeline.events) == len(content.recording.devices):
+                yield step, timeline
 
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
@@ -220,11 +199,12 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
 
 def _devices(content: LogContent, rows: Any) -> list[dict[str, Any]]:
     recording = content.recording
-    means = {name: _means(getattr(recording, name), content.every) for name in _MEANS}
-    shares = recording.shares[rows]
-    seconds = recording.compute[rows] / np.where(shares > 0, shares, np.nan)
-    per_sample = _middle(seconds)
-    spread = _high(seconds) / per_sample
+    with np.errstate(all="ignore"):
+        means = {name: _means(getattr(recording, name), content.every) for name in _MEANS}
+        shares = recording.shares[rows]
+        seconds = recording.compute[rows] / np.where(shares > 0, shares, np.nan)
+        per_sample = _middle(seconds)
+        spread = _high(seconds) / per_sample
     return [
         {
             **dataclasses.asdict(device),
@@ -235,6 +215,18 @@ def _devices(content: LogContent, rows: Any) -> list[dict[str, Any]]:
         }
         for place, device in enumerate(recording.devices)
     ]
+
+
+def latest_hardware(content: LogContent) -> dict[str, list[float | None]]:
+    """Return the values of each quantity that were known last, of all devices."""
+    return {
+        name: _numbers(
+            np.array(
+                [next((v for v in column[::-1] if np.isfinite(v)), np.nan) for column in values.T]
+            )
+        )
+        for name, values in content.recording.hardware.items()
+    }
 
 
 def heat_map(
@@ -374,8 +366,7 @@ def _series(content: LogContent, name: str) -> tuple[Integers, Integers, Floats,
 def _means(values: Floats, every: Integers) -> Floats:
     """Means over steps, stalls included, as that of the step time: they add up to it."""
     weights = np.isfinite(values) * every[:, None]
-    with np.errstate(invalid="ignore"):
-        return np.sum(np.nan_to_num(values) * weights, axis=0) / weights.sum(axis=0)
+    return np.sum(np.nan_to_num(values) * weights, axis=0) / weights.sum(axis=0)
 
 
 def _middle(values: Floats) -> Floats:

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 import tensorflow as tf
 
-from keras_het.launch.report.plain_text import check_log_dir, count, plain
-from keras_het.telemetry.event_files import READ_ERRORS, Run, event_files, read_log
+from keras_het.launch.report.plain_text import count, plain
+from keras_het.telemetry.event_files import READ_ERRORS, Run, read_run, runs_below
+from keras_het.tensorboard.log_content import NoSetupError
 from keras_het.tensorboard.log_format import DIRECTORY
 
 _MOST_NAMES = 8
-_EVENT_FILE = "tfevents"
 
 
-def choose_run(log_dir: str, name: str | None) -> tuple[Run, list[str], Mapping[str, str]]:
-    """Return a training of a log, the names of others, and why some cannot be read, by name."""
-    unreadable: dict[str, str] = {}
+def choose_run(log_dir: str, name: str | None) -> tuple[Run, list[str]]:
+    """Return a training, by default the one written last, and the names of the others."""
     try:
-        check_log_dir(log_dir, tf.io.gfile.isdir, tf.io.gfile.exists)
-        runs = {run.name: run for run in read_log(log_dir, unreadable)}
+        runs = runs_below(log_dir)
         if not runs:
-            raise ValueError(_nothing_there(log_dir, unreadable))
-        if name is None:
-            chosen = max(runs, key=lambda each: (_written(log_dir, each), each))
-        else:
-            chosen = _named(name, list(runs), unreadable)
+            raise ValueError(_nothing_there(log_dir))
+        chosen = max(runs, key=lambda each: _written(runs[each]))
+        if name is not None:
+            names = [os.path.normpath(name), os.path.normpath(f"{name}/{DIRECTORY}")]
+            known = [each for each in names if each in runs]
+            if not known:
+                raise ValueError(
+                    f"There is no training {name!r} in this log. There is: {listed([*runs])}."
+                )
+            chosen = known[0]
+        others = [each for each in runs if each != chosen]
+        return Run(chosen, read_run(runs[chosen])), others
+    except NoSetupError as error:
+        more = f" Choose another with --run NAME: {listed(others)}." if others else ""
+        raise ValueError(f"The log in {chosen} cannot be read: {error}{more}") from error
     except tf.errors.OpError as error:
         raise OSError(f"{log_dir!r} cannot be read: {error.message}") from error
-    return runs[chosen], [each for each in runs if each != chosen], unreadable
 
 
 def listed(names: list[str]) -> str:
@@ -38,35 +44,20 @@ def listed(names: list[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _named(name: str, runs: list[str], unreadable: Mapping[str, str]) -> str:
-    wanted = os.path.normpath(name)
-    for each in (wanted, os.path.normpath(f"{wanted}/{DIRECTORY}")):
-        if each in runs:
-            return each
-        if each in unreadable:
-            raise ValueError(f"{each}: {unreadable[each]}")
-    raise ValueError(f"There is no training {name!r} in this log. There is: {listed(runs)}.")
+def _written(paths: list[str]) -> int:
+    try:
+        return max(tf.io.gfile.stat(path).mtime_nsec for path in paths)
+    except READ_ERRORS:  # removed meanwhile
+        return 0
 
 
-def _written(log_dir: str, run: str) -> float:
-    latest = 0.0
-    for path in event_files(os.path.normpath(f"{log_dir}/{run}") if run != "." else log_dir):
-        try:
-            latest = max(latest, tf.io.gfile.stat(path).mtime_nsec)
-        except READ_ERRORS:  # thinned away meanwhile
-            continue
-    return latest
-
-
-def _nothing_there(log_dir: str, unreadable: Mapping[str, str]) -> str:
-    directories, others = [], 0
-    for directory, _, files in tf.io.gfile.walk(log_dir):
-        directories.append(directory)
-        others += sum(_EVENT_FILE in name for name in files) - len(event_files(directory))
-    where = f"Looked at {count(len(directories), 'directory', 'directories')}"
-    text = f"There is no log of keras_het below {log_dir!r}. {where}: {listed(directories)}."
-    if unreadable:
-        text += f" The log in {listed([*unreadable])} cannot be read: {min(unreadable.values())}"
+def _nothing_there(log_dir: str) -> str:
+    found = [(folder, names) for folder, _, names in tf.io.gfile.walk(log_dir)]
+    where = f"Looked at {count(len(found), 'directory', 'directories')}"
+    others = sum("tfevents" in name for _, names in found for name in names)
+    text = (
+        f"There is no log of keras_het below {log_dir!r}. {where}: {listed([f for f, _ in found])}."
+    )
     if others:
         text += f" {count(others, 'event file')} there of other writers hold no such log."
     return (

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable
-
-from keras_het.planning.diagnosis.recording import Change, Device, Recording
 
 _MOST_CHARACTERS = 300
 UNKNOWN = "–"
-_SECONDS_TO_MS = 1e3
 _WITHOUT_DECIMALS = 100.0
 _LARGE = 1e7
-_LARGEST_WORKER = 2**31 - 1
-
-
-def check_log_dir(
-    log_dir: str, is_dir: Callable[[str], bool], exists: Callable[[str], bool]
-) -> None:
-    if not is_dir(log_dir):
-        what = "a file" if exists(log_dir) else "nothing"
-        raise FileNotFoundError(
-            f"LOGDIR must be the directory that Telemetry(log_dir) was given. Received: "
-            f"{log_dir!r}, and there is {what}."
-        )
 
 
 def plain(text: str) -> str:
@@ -37,54 +20,25 @@ def plain(text: str) -> str:
     return f"{line[:_MOST_CHARACTERS]}…" if len(cut) > _MOST_CHARACTERS else line
 
 
-def plain_recording(recording: Recording) -> Recording:
-    """Return a recording whose names and texts may be shown."""
-    devices = tuple(
-        Device(
-            plain(device.name) or f"replica {index}",
-            min(max(device.worker, -_LARGEST_WORKER), _LARGEST_WORKER),
-            plain(device.kind),
-            plain(device.host),
-            plain(device.model),
-        )
-        for index, device in enumerate(recording.devices)
-    )
-    changes = tuple(
-        Change(each.step, plain(each.kind), plain(each.text)) for each in recording.changes
-    )
-    return dataclasses.replace(recording, devices=devices, changes=changes)
-
-
-def number(value: float) -> str:
-    if not math.isfinite(value):
+def number(value: float | None, factor: float = 1.0) -> str:
+    """Return a number times a factor with three digits, a dash where it is unknown."""
+    if value is None or not math.isfinite(value * factor):
         return UNKNOWN
-    if _WITHOUT_DECIMALS <= abs(value) < _LARGE:
-        return f"{value:.0f}"
-    return f"{value:.3g}"
+    shown = value * factor
+    return f"{shown:.0f}" if _WITHOUT_DECIMALS <= abs(shown) < _LARGE else f"{shown:.3g}"
 
 
-def milliseconds(seconds: float) -> str:
-    return number(seconds * _SECONDS_TO_MS)
+def milliseconds(seconds: float | None) -> str:
+    return number(seconds, 1e3)
 
 
 def percent(fraction: float) -> str:
-    return f"{number(round(fraction * 100, 0) + 0.0)} %" if math.isfinite(fraction) else UNKNOWN
-
-
-def difference(fraction: float) -> str:
-    whole = round(fraction * 100) if math.isfinite(fraction) else 0
-    sign = "+" if whole > 0 else ""
-    return f"{sign}{whole} %" if math.isfinite(fraction) else UNKNOWN
-
-
-def score(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else UNKNOWN
+    return f"{round(fraction * 100)} %"
 
 
 def count(amount: int, one: str, several: str = "") -> str:
     return f"{amount} {one if amount == 1 else several or f'{one}s'}"
 
 
-def change_text(change: Change) -> str:
-    text = change.text
-    return text if text.startswith(change.kind) else f"{change.kind}: {text}"
+def change_text(kind: str, text: str) -> str:
+    return text if text.startswith(kind) else f"{kind}: {text}"

@@ -1,8 +1,10 @@
-"""A report in the terminal."""
+"""A report in the terminal: the values of the tab's views as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -10,30 +12,45 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from keras_het.launch.report.facts import DeviceFacts, Facts, Repair
 from keras_het.launch.report.plain_text import (
+    UNKNOWN,
     change_text,
     count,
-    difference,
     milliseconds,
     number,
     percent,
-    score,
+    plain,
 )
 from keras_het.planning.diagnosis.recording import PHASES
+from keras_het.planning.diagnosis.what_if import PHASE_REPAIRS
+from keras_het.tensorboard import views
+from keras_het.tensorboard.log_content import LogContent
 
-_MOST_DEVICES = 24
-_MOST_CHANGES = 12
-_MOST_HARDWARE = 8
+_MOST_DEVICES, _MOST_CHANGES, _MOST_HARDWARE, _MOST_LINES = 24, 12, 8, 200
+# Of devices and workers, those whose repair saves most, and more than noise.
+_MOST_NAMED, _LEAST_SAVED = 3, 0.01
 _BAR = 24
 _NOT_A_TERMINAL = 140
 _WIDE = 120
 # Times that differ by less are equal.
 _SAME = 0.005
+# Quantities of the hardware, those that are their limits, units, and texts.
+_HARDWARE = (
+    ("hw.gpu.utilization", "", 0.01, "GPU {} %"),
+    ("hw.gpu.memory.usage", "hw.gpu.memory.limit", 1e9, "{} GB"),
+    ("hw.power", "keras_het.gpu.power_limit", 1.0, "{} W"),
+    ("hw.temperature", "", 1.0, "{} °C"),
+    ("keras_het.gpu.clock", "keras_het.gpu.clock_limit", 1e6, "{} MHz"),
+    ("process.cpu.usage", "keras_het.cpu.budget", 1.0, "CPUs in use: {}"),
+    ("keras_het.cpu.throttled", "", 0.01, "stopped by a CPU quota {} % of the time"),
+    ("system.cpu.utilization", "", 0.01, "host {} % busy"),
+)
+
+View = Mapping[str, Any]
 
 
-def show(facts: Facts, console: Console) -> None:
-    for each in _parts(facts, console.width):
+def show(run: str, content: LogContent, console: Console) -> None:
+    for each in _parts(run, content, console.width):
         console.print(each)
 
 
@@ -45,45 +62,62 @@ def console_for(stream: object, width: int | None = None) -> Console:
     return console
 
 
-def _parts(facts: Facts, width: int) -> Iterator[RenderableType]:
-    yield Text(facts.run, style="bold")
-    yield Text(_summary_line(facts))
+def _parts(run: str, content: LogContent, width: int) -> Iterator[RenderableType]:
+    overview, diagnosis = views.overview(content, content), views.diagnosis(content)
+    costs = diagnosis["what_if"]
+    first, last = costs["steps"] if costs else (overview["first"], overview["last"] - 1)
+    recent = views.overview(content, views.between(content, first, last + 1))
+    which = f"steps {first} to {last}" if last > first else f"step {first}"
+    present = content.recording.newest()[1]
+    devices = [{**recent["devices"][place], "place": place} for place in present]
+    yield Text(plain(run), style="bold")
+    yield Text(_summary(overview, len(devices)))
     yield Text()
-    causes = facts.diagnosis.verdict.causes
-    for index, line in enumerate(facts.diagnosis.verdict.lines):
-        cause = causes[index] if index < len(causes) else None
-        style = "green" if cause is None else "red" if cause.severity == "critical" else "yellow"
-        yield Text(line, style=f"bold {style}")
-    start = "The verdict does not know all" if facts.diagnosis.verdict.lines else "No verdict"
-    for reason in facts.diagnosis.verdict.missing:
-        yield Text(f"{start}: {reason}.", style="yellow")
-    if facts.plan:
+    for line in diagnosis["verdict"]:
+        yield Text(plain(line), style="bold")
+    start = "The verdict does not know all" if diagnosis["verdict"] else "No verdict"
+    for reason in diagnosis["missing"]:
+        yield Text(f"{start}: {plain(reason)}.", style="yellow")
+    if plan := views.pipeline(content)["text"]:
         yield Text("\nPlan of the pipeline", style="bold")
+        lines = plan.splitlines()[:_MOST_LINES]
         # whole lines: a table that is wrapped cannot be read
-        yield Text("\n".join(f"  {line}" for line in facts.plan), no_wrap=True)
-    if facts.devices:
-        yield Text()
-        yield from _devices(facts, width)
-    yield from _repairs(facts)
-    if line := _gain_line(facts):
+        yield Text("\n".join(f"  {plain(line)}" for line in lines), no_wrap=True)
+    if overview["last"] > overview["first"]:
+        yield Text(f"\nMeans of a step ({which})", style="bold")
+        yield from _devices(devices, diagnosis, width)
+        yield from _hardware(devices, views.latest_hardware(content))
+    if costs:
+        yield Text(f"\nWhat a step would take ({which}, without stalls)", style="bold")
+        yield _repairs(devices, costs)
+    if line := _balance(devices, diagnosis):
         yield Text(f"\n{line}")
-    yield from _changes(facts)
-    if facts.exchanges:
-        yield Text("\nAsync workers", style="bold")
-    for line in facts.exchanges:
-        yield Text(f"  {line}")
-    if facts.messages:
-        yield Text()
-    for message in facts.messages:
-        yield Text(f"Log: {message}", style="yellow")
+    yield from _changes(overview["changes"])
+    yield from _exchanges(overview["exchanges"])
+    for message in views.messages(content):
+        yield Text(f"Log: {plain(message)}", style="yellow")
 
 
-def _devices(facts: Facts, width: int) -> Iterator[RenderableType]:
-    shown = facts.slowest_first()[:_MOST_DEVICES]
-    shown.sort(key=lambda each: each.index)
+def _summary(overview: View, num_devices: int) -> str:
+    num_steps = overview["last"] - overview["first"]
+    text = f"{count(num_devices, 'replica')}, {count(num_steps, 'step')}"
+    if not overview["step_seconds"]:
+        return text
+    old = ", some by medians of several" if overview["thinned"] else ""
+    text = (
+        f"{text}{old}: {milliseconds(overview['step_seconds'])} ms a step, stalls included (median "
+        f"{milliseconds(overview['median_seconds'])} ms), "
+        f"{number(overview['samples_per_second'])} samples/s"
+    )
+    if not overview["pauses"]:
+        return text
+    pauses = f"{number(overview['pause_seconds'])} s in {count(overview['pauses'], 'pause')}"
+    return f"{text}\nBetween epochs: {pauses}; no part of a step"
+
+
+def _devices(devices: list[dict[str, Any]], diagnosis: View, width: int) -> Iterator[Any]:
     is_wide = width >= _WIDE
-    products = {each.device.model for each in facts.devices}
-    has_products = len(products) > 1 and is_wide
+    has_products = is_wide and len({each["model"] for each in devices}) > 1
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("#", justify="right")
     table.add_column("device", min_width=10)
@@ -92,103 +126,144 @@ def _devices(facts: Facts, width: int) -> Iterator[RenderableType]:
     phases = (f"{name}\nms" for name in PHASES)
     for name in ("share", "samples\n/s", *phases, "vs\nfastest", "vs own\nbest"):
         table.add_column(name, justify="right")
+    shown = _slowest(devices, diagnosis["what_if"])
     for each in shown:
-        product = [Text(each.device.model)] if has_products else []
-        numbers = (Text(text) for text in _device_numbers(each, with_parts=is_wide))
-        table.add_row(str(each.index), Text(each.device.name), *product, *numbers)
-    yield Text(f"Means of a step ({facts.of_recent})", style="bold")
+        wall = sum(each[name] or 0.0 for name in PHASES)
+        share, compute = each["share"], each["compute"]
+        speed = share / compute if share and compute and compute > 0 else None
+        times = [
+            milliseconds(each[name])
+            + (f" ({percent(each[name] / wall)})" if is_wide and each[name] is not None else "")
+            for name in PHASES
+        ]
+        scores = (
+            (diagnosis["scores"] or {}).get(name, {each["place"]: None})[each["place"]]
+            for name in ("against_best", "against_own_best")
+        )
+        table.add_row(
+            *(str(each["place"]), Text(plain(each["name"]))),
+            *([Text(plain(each["model"]))] if has_products else []),
+            *(number(share), number(speed), *times),
+            *(UNKNOWN if score is None else f"{score:.2f}" for score in scores),
+        )
     yield table
-    if len(facts.devices) > len(shown):
-        yield Text(f"and {len(facts.devices) - len(shown)} others; --html FILE shows all\n")
-    for each in shown[:_MOST_HARDWARE]:
-        known = [each.device.model if not has_products else "", each.hardware]
-        if any(known):
-            text = f"{each.device.name}: {', '.join(filter(None, known))}"
-            yield Text(text, style="dim")
-    if len(shown) > _MOST_HARDWARE:
+    if len(devices) > len(shown):
+        yield Text(f"and {len(devices) - len(shown)} others; --html FILE shows all\n")
+
+
+def _slowest(devices: list[dict[str, Any]], costs: View | None) -> list[dict[str, Any]]:
+    """Return the devices whose repair would save most, in their order."""
+
+    def seconds(device: View) -> float:
+        known = costs["by_device"][device["place"]] if costs else None
+        return float("inf") if known is None else float(known)
+
+    return sorted(sorted(devices, key=seconds)[:_MOST_DEVICES], key=lambda each: each["place"])
+
+
+def _hardware(devices: list[dict[str, Any]], latest: Mapping[str, Any]) -> Iterator[Text]:
+    for each in devices[:_MOST_HARDWARE]:
+        known = {name: values[each["place"]] for name, values in latest.items()}
+        known = {name: value for name, value in known.items() if value is not None}
+        texts = [plain(each["model"])] if each["model"] else []
+        for name, limit, unit, text in _HARDWARE:
+            if known.get(name, 0.0) < unit and name == "keras_het.cpu.throttled":
+                continue
+            if name in known:
+                most = f" of {number(known[limit] / unit)}" if limit in known else ""
+                texts.append(
+                    text.format(
+                        f"{number(round(known[name] / unit, 0 if '%' in text else 2))}{most}"
+                    )
+                )
+        if texts:
+            yield Text(f"{plain(each['name'])}: {', '.join(texts)}", style="dim")
+    if latest and len(devices) > _MOST_HARDWARE:
         yield Text("--html FILE shows the hardware of all", style="dim")
 
 
-def _repairs(facts: Facts) -> Iterator[RenderableType]:
-    costs = facts.diagnosis.costs
-    if costs is None:
-        return
+def _repairs(devices: list[dict[str, Any]], costs: View) -> RenderableType:
+    now = costs["step_seconds"]
+
+    def worst(seconds: Mapping[str, float | None]) -> list[tuple[str, float]]:
+        saving = [
+            (n, s) for n, s in seconds.items() if s is not None and 1 - s / now > _LEAST_SAVED
+        ]
+        return sorted(saving, key=lambda each: each[1])[:_MOST_NAMED]
+
+    of_worker = Counter(str(each["worker"]) for each in devices)
+    rows = [
+        ("now", now),
+        *worst({f"{each['name']} not slow": costs["by_device"][each["place"]] for each in devices}),
+        *worst(
+            {
+                f"worker {name} not slow": seconds
+                for name, seconds in costs["by_worker"].items()
+                if of_worker[name] > 1 and len(of_worker) > 1
+            }
+        ),
+        *((text, costs["by_phase"][name]) for name, text in PHASE_REPAIRS.items()),
+    ]
+    longest = max(seconds or 0.0 for _, seconds in rows)
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(max_width=60)
     table.add_column(justify="right")
     table.add_column(justify="right")
     table.add_column()
-    rows = [Repair("now", costs.step_seconds, 0.0), *facts.worst, *facts.phases]
-    longest = max(each.seconds for each in rows)
-    for each in rows:
-        bar = round(_BAR * each.seconds / longest) if each.seconds > 0 else 0
-        saved = difference(-each.saved) if each.name != "now" else ""
-        table.add_row(
-            Text(each.name), f"{milliseconds(each.seconds)} ms", saved, Text("▇" * bar, "cyan")
-        )
-    yield Text(f"\nWhat a step would take ({facts.of_recent})", style="bold")
-    yield Padding(table, (0, 0, 0, 2), expand=False)
+    for name, seconds in rows:
+        bar = "▇" * round(_BAR * max(seconds or 0.0, 0.0) / longest)
+        change = round(100 * (seconds / now - 1)) if seconds is not None else 0
+        saved = "" if name == "now" or seconds is None else f"{change:+} %".replace("+0", "0")
+        table.add_row(Text(plain(name)), f"{milliseconds(seconds)} ms", saved, Text(bar, "cyan"))
+    return Padding(table, (0, 0, 0, 2), expand=False)
 
 
-def _changes(facts: Facts) -> Iterator[RenderableType]:
-    changes = facts.recording.changes
-    if not changes:
-        return
-    yield Text(f"\nWhat was changed ({len(changes)})", style="bold")
+def _balance(devices: list[dict[str, Any]], diagnosis: View) -> str:
+    costs, gain = diagnosis["what_if"], diagnosis["gain"]
+    shares = [each["share"] for each in devices if each["share"] is not None]
+    if not costs or gain is None or len(shares) < 2:
+        return ""
+    # the last samples of a batch that cannot be divided evenly go somewhere
+    if max(shares) - min(shares) <= 1:
+        return "Balance: shares are even."
+    if abs(gain - 1) <= _SAME:
+        text = "no difference"
+    else:
+        text = f"{gain:.2f} times the samples/s" if gain > 1 else "even shares would be faster"
+    now = costs["step_seconds"]
+    return (
+        f"Balance: even shares would take {milliseconds(gain * now)} ms a step, now "
+        f"{milliseconds(now)} ms: {text}."
+    )
+
+
+def _changes(changes: list[View]) -> Iterator[Text]:
+    if changes:
+        yield Text(f"\nWhat was changed ({len(changes)})", style="bold")
     if len(changes) > _MOST_CHANGES:
         yield Text(f"  {len(changes) - _MOST_CHANGES} earlier ones; --html FILE shows more")
     for each in changes[-_MOST_CHANGES:]:
-        yield Text(f"  step {each.step}: {change_text(each)}")
+        yield Text(f"  step {each['step']}: {plain(change_text(each['kind'], each['text']))}")
 
 
-def _summary_line(facts: Facts) -> str:
-    text = f"{count(len(facts.devices), 'replica')}, {count(facts.num_steps, 'step')}"
-    speed, pauses = facts.speed, facts.recording.pauses
-    if not speed.step_seconds > 0:
-        return text
-    old = ", old ones by their medians" if (facts.every > 1).any() else ""
-    text = (
-        f"{text}{old}: {milliseconds(speed.step_seconds)} ms a step, stalls included (median "
-        f"{milliseconds(speed.median_seconds)} ms), {number(speed.samples_per_second)} samples/s"
-    )
-    if not pauses:
-        return text
-    longest = max(seconds for _, seconds in pauses)
-    total = sum(seconds for _, seconds in pauses)
-    return (
-        f"{text}\nBetween epochs: {number(total)} s in {count(len(pauses), 'pause')}, the longest "
-        f"{number(longest)} s; no part of a step"
-    )
+def _exchanges(exchanges: list[View]) -> Iterator[Text]:
+    latest = {_worker(each.get("worker")): each for each in exchanges}
+    if latest:
+        yield Text("\nAsync workers", style="bold")
+    for worker, each in sorted(latest.items()):
+        known = [
+            (each.get("samples_per_second"), 1.0, "{} samples/s"),
+            (each.get("staleness"), 1.0, "staleness {}"),
+            (each.get("exchange_seconds"), 1e3, "{} ms an exchange"),
+        ]
+        texts = [
+            text.format(number(value, factor))
+            for value, factor, text in known
+            if isinstance(value, int | float)
+        ]
+        heard = f"last heard of at step {int(each['step'])}"
+        yield Text(f"  async worker {worker}: {', '.join([*texts, heard])}")
 
 
-def _gain_line(facts: Facts) -> str:
-    costs, gain = facts.diagnosis.costs, facts.diagnosis.gain
-    if costs is None or facts.is_even is None:
-        return ""
-    if facts.is_even:
-        return "Balance: shares are even."
-    times = (
-        f"even shares would take {milliseconds(gain * costs.step_seconds)} ms a step, now "
-        f"{milliseconds(costs.step_seconds)} ms"
-    )
-    if abs(gain - 1) <= _SAME:
-        text = "no difference"
-    elif gain >= 1:
-        text = f"{gain:.2f} times the samples/s"
-    else:
-        text = "even shares would be faster"
-    return f"Balance: {times}: {text} ({facts.of_recent})."
-
-
-def _device_numbers(device: DeviceFacts, with_parts: bool) -> list[str]:
-    phases = [milliseconds(seconds) for seconds in device.phases]
-    if with_parts:
-        parts = (f" ({percent(part)})" if part == part else "" for part in device.fractions)
-        phases = [f"{time}{part}" for time, part in zip(phases, parts, strict=True)]
-    return [
-        number(device.share),
-        number(device.samples_per_second),
-        *phases,
-        score(device.best),
-        score(device.own_best),
-    ]
+def _worker(name: Any) -> str:
+    return number(name) if isinstance(name, float) else plain(str(name))

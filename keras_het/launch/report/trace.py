@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from keras_het.launch.report.facts import Facts
-from keras_het.launch.report.plain_text import change_text, plain
+from keras_het.launch.report.plain_text import change_text
 from keras_het.planning.diagnosis.middles import checked
 from keras_het.planning.diagnosis.recording import Device, Floats, Integers
+from keras_het.tensorboard import views
+from keras_het.tensorboard.log_content import LogContent
 
 MOST_SLICES = 600_000
 """Slices of a trace: Perfetto opens so many at once, in a file of some 60 MB."""
@@ -22,35 +23,35 @@ _TO_MICROSECONDS = 1e6
 Event = dict[str, Any]
 
 
-def write_trace(path: Path, facts: Facts) -> int | None:
+def write_trace(path: Path, content: LogContent) -> int | None:
     """Write a trace: a process for each worker, a thread for each replica.
 
     The log has the length of each phase, not when it began: all replicas begin a step together. A
     row that stands for several old steps is one slice of their length.
     """
-    replicas = max(len(facts.recording.devices), 1)
+    replicas = max(len(content.recording.devices), 1)
     rows = max(MOST_SLICES // (len(_ORDER) * replicas), 1)
-    first = max(len(facts.recording.steps) - rows, 0)
+    first = max(len(content.recording.steps) - rows, 0)
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[')
         separator = "\n"
-        for event in _events(facts, first):
+        for event in _events(content, first):
             text = json.dumps(event, separators=(",", ":"), allow_nan=False)
             file.write(f"{separator}{text}")
             separator = ",\n"
         file.write("\n]}\n")
-    return int(facts.recording.steps[first]) if first else None
+    return int(content.recording.steps[first]) if first else None
 
 
-def _events(facts: Facts, first: int) -> Iterator[Event]:
-    recording = facts.recording
+def _events(content: LogContent, first: int) -> Iterator[Event]:
+    recording = content.recording
     workers = sorted({device.worker for device in recording.devices})
     # process 0 has a meaning of its own in traces
     processes = {worker: number for number, worker in enumerate(workers, start=1)}
     threads = [len(processes) + 2 + index for index in range(len(recording.devices))]
     training = len(processes) + 1
     yield from _names(recording.devices, processes, threads, training)
-    steps, every = recording.steps[first:], facts.every[first:].astype(np.float64)
+    steps, every = recording.steps[first:], content.every[first:].astype(np.float64)
     phases = np.stack([checked(getattr(recording, name)[first:]) for name in _ORDER])
     wall = np.nansum(phases, axis=0).max(axis=1, initial=0.0)
     # when each row begins, and when the last one ends, in seconds
@@ -70,31 +71,35 @@ def _events(facts: Facts, first: int) -> Iterator[Event]:
     yield from _counters(recording.devices, processes, shares, begins)
     stages = 1 if recording.pipeline is None else max(len(recording.pipeline.stages), 1)
     yield from _speeds(training, shares / stages, begins, every)
-    yield from _passes(facts, processes, threads, steps, begins)
+    yield from _passes(content, processes, threads, steps, begins)
     instant = {"ph": "i", "s": "g", "pid": training, "tid": training}
-    for message in facts.messages:
+    for message in views.messages(content):
         yield {**instant, "name": f"Log: {message}", "cat": "log", "ts": 0.0, "args": {}}
     for change in sorted(recording.changes, key=lambda each: each.step):
         if len(steps) and change.step >= steps[0]:
-            named = {**instant, "name": change_text(change), "cat": change.kind}
+            named = {**instant, "name": change_text(change.kind, change.text), "cat": change.kind}
             time = _micro(begins[int(np.searchsorted(steps, change.step))])
             yield {**named, "ts": time, "args": {"step": change.step}}
 
 
 def _passes(
-    facts: Facts, processes: dict[int, int], threads: list[int], steps: Integers, begins: Floats
+    content: LogContent,
+    processes: dict[int, int],
+    threads: list[int],
+    steps: Integers,
+    begins: Floats,
 ) -> Iterator[Event]:
     """Yield a pipeline's passes in threads of their own; a step's begin when its batch is there."""
-    devices = facts.recording.devices
-    for index, device in enumerate(devices if facts.passes else ()):
+    devices, passes = content.recording.devices, [*views.measured_passes(content)][::-1]
+    for index, device in enumerate(devices if passes else ()):
         process, thread = processes[device.worker], threads[-1] + 1 + index
         yield _name("thread_name", process, thread, f"{device.name}: passes")
         end = 0.0
-        for step, timeline in facts.passes:
+        for step, timeline in passes:
             row = int(np.searchsorted(steps, step))
             if row == len(steps) or steps[row] != step:
                 continue
-            waited = facts.recording.input[np.searchsorted(facts.recording.steps, step), index]
+            waited = content.recording.input[np.searchsorted(content.recording.steps, step), index]
             origin = begins[row] + (waited if np.isfinite(waited) else 0.0)
             for each in timeline.events[index]:
                 begin = max(end, _micro(origin + each.begin))
@@ -102,7 +107,7 @@ def _passes(
                 if end > begin:
                     which = {"step": step, "stage": each.stage, "micro": each.micro_batch}
                     place = {"pid": process, "tid": thread, "cat": "pass"}
-                    yield _slice(plain(each.kind), begin, end, which, **place)
+                    yield _slice(each.kind, begin, end, which, **place)
 
 
 def _names(
