@@ -24,13 +24,9 @@ class Gpu:
         parts: tuple[Gpu, ...] = (),
         errors: dict[str, int] | None = None,
         capability: tuple[int, int] = (8, 0),
-        bus: int = 0,
-        nvlinks: tuple[int | None, ...] = (),
     ) -> None:
         self.name, self.uuid, self.parts, self.errors = name, uuid, parts, errors or {}
         self.capability = capability
-        # the bus that each NVLink ends at, None for one that is not active
-        self.bus, self.nvlinks = bus, nvlinks
         self.whole: Gpu | None = None
         self.asked: list[str] = []
         for part in parts:
@@ -49,12 +45,8 @@ class FakeNvml:
         *gpus: Gpu,
         init_error: int = 0,
         old: bool = False,
-        ancestors: dict[tuple[int, int], int] | None = None,
-        peers: dict[tuple[int, int, int], int] | None = None,
     ) -> None:
         self.gpus, self.init_error, self.old = gpus, init_error, old
-        # by the buses of two GPUs; of `peers` the third number is what is asked about
-        self.ancestors, self.peers = ancestors or {}, peers or {}
         self.opened = 0
 
     def nvmlInit(self) -> None:  # noqa: N802
@@ -88,13 +80,6 @@ class FakeNvml:
             "DeviceGetMaxClockInfo": lambda gpu, kind: 1410,
             "DeviceGetCurrentClocksEventReasons": lambda gpu: 0x4,
         }
-        answers |= {
-            "DeviceGetPciInfo": lambda gpu: _place(gpu.bus),
-            "DeviceGetNvLinkState": lambda gpu, link: int(_end(gpu, link) is not None),
-            "DeviceGetNvLinkRemotePciInfo": lambda gpu, link: _place(_end(gpu, link)),
-            "DeviceGetTopologyCommonAncestor": self._ancestor,
-            "DeviceGetP2PStatus": self._peer,
-        }
         if self.old:
             answers["DeviceGetCurrentClocksThrottleReasons"] = answers.pop(
                 "DeviceGetCurrentClocksEventReasons"
@@ -120,16 +105,6 @@ class FakeNvml:
         reserved = 0 if version else 600 * 2**20
         total = (5 if gpu.whole else 40) * 2**30
         return SimpleNamespace(total=total, used=2**30 + reserved)
-
-    def _ancestor(self, gpu: Gpu, other: Gpu) -> int:
-        if (gpu.bus, other.bus) not in self.ancestors:
-            raise NVMLError(NOT_SUPPORTED)
-        return self.ancestors[gpu.bus, other.bus]
-
-    def _peer(self, gpu: Gpu, other: Gpu, about: int) -> int:
-        if (gpu.bus, other.bus, about) not in self.peers:
-            raise NVMLError(NOT_SUPPORTED)
-        return self.peers[gpu.bus, other.bus, about]
 
     def _by_index(self, index: int) -> Gpu:
         return self.gpus[index]
@@ -160,13 +135,3 @@ class FakeNvml:
         if gpu.whole or gpu.parts:
             raise NVMLError(NOT_SUPPORTED)
         return SimpleNamespace(gpu=73, memory=12)
-
-
-def _end(gpu: Gpu, link: int) -> int | None:
-    if link >= len(gpu.nvlinks):
-        raise NVMLError(2)
-    return gpu.nvlinks[link]
-
-
-def _place(bus: int | None) -> SimpleNamespace:
-    return SimpleNamespace(domain=0, bus=bus, device=0, busId=f"00000000:{bus:02X}:00.0")

@@ -110,10 +110,10 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
         "processor": facts.processor,
         "cpus": facts.cpus,
         "driver": facts.driver,
-        "tensorflow": found.tensorflow if found else "",
-        "keras": found.keras if found else "",
+        "tensorflow": found.tensorflow,
+        "keras": found.keras,
     }
-    usable = found.gpus if found and not options.emulate else ()
+    usable = found.gpus if not options.emulate else ()
     try:
         visible = present_gpus() if usable else []
     except NvmlMissingError:

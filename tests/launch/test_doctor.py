@@ -175,7 +175,6 @@ def test_what_a_driver_says(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", module)
     assert list_gpus() == {
         "gpus": (Gpu(0, "card", "GPU-1", (8, 6), 40 * GIB, GIB, 1),),
-        "gpu_links": (),
         "driver": "550.54.14",
         "driver_cuda": (12, 4),
     }
@@ -233,20 +232,19 @@ NO_LIBRARIES = "Cannot dlopen some GPU libraries."
 SMALL = having(WITH_GPU, tensorflow=using("NVIDIA A100", "GT 1030"), gpus=(A100, GTX_750))
 # the check that finds something, in which facts, what it says, and the fix
 PROBLEMS = [
-    ("driver_age", having(WITH_GPU, driver_cuda=(11, 8)), ["up to 11.8", "CUDA 12.5.1"], ""),
     ("extras", having(ALONE, extras=TENSORBOARD, has_pkg_resources=False),
      ["TensorBoard 2.20.0 cannot start"], "setuptools<82"),
     ("tensorflow_build", having(WITH_GPU, tensorflow=CPU_BUILD), ["knows no CUDA"],
      ".[cuda]"),
     ("kernels", having(WITH_GPU, gpus=(A100, GTX_750)),
-     ["GPU 1 (GTX 750)", "capability 5.0", "leaves this GPU out"], ""),
+     ["GPU 1 (GTX 750)", "capability 5.0", "out a GPU that is older"], ""),
     ("kernels", having(WITH_GPU, gpus=(A100, RTX_5080)),
      ["half an hour", "CUDA_ERROR_INVALID_PTX"], "CUDA_CACHE_MAXSIZE"),
     ("cpu_quota", having(ALONE, **QUOTA), ["2 CPUs", "64 threads"], "TF_NUM_INTRAOP_THREADS=2"),
-    *(("hidden_gpus", hiding(text), ["hides all GPUs"], "Unset")
+    *(("hidden_gpus", hiding(text), ["see 0 of 1 GPUs"], "Unset")
       for text in ("", "-1", "7", "GPU-xyz")),
     # a wrong entry hides what comes behind it
-    ("hidden_gpus", hiding("0,5,1", A100, RTX_5080), ["takes the first 1"], ""),
+    ("hidden_gpus", hiding("0,5,1", A100, RTX_5080), ["see 1 of 2 GPUs", "from 0 to 1"], ""),
     ("public_address", having(ALONE, public_addresses=("8.8.8.8",)), ["also on 8.8.8.8"],
      "firewall"),
     ("secret", in_cluster(WITH_ASYNC), ["neither"], ""),
@@ -277,8 +275,6 @@ def test_a_problem_is_told_with_its_fix(check, given, texts, fix):
 @pytest.mark.parametrize(
     ("check", "given"),
     [
-        ("driver_age", having(WITH_GPU, driver_cuda=(12, 2))),
-        ("driver_age", WITH_GPU),  # it does not say
         ("extras", having(ALONE, extras=TENSORBOARD)),
         ("extras", having(ALONE, extras=NEWER, has_pkg_resources=False)),
         # machine code of 8.0 runs on 8.6; "compute_90" has machine code of 9.0, too

@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from doctor_facts import A100, ALONE, CUDA_BUILD, TWO, in_cluster, tf_config
@@ -21,22 +22,19 @@ from keras_het.launch.doctor.links import Link, Measurement, describe_node, meas
 
 def test_connections(monkeypatch, ports):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        state, seconds = addresses.reach(f"127.0.0.1:{listener.getsockname()[1]}")
-    assert state == addresses.LISTENS and seconds > 0
-    assert addresses.reach(ports[0])[0] == addresses.REFUSED
-    monkeypatch.setattr(addresses, "places_of", lambda address: [])
-    assert addresses.reach("gone:1")[0] == addresses.UNKNOWN
-
-    def times_out(self, place):
-        raise TimeoutError
-
-    monkeypatch.undo()
-    monkeypatch.setattr(socket.socket, "connect", times_out)
-    assert addresses.reach(ports[0])[0] == addresses.UNREACHABLE
+        listening = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert addresses.reach(listening) == addresses.LISTENS
+    assert addresses.reach(ports[0]) == addresses.REFUSED
+    for error, state in (
+        (socket.gaierror, addresses.UNKNOWN),
+        (TimeoutError, addresses.UNREACHABLE),
+    ):
+        monkeypatch.setattr(socket, "create_connection", Mock(side_effect=error))
+        assert addresses.reach("[::1]:1") == state
 
 
 NODE = describe_node(ALONE)
-LINK = Link("worker 1", "b:1", addresses.LISTENS, True, False, 2e-4, 1e-3, 1.1e9, 0.01, NODE)
+LINK = Link("worker 1", "b:1", addresses.LISTENS, True, False, 2e-4, 1.1e9, 0.01, NODE)
 
 
 def of_links(link: Link, waited: float = 30.0) -> list[Finding]:
@@ -146,7 +144,7 @@ def test_doctors_measure_the_link_between_them(ports):
     for index, measured in enumerate(doctors_at_once(here, there)):
         (link,) = measured.links
         assert link.task == f"worker {1 - index}" and link.answers and not link.refused
-        assert 0 < link.latency_seconds < link.call_seconds < 5
+        assert 0 < link.latency_seconds < 5
         assert link.bytes_per_second > 1e6 and abs(link.clock_ahead_seconds) < 5
         assert (link.node["host"] == "another") == (index == 1)
 
@@ -194,7 +192,7 @@ def test_doctors_of_two_workers_measure_their_link(ports):
     for index, (code, report) in enumerate(doctors(90, *({"TF_CONFIG": text} for text in texts))):
         (link,) = report["links"]
         assert code == 0 and link["task"] == f"worker {1 - index}" and link["answers"]
-        assert 0 < link["latency_seconds"] < link["call_seconds"] < 1
+        assert 0 < link["latency_seconds"] < 1
         assert link["bytes_per_second"] > 1e6 and abs(link["clock_ahead_seconds"]) < 5
         assert link["node"]["device"] == "CPU"
         assert report["tensorflow"]["kernels"] == [] or report["tensorflow"]["cuda"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-import time
 from collections.abc import Sequence
 
 import psutil
@@ -73,22 +72,15 @@ def holder_of(port: int) -> str:
     return ""
 
 
-def reach(address: str, timeout_seconds: float = 2.0) -> tuple[str, float]:
-    """Connect to an address; return what happened, and the seconds that it took."""
-    places = places_of(address)
-    if not places:
-        return UNKNOWN, 0.0
-    result = UNREACHABLE
-    for family, place in places:
-        started = time.perf_counter()
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.settimeout(timeout_seconds)
-            try:
-                probe.connect(place)
-            except ConnectionRefusedError:
-                result = REFUSED
-            except OSError:
-                continue
-            else:
-                return LISTENS, time.perf_counter() - started
-    return result, 0.0
+def reach(address: str, timeout_seconds: float = 2.0) -> str:
+    """Connect to an address; return what happened."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_seconds).close()
+    except socket.gaierror:
+        return UNKNOWN
+    except ConnectionRefusedError:
+        return REFUSED
+    except OSError:
+        return UNREACHABLE
+    return LISTENS

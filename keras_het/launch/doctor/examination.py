@@ -14,46 +14,15 @@ from rich.text import Text
 from keras_het import __version__
 from keras_het.launch.doctor import cluster_checks, gpu_checks, machine_checks
 from keras_het.launch.doctor.facts import FAULT, NOTE, OK, WARNING, Facts, Finding
-from keras_het.launch.doctor.links import Link, Measurement, describe_node, links
+from keras_het.launch.doctor.link_checks import links
+from keras_het.launch.doctor.links import Link, Measurement, describe_node
 from keras_het.launch.local.display import printable
 
-CHECKS: Mapping[str, tuple[Callable[[Facts], Iterator[Finding]], ...]] = {
-    "Software": (
-        machine_checks.tensorflow_import,
-        machine_checks.versions,
-        machine_checks.keras_backend,
-        machine_checks.extras,
-        machine_checks.emulation,
-    ),
-    "GPUs": (
-        gpu_checks.driver,
-        gpu_checks.driver_age,
-        gpu_checks.tensorflow_build,
-        gpu_checks.hidden_gpus,
-        gpu_checks.cards,
-        gpu_checks.tensor_float_32,
-        gpu_checks.kernels,
-        gpu_checks.gpu_links,
-        gpu_checks.used_gpus,
-        gpu_checks.gpus_in_use,
-        gpu_checks.gpu_order,
-    ),
-    "Machine": (
-        machine_checks.cpu_budget,
-        machine_checks.cpu_quota,
-        machine_checks.memory,
-        machine_checks.shared_memory,
-        machine_checks.room_for_logs,
-        machine_checks.public_address,
-    ),
-    "Cluster": (
-        cluster_checks.tf_config,
-        cluster_checks.own_address,
-        cluster_checks.other_names,
-        cluster_checks.loopback,
-        cluster_checks.secret,
-        cluster_checks.proxies,
-    ),
+SECTIONS: Mapping[str, Callable[[Facts], Iterator[Finding]]] = {
+    "Software": machine_checks.software,
+    "GPUs": gpu_checks.gpus,
+    "Machine": machine_checks.machine,
+    "Cluster": cluster_checks.cluster,
 }
 
 
@@ -78,8 +47,7 @@ class Report:
             "memory_bytes": facts.memory_limit,
             "driver": facts.driver,
             "gpus": [dataclasses.asdict(gpu) for gpu in facts.gpus],
-            "gpu_links": [dataclasses.asdict(link) for link in facts.gpu_links],
-            "tensorflow": dataclasses.asdict(facts.tensorflow) if facts.tensorflow else None,
+            "tensorflow": dataclasses.asdict(facts.tensorflow),
             "cluster": facts.cluster.as_cluster_dict() if facts.cluster else None,
             "task": cluster_checks.own_task(facts.cluster) if facts.cluster else None,
             "extras": dict(facts.extras),
@@ -93,19 +61,17 @@ class Report:
 
 def run_checks(facts: Facts) -> tuple[Finding, ...]:
     return tuple(
-        dataclasses.replace(finding, section=heading, check=check.__name__)
-        for heading, checks in CHECKS.items()
-        for check in checks
-        for finding in check(facts)
+        found for title, check in SECTIONS.items() for found in _under(title, check(facts))
     )
 
 
 def report_on(facts: Facts, findings: Iterable[Finding], measurement: Measurement) -> Report:
-    of_links = (
-        dataclasses.replace(finding, section="Links", check="links")
-        for finding in links(facts, measurement)
-    )
+    of_links = _under("Links", links(facts, measurement))
     return Report(facts, (*findings, *of_links), measurement.links)
+
+
+def _under(section: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    return (dataclasses.replace(each, section=section) for each in findings if each.text)
 
 
 def plan_of(facts: Facts) -> str:

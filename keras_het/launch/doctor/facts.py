@@ -14,7 +14,6 @@ from typing import Any
 
 from keras_het.device_names import processor_name
 from keras_het.launch.doctor.addresses import public_addresses
-from keras_het.launch.doctor.gpu_links import GpuLink, list_gpu_links
 from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts, ask_tensorflow
 from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
 from keras_het.telemetry.hardware import Nvml, NvmlMissingError
@@ -26,13 +25,13 @@ OK, NOTE, WARNING, FAULT = "ok", "note", "warning", "fault"
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that is right or wrong."""
+    """One thing that is right or wrong; without a text there is nothing to say."""
 
     level: str
+    check: str
     text: str
     fix: str = ""
     section: str = ""
-    check: str = ""
 
 
 # right; good to know; makes training slower than it could be; makes it fail
@@ -40,19 +39,29 @@ ok, note, warning, fault = (
     functools.partial(Finding, level) for level in (OK, NOTE, WARNING, FAULT)
 )
 
+
+def expect(
+    check: str, holds: bool, text: str, otherwise: str, fix: str, level: str = WARNING
+) -> Finding:
+    """Return a row of the table of checks; `otherwise` and the fix belong to what does not hold."""
+    return ok(check, text) if holds else Finding(level, check, f"{text} {otherwise}".strip(), fix)
+
+
+def unless(check: str, holds: bool, text: str, fix: str, level: str = WARNING) -> Finding:
+    """Return a row of which nothing is said where it holds."""
+    return expect(check, holds, "", text, fix, level)
+
+
 _PCI = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY_CLASSES = "0x10de", ("0x0300", "0x0302")
 EXTRAS = {
-    "tensorboard": ("tensorboard", "to see recordings in TensorBoard"),
-    "prometheus": ("prometheus-client", "to export metrics"),
-    "data-validation": (
-        "tensorflow-data-validation",
-        "to validate data (Python 3.11 and TensorFlow 2.16 only)",
-    ),
-    "ray": ("ray", "to replace and add machines while a training goes on"),
-    "recipes": ("matplotlib", "for the scripts in recipes/"),
+    "tensorboard": "tensorboard",
+    "prometheus": "prometheus-client",
+    "data-validation": "tensorflow-data-validation",
+    "ray": "ray",
+    "recipes": "matplotlib",
 }
-"""A package that each extra of keras_het brings, and what it is needed for."""
+"""A package that each extra of keras_het brings."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +89,11 @@ class Facts:
     memory_limit: float = 0.0
     memory_used: float = 0.0
     gpus: tuple[Gpu, ...] = ()
-    gpu_links: tuple[GpuLink, ...] = ()
     gpu_boards: int = 0
     driver: str = ""
     driver_cuda: tuple[int, int] = (0, 0)
     nvml_problem: str = ""
-    tensorflow: TensorFlowFacts | None = None
+    tensorflow: TensorFlowFacts = dataclasses.field(default_factory=TensorFlowFacts)
     cluster: ClusterConfig | None = None
     cluster_problem: str = ""
     extras: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -118,7 +126,7 @@ def gather(log_dir: Path | None = None) -> Facts:
         tensorflow=ask_tensorflow(environ),
         cluster=cluster,
         cluster_problem=problem,
-        extras={extra: _version(package) for extra, (package, _) in EXTRAS.items()},
+        extras={extra: _version(package) for extra, package in EXTRAS.items()},
         has_pkg_resources=importlib.util.find_spec("pkg_resources") is not None,
         log_dir=log_dir,
         **listed,
@@ -131,10 +139,9 @@ def list_gpus() -> dict[str, Any]:
     except NvmlMissingError as error:
         return {"nvml_problem": str(error)}
     version = nvml.ask("SystemGetCudaDriverVersion_v2|SystemGetCudaDriverVersion") or 0
-    handles = nvml.gpus()
+    handles = enumerate(nvml.gpus())
     found = {
-        "gpus": tuple(_gpu(nvml, index, handle) for index, handle in enumerate(handles) if handle),
-        "gpu_links": list_gpu_links(nvml, handles),
+        "gpus": tuple(_gpu(nvml, index, handle) for index, handle in handles if handle),
         "driver": str(nvml.ask("SystemGetDriverVersion") or ""),
         "driver_cuda": (version // 1000, version % 1000 // 10),
     }
