@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from keras_het import __version__
 from keras_het.launch.benchmark_command import add_benchmark_command
 from keras_het.launch.doctor_command import add_doctor_command
-from keras_het.launch.grammar import check_script
 from keras_het.launch.local.display import Display
 from keras_het.launch.report_command import add_report_command
-from keras_het.launch.run_command import add_run_command, check_run
+from keras_het.launch.run_command import add_run_command
 from keras_het.launch.serve_command import add_serve_command
 from keras_het.launch.validate_command import add_validate_command
 from keras_het.launch.worker_command import add_worker_command
@@ -38,12 +37,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and check a command line; exit with code 2 if it is wrong."""
-    parser = make_parser()
-    options = parser.parse_args(arguments)
-    if options.command == "run":
-        check_run(parser, options)
-    if options.command == "worker":
-        check_script(parser, options)
+    options = make_parser().parse_args(arguments)
+    if "check" in options:
+        options.check(options)
     return options
 
 

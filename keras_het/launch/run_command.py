@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
-from keras_het.launch.cluster_environment import PORT, read_hosts
+from keras_het.launch.cluster_environment import read_hosts
 from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to, public_addresses
 from keras_het.launch.grammar import (
     Commands,
@@ -28,13 +29,18 @@ from keras_het.launch.grammar import (
 )
 from keras_het.launch.local.display import Display, WorkerLogs
 from keras_het.launch.local.emulation import Emulation
-from keras_het.launch.local.failure_report import describe_failures, first_to_fail
+from keras_het.launch.local.failure_report import describe_failures, first_to_fail, save_output
 from keras_het.launch.local.gpus import AUTO, choose_gpus, environment_of, present_gpus
 from keras_het.launch.local.local_cluster import LocalCluster
 from keras_het.launch.local.own_workers import OwnWorkers, own_workers
 from keras_het.launch.local.tracebacks import uncaught_error
 from keras_het.launch.local.worker_environment import QUIET_TENSORFLOW, secret_names
-from keras_het.launch.local.worker_process import OutputLine, Stream, WorkerResult, signal_name
+from keras_het.launch.local.worker_process import (
+    OutputLine,
+    Stream,
+    WorkerResult,
+    signal_name,
+)
 from keras_het.launch.ssh_cluster import SshCluster
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG
 from keras_het.telemetry.hardware import NvmlMissingError
@@ -60,6 +66,30 @@ writes: let a firewall keep others out, or start the command in a network of its
 unshare --map-root-user --net sh -c 'ip link set lo up; keras-het run ...'
 """
 
+# An option, what cannot be given beside it, and why.
+_EXCLUDED = (
+    (
+        "ray",
+        (
+            *("gpus", "hosts", "speeds", "async_workers", "cpus_per_worker", "pin", "log_dir"),
+            *("only_chief", "tf_logs", "keep_env", "python"),
+        ),
+        "with --ray, Ray starts the workers",
+    ),
+    (
+        "hosts",
+        ("workers", "speeds", "cpus_per_worker", "pin"),
+        "--hosts tells the workers, on other machines",
+    ),
+    ("gpus", ("workers", "speeds"), "--gpus starts one worker for each GPU"),
+)
+# Options, and what they make no sense without.
+_NEEDED = (
+    (("sample_milliseconds", "fixed_milliseconds", "asynchronous"), "speeds"),
+    (("resources",), "ray"),
+    (("port",), "hosts"),
+)
+
 
 def add_run_command(commands: Commands) -> None:
     run = add_command(
@@ -77,6 +107,7 @@ def add_run_command(commands: Commands) -> None:
     _add_emulation(run)
     _add_processors(run)
     _add_output(run)
+    run.set_defaults(check=functools.partial(check_run, run))
 
 
 def _add_target(run: argparse.ArgumentParser) -> None:
@@ -137,12 +168,14 @@ def _add_emulation(run: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sample-milliseconds",
         type=not_negative,
+        default=4.0,
         metavar="MS",
         help="time of one sample on a device of speed 1 (default: 4)",
     )
     group.add_argument(
         "--fixed-milliseconds",
         type=not_negative,
+        default=0.0,
         metavar="MS",
         help="time of a step without samples, on every device (default: 0)",
     )
@@ -202,89 +235,51 @@ def _add_output(run: argparse.ArgumentParser) -> None:
     )
 
 
-def check_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def check_run(run: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Exit with code 2 if options contradict each other."""
-    if options.ray:
-        _check_ray(parser, options)
-    elif options.resources or isinstance(options.workers, tuple):
-        parser.error("--resources, and the least and the most of --workers, need --ray")
-    emulated = options.sample_milliseconds, options.fixed_milliseconds
-    if options.speeds is None and (options.asynchronous or emulated != (None, None)):
-        parser.error("--sample-milliseconds, --fixed-milliseconds and --asynchronous need --speeds")
+
+    def given(*names: str) -> list[str]:
+        found = [name for name in names if getattr(options, name) != run.get_default(name)]
+        return [f"--{name.replace('_', '-')}" for name in found]
+
+    for option, others, why in _EXCLUDED:
+        if given(option) and (found := given(*others)):
+            run.error(f"{why}: leave out {found[0]}")
+    for names, needed in _NEEDED:
+        if (found := given(*names)) and not given(needed):
+            run.error(f"{found[0]} needs --{needed}")
+    if options.ray and os.path.isfile(options.ray):  # noqa: PTH113
+        run.error(f"--ray takes an address, received {options.ray!r}: give --workers behind it")
+    if isinstance(options.workers, tuple) and not options.ray:
+        run.error("the least and the most of --workers need --ray")
+    if options.hosts and options.gpus not in (None, AUTO):
+        run.error(
+            f"with --hosts each worker takes the next GPU of its host: give --gpus {AUTO}, and as "
+            "many slots of a host as it has GPUs"
+        )
     if options.speeds and options.workers not in (None, len(options.speeds)):
-        parser.error(
+        run.error(
             f"--speeds has {len(options.speeds)} speeds, but --workers is {options.workers}: give "
             "as many speeds as workers, or leave out --workers"
         )
-    if options.port != PORT and not options.hosts:
-        parser.error("--port is that of workers on other machines: give --hosts, or leave it out")
-    if options.hosts:
-        _check_hosts(parser, options)
-    elif options.gpus is not None:
-        if options.speeds or options.workers:
-            parser.error("--gpus starts one worker for each GPU: leave out --workers and --speeds")
-    elif options.workers is None and options.speeds is None:
-        _refuse_options_after_the_script(parser, options)
-        parser.error(
+    if not given("workers", "gpus", "hosts", "speeds"):
+        _refuse_options_after_the_script(run, options)
+        run.error(
             "give --gpus auto for a worker on each GPU, --hosts FILE for other machines, "
-            "--workers N, or --speeds A,B,... to emulate devices"
+            "--workers N, or --speeds A,B,... to emulate devices; with --ray, --workers 2:4"
         )
-    num_workers = 0 if options.ray else options.workers or len(options.speeds or ())
-    if num_workers and options.async_workers >= num_workers:
-        parser.error(
-            f"--async-workers {options.async_workers} leaves no worker of {num_workers} for the "
-            "synchronous group; give less"
-        )
-    check_script(parser, options)
+    check_script(run, options)
 
 
 def _refuse_options_after_the_script(
-    parser: argparse.ArgumentParser, options: argparse.Namespace
+    run: argparse.ArgumentParser, options: argparse.Namespace
 ) -> None:
     ours = ("-w", "--workers", "--gpus", "--hosts", "--ray", "--speeds")
     after = [each for each in options.script_arguments if each.partition("=")[0] in ours]
     if after:
-        parser.error(
+        run.error(
             f"what follows the script belongs to it, received {after[0]} after {options.script}: "
             f"give options of keras-het first, keras-het run {after[0]} ... {options.script}"
-        )
-
-
-def _check_ray(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    if os.path.isfile(options.ray):  # noqa: PTH113
-        parser.error(f"--ray takes an address, received {options.ray!r}: give --workers behind it")
-    others = {
-        "--gpus": options.gpus,
-        "--hosts": options.hosts,
-        "--speeds": options.speeds,
-        "--async-workers": options.async_workers or None,
-        "--cpus-per-worker": options.cpus_per_worker,
-        "--pin": options.pin,
-        "--log-dir": options.log_dir,
-        "--only-chief": options.only_chief or None,
-        "--tf-logs": options.tf_logs or None,
-        "--keep-env": options.keep_env or None,
-        "--python": None if options.python == sys.executable else options.python,
-    }
-    if given := [name for name, value in others.items() if value is not None]:
-        parser.error(f"with --ray, Ray starts the workers: leave out {given[0]}")
-    if options.workers is None:
-        parser.error("--ray needs --workers N, or the least and the most: --workers 2:4")
-
-
-def _check_hosts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    others = {
-        "--workers": options.workers,
-        "--speeds": options.speeds,
-        "--cpus-per-worker": options.cpus_per_worker,
-        "--pin": options.pin,
-    }
-    if given := [name for name, value in others.items() if value is not None]:
-        parser.error(f"--hosts tells the workers, on other machines: leave out {given[0]}")
-    if options.gpus not in (None, AUTO):
-        parser.error(
-            f"with --hosts each worker takes the next GPU of its host: give --gpus {AUTO}, and as "
-            "many slots of a host as it has GPUs"
         )
 
 
@@ -293,29 +288,22 @@ def run_workers(options: argparse.Namespace) -> int:
     _warn_of_another_backend(display)
     if options.ray:
         return _run_on_ray(options, display)
-    withheld = secret_names(os.environ, options.keep_env)
     if public := public_addresses():
         display.say(f"warning: {open_to(public)} {HOW_TO_CLOSE}")
+    withheld = secret_names(os.environ, options.keep_env)
     if withheld:
         display.say(f"not passed to the workers: {', '.join(withheld)} (see --keep-env).")
     gpus: list[str] = []
     own: OwnWorkers | None = None
-    hosts = read_hosts(options.hosts) if options.hosts else []
-    if hosts:
-        options.workers = len(hosts)
-    elif options.gpus is not None:
+    if options.gpus is not None and not options.hosts:
         try:
             gpus = choose_gpus(options.gpus, present_gpus(), options.async_workers)
             own = own_workers(os.environ, len(gpus), options.async_workers)
         except (ValueError, NvmlMissingError) as error:
-            display.say(f"--gpus: {error}")
-            return 2
-        options.workers = len(gpus)
+            raise ValueError(f"--gpus: {error}") from error
     if own is None and os.environ.get(TF_CONFIG, "").strip():
         display.say(_REPLACED)
     first = own.first_index if own else 0
-    emulation = _emulation(options)
-    label = emulation.describe() if emulation else None
     logs: WorkerLogs | None = None
 
     def on_line(worker_index: int, stream: Stream, line: OutputLine) -> None:
@@ -326,51 +314,60 @@ def run_workers(options: argparse.Namespace) -> int:
     def on_stop(number: int) -> None:
         display.say(f"forwarding {signal_name(number)} to all workers; send it again to hurry.")
 
+    times = options.sample_milliseconds / 1e3, options.fixed_milliseconds / 1e3
+    emulation = Emulation(options.speeds, *times, options.asynchronous) if options.speeds else None
+    label = emulation.describe() if emulation else None
     quiet = {} if options.tf_logs else QUIET_TENSORFLOW
+    common: dict[str, Any] = {
+        "num_async_workers": options.async_workers,
+        "env": {name: os.environ.get(name, value) for name, value in quiet.items()},
+        "withheld": withheld,
+        "on_line": on_line,
+        "on_stop": on_stop,
+        "keep_lines": _KEEP_LINES,
+        "grace_seconds": options.grace_seconds,
+    }
+    if options.hosts:
+        has_gpus = options.gpus is not None
+        hosts = read_hosts(options.hosts)
+        command = script_command(options)
+        cluster: LocalCluster = SshCluster(command, hosts, options.port, has_gpus, **common)
+    else:
+        cluster = LocalCluster(
+            script_command(options),
+            len(gpus) or options.workers,
+            worker_env=_environments(gpus, own),
+            emulation=emulation,
+            cpus_per_worker=options.cpus_per_worker,
+            pin=options.pin,
+            end_on_failure=not (own and own.is_async),
+            **common,
+        )
     with contextlib.ExitStack() as stack:
         if options.log_dir is not None:
-            indices = range(first, first + (options.workers or len(options.speeds)))
+            indices = range(first, first + cluster.num_workers)
             logs = stack.enter_context(WorkerLogs(options.log_dir, indices, label))
-        common: dict[str, Any] = {
-            "num_async_workers": options.async_workers,
-            "env": {name: os.environ.get(name, value) for name, value in quiet.items()},
-            "withheld": withheld,
-            "on_line": on_line,
-            "on_stop": on_stop,
-            "keep_lines": _KEEP_LINES,
-            "grace_seconds": options.grace_seconds,
-        }
-        command = script_command(options)
-        if hosts:
-            has_gpus = options.gpus is not None
-            cluster: LocalCluster = SshCluster(command, hosts, options.port, has_gpus, **common)
-        else:
-            cluster = LocalCluster(
-                command,
-                options.workers,
-                worker_env=_environments(gpus, own),
-                emulation=emulation,
-                cpus_per_worker=options.cpus_per_worker,
-                pin=options.pin,
-                end_on_failure=not (own and own.is_async),
-                **common,
-            )
         stack.enter_context(_signals_forwarded(cluster))
-        if label:
-            display.say(label, stream="stdout")
-        for index, host in enumerate(hosts):
-            display.say(f"worker {index} is on {host}.", stream="stdout")
-        dealt = gpus or cluster.gpus
-        for index, gpu in enumerate(dealt if any(dealt) else (), first):
-            sees = f"GPU {gpu} only" if gpu else "no GPU"
-            display.say(f"worker {index} sees {sees}.", stream="stdout")
-        if dealt and not any(dealt):
-            reason = "devices are emulated" if label else "there are fewer than workers"
-            display.say(f"the workers see no GPU, as {reason} (see --gpus auto).", stream="stdout")
+        for line in (*([label] if label else []), *_what_they_see(cluster, gpus, first, label)):
+            display.say(line, stream="stdout")
         with cluster:
             results = cluster.wait()
-        display.finish()
-        return _report(cluster, results, display, options.only_chief, first)
+        return _report(cluster, results, display, options, first)
+
+
+def _what_they_see(
+    cluster: LocalCluster, gpus: Sequence[str], first: int, label: str | None
+) -> Iterator[str]:
+    if isinstance(cluster, SshCluster):
+        for index, host in enumerate(cluster.hosts):
+            yield f"worker {index} is on {host}."
+    dealt = gpus or cluster.gpus
+    if any(dealt):
+        for index, gpu in enumerate(dealt, first):
+            yield f"worker {index} sees {f'GPU {gpu} only' if gpu else 'no GPU'}."
+    elif dealt:
+        reason = "devices are emulated" if label else "there are fewer than workers"
+        yield f"the workers see no GPU, as {reason} (see --gpus auto)."
 
 
 def _environments(gpus: Sequence[str], own: OwnWorkers | None) -> list[dict[str, str]] | None:
@@ -420,17 +417,6 @@ def _warn_of_another_backend(display: Display) -> None:
         )
 
 
-def _emulation(options: argparse.Namespace) -> Emulation | None:
-    if options.speeds is None:
-        return None
-    times: dict[str, float] = {}
-    if options.sample_milliseconds is not None:
-        times["seconds_per_sample"] = options.sample_milliseconds / 1000
-    if options.fixed_milliseconds is not None:
-        times["fixed_seconds"] = options.fixed_milliseconds / 1000
-    return Emulation(options.speeds, **times, asynchronous=options.asynchronous)
-
-
 @contextlib.contextmanager
 def _signals_forwarded(cluster: LocalCluster) -> Iterator[None]:
     def forward(number: int, frame: FrameType | None) -> None:
@@ -453,7 +439,7 @@ def _report(
     cluster: LocalCluster,
     results: Sequence[WorkerResult],
     display: Display,
-    only_chief: bool,
+    options: argparse.Namespace,
     first_index: int,
 ) -> int:
     if cluster.stopped_by is not None:
@@ -463,7 +449,11 @@ def _report(
         return 0
     first = first_to_fail(results)
     numbered = [replace(result, index=first_index + result.index) for result in results]
-    display.say(describe_failures(numbered, only_chief and first_index + first.index != 0))
+    index, hidden = first_index + first.index, display.tracebacks.hidden
+    if options.log_dir is None:
+        display.say("\n".join(save_output(numbered, hidden)))
+    is_hidden = index in hidden or (options.only_chief and index != 0)
+    display.say(describe_failures(numbered, is_hidden))
     ended_training = [result for result in cluster.failures if cluster.is_needed(result)]
     if not ended_training:
         display.say("the other workers have trained to the end without it, which is no failure.")

@@ -41,8 +41,8 @@ class SshCluster(LocalCluster):
         env: dict[str, str],
         **options: Any,
     ) -> None:
-        self._hosts = tuple(hosts)
-        self._places = Place(self._hosts, 0, "--hosts").addresses(port)
+        self.hosts = tuple(hosts)
+        self._places = Place(self.hosts, 0, "--hosts").addresses(port)
         self._each_has_gpu = each_has_gpu
         # the parameter service is beside the first worker, not on this machine
         address = os.environ.get(ADDRESS, f"{hosts[0]}:{port + 1}")
@@ -56,13 +56,13 @@ class SshCluster(LocalCluster):
         inherited = self._inherited_environment(index)
         environment = {name: inherited[name] for name in inherited if name.startswith(_PASSED)}
         environment["TF_CONFIG"] = tf_config_of(index, self._places, self.num_async_workers)
-        gpu = self._hosts[:index].count(self._hosts[index]) if self._each_has_gpu else None
+        gpu = self.hosts[:index].count(self.hosts[index]) if self._each_has_gpu else None
         program = [self._command[0], "-m", "keras_het.launch.local.remote_worker", *self._command]
         remote = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(program)}"
         self._add(
             WorkerProcess(
                 index,
-                [*_SSH, self._hosts[index], remote],
+                [*_SSH, self.hosts[index], remote],
                 os.environ,
                 on_line=self._on_line,
                 on_exit=lambda index: self._events.put(("exit", index)),

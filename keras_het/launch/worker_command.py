@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import socket
 import sys
@@ -13,6 +14,7 @@ from keras_het.launch.grammar import (
     add_cluster,
     add_command,
     add_script,
+    check_script,
     script_command,
 )
 from keras_het.launch.local.display import Display
@@ -58,6 +60,7 @@ def add_worker_command(commands: Commands) -> None:
     )
     add_cluster(worker)
     add_script(worker)
+    worker.set_defaults(check=functools.partial(check_script, worker))
 
 
 def become_worker(options: argparse.Namespace) -> int:

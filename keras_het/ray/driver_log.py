@@ -8,7 +8,7 @@ from typing import Any
 
 from ray._private import ray_logging
 
-from keras_het.launch.local.tracebacks import TracebackFolder
+from keras_het.launch.local.tracebacks import TracebackFilter
 
 Batch = Mapping[str, Any]
 
@@ -33,7 +33,7 @@ class EachOnce:
 
     def __init__(self, show: Callable[[Batch], None]) -> None:
         self._show = show
-        self._folder = TracebackFolder()
+        self._workers, self._controllers = TracebackFilter(), TracebackFilter(shown=-1)
         self._said: set[str] = set()
 
     def __call__(self, batch: Batch) -> None:
@@ -47,14 +47,15 @@ class EachOnce:
             return []
         if actor not in (_WORKER, _CONTROLLER) or not batch["is_err"]:
             return [line]
-        kept = self._folder.feed(int(batch["pid"]), line)
+        process = int(batch["pid"])
         if actor == _WORKER:
-            return kept
-        kept = [each for each in kept[-1:] if each not in self._said and not _ROUTINE.match(each)]
-        self._said.update(kept)
+            return [line] * self._workers.shows(process, line)
+        is_news = self._controllers.shows(process, line) and line not in self._said
+        is_shown = is_news and not _ROUTINE.match(line)
+        self._said.add(line)
         if line.startswith(_STARTED):  # what comes next is said of another group
             self._said.clear()
-        return kept
+        return [line] * is_shown
 
 
 def shorten_log() -> None:

@@ -221,6 +221,37 @@ def test_a_cause_that_exits_after_its_victim_is_told(
     assert cause.endswith(f"{Path(path).name}:{Path(path).read_text().count(chr(10))})")
 
 
+def test_the_traceback_of_the_cause_is_the_last_one(
+    launch: Launch, script: Script, tmp_path: Path
+) -> None:
+    path = script(
+        """
+        import time, traceback
+        marker = sys.argv[1]
+        try:
+            if index == 0:
+                raise KeyError("that worker 0 logs")
+            while not os.path.exists(marker):
+                time.sleep(0.01)
+        except KeyError:
+            traceback.print_exc()
+            open(marker, "w").close()
+            signal.pause()
+        raise ValueError("the root cause")
+        """
+    )
+    result = launch("run", "-w", "2", path, str(tmp_path / "marker"), TMPDIR=str(tmp_path)).finish()
+    lines = result.stderr.splitlines()
+    assert "[worker 0]   File" in result.stderr and "[worker 1]   File" not in result.stderr
+    assert "[worker 1] ValueError: the root cause" in lines
+    at = lines.index("[keras-het]   Traceback (most recent call last):")
+    assert lines[-2] == "[keras-het]   ValueError: the root cause" and at > len(lines) // 2
+    assert lines[-1].startswith("[keras-het] worker 1 failed first: ValueError: the root cause (")
+    (log,) = tmp_path.glob("keras-het-*/worker-*.log")
+    assert log.name == "worker-1.log" and '  File "' in log.read_text()
+    assert f"[keras-het] all that worker 1 printed: {log}" in lines
+
+
 def test_a_worker_that_ends_before_the_others_is_the_cause(
     launch: Launch, script: Script, tmp_path: Path
 ) -> None:
@@ -245,7 +276,7 @@ def test_a_worker_that_ends_before_the_others_is_the_cause(
     )
     result = launch("run", "--workers", "2", path, str(tmp_path / "started")).finish()
     assert result.exit_code == 1
-    shown, effect, cause = result.stderr.splitlines()
+    *_, shown, effect, cause = result.stderr.splitlines()
     assert shown == "[worker 0] WorkerLostError: Lost worker 1"
     assert effect == "[keras-het] worker 0 lost it, and ended."
     assert cause.startswith("[keras-het] worker 1 ended its script first, without an error")
@@ -393,7 +424,7 @@ def test_help_fits_on_a_screen(
         (["run", __file__], "give --gpus auto .*--workers N, or --speeds"),
         (["run", __file__, "--workers", "2"], f"keras-het run --workers ... {re.escape(__file__)}"),
         (["run", __file__, "--speeds=2,1"], "received --speeds=2,1 after"),
-        (["run", "-w", "2", "--port", "700", __file__], "--port is that of .* give --hosts"),
+        (["run", "-w", "2", "--port", "700", __file__], "--port needs --hosts"),
         (["run", "--workers", "0", __file__], "at least 1, received '0'"),
         (["run", "--workers", "two", __file__], "at least 1, received 'two'"),
         (["run", "--workers", "2", "missing.py"], "there is no file 'missing.py'"),
@@ -402,7 +433,7 @@ def test_help_fits_on_a_screen(
         (["run", "--speeds", "4,,1", __file__], "such as 4,2,1; received '4,,1'"),
         (["run", "--speeds", "4,0", __file__], "positive numbers"),
         (["run", "--speeds", "inf", __file__], "positive numbers"),
-        (["run", "-w", "2", "--sample-milliseconds", "4", __file__], "need --speeds"),
+        (["run", "-w", "2", "--sample-milliseconds", "5", __file__], "needs --speeds"),
         (["run", "--speeds", "1", "--sample-milliseconds", "-4", __file__], "at least 0"),
         (["run", "-w", "1", "--grace-seconds", "nan", __file__], "at least 0, received 'nan'"),
         (["run", "--worker", "2", __file__], "unrecognized arguments|give --workers"),

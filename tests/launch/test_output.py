@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import keras_het
 from keras_het.launch.local.display import Display, WorkerLogs
 from keras_het.launch.local.failure_report import describe_failures
-from keras_het.launch.local.tracebacks import TracebackFolder, uncaught_error
+from keras_het.launch.local.tracebacks import TracebackFilter, uncaught_error
 from keras_het.launch.local.worker_process import LineSplitter, OutputLine, WorkerResult, strip_ansi
 
 
@@ -128,7 +128,8 @@ def test_terminal_redraws_progress_in_place() -> None:
     display.show(0, "stdout", OutputLine("20%", False))
     assert screen(stdout.getvalue()) == ["[worker 0] 20%"]
     display.show(1, "stdout", final("between"))
-    assert screen(stdout.getvalue()) == ["[worker 1] between", "[worker 0] 20%"]
+    assert screen(stdout.getvalue()) == ["[worker 1] between", ""]
+    display.show(0, "stdout", OutputLine("30%", False))
     display.show(0, "stdout", final("done"))
     assert screen(stdout.getvalue()) == ["[worker 1] between", "[worker 0] done", ""]
 
@@ -265,9 +266,7 @@ CAPTURED = [
 def test_what_python_and_its_libraries_print(error: str, output: str) -> None:
     printed = [strip_ansi(line) for line in output.splitlines()]
     assert str(uncaught_error(printed)) == error
-    folder = TracebackFolder(keep_logs=True)
-    seen = shown(folder, 0, printed)
-    assert [*seen, *(line for _, line in folder.finish())] == printed
+    assert shown(TracebackFilter(keep_logs=True), 0, printed) == printed
 
 
 @pytest.mark.parametrize(
@@ -304,34 +303,24 @@ def test_no_error(output: list[str]) -> None:
     assert uncaught_error(output) is None
 
 
-def shown(folder: TracebackFolder, worker: int, output: list[str]) -> list[str]:
-    return [line for each in output for line in folder.feed(worker, each)]
+def shown(tracebacks: TracebackFilter, worker: int, output: list[str]) -> list[str]:
+    return [line for line in output if tracebacks.shows(worker, line)]
 
 
-def test_an_error_is_shown_once_and_an_effect_in_one_line() -> None:
-    folder = TracebackFolder()
-    assert shown(folder, 1, ["before", *OWN, "after"]) == ["before", *OWN, "after"]
-    assert shown(folder, 0, LOST) == ["WorkerLostError: Lost worker 1 (host:1)"]
-    assert shown(folder, 2, OWN) == ["ValueError: my callback failed (as on worker 1)"]
-    assert shown(folder, 1, OWN) == OWN, "the same worker may fail again"
+def test_frames_are_shown_of_the_first_worker_that_fails() -> None:
+    tracebacks = TracebackFilter()
+    assert shown(tracebacks, 1, ["before", *OWN, "after"]) == ["before", *OWN, "after"]
+    assert shown(tracebacks, 0, LOST) == LOST[-1:]
+    assert shown(tracebacks, 2, [*CHAINED, "after"]) == [OWN[-1], "", CHAINED[-1], "after"]
+    assert shown(tracebacks, 1, OWN) == OWN, "the same worker may fail again"
+    assert (tracebacks.shown, tracebacks.hidden) == (1, {0, 2})
 
 
 def test_tracebacks_of_several_workers_do_not_mix() -> None:
-    folder = TracebackFolder()
-    other = ["KeyError".join(line.split("ValueError")) for line in OWN]
-    seen = [
-        folder.feed(index, line)
-        for pair in zip(OWN, other, strict=True)
-        for index, line in enumerate(pair)
-    ]
-    assert [each for each in seen if each] == [OWN, other]
-
-
-def test_a_traceback_that_is_cut_off_is_shown_at_the_end() -> None:
-    folder = TracebackFolder()
-    assert shown(folder, 1, OWN[:3]) == []
-    assert folder.finish() == [(1, line) for line in OWN[:3]]
-    assert folder.finish() == []
+    tracebacks = TracebackFilter()
+    pairs = ((worker, line) for line in OWN for worker in (3, 1))
+    seen = [(worker, line) for worker, line in pairs if tracebacks.shows(worker, line)]
+    assert seen == [*((3, line) for line in OWN), (1, OWN[-1])]
 
 
 def test_what_tensorflow_logs_of_its_start_is_hidden_unless_wanted() -> None:
@@ -344,8 +333,8 @@ def test_what_tensorflow_logs_of_its_start_is_hidden_unless_wanted() -> None:
         "W0000 00:00:1795642667.204   16284 gpu_device.cc:2342] Cannot dlopen some GPU libraries.",
         "I1125 21:35:22.123456 140 train.py:12] a message of the user's",
     ]
-    assert shown(TracebackFolder(), 0, logged + kept) == kept
-    assert shown(TracebackFolder(keep_logs=True), 0, logged + kept) == logged + kept
+    assert shown(TracebackFilter(), 0, logged + kept) == kept
+    assert shown(TracebackFilter(keep_logs=True), 0, logged + kept) == logged + kept
 
 
 FOLLOWS = "Another worker has received {}: all workers end here.\n"

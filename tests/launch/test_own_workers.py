@@ -161,7 +161,7 @@ def test_a_wrong_number_is_wrong_usage(
 ) -> None:
     machine(tf_config(2))
     assert main(["run", "--gpus", "auto", script("")]) == 2
-    assert "[keras-het] --gpus: TF_CONFIG must list one worker" in capsys.readouterr().err
+    assert "[keras-het] error: --gpus: TF_CONFIG must list one worker" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

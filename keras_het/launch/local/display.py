@@ -11,7 +11,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from keras_het.launch.local.tracebacks import TracebackFolder
+from keras_het.launch.local.tracebacks import TracebackFilter
 from keras_het.launch.local.worker_process import STREAMS, OutputLine, Stream, strip_ansi
 
 _STYLES = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
@@ -21,8 +21,8 @@ _ERASE_LINE = "\r\x1b[2K"
 class Display:
     """Printer of the workers' lines, in colour on a terminal and plain otherwise.
 
-    A state of a progress bar is redrawn in place on a terminal and omitted otherwise. When a stream
-    is closed (`| head`), its lines are dropped and the workers continue.
+    A state of a progress bar is replaced by what comes next on a terminal, and omitted otherwise.
+    When a stream is closed (`| head`), its lines are dropped and the workers continue.
     """
 
     def __init__(
@@ -32,72 +32,42 @@ class Display:
         self._consoles = {s: Console(file=f, highlight=False, soft_wrap=True) for s, f in files}
         self._only_chief = only_chief
         self._lock = threading.Lock()
-        self._folder = TracebackFolder(keep_logs=tf_logs)
-        # The progress-bar state on the screen: its worker, its stream and the text.
-        self._redrawn: tuple[int, Stream, Text] | None = None
+        self.tracebacks = TracebackFilter(keep_logs=tf_logs)
+        # The stream whose last line on the terminal is the state of a progress bar.
+        self._unfinished: Stream | None = None
 
     def show(self, worker_index: int, stream: Stream, line: OutputLine) -> None:
+        console = self._consoles[stream]
+        plain = strip_ansi(line.text)
         if self._only_chief and worker_index != 0:
             return
-        lines = [line]
-        if stream == "stderr" and line.is_final:
-            text = strip_ansi(line.text)
-            with self._lock:
-                shown = self._folder.feed(worker_index, text)
-            if shown != [text]:
-                lines = [OutputLine(each, True) for each in shown]
-        for each in lines:
-            self._show(worker_index, stream, each)
-
-    def finish(self) -> None:
-        """Show the retained lines of incomplete tracebacks; call it at the end."""
         with self._lock:
-            rest = self._folder.finish()
-        for worker_index, text in rest:
-            self._show(worker_index, "stderr", OutputLine(text, True))
+            if not line.is_final and not console.is_terminal:
+                return
+            is_error = stream == "stderr" and line.is_final
+            if is_error and not self.tracebacks.shows(worker_index, plain):
+                return
+            prefix = f"[worker {worker_index}] "
+            if not console.is_terminal:
+                self._print(stream, prefix + plain)  # not a Text, whose tabs become spaces
+                return
+            style = _STYLES[worker_index % len(_STYLES)]
+            text = Text.assemble((prefix, style), Text.from_ansi(line.text))
+            if not line.is_final:
+                text.truncate(console.width - 1, overflow="ellipsis")
+            self._print(stream, text, line.is_final)
 
     def say(self, message: str, stream: Stream = "stderr") -> None:
         """Show the launcher's own message, each line after `[keras-het]`."""
         with self._lock:
             for line in message.splitlines():
-                prefix = Text("[keras-het] ", style="bold")
-                self._print(stream, Text.assemble(prefix, line), None)
+                self._print(stream, Text.assemble(("[keras-het] ", "bold"), line))
 
-    def _show(self, worker_index: int, stream: Stream, line: OutputLine) -> None:
-        is_terminal = self._consoles[stream].is_terminal
-        if not line.is_final and not is_terminal:
-            return
-        prefix = f"[worker {worker_index}] "
-        if not is_terminal:
-            with self._lock:
-                # not a Text, whose tabs become spaces
-                self._print(stream, prefix + strip_ansi(line.text), worker_index)
-            return
-        style = _STYLES[worker_index % len(_STYLES)]
-        text = Text.assemble((prefix, style), Text.from_ansi(line.text))
-        with self._lock:
-            if line.is_final:
-                self._print(stream, text, worker_index)
-            else:
-                self._redraw(worker_index, stream, text)
-
-    def _print(self, stream: Stream, text: Text | str, worker_index: int | None) -> None:
-        redrawn = self._redrawn
-        if redrawn:
-            self._write(redrawn[1], _ERASE_LINE)
-        self._write(stream, text, "\n")
-        # The last state of this worker's progress bar has just become this line.
-        self._redrawn = None
-        if redrawn and redrawn[0] != worker_index:
-            self._redraw(*redrawn)
-
-    def _redraw(self, worker_index: int, stream: Stream, text: Text) -> None:
-        shown = text.copy()
-        shown.truncate(self._consoles[stream].width - 1, overflow="ellipsis")
-        other = self._redrawn[1] if self._redrawn else stream
-        self._write(other, _ERASE_LINE)
-        self._write(stream, shown)
-        self._redrawn = (worker_index, stream, text)
+    def _print(self, stream: Stream, text: Text | str, is_final: bool = True) -> None:
+        if self._unfinished:
+            self._write(self._unfinished, _ERASE_LINE)
+        self._write(stream, text, "\n" if is_final else "")
+        self._unfinished = None if is_final else stream
 
     def _write(self, stream: Stream, text: Text | str, end: str = "") -> None:
         console = self._consoles[stream]

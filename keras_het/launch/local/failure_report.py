@@ -2,9 +2,11 @@
 
 import re
 import signal
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
-from keras_het.launch.local.tracebacks import UncaughtError, uncaught_error
+from keras_het.launch.local.tracebacks import HEADINGS, UncaughtError, uncaught_error
 from keras_het.launch.local.worker_process import WorkerResult, signal_name
 
 _LINES = 15
@@ -49,11 +51,21 @@ def first_to_fail(results: Sequence[WorkerResult]) -> WorkerResult:
 
 def last_words(result: WorkerResult) -> list[str]:
     for name, text in (("standard error", result.stderr), ("standard output", result.stdout)):
-        lines = text.splitlines()[-_LINES:]
-        if lines:
+        if lines := text.splitlines():
+            tracebacks = [at for at, line in enumerate(lines) if line.startswith(HEADINGS)]
+            begin = min([*tracebacks[-1:], max(0, len(lines) - _LINES)])
             heading = f"last lines of worker {result.index}'s {name}:"
-            return [heading, *(f"  {line}" for line in lines)]
+            return [heading, *(f"  {line}" for line in lines[begin:])]
     return [f"worker {result.index} printed nothing."]
+
+
+def save_output(results: Sequence[WorkerResult], indices: Collection[int]) -> Iterator[str]:
+    """Write into files what some workers printed, but those that only lost another; return them."""
+    for result in results:
+        if result.index in indices and not _is_effect(result):
+            path = Path(tempfile.mkdtemp(prefix="keras-het-")) / f"worker-{result.index}.log"
+            path.write_text(f"{result.stdout}\n{result.stderr}\n", encoding="utf-8")
+            yield f"all that worker {result.index} printed: {path}"
 
 
 def _cause(first: WorkerResult, results: Sequence[WorkerResult]) -> str:

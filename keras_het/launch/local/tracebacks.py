@@ -1,4 +1,4 @@
-"""Python's tracebacks in the output of workers: parsed, and shown once."""
+"""Python's tracebacks in the output of workers: parsed, and shown of one worker."""
 
 import re
 import sysconfig
@@ -127,39 +127,28 @@ def _message(lines: Sequence[str]) -> tuple[str, int]:
     return text.removesuffix(":"), 1
 
 
-class TracebackFolder:
-    """Filter of the workers' standard error: each error is shown once, effects in one line.
+class TracebackFilter:
+    """Filter of standard error: frames of the first worker that fails, of others the error alone.
 
-    A traceback is held back until its error is known.
+    With `shown` it is decided whose frames are shown.
     """
 
-    def __init__(self, keep_logs: bool = False) -> None:
+    def __init__(self, keep_logs: bool = False, shown: int | None = None) -> None:
+        self.shown, self.hidden = shown, set[int]()
         self._keep_logs = keep_logs
-        self._held: dict[int, list[str]] = {}
-        self._first_with: dict[str, int] = {}
+        self._inside: set[int] = set()
 
-    def feed(self, worker_index: int, line: str) -> list[str]:
-        held = self._held.get(worker_index)
-        if held is None:
-            if line.startswith(TRACEBACK):
-                self._held[worker_index] = [line]
-                return []
-            return [] if not self._keep_logs and _LOGGED.match(line) else [line]
-        held.append(line)
-        if not _ends_traceback(line):
-            return []
-        del self._held[worker_index]
-        text = _error_text(line)
-        if _EFFECT.match(text):
-            return [text]
-        first = self._first_with.setdefault(text, worker_index)
-        return held if first == worker_index else [f"{text} (as on worker {first})"]
-
-    def finish(self) -> list[tuple[int, str]]:
-        """Return the retained lines of incomplete tracebacks, each with its worker."""
-        rest = [(index, line) for index, held in self._held.items() for line in held]
-        self._held.clear()
-        return rest
+    def shows(self, worker_index: int, line: str) -> bool:
+        if line.startswith((*HEADINGS, *_CHAIN)):
+            self._inside.add(worker_index)
+            if self.shown is None:
+                self.shown = worker_index
+            if self.shown != worker_index:
+                self.hidden.add(worker_index)
+        elif _ends_traceback(line):
+            self._inside.discard(worker_index)
+        is_frame = worker_index in self._inside and worker_index != self.shown
+        return not is_frame and (self._keep_logs or not _LOGGED.match(line))
 
 
 def _ends_traceback(line: str) -> bool:
