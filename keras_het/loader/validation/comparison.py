@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from keras_het.loader.validation.statistics import features_of, has_values, num_rows
-from keras_het.loader.validation.tfdv_adapter import (
-    Schema,
-    Statistics,
-    anomalies_pb2,
-    statistics_pb2,
-    tfdv,
-)
+from keras_het.loader.validation.tfdv_adapter import Schema, Statistics, anomalies_pb2, tfdv
 
 _MEASURES = {
     "infinity_norm": ("L_INFTY", "L-infinity"),
@@ -153,15 +147,9 @@ def compare_shards(
 
 def _distances(
     shard: Statistics, reference: Statistics, schema: Schema
-) -> list[tuple[str, str, float, float]]:
-    """Return feature, measure, distance and threshold, where one of the two has values."""
-    # A feature that only one has is as far as can be. TFDV then has no distance for numbers, and
-    # for categories the frequency of the most frequent one, which is small if there are many.
-    verdict = tfdv.validate_statistics(
-        _with_comparable_constants(shard, reference),
-        schema,
-        serving_statistics=_with_comparable_constants(reference, shard),
-    )
+) -> Iterator[tuple[str, str, float, float]]:
+    """Yield feature, measure, distance and threshold, where one of the two has values."""
+    verdict = tfdv.validate_statistics(shard, schema, serving_statistics=reference)
     type_name = anomalies_pb2.DriftSkewInfo.Measurement.Type.Name
     measured = {
         (".".join(info.path.step), type_name(each.type)): each.value
@@ -172,47 +160,15 @@ def _distances(
         {name for name, feature in features_of(each).items() if has_values(feature)}
         for each in (shard, reference)
     )
-    found = []
     for feature in schema.feature:
         for field, (type_, measure) in _MEASURES.items():
-            value = measured.get((feature.name, type_)) if feature.name in own & others else 1.0
-            is_compared = feature.skew_comparator.HasField(field) and feature.name in own | others
-            if is_compared and value is not None:
+            if not feature.skew_comparator.HasField(field) or feature.name not in own | others:
+                continue
+            value = measured.get((feature.name, type_))
+            # A feature that only one has is as far as can be. TFDV then has no distance for
+            # numbers, and for categories the frequency of the most frequent one.
+            if feature.name not in own & others:
+                value = 1.0
+            if value is not None:
                 threshold = getattr(feature.skew_comparator, field).threshold
-                found.append((feature.name, measure, value, threshold))
-    return found
-
-
-def _with_comparable_constants(statistics: Statistics, other: Statistics) -> Statistics:
-    """Put the histogram of each constant feature into the buckets of the other data."""
-    # The histogram of a constant is one bucket without width, which for TFDV overlaps no bucket of
-    # another: even if only a handful of values differ, it finds a Jensen-Shannon divergence of 1.
-    changed = statistics_pb2.DatasetFeatureStatisticsList()
-    changed.CopyFrom(statistics)
-    others = features_of(other)
-    for name, feature in features_of(changed).items():
-        found, pattern = _histogram(feature), _histogram(others.get(name))
-        if found is None or pattern is None or len({_edges(b) for b in found.buckets}) != 1:
-            continue
-        (low, high), count = _edges(found.buckets[0]), found.buckets[0].sample_count
-        # A value on an edge belongs to the bucket above it, as in numpy.histogram.
-        holding = [i for i, b in enumerate(pattern.buckets) if b.low_value <= low <= b.high_value]
-        if low == high and len(pattern.buckets) > 1 and holding:
-            del found.buckets[:]
-            for index, bucket in enumerate(pattern.buckets):
-                new = found.buckets.add(sample_count=count if index == holding[-1] else 0.0)
-                new.low_value, new.high_value = _edges(bucket)
-    return changed
-
-
-def _histogram(
-    feature: statistics_pb2.FeatureNameStatistics | None,
-) -> statistics_pb2.Histogram | None:
-    if feature is None or feature.WhichOneof("stats") != "num_stats":
-        return None
-    standard = statistics_pb2.Histogram.STANDARD
-    return next((h for h in feature.num_stats.histograms if h.type == standard), None)
-
-
-def _edges(bucket: statistics_pb2.Histogram.Bucket) -> tuple[float, float]:
-    return bucket.low_value, bucket.high_value
+                yield feature.name, measure, value, threshold

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -11,8 +11,7 @@ from keras_het.loader.nested import Batch, Rows
 from keras_het.loader.validation.tfdv_adapter import pyarrow
 
 _PARTS = ("x", "label", "sample_weight")
-_MOST_CHANNELS = 4
-_SUMMARY = ("mean", "standard_deviation", "minimum", "maximum")
+_SUMMARY = {"mean": "mean", "standard_deviation": "std", "minimum": "min", "maximum": "max"}
 
 
 def features_of_batch(batch: Batch) -> dict[str, Rows]:
@@ -21,9 +20,8 @@ def features_of_batch(batch: Batch) -> dict[str, Rows]:
     A batch is a mapping of tensors, or `x`, `(x, y)`, `(x, y, sample_weight)` as Keras takes them.
     Tensors in a mapping keep their names, after "sample_weight/" if they are weights; others are
     called "x", "label" and "sample_weight", with "/0", "/1"... if there are several. Rows of rank 0
-    and 1 are features as they are. For images, [rows, height, width, channels], heights, widths,
-    extremes and each channel's mean and standard deviation become features; for rows of other
-    shapes mean, standard deviation and extremes.
+    and 1 are features as they are. Mean, standard deviation, minimum and maximum stand for rows of
+    higher rank, such as images.
 
     Args:
         batch: structure of dense, ragged or sparse tensors or arrays, shape [rows, ...].
@@ -83,53 +81,13 @@ def _derive(name: str, leaf: Rows) -> Iterator[tuple[str, Rows]]:
         )
     if isinstance(leaf, tf.SparseTensor):
         leaf = tf.sparse.to_dense(leaf)
-    is_ragged = isinstance(leaf, tf.RaggedTensor)
-    if rank != 4:
-        derived = _summary(leaf if is_ragged else np.asarray(leaf))
-    else:
-        derived = _of_ragged_images(leaf) if is_ragged else _of_images(np.asarray(leaf))
-    yield from ((f"{name}/{key}", value) for key, value in derived.items())
-
-
-def _summary(rows: Iterable[Rows]) -> dict[str, np.ndarray]:
-    flat = [np.ravel(getattr(row, "flat_values", row)).astype(np.float64) for row in rows]
-    return {
-        name: np.array([getattr(row, method)() if row.size else np.nan for row in flat], np.float32)
-        for name, method in zip(_SUMMARY, ("mean", "std", "min", "max"), strict=True)
-    }
-
-
-def _of_images(images: np.ndarray) -> dict[str, np.ndarray]:
-    rows, height, width, channels = images.shape
-    if channels > _MOST_CHANNELS:
-        images, channels = images.reshape(rows, height, width * channels, 1), 1
-    features: dict[str, np.ndarray] = {
-        "height": np.full(rows, height, np.int64),
-        "width": np.full(rows, width, np.int64),
-    }
-    if not height * width:
-        return features
-    # Each channel of an image in one piece: several times as fast as in steps.
-    # No -1: a replica may have no rows.
-    pixels = images.reshape(rows, images.shape[1] * images.shape[2], channels)
-    pixels = pixels.transpose(0, 2, 1).astype(np.float32, order="C")
-    features["minimum"], features["maximum"] = pixels.min(axis=(1, 2)), pixels.max(axis=(1, 2))
-    means, deviations = pixels.mean(axis=2), pixels.std(axis=2)
-    for channel in range(channels):
-        features[f"channel_{channel}/mean"] = means[:, channel]
-        features[f"channel_{channel}/standard_deviation"] = deviations[:, channel]
-    return features
-
-
-def _of_ragged_images(images: tf.RaggedTensor) -> dict[str, np.ndarray]:
-    # if only heights differ, an image is a dense tensor
-    dense = (i.to_tensor() if isinstance(i, tf.RaggedTensor) else i for i in images)
-    each = [_of_images(image.numpy()[None]) for image in dense]
-    names = list(dict.fromkeys(name for features in each for name in features))
-    missing = np.array([np.nan], np.float32)
-    return {
-        name: np.concatenate([features.get(name, missing) for features in each]) for name in names
-    }
+    rows = leaf if isinstance(leaf, tf.RaggedTensor) else np.asarray(leaf)
+    # float64 only where the data has such numbers: it takes several times as long
+    wide = np.result_type(tf.as_dtype(leaf.dtype).as_numpy_dtype, np.float32)
+    flat = [np.ravel(getattr(row, "flat_values", row)).astype(wide, copy=False) for row in rows]
+    for key, method in _SUMMARY.items():
+        numbers = [getattr(row, method)() if row.size else np.nan for row in flat]
+        yield f"{name}/{key}", np.array(numbers, np.float32)
 
 
 def record_batch(features: Mapping[str, Rows]) -> pyarrow.RecordBatch:

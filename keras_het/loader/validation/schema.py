@@ -42,24 +42,21 @@ def infer_schema(
     by_name = features_of(statistics)
     for feature in schema.feature:
         found = by_name[feature.name]
-        has_range = numeric_ranges and has_values(found)
-        low, high = found.num_stats.min, found.num_stats.max
+        numbers, has_range = found.num_stats, numeric_ranges and has_values(found)
         if feature.type == schema_pb2.FLOAT:
             domain = feature.float_domain
-            if not any(histogram.num_nan for histogram in found.num_stats.histograms):
+            if not any(histogram.num_nan for histogram in numbers.histograms):
                 domain.disallow_nan = True
-            if math.inf not in (-low, high):
+            if math.inf not in (-numbers.min, numbers.max):
                 domain.disallow_inf = True
             if has_range:
-                domain.min, domain.max = low, high
-        elif feature.type == schema_pb2.INT and feature.WhichOneof("domain_info") == "domain":
-            _make_integer_categories(schema, feature)
+                domain.min, domain.max = numbers.min, numbers.max
         elif feature.type == schema_pb2.INT and found.HasField("string_stats"):
-            # more than `max_categories`: TFDV then forgets what they are
-            feature.int_domain.is_categorical = True
+            _make_integer_categories(schema, feature)
         elif feature.type == schema_pb2.INT and has_range:
             # TFDV counts in float64, in which the greatest integer is rounded up
-            feature.int_domain.min, feature.int_domain.max = int(low), min(int(high), _GREATEST)
+            feature.int_domain.min = int(numbers.min)
+            feature.int_domain.max = min(int(numbers.max), _GREATEST)
     return schema
 
 
@@ -77,7 +74,8 @@ def set_comparison_thresholds(
     ½ KL(p‖m) + ½ KL(q‖m), m = (p + q) / 2, to base 2. Both are from 0 to 1. Shards of n rows differ
     by chance already: L-infinity by about 1/√n. TFDV's histograms have ten buckets over each
     shard's own range and spread the content of a bucket evenly over it, so features with nearly
-    equal values seem far apart if only their extremes differ: leave them out.
+    equal values seem far apart if only their extremes differ, as do a constant and what is nearly
+    constant: leave them out.
 
     Args:
         schema: changed in place.
@@ -129,10 +127,10 @@ def is_categorical(feature: schema_pb2.Feature) -> bool:
 
 
 def _make_integer_categories(schema: Schema, feature: schema_pb2.Feature) -> None:
-    """Set integer categories: TFDV infers a domain of strings for them, which it then refuses."""
-    domain = next(d for d in schema.string_domain if d.name == feature.domain)
-    values = [int(value) for value in domain.value]
-    schema.string_domain.remove(domain)
-    feature.int_domain.CopyFrom(
-        schema_pb2.IntDomain(min=min(values), max=max(values), is_categorical=True)
-    )
+    """Replace the domain of strings that TFDV infers for integers, and then refuses."""
+    domain = next((d for d in schema.string_domain if d.name == feature.domain), None)
+    feature.int_domain.is_categorical = True
+    if domain is not None:  # TFDV forgets more than `max_categories`
+        values = [int(value) for value in domain.value]
+        feature.int_domain.min, feature.int_domain.max = min(values), max(values)
+        schema.string_domain.remove(domain)

@@ -1,4 +1,4 @@
-"""Statistics of data sets and of what replicas consume, a few thousand rows at a time by TFDV."""
+"""Statistics of data sets and of what replicas consume, computed by TFDV."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import tensorflow as tf
 from keras_het.loader.nested import Batch, Leaf, Rows, StepInput
 from keras_het.loader.validation.features import features_of_batch, record_batch
 from keras_het.loader.validation.tfdv_adapter import (
+    Combiner,
     Schema,
     Statistics,
     example_coder,
+    get_generators,
     pyarrow,
     schema_pb2,
     statistics_pb2,
-    stats_impl,
-    table_util,
     tfdv,
 )
 
@@ -28,7 +28,6 @@ FeaturesFunction = Callable[[Any], Mapping[str, Any]]
 """Makes named features of a batch; see `features_of_batch`."""
 
 _ROWS_AT_ONCE = 8192
-_BYTES_AT_ONCE = 1 << 24
 _EXAMPLES_TO_DECODE = 1024
 _COMPRESSIONS = {".gz": "GZIP", ".zlib": "ZLIB"}
 
@@ -57,73 +56,47 @@ class StatisticsBuilder:
     ) -> None:
         self.rows = 0
         self._name = name
-        self._options = _with_categories(options or tfdv.StatsOptions(), schema, categorical)
-        self._generators = stats_impl.get_generators(self._options, in_memory=True)
-        self._partial = [generator.create_accumulator() for generator in self._generators]
-        self._waiting: list[pyarrow.RecordBatch] = []
-        self._waiting_rows = self._waiting_bytes = 0
-        self._is_finished = False
+        with_categories = _with_categories(options or tfdv.StatsOptions(), schema, categorical)
+        # A call of TFDV takes a few milliseconds, whatever the number of rows.
+        self._combiner = Combiner(get_generators(with_categories, in_memory=True), _ROWS_AT_ONCE)
+        self._sums = self._combiner.create_accumulator()
 
-    def add(self, features: Mapping[str, Rows]) -> None:
+    def add(self, features: Mapping[str, Rows] | pyarrow.RecordBatch) -> None:
         """Add rows.
 
         Args:
-            features: names to tensors of shape [rows] or [rows, values], see `features_of_batch`.
+            features: names to tensors of shape [rows] or [rows, values], see `features_of_batch`;
+                or an Arrow record batch with a column of lists for each feature.
         """
-        self.add_batch(record_batch(features))
-
-    def add_batch(self, batch: pyarrow.RecordBatch) -> None:
-        """Add the rows of an Arrow record batch.
-
-        Args:
-            batch: a column of lists for each feature.
-        """
-        if self._is_finished:
+        if self._sums is None:
             raise RuntimeError("These statistics are finished. Use a new StatisticsBuilder.")
-        if not batch.num_rows:
-            return
-        self.rows += batch.num_rows
-        self._waiting.append(batch)
-        self._waiting_rows += batch.num_rows
-        self._waiting_bytes += batch.nbytes
-        if self._waiting_rows >= _ROWS_AT_ONCE or self._waiting_bytes >= _BYTES_AT_ONCE:
-            self._flush()
+        batch = record_batch(features) if isinstance(features, Mapping) else features
+        if batch.num_rows:
+            self.rows += batch.num_rows
+            self._sums = self._combiner.add_input(self._sums, batch)
 
     def finish(self) -> Statistics:
         """Return the statistics of all rows; nothing can be added afterwards."""
-        self._flush()
-        self._is_finished = True
-        statistics = stats_impl.extract_statistics_output(self._partial, self._generators)
-        if not statistics.datasets:
-            statistics.datasets.add()
-        statistics.datasets[0].name = self._name
-        return statistics
-
-    def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        self._waiting_rows = self._waiting_bytes = 0
-        if waiting:
-            # A TFDV call takes a few milliseconds, whatever the number of rows.
-            batch = table_util.MergeRecordBatches(waiting)
-            new = stats_impl.generate_partial_statistics_in_memory(
-                batch, self._options, self._generators
-            )
-            pairs = zip(self._generators, zip(self._partial, new, strict=True), strict=True)
-            self._partial = [generator.merge_accumulators(pair) for generator, pair in pairs]
+        sums, self._sums = self._sums, None
+        found = statistics_pb2.DatasetFeatureStatistics()
+        if self.rows:
+            found = self._combiner.extract_output(self._combiner.compact(sums))
+        found.name = self._name
+        return Statistics(datasets=[found])
 
 
 def _with_categories(
     options: tfdv.StatsOptions, schema: Schema | None, categorical: Iterable[str]
 ) -> tfdv.StatsOptions:
-    names = [categorical] if isinstance(categorical, str) else list(categorical)
+    names = {categorical} if isinstance(categorical, str) else set(categorical)
     if schema is None and not names:
         return options
     known = schema_pb2.Schema()
     known.CopyFrom(schema or options.schema or known)
-    features = {feature.name: feature for feature in known.feature}
-    for name in names:
-        feature = features.get(name) or known.feature.add(name=name, type=schema_pb2.INT)
-        if feature.type == schema_pb2.INT:
+    for name in names - {feature.name for feature in known.feature}:
+        known.feature.add(name=name, type=schema_pb2.INT)
+    for feature in known.feature:
+        if feature.name in names and feature.type == schema_pb2.INT:
             feature.int_domain.is_categorical = True
     changed = copy.copy(options)
     changed.schema = known
@@ -181,7 +154,7 @@ def statistics_of_tfrecord(pattern: str | Path, **options: Any) -> Statistics:
         records = tf.data.TFRecordDataset(path, _COMPRESSIONS.get(Path(path).suffix, ""))
         try:
             for examples in records.batch(_EXAMPLES_TO_DECODE).as_numpy_iterator():
-                builder.add_batch(decoder.DecodeBatch(examples.tolist()))
+                builder.add(decoder.DecodeBatch(examples.tolist()))
         except (tf.errors.DataLossError, RuntimeError, ValueError) as error:
             raise ValueError(
                 f"{path} is no TFRecord file of tf.train.Examples: {error}. Compressed files must "
@@ -267,11 +240,9 @@ def _num_local(strategy: tf.distribute.Strategy) -> int:
 def _gather_bytes(gather: Callable[[np.ndarray], np.ndarray], message: bytes) -> list[bytes]:
     """Return the message of every worker, in worker order."""
     lengths = gather(np.array([len(message)], np.int64))
-    # Collectives carry integers of 8 bytes, not bytes.
-    words = -(-int(lengths.max()) // 8)
-    padded = np.frombuffer(message.ljust(8 * words, b"\0"), np.int64)
-    gathered = gather(padded).reshape(len(lengths), words)
-    return [row.tobytes()[:length] for row, length in zip(gathered, lengths, strict=True)]
+    padded = np.frombuffer(message.ljust(int(lengths.max()), b"\0"), np.uint8)
+    rows = gather(padded[None])
+    return [row.tobytes()[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def num_rows(statistics: Statistics) -> int:
