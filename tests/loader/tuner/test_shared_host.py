@@ -59,7 +59,7 @@ def make_session(tmp_path, monkeypatch):
     sessions = []
 
     def make(controller, io_budget=None):
-        budget = HostBudget(CPUS, tmp_path / "loaders.json", range(8), io_budget, {})
+        budget = HostBudget(CPUS, tmp_path / "jobs", range(8), io_budget)
         session = TuningSession(lambda plan, cpus, most: controller, budget=budget)
         sessions.append(session)
         return session
