@@ -15,7 +15,7 @@ the three devices. `loss` is the center's final loss on the training data, and `
 over the seeds, relative to `plain` after the same samples.
 
 In the case "killed" a worker is killed every minute, the fast one first. In `plain` the others end
-with it, all are started again at once, and go on from the backup of the last epoch; with
+with it, all are started again at once, and continue from the backup of the last epoch; with
 `delayed_nesterov` only the lost one is started again. `goodput` is the samples of the training that
 is left over the time, over the sum of speeds. What a killed worker had not sent yet (at most a
 period) is counted with `delayed_nesterov`.

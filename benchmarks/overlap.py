@@ -7,7 +7,7 @@ Workers on hosts of their own (network namespaces with limited links and jumbo f
 
 Modes:
 
-* `alone`: no other worker; all processes compute side by side all the same.
+* `alone`: no other worker; all processes compute side by side anyway.
 * `one bucket`: `HeterogeneousStrategy`, all gradients in one sum behind the backward pass.
 * `buckets of N MB`: `CommunicationOptions(bytes_per_pack=...)`.
 * `size by measurement`: `BucketTuner`, after its trial; `chosen_bytes` are what it chose.

@@ -1,4 +1,4 @@
-"""Lose a worker and gain a machine while a training goes on, and get the numbers of one device.
+"""Lose a worker and gain a machine while a training continues, and get the numbers of one device.
 
     python recipes/elastic.py
 
@@ -109,12 +109,12 @@ class Watch:
             time.sleep(0.2)
 
     def next_group(self, pid: int, stopped: float, why: str) -> None:
-        """Wait for a group other than that of this chief, and say at which step it goes on."""
+        """Wait for a group other than that of this chief, and say at which step it continues."""
         self.wait(lambda: self.newest()[3] != pid)
         first = next(step for step in self.steps() if step[3] == self.newest()[3])
         before = max(step[1] for step in self.steps() if step[3] == pid)
         repeated = f", {before + 1 - first[1]} repeated" if first[1] <= before else ""
-        self.say(f"{first[2]} workers go on at step {first[1]}{repeated}")
+        self.say(f"{first[2]} workers continue at step {first[1]}{repeated}")
         self.say(f"    {first[0] - stopped:.1f} s {why}")
 
 

@@ -1,4 +1,4 @@
-"""See which device is slow and what that costs, then let BatchBalancer mend it.
+"""See which device is slow and what that costs, then let BatchBalancer fix it.
 
     keras-het run --speeds 4,1 recipes/slow_device.py
     keras-het run --speeds 4,1 recipes/slow_device.py --balance

@@ -218,7 +218,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             moment=moment or ("on_epoch_begin" if position["step"] else "on_train_begin"),
         )
         place = f"epoch {self._epoch + 1}, step {self._first_step + 1}"
-        tell(f"Training goes on from {folder.newest} at {place}.", strategy, self._verbose)
+        tell(f"Training continues from {folder.newest} at {place}.", strategy, self._verbose)
 
     def _restore_again(self, moment: str) -> None:
         """Undo what callbacks have just done, as they had done it before the backup."""
@@ -414,7 +414,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._strategy().num_async_workers:
             return  # they may have trained on all of it
         raise ValueError(
-            "An epoch trained no step after training went on from a backup. Received: data that "
+            "An epoch trained no step after training continued from a backup. Received: data that "
             f"had ended before epoch {epoch + 1}, step {self._first_step + 1}; expected: "
             f"{self._num_steps or 'some'} steps in this epoch. Give fit the data of the "
             "interrupted training from its beginning, and enough for all epochs: a new generator, "
@@ -514,7 +514,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         different = np.flatnonzero((everyone != own).any(axis=1)).tolist()
         if different:
             raise ValueError(
-                "The workers found different backups, and would go on from different weights. "
+                "The workers found different backups, and would continue from different weights. "
                 f"Received: {self._folder.newest or 'no backup'} in {self._folder.path} of this "
                 f"worker ({strategy.worker_index}), something else on worker(s) {different}. Only "
                 "the chief writes: give a backup_dir that all workers share, or copy the chief's "

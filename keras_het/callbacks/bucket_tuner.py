@@ -165,7 +165,7 @@ class BucketTuner(SessionCallback):
         self._required_session().note_change("buckets", text)
 
     def _use(self, size: int) -> None:
-        """Go on with the train function of a size, which is traced at its first call."""
+        """Continue with the train function of a size, which is traced at its first call."""
         function = vars(self.model).get("train_function")
         if function not in self._functions.values():  # made by Keras, or for another callback
             self._functions = {self._strategy.extended.bytes_per_bucket: function}

@@ -1,4 +1,4 @@
-"""Backups for a training whose workers are replaced while it goes on."""
+"""Backups for a training whose workers are replaced while it continues."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def when_saved(listener: Callable[[str, int, int], None]) -> None:
 
 
 class Elastic(BackupAndRestore):
-    """`BackupAndRestore` for workers that are lost, replaced and added while a training goes on.
+    """`BackupAndRestore` for workers that are lost, replaced and added while a training continues.
 
     Where an engine such as `keras_het.ray.Trainer` starts the workers again, each machine also
-    keeps the newest backup in its memory. A new group of workers goes on from the newest backup
+    keeps the newest backup in its memory. A new group of workers continues from the newest backup
     that one of them has, on disk or in memory: `backup_dir` need not be shared, and may be lost
     with the chief's machine. Backups of another training, which a machine may still have from an
     earlier run, are left alone. The backup of a finished `fit` stays until the next run, so that
@@ -213,7 +213,7 @@ class Elastic(BackupAndRestore):
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """The newest backup of a folder, with number 0 if training cannot go on from it."""
+    """The newest backup of a folder, with number 0 if training cannot continue from it."""
 
     folder: BackupFolder
     number: int = 0

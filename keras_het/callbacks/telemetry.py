@@ -71,7 +71,7 @@ class Telemetry(SessionCallback):
     the worker which waits longest for its data waits in each step.
 
     Every worker needs it, as one of the callbacks of `fit`. A log that cannot be written makes one
-    warning; training goes on.
+    warning; training continues.
 
     Args:
         log_dir: directory of the log, the one that is given to TensorBoard; None writes none.

@@ -25,7 +25,7 @@ class Sums:
     another run, from a worker that does not wait for the step before, or of another length than
     the first of its step. A repeated one, whose answer was lost, counts once. A slot keeps its last
     sum for that, and the one before until all workers have contributed to the last: none can be
-    further ahead of another, whose contribution it needs to go on.
+    further ahead of another, whose contribution it needs to continue.
 
     Reference:
         Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in

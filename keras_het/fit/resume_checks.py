@@ -36,7 +36,7 @@ def warn_of_another_optimizer(at_first: list[Any], optimizer: Any, before: Any) 
     if before and at_first not in before:
         _logger.warning(
             "The optimizer has changed. Received: %s with learning rate %g; the training of "
-            "the backup began with %s and %g. It goes on with %s and %g, after %d steps of it.",
+            "the backup began with %s and %g. It continues with %s and %g, after %d steps of it.",
             *(*at_first, *before[0], *about(optimizer)),
             keras.ops.convert_to_numpy(optimizer.iterations),
         )
@@ -47,7 +47,7 @@ def warn_of_another_order(now: list[list[int]] | None, before: list[list[int]] |
     if before is None or now is None or (before == now and [0, 0] not in now):
         return
     _logger.warning(
-        "Training goes on in the middle of an epoch, but the data are shuffled in another "
+        "Training continues in the middle of an epoch, but the data are shuffled in another "
         "order than before the backup: of this epoch some samples are used twice and others "
         "not at all. Received: shuffles with seeds %s, before %s (0 for none). Call "
         "keras.utils.set_random_seed with the same number at the start of every run.",
@@ -57,7 +57,7 @@ def warn_of_another_order(now: list[list[int]] | None, before: list[list[int]] |
 
 
 def warn_of_turns(loop: EpochLoop, data: Any, pass_step: int) -> bool:
-    """Warn if what a validation takes is missing where a pass or a validation goes on to take."""
+    """Warn if what a validation takes is missing where a pass or a validation continues to take."""
     shares_orders = getattr(data, "shares_orders_with", lambda other: False)
     source = "generator" if loop.validates_on_generator else None
     if source is None and pass_step and shares_orders(loop.validation_data):

@@ -1,4 +1,4 @@
-"""Training on Ray: workers are placed, replaced and added while a training goes on."""
+"""Training on Ray: workers are placed, replaced and added while a training continues."""
 
 from __future__ import annotations
 

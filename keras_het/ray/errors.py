@@ -1,4 +1,4 @@
-"""Why a training on Ray ends, or goes on with other workers."""
+"""Why a training on Ray ends, or continues with other workers."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Losses(FailurePolicy):
             for rank, error in sorted(failures.items())
         )
         _logger.warning(
-            "Another group of workers goes on from the newest backup, after %s",
+            "Another group of workers continues from the newest backup, after %s",
             names or _first_line(training_failed_error),
         )
         return FailureDecision.RETRY

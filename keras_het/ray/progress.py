@@ -11,7 +11,7 @@ Place = tuple[int, ...]
 
 
 class Progress:
-    """The furthest place from which each `fit` of a script can go on."""
+    """The furthest place from which each `fit` of a script can continue."""
 
     def __init__(self) -> None:
         self._furthest: dict[str, Place] = {}

@@ -39,7 +39,7 @@ class Trainer(TensorflowTrainer):
 
     Each worker calls the training function, which makes a `HeterogeneousStrategy` and trains with
     `callbacks=[keras_het.callbacks.Elastic(backup_dir)]`. When a worker is lost, or machines join,
-    Ray starts another group of workers, and the training goes on at the step after the newest
+    Ray starts another group of workers, and the training continues at the step after the newest
     backup: with the same global batch in other shares, and each sample used once.
 
     An error of the training function ends the training at once, and is raised here.

@@ -114,7 +114,7 @@ class StepWatch(DriftWatch):
             advice=_STOP_TOGETHER,
             leaves_loop=(
                 f"The workers do not train on together: worker {strategy.worker_index} has stopped "
-                f"at {where} (model.stop_training is set), and others go on. {_STOP_TOGETHER}"
+                f"at {where} (model.stop_training is set), and others continue. {_STOP_TOGETHER}"
             )
             if is_early
             else None,

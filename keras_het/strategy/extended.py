@@ -432,7 +432,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         """Sum tensors of a replica context over the replicas of this process only."""
 
         def add_up(_: object, values: Sequence[tf.distribute.DistributedValues]) -> Nest:
-            with self.reductions_within_worker():  # no replica goes on meanwhile
+            with self.reductions_within_worker():  # no replica continues meanwhile
                 return self.batch_reduce_to(tf.distribute.ReduceOp.SUM, [(v, v) for v in values])
 
         add_up = tf.autograph.experimental.do_not_convert(add_up)

@@ -558,7 +558,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
     @property
     def _works_ahead(self) -> bool:
-        """Whether a device of this worker computes while its host goes on."""
+        """Whether a device of this worker computes while its host continues."""
         emulated = self._emulated_devices or ()
         return any("CPU" not in device for device in self.extended.worker_devices) or any(
             each.asynchronous for each in emulated

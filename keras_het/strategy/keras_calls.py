@@ -2,7 +2,7 @@
 
 Importing this module replaces the functions in the table at its end, once and for all. A call for a
 model of ours passes through its handlers there, in their order, the outermost first. A call for any
-other model goes on to Keras as it is, unless a callback of ours takes part in it.
+other model continues to Keras as it is, unless a callback of ours takes part in it.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _with_async_workers(call: Call) -> None:
 
 
 def _agreed(call: Call) -> None:
-    """The call begins only if it is the same on all workers, and `fit` goes on only together."""
+    """The call begins only if it is the same on all workers, and `fit` continues only together."""
     strategy = call.strategy
     if strategy.num_workers > 1:
         is_short = call.name in _ON_BATCHES

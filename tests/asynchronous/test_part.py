@@ -393,7 +393,7 @@ def test_state_comes_back(logical_devices, case):
     for other in others:
         assert other.set_state(unpack_state(*pack_state(first.state()))) == Status.OK
         other.set_center(np.array(first.center))
-    for _ in range(2):  # and they go on alike
+    for _ in range(2):  # and they continue alike
         for other in others:
             np.testing.assert_equal(found(other) | {"latest": 0}, found(first) | {"latest": 0})
         go_on(first, *others)

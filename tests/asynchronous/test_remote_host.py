@@ -33,7 +33,7 @@ def test_who_goes_on_alone_is_told_of_what_is_lost_and_not_how_to(service, caplo
     leader.train()
     lose_answer(leader.engine.weights)
     leader.train()
-    assert "service at lost The sync group goes on alone" in caplog.text
+    assert "service at lost The sync group continues alone" in caplog.text
     assert "on_service_loss" not in caplog.text
 
 

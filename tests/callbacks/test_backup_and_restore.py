@@ -1,4 +1,4 @@
-"""An interrupted training that goes on from its backup ends like one that was not interrupted."""
+"""An interrupted training that continues from its backup ends like one that was not interrupted."""
 
 import functools
 import re
@@ -253,7 +253,7 @@ def test_another_order_of_arrays_is_told(logical_devices, tmp_path, caplog, seed
     [
         ({"momentum": 0.9}, None),
         ({"learning_rate": 0.02, "momentum": 0.9}, "SGD with learning rate 0.02; .* SGD and 0.01"),
-        ({"beta_1": 0.9}, "goes on with Adam and 0.01, after 0 steps of it"),
+        ({"beta_1": 0.9}, "continues with Adam and 0.01, after 0 steps of it"),
     ],
     ids=["same", "rate", "class"],
 )

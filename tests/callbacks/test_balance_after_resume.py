@@ -1,4 +1,4 @@
-"""BatchBalancer in a training that goes on from a backup, on these devices or on others."""
+"""BatchBalancer in a training that continues from a backup, on these devices or on others."""
 
 import json
 

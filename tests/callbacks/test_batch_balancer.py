@@ -462,7 +462,7 @@ class Noting(Zigzag):
 
 
 class Slow(keras.callbacks.Callback):
-    """Lets a clock go on by a millisecond a step, and by much for all that is no step."""
+    """Lets a clock continue by a millisecond a step, and by much for all that is no step."""
 
     def __init__(self):
         super().__init__()

@@ -90,7 +90,7 @@ def test_it_stays_with_the_fastest_size_and_changes_no_bit(clock, traces, capsys
     assert model.distribute_strategy.extended.bytes_per_bucket == ONE_SUM
     weights = flat(model)
     clock.executions.clear()
-    fit(model, clock, tuner, epochs=1)  # goes on with that size
+    fit(model, clock, tuner, epochs=1)  # continues with that size
     assert set(clock.executions) == {8} and traces == ONCE_EACH
     plain = build()
     expected = fit(plain, epochs=2 * epochs_of(LONG))

@@ -79,7 +79,7 @@ def test_a_run_goes_on_from_memory_when_the_disk_is_lost(
     on_disk.unlink()
     with caplog.at_level("INFO", "keras_het"):
         model = fit(folder)
-    assert f"Training goes on from {in_memory} at epoch 2, step 3." in caplog.text
+    assert f"Training continues from {in_memory} at epoch 2, step 3." in caplog.text
     np.testing.assert_array_equal(flat(model), expected())
     assert model.history.history == undisturbed().history.history
 
@@ -134,7 +134,7 @@ def test_another_trainings_backup_is_left_alone(
     with caplog.at_level("INFO", "keras_het"):
         model = fit(folder)
     assert f"Left alone: {of_another}, of another training." in caplog.text
-    assert "Training goes on from" in caplog.text and "at epoch 1, step 3." in caplog.text
+    assert "Training continues from" in caplog.text and "at epoch 1, step 3." in caplog.text
     assert of_another.read_bytes() == kept
     np.testing.assert_array_equal(flat(model), expected())
 
@@ -194,7 +194,7 @@ def test_the_next_run_starts_from_its_own(run: Any, tmp_path: Path, keeps_two: b
     run("b")
     fit(folder, interrupted_at=3, double_checkpoint=keeps_two)
     assert int(backups(folder)[-1].name.split("-")[1]) > last
-    run("c")  # goes on from the second run, not from the end of the first one
+    run("c")  # continues from the second run, not from the end of the first one
     model = fit(folder)
     np.testing.assert_array_equal(flat(model), expected())
 

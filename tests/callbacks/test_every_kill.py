@@ -2,7 +2,7 @@
 
 The loss is linear in the weights and the rate of step t is 2**t, so bit t of a sample's weight says
 whether step t used it. One training writes backups at every frequency. The one that is there at a
-moment is what a kill at that moment leaves: a new training, with a new strategy, goes on from it.
+moment is what a kill at that moment leaves: a new training, with a new strategy, continues from it.
 """
 
 import io

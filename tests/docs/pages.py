@@ -85,7 +85,7 @@ def commands_of(block: Block) -> list[list[str]]:
             continue
         try:
             words = shlex.split(text.replace("\\\n", " "), comments=True)
-        except ValueError:  # a quotation goes on in the next line
+        except ValueError:  # a quotation continues in the next line
             continue
         while words and re.match(r"[A-Z_]+=", words[0]):
             words.pop(0)

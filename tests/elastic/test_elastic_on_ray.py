@@ -1,4 +1,4 @@
-"""A training goes on exactly when workers and machines are lost and added, on real Ray nodes."""
+"""A training continues exactly when workers and machines are lost and added, on real Ray nodes."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_machines_that_leave_in_order_do_not_count(losses: Any) -> None:
 def test_a_loss_is_one_line_of_the_log(losses: Any, caplog: pytest.LogCaptureFixture) -> None:
     decide(losses[0], LeavingError("left"), RuntimeError("the actor died\nWorker info:\n  ip=1"))
     assert caplog.messages == [
-        "Another group of workers goes on from the newest backup, after worker 0: LeavingError: "
+        "Another group of workers continues from the newest backup, after worker 0: LeavingError: "
         "left; worker 1: RuntimeError: the actor died"
     ]
 

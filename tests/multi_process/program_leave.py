@@ -34,7 +34,7 @@ if case == "barrier":
         sys.exit("no data")
     print("waiting", flush=True)
     strategy.barrier()
-    print("went on", flush=True)
+    print("continued", flush=True)
 # filtered: nobody can know how many batches there are
 most = SAMPLES // 2 if strategy.worker_index == 1 and case != "stop" else SAMPLES
 data = tf.data.Dataset.range(SAMPLES).filter(lambda number: number < most)

@@ -26,7 +26,7 @@ class Written:
 
     Args:
         folder: where they write.
-        processes: for each program, what runs it and how many of those write; others may go on.
+        processes: for each program, what runs it and how many of those write; others may continue.
         longest_seconds: time for all checks.
     """
 

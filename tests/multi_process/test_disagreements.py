@@ -83,7 +83,10 @@ def test_all_workers_are_told_what_differs(runs: Runs, check: str) -> None:
     ("case", "message"),
     [
         ("stop", "worker 1 has stopped at batch 4 of epoch 1 (model.stop_training is set)"),
-        ("fit", "different numbers of batches: that of worker 1 ended after 4, and others go on"),
+        (
+            "fit",
+            "different numbers of batches: that of worker 1 ended after 4, and others continue",
+        ),
         ("predict", "different numbers of batches: that of worker 1 ended after 4, and others"),
     ],
 )

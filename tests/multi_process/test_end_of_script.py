@@ -66,6 +66,6 @@ def test_a_worker_that_leaves_is_not_taken_for_one_in_a_barrier() -> None:
     with LocalCluster(command, num_workers=2, end_on_failure=False) as cluster:
         waiting, leaving = cluster.wait(timeout=TIMEOUT)
     assert (leaving.exit_code, leaving.stderr.splitlines()[-1]) == (1, "no data")
-    assert "went on" not in waiting.stdout
+    assert "continued" not in waiting.stdout
     assert waiting.stdout.splitlines()[-1] == "waiting"
     assert waiting.exit_code == 1

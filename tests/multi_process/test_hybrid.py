@@ -183,7 +183,7 @@ def test_a_backup_has_center_versions_and_the_services_optimizer(
     assert any(np.abs(array).max() > 0 for name, array in saved.items() if "/optimizer_" in name)
     results = run(start_workers, tmp_path / "second", jobs, **{**common, "epochs": 3})
     assert_shared(results, 2)
-    # the first epoch is not trained again, and versions go on
+    # the first epoch is not trained again, and versions continue
     second = results["worker_0"]
     assert len(second["seen"]) == 2
     assert (np.array(second["versions"]) - versions_in(saved)).min() > 20

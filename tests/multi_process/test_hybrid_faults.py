@@ -99,7 +99,7 @@ def test_the_service_is_lost(start_workers: Any, tmp_path: Path, on_loss: str, v
     workers = cluster.start(*names)
     cluster.wait_for_step("async_0", 3)
     killed.send_signal(0)
-    said = "ServiceLostError" if on_loss == "raise" else "Training goes on alone"
+    said = "ServiceLostError" if on_loss == "raise" else "Training continues alone"
     for index in range(len(names)):
         workers.wait_for_output(index, said, LONGEST_SECONDS)
     results = workers.wait()
@@ -188,7 +188,7 @@ def test_training_attaches_again_to_a_service_that_returns(
     cluster.wait_for_step("async_0", 3)
     first.send_signal(0, signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
     for each in (group, worker):
-        each.wait_for_output(0, "goes on alone", LONGEST_SECONDS)
+        each.wait_for_output(0, "continues alone", LONGEST_SECONDS)
     # the step after the next exchange comes only when the service was given up
     cluster.wait_for_step("worker_0", cluster.step("worker_0") + 6)
     if how == "stopped":
@@ -196,7 +196,7 @@ def test_training_attaches_again_to_a_service_that_returns(
     else:
         first = cluster.start("ps_0")
     output, *_ = ended_well(group, worker, first, second)
-    assert "goes on alone" in output and "answers again" in output, output
+    assert "continues alone" in output and "answers again" in output, output
     results = {name: cluster.result(name) for name in ("worker_0", "async_0")}
     assert_equal_weights(results)
     counts = sample_counts(results)

@@ -142,7 +142,7 @@ def test_a_worker_whose_link_stalls_for_longer_goes_on_alone_and_comes_back(
     group, worker = start_hybrid(timeout_seconds=2, on_service_loss="continue")
     worker.wait_for_step(3)
     hosts.set_link(1, up=False)
-    worker.wait_until(lambda: "goes on alone" in worker.output(), "the loss to be noticed")
+    worker.wait_until(lambda: "continues alone" in worker.output(), "the loss to be noticed")
     group.wait_for_step(group.step() + 10)
     hosts.set_link(1, up=True)
     results = {"worker_0": group.result(), "async_0": worker.result()}

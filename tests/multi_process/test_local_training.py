@@ -73,7 +73,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
 }
 
 
-# An exchange that is waited for, one that travels while steps go on, and unequal shares.
+# An exchange that is waited for, one that travels while steps continue, and unequal shares.
 QUICK = ("diloco", "sync_easgd overlapped", "moving statistics")
 QUICK_MISTAKE = "number of workers"
 FULL = pytest.mark.full
@@ -269,7 +269,7 @@ def test_a_backup_has_the_exchange_on_its_way(start_workers: Any, tmp_path: Path
     for worker in resumed:
         center = listed(worker, "center_1")
         np.testing.assert_allclose(center, listed(chief, f"center_{STEPS + 4}"), rtol=1e-6)
-        # the other worker goes on from the chief's weights
+        # the other worker continues from the chief's weights
         assert int(worker["exchanges"]) == 1
 
 

@@ -38,7 +38,7 @@ def assert_all_end(workers: Workers, code: int = TERMINATED) -> None:
 
 
 REPEATED = {"validate": True, "remembers": True}
-# What workers do, and what those do that go on from their backup.
+# What workers do, and what those do that continue from their backup.
 RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "in-training": ({}, {}),
     "in-validation": (REPEATED, REPEATED),

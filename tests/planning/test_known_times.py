@@ -70,7 +70,7 @@ def test_without_anything_known_the_first_plan_is_even() -> None:
 
 
 def resumed(before, after, steps=60):
-    """A training on a plant, and one that goes on from it on another plant."""
+    """A training on a plant, and one that continues from it on another plant."""
     first = make_policy("boa", before.num_replicas, before.batch)
     simulate(first, before, steps)
     again = make_policy("boa", after.num_replicas, after.batch)

@@ -189,7 +189,7 @@ def test_elastic_goes_on_and_gives_the_weights_of_one_device(tmp_path: Path) -> 
     pytest.importorskip("ray", reason="needs Ray: the extra `ray`")
     text = run(RECIPES / "elastic.py", cwd=tmp_path)
     assert re.search(r"worker 1 is killed after step \d+", text)
-    assert numbers(r"(\d) workers go on at step \d+", text) == [3, 4]
+    assert numbers(r"(\d) workers continue at step \d+", text) == [3, 4]
     assert numbers(r"has ended after step (\d+)", text) == [600]
     assert numbers(r"Uses of a sample in 60 epochs: ([\d.]+) to", text) == [60]
     assert numbers(r"Uses of a sample in 60 epochs: \S+ to ([\d.]+)", text) == [60]

@@ -127,7 +127,7 @@ class ExchangeEngine:
 
     @contextlib.contextmanager
     def losing(self) -> Iterator[None]:
-        """Where the service is lost, go on alone after this block, and ask until it answers."""
+        """Where the service is lost, continue alone after this block, and ask until it answers."""
         try:
             yield
         except ServiceLostError as error:
@@ -143,7 +143,7 @@ class ExchangeEngine:
         self._note_loss(error)
         if not self.is_lost:
             self.is_lost = True
-            _logger.warning("%s %s goes on alone.", str(error).removesuffix(ADVICE), self._name)
+            _logger.warning("%s %s continues alone.", str(error).removesuffix(ADVICE), self._name)
 
 
 @dataclasses.dataclass

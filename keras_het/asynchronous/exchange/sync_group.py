@@ -117,7 +117,7 @@ class SyncGroup(Participant):
             time.sleep(_POLL_SECONDS)
         if not is_done():
             _logger.warning(
-                "Async workers were given %g s %s; going on without those that did not.",
+                "Async workers were given %g s %s; continuing without those that did not.",
                 self.options.end_seconds,
                 what,
             )

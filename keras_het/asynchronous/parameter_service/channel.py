@@ -14,7 +14,7 @@ from keras_het.exchange.session import Handle, answer_to
 
 SERVICE = "center"
 """Name of the service of center and ledger on its server."""
-ADVICE = ' Its process may be gone; give on_service_loss="continue" to go on without it.'
+ADVICE = ' Its process may be gone; give on_service_loss="continue" to continue without it.'
 """What to do where the loss of a service is an error."""
 
 

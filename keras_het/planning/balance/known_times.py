@@ -1,4 +1,4 @@
-"""What is known of devices by their identities, for a training that goes on with others."""
+"""What is known of devices by their identities, for a training that continues with others."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def _balance(situation: Situation, worker: int, since: bool) -> str:
     if gain < _WORTHWHILE:
         brings = (
             f"compute takes {situation.unbalanced:.1f} times as long as with balanced shares, "
-            "which counts once the rest is mended"
+            "which counts once the rest is fixed"
         )
     return f"{what}: {brings}."
 
@@ -137,14 +137,14 @@ def _helps_little(situation: Situation, worker: int) -> bool:
 def text_of(situation: Situation, suspect: Suspect, alone: float, all_: float, last: float) -> str:
     """Return who and why, in one sentence, with the fractions of a step that the repair would save.
 
-    Of the devices that are named, of all, and of all once the other causes are mended.
+    Of the devices that are named, of all, and of all once the other causes are fixed.
     """
     who = f"{_who(situation, suspect)} {suspect.why}"
     others = "such devices" if suspect.is_of_device else "else of this cause"
     told = [(alone, " with shares that follow" if suspect.follows else "")]
     for saved, condition in (
         (all_, f" with all {others}"),
-        (last, " once the other causes are mended"),
+        (last, " once the other causes are fixed"),
     ):
         if saved > told[-1][0] + _SAME:
             told.append((saved, condition))

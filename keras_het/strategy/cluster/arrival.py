@@ -70,7 +70,7 @@ def wait_for_peers(
                     f"{_names(old)} belonged to an earlier start, which has ended, and did not "
                     f"come again within {_SECONDS_TO_RESTART:g} s: this worker was restarted "
                     "alone. Restart all workers together; with "
-                    "keras_het.callbacks.BackupAndRestore training goes on where it was saved."
+                    "keras_het.callbacks.BackupAndRestore training continues where it was saved."
                 )
             if waited >= connect_seconds:
                 still = f"{_names(old)} still runs from an earlier start: end it. "

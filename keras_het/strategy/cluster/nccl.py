@@ -2,7 +2,7 @@
 
 TensorFlow sums between GPUs of several workers through the hosts' memory unless it is asked for
 NCCL. NCCL may wait for ever: for a network interface that does not reach the others, or between
-cards that it cannot join. No error comes then, and TensorFlow cannot go on in that process. So
+cards that it cannot join. No error comes then, and TensorFlow cannot continue in that process. So
 the first sum between workers has a time limit, and unlike cards of one process are tried in
 another one.
 """

@@ -203,7 +203,7 @@ def _message(lost: Mapping[str, str]) -> str:
     return (
         f"Lost {names}: it no longer answers, so the step of all workers cannot finish. See that "
         "worker's own output for the reason. Restart all workers; with "
-        "keras_het.callbacks.BackupAndRestore training goes on where it was saved."
+        "keras_het.callbacks.BackupAndRestore training continues where it was saved."
     )
 
 

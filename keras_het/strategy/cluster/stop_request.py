@@ -262,7 +262,7 @@ class UnfinishedStep:
             if id(variable) in own or "float" not in variable.dtype  # others are frozen weights
         ]
         with tf.control_dependencies(stored):
-            # steps go on being counted where nobody begins executions
+            # steps continue to be counted where nobody begins executions
             begun = self._set_phase(tf.math.floormod(tf.floor(self._read_phase()), _COUNTED) + 1)
         with tf.control_dependencies([begun]):
             yield

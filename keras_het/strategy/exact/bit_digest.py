@@ -47,7 +47,7 @@ def _function(bits: tf.DType) -> tf.types.experimental.ConcreteFunction:
 
     .. math:: d = \sum_i f_i w_i \bmod 2^{64}
 
-    It goes on piece by piece: what it needs beside the variable is a few megabytes.
+    It continues piece by piece: what it needs beside the variable is a few megabytes.
     """
 
     @tf.function(autograph=False)

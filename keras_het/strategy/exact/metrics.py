@@ -125,7 +125,7 @@ class Metrics:
     ) -> list[str]:
         """Read off the graph how numbers in the logs are made; return remarks for the user.
 
-        A metric goes on from part to part of a share, so that what is made of it has no mean.
+        A metric continues from part to part of a share, so that what is made of it has no mean.
         """
         if self._spec.is_whole:
             return []

@@ -323,7 +323,7 @@ class OwnState:
     ) -> list[tuple[keras.Variable, tf.Tensor]]:
         """Return what the first micro-batch has changed, with the values that others start from.
 
-        `of_metrics` has those of metrics before the step, by id. Their sums go on in each part.
+        `of_metrics` has those of metrics before the step, by id. Their sums continue in each part.
         """
         before = {**of_metrics, **self.before}
         found = [(v, before.get(key, seed)) for key, (v, seed) in self._drawn.items()]

@@ -246,7 +246,7 @@ class MeasuredSteps:
     def begin(
         self, times: ComputeTimes, sampled: SampledSteps | None = None, num_unsettled: int = 0
     ) -> None:
-        """Go on with the next step: those that nobody has read belong to another training.
+        """Continue with the next step: those that nobody has read belong to another training.
 
         Args:
             times: where the steps are measured.

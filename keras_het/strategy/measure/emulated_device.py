@@ -39,7 +39,7 @@ _EXAMPLE = '[{"speed": 4.0, "fixed_seconds": 0.0, "seconds_per_sample": 0.001}]'
 class EmulatedDevice:
     """A device that takes at least the time its time model says for each step.
 
-    One that is asynchronous works ahead of its host, as a GPU does: the host goes on while it
+    One that is asynchronous works ahead of its host, as a GPU does: the host continues while it
     computes, and waits for it where it reads a result, and in collectives.
     """
 
@@ -71,7 +71,7 @@ class EmulatedDevice:
 
 
 def works_ahead(device: str, emulated: EmulatedDevice | None) -> bool:
-    """Whether a device computes while its host goes on, so that reading a result stops it."""
+    """Whether a device computes while its host continues, so that reading a result stops it."""
     return "CPU" not in device or (emulated is not None and emulated.asynchronous)
 
 
@@ -206,7 +206,7 @@ def held(
     start_time: tf.Tensor,
     values: Sequence[Leaf],
 ) -> tuple[list[Leaf], tf.Tensor]:
-    """Return values when the host may go on, and how long that was to wait; in the graph.
+    """Return values when the host may continue, and how long that was to wait; in the graph.
 
     That is when the device would have computed them, or when an asynchronous one has queued them.
     """

@@ -214,7 +214,7 @@ def test_the_second_cause_is_named_though_it_costs_less_than_a_tenth():
         ("input", 0),
     ]
     assert verdict.causes[1].share_of_step < 0.03, "steps wait for the slower device anyway"
-    assert "costs 10 % of every step once the other causes are mended" in verdict.lines[1]
+    assert "costs 10 % of every step once the other causes are fixed" in verdict.lines[1]
     assert len(verdict.lines) == 2 and verdict.missing == ()
 
 

@@ -66,7 +66,7 @@ class Plant:
         if computing > free:
             by_cpu *= 1.0 - self.oversubscription * min(computing / free - 1.0, 4.0) / 4.0
         by_serial = 1.0 / work.serial_seconds if work.serial_seconds else math.inf
-        # threads that hinder each other keep the CPUs busy all the same
+        # threads that hinder each other keep the CPUs busy anyway
         self.cpu_seconds = max(work.cpu_seconds, free / by_cpu if by_cpu < math.inf else 0.0)
         found = min(parallel, by_cpu, by_serial)
         self.queue_seconds = 0.0

@@ -197,7 +197,7 @@ class PassGraph:
                 self._take_outputs(taker, number, place)
 
     def _take_outputs(self, taker: int, number: int, place: Place) -> None:
-        """Go on with the model's outputs of a micro-batch when all of them are there."""
+        """Continue with the model's outputs of a micro-batch when all of them are there."""
         given = self._given[taker, number]
         if not all(token in given.tensors for token in self._edges.outputs):
             return
