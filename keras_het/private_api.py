@@ -157,7 +157,7 @@ def keras_step_kind(function: object) -> str | None:
 
 
 def undecorated_step(function: Any) -> Any:
-    """Return the bound method behind a method decorated with `tf.function`.
+    """Return the bound method of a method decorated with `tf.function`.
 
     A step must be traced together with its replica's: values that leave a separate function are no
     longer recognised as the result of a metric, or as a gradient that waits for its reduction.

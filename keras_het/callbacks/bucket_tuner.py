@@ -29,7 +29,7 @@ NUM_LEFT_OUT = 2
 class BucketTuner(SessionCallback):
     r"""Callback that finds the bucket size with which the gradients of a step are summed fastest.
 
-    Gradients are summed over replicas in one collective behind the backward pass, or in buckets
+    Gradients are summed over replicas in one collective after the backward pass, or in buckets
     while the backward pass still computes others (`bytes_per_pack` of `CommunicationOptions`).
     Which is faster depends on the model, the link and the devices. This callback trains some steps
     with each of a few sizes, taking turns, and keeps

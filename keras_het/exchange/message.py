@@ -1,4 +1,4 @@
-"""Messages between processes: a fixed header, and vectors behind it; nothing is ever unpickled."""
+"""Messages between processes: a fixed header, followed by vectors; nothing is ever unpickled."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Session:
             self._release_all()
 
     def end(self, error: Exception) -> None:
-        """End the connection behind the answers that are ready."""
+        """End the connection after the answers that are ready."""
         self._answers.put(error)
 
     def _read(self, requests: Iterator[bytes]) -> None:

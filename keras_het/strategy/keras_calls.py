@@ -221,7 +221,7 @@ def _built_without_a_look(call: Call) -> None:
 
 
 def _agreed_at_the_end(call: Call) -> AbstractContextManager[None]:
-    """Workers compare what they build behind the last variable."""
+    """Workers compare what they build after the last variable."""
     agreeing: AbstractContextManager[None] = call.strategy.extended.agreeing_at_the_end()
     return agreeing
 

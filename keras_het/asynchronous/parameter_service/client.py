@@ -194,7 +194,7 @@ class ParameterClient:
         Args:
             changes: float32 vector of each partition.
             versions: version of each partition that this worker last received.
-            samples: number of samples behind the change.
+            samples: number of samples in the change.
             number: number of the push, from 1, which makes it count once however often it is sent;
                 0 for none.
         """

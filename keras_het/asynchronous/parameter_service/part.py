@@ -28,7 +28,7 @@ class Push(NamedTuple):
     worker: int
     number: int  # of the push, from 1, by which it counts once; 0 for none
     version: int  # of the partition that the worker saw last
-    samples: int  # behind the change
+    samples: int  # in the change
     change: Vector
     is_trusted: bool = False  # whether it comes from this process, which is never too far behind
 

@@ -21,7 +21,7 @@ class PushMeta(NamedTuple):
 
     Args:
         worker: the worker's number.
-        samples: number of samples behind the change.
+        samples: number of samples in the change.
         staleness: number of updates of this part of the center since the worker last saw it.
         version: number of updates of this part of the center so far.
     """

@@ -128,7 +128,7 @@ def gather_rows(
 
 
 class OutputsOfParts:
-    """Outputs of a share's micro-batches, as tensors whose rows are put one behind the other."""
+    """Outputs of a share's micro-batches, as tensors whose rows are put one after the other."""
 
     def __init__(self, first: Nest) -> None:
         self._first = first

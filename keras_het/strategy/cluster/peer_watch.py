@@ -32,7 +32,7 @@ _MOST_WATCHED = 3
 
 
 def neighbours(place: int, number: int, most: int = _MOST_WATCHED) -> tuple[int, ...]:
-    """Return the workers that one of `number` watches: worker 0, and those behind it in a ring.
+    """Return the workers that one of `number` watches: worker 0, and those after it in a ring.
 
     Worker 0 carries the news of any lost worker, so every worker watches it.
     """

@@ -152,7 +152,7 @@ def _predict(
 def _predict_parts(
     step: ExactStep, parts: MicroBatches, compute: Callable[..., Any]
 ) -> tuple[ExactStep, Nest, list[StateChange], Nest]:
-    """Predict for all micro-batches of a share, and put their outputs one behind the other."""
+    """Predict for all micro-batches of a share, and put their outputs one after the other."""
     first = _first_part(step, parts)
     first_outputs, changes = compute(first, parts.rows(None))
     outputs = OutputsOfParts(first_outputs)

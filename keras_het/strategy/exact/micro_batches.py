@@ -30,7 +30,7 @@ _SEED_STREAMS = 100_003
 
 @dataclasses.dataclass(frozen=True)
 class Appended:
-    """Rows of a part, which come behind those of the parts before it."""
+    """Rows of a part, which come after those of the parts before it."""
 
     rows: tf.Tensor
 
@@ -156,7 +156,7 @@ class MicroBatches:
     ) -> Nest:
         """Join what the first part adds to sums over replicas, and what `compute` says of others.
 
-        Slices of tables are put one behind the other, as those of replicas are, and so are outputs.
+        Slices of tables are put one after the other, as those of replicas are, and so are outputs.
         """
         leaves = tf.nest.flatten(first)
         joins = [None if each is None else _join(each, join_of) for each in leaves]

@@ -15,7 +15,7 @@ _COUPLED = ("Circle", "Dice", "Tversky", "circle", "dice", "tversky")
 
 
 class LossHead:
-    """The loss behind a pipeline's last stage.
+    """The loss after a pipeline's last stage.
 
     If it is a mean over samples, each micro-batch goes back as soon as it is through; otherwise the
     gradient is taken of the whole batch's loss, when all micro-batches are through.

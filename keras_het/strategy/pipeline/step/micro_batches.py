@@ -39,7 +39,7 @@ class MicroBatches:
         return tf.concat([of, tf.zeros(tf.concat([[missing], tf.shape(of)[1:]], 0), of.dtype)], 0)
 
     def offset(self, number: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the first row of a micro-batch and the row behind its last one that counts."""
+        """Return the first row of a micro-batch and the row after its last one that counts."""
         return self._bounds[number], self._bounds[number + 1]
 
     def sizes(self) -> tf.Tensor:

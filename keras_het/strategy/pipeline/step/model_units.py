@@ -123,11 +123,11 @@ class ModelUnits:
                 "A cut is given as the name of the layer before it. Received: "
                 f"{name!r}, which is not among the model's layers. Choose among: {names}. "
                 "Names that Keras makes up change with the number of layers made before: name the "
-                "layers you cut behind, as in Dense(64, name='block_2')."
+                "layers you cut after, as in Dense(64, name='block_2')."
             )
         if found[-1] + 1 == len(self.units):
             raise ValueError(
-                "A cut needs layers before it and behind it. Received: "
+                "A cut needs layers before it and after it. Received: "
                 f"{name!r}, the model's last layer. Leave it out of the plan."
             )
         return found[-1] + 1

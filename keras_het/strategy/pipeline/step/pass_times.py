@@ -74,10 +74,10 @@ class PassTimes:
         self._on_accelerator = any("CPU" not in p.device for p in places if p.process == process)
         self._own = [i for i, place in enumerate(places) if place.process == process]
         self._process = process
-        self._lengths = 2 * len(self._slots)  # behind the passes: of each process's step
+        self._lengths = 2 * len(self._slots)  # after the passes: of each process's step
         self._size = self._lengths + 1 + max(place.process for place in places)
         with tf.device(_HOST):
-            # the passes of this process, and those of all, behind the number of the step
+            # the passes of this process, and those of all, after the number of the step
             self._latest_own = tf.Variable(tf.zeros([self._size], tf.float64), trainable=False)
             self._latest = tf.Variable(
                 tf.fill([1 + self._size], tf.constant(-1.0, tf.float64)), trainable=False
