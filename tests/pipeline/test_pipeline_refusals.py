@@ -119,7 +119,7 @@ def test_arguments(name: str) -> None:
 ONE, TWO = (0, 0), (0, 1)
 PLANS: dict[str, tuple[Any, str]] = {
     "unknown layer": (["four"], "Received: 'four', .* Choose among: one, two, three"),
-    "a name that Keras makes up": (["dense_7"], "name the layers you cut behind, as in Dense"),
+    "a name that Keras makes up": (["dense_7"], "name the layers you cut after, as in Dense"),
     "last layer": (["three"], "Received: 'three', the model's last layer"),
     "order": (["two", "one"], r"Received: plan=\['two', 'one'\]. Put them in the order"),
     "gap": (plan_of([0, 1, 2], [[0], [1]], [ONE, ONE]), "must have all 3 layer calls .* Received"),

@@ -188,14 +188,14 @@ def check_plan(plan: PipelinePlan, units: ModelUnits, num_devices: int) -> None:
         raise ValueError(
             f"The stages of a plan must have all {len(units.units)} layer calls of the model, in "
             f"their order. Received: {[(s.first, s.end) for s in plan.stages]}. Give names of "
-            "layers to cut behind instead, as plan=['block_2'], or no plan."
+            "layers to cut after instead, as plan=['block_2'], or no plan."
         )
     for first, last in units.together:
         if any(first < cut <= last for cut in bounds[1:-1]):
             names = [units.units[i].name for i in (first, last)]
             raise ValueError(
                 f"A weight would lie in two stages. Received: a cut between {names[0]} and "
-                f"{names[1]}, which share weights or state. Cut before or behind both."
+                f"{names[1]}, which share weights or state. Cut before or after both."
             )
     for number, stage in enumerate(plan.stages):
         unknown = [d for d in stage.devices if not 0 <= d < num_devices]
