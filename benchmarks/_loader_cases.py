@@ -26,7 +26,7 @@ class Case:
     `make(steps)` returns a builder; the consumer sleeps `device_seconds` (the device's part) and
     spins for `host_seconds` in each step; `burst` steps run at once, then it pauses as long. With
     `shares` the step runs under `HeterogeneousStrategy` on as many devices of this process, which
-    get these parts of each batch. `is_ordinary`: `LoaderTuner` gets the data set that "autotune"
+    get these parts of each batch. `is_ordinary`: `LoaderTuner` gets the dataset that "autotune"
     trains with. Meanwhile `other_programs` compute without end.
     """
 

@@ -49,7 +49,7 @@ def slices(steps, batch):
 
 
 def keras_arrays(steps, batch):
-    """Return `fit(x, y)`'s data set from arrays; the batch size is part of the source."""
+    """Return `fit(x, y)`'s dataset from arrays; the batch size is part of the source."""
     data = np.random.default_rng(0).random((batch * steps, 256), np.float32)
     labels = np.arange(len(data))
 

@@ -1,7 +1,7 @@
 """Cost of measuring the input wait of a step of `fit`.
 
 - "own code": Python of the meter in a step that does nothing, with its batches ready, in
-  microseconds. "tf.data" is an ordinary data set, "other" the data path of a strategy.
+  microseconds. "tf.data" is an ordinary dataset, "other" the data path of a strategy.
 - "fit": a step of about 1 ms with and without the callback, in one process and in turns; the median
   of the ratios of neighbouring blocks. `controller="fixed"` only measures; "tuner" may act as well.
 

@@ -374,7 +374,7 @@ def _locals_of_fit(model: keras.Model) -> dict[str, Any]:
 
 
 def distributed_data_of(iterator: EpochIterator | None) -> object:
-    """Return the distributed data set of `fit`'s or `evaluate`'s `EpochIterator`, or None."""
+    """Return the distributed dataset of `fit`'s or `evaluate`'s `EpochIterator`, or None."""
     return getattr(iterator, "_distributed_dataset", None)
 
 

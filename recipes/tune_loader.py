@@ -40,7 +40,7 @@ def write_photographs(folder, count):
 
 
 def builder(folder, samples, latency):
-    """Return what LoaderTuner needs: a function that builds the same data set with other knobs."""
+    """Return what LoaderTuner needs: a function that builds the same dataset with other knobs."""
     names = sorted(str(path) for path in folder.glob("*.jpg"))
 
     def far_away(name):

@@ -1,6 +1,6 @@
-"""Every way of `tf.distribute` to iterate a distributed data set of numbers.
+"""Every way of `tf.distribute` to iterate a distributed dataset of numbers.
 
-Each takes a strategy and a data set that has `NUM_STEPS` batches, and returns the sum of what the
+Each takes a strategy and a dataset that has `NUM_STEPS` batches, and returns the sum of what the
 replicas got in each step.
 """
 

@@ -418,7 +418,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             f"had ended before epoch {epoch + 1}, step {self._first_step + 1}; expected: "
             f"{self._num_steps or 'some'} steps in this epoch. Give fit the data of the "
             "interrupted training from its beginning, and enough for all epochs: a new generator, "
-            "or a data set with repeat()."
+            "or a dataset with repeat()."
         )
 
     def _steps_of_epoch(self) -> int | None:

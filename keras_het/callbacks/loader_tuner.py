@@ -34,7 +34,7 @@ _DEFAULT_MEMORY_FRACTION = 0.25
 class LoaderTuner(SessionCallback):
     """Callback that changes an input pipeline's parallelism and buffers mid-epoch, exactly.
 
-    With a data set of `keras_het.loader.pipeline`, everything its builder reads is tuned; with an
+    With a dataset of `keras_het.loader.pipeline`, everything its builder reads is tuned; with an
     ordinary `tf.data.Dataset`, its thread pool, the priority of its threads and the `prefetch` at
     its end. A change hands over the running pipeline with its buffers: no element is lost, repeated
     or reordered. Under `HeterogeneousStrategy` each worker changes its own data path, in the common
@@ -268,7 +268,7 @@ class LoaderTuner(SessionCallback):
 
         After `fit`, and after a move (which TensorFlow does not record), this prints the last
         observed state: within the epoch, or to the end of training for a pipeline with a shuffle.
-        An ordinary data set with a seeded shuffle, or with a cache in memory, is moved before its
+        An ordinary dataset with a seeded shuffle, or with a cache in memory, is moved before its
         first batch, so nothing is known about it.
 
         Args:
@@ -416,13 +416,13 @@ def _why_nothing_to_inspect(session: TuningSession | None) -> str:
     reason = getattr(live.given, "why_path_stays", None)
     if reason is not None:
         return (
-            f"The pipeline of this training is not seen: {reason}. Give the data set to "
+            f"The pipeline of this training is not seen: {reason}. Give the dataset to "
             "keras_het.loader.inspect, or leave that out for this training."
         )
     return (
         "inspect shows one pipeline of tf.data for each worker. Received: the input of a "
         f"distribution strategy ({type(live.given).__name__}), whose pipelines are not known. Give "
-        "the data set to keras_het.loader.inspect without the strategy."
+        "the dataset to keras_het.loader.inspect without the strategy."
     )
 
 
@@ -449,7 +449,7 @@ def _code_of(session: TuningSession, meter: StallMeter) -> str:
     if session.nice:
         lines += [
             f"# Measured with the loader's threads at nice {session.nice}, which no option of "
-            "tf.data sets. For them, and no moves:",
+            "tf.datasets. For them, and no moves:",
             "# keras_het.callbacks.LoaderTuner(lambda plan, cpus: "
             f"keras_het.planning.loader.FixedController(plan), nice={session.nice})",
         ]

@@ -77,7 +77,7 @@ def _validate(options: argparse.Namespace, validation: ModuleType) -> int:
         new = _read(argument, options, validation, given)
         if both := set(new) & set(data):
             raise ValueError(
-                f"Two data sets are called {', '.join(both)}; give them names: NAME=DATA."
+                f"Two datasets are called {', '.join(both)}; give them names: NAME=DATA."
             )
         # a share may be zero, but not that of all
         without = {name for name, statistics in new.items() if not _num_rows(statistics)}

@@ -1,4 +1,4 @@
-"""Private symbols of tf.data's data sets, iterators and seeds, each covered by a test.
+"""Private symbols of tf.data's datasets, iterators and seeds, each covered by a test.
 
 Checked with TensorFlow 2.16.2 and 2.21.0.
 """
@@ -38,7 +38,7 @@ def is_adjustable(node: tf.data.Dataset) -> bool:
 
 
 def free_graph_with(mapped: tf.data.Dataset) -> None:
-    """Free the graphs of a mapped data set together with it, not at some later collection."""
+    """Free the graphs of a mapped dataset together with it, not at some later collection."""
     # A graph and its operations refer to each other. Python's collector examines long-lived objects
     # only when their number has grown by a quarter: that is a hundred pipelines later.
     graph = mapped._map_func.function.graph
@@ -75,7 +75,7 @@ def restore_iterator(iterator: tf.data.Iterator, state: tf.Tensor) -> None:
 
 
 def restart_iterator(iterator: tf.data.Iterator, dataset: tf.data.Dataset) -> None:
-    """Switch a `tf.data.Iterator` to another data set of the same element structure."""
+    """Switch a `tf.data.Iterator` to another dataset of the same element structure."""
     tf.raw_ops.MakeIterator(dataset=dataset._variant_tensor, iterator=iterator._iterator_resource)
 
 

@@ -15,7 +15,7 @@ Leaf: TypeAlias = "Rows | tf.experimental.Optional | None"
 """A part of a batch, with rows or without."""
 
 Batch: TypeAlias = "Leaf | tuple[Batch, ...] | list[Batch] | Mapping[Any, Batch]"
-"""A batch or a single sample, as a data set yields it."""
+"""A batch or a single sample, as a dataset yields it."""
 
 Spec: TypeAlias = "tf.TypeSpec | tuple[Spec, ...] | list[Spec] | Mapping[Any, Spec]"
 """The types of the parts of a batch, nested like it, as in `tf.data.Dataset.element_spec`."""

@@ -104,7 +104,7 @@ def constant(tensor: tf.Tensor) -> Any:
 
 
 def constants_of(node: Dataset) -> dict[str, Any]:
-    """Return the numbers and strings that a data set node was given, except those that may differ.
+    """Return the numbers and strings that a dataset node was given, except those that may differ.
 
     These are sizes, counts, bounds, names of files and small arrays, whatever the kind of node;
     not the numbers of parallel calls, the buffers of `prefetch` and of file readers, and seeds,
@@ -255,7 +255,7 @@ def rebuild_on(node: Dataset, source: Dataset) -> Dataset:
         size, drop_remainder = batch_arguments(node)
         return source.batch(size, drop_remainder=drop_remainder)
     if not commutes_with_map(node):
-        raise TypeError(f"Cannot rebuild a data set node of type {type(node).__name__}.")
+        raise TypeError(f"Cannot rebuild a dataset node of type {type(node).__name__}.")
     return _REBUILT_BY[type(node)](node, source)
 
 

@@ -169,12 +169,12 @@ def _data(name: str, value: Any) -> Iterator[tuple[str, str]]:
     if value is None:
         return
     if isinstance(value, (DistributedSteps, tf.data.Dataset)):
-        yield f"kind of {name}", "data set"
+        yield f"kind of {name}", "dataset"
         yield f"batches of {name}", _cardinality(value)
         for path, spec in _leaves(name, value.element_spec):
             yield f"elements of {path}", str(spec)
     elif isinstance(value, tf.distribute.DistributedDataset):
-        yield f"kind of {name}", "data set of each replica's own batches"
+        yield f"kind of {name}", "dataset of each replica's own batches"
     elif hasattr(value, "num_batches") or type(value).__module__.startswith("torch.utils.data"):
         yield f"kind of {name}", type(value).__name__
         size = getattr(value, "num_batches", None)

@@ -29,7 +29,7 @@ _Steps = TypeVar("_Steps", bound=DistributedSteps)
 
 
 class DataPath:
-    """Factory of the strategy's data sets, which remembers the one being iterated."""
+    """Factory of the strategy's datasets, which remembers the one being iterated."""
 
     def __init__(self, strategy: HeterogeneousStrategy, weights: tuple[float, ...]) -> None:
         self._strategy = weakref.ref(strategy)
@@ -44,7 +44,7 @@ class DataPath:
         self.samples_delivered = 0
         self.own_samples_delivered = 0
         # When async workers take a part of each epoch: which worker takes which batches of a new
-        # pass, and of which data set.
+        # pass, and of which dataset.
         self.claims_source: Callable[[], Claims | None] | None = None
         self._claimed: weakref.ref[DistributedSteps] | None = None
         self._num_distributed = 0
@@ -117,14 +117,14 @@ class DataPath:
         return dataset
 
     def iterated(self) -> DistributedSteps | None:
-        """The data set that provided the latest step, or None before the first."""
+        """The dataset that provided the latest step, or None before the first."""
         return self._latest() if self._latest is not None else None
 
     def resume(self, passes: int | Sequence[bool], step: int) -> None:
         dataset = self.iterated()
         if dataset is None:
             raise ValueError(
-                "No data set of this strategy has been iterated yet, so there is none to resume. "
+                "No dataset of this strategy has been iterated yet, so there is none to resume. "
                 "Call fit with the data; it looks at the first batch before its callbacks start."
             )
         dataset.start_at(passes, step)
@@ -211,8 +211,8 @@ class DataPath:
         strategy = self._strategy()
         if strategy is None:
             raise RuntimeError(
-                "The HeterogeneousStrategy of this data set no longer exists. Keep a reference to "
-                "the strategy as long as its data sets are in use."
+                "The HeterogeneousStrategy of this dataset no longer exists. Keep a reference to "
+                "the strategy as long as its datasets are in use."
             )
         return strategy
 
@@ -220,11 +220,11 @@ class DataPath:
 def with_own_batches(
     dataset: tf.distribute.DistributedDataset, strategy: HeterogeneousStrategy
 ) -> tf.distribute.DistributedDataset:
-    """Make a data set with one batch per replica refuse what cannot apply to it."""
+    """Make a dataset with one batch per replica refuse what cannot apply to it."""
     kind = type(dataset)
 
     class WithOwnBatches(kind):  # type: ignore[misc, valid-type]
-        """Data sets made by a user-defined function."""
+        """Datasets made by a user-defined function."""
 
         def __iter__(self) -> tf.distribute.DistributedIterator:
             if len(set(strategy.shares)) > 1:
@@ -241,13 +241,13 @@ def refuse_own_batches(what: str) -> None:
     raise ValueError(
         "The function that was given to distribute_datasets_from_function makes batches for each "
         f"replica, whose sizes the strategy cannot change. Received: {what}. Give "
-        "strategy.distribute(dataset, global_batch_size=...) the whole data set of single samples, "
+        "strategy.distribute(dataset, global_batch_size=...) the whole dataset of single samples, "
         "the same on every worker (without shard()), or use equal shares and no BatchBalancer."
     )
 
 
 class _Wrapper:
-    """Wrapper of one data set's batches for the train step."""
+    """Wrapper of one dataset's batches for the train step."""
 
     def __init__(self, data_path: DataPath, dataset: DistributedSteps | None = None) -> None:
         self._data_path = data_path
@@ -256,7 +256,7 @@ class _Wrapper:
         self._sizes: tuple[bytes, tf.Tensor] | None = None
 
     def bound_to(self, dataset: DistributedSteps) -> _Wrapper:
-        """Return a wrapper for one data set, which holds a reference to it."""
+        """Return a wrapper for one dataset, which holds a reference to it."""
         return _Wrapper(self._data_path, dataset)
 
     def element_spec(self, spec: Nest) -> Nest:
@@ -287,7 +287,7 @@ class _Wrapper:
             self._data_path.guard.wait_for_batch(self._data_path.draws_together)
 
     def at_end(self, steps: int) -> None:
-        """Report the end of the data set's pass; called once, with its number of steps."""
+        """Report the end of the dataset's pass; called once, with its number of steps."""
         dataset = self._dataset() if self._dataset is not None else None
         if dataset is not None:
             self._data_path.on_end(dataset, steps)

@@ -99,7 +99,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             cluster_resolver=cluster_resolver,
             communication_options=communication_options,
         )
-        # Without this, TensorFlow's own data sets agree on the end of the data in every step,
+        # Without this, TensorFlow's own datasets agree on the end of the data in every step,
         # which costs a collective; ours have the same number of steps everywhere by construction.
         self.experimental_enable_get_next_as_optional = True
 

@@ -330,8 +330,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """Give every replica its share of one global order of samples.
 
         Args:
-            dataset: data set of single samples if `global_batch_size` is given, else of global
-                batches. Every worker passes the same data set.
+            dataset: dataset of single samples if `global_batch_size` is given, else of global
+                batches. Every worker passes the same dataset.
             global_batch_size: number of samples of a step over all replicas.
             **options: additional arguments of `keras_het.loader.GlobalOrderDataset`.
 
@@ -421,23 +421,23 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
     @property
     def iterated_data(self) -> DistributedSteps | None:
-        """The distributed data set that provided the latest step, None before the first step.
+        """The distributed dataset that provided the latest step, None before the first step.
 
         Its `position` is what `resume_data` needs to continue from here.
         """
         return self._data_path.iterated()
 
     def resume_data(self, passes: int | Sequence[bool], step: int) -> None:
-        """Make the data set that `fit` iterates continue in the middle of an epoch.
+        """Make the dataset that `fit` iterates continue in the middle of an epoch.
 
         `passes` is a number of completed passes over the data, or the `position` of the interrupted
-        data set; `step` counts the completed steps of the next pass.
+        dataset; `step` counts the completed steps of the next pass.
         """
         self._data_path.resume(passes, step)
 
     @property
     def _data_to_be_trained(self) -> Any:
-        """Return the distributed data set that a `fit` starting now will iterate."""
+        """Return the distributed dataset that a `fit` starting now will iterate."""
         return self._data_path.to_be_trained()
 
     def barrier(self) -> None:
@@ -470,7 +470,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         dataset: tf.data.Dataset | DistributedSteps,
         options: tf.distribute.InputOptions | None = None,
     ) -> DistributedSteps:
-        """Distribute a data set of global batches; `fit(dataset)` goes through here."""
+        """Distribute a dataset of global batches; `fit(dataset)` goes through here."""
         del options  # this strategy's data path has nothing to choose
         if isinstance(dataset, DistributedSteps):
             return dataset
@@ -481,7 +481,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
         options: tf.distribute.InputOptions | None = None,
     ) -> tf.distribute.DistributedDataset:
-        """Distribute data sets that a function makes, as `tf.distribute.Strategy` does.
+        """Distribute datasets that a function makes, as `tf.distribute.Strategy` does.
 
         Each replica takes the batches that the function makes, so the shares must be equal: with
         unequal ones, iterating raises a ValueError. `distribute` has no such limit.

@@ -126,7 +126,7 @@ def _with_short_errors(call: Call) -> Iterator[None]:
             yield
     except StopIteration:
         raise ValueError(
-            f"The data set is empty: model.{call.name} got no batch. Expected at least one. Look "
+            f"The dataset is empty: model.{call.name} got no batch. Expected at least one. Look "
             "for a filter that keeps nothing, a wrong file pattern, and "
             "batch(..., drop_remainder=True) with fewer samples than a batch."
         ) from None

@@ -210,7 +210,7 @@ MOMENTS = {
 
 
 def drawn_model() -> keras.Model:
-    """A new model that has been fitted once: only then does Keras draw an element of a data set."""
+    """A new model that has been fitted once: only then does Keras draw an element of a dataset."""
     model = new_model()
     model.fit(X, Y, epochs=1, batch_size=BATCH, verbose=0, validation_data=VALIDATION)
     return model

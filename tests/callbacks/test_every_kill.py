@@ -119,22 +119,22 @@ KINDS: dict[str, Callable[[], Arguments]] = {
     "endless PyDataset, workers=2": lambda: {"x": EndlessBatches(workers=2), "steps_per_epoch": 4},
     "generator": lambda: {"x": generator(), "steps_per_epoch": 3},
     "generator that ends": lambda: {"x": generator(12), "steps_per_epoch": 4},
-    "data set": lambda: {"x": data_set()},
-    "data set in order": lambda: {"x": data_set(is_shuffled=False)},
-    "data set, validation": lambda: {"x": data_set(), "validation_data": data_set()},
-    "data set, class_weight": lambda: {"x": data_set(), "class_weight": {0: 1.0, 1: 2.0}},
-    "data set, a share of 0": lambda: {"x": data_set(), "shares": [0, 1]},
-    "data set, epochs of 3": lambda: {"x": data_set(), "steps_per_epoch": 3},
-    "data set of unknown size": lambda: {"x": data_set(of_unknown_size=True)},
-    "data set filtered after its shuffle": lambda: {
+    "dataset": lambda: {"x": data_set()},
+    "dataset in order": lambda: {"x": data_set(is_shuffled=False)},
+    "dataset, validation": lambda: {"x": data_set(), "validation_data": data_set()},
+    "dataset, class_weight": lambda: {"x": data_set(), "class_weight": {0: 1.0, 1: 2.0}},
+    "dataset, a share of 0": lambda: {"x": data_set(), "shares": [0, 1]},
+    "dataset, epochs of 3": lambda: {"x": data_set(), "steps_per_epoch": 3},
+    "dataset of unknown size": lambda: {"x": data_set(of_unknown_size=True)},
+    "dataset filtered after its shuffle": lambda: {
         "x": data_set().unbatch().filter(lambda *_: True).batch(BATCH)
     },
-    "data set of unknown size, validation": lambda: {
+    "dataset of unknown size, validation": lambda: {
         "x": data_set(of_unknown_size=True),
         "validation_data": data_set(of_unknown_size=True),
     },
-    "endless data set": lambda: {"x": data_set().repeat(), "steps_per_epoch": 4},
-    "endless data set, epochs of 5": lambda: {"x": data_set().repeat(), "steps_per_epoch": 5},
+    "endless dataset": lambda: {"x": data_set().repeat(), "steps_per_epoch": 4},
+    "endless dataset, epochs of 5": lambda: {"x": data_set().repeat(), "steps_per_epoch": 5},
     "endless, of unknown size": lambda: {
         "x": data_set(of_unknown_size=True).repeat(),
         "steps_per_epoch": 3,
@@ -271,7 +271,7 @@ def test_a_kill_at_the_end_of_an_epoch_skips_none(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["arrays", "data set"])
+@pytest.mark.parametrize("kind", ["arrays", "dataset"])
 def test_a_training_that_had_ended_goes_on_with_more_epochs(
     logical_devices: Any, folder: Path, kind: str
 ) -> None:

@@ -196,7 +196,7 @@ def assert_equal(found, expected):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("is_builder", [True, False], ids=["builder", "data set"])
+@pytest.mark.parametrize("is_builder", [True, False], ids=["builder", "dataset"])
 @pytest.mark.parametrize("tuner_is_first", [True, False], ids=["tuner first", "hybrid first"])
 def test_a_hybrid_training_is_observed_only(strategy, is_builder, tuner_is_first):
     """It says why, and changes nothing."""
@@ -217,7 +217,7 @@ def test_a_hybrid_training_is_observed_only(strategy, is_builder, tuner_is_first
         pytest.param(31, False, id="in the third, backup first"),
     ],
 )
-@pytest.mark.parametrize("is_builder", [True, False], ids=["builder", "data set"])
+@pytest.mark.parametrize("is_builder", [True, False], ids=["builder", "dataset"])
 def test_a_tuned_training_goes_on_from_its_backup(
     logical_devices, tmp_path, is_builder, step, tuner_is_first
 ):

@@ -85,7 +85,7 @@ class Trial:
         predict: whether to compare `predict` on `data`.
         infer_always: whether to compare them for every share, not for the first only. Then a quick
             run has all shares, too.
-        distribute: how the data set of the replicated run is made.
+        distribute: how the dataset of the replicated run is made.
         replica_state: whether every replica must hold the same value of every variable.
         options: further arguments of `fit`.
     """

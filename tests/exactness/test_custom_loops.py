@@ -1,4 +1,4 @@
-"""Custom loops: every way of `tf.distribute` to iterate a data set, and to reduce, as there.
+"""Custom loops: every way of `tf.distribute` to iterate a dataset, and to reduce, as there.
 
 Nothing is weighted for them. Each way to iterate walks over the same seven samples in global
 batches of three and sums what the replicas get, so that a sample that is lost, repeated or out of

@@ -114,7 +114,7 @@ DISTRIBUTE = {
 def test_class_weight(reduction, distribute):
     loss = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
     build = functools.partial(classifier, loss, weighted_metrics=["accuracy"])
-    # Keras maps the data set that it is given
+    # Keras maps the dataset that it is given
     plain = Trial(
         build,
         classes,

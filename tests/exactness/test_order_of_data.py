@@ -289,7 +289,7 @@ def with_validation(make: Callable[[], Any], **options: Any) -> Callable[[Any, A
 
 
 def one_shuffle(parts: Callable[[Any], list[Any]]) -> Callable[[Any, Any], None]:
-    """Trains on one part of a shuffled data set, validates on another, then trains on a third."""
+    """Trains on one part of a shuffled dataset, validates on another, then trains on a third."""
 
     def train(model: Any, seen: Any) -> None:
         first, validation, second = parts(shuffled(64))

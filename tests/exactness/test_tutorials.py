@@ -100,7 +100,7 @@ def custom_training(strategy, folder, epoch_of=None):
         return total_loss / tf.cast(num_batches, tf.float32)
 
     results = []
-    for _ in range(EPOCHS):  # iterating over the data set outside of a function
+    for _ in range(EPOCHS):  # iterating over the dataset outside of a function
         total_loss, num_batches = 0.0, 0
         for batch in train_dist_dataset:
             total_loss += distributed_train_step(batch)
@@ -212,7 +212,7 @@ def multi_worker_with_ctl(strategy, folder):
 
 
 def input_of_all_kinds(strategy, folder):
-    """`input`: element specs, iterators, functions over data sets, values from functions."""
+    """`input`: element specs, iterators, functions over datasets, values from functions."""
     del folder
     x, y = images()
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)

@@ -1,4 +1,4 @@
-"""Several workers in one process: one data set object for each, over equally built pipelines."""
+"""Several workers in one process: one dataset object for each, over equally built pipelines."""
 
 import numpy as np
 import tensorflow as tf
@@ -58,7 +58,7 @@ def make_workers(build, replicas_per_worker, weights_by_call, placement=None, **
 
 
 def adapted(*arguments, **options):
-    """The data set that Keras makes of what `fit` is given."""
+    """The dataset that Keras makes of what `fit` is given."""
     return data_adapters.get_data_adapter(*arguments, **options).get_tf_dataset()
 
 

@@ -51,7 +51,7 @@ TOLD = {
         "do not train on together: model.stop_training False on the chief and worker 2, True on"
     ],
     "no_batch_at_all": ["shares of the first batch [3, 3, 2] on the chief and worker 2, none on"],
-    "nothing_for_anybody": ["data set is empty: model.evaluate got no batch"],
+    "nothing_for_anybody": ["dataset is empty: model.evaluate got no batch"],
     "model_outside": ["created outside of strategy.scope()", "model.train_on_batch"],
     "nothing": ["nothing differs"],  # after all the others: the cluster trains on
 }

@@ -282,7 +282,7 @@ class AsyncWorker(Participant):
             _logger.warning(
                 "Keras ends an epoch after %d steps, and a batch takes %d of them with "
                 "async_batch_size=%s: %d async workers alone use at most %d %% of the data. Make "
-                "the batches of the data set smaller instead.",
+                "the batches of the dataset smaller instead.",
                 self.num_batches,
                 parts,
                 self.options.async_batch_size,

@@ -1,1 +1,1 @@
-"""Input that `fit` iterates: distributed data sets and their passes."""
+"""Input that `fit` iterates: distributed datasets and their passes."""

@@ -22,7 +22,7 @@ logger = logging.getLogger("keras_het")
 
 
 class DistributedSteps(Traced, adapter.DistributedDataset):
-    """Base of the data sets that yield one element per training step of all workers.
+    """Base of the datasets that yield one element per training step of all workers.
 
     Keras draws one element of a throw-away iterator to build a model before it trains: an epoch of
     which only one element was drawn, and whose iterator is gone, is handed to the next iterator
@@ -32,7 +32,7 @@ class DistributedSteps(Traced, adapter.DistributedDataset):
         element_spec: specs of the batch of one replica.
         cardinality: steps in an epoch, or one of tf.data's two negative constants.
         wrap: makes the training step's input from the local batches and all sizes. If it has a
-            method `bound_to`, its result for this data set is used instead; its `element_spec`
+            method `bound_to`, its result for this dataset is used instead; its `element_spec`
             turns the type of a batch into the type of that input.
         may_be_looked_at: False if the source must be told first that its epoch begins.
         passes: counts the passes over the source, which other instances may have started.
@@ -114,7 +114,7 @@ class DistributedSteps(Traced, adapter.DistributedDataset):
 
     def __len__(self) -> int:
         if self._steps < 0:
-            raise TypeError("This data set has an unknown or infinite number of steps.")
+            raise TypeError("This dataset has an unknown or infinite number of steps.")
         return int(self._steps)
 
     @property
@@ -124,7 +124,7 @@ class DistributedSteps(Traced, adapter.DistributedDataset):
 
     @property
     def position(self) -> tuple[tuple[Pass, ...], int]:
-        """The data set's position: what `start_at` needs to continue from here.
+        """The dataset's position: what `start_at` needs to continue from here.
 
         Returns:
             The completed passes, each with whether it was iterated (or how many steps, if it was

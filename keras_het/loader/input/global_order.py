@@ -56,7 +56,7 @@ class GlobalOrderDataset(DistributedSteps):
     In "element" mode each worker reads every sample (of arrays only its number) but runs the maps
     of single samples before `batch()` only on its own rows; in "slice" mode each worker runs the
     whole pipeline and keeps its rows. `mode` and `reason` tell which applies. Sharding options of
-    the data set are ignored.
+    the dataset are ignored.
 
     A replica with no row gets a batch of 0 rows. A map that draws random numbers runs for own rows
     only, so its draws differ from those of one process.
@@ -75,7 +75,7 @@ class GlobalOrderDataset(DistributedSteps):
             several, first to last; run on local rows only; must accept 0 rows.
         lookahead: steps by which the pipeline works ahead, and by which a change of weights is
             late.
-        claims: called with this data set when a pass starts; returns the `Claims` of a pass in
+        claims: called with this dataset when a pass starts; returns the `Claims` of a pass in
             which others take some of the batches, or None.
 
     Attributes:
@@ -252,7 +252,7 @@ class GlobalOrderDataset(DistributedSteps):
             return number
         before = self._claims.passes_before
         try:
-            # A private copy: another input of the same data set, for example for validation,
+            # A private copy: another input of the same dataset, for example for validation,
             # advances the shuffles of the original.
             self._seek(before)
         except ValueError:
@@ -369,7 +369,7 @@ class GlobalOrderDataset(DistributedSteps):
             return
         if any(map(adapter.is_nondeterministic, upstream)):
             logger.warning(
-                "A part of the data set that every worker runs has deterministic=False: workers "
+                "A part of the dataset that every worker runs has deterministic=False: workers "
                 "may see different orders, and samples may be lost or used twice. Remove it."
             )
         elif self.form.options.deterministic is False:

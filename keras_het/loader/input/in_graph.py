@@ -24,7 +24,7 @@ _inputs: weakref.WeakValueDictionary[int, Traced] = weakref.WeakValueDictionary(
 
 
 def number_of(source: Traced) -> int:
-    """Return the number by which a graph finds a data set or an iterator while that exists."""
+    """Return the number by which a graph finds a dataset or an iterator while that exists."""
     if source.graph_number is None:
         source.graph_number = next(_numbers)
         _inputs[source.graph_number] = source
@@ -32,7 +32,7 @@ def number_of(source: Traced) -> int:
 
 
 class InputSpec(tf.TypeSpec):
-    """The type of a distributed data set or iterator: a function is traced once per type."""
+    """The type of a distributed dataset or iterator: a function is traced once per type."""
 
     __slots__ = ["_element_spec", "_is_iterator"]
 
@@ -87,7 +87,7 @@ class Traced:
 
 
 class _InGraph(Traced):
-    """Stand-in for a distributed data set or its iterator in a graph."""
+    """Stand-in for a distributed dataset or its iterator in a graph."""
 
     def __init__(self, number: tf.Tensor, element_spec: Spec) -> None:
         self.number, self._element_spec = number, element_spec
@@ -144,7 +144,7 @@ class GraphIterator(_InGraph, tf.distribute.DistributedIterator, private_api.Com
 
 
 class GraphDataset(_InGraph, tf.distribute.DistributedDataset, private_api.CompositeTensor):
-    """A distributed data set in a graph."""
+    """A distributed dataset in a graph."""
 
     _is_iterator = False
 
@@ -199,7 +199,7 @@ def _find(number: tf.Tensor) -> Any:
     source = _inputs.get(int(number))
     if source is None:
         raise RuntimeError(
-            "The data set or iterator that this function was given no longer exists. Keep a "
+            "The dataset or iterator that this function was given no longer exists. Keep a "
             "reference to it while the function runs."
         )
     return source

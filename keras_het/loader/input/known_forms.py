@@ -1,4 +1,4 @@
-"""Forms and passes of the data sets that inputs were made from, which these inputs share."""
+"""Forms and passes of the datasets that inputs were made from, which these inputs share."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Known:
-    """Form of a data set, and its passes; no form if that would keep the data set alive."""
+    """Form of a dataset, and its passes; no form if that would keep the dataset alive."""
 
     form: PipelineForm | None
     passes: PassCounter
     inputs: weakref.WeakSet[GlobalOrderDataset] = dataclasses.field(default_factory=weakref.WeakSet)
 
 
-# A second `fit` on the same data set object continues its shuffle orders, as in stock Keras.
+# A second `fit` on the same dataset object continues its shuffle orders, as in stock Keras.
 _known: weakref.WeakKeyDictionary[adapter.Dataset, dict[int | None, Known]] = (
     weakref.WeakKeyDictionary()
 )
-# Data sets that read from one shuffle share its orders: its `take` and `skip`, and those that
+# Datasets that read from one shuffle share its orders: its `take` and `skip`, and those that
 # Keras makes in each `fit` with class weights.
 _passes: weakref.WeakKeyDictionary[adapter.Dataset, PassCounter] = weakref.WeakKeyDictionary()
 
@@ -36,7 +36,7 @@ _passes: weakref.WeakKeyDictionary[adapter.Dataset, PassCounter] = weakref.WeakK
 def recall(
     dataset: adapter.Dataset, global_batch_size: int | None, reader: GlobalOrderDataset
 ) -> tuple[PipelineForm, PassCounter]:
-    """Return the form and the passes of a data set, remembered from earlier inputs."""
+    """Return the form and the passes of a dataset, remembered from earlier inputs."""
     of_sizes = _known.setdefault(dataset, {})
     if global_batch_size not in of_sizes:
         shuffle = adapter.first_reshuffled(dataset)
@@ -49,7 +49,7 @@ def recall(
     if form is None:
         parts = dataset.current if isinstance(dataset, AdjustablePipeline) else dataset
         form = recognise(parts.batch(global_batch_size) if global_batch_size else parts)
-    if form.mode == "element":  # the stream of a slice form may be the data set itself
+    if form.mode == "element":  # the stream of a slice form may be the dataset itself
         known.form = form
     known.inputs.add(reader)
     known.passes.inputs.add(reader)
@@ -57,7 +57,7 @@ def recall(
 
 
 def remember(dataset: adapter.Dataset, global_batch_size: int | None, form: PipelineForm) -> None:
-    """Make all inputs of a data set read from a copy: they take their orders from one shuffle."""
+    """Make all inputs of a dataset read from a copy: they take their orders from one shuffle."""
     known = _known[dataset][global_batch_size]
     known.form = form
     for each in list(known.inputs):

@@ -59,7 +59,7 @@ class OrderTuning:
     def data(self) -> GlobalOrderDataset:
         data = self._data()
         if data is None:
-            raise HandoverError("The data set that was tuned no longer exists.")
+            raise HandoverError("The dataset that was tuned no longer exists.")
         return data
 
     def refusal(self) -> str | None:
@@ -116,7 +116,7 @@ class OrderTuning:
         """Return the form with other knobs; in element mode with shuffles at their first pass."""
         built = self._built_form(knobs)
         form = self.data.form
-        # each iterator of it would take an order from the shuffles of the data set
+        # each iterator of it would take an order from the shuffles of the dataset
         is_shared = built is not None and shares_a_shuffle(self._source, built.stream)
         if self.data.only_slices:
             if is_shared:
@@ -173,7 +173,7 @@ class OrderTuning:
         return whole_batches(form, self.data.lookahead, skip, knobs.prefetch)
 
     def start_moved(self, run: SlicedPass) -> None:
-        """Hand a new pass over before its first element, with the order of the user's data set."""
+        """Hand a new pass over before its first element, with the order of the user's dataset."""
         if self._moved is None:
             return
         try:
@@ -200,7 +200,7 @@ class KnobChange(abc.ABC):
         self._tuning = tuning
         self.knobs = knobs
         self._executor = executor
-        self._run: Any = None  # of the kind that the data set makes
+        self._run: Any = None  # of the kind that the dataset makes
         self._future: concurrent.futures.Future[Any] | None = None
         self._cancelled = threading.Event()
         self._in_effect = False
@@ -258,7 +258,7 @@ class SlicedPreparation(KnobChange):
     ) -> tuple[PipelineForm, tf.data.Dataset, tf.data.Iterator | None]:
         form = self._tuning.moved_form(self.knobs)
         batches = self._tuning.moved_batches(form, self.knobs, run.first_step)
-        # the parts of an ordinary data set are those that run: an iterator would disturb shuffles
+        # the parts of an ordinary dataset are those that run: an iterator would disturb shuffles
         return form, batches, None if self._tuning.is_plain else iter(batches)
 
     def _switch(
@@ -358,7 +358,7 @@ def _why_slices_stay(form: PipelineForm, is_plain: bool) -> str | None:
     nodes = adapter.upstream_of(form.stream)
     if is_plain and any(map(adapter.is_reshuffled, nodes)):
         return (
-            "every worker makes whole batches of an ordinary data set with a shuffle, whose later "
+            "every worker makes whole batches of an ordinary dataset with a shuffle, whose later "
             "orders a change would disturb; make it with keras_het.loader.pipeline"
         )
     if not has_one_order_a_pass(form.stream):

@@ -36,7 +36,7 @@ class StepIterator(Traced, private_api.IteratorInterface):
         open_run: starts the pass, called at the first step.
         drop_run: takes back a pass that is no longer iterated.
         wrap: makes an element from the local batches and the sizes of all replicas.
-        source: the data set of which this is a pass.
+        source: the dataset of which this is a pass.
 
     Attributes:
         step: completed steps of this epoch, including those skipped by a resume.

@@ -27,7 +27,7 @@ _WRITES_FILES = (
     "The pipeline writes files when it runs, so that it was not read. Call LoaderTuner.inspect "
     "within fit."
 )
-_SECONDS_BETWEEN_LOOKS = 0.02  # at a data set being read; a look takes about 0.1 ms
+_SECONDS_BETWEEN_LOOKS = 0.02  # at a dataset being read; a look takes about 0.1 ms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _why_nothing_is_known(iterator: tf.data.Iterator) -> str:
     return (
         "The pipeline goes on where another one was, as after a move of LoaderTuner: TensorFlow "
         "records nothing of it. Give keras_het.loader.inspect a keras_het.loader.pipeline itself. "
-        "An ordinary data set with a seeded shuffle or a cache in memory is moved before its first "
+        "An ordinary dataset with a seeded shuffle or a cache in memory is moved before its first "
         "batch: give it to keras_het.loader.inspect outside of fit, or give fit a "
         "keras_het.loader.pipeline."
     )
@@ -197,10 +197,10 @@ def inspect(
     Args:
         dataset_or_iterator: a running `tf.data.Iterator`, which is only inspected; or a
             `tf.data.Dataset`, of which a new iterator is read as fast as possible. This uses up
-            one of the orders of an ordinary data set's seeded shuffle; a `pipeline` with one is
-            rebuilt with its present knobs. A data set that writes files, such as `cache(filename)`
+            one of the orders of an ordinary dataset's seeded shuffle; a `pipeline` with one is
+            rebuilt with its present knobs. A dataset that writes files, such as `cache(filename)`
             or `snapshot`, is not read.
-        seconds: how long to read a data set.
+        seconds: how long to read a dataset.
         file: where to print, the terminal by default.
 
     Returns:
@@ -218,7 +218,7 @@ def inspect(
         raise TypeError(
             "inspect needs a tf.data.Dataset or a tf.data.Iterator. Received: dataset_or_iterator="
             f"{dataset_or_iterator!r} of type {type(dataset_or_iterator)}. Within fit, call "
-            "LoaderTuner.inspect; instead of what strategy.distribute gives, inspect the data set "
+            "LoaderTuner.inspect; instead of what strategy.distribute gives, inspect the dataset "
             "that it was given."
         )
     show(report, file)
@@ -247,7 +247,7 @@ def _report_of_data_set(dataset: tf.data.Dataset, seconds: float) -> PipelineRep
     end, next_look = now + seconds, now
     for count, _ in enumerate(iterator, 1):
         now = time.monotonic()
-        is_power_of_two = not count & (count - 1)  # short data sets may end before the next look
+        is_power_of_two = not count & (count - 1)  # short datasets may end before the next look
         if now >= next_look or now > end or is_power_of_two:
             report = better(report, read_report(iterator))
             next_look = now + _SECONDS_BETWEEN_LOOKS

@@ -1,4 +1,4 @@
-"""A data set that can be rebuilt with other knobs while it runs."""
+"""A dataset that can be rebuilt with other knobs while it runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keras_het.loader.iterators.replayable import draws_an_order
 from keras_het.planning.argument_checks import expect
 
 _Spare: TypeAlias = "tuple[tf.data.Dataset, tf.data.Iterator]"
-"""An iterator, after the data set that it iterates."""
+"""An iterator, after the dataset that it iterates."""
 
 
 class SpareIterators:
@@ -51,7 +51,7 @@ class SpareIterators:
 
 
 def pipeline(build: Build, knobs: Knobs | None = None) -> AdjustablePipeline:
-    """Make a data set whose parallelism can change while it is iterated.
+    """Make a dataset whose parallelism can change while it is iterated.
 
         def build(knobs):
             files = tf.data.Dataset.list_files("images/*.jpg", seed=1)
@@ -73,7 +73,7 @@ def pipeline(build: Build, knobs: Knobs | None = None) -> AdjustablePipeline:
     Raises:
         TypeError: if `build` does not return a `tf.data.Dataset`.
     """
-    expect(callable(build), "a function of knobs that returns a data set", build=build)
+    expect(callable(build), "a function of knobs that returns a dataset", build=build)
     is_right = knobs is None or isinstance(knobs, Knobs)
     expect(is_right, "keras_het.loader.Knobs(...)", knobs=knobs)
     knobs = knobs or Knobs.for_host()
@@ -92,16 +92,16 @@ def build_tuned(build: Build, knobs: Knobs) -> tf.data.Dataset:
 
 
 class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
-    """A data set made by `pipeline`.
+    """A dataset made by `pipeline`.
 
     Args:
-        build: builds the data set.
+        build: builds the dataset.
         knobs: settings of `dataset`.
         dataset: the result of `build` for them.
         seeds: state of the sequence of operation seeds before `build` made it.
 
     Attributes:
-        build: builds the data set.
+        build: builds the dataset.
         knobs: settings of the iterators made from now on.
     """
 
@@ -127,11 +127,11 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
 
     @property
     def current(self) -> tf.data.Dataset:
-        """The data set that is iterated with the present knobs."""
+        """The dataset that is iterated with the present knobs."""
         return self._current
 
     def build_again(self, knobs: Knobs) -> tf.data.Dataset:
-        """Build the data set with other knobs; works in any thread.
+        """Build the dataset with other knobs; works in any thread.
 
         Shuffles without a seed get those of the first build under the same global seed. The
         program's sequence of seeds does not advance: workers that switch at different times would
@@ -151,7 +151,7 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
     def adopt(self, knobs: Knobs, dataset: tf.data.Dataset) -> None:
         """Make iterators from now on those of another build.
 
-        The sequence of orders of a shuffle is that of the original data set: every iterator begins
+        The sequence of orders of a shuffle is that of the original dataset: every iterator begins
         there and is handed over before its first element. Pipelines without a shuffle, those with a
         cache in memory, which belongs to one build, and those with a `repeat`, which takes several
         orders from the sequence in one epoch, are iterated directly instead. If a pipeline has such
@@ -196,7 +196,7 @@ def pipeline_of(iterator: object) -> AdjustablePipeline | None:
 
 
 def plain_pipeline(dataset: tf.data.Dataset) -> AdjustablePipeline:
-    """Wrap an ordinary data set, whose thread pool and final `prefetch` of a number can change."""
+    """Wrap an ordinary dataset, whose thread pool and final `prefetch` of a number can change."""
     options = dataset.options()
     node = dataset
     while adapter.is_options(node):

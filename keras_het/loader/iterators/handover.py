@@ -28,7 +28,7 @@ class HandoverError(RuntimeError):
 
 
 def why_not(dataset: tf.data.Dataset) -> str | None:
-    """Return why a data set can never be handed over, None if there is no known reason."""
+    """Return why a dataset can never be handed over, None if there is no known reason."""
     for node in adapter.upstream_of(dataset):
         if adapter.draws_from_generator(node):
             return "Dataset.from_generator cannot save where its generator is"
@@ -52,7 +52,7 @@ def has_memory_cache(dataset: tf.data.Dataset) -> bool:
 
 
 def difference(running: tf.data.Dataset, other: tf.data.Dataset) -> str | None:
-    """Return why one data set cannot continue another, None if there is no known reason."""
+    """Return why one dataset cannot continue another, None if there is no known reason."""
     reason = why_not(running) or why_not(other)
     if reason:
         return reason
@@ -75,7 +75,7 @@ def hand_over(
     """Move an iterator to another pipeline after its pending calls; the caller releases it."""
     running = iterator_adapter.iterated_data_set(iterator)
     if running is None:
-        raise HandoverError("It is not known which data set the iterator belongs to.")
+        raise HandoverError("It is not known which dataset the iterator belongs to.")
     reason = difference(running, dataset)
     if reason:
         raise HandoverError(f"The pipeline cannot be handed over: {reason}.")

@@ -57,7 +57,7 @@ class Knobs:
         return LoaderPlan(self.threads, self.prefetch)
 
     def options(self) -> tf.data.Options:
-        """The settings that are options of a data set."""
+        """The settings that are options of a dataset."""
         options = tf.data.Options()
         options.threading.private_threadpool_size = self.threads
         return options

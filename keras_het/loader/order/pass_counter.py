@@ -14,14 +14,14 @@ Pass = bool | int
 
 
 class PassCounter:
-    """Counter of the passes over one data set, or over all that read from one shuffle.
+    """Counter of the passes over one dataset, or over all that read from one shuffle.
 
     A reshuffling `shuffle` has a new order for each iterator that is made, used or not, and Keras
     makes one at the end of each epoch that it does not use: on one device the epochs have the
     orders 0, 2, 4, ... To produce the same orders, a pass is numbered when its iterator is made,
     and those that were never iterated are skipped before the next one starts.
 
-    Data sets that read from one `shuffle` take its orders in turn on one device. Here each may have
+    Datasets that read from one `shuffle` take its orders in turn on one device. Here each may have
     a copy of it, which has to skip the passes of the others.
     """
 

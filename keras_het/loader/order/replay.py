@@ -1,4 +1,4 @@
-"""Advance of reshuffling data sets to the order of a later epoch."""
+"""Advance of reshuffling datasets to the order of a later epoch."""
 
 from __future__ import annotations
 

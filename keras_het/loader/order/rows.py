@@ -57,7 +57,7 @@ def count_rows_eagerly(batch: Batch) -> int:
         raise ValueError(
             "The parts of a global batch have different numbers of rows. "
             f"Received parts of {counts} rows. Give every part of a batch one row for each sample. "
-            "If these are single samples, call .batch(global_batch_size) on the data set."
+            "If these are single samples, call .batch(global_batch_size) on the dataset."
         )
     return int(counts[0])
 
@@ -99,9 +99,9 @@ def check_batched(element_spec: Spec) -> None:
     ]
     if not specs or any(spec.shape.rank == 0 for spec in specs) or _differ(specs):
         raise ValueError(
-            "Elements of the data set must be global batches: every tensor needs a leading batch "
+            "Elements of the dataset must be global batches: every tensor needs a leading batch "
             f"dimension, the same for all. Received elements of {element_spec}. If these are "
-            "single samples, call .batch(global_batch_size) on the data set."
+            "single samples, call .batch(global_batch_size) on the dataset."
         )
 
 

@@ -260,7 +260,7 @@ class TuningSession:
             if any(isinstance(node, AdjustablePipeline) for node in adapter.upstream_of(dataset)):
                 logger.info(
                     "Operations behind keras_het.loader.pipeline (of class_weight, or map, take "
-                    "and the like) make it an ordinary data set: parallel calls stay as they are."
+                    "and the like) make it an ordinary dataset: parallel calls stay as they are."
                 )
             self._plain = (dataset, plain_pipeline(dataset))
         return self._plain[1]
@@ -297,7 +297,7 @@ class TuningSession:
         return self._plain is not None and self._plain[1] is self.pipeline
 
     def _move_plain(self, live: LiveIterator, adjustable: AdjustablePipeline) -> None:
-        """Move an ordinary data set to a private thread pool, before its first element."""
+        """Move an ordinary dataset to a private thread pool, before its first element."""
         if self.observes_only is not None:
             return
         try:
@@ -457,7 +457,7 @@ def prepare_iterator(
     """Prepare a handover in the background: trace the functions, make an iterator.
 
     If parts are those that run, an iterator would disturb their shuffles: this applies to an
-    ordinary data set, for which `running` is None, and to a shuffle made outside of the builder.
+    ordinary dataset, for which `running` is None, and to a shuffle made outside of the builder.
     """
     dataset = build(knobs) if known is None else known
     is_apart = running is not None and not shares_a_shuffle(running, dataset)

@@ -19,7 +19,7 @@ class Anomaly(NamedTuple):
     """One way in which data deviates from its schema.
 
     Args:
-        feature: name of the feature, "" for the whole data set.
+        feature: name of the feature, "" for the whole dataset.
         reason: in a few words.
         description: with the values found.
     """
@@ -29,7 +29,7 @@ class Anomaly(NamedTuple):
     description: str
 
     def __str__(self) -> str:
-        return f"{self.feature or 'data set'}: {self.reason} ({self.description})"
+        return f"{self.feature or 'dataset'}: {self.reason} ({self.description})"
 
 
 class DataAnomalyError(ValueError):

@@ -1,4 +1,4 @@
-"""Statistics of data sets and of what replicas consume, computed by TFDV."""
+"""Statistics of datasets and of what replicas consume, computed by TFDV."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StatisticsBuilder:
     """Accumulator of statistics for data that arrives in pieces; memory stays bounded.
 
     Args:
-        name: name of the data set.
+        name: name of the dataset.
         schema: tells which features are categorical.
         categorical: names of integer features whose values are categories, such as labels.
         options: `tensorflow_data_validation.StatsOptions` instead of the usual ones; `schema` and
@@ -199,7 +199,7 @@ class ShardStatistics:
         """Add one global batch.
 
         Args:
-            batch: an element of the strategy's data set; each replica's rows count for that
+            batch: an element of the strategy's dataset; each replica's rows count for that
                 replica.
         """
         for index, builder in enumerate(self._builders.values()):

@@ -35,7 +35,7 @@ except ImportError as missing:
     _explain(missing)
 
 Statistics: TypeAlias = statistics_pb2.DatasetFeatureStatisticsList
-"""Statistics of one data set."""
+"""Statistics of one dataset."""
 
 Schema: TypeAlias = schema_pb2.Schema
 

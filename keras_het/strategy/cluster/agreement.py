@@ -229,7 +229,7 @@ def check_same_pass(
 
 def check_same_end(strategy: HeterogeneousStrategy, steps: int) -> None:
     """Compare the number of steps when it could not be known in advance."""
-    opening = "The workers' data sets have different numbers of batches"
+    opening = "The workers' datasets have different numbers of batches"
     advice = "Give every worker the same data, all of it; the strategy gives each its share."
     ended = f"that of worker {strategy.worker_index} ended after {steps}, and others continue"
     strategy.agree(

@@ -91,7 +91,7 @@ class MicroBatches:
             self.refuse(
                 f"{what} depends on more than the batch: on the operation {obstacle.name!r} "
                 f"({obstacle.type})",
-                "Compute masks and weights of samples in the data set.",
+                "Compute masks and weights of samples in the dataset.",
             )
         for operation in sorted(found.values(), key=private_api.order_of_operation):
             inputs = [known.get(each.ref(), each) for each in operation.inputs]

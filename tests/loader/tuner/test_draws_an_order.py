@@ -18,7 +18,7 @@ DRAWS = {
     "shuffle": lambda: numbers().shuffle(8).batch(2),
     "one order for ever": lambda: numbers().shuffle(8, reshuffle_each_iteration=False),
     "shuffle in a flat_map": lambda: numbers().flat_map(shuffled_inside),
-    "random data set": lambda: tf.data.Dataset.zip((numbers(), tf.data.Dataset.random(seed=1))),
+    "random dataset": lambda: tf.data.Dataset.zip((numbers(), tf.data.Dataset.random(seed=1))),
     "random map": lambda: numbers().map(lambda number: tf.random.uniform([])),
 }
 DOES_NOT = {

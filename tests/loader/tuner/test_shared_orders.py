@@ -1,4 +1,4 @@
-"""Moves under the strategy where several inputs take orders of one data set."""
+"""Moves under the strategy where several inputs take orders of one dataset."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ EPOCHS, ROWS = 3, 47
 
 
 def inputs(build, is_built):
-    """For each worker its own data set, and two inputs of that: one to train, one to evaluate."""
+    """For each worker its own dataset, and two inputs of that: one to train, one to evaluate."""
     made = []
     for index in range(len(COUNTS)):
         dataset = pipeline(build, FIRST) if is_built else build(FIRST)

@@ -137,7 +137,7 @@ def test_wrong_usage(fast: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["nothing.tfrecord"], "No file matches"),
         ([str(tmp_path), "--epoch", "3"], "no statistics of epoch 3"),
         ([str(tmp_path)], "no statistics of epoch None"),
-        ([str(fast), str(fast)], "Two data sets are called fast"),
+        ([str(fast), str(fast)], "Two datasets are called fast"),
         ([str(fast), "--reference", "slow"], "no data 'slow'; there is fast"),
         ([str(fast), "--schema", str(tmp_path / "none")], "none"),
         (
