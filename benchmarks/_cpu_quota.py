@@ -47,9 +47,9 @@ def measure_case(case: str, quick: bool) -> list[dict[str, Any]]:
         command = [sys.executable, str(Path(__file__)), *arguments]
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", EMULATED: ""}
         with LocalCluster(command, 2, env=environment) as cluster:
-            cluster.wait(timeout=TIMEOUT_SECONDS)
+            results = cluster.wait(timeout=TIMEOUT_SECONDS)
         if cluster.failures:
-            raise RuntimeError(describe_failures(cluster.failures, cluster.ended))
+            raise RuntimeError(describe_failures(results))
         runs = json.loads((Path(folder) / "runs.json").read_text())
     return [row_of(case, policy, runs) for policy in runs]
 

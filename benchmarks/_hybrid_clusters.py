@@ -39,9 +39,9 @@ def wait_for_local(cluster: Any) -> None:
     """
     from keras_het.launch.local.failure_report import describe_failures
 
-    cluster.wait(timeout=TIMEOUT_SECONDS)
+    results = cluster.wait(timeout=TIMEOUT_SECONDS)
     if cluster.failures:
-        raise RuntimeError(describe_failures(cluster.failures, cluster.ended))
+        raise RuntimeError(describe_failures(results))
 
 
 @contextlib.contextmanager

@@ -436,9 +436,9 @@ def reactions_of_two_workers(num_phases: int) -> list[dict[str, Any]]:
         path = Path(folder) / "rows.json"
         command = [sys.executable, __file__, "--reaction", str(num_phases), "--json", str(path)]
         with LocalCluster(command, 2) as cluster:
-            cluster.wait(timeout=TIMEOUT_SECONDS)
+            results = cluster.wait(timeout=TIMEOUT_SECONDS)
         if cluster.failures:
-            raise RuntimeError(describe_failures(cluster.failures, cluster.ended))
+            raise RuntimeError(describe_failures(results))
         rows: list[dict[str, Any]] = json.loads(path.read_text())
     return rows
 

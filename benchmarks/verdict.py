@@ -97,9 +97,9 @@ def _results(command: list[str], path: Path) -> list[dict[str, Any]]:
         "TF_NUM_INTEROP_THREADS": "6",
     }
     with LocalCluster(command, 2, env=own, keep_lines=100) as cluster:
-        cluster.wait(timeout=TIMEOUT_SECONDS)
+        results = cluster.wait(timeout=TIMEOUT_SECONDS)
     if cluster.failures:
-        raise RuntimeError(describe_failures(cluster.failures, cluster.ended))
+        raise RuntimeError(describe_failures(results))
     return list(json.loads(path.read_text()))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from keras_het.launch.benchmark.trials import MODELS, Device, Settings
 from keras_het.launch.doctor.facts import gather
-from keras_het.launch.grammar import Commands, add_command, positive_integer, speeds_of
+from keras_het.launch.grammar import Commands, add_command, argument, positive_integer, speeds_of
 from keras_het.launch.local.gpus import present_gpus
 from keras_het.telemetry.hardware import NvmlMissingError
 
@@ -39,7 +39,11 @@ def add_benchmark_command(commands: Commands) -> None:
     parser = add_command(commands, "benchmark", run_benchmark, summary, _DESCRIPTION, _EPILOG)
     parser.add_argument(
         "--models",
-        type=_models,
+        type=argument(
+            ",".join(MODELS),
+            lambda text: tuple(text.split(",")),
+            lambda chosen: set(chosen) <= set(MODELS),
+        ),
         default=MODELS,
         metavar="A,B",
         help=f"which models to train (default: {','.join(MODELS)})",
@@ -130,10 +134,3 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
         tuple(devices), options.models, batch_size, options.seconds or 0.0, options.precision
     )
     return settings, machine
-
-
-def _models(text: str) -> tuple[str, ...]:
-    chosen = tuple(text.split(","))
-    if not set(chosen) <= set(MODELS):
-        raise argparse.ArgumentTypeError(f"expected {','.join(MODELS)}, received {text!r}")
-    return chosen

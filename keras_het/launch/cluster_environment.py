@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,9 +17,11 @@ PORT = 12345
 SLURM = "Slurm"
 # The parameter service answers one port above that of the first worker.
 _PORTS_OF_A_WORKER = 2
-_PART = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+# Without these lengths a slip of the keyboard would take all memory.
+_PART = re.compile(r"(?P<name>(?:[^,:\[\]]|\[[^\[\]]*\])+)(?::(?P<slots>0*[1-9]\d{0,5}))?")
+_BRACKETS = re.compile(r"(\[[^\[\]]*\])")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+_RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 _COMPONENT = "SLURM_JOB_NODELIST_HET_GROUP_"
 _TASKS = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
 # Variables of a process's rank, of the number of processes and of the rank on its host.
@@ -99,15 +101,25 @@ def read_hosts(text: str) -> list[str]:
         text = ",".join(re.sub(r"\s+slots=", ":", line) for line in lines if line)
     elif "/" in text:
         raise ValueError(f"There is no file of hosts {text!r}. Correct the path, or list hosts.")
-    found = _at_most((host for part in _parts(text) for host in _slots(part)), text)
+    found = expand_hosts(text)
     if not found or not all(map(_NAME.fullmatch, found)):
         raise _unreadable(text)
     return found
 
 
 def expand_hosts(hosts: str) -> list[str]:
-    """Return the names that Slurm writes as `n[1-2,10],m5`, in their order."""
-    return _at_most((host for part in _parts(hosts) for host in _expand(part)), hosts)
+    """Return the names that Slurm writes as `n[1-2,10],m5`, in their order; `m5:2` stands twice."""
+    parts = list(_PART.finditer(hosts))
+    if ",".join(part[0] for part in parts) != hosts:
+        raise _unreadable(hosts)
+    names = (
+        "".join(pieces)
+        for part in parts
+        # names and ranges alternate
+        for pieces in itertools.product(*map(_choices, _BRACKETS.split(part["name"])))
+        for _ in range(int(part["slots"] or 1))
+    )
+    return _at_most(names, hosts)
 
 
 def _at_most(hosts: Iterable[str], text: str) -> list[str]:
@@ -117,37 +129,18 @@ def _at_most(hosts: Iterable[str], text: str) -> list[str]:
     return found
 
 
-def _parts(hosts: str) -> list[str]:
-    parts = _PART.findall(hosts)
-    if ",".join(parts) != hosts:
-        raise _unreadable(hosts)
-    return parts
-
-
-def _slots(part: str) -> Iterator[str]:
-    name, colon, slots = part.rpartition(":")
-    number = _count(slots) if colon else 1
-    if not number:
-        raise _unreadable(part)
-    return (host for host in _expand(name if colon else part) for _ in range(number))
-
-
-def _expand(part: str) -> Iterator[str]:
-    before, bracket, rest = part.partition("[")
-    if not bracket:
-        yield part
-        return
-    ranges, _, after = rest.partition("]")
-    for each in ranges.split(","):
-        found = _RANGE.fullmatch(each)
-        if found is None:
-            raise _unreadable(part)
-        first, last = found[1], found[2] or found[1]
-        if int(last) < int(first):
-            raise _unreadable(part)
-        for number in range(int(first), int(last) + 1):
-            for end in _expand(after):
-                yield f"{before}{number:0{len(first)}}{end}"
+def _choices(piece: str) -> list[str]:
+    """Return what a piece of a name stands for: itself, or the numbers of ranges in brackets."""
+    if not piece.startswith("["):
+        return [piece]
+    found: list[str] = []
+    for each in piece[1:-1].split(","):
+        bounds = _RANGE.fullmatch(each)
+        if bounds is None or int(bounds[2] or bounds[1]) < int(bounds[1]):
+            raise _unreadable(piece)
+        width, numbers = len(bounds[1]), range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1)
+        found += [f"{number:0{width}}" for number in numbers]
+    return found
 
 
 def _unreadable(hosts: str) -> ValueError:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import os
 import sys
 import textwrap
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from keras_het.launch.cluster_environment import PORT
 
 _WIDTH = 96
+T = TypeVar("T")
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """The result of `argparse.ArgumentParser.add_subparsers`."""
@@ -38,59 +42,69 @@ def add_command(
     return parser
 
 
-def number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
+class Option(NamedTuple):
+    """An option; the last of its names in capitals stands for its value, and a flag has none."""
+
+    names: str
+    help: str
+    type: Callable[[str], Any] = str
+    default: Any = None
+    more: Mapping[str, Any] = MappingProxyType({})
 
 
-def not_negative(text: str) -> float:
-    if not 0 <= number(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, received {text!r}")
-    return number(text)
+def add_options(group: argparse._ActionsContainer, options: Iterable[Option]) -> None:
+    for each in options:
+        *names, last = each.names.split()
+        given: dict[str, Any] = {"help": each.help, "default": each.default}
+        if not last.startswith("-"):
+            given |= {"metavar": last, "type": each.type}
+        elif not each.more:
+            given |= {"action": "store_true", "default": False}
+        given |= each.more
+        group.add_argument(*names, *([last] if last.startswith("-") else []), **given)
 
 
-def positive_integer(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(
-            f"expected a whole number of at least 1, received {text!r}"
-        )
-    return number
+def argument(
+    expected: str, convert: Callable[[str], T], holds: Callable[[T], bool] = lambda value: True
+) -> Callable[[str], T]:
+    """Return a type of argument: what a text is converted to, and what must hold of that."""
+
+    def parse(text: str) -> T:
+        with contextlib.suppress(ValueError):
+            value = convert(text)
+            if holds(value):
+                return value
+        raise argparse.ArgumentTypeError(f"expected {expected}, received {text!r}")
+
+    return parse
 
 
-def speeds_of(text: str) -> tuple[float, ...]:
-    speeds = tuple(number(part) for part in text.split(","))
-    if not all(0 < speed < float("inf") for speed in speeds):
-        raise argparse.ArgumentTypeError(
-            f"expected positive numbers with commas, such as 4,2,1; received {text!r}"
-        )
-    return speeds
+not_negative = argument("a number of at least 0", float, lambda value: 0 <= value < math.inf)
+positive_integer = argument("a whole number of at least 1", int, lambda value: value >= 1)
+speeds_of = argument(
+    "positive numbers with commas, such as 4,2,1",
+    lambda text: tuple(float(part) for part in text.split(",")),
+    lambda speeds: all(0 < speed < math.inf for speed in speeds),
+)
 
 
-def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the ports of workers on several machines, and which of the workers are asynchronous."""
-    parser.add_argument(
-        "--port",
-        type=positive_integer,
-        metavar="N",
-        default=PORT,
-        help="port of the first worker of each host; the next ones take every second port after it "
+CLUSTER_OPTIONS = (
+    Option(
+        "--port N",
+        "port of the first worker of each host; the next ones take every second port after it "
         f"(default: {PORT}); of no use where all workers are on this machine",
-    )
-    parser.add_argument(
-        "--async-workers",
-        type=positive_integer,
-        metavar="N",
-        default=0,
-        help="how many of the workers, the last ones, train outside of the synchronous group and "
+        positive_integer,
+        PORT,
+    ),
+    Option(
+        "--async-workers N",
+        "how many of the workers, the last ones, train outside of the synchronous group and "
         "exchange with its leader (see keras_het.callbacks.HybridAggregation); those of keras-het "
         "worker all need the same KERAS_HET_SERVICE_SECRET",
-    )
+        positive_integer,
+        0,
+    ),
+)
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
@@ -102,12 +116,8 @@ def add_script(parser: argparse.ArgumentParser) -> None:
         help="MODULE [ARGUMENTS]: run a module, as python -m does, instead of a script; all that "
         "follows belongs to it",
     )
-    parser.add_argument(
-        "--python",
-        default=sys.executable,
-        metavar="PROGRAM",
-        help="Python interpreter of the workers (default: this one)",
-    )
+    python = "Python interpreter of the workers (default: this one)"
+    add_options(parser, [Option("--python PROGRAM", python, default=sys.executable)])
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="script that each worker runs")
     parser.add_argument(
         "script_arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script"

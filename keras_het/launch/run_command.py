@@ -16,13 +16,15 @@ from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.cluster_environment import read_hosts
 from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to, public_addresses
 from keras_het.launch.grammar import (
+    CLUSTER_OPTIONS,
     Commands,
-    add_cluster,
+    Option,
     add_command,
+    add_options,
     add_script,
+    argument,
     check_script,
     not_negative,
-    number,
     positive_integer,
     script_command,
     speeds_of,
@@ -91,6 +93,121 @@ _NEEDED = (
 )
 
 
+def _number_of_workers(text: str) -> int | tuple[int, int]:
+    least, colon, most = text.partition(":")
+    return (int(least), int(most)) if colon else int(least)
+
+
+_workers = argument(
+    "a whole number of at least 1, or the least before the most of them, such as 2:4",
+    _number_of_workers,
+    lambda number: 1 <= number[0] <= number[1] if isinstance(number, tuple) else number >= 1,
+)
+_resources = argument(
+    "such as GPU=1,het=1",
+    lambda text: {
+        name.strip(): float(amount)
+        for name, _, amount in (part.partition("=") for part in text.split(","))
+    },
+    lambda found: all(name and amount > 0 for name, amount in found.items()),
+)
+
+
+_OPTIONS: dict[str, tuple[Option, ...]] = {
+    "": (
+        Option(
+            "-w --workers N",
+            "number of workers (default: the number of GPUs or speeds); with --ray also the least "
+            "and the most, such as 2:4",
+            _workers,
+        ),
+        Option(
+            "--gpus WHICH",
+            "one worker for each GPU: auto for all of this machine, a number, or places such as "
+            "0,2; each worker sees its own only",
+        ),
+        Option(
+            "--hosts HOSTS",
+            "start the workers by ssh, in this directory on other machines: a file with 'host "
+            "[slots=N]' in each line, or hosts with commas, such as a,b:2,node[01-03]; with --gpus "
+            "auto each sees the next GPU of its host only",
+        ),
+        *CLUSTER_OPTIONS,
+        Option(
+            "--keep-env NAME",
+            "pass a variable that looks like a secret (TOKEN, SECRET, PASSWORD, API_KEY and the "
+            "like in its name) to the workers all the same; may be a pattern such as 'AWS_*', and "
+            "may come several times",
+            default=[],
+            more={"action": "append"},
+        ),
+    ),
+    "Ray: workers that are lost are replaced, and new ones are added": (
+        Option(
+            "--ray ADDRESS",
+            "start the workers on the Ray cluster of this machine, or that of an address (see "
+            "keras_het.ray.Trainer)",
+            more={"nargs": "?", "const": "auto"},
+        ),
+        Option(
+            "--resources NAME=AMOUNT,...",
+            "with --ray, what each worker needs, in Ray's units: GPU=1, or a resource that its "
+            "nodes were started with (default: CPU=1)",
+            _resources,
+        ),
+    ),
+    "emulation of devices of different speed": (
+        Option(
+            "--speeds A,B,...",
+            "relative speed of each worker's device in samples per second, such as 4,2,1",
+            speeds_of,
+        ),
+        Option(
+            "--sample-milliseconds MS",
+            "time of one sample on a device of speed 1 (default: 4)",
+            not_negative,
+            4.0,
+        ),
+        Option(
+            "--fixed-milliseconds MS",
+            "time of a step without samples, on every device (default: 0)",
+            not_negative,
+            0.0,
+        ),
+        Option("--asynchronous", "devices compute while their hosts go on, as GPUs do"),
+    ),
+    "processors": (
+        Option(
+            "--cpus-per-worker N",
+            "CPUs of each worker (default: all CPUs dealt out evenly)",
+            positive_integer,
+        ),
+        Option(
+            "--pin",
+            "bind each worker to its CPUs (default: yes if no CPU has to be shared)",
+            more={"action": argparse.BooleanOptionalAction},
+        ),
+    ),
+    "output and end": (
+        Option(
+            "--only-chief --quiet-workers",
+            "show the output of worker 0 only; a failed worker's last lines are shown anyway",
+        ),
+        Option(
+            "--tf-logs",
+            "show also what TensorFlow logs of its start (its warnings are shown anyway)",
+        ),
+        Option("--log-dir DIRECTORY", "write worker-N.log for each worker", Path),
+        Option(
+            "--grace-seconds S",
+            "time to obey a signal before a stronger one follows (default: 10)",
+            not_negative,
+            10.0,
+        ),
+    ),
+}
+
+
 def add_run_command(commands: Commands) -> None:
     run = add_command(
         commands,
@@ -102,137 +219,10 @@ def add_run_command(commands: Commands) -> None:
         "and why.",
         _EPILOG,
     )
-    _add_target(run)
-    _add_ray(run)
-    _add_emulation(run)
-    _add_processors(run)
-    _add_output(run)
-    run.set_defaults(check=functools.partial(check_run, run))
-
-
-def _add_target(run: argparse.ArgumentParser) -> None:
-    run.add_argument(
-        "-w",
-        "--workers",
-        type=_workers,
-        metavar="N",
-        help="number of workers (default: the number of GPUs or speeds); with --ray also the least "
-        "and the most, such as 2:4",
-    )
-    run.add_argument(
-        "--gpus",
-        metavar="WHICH",
-        help="one worker for each GPU: auto for all of this machine, a number, or places such as "
-        "0,2; each worker sees its own only",
-    )
-    run.add_argument(
-        "--hosts",
-        metavar="HOSTS",
-        help="start the workers by ssh, in this directory on other machines: a file with 'host "
-        "[slots=N]' in each line, or hosts with commas, such as a,b:2,node[01-03]; with --gpus "
-        "auto each sees the next GPU of its host only",
-    )
-    add_cluster(run)
+    for title, options in _OPTIONS.items():
+        add_options(run.add_argument_group(title) if title else run, options)
     add_script(run)
-
-
-def _add_ray(run: argparse.ArgumentParser) -> None:
-    group = run.add_argument_group(
-        "Ray: workers that are lost are replaced, and new ones are added"
-    )
-    group.add_argument(
-        "--ray",
-        nargs="?",
-        const="auto",
-        metavar="ADDRESS",
-        help="start the workers on the Ray cluster of this machine, or that of an address (see "
-        "keras_het.ray.Trainer)",
-    )
-    group.add_argument(
-        "--resources",
-        type=_resources,
-        metavar="NAME=AMOUNT,...",
-        help="with --ray, what each worker needs, in Ray's units: GPU=1, or a resource that its "
-        "nodes were started with (default: CPU=1)",
-    )
-
-
-def _add_emulation(run: argparse.ArgumentParser) -> None:
-    group = run.add_argument_group("emulation of devices of different speed")
-    group.add_argument(
-        "--speeds",
-        type=speeds_of,
-        metavar="A,B,...",
-        help="relative speed of each worker's device in samples per second, such as 4,2,1",
-    )
-    group.add_argument(
-        "--sample-milliseconds",
-        type=not_negative,
-        default=4.0,
-        metavar="MS",
-        help="time of one sample on a device of speed 1 (default: 4)",
-    )
-    group.add_argument(
-        "--fixed-milliseconds",
-        type=not_negative,
-        default=0.0,
-        metavar="MS",
-        help="time of a step without samples, on every device (default: 0)",
-    )
-    group.add_argument(
-        "--asynchronous",
-        action="store_true",
-        help="devices compute while their hosts go on, as GPUs do",
-    )
-
-
-def _add_processors(run: argparse.ArgumentParser) -> None:
-    group = run.add_argument_group("processors")
-    group.add_argument(
-        "--cpus-per-worker",
-        type=positive_integer,
-        metavar="N",
-        help="CPUs of each worker (default: all CPUs dealt out evenly)",
-    )
-    group.add_argument(
-        "--pin",
-        action=argparse.BooleanOptionalAction,
-        help="bind each worker to its CPUs (default: yes if no CPU has to be shared)",
-    )
-
-
-def _add_output(run: argparse.ArgumentParser) -> None:
-    run.add_argument(
-        "--keep-env",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="pass a variable that looks like a secret (TOKEN, SECRET, PASSWORD, "
-        "API_KEY and the like in its name) to the workers all the same; may be a pattern such as "
-        "'AWS_*', and may come several times",
-    )
-    group = run.add_argument_group("output and end")
-    group.add_argument(
-        "--only-chief",
-        "--quiet-workers",
-        action="store_true",
-        help="show the output of worker 0 only; a failed worker's last lines are shown anyway",
-    )
-    group.add_argument(
-        "--tf-logs",
-        action="store_true",
-        help="show also what TensorFlow logs of its start (its warnings are shown anyway)",
-    )
-    group.add_argument(
-        "--log-dir", type=Path, metavar="DIRECTORY", help="write worker-N.log for each worker"
-    )
-    group.add_argument(
-        "--grace-seconds",
-        type=not_negative,
-        default=10.0,
-        metavar="S",
-        help="time to obey a signal before a stronger one follows (default: 10)",
-    )
+    run.set_defaults(check=functools.partial(check_run, run))
 
 
 def check_run(run: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -459,23 +449,3 @@ def _report(
         display.say("the other workers have trained to the end without it, which is no failure.")
         return 0
     return (first if first in ended_training else ended_training[0]).shell_exit_code
-
-
-def _workers(text: str) -> int | tuple[int, int]:
-    least, colon, most = text.partition(":")
-    if not colon:
-        return positive_integer(text)
-    found = positive_integer(least), positive_integer(most)
-    if found[0] > found[1]:
-        raise argparse.ArgumentTypeError(f"expected the least before the most, received {text!r}")
-    return found
-
-
-def _resources(text: str) -> dict[str, float]:
-    found = {}
-    for part in text.split(","):
-        name, equals, amount = part.partition("=")
-        if not (name.strip() and equals and number(amount) > 0):
-            raise argparse.ArgumentTypeError(f"expected such as GPU=1,het=1, received {text!r}")
-        found[name.strip()] = number(amount)
-    return found

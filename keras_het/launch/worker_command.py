@@ -10,9 +10,11 @@ import sys
 
 from keras_het.launch.cluster_environment import SLURM, place_of, read_hosts
 from keras_het.launch.grammar import (
+    CLUSTER_OPTIONS,
     Commands,
-    add_cluster,
+    Option,
     add_command,
+    add_options,
     add_script,
     check_script,
     script_command,
@@ -45,20 +47,17 @@ def add_worker_command(commands: Commands) -> None:
         "runs the script in its place.",
         _EPILOG,
     )
-    worker.add_argument(
-        "--gpus",
-        metavar="WHICH",
-        help="as in keras-het run; under Slurm each task of a host takes one of them. Elsewhere "
-        "one process on each host starts a worker for each; all hosts have as many, unless --hosts "
-        "tells the numbers",
+    gpus = (
+        "as in keras-het run; under Slurm each task of a host takes one of them. Elsewhere one "
+        "process on each host starts a worker for each; all hosts have as many, unless --hosts "
+        "tells the numbers"
     )
-    worker.add_argument(
-        "--hosts",
-        metavar="HOSTS",
-        help="host of each worker: a file with 'host [slots=N]' in each line, or hosts with "
-        "commas, such as a,b:2,node[01-03], where :2 stands for two workers",
+    hosts = (
+        "host of each worker: a file with 'host [slots=N]' in each line, or hosts with commas, "
+        "such as a,b:2,node[01-03], where :2 stands for two workers"
     )
-    add_cluster(worker)
+    own = (Option("--gpus WHICH", gpus), Option("--hosts HOSTS", hosts))
+    add_options(worker, (*own, *CLUSTER_OPTIONS))
     add_script(worker)
     worker.set_defaults(check=functools.partial(check_script, worker))
 

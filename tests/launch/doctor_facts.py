@@ -4,7 +4,8 @@ import dataclasses
 import json
 from typing import Any
 
-from keras_het.launch.doctor.facts import Facts, Gpu
+from keras_het.launch.doctor.examination import run_checks
+from keras_het.launch.doctor.facts import Facts, Finding, Gpu
 from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts
 from keras_het.strategy.cluster.cluster_config import read_cluster_config
 
@@ -50,3 +51,7 @@ def in_cluster(text: str, environ: dict[str, str] | None = None, **changes: Any)
     except ValueError as error:
         config, wrong = None, str(error)
     return having(ALONE, environ, cluster=config, cluster_problem=wrong, **changes)
+
+
+def found(given: Facts, check: str) -> list[Finding]:
+    return [finding for finding in run_checks(given) if finding.check == check]

@@ -240,16 +240,13 @@ def test_the_traceback_of_the_cause_is_the_last_one(
         raise ValueError("the root cause")
         """
     )
-    result = launch("run", "-w", "2", path, str(tmp_path / "marker"), TMPDIR=str(tmp_path)).finish()
+    result = launch("run", "-w", "2", path, str(tmp_path / "marker")).finish()
     lines = result.stderr.splitlines()
     assert "[worker 0]   File" in result.stderr and "[worker 1]   File" not in result.stderr
     assert "[worker 1] ValueError: the root cause" in lines
     at = lines.index("[keras-het]   Traceback (most recent call last):")
     assert lines[-2] == "[keras-het]   ValueError: the root cause" and at > len(lines) // 2
     assert lines[-1].startswith("[keras-het] worker 1 failed first: ValueError: the root cause (")
-    (log,) = tmp_path.glob("keras-het-*/worker-*.log")
-    assert log.name == "worker-1.log" and '  File "' in log.read_text()
-    assert f"[keras-het] all that worker 1 printed: {log}" in lines
 
 
 def test_a_worker_that_ends_before_the_others_is_the_cause(
@@ -425,12 +422,12 @@ def test_help_fits_on_a_screen(
         (["run", __file__, "--workers", "2"], f"keras-het run --workers ... {re.escape(__file__)}"),
         (["run", __file__, "--speeds=2,1"], "received --speeds=2,1 after"),
         (["run", "-w", "2", "--port", "700", __file__], "--port needs --hosts"),
-        (["run", "--workers", "0", __file__], "at least 1, received '0'"),
-        (["run", "--workers", "two", __file__], "at least 1, received 'two'"),
+        (["run", "--workers", "0", __file__], "at least 1, .*, received '0'"),
+        (["run", "--workers", "two", __file__], "at least 1, .*, received 'two'"),
         (["run", "--workers", "2", "missing.py"], "there is no file 'missing.py'"),
         (["run", "--workers", "2", "a" * 5000], "there is no file 'aaa"),
         (["run", "--speeds", "4,2", "--workers", "3", __file__], "2 speeds, but --workers is 3"),
-        (["run", "--speeds", "4,,1", __file__], "such as 4,2,1; received '4,,1'"),
+        (["run", "--speeds", "4,,1", __file__], "such as 4,2,1, received '4,,1'"),
         (["run", "--speeds", "4,0", __file__], "positive numbers"),
         (["run", "--speeds", "inf", __file__], "positive numbers"),
         (["run", "-w", "2", "--sample-milliseconds", "5", __file__], "needs --speeds"),

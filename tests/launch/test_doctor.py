@@ -28,6 +28,7 @@ from doctor_facts import (
     RTX_5080,
     TWO,
     WITH_GPU,
+    found,
     having,
     in_cluster,
     tf_config,
@@ -52,10 +53,6 @@ from keras_het.launch.doctor.facts import (
 )
 from keras_het.launch.doctor.links import Measurement
 from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts, ask_tensorflow
-
-
-def found(given: Facts, check: str) -> list[Finding]:
-    return [finding for finding in run_checks(given) if finding.check == check]
 
 
 def problem(given: Facts, check: str) -> Finding:

@@ -6,17 +6,12 @@ import dataclasses
 import sys
 
 import pytest
-from doctor_facts import A100, GTX_750, WITH_GPU, having
+from doctor_facts import A100, GTX_750, WITH_GPU, found, having
 from fake_nvml import FakeNvml
 from fake_nvml import Gpu as FakeGpu
 
-from keras_het.launch.doctor.examination import run_checks
-from keras_het.launch.doctor.facts import NOTE, Facts, Finding, list_gpus
+from keras_het.launch.doctor.facts import NOTE, Facts, list_gpus
 from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts
-
-
-def found(given: Facts, check: str) -> list[Finding]:
-    return [finding for finding in run_checks(given) if finding.check == check]
 
 
 def listed(monkeypatch: pytest.MonkeyPatch, module: FakeNvml) -> Facts:

@@ -4,7 +4,9 @@ import dataclasses
 import io
 import itertools
 import os
+import re
 import sysconfig
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 import keras_het
 from keras_het.launch.local.display import Display, WorkerLogs
-from keras_het.launch.local.failure_report import describe_failures
+from keras_het.launch.local.failure_report import describe_failures, save_output
 from keras_het.launch.local.tracebacks import TracebackFilter, uncaught_error
 from keras_het.launch.local.worker_process import LineSplitter, OutputLine, WorkerResult, strip_ansi
 
@@ -267,6 +269,10 @@ def test_what_python_and_its_libraries_print(error: str, output: str) -> None:
     printed = [strip_ansi(line) for line in output.splitlines()]
     assert str(uncaught_error(printed)) == error
     assert shown(TracebackFilter(keep_logs=True), 0, printed) == printed
+    # of another worker the error comes first, not the marks below a frame's source
+    of_another = shown(TracebackFilter(keep_logs=True, shown=1), 0, printed)
+    first = next((line for line in of_another if line.strip() and not line.startswith(" ")), "")
+    assert not re.fullmatch(r"[~^]+", first), of_another
 
 
 @pytest.mark.parametrize(
@@ -370,6 +376,20 @@ def test_of_two_errors_the_first_is_the_cause() -> None:
     effect, cause = describe_failures(results, False).splitlines()
     assert effect.startswith("worker 0 failed after it: ValueError: my callback failed (")
     assert cause == "worker 1 failed first: KeyError: 'rows'"
+
+
+def test_other_errors_whose_frames_were_hidden_are_in_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    results = [
+        WorkerResult(index, 1, False, float(index), "out", "\n".join(output))
+        for index, output in enumerate([OWN, CHAINED, LOST, OWN, CHAINED])
+    ]
+    (said,) = save_output(results, {1, 2, 3})
+    (path,) = tmp_path.glob("*/*")
+    assert said == f"all that worker 1 printed: {path}"
+    assert path.read_text().splitlines() == ["out", *CHAINED]
 
 
 @pytest.mark.parametrize("code", [1, -15])

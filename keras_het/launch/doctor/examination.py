@@ -86,12 +86,10 @@ def plan_of(facts: Facts) -> str:
     own = cluster_checks.own_task(config)
     if config.is_summation_machine or config.is_serving_only:
         return f"As {own}: serve the others, without training."
-    if config.is_async_worker:
-        return f"As {own}: train asynchronously, with {replicas}; {threads}."
-    if config.is_evaluator:
-        return f"As {own}: evaluate, with {replicas}; {threads}."
-    group = f"in a sync group of {config.num_workers} workers"
-    return f"As {own}: train {group}, with {replicas}; {threads}."
+    what = f"train in a sync group of {config.num_workers} workers"
+    if config.is_async_worker or config.is_evaluator:
+        what = "train asynchronously" if config.is_async_worker else "evaluate"
+    return f"As {own}: {what}, with {replicas}; {threads}."
 
 
 _STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", FAULT: "bold red"}

@@ -104,7 +104,6 @@ class WorkerLogs:
 
     def __init__(self, directory: Path, indices: Iterable[int], label: str | None = None) -> None:
         self._lock = threading.Lock()
-        self._failed: set[int] = set()
         self._files: dict[int, TextIO] = {}
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -122,29 +121,30 @@ class WorkerLogs:
     def write(self, worker_index: int, line: OutputLine) -> None:
         """Write one line, without colours; overwritten states of progress bars are omitted.
 
-        After an error nothing more is written to that file, but the thread that reads the worker's
-        output goes on: a worker with a full pipe would stall.
+        After an error nothing more is written to that file, but the worker's output is still read:
+        a worker with a full pipe would stall.
         """
-        if not line.is_final:
-            return
         with self._lock:
-            file = self._files[worker_index]
-            if file.closed or worker_index in self._failed:
+            file = self._files.get(worker_index)
+            if file is None or not line.is_final:
                 return
             try:
                 file.write(strip_ansi(line.text) + "\n")
             except OSError as error:
-                self._failed.add(worker_index)
+                self._close(worker_index)
                 sys.stderr.write(
                     f"[keras-het] {file.name} is not written any more: {error}. Training goes on; "
                     "make room, or give another --log-dir the next time.\n"
                 )
+
+    def _close(self, worker_index: int) -> None:
+        with contextlib.suppress(OSError):
+            self._files.pop(worker_index).close()
 
     def __enter__(self) -> "WorkerLogs":
         return self
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
-            for file in self._files.values():
-                with contextlib.suppress(OSError):
-                    file.close()
+            for worker_index in list(self._files):
+                self._close(worker_index)

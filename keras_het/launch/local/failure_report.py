@@ -60,9 +60,14 @@ def last_words(result: WorkerResult) -> list[str]:
 
 
 def save_output(results: Sequence[WorkerResult], indices: Collection[int]) -> Iterator[str]:
-    """Write into files what some workers printed, but those that only lost another; return them."""
+    """Write what some workers printed into files, if their errors are others than the cause."""
+    cause = _error(first_to_fail(results))
     for result in results:
-        if result.index in indices and not _is_effect(result):
+        error = _error(result)
+        is_known = (
+            error is None or error.is_effect or (cause is not None and error.text == cause.text)
+        )
+        if result.index in indices and not is_known:
             path = Path(tempfile.mkdtemp(prefix="keras-het-")) / f"worker-{result.index}.log"
             path.write_text(f"{result.stdout}\n{result.stderr}\n", encoding="utf-8")
             yield f"all that worker {result.index} printed: {path}"

@@ -1,6 +1,5 @@
 """Free ports of this machine, reserved until the workers bind them."""
 
-import contextlib
 import secrets
 import socket
 from pathlib import Path
@@ -23,12 +22,13 @@ class ReservedPorts:
     def __init__(self, count: int) -> None:
         self._tcp: list[socket.socket] = []
         self._udp: list[socket.socket] = []
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.close)
+        try:
             for _ in range(count):
                 self._reserve_one()
-            self.ports = tuple(held.getsockname()[1] for held in self._tcp)
-            undo.pop_all()
+        except BaseException:
+            self.close()
+            raise
+        self.ports = tuple(held.getsockname()[1] for held in self._tcp)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -52,14 +52,12 @@ class ReservedPorts:
         self.close()
 
     def _reserve_one(self) -> None:
-        error: OSError | None = None
         for _ in range(_ATTEMPTS_PER_PORT):
             tcp, udp = socket.socket(), socket.socket(type=socket.SOCK_DGRAM)
             try:
                 tcp.bind((HOST, _candidate()))
                 udp.bind(tcp.getsockname())
-            except OSError as conflict:
-                error = conflict
+            except OSError:
                 tcp.close()
                 udp.close()
             else:
@@ -69,7 +67,7 @@ class ReservedPorts:
         raise OSError(
             f"No free port found on {HOST} in {_ATTEMPTS_PER_PORT} attempts. End other clusters on "
             "this machine."
-        ) from error
+        )
 
 
 def _candidate() -> int:

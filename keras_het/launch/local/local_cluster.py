@@ -1,5 +1,7 @@
 """A cluster of worker processes on this machine: started, watched and ended together."""
 
+import contextlib
+import itertools
 import math
 import os
 import queue
@@ -10,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Literal
 
 from keras_het.launch.local import watchdog
@@ -157,7 +158,16 @@ class LocalCluster:
         self._ports = ReservedPorts(self.num_workers + bool(self.num_async_workers))
         self._addresses = self._ports.addresses[: self.num_workers]
         try:
-            self._watchdog = _start_watchdog()
+            # -I -S: the standard library only, so it starts at once. In a session of its own:
+            # Ctrl-C in the terminal must not end it before the workers.
+            self._watchdog = subprocess.Popen(
+                [sys.executable, "-I", "-S", watchdog.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+            )
             self._ports.release()
             for index in range(self.num_workers):
                 self._start_worker(index)
@@ -322,14 +332,10 @@ class LocalCluster:
                 worker.send_signal(signal_number)
 
     def _tell_watchdog(self, change: Literal["+", "-"], worker: WorkerProcess) -> None:
-        if self._watchdog is None or self._watchdog.stdin is None:
-            return
-        try:
-            self._watchdog.stdin.write(f"{change}{worker.process_id}\n".encode())
-            self._watchdog.stdin.flush()
-        except OSError:
-            # The watchdog was killed; the workers are still ended with the cluster.
-            self._watchdog = None
+        if self._watchdog is not None and self._watchdog.stdin is not None:
+            # if it was killed, the workers are still ended with the cluster
+            with contextlib.suppress(OSError):
+                self._watchdog.stdin.write(f"{change}{worker.process_id}\n".encode())
 
     def _timeout_message(self, timeout: float | None) -> str:
         running = [worker for worker in self._workers if worker.index not in self._results]
@@ -378,19 +384,6 @@ def _number_of_workers(
     return num_workers
 
 
-def _start_watchdog() -> subprocess.Popen[bytes]:
-    # -I -S: standard library only, so it starts at once and nothing can interfere.
-    command = [sys.executable, "-I", "-S", str(Path(watchdog.__file__))]
-    # A separate session: a Ctrl-C in the terminal must not end it before the workers.
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
 def assign_cpus(
     num_workers: int,
     cpus: Sequence[int],
@@ -413,9 +406,12 @@ def assign_cpus(
         raise ValueError(
             "This operating system cannot bind processes to CPUs. Received: pin=True. Leave it out."
         )
-    sets = tuple(
-        _cpus_of(worker, num_workers, cpus, cpus_per_worker) for worker in range(num_workers)
-    )
+    if cpus_per_worker is None:
+        dealt = [cpus[at::num_workers] or [cpus[at % len(cpus)]] for at in range(num_workers)]
+    else:
+        endless = itertools.cycle(cpus)
+        dealt = [list(itertools.islice(endless, cpus_per_worker)) for _ in range(num_workers)]
+    sets = tuple(map(tuple, dealt))
     if pin is None:
         pin = can_pin and sum(len(own) for own in sets) <= len(cpus)
     threads = [len(own) for own in sets]
@@ -423,12 +419,3 @@ def assign_cpus(
         most = max(1, math.floor(usable / num_workers))
         threads = [min(number, most) for number in threads]
     return sets if pin else None, tuple(threads)
-
-
-def _cpus_of(
-    worker: int, num_workers: int, cpus: Sequence[int], cpus_per_worker: int | None
-) -> tuple[int, ...]:
-    if cpus_per_worker is None:
-        return tuple(cpus[worker::num_workers]) or (cpus[worker % len(cpus)],)
-    first = worker * cpus_per_worker
-    return tuple(cpus[(first + offset) % len(cpus)] for offset in range(cpus_per_worker))

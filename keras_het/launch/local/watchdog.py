@@ -1,30 +1,21 @@
 """A program that ends the workers if the launcher dies without a chance to do so.
 
 Its standard input is a pipe from the launcher, which writes `+GROUP` when it starts a process group
-and `-GROUP` when that group is gone. If the pipe ends without a goodbye, the launcher was killed.
-It runs by its path, with the standard library alone, and therefore starts in milliseconds.
+and `-GROUP` when that group is gone. The end of the pipe is that of the launcher. Linux can end a
+process with its parent (PR_SET_PDEATHSIG), but not what that process has started.
 """
 
 import contextlib
 import os
 import signal
 import sys
-from typing import TextIO
-
-
-def watch(commands: TextIO) -> set[int]:
-    groups: set[int] = set()
-    for line in commands:
-        change, group = line[:1], int(line[1:])
-        if change == "+":
-            groups.add(group)
-        else:
-            groups.discard(group)
-    return groups
 
 
 def main() -> None:
-    for group in watch(sys.stdin):
+    groups: set[int] = set()
+    for line in sys.stdin:
+        (groups.add if line.startswith("+") else groups.discard)(int(line[1:]))
+    for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
 
