@@ -55,6 +55,7 @@ class EachOnce:
         self._said.add(line)
         if line.startswith(_STARTED):  # what comes next is said of another group
             self._said.clear()
+            self._workers = TracebackFilter()
         return [line] * is_shown
 
 

@@ -272,6 +272,20 @@ def test_the_log_of_a_training_on_ray_has_a_line_for_each_event() -> None:
     assert shown == [*a_group, *a_group, "1", "1", "2", "2"]
 
 
+def test_frames_are_shown_of_the_first_worker_of_a_group_that_fails() -> None:
+    shown: list[str] = []
+    log = driver_log.EachOnce(lambda batch: shown.extend(batch["lines"]))
+
+    def say(actor: str, pid: int, *lines: str) -> None:
+        log({"actor_name": actor, "pid": pid, "is_err": True, "lines": list(lines)})
+
+    for number in range(2):
+        say("TrainController", 1, BEGINS[3])
+        for pid in (10 + number, 20 + number):
+            say("RayTrainWorker", pid, *LOGGED[1:])
+    assert shown == 2 * [BEGINS[3], *LOGGED[1:], LOGGED[-1]]
+
+
 def test_the_log_is_shortened_once_and_silence_stays() -> None:
     dispatcher = driver_log.ray_logging.global_worker_stdstream_dispatcher
     driver_log.shorten_log()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import socket
@@ -61,14 +62,11 @@ def bind_problem(address: str) -> int:
 
 def holder_of(port: int) -> str:
     """Return the program that listens on a port of this machine, empty if it is hidden."""
-    try:
-        for connection in psutil.net_connections("tcp"):
-            is_it = connection.laddr and connection.laddr.port == port
-            if is_it and connection.status == psutil.CONN_LISTEN:
-                name = psutil.Process(connection.pid).name() if connection.pid else ""
-                return f"{name} (process {connection.pid})" if name else ""
-    except (psutil.Error, OSError, RuntimeError):
-        pass
+    with contextlib.suppress(psutil.Error, OSError, RuntimeError):
+        for each in psutil.net_connections("tcp"):
+            is_it = each.laddr and each.laddr.port == port and each.status == psutil.CONN_LISTEN
+            if is_it and each.pid:
+                return f"{psutil.Process(each.pid).name()} (process {each.pid})"
     return ""
 
 
