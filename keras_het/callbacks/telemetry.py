@@ -41,6 +41,8 @@ _INTERVAL_SECONDS = 0.5
 # Writing takes longer than sampling, and steps wait for the interpreter meanwhile.
 _SAMPLES_PER_WRITE = 2
 _LATEST_STEPS = 50
+# With less, a step would be shown long after it was made.
+_LEAST_KEPT = 100
 _SHOWN_SECONDS = 0.1
 _FOLDER = "telemetry"
 
@@ -75,8 +77,9 @@ class Telemetry(SessionCallback):
 
     Args:
         log_dir: directory of the log, the one that is given to TensorBoard; None writes none.
-        keep_steps: latest steps that are kept one by one; of older ones the log keeps the least,
-            the median and the highest value of each 32.
+        keep_steps: steps that the log has one by one, the first of them. Of later ones it has the
+            lowest, the median and the highest value of each 4, and of twice as many whenever the
+            number of steps has doubled. Less than 100 is 100.
         progress: whether the four numbers stand in Keras's progress bar, too.
         prometheus_port: port on which the chief serves the metrics for Prometheus; None for none.
             Needs the extra "prometheus".
@@ -116,16 +119,14 @@ class Telemetry(SessionCallback):
         expect(is_address, expected, prometheus_address=prometheus_address)
         check_verbose(verbose)
         self._log_dir = None if log_dir is None else Path(log_dir) / _FOLDER
-        self._keep_steps = keep_steps
+        self._keep_steps = max(keep_steps, _LEAST_KEPT)
         self._prometheus = (prometheus_port, prometheus_address)
         self._verbose = verbose
         self._recorder: StepRecorder | None = None
-        self._sampler: HardwareSampler | None = None
-        self._log: EventLog | None = None
+        self._log = EventLog(None, ())
         self._endpoint: PrometheusEndpoint | None = None
         self._pipeline: PipelineLog | None = None
         self._background: Background | None = None
-        self._strategy: HeterogeneousStrategy | None = None
         self._paces: np.ndarray | None = None
         self._samples = 0
         self._shown: dict[str, float] = {}
@@ -136,7 +137,7 @@ class Telemetry(SessionCallback):
             self.on_train_batch_end = self._show_progress
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        strategy = self._strategy = heterogeneous_strategy(self.model, self)
+        strategy = heterogeneous_strategy(self.model, self)
         fit = self._required_session()
         if sum(isinstance(each, Telemetry) for each in fit.callbacks) > 1:
             raise ValueError(
@@ -144,35 +145,57 @@ class Telemetry(SessionCallback):
             )
         strategy._measure_phases(self.model, len(HARDWARE))
         strategy._sample_steps(fit)
-        local = list(strategy.compute_times.phases.devices)
-        self._sampler = HardwareSampler(local)
-        fit.on_end(self._sampler.close)
+        phases = strategy.compute_times.phases
+        local = list(phases.devices)
+        sampler = HardwareSampler(local)
+        fit.on_end(sampler.close)
         devices = devices_of(strategy, local, describe_devices(local))
-        self._recorder = recorder = StepRecorder(strategy, devices)
-        self._send_samples(strategy)
-        fit.before_callbacks("on_epoch_begin", lambda *_: self._begin(strategy, recorder, fit))
-        fit.before_callbacks("on_epoch_end", self._end_epoch)
+        recorder = self._recorder = StepRecorder(strategy, devices)
+
+        def tick() -> None:
+            phases.send_samples(np.asarray(sampler.sample()))
+            self._write_new(strategy, recorder)
+
+        def begin(*_: object) -> None:
+            if self._background is None:
+                self._begin(strategy, recorder, fit)
+                self._background = Background(tick, _INTERVAL_SECONDS)
+
+        def end_epoch(epoch: int, logs: Logs | None) -> None:
+            if logs is not None:
+                if fit.has_layer(Rank.REDUCE_LOCALLY):
+                    recorder.complete(strategy)
+                self._write_steps(recorder)
+                logs.update(recorder.logs())  # which all callbacks get
+
+        phases.send_samples(np.asarray(sampler.sample()))
+        fit.before_callbacks("on_epoch_begin", begin)
+        fit.before_callbacks("on_epoch_end", end_epoch)
 
     def _begin(
         self, strategy: HeterogeneousStrategy, recorder: StepRecorder, fit: FitSession
     ) -> None:
         """Begin with the step that comes next: only now a backup's is known."""
-        if self._background is not None:
-            return
         recorder.begin(int(keras.ops.convert_to_numpy(self.model.optimizer.iterations)))
-        if strategy.is_chief:
-            self._open_outlets(recorder, fit)
+        folder = self._log_dir if strategy.is_chief else None
+        first, names = recorder.first_step, tuple(HARDWARE)
+        self._log = EventLog(folder, recorder.devices, names, self._keep_steps, first_step=first)
+        fit.on_end(self._log.close)
+        port, address = self._prometheus
+        if port is not None and strategy.is_chief:
+            self._endpoint = PrometheusEndpoint(recorder.recording, port, address)
+            fit.on_end(self._endpoint.close)
         if hasattr(strategy, "measured_passes"):  # importing PipelineStrategy might fail
             self._pipeline = PipelineLog(strategy, recorder, self._log)
-        fit.on_change(self._note_change)
-        fit.on_end(lambda: self._end(fit.error))  # before the log is closed
-        self._background = Background(self._tick, _INTERVAL_SECONDS)
+        fit.on_change(lambda kind, text: self._log.write_change(recorder.note_change(kind, text)))
+        # before the log is closed
+        fit.on_end(lambda: self._end(recorder, strategy.is_chief, fit.error))
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Exclude the time between epochs from the steps."""
         if self._recorder is not None:
             pause = self._recorder.begin_epoch()
-            if self._log is not None and pause is not None:
+            if pause is not None:
                 self._log.write_pause(*pause)
 
     def recording(self) -> Recording:
@@ -194,38 +217,19 @@ class Telemetry(SessionCallback):
             self._shown_at, self._shown = now, self._recorder.logs(latest=_LATEST_STEPS)
         logs.update(self._shown)
 
-    def _end_epoch(self, epoch: int, logs: Logs | None) -> None:
-        """Add the epoch's numbers to what all callbacks get."""
-        if self._recorder is not None and self._strategy is not None and logs is not None:
-            if self._required_session().has_layer(Rank.REDUCE_LOCALLY):
-                self._recorder.complete(self._strategy)
-            self._write_steps(self._recorder)
-            logs.update(self._recorder.logs())
-
-    def _open_outlets(self, recorder: StepRecorder, fit: FitSession) -> None:
-        if self._log_dir is not None:
-            names = tuple(HARDWARE)
-            begin = {"first_step": recorder.first_step}
-            self._log = EventLog(self._log_dir, recorder.devices, names, self._keep_steps, **begin)
-            fit.on_end(self._log.close)
-        port, address = self._prometheus
-        if port is not None:
-            self._endpoint = PrometheusEndpoint(recorder.recording, port, address)
-            fit.on_end(self._endpoint.close)
-
-    def _watch_async_workers(self, step: int) -> None:
+    def _watch_async_workers(self, strategy: HeterogeneousStrategy, step: int) -> None:
         """Ask tasks of a hybrid training for their paces, and write those of async workers."""
         fit = FitSession.of(self.model)
         others = [] if fit is None else [getattr(c, "participant", None) for c in fit.callbacks]
         participant = next((each for each in others if isinstance(each, Participant)), None)
-        if participant is None or self._strategy is None:
+        if participant is None:
             return
         participant.shows_paces = True
         paces = participant.paces
-        if self._log is None or paces is None or paces is self._paces:
+        if paces is None or paces is self._paces:
             return
         self._paces = paces
-        for number, row in enumerate(paces[first_async_participant(self._strategy) :]):
+        for number, row in enumerate(paces[first_async_participant(strategy) :]):
             pace = Pace(*row)
             if pace.samples_per_second > 0:
                 self._log.write_async(
@@ -236,14 +240,9 @@ class Telemetry(SessionCallback):
                     samples_per_second=pace.samples_per_second,
                 )
 
-    def _tick(self) -> None:
-        """Sample this worker, and now and then write what is new."""
-        recorder, strategy = self._recorder, self._strategy
-        if recorder is None or strategy is None:
-            return
-        self._send_samples(strategy)
+    def _write_new(self, strategy: HeterogeneousStrategy, recorder: StepRecorder) -> None:
         sampled = recorder.sample()
-        if self._log is not None and sampled is not None:
+        if sampled is not None:
             self._log.write_hardware(*sampled)
         self._samples += 1
         if self._samples % _SAMPLES_PER_WRITE:
@@ -251,22 +250,17 @@ class Telemetry(SessionCallback):
         self._write_steps(recorder)
         if self._pipeline is not None:
             self._pipeline.write()
-        self._watch_async_workers(recorder.next_step)
-        if self._log is not None:
-            self._log.flush()
-
-    def _send_samples(self, strategy: HeterogeneousStrategy) -> None:
-        if self._sampler is not None:
-            strategy.compute_times.phases.send_samples(np.asarray(self._sampler.sample()))
+        self._watch_async_workers(strategy, recorder.next_step)
+        self._log.flush()
 
     def _write_steps(self, recorder: StepRecorder) -> None:
         # two threads come here, and what is written later counts where blocks overlap
         with self._writing:
             blocks = recorder.take_new()
-            if self._log is None or not blocks:
-                return
             for first, rows, measured in blocks:
                 self._log.write_steps(first, rows, measured)
+        if not blocks:
+            return
         numbers = recorder.logs(latest=len(rows))
         curves = {
             "step_seconds": throughput(rows[:, :4].sum(axis=1), rows[:, 4, 0]).step_seconds,
@@ -281,29 +275,20 @@ class Telemetry(SessionCallback):
         }
         self._log.write_scalars(first + len(rows) - 1, known)
 
-    def _note_change(self, kind: str, text: str) -> None:
-        if self._recorder is not None:
-            change = self._recorder.note_change(kind, text)
-            if self._log is not None:
-                self._log.write_change(change)
-
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, recorder: StepRecorder, is_chief: bool, error: BaseException | None) -> None:
         """Stop the thread and give the verdict, however the `fit` ended."""
         if self._background is not None:
             self._background.stop()
-        recorder = self._recorder
-        if recorder is not None:
-            with contextlib.suppress(Exception):  # after an error there may be nothing to read
-                self._write_steps(recorder)
-            with contextlib.suppress(Exception):
-                if self._pipeline is not None:
-                    self._pipeline.write(is_last=True)
-            try:
-                self.verdict = diagnose(recorder.recording())
-            except Exception as problem:  # a verdict is not worth the end of a training
-                self.verdict = Verdict((), (), (f"the diagnosis failed: {problem!r}",))
-            # below an error "nothing to do" would be wrong; a signal is no error of the training
-            is_told = self._verbose and not isinstance(error, Exception)
-            if is_told and self._strategy is not None and self._strategy.is_chief:
-                sys.stdout.write(f"\n{self.verdict}\n")
-        self._background = self._log = self._sampler = self._endpoint = self._pipeline = None
+        with contextlib.suppress(Exception):  # after an error there may be nothing to read
+            self._write_steps(recorder)
+        with contextlib.suppress(Exception):
+            if self._pipeline is not None:
+                self._pipeline.write(is_last=True)
+        try:
+            self.verdict = diagnose(recorder.recording())
+        except Exception as problem:  # a verdict is not worth the end of a training
+            self.verdict = Verdict((), (), (f"the diagnosis failed: {problem!r}",))
+        # below an error "nothing to do" would be wrong; a signal is no error of the training
+        if self._verbose and is_chief and not isinstance(error, Exception):
+            sys.stdout.write(f"\n{self.verdict}\n")
+        self._background = self._endpoint = self._pipeline = None

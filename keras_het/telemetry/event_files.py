@@ -5,24 +5,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
-import re
-import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_het.planning.diagnosis.recording import Recording
 from keras_het.tensorboard import log_format
-from keras_het.tensorboard.log_content import LogContent, NoSetupError, Value
-from keras_het.tensorboard.log_files import content_of, values_of
+from keras_het.tensorboard.log_content import LogContent, NoSetupError, Value, log_content
 
 _SCALAR, _TENSOR = 1, 2  # of tensorboard.DataClass, which TensorFlow's public API has not
-_STAMP = re.compile(rf"^{re.escape(log_format.FILE_PREFIX)}(\d{{10,}})\.")
 
-parse_event = tf.compat.v1.Event.FromString
+# What is read at once: memory takes several times as much.
+_MOST_BYTES, _MOST_RECORDS = 2**29, 1_000_000
+_FRAME = 16  # bytes of a record beside its data: the length, its checksum, that of the data
+_FLOAT, _STRING = 1, 7  # of TensorFlow's DataType
 READ_ERRORS = (OSError, tf.errors.OpError)
 """What reading or writing a file raises, on a disk or a remote file system."""
 
@@ -33,65 +34,92 @@ def event_files(directory: str) -> list[str]:
     return [os.path.join(directory, name) for name in log_format.own_files(names)]  # noqa: PTH118 - may be a URL
 
 
-def file_names(directory: str) -> Iterator[str]:
-    """Paths for the files of one process: each comes after all that the directory has."""
-    # A clock that was put back, or another machine's, must not bring them into another order.
-    stamps = [
-        int(found.group(1))
-        for path in event_files(directory)
-        if (found := _STAMP.match(path.rpartition("/")[2]))
-    ]
-    stamp = max([int(time.time()), *(stamp + 1 for stamp in stamps)])
-    host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname()) or "host"
-    start = f"{log_format.FILE_PREFIX}{stamp:010d}.{host}.{os.getpid()}"
-    for number in itertools.count():
-        name = f"{start}.{number:06d}{log_format.FILE_SUFFIX}"
-        yield os.path.join(directory, name)  # noqa: PTH118 - may be a URL
-
-
 class EventFile:
     """An event file that is being written."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._writer = tf.io.TFRecordWriter(path)
-        first = tf.compat.v1.Event(wall_time=time.time(), file_version="brain.Event:2")
+    def __init__(self, directory: str) -> None:
+        # Its name, and the times of its values, come after all that the directory has: a clock that
+        # was put back, or another machine's, must not bring them into another order.
+        tf.io.gfile.makedirs(directory)
+        written = [tf.io.gfile.stat(path).mtime_nsec * 1e-9 for path in event_files(directory)]
+        now, latest = time.time(), max(written, default=0.0)
+        self._time = now if now > latest else latest + 1.0
+        name = f"{log_format.FILE_PREFIX}{self._time:017.6f}.{os.getpid()}{log_format.FILE_SUFFIX}"
+        self.path = os.path.join(directory, name)  # noqa: PTH118 - may be a URL
+        self._writer = tf.io.TFRecordWriter(self.path)
+        first = tf.compat.v1.Event(wall_time=self._time, file_version="brain.Event:2")
         self._writer.write(first.SerializeToString())
 
-    def write(self, values: list[Value]) -> None:
-        summary = tf.compat.v1.Summary(value=[_summary_value(each) for each in values])
-        event = tf.compat.v1.Event(wall_time=values[0].time, step=values[0].step, summary=summary)
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        self._time = max(time.time(), self._time + 1e-6)
+        summary = tf.compat.v1.Summary(value=itertools.starmap(_summary_value, values.items()))
+        event = tf.compat.v1.Event(wall_time=self._time, step=step, summary=summary)
         self._writer.write(event.SerializeToString())
 
     def flush(self) -> None:
         self._writer.flush()
+        # writing to a file that somebody has removed is no error to the system
+        if not tf.io.gfile.exists(self.path):
+            raise FileNotFoundError(f"{self.path} was removed.")
 
     def close(self) -> None:
         self._writer.close()
 
 
-def _summary_value(value: Value) -> Any:
-    is_curve = not value.tag.startswith(f"{log_format.PLUGIN}/")
+def _summary_value(tag: str, value: Any) -> Any:
+    is_curve = tag in log_format.CURVES
     metadata = tf.compat.v1.SummaryMetadata(
-        summary_description=log_format.description(value.tag),
+        summary_description=log_format.CURVES.get(tag, ""),
         data_class=_SCALAR if is_curve else _TENSOR,
     )
     metadata.plugin_data.plugin_name = "scalars" if is_curve else log_format.PLUGIN
     if not is_curve:
         metadata.plugin_data.content = log_format.metadata_content()
-    tensor = tf.make_tensor_proto(value.value)
-    return tf.compat.v1.Summary.Value(tag=value.tag, metadata=metadata, tensor=tensor)
+    return tf.compat.v1.Summary.Value(
+        tag=tag, metadata=metadata, tensor=tf.make_tensor_proto(value)
+    )
 
 
-def content_at(path: str, most: int = 2**40) -> bytes:
-    """Return what a file holds, of a long one its first bytes."""
+def _records(path: str) -> Iterator[bytes]:
+    """Yield the records of a file up to its first damage, as TensorBoard reads them."""
+    records = tf.data.TFRecordDataset(path, buffer_size=2**18).take(_num_records(path))
+    some = records.ignore_errors().batch(100)
+    yield from itertools.chain.from_iterable(some.as_numpy_iterator())
+
+
+def _num_records(path: str) -> int:
+    """Count what is whole: TensorFlow crashes where a record claims to be longer than memory."""
     with tf.io.gfile.GFile(path, "rb") as file:
-        return file.read(min(most, file.size()))
+        size, end = file.size(), 0
+        for count in range(_MOST_RECORDS):
+            file.seek(end)
+            end += _FRAME + int.from_bytes(file.read(8), "little")
+            if end > size:
+                return count
+    return _MOST_RECORDS
 
 
-def read_events(path: str) -> list[Value]:
-    """Return the values of an event file's whole records."""
-    return values_of(content_at(path), parse_event)[0]
+def _values(record: bytes) -> list[Value]:
+    try:
+        event = tf.compat.v1.Event.FromString(record)
+    except Exception:  # each library of protocol buffers has its own
+        return []
+    return [
+        Value(each.tag, event.step, event.wall_time, _content(each.tensor))
+        for each in event.summary.value
+    ]
+
+
+def _content(tensor: Any) -> Any:
+    """An array of float32, or bytes; None for what a log has not."""
+    shape = [each.size for each in tensor.tensor_shape.dim]
+    if tensor.dtype == _STRING and len(tensor.string_val) == 1 and not shape:
+        return tensor.string_val[0]
+    raw = tensor.tensor_content or np.array(tensor.float_val, "<f4").tobytes()
+    # a tensor may claim a shape of which it has only one value
+    if tensor.dtype != _FLOAT or min(shape, default=0) < 0 or len(raw) != 4 * math.prod(shape):
+        return None
+    return np.frombuffer(raw, "<f4").reshape(shape) if len(shape) <= 4 else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +145,18 @@ def runs_below(log_dir: str | os.PathLike[str]) -> dict[str, list[str]]:
 
 
 def read_run(paths: list[str]) -> LogContent:
-    return content_of(paths, content_at, parse_event, READ_ERRORS)
+    """Read a training's event files; of a log that is too large, the latest ones."""
+    values: list[Value] = []
+    room = _MOST_BYTES
+    for path in reversed(paths):
+        with contextlib.suppress(*READ_ERRORS):  # removed meanwhile
+            for record in _records(path):
+                room -= len(record)
+                if room < 0:
+                    message = f"The log is too large: a part of {path}, and older files, left out."
+                    return log_content(values, [message])
+                values += _values(record)
+    return log_content(values)
 
 
 def read_log(log_dir: str | os.PathLike[str]) -> list[Run]:

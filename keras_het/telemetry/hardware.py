@@ -112,11 +112,7 @@ def _open_gpus(devices: Sequence[str]) -> tuple[Nvml | None, dict[str, Any]]:
 
 
 class GpuValues:
-    """The part of `HARDWARE` that belongs to a GPU.
-
-    Power, temperature, clocks and their limits of a MIG device are those of the whole GPU; its
-    utilization is unknown, because NVML does not measure it.
-    """
+    """The part of `HARDWARE` that belongs to a GPU; of a MIG device, most is the whole GPU's."""
 
     def __init__(self, nvml: Nvml, device: Any, name: str) -> None:
         self._nvml = nvml

@@ -25,12 +25,11 @@ _DEVICES = Path("/sys")
 
 
 class HostValues:
-    """The part of `HARDWARE` that is the same for all replicas of this process.
+    """The part of `HARDWARE` that is the same for all replicas of this process."""
 
-    Where a cgroup has a CPU quota or a memory limit, the tightest one bounds the machine's values.
-    Disks and network cards are those of the machine: what lies on top of them (partitions, mirrors,
-    bridges) would count the same bytes twice, and the loopback device is left out.
-    """
+    # Where a cgroup has a CPU quota or a memory limit, the tightest one bounds the machine's
+    # values. Disks and network cards are those of the machine: what lies on top of them
+    # (partitions, mirrors, bridges) would count the same bytes twice.
 
     def __init__(self, cgroups: Path = CGROUPS, membership: Path | None = None) -> None:
         self._cgroups = cgroups

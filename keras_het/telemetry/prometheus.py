@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,11 +19,7 @@ _UNITS |= {"Cel": "celsius", "{cpu}": "cpus"}
 
 
 class PrometheusEndpoint:
-    """An HTTP server on which Prometheus finds `/metrics`.
-
-    Times are means over the latest 50 steps. Names of sampled quantities are OpenTelemetry's, as
-    its exporter for Prometheus writes them.
-    """
+    """An HTTP server on which Prometheus finds `/metrics`, with means over the latest steps."""
 
     def __init__(self, recording: Callable[[], Recording], port: int, address: str) -> None:
         try:
@@ -57,41 +53,36 @@ class PrometheusEndpoint:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         recording = self._recording()
-        rows = (
-            recording.between(int(recording.steps[-1]) - _LATEST_STEPS + 1, 2**62)
-            if len(recording.steps)
-            else recording
-        )
+        last = int(recording.steps[-1]) if len(recording.steps) else -1
+        rows = recording.between(last - _LATEST_STEPS + 1, 2**62)
         names = [device.name for device in recording.devices]
+
+        def gauge(name: str, text: str, labels: Sequence[str], values: Mapping[Any, Any]) -> Any:
+            family = GaugeMetricFamily(name, text, labels=labels)
+            for of_labels, value in values.items():
+                if not np.isnan(value):
+                    family.add_metric(of_labels, float(value))
+            return family
+
+        def by_device(values: Any, *more: str) -> dict[tuple[str, ...], Any]:
+            return {(name, *more): value for name, value in zip(names, values, strict=True)}
+
         steps = CounterMetricFamily("keras_het_steps", "Steps of the training.")
-        steps.add_metric([], float(recording.steps[-1] + 1) if len(recording.steps) else 0.0)
+        steps.add_metric([], float(last + 1))
         yield steps
-        phases = GaugeMetricFamily(
-            "keras_het_step_seconds", "Parts of a step.", labels=["device", "phase"]
-        )
-        shares = GaugeMetricFamily("keras_het_share_samples", "Samples a step.", labels=["device"])
-        rate = GaugeMetricFamily("keras_het_samples_per_second", "Samples a second of all devices.")
         if len(rows.steps):
-            for phase in PHASES:
-                for name, value in zip(names, getattr(rows, phase).mean(axis=0), strict=True):
-                    phases.add_metric([name, phase], float(value))
-            for name, value in zip(names, rows.shares[-1], strict=True):
-                shares.add_metric([name], float(value))
-            speed = throughput(rows.wall, rows.samples).samples_per_second
-            if not np.isnan(speed):
-                rate.add_metric([], speed)
-        yield from (phases, shares, rate)
+            of_phases = [by_device(getattr(rows, phase).mean(axis=0), phase) for phase in PHASES]
+            seconds = {key: value for each in of_phases for key, value in each.items()}
+            text, labels = "Parts of a step.", ["device", "phase"]
+            yield gauge("keras_het_step_seconds", text, labels, seconds)
+            shares = by_device(rows.shares[-1])
+            yield gauge("keras_het_share_samples", "Samples a step.", ["device"], shares)
+            speed = {(): throughput(rows.wall, rows.samples).samples_per_second}
+            yield gauge("keras_het_samples_per_second", "Samples of all devices.", [], speed)
         for quantity, (unit, _) in HARDWARE.items():
             values = recording.hardware.get(quantity)
-            if values is None or not len(values):
-                continue
-            family = GaugeMetricFamily(
-                "_".join(filter(None, [quantity.replace(".", "_"), _UNITS.get(unit, "")])),
-                f"{quantity} of a device or its worker.",
-                labels=["device"],
-            )
-            for name, value in zip(names, values[-1], strict=True):
-                if not np.isnan(value):
-                    family.add_metric([name], float(value))
-            if family.samples:
-                yield family
+            if values is not None and np.isfinite(values[-1:]).any():
+                # OpenTelemetry's name, as its exporter for Prometheus writes it
+                name = "_".join(filter(None, [quantity.replace(".", "_"), _UNITS.get(unit, "")]))
+                text = f"{quantity} of a device or its worker."
+                yield gauge(name, text, ["device"], by_device(values[-1]))

@@ -88,10 +88,7 @@ class StepRecorder:
             self._measured = np.concatenate([self._measured, measured[own]])[-_KEPT_STEPS:]
 
     def take_new(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """Read, and return the steps since the last call in blocks without gaps.
-
-        A block is its first step, its rows, and which of them were measured.
-        """
+        """Read, and return first step, rows and what was measured of new blocks without gaps."""
         self.read()
         with self._lock:
             new = self._steps > self._taken

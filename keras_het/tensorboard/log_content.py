@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -25,12 +26,12 @@ from keras_het.tensorboard import log_format
 from keras_het.tensorboard.log_format import MOST_DEVICES, ROWS, Setup, parse_plan
 
 _MEDIAN, _HIGHEST = log_format.ORDER.index("median"), log_format.ORDER.index("highest")
-_MOST_PASSES, _MOST_TEXTS, _MOST_MESSAGES = 500, 100_000, 20
+_MOST_PASSES, _MOST_TEXTS = 500, 100_000
 # What a log of a training cannot have; within this, whatever it says is shown.
 _LAST_STEP = 2**50
 _LAST_TIME = 1e11  # a wall time in seconds: in the year 5138
 _LONGEST_TEXT, _LONGEST_TAG = 2**22, 60
-_LARGEST_SHARE, _LARGEST_SAMPLE = 1e9, 1e18
+_LARGEST_SHARE, _LARGEST_SAMPLE, _LARGEST_BLOCK = 1e9, 1e18, 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,20 @@ class LogContent:
     last of which was measured, int64 of shape [T, 2]."""
 
 
+class Lost:
+    """What could not be read: how many values, and why the first of them."""
+
+    number, _first = 0, ""
+
+    def add(self, value: Value, reason: str) -> None:
+        self._first = self._first or f"{value.tag[:_LONGEST_TAG]} of step {value.step}: {reason}"
+        self.number += 1
+
+    def __str__(self) -> str:
+        values = "1 value" if self.number == 1 else f"{self.number} values"
+        return f"{values} could not be read. {self._first}" if self.number else ""
+
+
 class NoSetupError(ValueError):
     """A log does not say of which devices it is."""
 
@@ -77,25 +92,19 @@ def windows(rows: Any, every: int) -> Any:
     return np.stack([ordered[:, 0], middle, at(known - 1)], axis=1)
 
 
-def has_time(value: Value) -> bool:
-    """Tell whether a value can have been written at its time, which a NaN is not."""
-    return 0 <= value.time <= _LAST_TIME
-
-
 def is_readable(value: Value) -> bool:
-    """Tell whether a value is of the kind that its tag says, with numbers that can be.
-
-    Whatever reads a log asks here first: what is damaged, or made to do harm, may be anything.
-    """
+    """Tell whether a value is of the kind that its tag says, with numbers that can be."""
     content, tag = value.value, value.tag
-    if not (0 <= value.step <= _LAST_STEP and has_time(value)):
+    if not (0 <= value.step <= _LAST_STEP and 0 <= value.time <= _LAST_TIME):  # nor NaN
         return False
     if tag in log_format.TEXTS:
         return isinstance(content, bytes) and len(content) <= _LONGEST_TEXT
     every = log_format.steps_per_row(tag)
     if not log_format.has_numbers(tag):
         return content is not None and not tag.startswith(log_format.THINNED)
-    if not isinstance(content, np.ndarray) or content.dtype.kind != "f" or not content.size:
+    if not isinstance(content, np.ndarray) or content.dtype.kind != "f":
+        return False
+    if not 0 < content.size <= _LARGEST_BLOCK:
         return False
     if tag == log_format.MEASURED:
         return content.ndim == 1
@@ -108,31 +117,27 @@ def is_readable(value: Value) -> bool:
 
 
 def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogContent:
-    """Return what values say, of which the one written last counts where they contradict.
-
-    A training that went back to an earlier step and was continued from there has written these
-    steps twice, perhaps on other devices. The columns are those of the latest setup. A damaged
-    value is left out, and `messages` says so.
-    """
-    told = dict.fromkeys(messages)
-    ordered = sorted(_undamaged(values, told), key=lambda each: each.time)
-    parse_setup = functools.cache(log_format.parse_setup)  # each file begins with the same one
-    parsed = _parsed(ordered, log_format.SETUP, parse_setup, told)
+    """Return what values say, of which the one written last counts where they contradict."""
+    # A training that went back to an earlier step and was continued from there has written these
+    # steps twice, perhaps on other devices.
+    told, lost = list(messages), Lost()
+    ordered = sorted(_undamaged(values, lost), key=lambda each: each.time)
+    parse_setup = functools.cache(log_format.parse_setup)  # each start has the same one
+    parsed = _parsed(ordered, log_format.SETUP, parse_setup, lost)
     setups = [(each.time, each.value) for each in parsed]
     if not setups:
-        reasons = " ".join(_first(told))
         raise NoSetupError(
-            f"This log names no devices: its first record is missing or torn. {reasons}".rstrip()
+            f"This log names no devices: its first record is missing or torn. {lost}".rstrip()
         )
-    for version in sorted({setup.version for _, setup in setups}):
-        if version > log_format.VERSION:
-            told[
-                f"This log has version {version} of the format; this version of keras_het reads "
-                f"version {log_format.VERSION} and may leave something out."
-            ] = None
-    pipeline, passes = _pipeline(ordered, setups[-1], told)
+    newest_version = max(setup.version for _, setup in setups)
+    if newest_version > log_format.VERSION:
+        told.append(
+            f"This log has version {newest_version} of the format; this version of keras_het reads "
+            f"version {log_format.VERSION} and may leave something out."
+        )
+    pipeline, passes = _pipeline(ordered, setups[-1], lost)
     begins = _begins(parsed)
-    columns = _Columns(setups, begins, told, keeps_gone=pipeline is None)
+    columns = _Columns(setups, begins, lost, keeps_gone=pipeline is None)
     every, steps, rows, highest, measured = _steps(
         [each for each in ordered if log_format.steps_per_row(each.tag)],
         columns,
@@ -141,13 +146,13 @@ def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogCon
     missing = np.diff(steps) - every[:-1]
     if np.any(missing > 0):
         row = int(np.argmax(missing > 0))
-        told[
+        told.append(
             f"{np.sum(missing[missing > 0])} steps are not in this log, the first of them is step "
             f"{steps[row] + every[row]}."
-        ] = None
+        )
 
     def entries(tag: str) -> list[Value]:
-        return _parsed(ordered, tag, log_format.parse_entries, told)
+        return _parsed(ordered, tag, log_format.parse_entries, lost)
 
     changes = [
         Change(each.step, str(entry.get("kind", "")), str(entry.get("text", "")))
@@ -178,7 +183,8 @@ def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogCon
         for entry in each.value
     )
     known = _windows(recording, every)
-    return LogContent(recording, every, highest, exchanges, _first(told), passes, known)
+    told += [str(lost)] if lost.number else []
+    return LogContent(recording, every, highest, exchanges, tuple(told), passes, known)
 
 
 def _windows(recording: Recording, every: Integers) -> Integers | None:
@@ -192,31 +198,16 @@ def _windows(recording: Recording, every: Integers) -> Integers | None:
     return np.stack([recording.steps[first], recording.steps[last] + every[last] - 1], axis=1)
 
 
-def _first(messages: dict[str, None]) -> tuple[str, ...]:
-    more = len(messages) - _MOST_MESSAGES
-    others = [f"And {more} other messages like these."] if more > 0 else []
-    return (*[*messages][:_MOST_MESSAGES], *others)
-
-
-def _undamaged(values: Iterable[Value], messages: dict[str, None]) -> list[Value]:
-    kept: list[Value] = []
-    damaged: dict[str, list[int]] = {}
+def _undamaged(values: Iterable[Value], lost: Lost) -> Iterator[Value]:
     for each in values:
         if is_readable(each):
-            kept.append(each)
+            yield each
         else:
-            damaged.setdefault(each.tag[:_LONGEST_TAG], []).append(each.step)
-    for tag, steps in damaged.items():
-        number = "1 value" if len(steps) == 1 else f"{len(steps)} values"
-        messages[
-            f"{number} of {tag} could not be read, the first at step {steps[0]}: damaged, and left "
-            "out."
-        ] = None
-    return kept
+            lost.add(each, "damaged.")
 
 
 def _parsed(
-    values: Sequence[Value], tag: str, parse: Callable[[bytes], Any], messages: dict[str, None]
+    values: Sequence[Value], tag: str, parse: Callable[[bytes], Any], lost: Lost
 ) -> list[Value]:
     """Return the values of a tag, in the place of each text what it says."""
     found = []
@@ -224,7 +215,7 @@ def _parsed(
         try:
             found.append(dataclasses.replace(each, value=parse(each.value)))
         except ValueError as error:
-            messages[f"Left out, of step {each.step}: {error}"] = None
+            lost.add(each, str(error))
     return found
 
 
@@ -260,21 +251,20 @@ def _key(device: Device) -> str:
 
 
 class _Columns:
-    """Brings the columns of earlier setups into one order: those of the latest one come first.
+    """Brings the columns of earlier setups into one order: those of the latest one come first."""
 
-    Devices are known again by their identities. Those that are gone say so in their names; a plan
-    names devices by their places among the present ones, so that there it is only these.
-    """
+    # Devices are known again by their identities. Those that are gone say so in their names; a plan
+    # names devices by their places among the present ones, so that there it is only these.
 
     def __init__(
         self,
         setups: Sequence[tuple[float, Setup]],
         begins: Sequence[Value],
-        messages: dict[str, None],
+        lost: Lost,
         keeps_gone: bool = True,
     ) -> None:
         self._setups = setups
-        self._messages = messages
+        self._lost = lost
         present = setups[-1][1].devices
         gone: dict[str, Device] = {}
         for each, following in reversed([*itertools.pairwise(begins)] if keeps_gone else []):
@@ -295,17 +285,13 @@ class _Columns:
         )
 
     def setup_of(self, value: Value, num_replicas: int) -> Setup | None:
-        """The setup that was in force, if it has so many replicas; else one that has."""
-        fitting = [
-            (time, setup) for time, setup in self._setups if len(setup.devices) == num_replicas
-        ]
-        if not fitting:
-            self._messages[
-                f"Values of {num_replicas} replicas were left out: no setup has so many."
-            ] = None
-            return None
-        before = [setup for time, setup in fitting if time <= value.time]
-        return before[-1] if before else fitting[0][1]
+        """Return the setup that was in force, None if it has not so many replicas."""
+        before = bisect.bisect_right(self._setups, value.time, key=lambda each: each[0])
+        setup = self._setups[max(before - 1, 0)][1]
+        if len(setup.devices) == num_replicas:
+            return setup
+        self._lost.add(value, f"the setup has not {num_replicas} replicas.")
+        return None
 
     def take(self, array: Any, setup: Setup) -> Any:
         """Columns of an array (its last axis) in the present order; NaN where there is none."""
@@ -369,24 +355,19 @@ def _hardware(values: Sequence[Value], columns: _Columns) -> dict[str, Any]:
 
 
 def _pipeline(
-    values: Sequence[Value], setup: tuple[float, Setup], messages: dict[str, None]
+    values: Sequence[Value], setup: tuple[float, Setup], lost: Lost
 ) -> tuple[PipelineRecord | None, tuple[tuple[int, bytes], ...]]:
-    plans = _parsed(values, log_format.PLAN, functools.cache(parse_plan), messages)
+    plans = _parsed(values, log_format.PLAN, parse_plan, lost)
     if not plans or plans[-1].time < setup[0]:
         return None, ()
     record = plans[-1].value
     devices = range(len(setup[1].devices))
     known = all(device in devices for stage in record.stages for device in stage.devices)
     if not known or (record.predicted and len(record.predicted.events) != len(devices)):
-        messages["A plan was left out: it has devices that the setup has not."] = None
+        lost.add(plans[-1], "a plan with devices that the setup has not.")
         return None, ()
-    begin = plans[-1].time
-    for each in reversed(plans):
-        if each.value != plans[-1].value:
-            break
-        begin = each.time
     passes = _latest([each for each in values if each.tag == log_format.PASSES])
-    passes = [each for each in passes if each.time >= begin]
+    passes = [each for each in passes if each.time >= plans[-1].time]
     return record, tuple((each.step, each.value) for each in passes[-_MOST_PASSES:])
 
 

@@ -31,16 +31,18 @@ ROWS = (*PHASES, "share")
 ORDER = ("lowest", "median", "highest")
 """What a thinned block has of each window of steps, in the order of its second axis."""
 
-SETUP = "keras_het/setup"
-STEPS = "keras_het/steps"
+SETUP = "keras_het/setup"  # who takes part, as JSON; the texts below are JSON, too
+STEPS = "keras_het/steps"  # [steps, ROWS, replicas]
+# Of the block of STEPS with its time, [steps]: 1 for a step that was measured, 0 for one with the
+# values of the next one that was. A block without it has measured steps only.
 MEASURED = "keras_het/measured"
-THINNED = "keras_het/thinned_"
-HARDWARE_SAMPLES = "keras_het/hardware"
-CHANGES = "keras_het/changes"
-PAUSES = "keras_het/pauses"
-ASYNC = "keras_het/async"
-PLAN = "keras_het/plan"
-PASSES = "keras_het/passes"
+THINNED = "keras_het/thinned_"  # and a number of steps: [rows, ORDER, ROWS, replicas]
+HARDWARE_SAMPLES = "keras_het/hardware"  # [replicas, quantities], in the order of the setup
+CHANGES = "keras_het/changes"  # what was changed while the model trained
+PAUSES = "keras_het/pauses"  # seconds between two epochs
+ASYNC = "keras_het/async"  # exchanges of workers outside the sync group
+PLAN = "keras_het/plan"  # the stages of a model and the predicted passes of a step
+PASSES = "keras_het/passes"  # the measured passes of one step
 TEXTS = (SETUP, CHANGES, PAUSES, ASYNC, PLAN, PASSES)
 
 CURVES: Mapping[str, str] = {
@@ -50,20 +52,6 @@ CURVES: Mapping[str, str] = {
     "heterogeneous/input_wait": "Seconds of a step that the slowest input makes a replica wait.",
 }
 """Curves that TensorBoard's own Scalars tab shows, with their descriptions."""
-
-_DESCRIPTIONS = {
-    SETUP: "The devices of the replicas and the names of hardware quantities, as JSON.",
-    STEPS: f"[steps, {len(ROWS)}, replicas]: {', '.join(ROWS)}.",
-    MEASURED: "[steps], of the block of its time: 1 for a step that was measured, 0 for one with "
-    "the values of the next one that was. A block without it has measured steps only.",
-    THINNED: f"[windows, {len(ORDER)}, {len(ROWS)}, replicas]: {', '.join(ORDER)} of old steps.",
-    HARDWARE_SAMPLES: "[replicas, quantities], in the order of the setup's names.",
-    CHANGES: "What was changed while the model trained, as JSON.",
-    PAUSES: "Seconds between two epochs, as JSON.",
-    ASYNC: "Exchanges of workers outside the sync group, as JSON.",
-    PLAN: "The stages of a model and the predicted passes of a step, as JSON.",
-    PASSES: "The measured passes of one step of a model in stages, as JSON.",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,23 +87,13 @@ def has_numbers(tag: str) -> bool:
     return steps_per_row(tag) > 0 or tag in (HARDWARE_SAMPLES, MEASURED)
 
 
-def description(tag: str) -> str:
-    return _DESCRIPTIONS.get(THINNED if tag.startswith(THINNED) else tag, CURVES.get(tag, ""))
-
-
 def metadata_content() -> bytes:
     return json.dumps({"version": VERSION}).encode()
 
 
 def setup_text(devices: Sequence[Device], hardware: Sequence[str], process: str = "") -> str:
-    return json.dumps(
-        {
-            "version": VERSION,
-            "process": process,
-            "devices": [dataclasses.asdict(device) for device in devices],
-            "hardware": list(hardware),
-        }
-    )
+    setup = Setup(tuple(devices), tuple(hardware), VERSION, process)
+    return json.dumps(dataclasses.asdict(setup))
 
 
 def parse_setup(text: str | bytes) -> Setup:
@@ -149,15 +127,12 @@ def _refusing(text: str | bytes, expected: str) -> Iterator[None]:
 def entries_text(entries: Sequence[Mapping[str, Any]]) -> str:
     """Return the JSON text of what has happened at one step, with null for NaN and infinity."""
     plain = [{key: _plain(value) for key, value in each.items()} for each in entries]
-    return json.dumps(plain[0] if len(plain) == 1 else plain)
+    return json.dumps(plain)
 
 
 def parse_entries(text: str | bytes) -> list[dict[str, Any]]:
-    content = parse_json(text)
-    entries = content if isinstance(content, list) else [content]
-    if not all(isinstance(each, dict) for each in entries):
-        raise ValueError(f"Entries are JSON objects. Received: {text[:200]!r}.")
-    return entries
+    with _refusing(text, "Entries are a list of JSON objects."):
+        return [dict(each.items()) for each in parse_json(text)]
 
 
 def parse_json(text: str | bytes) -> Any:

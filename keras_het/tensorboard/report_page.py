@@ -23,10 +23,8 @@ _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
 
 
 def report_page(run: str, content: LogContent) -> str:
-    """Return the page about a training; it loads nothing, and runs its own scripts only.
-
-    The log is in it as base64, in which nothing can end an element.
-    """
+    """Return the page about a training; it loads nothing, and runs its own scripts only."""
+    # the log is in it as base64, in which nothing can end an element
     style, scripts = (
         _text("style.css") + _text("uPlot.min.css"),
         (_text("uPlot.iife.min.js"), _script()),

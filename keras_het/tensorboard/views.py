@@ -111,11 +111,7 @@ def messages(content: LogContent) -> list[str]:
 
 
 def diagnosis(content: LogContent) -> dict[str, Any]:
-    """Return who is slow and why, what that costs, two scores and what balancing has gained.
-
-    Of several generations it is about the newest one. Of a model in stages there are no costs: its
-    steps do not wait for the slowest replica.
-    """
+    """Return who is slow and why, what that costs, two scores and what balancing has gained."""
     recording = content.recording
     if not len(recording.steps):
         return {"verdict": [], "missing": [], "what_if": None, "scores": None, "gain": None}
@@ -131,6 +127,7 @@ def diagnosis(content: LogContent) -> dict[str, Any]:
         verdict = diagnose(newest)
         best, own_best = map(of_all, scores(newest))
         costs, gain = None, np.nan
+        # steps of a model in stages do not wait for the slowest replica
         if newest.pipeline is None and recent.mean(recent.seconds) > 0:
             costs, gain = what_if(newest, recent), gain_over_even(newest, recent)
     missing = [str(reason) for reason in verdict.missing]
@@ -277,10 +274,7 @@ def lanes(
 
 
 def sampled(content: LogContent, edges: Integers) -> list[tuple[int, str]] | None:
-    """Return of each column how many of its steps were not measured, and what to say of that.
-
-    None where all steps were measured.
-    """
+    """Return of each column how many steps were not measured and what to say; None if all were."""
     measured, known = content.recording.measured, content.windows
     if measured is None or known is None or measured.all():
         return None

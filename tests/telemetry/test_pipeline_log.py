@@ -70,20 +70,6 @@ def test_a_log_without_a_plan_has_none(tmp_path: Path) -> None:
     np.testing.assert_array_equal(run.recording.samples, np.full(5, 2))
 
 
-def test_each_file_has_the_plan_and_old_passes_are_thinned(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "telemetry", DEVICES, keep_steps=20, segment_steps=10, every=5)
-    log.write_plan(0, PLAN)
-    for step in range(60):
-        write_steps(log, step, 1)
-        log.write_passes(step, PASSES)
-    log.close()
-    run = only_run(tmp_path)
-    assert run.recording.pipeline == PLAN
-    steps = [step for step, _ in run.content.passes]
-    assert steps[:3] == [4, 9, 14]
-    assert steps[-3:] == [57, 58, 59]
-
-
 def test_another_fit_in_the_same_folder_has_its_own_plan_or_none(tmp_path: Path) -> None:
     folder = tmp_path / "telemetry"
     first = EventLog(folder, DEVICES)

@@ -98,10 +98,10 @@ def test_the_terminal_says_it_all(balanced: LogContent) -> None:
         "NVIDIA GeForce RTX 2080 Ti",
         "Balance: even shares would take",
         "step 40: shares 48 48 16 16 (boa: in proportion to measured speeds)",
-        "async worker 2: staleness 2, 40 ms an exchange, last heard of at step 120\n",
-        "async worker x: last heard of at step 10\n",
     ):
         assert part in text
+    exchanges = text.partition("Async workers")[2]
+    assert re.search(r"\n *2 +120 +– +2 +40 *\n *x +10 +– +– +– *\n", exchanges)
 
 
 def test_balance_is_compared_with_even_shares(balanced: LogContent) -> None:
@@ -311,7 +311,7 @@ def test_the_command_writes_all(
     out = capsys.readouterr().out
     assert out.startswith("first/telemetry\n4 replicas, 160 steps")
     assert "Add LoaderTuner on worker 0." in out
-    assert "async worker 2: staleness 4, 50 ms an exchange" in out
+    assert re.search(r"Async workers\n(.*\n)*? 2 +120 +– +4 +50 *\n", out)
     assert "Other trainings here: second/telemetry. Choose with --run NAME." in out
     assert f"Page: {files[0]}" in out
     assert files[0].read_text("utf-8").startswith("<!DOCTYPE html>")
@@ -364,7 +364,6 @@ def test_a_directory_without_a_log_is_refused_with_what_to_do(
         writer.write(b"")
     text = error(capsys, tmp_path)
     assert "There is no log of keras_het below" in text
-    assert f"Looked at 2 directories: {tmp_path}, {tmp_path / 'train'}" in text
     assert "1 event file there of other writers" in text
     assert "keras_het.callbacks.Telemetry(" in text
 
@@ -379,7 +378,6 @@ def test_a_log_without_its_first_record_is_refused(
     text = error(capsys, tmp_path)
     assert "The log in telemetry cannot be read: This log names no devices" in text
     assert "missing or torn" in text
-    assert ("bytes of" in text) == (size > 40)
 
 
 def test_a_foreign_file_with_our_name_is_refused(

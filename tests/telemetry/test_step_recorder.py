@@ -325,7 +325,7 @@ def test_a_diagnosis_that_fails_ends_no_training(logical_devices, tmp_path, monk
     telemetry = Telemetry(tmp_path)
     model.fit(make_data(), verbose=0, callbacks=[telemetry])
     assert str(telemetry.verdict).startswith("No verdict: the diagnosis failed: ZeroDivisionError")
-    assert len(read_log(tmp_path)) == 1 and telemetry._log is None
+    assert len(read_log(tmp_path)) == 1 and telemetry._background is None
 
 
 @pytest.mark.full

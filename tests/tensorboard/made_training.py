@@ -170,7 +170,7 @@ def write_generations(folder: Path, generations: Any = GENERATIONS, steps: int =
 
     for first, hosts in generations:
         path = folder / log_format.DIRECTORY
-        log = EventLog(path, machines(hosts), HARDWARE, first_step=first, segment_steps=100)
+        log = EventLog(path, machines(hosts), HARDWARE, first_step=first)
         # the first value is of a later step, as that of a sampler is
         log.write_hardware(first + 1, np.full((len(hosts), len(HARDWARE)), 0.5))
         block = balanced(hosts, steps)

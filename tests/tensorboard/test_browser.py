@@ -473,7 +473,7 @@ def test_the_tab_in_tensorboard(
     browser: Browser, tmp_path: Path, entry_point: None, load_fast: str, dark: bool
 ) -> None:
     folder = tmp_path / "logs"
-    made_training.write(folder, 3, 3000, keep_steps=1000, segment_steps=500)
+    made_training.write(folder, 3, 3000, keep_steps=1000)
     with tensorboard(folder, f"--load_fast={load_fast}") as start:
         until_there = "return fetch('data/plugins_listing').then(a => a.json())"
         browser.driver.get(start)
@@ -486,7 +486,7 @@ def test_the_tab_in_tensorboard(
         )
         browser.driver.switch_to.frame(frames[0])
         browser.ready()
-        assert browser.text(".range") == "steps 0 to 2,999, old ones thinned"
+        assert browser.text(".range") == "steps 0 to 2,999, later ones thinned"
         theme = browser.script("return document.documentElement.dataset.theme")
         assert theme == ("dark" if dark else "light")
         background = browser.script("return getComputedStyle(document.body).backgroundColor")

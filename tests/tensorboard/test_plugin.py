@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib.metadata
 import logging
@@ -13,12 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import made_training
+import numpy as np
 import pytest
 from tensorboard.backend import application
 from tensorboard.backend.event_processing import data_provider, plugin_event_multiplexer
+from tensorboard.context import RequestContext
 from tensorboard.plugins import base_plugin
 from werkzeug.test import Client
 
+from keras_het.telemetry.event_log import EventLog
 from keras_het.tensorboard import plugin as plugin_module
 from keras_het.tensorboard.loader import HetLoader
 from keras_het.tensorboard.plugin import HetPlugin
@@ -27,15 +31,31 @@ ROOT = Path(__file__).parents[2]
 START = "/data/plugin/keras_het"
 
 
+class Reader:
+    """What TensorBoard has read of the logs below a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+        self._read = plugin_event_multiplexer.EventMultiplexer(
+            tensor_size_guidance={"keras_het": 0}
+        )
+        self.provider = data_provider.MultiplexerDataProvider(self._read, self._folder)
+        self.read_new()
+
+    def read_new(self) -> None:
+        self._read.AddRunsFromDirectory(self._folder)
+        with contextlib.suppress(Exception):  # as in TensorBoard: its thread goes on after an error
+            self._read.Reload()
+
+    @property
+    def application(self) -> Any:
+        """TensorBoard's application with the plugin."""
+        context = base_plugin.TBContext(logdir=self._folder, data_provider=self.provider)
+        return application.TensorBoardWSGI([HetPlugin(context)], data_provider=self.provider)
+
+
 def application_of(folder: Path) -> Any:
-    """TensorBoard's application with the plugin, reading the logs below a folder."""
-    multiplexer = plugin_event_multiplexer.EventMultiplexer(tensor_size_guidance={"keras_het": 0})
-    multiplexer.AddRunsFromDirectory(str(folder))
-    with contextlib.suppress(Exception):  # as in TensorBoard, whose thread goes on after an error
-        multiplexer.Reload()
-    provider = data_provider.MultiplexerDataProvider(multiplexer, str(folder))
-    context = base_plugin.TBContext(logdir=str(folder), data_provider=provider)
-    return application.TensorBoardWSGI([HetPlugin(context)], data_provider=provider)
+    return Reader(folder).application
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +99,61 @@ def test_routes(client: Client, route: str, caplog: pytest.LogCaptureFixture) ->
     assert "In 3.0, this warning" not in caplog.text
 
 
-def test_what_has_been_written_since_the_last_question_is_shown(tmp_path: Path) -> None:
-    made_training.write(tmp_path, 3, 20)
-    client = Client(application_of(tmp_path))
-    for steps in (20, 40):
-        made_training.write(tmp_path, 3, steps)
-        answer: Any = client.get(f"{START}/overview?run=telemetry")
-        assert answer.json["last"] == steps
+def test_a_log_is_shown_while_it_grows_and_after_a_restart(tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    client = Client(reader.application)
+    devices = made_training.devices_of(3)
+    block = made_training.times(devices, 60)
+    for first in (0, 30):  # the second process goes back to an earlier step
+        log = EventLog(tmp_path / "telemetry", devices, first_step=first)
+        for start in range(first, first + 40, 20):
+            log.write_steps(start, block[:20] + start)
+            log.flush()
+            reader.read_new()
+            answer: Any = client.get(f"{START}/overview?run=telemetry").json
+            assert (answer["first"], answer["last"]) == (0, start + 20)
+            assert answer["messages"] == []
+    lanes: Any = client.get(f"{START}/lanes?run=telemetry&devices=0&first=20&last=40").json
+    shares = np.frombuffer(base64.b64decode(lanes["share"]), "<f4")
+    np.testing.assert_allclose(shares[[9, 10]], [block[9, 4, 0] + 20, block[0, 4, 0] + 30])
+
+
+def test_a_training_is_read_again_only_when_it_has_grown(tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    histories, context = plugin_module.Histories(reader.provider), RequestContext()
+    log = EventLog(tmp_path / "telemetry", made_training.devices_of(2))
+    found = []
+    for step in (0, 10):
+        log.write_steps(step, np.ones((10, 5, 2)))
+        log.flush()
+        reader.read_new()
+        found += [histories.read(context, "", "telemetry") for _ in range(2)]
+    assert found[0] is found[1] and found[2] is found[3]
+    assert [len(each.recording.steps) for each in found] == [10, 10, 20, 20]
+
+
+def test_what_is_read_at_once_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_training.write(tmp_path, 2, 1000)
+    histories = plugin_module.Histories(Reader(tmp_path).provider)
+    monkeypatch.setattr(plugin_module, "_MOST_BYTES", 10 * made_training.BLOCK * 5 * 2 * 4)
+    content = histories.read(RequestContext(), "", "telemetry")
+    assert len(content.recording.steps) == 10 * made_training.BLOCK
+
+
+def test_a_series_that_tensorboard_cannot_read_costs_itself_only(tmp_path: Path) -> None:
+    made_training.write(tmp_path, 2, 40)
+    provider = Reader(tmp_path).provider
+    read = provider.read_tensors
+
+    def fail(*arguments: Any, run_tag_filter: Any, **options: Any) -> Any:
+        if "keras_het/hardware" in run_tag_filter.tags:
+            raise MemoryError("3.6 TiB")
+        return read(*arguments, run_tag_filter=run_tag_filter, **options)
+
+    provider.read_tensors = fail
+    content = plugin_module.Histories(provider).read(RequestContext(), "", "telemetry")
+    assert len(content.recording.steps) == 40
+    assert content.messages == ("keras_het/hardware cannot be read: MemoryError('3.6 TiB')",)
 
 
 def test_lanes_are_of_few_devices(tmp_path: Path) -> None:

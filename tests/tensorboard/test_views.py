@@ -1,4 +1,4 @@
-"""What routes answer for trainings of a fake data provider, and series cut into columns."""
+"""What routes answer about trainings, and series cut into columns."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from typing import Any
 import made_training
 import numpy as np
 import pytest
-from fake_provider import FakeProvider
-from tensorboard import errors
 
 from keras_het.planning.diagnosis.recording import PHASES, Device
-from keras_het.tensorboard import log_format, plugin, views
+from keras_het.tensorboard import log_format, views
 from keras_het.tensorboard.log_content import LogContent, Value, log_content, windows
-from keras_het.tensorboard.plugin import Histories
 from keras_het.tensorboard.views import columns, edges_between
 
 
@@ -25,46 +22,6 @@ def training() -> LogContent:
 
 def unpacked(answer: dict[str, Any], name: str, rows: int) -> Any:
     return np.frombuffer(base64.b64decode(answer[name]), "<f4").reshape(rows, -1)
-
-
-def test_runs_and_their_content() -> None:
-    provider = FakeProvider(
-        {
-            "b/telemetry": made_training.values(2, 40),
-            "a/telemetry": made_training.values(3, 100),
-            "no setup": [Value(log_format.STEPS, 0, 1.0, np.zeros((1, 5, 2), np.float32))],
-        }
-    )
-    read = Histories(provider)
-    assert read.runs(None, "") == [
-        {"name": "a/telemetry", "written": 82.0},
-        {"name": "b/telemetry", "written": 34.0},
-    ]
-    content = read.read(None, "", "a/telemetry")
-    assert views.span(content) == (0, 100)
-    assert len(content.recording.devices) == 3
-    for unknown in ("no setup", "c", ""):
-        with pytest.raises(errors.NotFoundError):
-            read.read(None, "", unknown)
-
-
-def test_a_training_is_read_again_only_when_it_has_grown() -> None:
-    values = list(made_training.values(2, 100))
-    provider = FakeProvider({"run": values[:-6]})
-    read = Histories(provider)
-    first = read.read(None, "", "run")
-    reads = provider.reads
-    assert read.read(None, "", "run") is first
-    assert provider.reads == reads
-    provider.add("run", values[-6:])
-    later = read.read(None, "", "run")
-    assert len(later.recording.steps) > len(first.recording.steps)
-
-
-def test_what_is_read_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "_MOST_BYTES", 10 * made_training.BLOCK * 5 * 2 * 4)
-    content = Histories(FakeProvider({"run": made_training.values(2, 1000)})).read(None, "", "run")
-    assert len(content.recording.steps) == 10 * made_training.BLOCK
 
 
 def test_overview(training: LogContent) -> None:

@@ -23,12 +23,11 @@ def choose_run(log_dir: str, name: str | None) -> tuple[Run, list[str]]:
         chosen = max(runs, key=lambda each: _written(runs[each]))
         if name is not None:
             names = [os.path.normpath(name), os.path.normpath(f"{name}/{DIRECTORY}")]
-            known = [each for each in names if each in runs]
-            if not known:
+            chosen = next((each for each in names if each in runs), "")
+            if not chosen:
                 raise ValueError(
                     f"There is no training {name!r} in this log. There is: {listed([*runs])}."
                 )
-            chosen = known[0]
         others = [each for each in runs if each != chosen]
         return Run(chosen, read_run(runs[chosen])), others
     except NoSetupError as error:
@@ -52,15 +51,10 @@ def _written(paths: list[str]) -> int:
 
 
 def _nothing_there(log_dir: str) -> str:
-    found = [(folder, names) for folder, _, names in tf.io.gfile.walk(log_dir)]
-    where = f"Looked at {count(len(found), 'directory', 'directories')}"
-    others = sum("tfevents" in name for _, names in found for name in names)
-    text = (
-        f"There is no log of keras_het below {log_dir!r}. {where}: {listed([f for f, _ in found])}."
-    )
-    if others:
-        text += f" {count(others, 'event file')} there of other writers hold no such log."
+    files = [name for _, _, names in tf.io.gfile.walk(log_dir) for name in names]
+    others = count(sum("tfevents" in name for name in files), "event file")
     return (
-        f"{text} A training writes one with keras_het.callbacks.Telemetry({log_dir!r}) among the "
-        "callbacks of model.fit, on all workers."
+        f"There is no log of keras_het below {log_dir!r}; {others} there of other writers. A "
+        f"training writes one with keras_het.callbacks.Telemetry({log_dir!r}) among the callbacks "
+        "of model.fit, on all workers."
     )

@@ -32,12 +32,8 @@ def milliseconds(seconds: float | None) -> str:
     return number(seconds, 1e3)
 
 
-def percent(fraction: float) -> str:
-    return f"{round(fraction * 100)} %"
-
-
-def count(amount: int, one: str, several: str = "") -> str:
-    return f"{amount} {one if amount == 1 else several or f'{one}s'}"
+def count(amount: int, one: str) -> str:
+    return f"{amount} {one}{'' if amount == 1 else 's'}"
 
 
 def change_text(kind: str, text: str) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +17,6 @@ from keras_het.launch.report.plain_text import (
     count,
     milliseconds,
     number,
-    percent,
     plain,
 )
 from keras_het.planning.diagnosis.recording import PHASES
@@ -35,6 +33,7 @@ _WIDE = 120
 # Times that differ by less are equal.
 _SAME = 0.005
 # Quantities of the hardware, those that are their limits, units, and texts.
+_THROTTLED = "keras_het.cpu.throttled"
 _HARDWARE = (
     ("hw.gpu.utilization", "", 0.01, "GPU {} %"),
     ("hw.gpu.memory.usage", "hw.gpu.memory.limit", 1e9, "{} GB"),
@@ -42,7 +41,7 @@ _HARDWARE = (
     ("hw.temperature", "", 1.0, "{} °C"),
     ("keras_het.gpu.clock", "keras_het.gpu.clock_limit", 1e6, "{} MHz"),
     ("process.cpu.usage", "keras_het.cpu.budget", 1.0, "CPUs in use: {}"),
-    ("keras_het.cpu.throttled", "", 0.01, "stopped by a CPU quota {} % of the time"),
+    (_THROTTLED, "", 0.01, "stopped by a CPU quota {} % of the time"),
     ("system.cpu.utilization", "", 0.01, "host {} % busy"),
 )
 
@@ -68,202 +67,175 @@ def _parts(run: str, content: LogContent, width: int) -> Iterator[RenderableType
     first, last = costs["steps"] if costs else (overview["first"], overview["last"] - 1)
     recent = views.overview(content, views.between(content, first, last + 1))
     which = f"steps {first} to {last}" if last > first else f"step {first}"
-    present = content.recording.newest()[1]
-    devices = [{**recent["devices"][place], "place": place} for place in present]
-    yield Text(plain(run), style="bold")
-    yield Text(_summary(overview, len(devices)))
-    yield Text()
-    for line in diagnosis["verdict"]:
-        yield Text(plain(line), style="bold")
+    devices = [
+        {**recent["devices"][place], "place": place, "costs": costs and costs["by_device"][place]}
+        for place in content.recording.newest()[1]
+    ]
+    yield _text(run, "bold")
+    yield from map(_text, _summary(overview, len(devices)))
+    yield _text("")
+    yield from (_text(line, "bold") for line in diagnosis["verdict"])
     start = "The verdict does not know all" if diagnosis["verdict"] else "No verdict"
-    for reason in diagnosis["missing"]:
-        yield Text(f"{start}: {plain(reason)}.", style="yellow")
+    yield from (_text(f"{start}: {reason}.", "yellow") for reason in diagnosis["missing"])
     if plan := views.pipeline(content)["text"]:
-        yield Text("\nPlan of the pipeline", style="bold")
-        lines = plan.splitlines()[:_MOST_LINES]
-        # whole lines: a table that is wrapped cannot be read
-        yield Text("\n".join(f"  {plain(line)}" for line in lines), no_wrap=True)
+        yield from _heading("Plan of the pipeline")
+        for line in plan.splitlines()[:_MOST_LINES]:
+            yield Text(f"  {plain(line)}", no_wrap=True)  # a table that is wrapped cannot be read
     if overview["last"] > overview["first"]:
-        yield Text(f"\nMeans of a step ({which})", style="bold")
-        yield from _devices(devices, diagnosis, width)
+        yield from _heading(f"Means of a step ({which})")
+        yield from _devices(devices, diagnosis["scores"], width >= _WIDE)
         yield from _hardware(devices, views.latest_hardware(content))
     if costs:
-        yield Text(f"\nWhat a step would take ({which}, without stalls)", style="bold")
+        yield from _heading(f"What a step would take ({which}, without stalls)")
         yield _repairs(devices, costs)
-    if line := _balance(devices, diagnosis):
-        yield Text(f"\n{line}")
-    yield from _changes(overview["changes"])
-    yield from _exchanges(overview["exchanges"])
-    for message in views.messages(content):
-        yield Text(f"Log: {plain(message)}", style="yellow")
+        yield from map(_text, _balance(devices, costs["step_seconds"], diagnosis["gain"]))
+    if changes := overview["changes"]:
+        yield from _heading(f"What was changed ({len(changes)})")
+        if len(changes) > _MOST_CHANGES:
+            yield _text(f"{len(changes) - _MOST_CHANGES} earlier ones; --html FILE shows more")
+        for each in changes[-_MOST_CHANGES:]:
+            yield _text(f"  step {each['step']}: {change_text(each['kind'], each['text'])}")
+    if latest := {str(each.get("worker")): each for each in overview["exchanges"]}:
+        yield from _heading("Async workers")
+        yield _exchanges(latest)
+    yield from (_text(f"Log: {message}", "yellow") for message in views.messages(content))
 
 
-def _summary(overview: View, num_devices: int) -> str:
+def _text(text: str, style: str = "") -> Text:
+    return Text(plain(text), style)
+
+
+def _heading(text: str) -> tuple[Text, Text]:
+    return Text(), _text(text, "bold")
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int) -> Table:
+    """Return a table whose first columns are texts, and the others numbers."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="left" if place < num_texts else "right")
+    for row in rows:
+        table.add_row(*map(_text, row))
+    return table
+
+
+def _summary(overview: View, num_devices: int) -> Iterator[str]:
     num_steps = overview["last"] - overview["first"]
     text = f"{count(num_devices, 'replica')}, {count(num_steps, 'step')}"
-    if not overview["step_seconds"]:
-        return text
-    old = ", some by medians of several" if overview["thinned"] else ""
-    text = (
-        f"{text}{old}: {milliseconds(overview['step_seconds'])} ms a step, stalls included (median "
-        f"{milliseconds(overview['median_seconds'])} ms), "
-        f"{number(overview['samples_per_second'])} samples/s"
-    )
-    if not overview["pauses"]:
-        return text
-    pauses = f"{number(overview['pause_seconds'])} s in {count(overview['pauses'], 'pause')}"
-    return f"{text}\nBetween epochs: {pauses}; no part of a step"
+    if overview["step_seconds"]:
+        later = ", later ones by their medians" if overview["thinned"] else ""
+        text = (
+            f"{text}{later}: {milliseconds(overview['step_seconds'])} ms a step, stalls included "
+            f"(median {milliseconds(overview['median_seconds'])} ms), "
+            f"{number(overview['samples_per_second'])} samples/s"
+        )
+    yield text
+    if overview["pauses"]:
+        seconds, pauses = number(overview["pause_seconds"]), count(overview["pauses"], "pause")
+        yield f"Between epochs: {seconds} s in {pauses}; no part of a step"
 
 
-def _devices(devices: list[dict[str, Any]], diagnosis: View, width: int) -> Iterator[Any]:
-    is_wide = width >= _WIDE
+def _devices(
+    devices: Sequence[View], scores: View | None, is_wide: bool
+) -> Iterator[RenderableType]:
     has_products = is_wide and len({each["model"] for each in devices}) > 1
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("#", justify="right")
-    table.add_column("device", min_width=10)
-    if has_products:
-        table.add_column("product")
-    phases = (f"{name}\nms" for name in PHASES)
-    for name in ("share", "samples\n/s", *phases, "vs\nfastest", "vs own\nbest"):
-        table.add_column(name, justify="right")
-    shown = _slowest(devices, diagnosis["what_if"])
-    for each in shown:
-        wall = sum(each[name] or 0.0 for name in PHASES)
-        share, compute = each["share"], each["compute"]
+    slowest = sorted(devices, key=lambda each: each["costs"] or float("inf"))[:_MOST_DEVICES]
+
+    def row(device: View) -> Iterator[str]:
+        yield f"{device['place']}  {device['name']}"
+        if has_products:
+            yield device["model"]
+        share, compute = device["share"], device["compute"]
         speed = share / compute if share and compute and compute > 0 else None
-        times = [
-            milliseconds(each[name])
-            + (f" ({percent(each[name] / wall)})" if is_wide and each[name] is not None else "")
-            for name in PHASES
-        ]
-        scores = (
-            (diagnosis["scores"] or {}).get(name, {each["place"]: None})[each["place"]]
-            for name in ("against_best", "against_own_best")
-        )
-        table.add_row(
-            *(str(each["place"]), Text(plain(each["name"]))),
-            *([Text(plain(each["model"]))] if has_products else []),
-            *(number(share), number(speed), *times),
-            *(UNKNOWN if score is None else f"{score:.2f}" for score in scores),
-        )
-    yield table
+        yield number(share)
+        yield number(speed)
+        wall = sum(device[name] or 0.0 for name in PHASES)
+        for name in PHASES:
+            is_part = is_wide and device[name] is not None and wall > 0
+            part = f" ({round(100 * device[name] / wall)} %)" if is_part else ""
+            yield f"{milliseconds(device[name])}{part}"
+        for of_all in (scores or {}).values():
+            score = of_all[device["place"]]
+            yield UNKNOWN if score is None else f"{score:.2f}"
+
+    products = ["product"] if has_products else []
+    phases = [f"{name}\nms" for name in PHASES]
+    names = ["device", *products, "share", "samples\n/s", *phases, "vs\nfastest", "vs own\nbest"]
+    shown = sorted(slowest, key=lambda each: each["place"])
+    yield _table(names, map(tuple, map(row, shown)), 1 + has_products)
     if len(devices) > len(shown):
-        yield Text(f"and {len(devices) - len(shown)} others; --html FILE shows all\n")
+        yield _text(f"and {len(devices) - len(shown)} others; --html FILE shows all")
 
 
-def _slowest(devices: list[dict[str, Any]], costs: View | None) -> list[dict[str, Any]]:
-    """Return the devices whose repair would save most, in their order."""
-
-    def seconds(device: View) -> float:
-        known = costs["by_device"][device["place"]] if costs else None
-        return float("inf") if known is None else float(known)
-
-    return sorted(sorted(devices, key=seconds)[:_MOST_DEVICES], key=lambda each: each["place"])
-
-
-def _hardware(devices: list[dict[str, Any]], latest: Mapping[str, Any]) -> Iterator[Text]:
+def _hardware(devices: Sequence[View], latest: Mapping[str, Any]) -> Iterator[Text]:
     for each in devices[:_MOST_HARDWARE]:
         known = {name: values[each["place"]] for name, values in latest.items()}
-        known = {name: value for name, value in known.items() if value is not None}
-        texts = [plain(each["model"])] if each["model"] else []
+        texts = [each["model"]] if each["model"] else []
         for name, limit, unit, text in _HARDWARE:
-            if known.get(name, 0.0) < unit and name == "keras_het.cpu.throttled":
+            if known.get(name) is None or (name == _THROTTLED and known[name] < unit):
                 continue
-            if name in known:
-                most = f" of {number(known[limit] / unit)}" if limit in known else ""
-                texts.append(
-                    text.format(
-                        f"{number(round(known[name] / unit, 0 if '%' in text else 2))}{most}"
-                    )
-                )
+            value = number(round(known[name] / unit, 0 if "%" in text else 2))
+            most = known.get(limit)
+            texts.append(
+                text.format(value if most is None else f"{value} of {number(most / unit)}")
+            )
         if texts:
-            yield Text(f"{plain(each['name'])}: {', '.join(texts)}", style="dim")
+            yield _text(f"{each['name']}: {', '.join(texts)}", "dim")
     if latest and len(devices) > _MOST_HARDWARE:
-        yield Text("--html FILE shows the hardware of all", style="dim")
+        yield _text("--html FILE shows the hardware of all", "dim")
 
 
-def _repairs(devices: list[dict[str, Any]], costs: View) -> RenderableType:
+def _repairs(devices: Sequence[View], costs: View) -> RenderableType:
     now = costs["step_seconds"]
 
     def worst(seconds: Mapping[str, float | None]) -> list[tuple[str, float]]:
-        saving = [
-            (n, s) for n, s in seconds.items() if s is not None and 1 - s / now > _LEAST_SAVED
-        ]
+        known = [(name, each) for name, each in seconds.items() if each is not None]
+        saving = [each for each in known if 1 - each[1] / now > _LEAST_SAVED]
         return sorted(saving, key=lambda each: each[1])[:_MOST_NAMED]
 
     of_worker = Counter(str(each["worker"]) for each in devices)
+    shared = [name for name in of_worker if of_worker[name] > 1 and len(of_worker) > 1]
     rows = [
         ("now", now),
-        *worst({f"{each['name']} not slow": costs["by_device"][each["place"]] for each in devices}),
-        *worst(
-            {
-                f"worker {name} not slow": seconds
-                for name, seconds in costs["by_worker"].items()
-                if of_worker[name] > 1 and len(of_worker) > 1
-            }
-        ),
-        *((text, costs["by_phase"][name]) for name, text in PHASE_REPAIRS.items()),
+        *worst({f"{each['name']} not slow": each["costs"] for each in devices}),
+        *worst({f"worker {name} not slow": costs["by_worker"][name] for name in shared}),
+        *((text, costs["by_phase"][name] or now) for name, text in PHASE_REPAIRS.items()),
     ]
-    longest = max(seconds or 0.0 for _, seconds in rows)
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(max_width=60)
-    table.add_column(justify="right")
-    table.add_column(justify="right")
-    table.add_column()
+    longest = max(seconds for _, seconds in rows)
+    table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
     for name, seconds in rows:
-        bar = "▇" * round(_BAR * max(seconds or 0.0, 0.0) / longest)
-        change = round(100 * (seconds / now - 1)) if seconds is not None else 0
-        saved = "" if name == "now" or seconds is None else f"{change:+} %".replace("+0", "0")
-        table.add_row(Text(plain(name)), f"{milliseconds(seconds)} ms", saved, Text(bar, "cyan"))
-    return Padding(table, (0, 0, 0, 2), expand=False)
+        bar = "▇" * round(_BAR * max(seconds, 0.0) / longest)
+        saved = "" if name == "now" else f"{round(100 * (seconds / now - 1))} %"
+        table.add_row(_text(f"  {name}"), f"{milliseconds(seconds):>5} ms", f"{saved:>5}", bar)
+    return table
 
 
-def _balance(devices: list[dict[str, Any]], diagnosis: View) -> str:
-    costs, gain = diagnosis["what_if"], diagnosis["gain"]
+def _balance(devices: Sequence[View], now: float, gain: float | None) -> Iterator[str]:
     shares = [each["share"] for each in devices if each["share"] is not None]
-    if not costs or gain is None or len(shares) < 2:
-        return ""
+    if gain is None or len(shares) < 2:
+        return
+    yield ""
     # the last samples of a batch that cannot be divided evenly go somewhere
     if max(shares) - min(shares) <= 1:
-        return "Balance: shares are even."
-    if abs(gain - 1) <= _SAME:
-        text = "no difference"
-    else:
-        text = f"{gain:.2f} times the samples/s" if gain > 1 else "even shares would be faster"
-    now = costs["step_seconds"]
-    return (
-        f"Balance: even shares would take {milliseconds(gain * now)} ms a step, now "
-        f"{milliseconds(now)} ms: {text}."
-    )
+        yield "Balance: shares are even."
+        return
+    faster = f"{gain:.2f} times the samples/s" if gain > 1 else "even shares would be faster"
+    text = faster if abs(gain - 1) > _SAME else "no difference"
+    times = f"{milliseconds(gain * now)} ms a step, now {milliseconds(now)} ms"
+    yield f"Balance: even shares would take {times}: {text}."
 
 
-def _changes(changes: list[View]) -> Iterator[Text]:
-    if changes:
-        yield Text(f"\nWhat was changed ({len(changes)})", style="bold")
-    if len(changes) > _MOST_CHANGES:
-        yield Text(f"  {len(changes) - _MOST_CHANGES} earlier ones; --html FILE shows more")
-    for each in changes[-_MOST_CHANGES:]:
-        yield Text(f"  step {each['step']}: {plain(change_text(each['kind'], each['text']))}")
+def _exchanges(latest: Mapping[str, View]) -> Table:
+    def value(each: View, name: str, factor: float = 1.0) -> str:
+        found = each.get(name)
+        return number(found, factor) if isinstance(found, int | float) else UNKNOWN
 
-
-def _exchanges(exchanges: list[View]) -> Iterator[Text]:
-    latest = {_worker(each.get("worker")): each for each in exchanges}
-    if latest:
-        yield Text("\nAsync workers", style="bold")
-    for worker, each in sorted(latest.items()):
-        known = [
-            (each.get("samples_per_second"), 1.0, "{} samples/s"),
-            (each.get("staleness"), 1.0, "staleness {}"),
-            (each.get("exchange_seconds"), 1e3, "{} ms an exchange"),
-        ]
-        texts = [
-            text.format(number(value, factor))
-            for value, factor, text in known
-            if isinstance(value, int | float)
-        ]
-        heard = f"last heard of at step {int(each['step'])}"
-        yield Text(f"  async worker {worker}: {', '.join([*texts, heard])}")
-
-
-def _worker(name: Any) -> str:
-    return number(name) if isinstance(name, float) else plain(str(name))
+    names = ("worker", "last heard of\nat step", "samples\n/s", "staleness", "exchange\nms")
+    rows = [
+        (
+            *(worker.removesuffix(".0"), value(each, "step"), value(each, "samples_per_second")),
+            *(value(each, "staleness"), value(each, "exchange_seconds", 1e3)),
+        )
+        for worker, each in sorted(latest.items())
+    ]
+    return _table(names, rows, 1)

@@ -256,7 +256,7 @@ class Page {
     this.heatMap.choices(overview.quantities, this.quantity);
     this.reset.hidden = this.range.first === null;
     const measured = overview.measured === null ? "" : `, ${count(overview.measured)} measured`;
-    const thinned = `${measured}${overview.thinned ? ", old ones thinned" : ""}`;
+    const thinned = `${measured}${overview.thinned ? ", later ones thinned" : ""}`;
     this.shown.textContent =
       overview.last > overview.first ? `${this.part()}${steps(overview.first, overview.last)}${thinned}` : "";
     this.changes.show(overview.changes);

@@ -40,7 +40,7 @@ export class Verdict {
         [
           "step",
           seconds(overview.step_seconds ?? NaN),
-          `${overview.thinned ? "old ones by their medians" : "stalls included"}; median ${seconds(
+          `${overview.thinned ? "later ones by their medians" : "stalls included"}; median ${seconds(
             overview.median_seconds ?? NaN,
           )}`,
         ],
