@@ -30,7 +30,7 @@ from keras_het.planning.diagnosis.steps import throughput
 from keras_het.planning.diagnosis.verdict import Verdict, diagnose
 from keras_het.strategy.keras_calls import SessionCallback
 from keras_het.telemetry.event_log import EventLog, PipelineLog
-from keras_het.telemetry.hardware import HardwareSampler, describe_devices
+from keras_het.telemetry.hardware import HardwareSampler
 from keras_het.telemetry.prometheus import PrometheusEndpoint
 from keras_het.telemetry.step_recorder import Background, StepRecorder, devices_of
 
@@ -149,7 +149,7 @@ class Telemetry(SessionCallback):
         local = list(phases.devices)
         sampler = HardwareSampler(local)
         fit.on_end(sampler.close)
-        devices = devices_of(strategy, local, describe_devices(local))
+        devices = devices_of(strategy, local, sampler.products)
         recorder = self._recorder = StepRecorder(strategy, devices)
 
         def tick() -> None:

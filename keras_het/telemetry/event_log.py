@@ -109,7 +109,7 @@ class EventLog:
     def close(self) -> None:
         """End the log; a later call writes nothing."""
         with self._lock:
-            self._guard(self._write_rest)
+            self._guard(self._write_remaining)
             self._guard(self._flush)
             self._release()
             self._ended = True
@@ -148,7 +148,7 @@ class EventLog:
 
     def _write_rows(self, first: int, rows: Any, measured: Any) -> None:
         if first != self._next + len(self._rows):  # a gap, or steps of which more is known now
-            self._write_rest()
+            self._write_remaining()
             self._next = first
         rows = np.concatenate([self._rows, rows])
         every = self._steps_per_row(self._next)
@@ -162,7 +162,7 @@ class EventLog:
             self._write(self._next, written)
         self._next, self._rows = self._next + count, rows[count:]
 
-    def _write_rest(self) -> None:
+    def _write_remaining(self) -> None:
         """Write the steps that do not fill a row one by one."""
         if len(self._rows):
             self._write(self._next, {log_format.STEPS: self._rows})

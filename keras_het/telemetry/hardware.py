@@ -45,6 +45,11 @@ class HardwareSampler:
         self._columns = {name: column for column, name in enumerate(self.names)}
         self._host = HostValues(cgroups, membership)
         self._nvml, handles = _open_gpus(devices)
+        # such as "NVIDIA A100-SXM4-40GB"; empty if unknown
+        self.products = tuple(
+            self._nvml.name_of(handles[name]) if self._nvml and name in handles else product
+            for name, product in zip(devices, device_names.product_names(devices), strict=True)
+        )
         self._gpus = [
             GpuValues(self._nvml, handles[name], device_names.gpu_name(name) or name)
             if self._nvml and name in handles
@@ -66,17 +71,6 @@ class HardwareSampler:
         """Give NVIDIA's management library back; a second call does nothing."""
         if self._nvml:
             self._nvml.close()
-
-
-def describe_devices(devices: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the products, such as "NVIDIA A100-SXM4-40GB"; empty if unknown."""
-    nvml, handles = _open_gpus(devices)
-    found = device_names.product_names(devices)
-    if nvml:
-        named = {name: nvml.name_of(handle) for name, handle in handles.items()}
-        found = tuple(named.get(name, other) for name, other in zip(devices, found, strict=True))
-        nvml.close()
-    return found
 
 
 def _open_gpus(devices: Sequence[str]) -> tuple[Nvml | None, dict[str, Any]]:

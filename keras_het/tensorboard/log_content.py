@@ -120,7 +120,7 @@ def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogCon
     """Return what values say, of which the one written last counts where they contradict."""
     # A training that went back to an earlier step and was continued from there has written these
     # steps twice, perhaps on other devices.
-    told, lost = list(messages), Lost()
+    notes, lost = list(messages), Lost()
     ordered = sorted(_undamaged(values, lost), key=lambda each: each.time)
     parse_setup = functools.cache(log_format.parse_setup)  # each start has the same one
     parsed = _parsed(ordered, log_format.SETUP, parse_setup, lost)
@@ -131,7 +131,7 @@ def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogCon
         )
     newest_version = max(setup.version for _, setup in setups)
     if newest_version > log_format.VERSION:
-        told.append(
+        notes.append(
             f"This log has version {newest_version} of the format; this version of keras_het reads "
             f"version {log_format.VERSION} and may leave something out."
         )
@@ -146,7 +146,7 @@ def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogCon
     missing = np.diff(steps) - every[:-1]
     if np.any(missing > 0):
         row = int(np.argmax(missing > 0))
-        told.append(
+        notes.append(
             f"{np.sum(missing[missing > 0])} steps are not in this log, the first of them is step "
             f"{steps[row] + every[row]}."
         )
@@ -183,8 +183,8 @@ def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogCon
         for entry in each.value
     )
     known = _windows(recording, every)
-    told += [str(lost)] if lost.number else []
-    return LogContent(recording, every, highest, exchanges, tuple(told), passes, known)
+    notes += [str(lost)] if lost.number else []
+    return LogContent(recording, every, highest, exchanges, tuple(notes), passes, known)
 
 
 def _windows(recording: Recording, every: Integers) -> Integers | None:

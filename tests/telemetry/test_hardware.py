@@ -21,7 +21,7 @@ from keras_het import device_names
 from keras_het.device_names import gpu_name, identities, processor_name
 from keras_het.planning.diagnosis.recording import HARDWARE
 from keras_het.telemetry import host_values
-from keras_het.telemetry.hardware import HardwareSampler, describe_devices
+from keras_het.telemetry.hardware import HardwareSampler
 from keras_het.usable_cpus import own_cpus
 
 GPU_NAMES = [name for name in HARDWARE if name.startswith(("hw.", "keras_het.gpu"))]
@@ -97,7 +97,7 @@ def test_older_drivers_and_bindings(monkeypatch):
     found = values(HardwareSampler(["GPU:0"]))
     assert found["keras_het.gpu.throttle_reasons"] == 4.0
     assert found["hw.gpu.memory.usage"] == 2**30 + 600 * 2**20  # what the driver reserves, too
-    assert describe_devices(["GPU:0"]) == (A100,)
+    assert HardwareSampler(["GPU:0"]).products == (A100,)
 
 
 def test_what_a_gpu_does_not_have_is_asked_once(monkeypatch, caplog):
@@ -177,7 +177,7 @@ def test_a_part_of_a_gpu_has_its_memory_and_the_clocks_of_the_whole(monkeypatch)
     assert math.isnan(found["hw.gpu.utilization"])
     assert found["hw.gpu.memory.limit"] == 5 * 2**30
     assert found["hw.power"] == 123.0 and found["keras_het.gpu.clock"] == pytest.approx(1.095e9)
-    assert describe_devices(["GPU:0"]) == ("A100 MIG 1g.5gb",)
+    assert HardwareSampler(["GPU:0"]).products == ("A100 MIG 1g.5gb",)
 
 
 # Which GPU
@@ -188,11 +188,11 @@ def test_cuda_tells_which_gpu_each_is(monkeypatch, caplog):
     install(monkeypatch, Gpu("old", "GPU-1"), Gpu("new", "GPU-2"), Gpu(uuid="GPU-3", parts=parts))
     cuda_has(monkeypatch, "2", "77", "gone")
     devices = ["GPU:0", "GPU:1", "GPU:2"]
-    assert describe_devices(devices) == ("new", "part", "")
+    assert HardwareSampler(devices).products == ("new", "part", "")
     assert "which of this machine's GPUs GPU:2 is" in caplog.text
     # a script hides and divides them
     tensorflow_has(monkeypatch, [(1, "part"), (1, "part"), (0, "new")])
-    assert describe_devices(devices) == ("part", "part", "new")
+    assert HardwareSampler(devices).products == ("part", "part", "new")
 
 
 def test_the_driver_of_cuda_tells_uuids(monkeypatch):
@@ -253,11 +253,11 @@ def test_names_of_products(monkeypatch, tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor : 0\nmodel name\t: Some CPU @ 2 GHz\n\nprocessor : 1\n")
     assert processor_name(cpuinfo) == "Some CPU @ 2 GHz"
-    assert describe_devices(["GPU:0", "CPU:0"]) == (A100, processor_name())
+    assert HardwareSampler(["GPU:0", "CPU:0"]).products == (A100, processor_name())
     # without a driver's library TensorFlow knows
     install(monkeypatch, init_error=fake_nvml.LIBRARY_NOT_FOUND)
     tensorflow_has(monkeypatch, [(0, TITAN)])
-    assert describe_devices(["GPU:0", "GPU:1"]) == (TITAN, "")
+    assert HardwareSampler(["GPU:0", "GPU:1"]).products == (TITAN, "")
 
 
 def test_what_stays_when_a_process_starts_again(monkeypatch):
