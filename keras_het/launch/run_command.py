@@ -136,7 +136,7 @@ _OPTIONS: dict[str, tuple[Option, ...]] = {
         Option(
             "--keep-env NAME",
             "pass a variable that looks like a secret (TOKEN, SECRET, PASSWORD, API_KEY and the "
-            "like in its name) to the workers all the same; may be a pattern such as 'AWS_*', and "
+            "like in its name) to the workers anyway; may be a pattern such as 'AWS_*', and "
             "may come several times",
             default=[],
             more={"action": "append"},
@@ -174,7 +174,7 @@ _OPTIONS: dict[str, tuple[Option, ...]] = {
             not_negative,
             0.0,
         ),
-        Option("--asynchronous", "devices compute while their hosts go on, as GPUs do"),
+        Option("--asynchronous", "devices compute while their hosts continue, as GPUs do"),
     ),
     "processors": (
         Option(
@@ -390,7 +390,7 @@ def _run_on_ray(options: argparse.Namespace, display: Display) -> int:
             display.say(f"a worker failed: {cause}")
         return 1
     except SystemExit:  # how Ray leaves after Ctrl-C
-        display.say("interrupted; the same command goes on from the newest backup of Elastic.")
+        display.say("interrupted; the same command continues from the newest backup of Elastic.")
         return 128 + signal.SIGINT
     return 0
 

@@ -74,7 +74,7 @@ def test_the_last_line_is_the_cause(
         ("LostTooOftenError", 1, "KeyError: 'no'"),
         ("ConnectionError", 1, "To start a cluster on this machine: ray start --head"),
         # Ray's handler of SIGINT
-        ("SystemExit", 130, "goes on from the newest backup of Elastic."),
+        ("SystemExit", 130, "continues from the newest backup of Elastic."),
     ],
 )
 def test_exit_codes(

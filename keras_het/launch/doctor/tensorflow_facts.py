@@ -36,7 +36,7 @@ _FIXES = {
 }
 _GENERAL_FIX = (
     "Run python -c 'import tensorflow, keras' to see the whole error; "
-    "pip install --force-reinstall tensorflow keras often mends it."
+    "pip install --force-reinstall tensorflow keras often fixes it."
 )
 _MARK = "keras_het doctor: "
 

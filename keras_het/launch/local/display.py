@@ -133,7 +133,7 @@ class WorkerLogs:
             except OSError as error:
                 self._close(worker_index)
                 sys.stderr.write(
-                    f"[keras-het] {file.name} is not written any more: {error}. Training goes on; "
+                    f"[keras-het] {file.name} is not written any more: {error}. Training continues; "
                     "make room, or give another --log-dir the next time.\n"
                 )
 

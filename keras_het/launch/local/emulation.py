@@ -16,7 +16,7 @@ class Emulation:
 
     A device of speed `s` takes at least `fixed_seconds + seconds_per_sample / s` for a step of one
     sample. It waits for that time without burning CPU, so several fit on one machine. Asynchronous
-    ones compute while their hosts go on, as GPUs do.
+    ones compute while their hosts continue, as GPUs do.
     """
 
     speeds: tuple[float, ...]

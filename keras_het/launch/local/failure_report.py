@@ -87,7 +87,7 @@ def _cause(first: WorkerResult, results: Sequence[WorkerResult]) -> str:
         told = [found[1] for each in results if (found := _FOLLOWS.search(each.stderr))]
         return (
             f"{name} was ended by {next(iter(told), signal_name(number))}, which keras-het did not "
-            "send; start again: with keras_het.callbacks.BackupAndRestore training goes on where "
+            "send; start again: with keras_het.callbacks.BackupAndRestore training continues where "
             "it was saved"
         )
     verb = "failed first" if len(results) > 1 else "failed"
