@@ -351,7 +351,8 @@ class BatchBalancer(SessionCallback):
     def _tell_change(self, plan: BalancePlan) -> None:
         if self._fit is not None:
             # a change has a step of its own: the first one after the plan
-            self._fit.note_change("shares", str(plan).partition(": ")[2])
+            text = str(plan)
+            self._fit.note_change("shares", text[text.index("shares") :])
 
     def set_max_share(self, replica: int, samples: int) -> None:
         """Bound a replica's share from the next plan on; call it at least on the chief.
