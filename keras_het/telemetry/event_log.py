@@ -127,11 +127,11 @@ class EventLog:
                 return
             try:
                 write()
-            except Exception as error:  # whatever it is, the training goes on
+            except Exception as error:  # whatever it is, the training continues
                 self._ended = True
                 self._release()
                 _logger.warning(
-                    "Telemetry in %s ends here, the training goes on: %s", self._directory, error
+                    "Telemetry in %s ends here, the training continues: %s", self._directory, error
                 )
 
     def _release(self) -> None:

@@ -233,6 +233,6 @@ class Background:
         while not self._stopped.wait(self._interval_seconds):
             try:
                 self._work()
-            except Exception as error:  # whatever it is, training goes on
-                _logger.warning("Telemetry stops after an error: %r. Training goes on.", error)
+            except Exception as error:  # whatever it is, training continues
+                _logger.warning("Telemetry stops after an error: %r. Training continues.", error)
                 return

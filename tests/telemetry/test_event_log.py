@@ -228,7 +228,7 @@ def test_a_full_disk_makes_one_warning(
         train_a_while(EventLog(tmp_path, DEVICES))
     (record,) = caplog.records
     assert "No space left on device" in record.getMessage()
-    assert "the training goes on" in record.getMessage()
+    assert "the training continues" in record.getMessage()
     (tmp_path / "file").write_text("")
     train_a_while(EventLog(tmp_path / "file" / "telemetry", DEVICES))
     assert len(caplog.records) == 2, "a directory that cannot be made"

@@ -1,4 +1,4 @@
-"""Telemetry in a training that goes on from a backup with another number of devices."""
+"""Telemetry in a training that continues from a backup with another number of devices."""
 
 from __future__ import annotations
 

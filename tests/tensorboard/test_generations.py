@@ -1,4 +1,4 @@
-"""A training that goes on with other devices in the same log is shown as one."""
+"""A training that continues with other devices in the same log is shown as one."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Reader:
 
     def read_new(self) -> None:
         self._read.AddRunsFromDirectory(self._folder)
-        with contextlib.suppress(Exception):  # as in TensorBoard: its thread goes on after an error
+        with contextlib.suppress(Exception):  # as in TensorBoard: its thread continues after an error
             self._read.Reload()
 
     @property

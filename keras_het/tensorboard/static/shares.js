@@ -62,7 +62,7 @@ export class Shares {
         Number.isFinite(value) ? value : null,
       ),
     );
-    values.forEach((row) => row.push(row[columns - 1])); // a column goes on to its right edge
+    values.forEach((row) => row.push(row[columns - 1])); // a column continues to its right edge
     const axis = {
       stroke: theme("--muted"),
       grid: { stroke: theme("--grid"), width: 1 },
