@@ -44,7 +44,7 @@ class Reader:
 
     def read_new(self) -> None:
         self._read.AddRunsFromDirectory(self._folder)
-        with contextlib.suppress(Exception):  # as in TensorBoard: its thread continues after an error
+        with contextlib.suppress(Exception):  # TensorBoard continues, too
             self._read.Reload()
 
     @property
