@@ -23,6 +23,7 @@ References:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -182,13 +183,17 @@ def routes(seconds_per_micro_batch: ArrayLike, micro_batches: int) -> tuple[int,
         raise ValueError(
             f"Times must not be negative. Received: {seconds.tolist()}. Measure the stage again."
         )
-    seconds = np.maximum(seconds, 1e-15)
-    taken = np.zeros(len(seconds), np.int64)
-    result = []
+    return routes_of(np.maximum(seconds, 1e-15).tolist(), micro_batches)
+
+
+def routes_of(seconds: Sequence[float], micro_batches: int) -> tuple[int, ...]:
+    """Return `routes` of positive times."""
+    result, taken, ends = [], [1] * len(seconds), list(seconds)
     for _ in range(micro_batches):
-        replica = int(((taken + 1) * seconds).argmin())
-        taken[replica] += 1
+        replica = ends.index(min(ends))
         result.append(replica)
+        taken[replica] += 1
+        ends[replica] = taken[replica] * seconds[replica]
     return tuple(result)
 
 
@@ -214,19 +219,38 @@ def stage_order(
     mine = [m for m, taker in enumerate(stage.routes) if taker == replica]
     if schedule == "gpipe":
         return (*(("forward", m) for m in mine), *(("backward", m) for m in mine))
-    ahead = stage.ahead  # V
-    if ahead is None:
-        later = sum(len(other.devices) for other in stages[position + 1 :])
-        ahead = later + len(stage.devices) - 1 if later else 0
+    ahead = ahead_of(stages, position)
     keyed = [(2 * m - ahead, ("forward", m)) for m in mine]
     keyed += [(2 * m + ahead + 1, ("backward", m)) for m in mine]
     return tuple(entry for _, entry in sorted(keyed))
 
 
+def ahead_of(stages: Sequence[Stage], position: int) -> int:
+    """Return V of a stage: how far its forward passes may be ahead."""
+    if (ahead := stages[position].ahead) is not None:
+        return ahead
+    later = sum(len(other.devices) for other in stages[position + 1 :])
+    return later + len(stages[position].devices) - 1 if later else 0
+
+
 def in_flight(stages: Sequence[Stage], position: int, replica: int, schedule: str = "1f1b") -> int:
     """Return the most micro-batches that a replica holds between forward and backward."""
-    most = now = 0
-    for kind, _ in stage_order(stages, position, replica, schedule):
-        now += 1 if kind == "forward" else -1
-        most = max(most, now)
-    return most
+    stage = stages[position]
+    if schedule == "gpipe":
+        return stage.routes.count(replica)
+    return most_in_flight(stage.routes, len(stage.devices), ahead_of(stages, position))[replica]
+
+
+@functools.lru_cache(maxsize=8192)
+def most_in_flight(taken: tuple[int, ...], replicas: int, ahead: int) -> tuple[int, ...]:
+    """Return the most micro-batches of each replica in flight in "1f1b", from routes and V."""
+    result = []
+    for replica in range(replicas):
+        mine = [m for m, taker in enumerate(taken) if taker == replica]
+        most = forward = 0
+        for back, m in enumerate(mine):
+            while forward < len(mine) and mine[forward] <= m + ahead:
+                forward += 1
+            most = max(most, forward - back)
+        result.append(most)
+    return tuple(result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -187,6 +188,12 @@ class ModelProfile:
         """Number of devices, D."""
         return int(self.forward_seconds.shape[1])
 
+    @functools.cached_property
+    def columns(self) -> list[tuple[list[float], list[float]]]:
+        """Seconds of each unit forward and backward, for each device."""
+        both = self.forward_seconds.T.tolist(), self.backward_seconds.T.tolist()
+        return list(zip(*both, strict=True))
+
     def allowed_cuts(self) -> tuple[int, ...]:
         """Return where the model may be cut, 0 and L included."""
         inside = {cut for first, last in self.together for cut in range(first + 1, last + 1)}
@@ -195,6 +202,14 @@ class ModelProfile:
 
 # No stage takes no time: micro-batches would be routed anywhere.
 TINY = 1e-15
+Group = tuple[int, ...]
+
+
+class Chain(NamedTuple):
+    """Stages: stage s has the units from `cuts[s]` to before `cuts[s + 1]`, on `groups[s]`."""
+
+    cuts: tuple[int, ...]
+    groups: tuple[Group, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,19 +234,6 @@ class Problem:
             )
 
     @functools.cached_property
-    def least_cuts(self) -> FloatArray:
-        """The fewest bytes that cross a cut before a unit of the stage from cut i to j, [Q, Q]."""
-        cuts = np.asarray(self.cuts)
-        result = np.full((len(cuts), len(cuts)), np.inf)
-        for row, first in enumerate(cuts[:-1]):
-            least = np.minimum.accumulate(self.profile.cut_bytes[first:])
-            result[row, row + 1 :] = least[cuts[row + 1 :] - 1 - first]
-        return result
-
-    def recomputation_seconds(self, group: tuple[int, ...]) -> FloatArray:
-        """Return the seconds that recomputing a unit costs: a mean weighted by speed, [L]."""
-        forward = self.profile.forward_seconds[:, group]
-        seconds = (forward + self.profile.backward_seconds[:, group]).sum(axis=0)
-        speeds = 1 / np.maximum(seconds, TINY)
-        cost: FloatArray = forward @ (speeds / speeds.sum())
-        return cost
+    def limited(self) -> bool:
+        """Whether a device's memory has a limit."""
+        return bool(np.isfinite(self.devices.memory_bytes).any())

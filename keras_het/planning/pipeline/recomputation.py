@@ -22,11 +22,12 @@ References:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
-from keras_het.planning.pipeline.problem import ModelProfile
+from keras_het.planning.pipeline.problem import TINY, Group, ModelProfile, Problem
 from keras_het.planning.shares import FloatArray, IntArray
 
 # Sets that are kept for each number of units.
@@ -55,22 +56,6 @@ def fits(needed: float, limit: float) -> bool:
     return needed <= limit * (1 + _ROUNDING)
 
 
-def needed_savings(
-    without: FloatArray, limits: FloatArray, in_flight: FloatArray | IntArray
-) -> tuple[FloatArray, float]:
-    """Return need and ratio of the one condition a(X) - ratio c(X) >= need.
-
-    It has the strictest sides of (d_k - 1) a(X) - d_k c(X) >= excess_k, divided by d_k - 1, over k.
-    """
-    excess = np.asarray(without - limits * (1 + _ROUNDING))
-    over = excess > 0
-    with np.errstate(divide="ignore", invalid="ignore"):
-        needs = np.where(over, excess / np.maximum(in_flight - 1, 0), 0.0)
-    helped = over & (in_flight > 1)
-    least = in_flight[helped].min() if helped.any() else 2.0
-    return needs.max(axis=0), float(least / (least - 1))
-
-
 def cheapest_recomputation(
     profile: ModelProfile,
     first: int,
@@ -85,29 +70,35 @@ def cheapest_recomputation(
     condition of all replicas. Of more than 1,024 sets that no other set dominates, those are kept
     that free evenly spaced numbers of bytes.
     """
-    flights, most = np.asarray(in_flight, np.float64), np.asarray(limits, np.float64)
-    without = np.array([stage_memory(profile, first, end, d) for d in in_flight])
-    if all(map(fits, without, most)):
+    over = [
+        stage_memory(profile, first, end, d) - limit * (1 + _ROUNDING)
+        for d, limit in zip(in_flight, limits, strict=True)
+    ]
+    lacking = [(excess, d) for excess, d in zip(over, in_flight, strict=True) if excess > 0]
+    if not lacking:
         return ()
-    need, ratio = needed_savings(without, most, flights)
+    if any(d < 2 for _, d in lacking):
+        return None
+    # The strictest sides of (d - 1) a(X) - d c(X) >= excess, divided by d - 1.
+    ratio = max(d / (d - 1) for _, d in lacking)
     chosen = _cheapest_chain(
         profile.activation_bytes[first:end],
         ratio * profile.cut_bytes[first:end],
         unit_seconds[first:end],
-        float(need),
+        max(excess / (d - 1) for excess, d in lacking),
     )
     if chosen is None:
         return None
     units = tuple(first + unit for unit in chosen)
     held = [stage_memory(profile, first, end, d, units) for d in in_flight]
-    return units if all(map(fits, held, most)) else None
+    return units if all(map(fits, held, limits)) else None
 
 
 def _cheapest_chain(
     freed: FloatArray, start: FloatArray, seconds: FloatArray, need: float
 ) -> list[int] | None:
     """Return the cheapest X with sum of `freed` minus `start` of each run of X >= need, or None."""
-    if not np.isfinite(need) or freed.sum() < need:
+    if freed.sum() < need:
         return None
     left = np.append(np.cumsum(freed[::-1])[::-1], 0.0)
     # Freed bytes and seconds of the sets without and with the last unit that no set dominates; for
@@ -161,38 +152,61 @@ def _undominated(freed: FloatArray, seconds: FloatArray, least: float) -> IntArr
     return kept
 
 
-def least_recomputation_seconds(
-    activations: FloatArray,
-    unit_seconds: FloatArray,
-    bounds: tuple[IntArray, IntArray],
-    starts: FloatArray,
-    stages: IntArray,
-    need: FloatArray,
-    in_flight: IntArray,
-) -> FloatArray:
-    """Return lower bounds of the time to recompute: that of the cheapest fractions of units.
+class Memory:
+    """What the stages of a problem recompute."""
 
-    `bounds` has the first unit and the end of every stage, and `starts` the fewest bytes that cross
-    a cut in it. There is a number for each of `stages`, which may repeat; infinite if none helps.
-    """
-    useful = np.flatnonzero(activations > 0)
-    rates = unit_seconds[useful] / activations[useful]
-    cheapest = useful[np.argsort(rates, kind="stable")][:, None]
-    rates = np.append(np.sort(rates, kind="stable"), np.inf)
-    # Sums over those of the cheapest units that are in the stage, [units + 1, stages].
-    inside = (bounds[0] <= cheapest) & (cheapest < bounds[1])
-    freed, spent = (
-        np.append(np.zeros((1, len(starts))), np.cumsum(inside * each[cheapest], axis=0), axis=0)
-        for each in (activations, unit_seconds)
-    )
-    need = need + starts[stages] * in_flight / np.maximum(in_flight - 1, 1)
-    # How many units free less than is needed, by halving.
-    low, high = np.zeros(len(stages), np.int64), np.full(len(stages), len(cheapest))
-    while (low < high).any():
-        middle = (low + high + 1) // 2
-        less = freed[middle, stages] < need
-        low, high = np.where(less, middle, low), np.where(less, high, middle - 1)
-    left = need - freed[low, stages]
-    with np.errstate(invalid="ignore"):
-        seconds: FloatArray = (spent[low, stages] + left * rates[low]) * (1 - 1e-12)
-    return seconds
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        profile = problem.profile
+        self._activations = profile.activation_bytes.tolist()
+        self._state = profile.state_bytes.tolist()
+        self._crossing = profile.cut_bytes.tolist()
+        self._limits = problem.devices.memory_bytes.tolist()
+        self._unit_seconds = functools.cache(self._seconds)
+        self.least = functools.cache(self._least)
+        self.recomputed = functools.cache(self._recomputed)
+
+    def _least(self, first: int, end: int, group: Group, held: Group) -> tuple[float, float]:
+        """Return the bytes that lack at least, and the least part of forward time to recompute."""
+        recompute = self._problem.recompute
+        state, kept = sum(self._state[first:end]), sum(self._activations[first:end])
+        limits = [self._limits[device] * (1 + _ROUNDING) for device in group]
+        over = [state + d * kept - limit for d, limit in zip(held, limits, strict=True)]
+        saved = [0.0] * len(held)
+        start = self._crossing[first]
+        if recompute == "always":
+            saved = [(d - 1) * kept - d * start for d in held]
+        elif recompute == "auto" and max(over) > 0:
+            start = min(self._crossing[first:end])
+            saved = [max(0.0, (d - 1) * kept - d * start) for d in held]
+        lacking = sum(max(0.0, each - less) for each, less in zip(over, saved, strict=True))
+        if lacking or recompute != "auto" or max(over) <= 0:
+            return lacking, 0.0
+        # The cheapest fractions of units.
+        need = max((o + d * start) / (d - 1) for o, d in zip(over, held, strict=True) if o > 0)
+        seconds, again = self._unit_seconds(group)[first:end].tolist(), 0.0
+        units = zip(seconds, self._activations[first:end], strict=True)
+        for rate, freed in sorted((spent / freed, freed) for spent, freed in units if freed > 0):
+            again += rate * max(0.0, min(need, freed))
+            need -= freed
+        return 0.0, again / max(sum(seconds), TINY)
+
+    def _recomputed(self, first: int, end: int, group: Group, held: Group) -> Group | None:
+        """Return the units that make every replica fit, the cheapest ones, or None."""
+        profile, recompute = self._problem.profile, self._problem.recompute
+        limits = [self._limits[device] for device in group]
+        if recompute == "auto":
+            seconds = self._unit_seconds(group)
+            return cheapest_recomputation(profile, first, end, held, limits, seconds)
+        units = tuple(range(first, end)) if recompute == "always" else ()
+        needed = [stage_memory(profile, first, end, d, units) for d in held]
+        return units if all(map(fits, needed, limits)) else None
+
+    def _seconds(self, group: Group) -> FloatArray:
+        """Return the seconds that recomputing a unit costs: a mean weighted by speed, [L]."""
+        profile, members = self._problem.profile, list(group)
+        forward = profile.forward_seconds[:, members]
+        seconds = (forward + profile.backward_seconds[:, members]).sum(axis=0)
+        speeds = 1 / np.maximum(seconds, TINY)
+        cost: FloatArray = forward @ (speeds / speeds.sum())
+        return cost

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple
 
 from keras_het.planning.pipeline.plan import PipelinePlan, stage_order
@@ -70,111 +68,113 @@ def simulate(profile: ModelProfile, devices: Devices, plan: PipelinePlan) -> Tim
     return _Simulation(profile, devices, plan).run()
 
 
+class _Replica:
+    """A replica of a stage: what it has done, and the passes that are left, the next one last."""
+
+    def __init__(self, profile: ModelProfile, plan: PipelinePlan, position: int, number: int):
+        stage = plan.stages[position]
+        self.position, self.device = position, stage.devices[number]
+        self.left = list(stage_order(plan.stages, position, number, plan.schedule))[::-1]
+        forward, backward = profile.columns[self.device]
+        units = slice(stage.first, stage.end)
+        self.seconds = {"forward": sum(forward[units]), "backward": sum(backward[units])}
+        self.again = sum([forward[unit] for unit in stage.recomputed])
+        self.recomputes = bool(stage.recomputed)
+        self.free = 0.0
+        self.events: list[Event] = []
+
+    def add(self, kind: str, micro_batch: int, begin: float, end: float) -> None:
+        self.events.append(Event(kind, micro_batch, self.position, begin, end))
+
+
 class _Simulation:
     def __init__(self, profile: ModelProfile, devices: Devices, plan: PipelinePlan) -> None:
         self._profile, self._devices, self._plan = profile, devices, plan
-        self._events: list[list[Event]] = [[] for _ in range(devices.num_devices)]
-        self._orders = {
-            (position, replica): deque(stage_order(plan.stages, position, replica, plan.schedule))
+        self._replicas = [
+            [_Replica(profile, plan, position, number) for number in range(len(stage.devices))]
             for position, stage in enumerate(plan.stages)
-            for replica in range(len(stage.devices))
-        }
-        self._seconds = {
-            (kind, position, replica): float(table[units, device].sum())
-            for position, stage in enumerate(plan.stages)
-            for replica, device in enumerate(stage.devices)
-            for kind, table, units in (
-                ("forward", profile.forward_seconds, list(range(stage.first, stage.end))),
-                ("backward", profile.backward_seconds, list(range(stage.first, stage.end))),
-                ("recompute", profile.forward_seconds, list(stage.recomputed)),
-            )
-        }
-        self._free = dict.fromkeys(self._orders, 0.0)
-        self._link_free: dict[Link, float] = {}
+        ]
         # When the tensors that a pass waits for are there; forward passes of the first stage wait
-        # for nothing.
-        self._arrived: dict[tuple[int, str, int], float] = {}
+        # for nothing, nor do backward passes of the last one.
+        last = len(plan.stages) - 1
+        starts = {"forward": 0, "backward": last}
+        self._arrived: dict[str, list[list[float | None]]] = {
+            kind: [[0.0 if s == start else None] * plan.micro_batches for s in range(last + 1)]
+            for kind, start in starts.items()
+        }
         self._passes_left = [2 * plan.micro_batches for _ in plan.stages]
-        # Time, number in the order of requests, what happens then.
-        self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._link_free: dict[Link, float] = {}
+        self._ways: dict[tuple[int, int], tuple[float, Link]] = {}
+        # Passes by their end, then in the order in which they began.
+        self._queue: list[tuple[float, int, _Replica, str, int]] = []
         self._numbers = itertools.count()
 
     def run(self) -> Timeline:
-        for key in self._orders:
-            self._start(*key)
+        for replica in itertools.chain(*self._replicas):
+            self._start(replica)
         while self._queue:
-            now, _, action, arguments = heapq.heappop(self._queue)
-            action(now, *arguments)
+            now, _, replica, kind, micro_batch = heapq.heappop(self._queue)
+            self._end_of_pass(now, replica, kind, micro_batch)
         if any(self._passes_left):
             raise ValueError(
                 "The stages wait for each other. Received: "
                 f"ahead={[stage.ahead for stage in self._plan.stages]}. "
                 "Let `ahead` fall from stage to stage, or leave it out."
             )
-        ends = [event.end for events in self._events for event in events]
-        ordered = (sorted(events, key=lambda e: (e.begin, e.end)) for events in self._events)
-        return Timeline(tuple(map(tuple, ordered)), max(ends))
+        events: list[tuple[Event, ...]] = [()] * self._devices.num_devices
+        for replica in itertools.chain(*self._replicas):
+            events[replica.device] = tuple(sorted(replica.events, key=lambda e: (e.begin, e.end)))
+        return Timeline(tuple(events), max(event.end for each in events for event in each))
 
-    def _at(self, time: float, action: Callable[..., None], *arguments: object) -> None:
-        heapq.heappush(self._queue, (time, next(self._numbers), action, arguments))
-
-    def _start(self, position: int, replica: int) -> None:
+    def _start(self, replica: _Replica) -> None:
         """Start the next pass of a replica if what it needs is there."""
-        order = self._orders[position, replica]
-        if not order:
+        if not replica.left:
             return
-        kind, micro_batch = order[0]
-        key = (position, kind, micro_batch)
-        last = position == len(self._plan.stages) - 1
-        if (kind == "forward" and not position) or (kind == "backward" and last):
-            self._arrived.setdefault(key, 0.0)
-        if key not in self._arrived:
+        kind, micro_batch = replica.left[-1]
+        arrived = self._arrived[kind][replica.position][micro_batch]
+        if arrived is None:
             return
-        order.popleft()
-        stage = self._plan.stages[position]
-        device = stage.devices[replica]
-        begin = self._free[position, replica]
-        if kind == "backward" and stage.recomputed:
-            again = self._seconds["recompute", position, replica]
-            self._add(device, "recompute", micro_batch, position, begin, begin + again)
-            begin += again
-        begin = max(begin, self._arrived[key])
-        end = begin + self._seconds[kind, position, replica]
-        self._add(device, kind, micro_batch, position, begin, end)
-        self._free[position, replica] = end
-        self._at(end, self._end_of_pass, kind, position, replica, micro_batch)
+        replica.left.pop()
+        begin = replica.free
+        if kind == "backward" and replica.recomputes:
+            replica.add("recompute", micro_batch, begin, begin + replica.again)
+            begin += replica.again
+        begin = max(begin, arrived)
+        end = replica.free = begin + replica.seconds[kind]
+        replica.add(kind, micro_batch, begin, end)
+        heapq.heappush(self._queue, (end, next(self._numbers), replica, kind, micro_batch))
 
-    def _end_of_pass(
-        self, now: float, kind: str, position: int, replica: int, micro_batch: int
-    ) -> None:
+    def _end_of_pass(self, now: float, replica: _Replica, kind: str, micro_batch: int) -> None:
+        position = replica.position
         self._passes_left[position] -= 1
         to = position + (1 if kind == "forward" else -1)
-        if 0 <= to < len(self._plan.stages):
-            self._at(now, self._transfer, position, to, micro_batch)
-        if not self._passes_left[position] and len(self._plan.stages[position].devices) > 1:
-            self._at(now, self._all_reduce, position)
-        self._start(position, replica)
+        if 0 <= to < len(self._replicas):
+            taker = self._replicas[to][self._plan.stages[to].routes[micro_batch]]
+            self._arrived[kind][to][micro_batch] = self._transfer(
+                now, replica, taker, kind, micro_batch
+            )
+            self._start(taker)
+        if not self._passes_left[position] and len(self._replicas[position]) > 1:
+            self._all_reduce(now, position)
+        self._start(replica)
 
-    def _transfer(self, now: float, position: int, to: int, micro_batch: int) -> None:
-        stages = self._plan.stages
-        sender = stages[position].devices[stages[position].routes[micro_batch]]
-        taker = stages[to].routes[micro_batch]
-        receiver = stages[to].devices[taker]
-        forward = to > position
-        num_bytes = (
-            self._profile.cut_bytes[stages[to].first]
-            if forward
-            else self._profile.gradient_bytes[stages[position].first]
-        )
-        seconds = self._devices.transfer_seconds(sender, receiver, float(num_bytes))
-        end = now
-        if seconds > 0:
-            link = self._devices.link(sender, receiver)
-            begin = max(now, self._link_free.get(link, 0.0))
-            end = self._link_free[link] = begin + seconds
-            self._add(sender, "transfer", micro_batch, position, begin, end)
-        self._arrived[to, "forward" if forward else "backward", micro_batch] = end
-        self._start(to, taker)
+    def _transfer(
+        self, now: float, sender: _Replica, taker: _Replica, kind: str, micro_batch: int
+    ) -> float:
+        """Return when the tensors of a pass are where they are taken."""
+        pair = sender.device, taker.device
+        if pair not in self._ways:
+            size = self._profile.cut_bytes if kind == "forward" else self._profile.gradient_bytes
+            cut = self._plan.stages[max(sender.position, taker.position)].first
+            seconds = self._devices.transfer_seconds(*pair, float(size[cut]))
+            self._ways[pair] = seconds, self._devices.link(*pair)
+        seconds, link = self._ways[pair]
+        if not seconds:
+            return now
+        begin = max(now, self._link_free.get(link, 0.0))
+        end = self._link_free[link] = begin + seconds
+        sender.add("transfer", micro_batch, begin, end)
+        return end
 
     def _all_reduce(self, now: float, position: int) -> None:
         stage = self._plan.stages[position]
@@ -186,10 +186,5 @@ class _Simulation:
         links = [self._devices.link(*pair) for pair in zip(ring, (*ring[1:], ring[0]), strict=True)]
         begin = max(now, *(self._link_free.get(link, 0.0) for link in links))
         self._link_free.update(dict.fromkeys(links, begin + seconds))
-        for device in stage.devices:
-            self._add(device, "all_reduce", -1, position, begin, begin + seconds)
-
-    def _add(
-        self, device: int, kind: str, micro_batch: int, stage: int, begin: float, end: float
-    ) -> None:
-        self._events[device].append(Event(kind, micro_batch, stage, float(begin), float(end)))
+        for replica in self._replicas[position]:
+            replica.add("all_reduce", -1, begin, begin + seconds)

@@ -1,77 +1,88 @@
-"""The partition: optimal against trying everything, and honest about what does not fit."""
+"""The partition: close to the best of all plans, and honest about what does not fit."""
 
 import dataclasses
 import functools
-import itertools
-import math
 
 import numpy as np
 import pytest
-from exhaustive import chains, exhaustive
-from pipeline_plants import even_devices, even_profile, random_case
+from exhaustive import every_chain, fastest, plain_chains
+from pipeline_plants import even_devices, even_profile, random_case, random_problem
 
 from keras_het.planning.pipeline import (
-    Devices,
     in_flight,
     plan_pipeline,
     plan_with_cuts,
     simulate,
 )
-from keras_het.planning.pipeline.least_latency import Chain, LeastLatency
-from keras_het.planning.pipeline.partition import Candidates
-from keras_het.planning.pipeline.problem import Problem
+from keras_het.planning.pipeline.candidates import Candidates
+from keras_het.planning.pipeline.problem import Chain, Problem
 from keras_het.planning.pipeline.recomputation import stage_memory
-from keras_het.planning.pipeline.refinement import device_orders, find_chains, search
+from keras_het.planning.pipeline.search import Search
 
 
-def least_estimate(problem, order, tolerance=0.0):
-    return search([LeastLatency(problem, order)], tolerance)
+def problem_of(profile, devices, micro_batches):
+    return Problem(profile, devices, micro_batches, "1f1b", "auto", profile.allowed_cuts())
 
 
-def random_problem(seed):
+def planned_seconds(problem):
+    asked = problem.micro_batches, problem.schedule, problem.recompute
+    try:
+        return plan_pipeline(problem.profile, problem.devices, *asked).step_seconds
+    except ValueError as error:
+        assert "No plan fits" in str(error)
+        return np.inf
+
+
+def best_known(problem):
+    """The best of all plans where they are few, else of plain ones."""
+    small = problem.profile.num_units <= 6
+    return fastest(problem, (every_chain if small else plain_chains)(problem))
+
+
+@pytest.mark.quick("0")
+@pytest.mark.parametrize("part", range(10))
+def test_plans_are_nearly_the_best_of_all(part):
+    slower = []
+    for seed in range(part * 30, part * 30 + 30):
+        problem = random_problem(seed)
+        best, seconds = best_known(problem), planned_seconds(problem)
+        assert seconds <= 1.05 * best
+        if seconds > 1.01 * best:
+            slower.append(seed)
+    assert len(slower) <= 1
+
+
+@pytest.mark.parametrize("seed", [35, 49])
+def test_devices_of_a_host_may_come_in_any_order(seed):
+    """With little memory the order of unequal devices decides what fits."""
     random = np.random.default_rng(seed)
-    limited = seed % 2 == 1
-    units, number = int(random.integers(2, 7)), int(random.integers(1, 6))
-    profile, devices = random_case(random, units, number, limited, proportional=seed % 3 == 0)
-    return Problem(
-        profile,
-        devices,
-        int(random.integers(1, 9)),
-        "gpipe" if seed % 7 == 0 else "1f1b",
-        ("auto", "auto", "never", "auto", "always")[seed % 5],
-        profile.allowed_cuts(),
-    )
+    units, number = int(random.integers(6, 30)), int(random.integers(2, 7))
+    profile, devices = random_case(random, units, number, bool(random.integers(2)))
+    problem = problem_of(profile, devices, int(random.choice([4, 8, 16])))
+    assert planned_seconds(problem) <= 1.01 * fastest(problem, plain_chains(problem))
 
 
-def check(seed):
-    problem = random_problem(seed)
-    order = tuple(np.random.default_rng(seed).permutation(problem.devices.num_devices).tolist())
-    best, found = exhaustive(problem, order), least_estimate(problem, order)
-    if not np.isfinite(best):
-        assert found == []
-        return False
-    assert found[0][0] == pytest.approx(best, rel=1e-9)
-    return True
-
-
-@pytest.mark.quick("0", "1")
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("part", range(5))
-def test_the_estimate_is_the_least_of_all(part):
-    fit = sum(check(seed) for seed in range(part * 60, part * 60 + 60))
-    assert fit > 40
+def test_no_step_is_shorter_than_its_bound(part):
+    for seed in range(part * 60, part * 60 + 60):
+        problem, random = random_problem(seed), np.random.default_rng(seed)
+        search = Search(problem)
+        candidates = Candidates(search)
+        chains = list(dict.fromkeys(plain_chains(problem)))
+        for number in random.permutation(len(chains))[:8]:
+            for more in search.bounds.ahead(chains[number]):
+                plan = candidates.plan(candidates.stages(chains[number], more))
+                if plan is not None:
+                    bound = search.bounds.at(chains[number], more)
+                    assert bound.lacking == 0
+                    assert bound.seconds <= plan.step_seconds * (1 + 1e-9)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("limited", [False, True])
-@pytest.mark.parametrize("seed", range(6))
-def test_twelve_units_on_eight_devices_are_within_a_percent(limited, seed):
-    profile, devices = random_case(np.random.default_rng(seed), 12, 8, limited)
-    problem = Problem(profile, devices, 8, "1f1b", "auto", profile.allowed_cuts())
-    order = device_orders(profile, devices)[0]
-    exact, found = least_estimate(problem, order), least_estimate(problem, order, 0.002)
-    assert bool(exact) == bool(found)
-    if exact:
-        assert exact[0][0] * (1 - 1e-9) <= found[0][0] <= exact[0][0] * 1.01
+def test_all_processes_find_the_same_plan():
+    problem = random_problem(5)
+    asked = problem.profile, problem.devices, problem.micro_batches
+    assert plan_pipeline(*asked) == plan_pipeline(*asked)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -101,46 +112,14 @@ def test_a_plan_keeps_its_promises(seed):
             assert held <= devices.memory_bytes[device] * (1 + 1e-8)
 
 
-def simulated_best(problem):
-    """The least simulated step of all chains, for every order of the hosts."""
-    candidates = Candidates(problem)
-    for order in device_orders(problem.profile, problem.devices):
-        for stages in chains(problem.cuts, order):
-            _, ends, groups = zip(*stages, strict=True)
-            candidates.add(Chain((0, *ends), groups))
-    return candidates.best()
-
-
-@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 3))])
-def test_plans_are_close_to_the_best_simulated_ones(part):
-    ratios = []
-    for seed in range(part * 12, part * 12 + 12):
-        random = np.random.default_rng(seed)
-        profile, devices = random_case(random, 5, 4, limited=seed % 2 == 1)
-        micro_batches = int(random.integers(2, 9))
-        problem = Problem(profile, devices, micro_batches, "1f1b", "auto", profile.allowed_cuts())
-        best = simulated_best(problem)
-        if best is None:
-            with pytest.raises(ValueError, match="No plan fits"):
-                plan_pipeline(profile, devices, micro_batches)
-            continue
-        plan = plan_pipeline(profile, devices, micro_batches)
-        ratios.append(plan.step_seconds / best.step_seconds)
-    assert len(ratios) >= 8
-    assert np.mean(ratios) < 1.02
-    assert max(ratios) < 1.15
-
-
-def test_one_stage_is_estimated_exactly():
+def test_the_bound_of_one_stage_is_exact():
     for seed in range(20):
-        profile, devices = random_case(np.random.default_rng(seed), 4, 3, False)
-        problem = Problem(profile, devices, 7, "1f1b", "auto", profile.allowed_cuts())
-        program = LeastLatency(problem, (0, 1, 2))
-        plan = Candidates(problem).add_one_stage([0, 1, 2])
-        if plan is None or len(plan.stages[0].devices) < 3:
-            continue
-        chain = Chain((0, profile.num_units), ((0, 1, 2),))
-        assert sum(program.cost(chain)) == pytest.approx(plan.step_seconds)
+        problem = problem_of(*random_case(np.random.default_rng(seed), 4, 3, False), 7)
+        chain = Chain((0, 4), ((0, 1, 2),))
+        search = Search(problem)
+        plan = Candidates(search).add(chain)
+        if plan is not None:
+            assert search.bounds.of(chain).seconds == pytest.approx(plan.step_seconds)
 
 
 def test_small_weights_and_wide_activations_are_not_pipelined():
@@ -217,43 +196,17 @@ def test_named_cuts_are_kept(cuts):
     assert plan.step_seconds >= plan_pipeline(profile, devices, 6).step_seconds * (1 - 1e-9)
 
 
-def test_many_units_are_searched_more_and_more_closely():
+def test_many_units_are_cut_evenly():
     profile = even_profile(90, 3, cut=0.01, weights=5.0)
     plan = plan_pipeline(profile, even_devices(3), 12)
     assert [len(stage.devices) for stage in plan.stages] == [1, 1, 1]
     assert plan.step_seconds < 1.01 * (12 + 2) * 30
 
 
-def cost_of(program, chain):
-    """The estimate of a chain, infinite if it does not follow the program's order."""
-    try:
-        program.exact(chain)
-        return sum(program.cost(chain))
-    except (KeyError, ValueError, IndexError):
-        return np.inf
-
-
-@pytest.mark.quick("0", "1")
-@pytest.mark.parametrize("seed", range(6))
-def test_looking_more_closely_finds_what_all_cuts_have(seed):
-    profile, devices = random_case(np.random.default_rng(seed), 80, 3, limited=seed % 2 == 1)
-    problem = Problem(profile, devices, 8, "1f1b", "auto", profile.allowed_cuts())
-    orders = device_orders(profile, devices)
-    programs = [LeastLatency(problem, order) for order in orders]
-    every = search(programs, 0.002)
-    chain = find_chains(problem, 0.002)[0]
-    estimate = min(cost_of(program, chain) for program in programs)
-    assert every[0][0] * (1 - 0.002) <= estimate <= 1.01 * every[0][0]
-
-
-def test_the_local_search_balances_stages():
-    profile, devices = even_profile(6, 2, cut=0.001, weights=100.0), even_devices(2)
-    problem = Problem(profile, devices, 8, "1f1b", "auto", profile.allowed_cuts())
-    candidates = Candidates(problem)
-    start = Chain((0, 1, 6), ((0,), (1,)))
-    candidates.add(start)
-    candidates.improve([start], 100)
-    assert [stage.first for stage in candidates.best().stages] == [0, 3]
+def test_the_search_balances_stages():
+    problem = problem_of(even_profile(6, 2, cut=0.001, weights=100.0), even_devices(2), 8)
+    search = Search(problem)
+    assert search.improved(Chain((0, 1, 6), ((0,), (1,)))).cuts == (0, 3, 6)
 
 
 def test_slow_links_let_more_micro_batches_go_ahead():
@@ -277,41 +230,6 @@ def test_the_table_names_layers_devices_and_alternatives():
     assert lines[3].startswith("predicted step: ")
     assert lines[4].strip() == "data parallelism on all devices: does not fit"
     assert lines[5].strip() == "one device: does not fit"
-
-
-def test_equal_hosts_have_one_order():
-    assert device_orders(even_profile(2, 4), even_devices(4, (0, 0, 1, 1))) == [(0, 1, 2, 3)]
-
-
-def test_all_orders_of_unequal_hosts_and_the_fastest_device_first():
-    profile, devices = random_case(np.random.default_rng(0), 4, 7, False)
-    orders = device_orders(profile, devices)
-    hosts = len(set(devices.hosts))
-    assert 1 < len(orders) <= math.factorial(hosts)
-    seconds = (profile.forward_seconds + profile.backward_seconds).sum(axis=0)
-    for order in orders:
-        assert sorted(order) == list(range(7))
-        pairs = list(itertools.pairwise(order))
-        changes = [devices.hosts[before] != devices.hosts[after] for before, after in pairs]
-        assert sum(changes) == hosts - 1
-        for (before, after), other in zip(pairs, changes, strict=True):
-            assert other or seconds[before] <= seconds[after]
-
-
-def test_many_hosts_follow_their_fastest_links():
-    number = 9
-    hidden = np.random.default_rng(1).permutation(number)
-    distance = np.abs(np.argsort(hidden)[:, None] - np.argsort(hidden))
-    devices = Devices(
-        tuple(map(str, range(number))),
-        tuple(range(number)),
-        10.0 ** -distance.astype(float),
-        np.zeros((number, number)),
-        np.full(number, np.inf),
-    )
-    orders = device_orders(even_profile(4, number, cut=1.0), devices)
-    assert orders[0] in (tuple(hidden.tolist()), tuple(hidden[::-1].tolist()))
-    assert len(orders) <= 2 * number
 
 
 planned = functools.partial(

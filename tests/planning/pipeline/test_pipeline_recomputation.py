@@ -5,12 +5,13 @@ import itertools
 
 import numpy as np
 import pytest
-from pipeline_plants import even_profile, random_profile
+from pipeline_plants import even_devices, even_profile, random_profile
 
 from keras_het.planning.pipeline import Stage, in_flight, routes, stage_order
+from keras_het.planning.pipeline.problem import Problem
 from keras_het.planning.pipeline.recomputation import (
+    Memory,
     cheapest_recomputation,
-    least_recomputation_seconds,
     stage_memory,
 )
 
@@ -77,23 +78,16 @@ def test_no_set_that_fits_is_cheaper(seed):
     assert needed[chosen] <= limit * (1 + 1e-8)
     best = min(seconds[list(units)].sum() for units in fitting)
     assert seconds[list(chosen)].sum() == pytest.approx(best)
-    if needed[()] > limit and d > 1:
-        need = (needed[()] - limit) / (d - 1)
-        assert least_seconds(profile, first, end, d, need) <= best + 1e-9
+    assert least_seconds(profile, first, end, d, limit) <= best + 1e-9
 
 
-def least_seconds(profile, first, end, d, need):
+def least_seconds(profile, first, end, d, limit):
     """The lower bound for a stage on one device."""
-    (bound,) = least_recomputation_seconds(
-        profile.activation_bytes,
-        profile.forward_seconds[:, 0],
-        (np.array([first]), np.array([end])),
-        np.array([profile.cut_bytes[first:end].min()]),
-        np.array([0]),
-        np.array([need]),
-        np.array([d]),
-    )
-    return bound
+    devices = even_devices(1, memory=limit)
+    problem = Problem(profile, devices, 8, "1f1b", "auto", profile.allowed_cuts())
+    lacking, part = Memory(problem).least(first, end, (0,), (d,))
+    assert lacking == 0
+    return part * profile.forward_seconds[first:end, 0].sum()
 
 
 def test_a_hundred_units_are_nearly_exact():
@@ -105,7 +99,7 @@ def test_a_hundred_units_are_nearly_exact():
     limit = profile.state_bytes.sum() + 0.5 * (without - profile.state_bytes.sum())
     chosen = cheapest_recomputation(profile, 0, 100, [5], [limit], seconds)
     assert stage_memory(profile, 0, 100, 5, chosen) <= limit * (1 + 1e-8)
-    bound = least_seconds(profile, 0, 100, 5, (without - limit) / 4)
+    bound = least_seconds(profile, 0, 100, 5, limit)
     assert seconds[list(chosen)].sum() <= bound * 1.005
 
 
