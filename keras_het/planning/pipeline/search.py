@@ -13,7 +13,7 @@ from keras_het.planning.pipeline.least_time import LeastTime, Value
 from keras_het.planning.pipeline.problem import TINY, Chain, Group, Problem
 
 # How many chains are known before the last start is improved, and how many each one may add.
-_MOST = 3000
+_MOST = 2600
 _MOST_EACH = 900
 
 
