@@ -117,6 +117,12 @@ class LoaderTuner(SessionCallback):
 
     # --- fit
 
+    def before_look(self, data: object) -> None:
+        """Prepare a strategy's data before Keras looks at its first batch."""
+        tuning = getattr(data, "tuning", None)
+        if tuning is not None and self._controller != "fixed":
+            tuning.begin()
+
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         if self._session is not None and self._fit is not None:
             raise RuntimeError(

@@ -46,9 +46,6 @@ DistributedDataset = input_lib.DistributedDataset
 GENERATOR_OPERATIONS = frozenset({"GeneratorDataset", "GeneratorDatasetV2"})
 """Kinds of operation with which a pipeline draws from a Python generator."""
 
-PYTHON_OPERATIONS = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
-"""Kinds of operation that call a Python function."""
-
 RANDOM_VALUE_OPERATIONS = frozenset(
     {
         "Multinomial",
@@ -262,7 +259,13 @@ def rebuild_on(node: Dataset, source: Dataset) -> Dataset:
 class AppliedMap(dataset_ops.UnaryDataset):
     """The traced function of a `map`, applied in order to another source without a new trace."""
 
-    def __init__(self, node: Dataset, source: Dataset, autotuned_calls: int | None = None) -> None:
+    def __init__(
+        self,
+        node: Dataset,
+        source: Dataset,
+        autotuned_calls: int | None = None,
+        ordered_calls: tf.Tensor | None = None,
+    ) -> None:
         self._input_dataset = source
         self._map_func = node._map_func
         self._name = None
@@ -278,10 +281,13 @@ class AppliedMap(dataset_ops.UnaryDataset):
         if self._parallel_calls is None:
             variant = gen_dataset_ops.map_dataset(source._variant_tensor, captured, **arguments)
         else:
+            calls = tf.constant(self._parallel_calls, tf.int64)
+            if ordered_calls is not None:
+                calls = tf.where(ordered_calls > 0, ordered_calls, calls)
             variant = gen_dataset_ops.parallel_map_dataset_v2(
                 source._variant_tensor,
                 captured,
-                num_parallel_calls=tf.constant(self._parallel_calls, tf.int64),
+                num_parallel_calls=calls,
                 deterministic="true",
                 **arguments,
             )
@@ -293,6 +299,12 @@ class AppliedMap(dataset_ops.UnaryDataset):
     @property
     def element_spec(self) -> Spec:
         return self._map_func.output_structure
+
+
+def has_autotuned_calls(node: Dataset) -> bool:
+    if not isinstance(node, map_op._ParallelMapDataset):
+        return False
+    return constant(node._num_parallel_calls) in (None, tf.data.AUTOTUNE)
 
 
 def parallel_calls(node: Dataset, autotuned: int | None = None) -> int | None:

@@ -214,6 +214,11 @@ def _built_without_a_look(call: Call) -> None:
     if isinstance(data, DistributedSteps):
         data.epoch_steps = functools.partial(private_api.epoch_steps_of, weakref.ref(iterator))
         data.set_cardinality(private_api.pass_steps_of(iterator))
+        session = FitSession.of(call.model)
+        if session is not None and session.loop == "fit":
+            for callback in session.callbacks:
+                if hasattr(callback, "before_look"):
+                    callback.before_look(data)
         # an iterator that has begun belongs to the validation before, which built the model
         if not data.may_be_looked_at or private_api.has_begun(iterator):
             batch = tf.nest.map_structure(_shape_and_type, data.replica_spec)

@@ -16,7 +16,7 @@ def batches() -> tf.data.Dataset:
 
 def pipeline(orders: ShareQueue) -> tf.data.Dataset:
     def cut(batch: tf.Tensor) -> tf.Tensor:
-        sizes, _ = orders.sizes(orders.take(), tf.constant(4, tf.int64))
+        sizes, *_ = orders.sizes(orders.take(), tf.constant(4, tf.int64))
         return batch[: sizes[0]]
 
     # as in the pipelines of passes: several calls at once, and a buffer behind them

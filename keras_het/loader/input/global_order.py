@@ -36,7 +36,7 @@ from keras_het.loader.order.content import describe_content
 from keras_het.loader.order.keras_arrays import seeds_of_orders
 from keras_het.loader.order.pass_counter import Pass
 from keras_het.loader.order.pipeline_form import PipelineForm
-from keras_het.loader.order.replay import advance, fresh_copy, nests_shuffles, starts_once
+from keras_het.loader.order.replay import advance, fresh_copy
 from keras_het.loader.order.share_queue import ShareQueue
 from keras_het.planning.argument_checks import check_number, expect
 from keras_het.planning.replica_layout import ReplicaLayout
@@ -184,36 +184,15 @@ class GlobalOrderDataset(DistributedSteps):
         own = sum(weights[local.start : local.stop])
         return float(own / sum(weights) * self.layout.num_workers) if any(weights) else 1.0
 
-    def passes_before(self, run: DataPass) -> tuple[Pass, ...]:
-        """The passes before a running one, each with whether it was iterated."""
-        return self._passes.before(run.number)
-
     def shares_orders_with(self, other: object) -> bool:
         """Tell whether this and another input take orders from one shuffle, in turn."""
         return getattr(other, "_passes", None) is self._passes and self._shuffle() is not None
 
-    def has_lost_count(self, run: DataPass) -> bool:
-        """Tell whether it is unknown which orders of its shuffles a running pass takes.
-
-        That is so if a pass takes several, and one was left half-way, or another input of the data
-        set began one meanwhile. If a shuffle reads from another, which takes its order with the
-        first element, other inputs are enough.
-        """
-        batches = global_batches(self.form)
-        if starts_once(batches):
-            return nests_shuffles(batches) and len(self._passes.inputs) > 1
-        others = self._passes.unfinished - {run.number}
-        return bool(others) or len(self._passes.gone_by) > run.number + 1
-
-    def adopt(self, form: PipelineForm) -> None:
-        """Make later passes those of a form whose shuffles started the passes up to this one."""
-        if self._last is not None:
-            # those of other inputs, such as an evaluation within the epoch
-            advance(global_batches(form), self._passes.gone_by[self._last.number + 1 :])
-            shuffle = adapter.first_reshuffled(form.stream)
-            if shuffle is not None:
-                self._passes.is_at(shuffle, len(self._passes.gone_by))
-        remember(*self._source, form)
+    def begin_again(self) -> None:
+        """Build the pipelines of later passes again, and of one that was only looked at."""
+        # a copy, so that a pipeline that still runs is not kept for a later pass
+        self.follow(dataclasses.replace(self.form))
+        self.cut_again()
 
     def follow(self, form: PipelineForm) -> None:
         """Make later passes those of another form of the same batches."""
@@ -278,14 +257,16 @@ class GlobalOrderDataset(DistributedSteps):
             run = self._sliced(self.layout, **arguments)
             self.tuning.start_moved(run)
             return run
-        fits = bool(self._idle) and first_step == 0
-        built = self._idle.pop() if fits else self._build(self.form, self.layout, first_step)
+        fits, tuning = bool(self._idle) and first_step == 0, self.tuning
+        form = tuning.in_own_threads(self.form)
+        built = self._idle.pop() if fits else self._build(form, self.layout, first_step)
         idle = None if first_step else weakref.ref(self)
         return self._piped(
             self.form,
             *built,
             give_back=functools.partial(_keep_idle, idle, self.form, *built),
             epoch_steps=None if self.form.reads_ahead else self.epoch_steps,
+            parallel_calls=lambda: tuning.parallel_calls,
             **arguments,
         )
 
@@ -305,17 +286,6 @@ class GlobalOrderDataset(DistributedSteps):
         else:
             source = self._piped(self.form, *self._build(self.form, layout), **arguments)
         return ClaimedPass(source, claims, self.lookahead, number)
-
-    def successor(self, run: DataPass, form: PipelineForm, first_step: int) -> PipelinePass:
-        """A pass that catches up with a running one, whose place it takes then."""
-        return self._piped(
-            form,
-            *self._build(form, self.layout, first_step),
-            weights=self._weights,
-            lookahead=0,
-            number=run.number,
-            first_step=first_step,
-        )
 
     def _sliced(self, layout: ReplicaLayout, first_step: int = 0, **arguments: Any) -> SlicedPass:
         self.pipelines_built += 1

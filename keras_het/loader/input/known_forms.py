@@ -28,7 +28,7 @@ class Known:
 _known: weakref.WeakKeyDictionary[adapter.Dataset, dict[int | None, Known]] = (
     weakref.WeakKeyDictionary()
 )
-# Datasets that read from one shuffle share its orders: its `take` and `skip`, and those that
+# Data sets that read from one shuffle share its orders: its `take` and `skip`, and those that
 # Keras makes in each `fit` with class weights.
 _passes: weakref.WeakKeyDictionary[adapter.Dataset, PassCounter] = weakref.WeakKeyDictionary()
 
@@ -49,10 +49,10 @@ def recall(
     if form is None:
         parts = dataset.current if isinstance(dataset, AdjustablePipeline) else dataset
         form = recognise(parts.batch(global_batch_size) if global_batch_size else parts)
+        form = dataclasses.replace(form, is_built=parts is not dataset)
     if form.mode == "element":  # the stream of a slice form may be the dataset itself
         known.form = form
     known.inputs.add(reader)
-    known.passes.inputs.add(reader)
     return form, known.passes
 
 

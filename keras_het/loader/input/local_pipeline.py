@@ -17,6 +17,9 @@ from keras_het.planning.replica_layout import ReplicaLayout
 
 Dataset = adapter.Dataset
 
+STEPS_AT_ONCE = 2
+"""Steps whose own rows are mapped at the same time."""
+
 
 def global_batches(form: PipelineForm) -> Dataset:
     """The global batches of a form before any work that only the user of a row does."""
@@ -50,7 +53,7 @@ def build_local_pipeline(
     cut = _cut_function(batches.element_spec, form, layout, orders)
     finish = _finish_function(form, layout, (*form.row_functions, *row_functions))
     works = form.element_maps or form.arrays or form.row_functions or row_functions
-    parallel = {"num_parallel_calls": 2, "deterministic": True} if works else {}
+    parallel = {"num_parallel_calls": STEPS_AT_ONCE, "deterministic": True} if works else {}
     # a stage that waits for orders must be a sequential map, and its reader must not hold a lock
     # meanwhile: a parallel map does not, a parallel interleave would block finished steps
     own_rows = batches.map(cut)
@@ -68,11 +71,11 @@ def _cut_function(
     local = layout.local_replicas
 
     @tf.autograph.experimental.do_not_convert
-    def cut(*arguments: Batch) -> tuple[Batch, tf.Tensor, tf.Tensor]:
+    def cut(*arguments: Batch) -> tuple[Batch, tf.Tensor, tf.Tensor, tf.Tensor]:
         batch = arguments if is_tuple else arguments[0]
         whole, rest = cast("tuple[Batch, Batch]", batch) if form.gathers_indices else (batch, None)
         total = rows.count_rows(whole)
-        sizes, wants_fingerprint = orders.sizes(orders.take(), total)
+        sizes, wants_fingerprint, calls = orders.sizes(orders.take(), total)
         start = tf.reduce_sum(sizes[: local.start])
         count = tf.reduce_sum(sizes[local.start : local.stop])
         if _needs_probe(form):
@@ -82,7 +85,7 @@ def _cut_function(
         fingerprint = tf.cond(
             wants_fingerprint, lambda: rows.hash_rows(whole), lambda: tf.constant(0, tf.int64)
         )
-        return ((own, rest) if form.gathers_indices else own), sizes, fingerprint
+        return ((own, rest) if form.gathers_indices else own), sizes, fingerprint, calls
 
     return cut
 
@@ -95,11 +98,11 @@ def _finish_function(
 
     @tf.autograph.experimental.do_not_convert
     def finish(
-        batch: Batch, sizes: tf.Tensor, fingerprint: tf.Tensor
+        batch: Batch, sizes: tf.Tensor, fingerprint: tf.Tensor, calls: tf.Tensor
     ) -> tuple[tuple[Batch, ...], tf.Tensor, tf.Tensor]:
         local_sizes = sizes[local.start : local.stop]
         if form.element_maps or form.arrays:
-            batch = _mapped_rows(batch, form, tf.reduce_sum(local_sizes))
+            batch = _mapped_rows(batch, form, tf.reduce_sum(local_sizes), calls)
         for function in functions:
             batch = function(*batch) if type(batch) is tuple else function(batch)
         return rows.split_rows(batch, local_sizes, len(local)), sizes, fingerprint
@@ -121,21 +124,23 @@ def _needs_probe(form: PipelineForm) -> bool:
     )
 
 
-def _mapped_rows(own: Batch, form: PipelineForm, count: tf.Tensor) -> Batch:
+def _mapped_rows(own: Batch, form: PipelineForm, count: tf.Tensor, calls: tf.Tensor) -> Batch:
     if form.arrays:
         rows_of_arrays = [tf.gather(array, own) for array in form.arrays]
         own = tf.nest.pack_sequence_as(form.sample_spec, rows_of_arrays)
     if not form.element_maps:
         return own
     if _needs_probe(form):
-        return rows.slice_rows(_mapped_batch(own, form), tf.zeros([], tf.int64), count)
-    return tf.cond(count > 0, lambda: _mapped_batch(own, form), lambda: _empty_batch(form))
+        return rows.slice_rows(_mapped_batch(own, form, calls), tf.zeros([], tf.int64), count)
+    return tf.cond(count > 0, lambda: _mapped_batch(own, form, calls), lambda: _empty_batch(form))
 
 
-def _mapped_batch(own: Batch, form: PipelineForm) -> Batch:
+def _mapped_batch(own: Batch, form: PipelineForm, calls: tf.Tensor) -> Batch:
     samples = tf.data.Dataset.from_tensor_slices(own)
     for node in form.element_maps:
-        samples = adapter.AppliedMap(node, samples, form.autotuned_calls)
+        is_tuned = form.is_built or adapter.has_autotuned_calls(node)
+        ordered = calls if is_tuned else None
+        samples = adapter.AppliedMap(node, samples, form.autotuned_calls, ordered)
     return samples.batch(form.batch_size).get_single_element()
 
 

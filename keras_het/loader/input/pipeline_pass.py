@@ -26,6 +26,7 @@ class PipelinePass(OrderedPass):
     weights: Weights
     lookahead: int
     batch_rows: int
+    parallel_calls: Callable[[], int] = lambda: 0
     wants_fingerprint: bool = False
     give_back: Callable[[], None] | None = None
     epoch_steps: Callable[[], int | None] | None = None
@@ -33,41 +34,18 @@ class PipelinePass(OrderedPass):
     def __post_init__(self, pipeline: tf.data.Dataset, keep_alive: object) -> None:
         super().__post_init__()
         self._ordered = 0
-        # of which `ordered` stays, because its orders then come from this pass
-        self._successor: tuple[PipelinePass, Callable[[], None]] | None = None
         self.latest_weights: Sequence[float] = ()
         self._order_until(self.lookahead)
         self.held = HeldIterator(pipeline, keep_alive)
         _alive.add(self)
 
-    @property
-    def ordered(self) -> int:
-        """Steps of the pass with settled shares, including those skipped."""
-        return self.first_step + self._ordered
-
-    def join(self, successor: PipelinePass, in_effect: Callable[[], None]) -> None:
-        """Let another pipeline continue from the step up to which it has caught up.
-
-        The steps before, which are ordered already, come from the running pipeline while the other
-        one starts working: no step is made twice, and each has the shares it would have without it.
-        """
-        if successor.ordered < self.ordered or self._successor is not None or self.is_over:
-            raise ValueError(
-                "A pipeline can take over from the next step to be ordered on, one at a time. "
-                f"Received: one at step {successor.ordered}; {self.ordered} steps are ordered."
-            )
-        self._successor = successor, in_effect
-
     def order(self, wanted: bool = True) -> None:
         first = self.wants_fingerprint and self._ordered == 0
-        orders = self.orders
-        if self._successor is not None and self.ordered >= self._successor[0].ordered:
-            orders = self._successor[0].orders
         self._ordered += 1
         weights = None
         if wanted:
             weights = self.latest_weights = self.weights()
-        orders.put(weights, self.batch_rows, first)
+        self.orders.put(weights, self.batch_rows, first, self.parallel_calls())
 
     def read(self) -> Element:
         batches, sizes, fingerprint = self.held.read()
@@ -79,33 +57,13 @@ class PipelinePass(OrderedPass):
 
     def _order_next(self) -> None:
         self._order_until(self.delivered + 1 + self.lookahead)
-        if self._successor is not None:
-            successor, in_effect = self._successor
-            if self.first_step + self.delivered == successor.ordered:
-                self._continue_in(successor, in_effect)
 
     @property
     def _is_next_ordered(self) -> bool:
-        end = self.ordered
-        if self._successor is not None:  # which has the orders from there on
-            end = min(end, self._successor[0].ordered)
-        return self.first_step + self.delivered < end
-
-    def _continue_in(self, successor: PipelinePass, in_effect: Callable[[], None]) -> None:
-        in_effect()  # first: what is released now must not be kept for later
-        self._release()
-        self.held, self.orders = successor.held, successor.orders
-        self.give_back = None  # a pipeline that begins within a pass is of no further use
-        self._successor = None
+        return self.delivered < self._ordered
 
     def _free(self) -> None:
         _alive.discard(self)
-        if self._successor is not None:
-            self._successor[0].close()
-            self._successor = None
-        self._release()
-
-    def _release(self) -> None:
         orders, give_back = self.orders, self.give_back
 
         def reuse() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -28,7 +28,6 @@ class PassCounter:
     def __init__(self) -> None:
         self.gone_by: list[Pass] = []
         self.unfinished: set[int] = set()
-        self.inputs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._reserved = 0
         self._places: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKeyDictionary()
 

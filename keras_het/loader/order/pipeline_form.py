@@ -32,6 +32,7 @@ class PipelineForm:
     arrays: tuple[tf.Tensor, ...] = ()
     sample_spec: Spec | None = None
     autotuned_calls: int | None = None
+    is_built: bool = False
     reads_ahead: bool = True
 
     @property

@@ -22,23 +22,30 @@ class ShareQueue:
 
     def __init__(self, num_replicas: int, lookahead: int, admits: bool = False) -> None:
         self._num_replicas = num_replicas
-        self._latest: tuple[tuple[tuple[float, ...], int, bool], list[tf.Tensor]] | None = None
+        self._latest: tuple[tuple[object, ...], list[tf.Tensor]] | None = None
         with tf.init_scope(), tf.device("CPU:0"):
             self._queue = tf.queue.FIFOQueue(
                 lookahead + 2,
                 dtypes=[tf.float64, tf.int64, tf.int64],
-                shapes=[[num_replicas], [num_replicas], [2]],
+                shapes=[[num_replicas], [num_replicas], [3]],
             )
             # the number of the input to read from, which is 0, for each order in the queue
             self._admissions = tf.queue.FIFOQueue(lookahead + 2, tf.int64, [[]]) if admits else None
 
-    def put(self, weights: Sequence[float] | None, expected_rows: int, fingerprint: bool) -> None:
+    def put(
+        self,
+        weights: Sequence[float] | None,
+        expected_rows: int,
+        fingerprint: bool,
+        parallel_calls: int = 0,
+    ) -> None:
         """Order the next global batch, of which nobody gets a row if the weights are None."""
         weights = (0.0,) * self._num_replicas if weights is None else weights
-        key = (tuple(weights), expected_rows, fingerprint)
+        header = (expected_rows, fingerprint, parallel_calls)
+        key = (tuple(weights), *header)
         if self._latest is None or self._latest[0] != key:
             # Most steps repeat the previous order; making one costs more than a small step.
-            self._latest = (key, self._order(weights, expected_rows, fingerprint))
+            self._latest = (key, self._order(weights, header))
         # the queue's own method takes longer than the operation
         tf.raw_ops.QueueEnqueueV2(
             handle=self._queue.queue_ref, components=self._latest[1], timeout_ms=-1
@@ -46,19 +53,17 @@ class ShareQueue:
         if self._admissions is not None:
             self._admissions.enqueue(tf.zeros([], tf.int64))
 
-    def _order(
-        self, weights: Sequence[float], expected_rows: int, fingerprint: bool
-    ) -> list[tf.Tensor]:
+    def _order(self, weights: Sequence[float], header: tuple[int, bool, int]) -> list[tf.Tensor]:
         values = np.asarray(weights, np.float64)
         if values.shape != (self._num_replicas,):
             raise ValueError(
                 f"Expected one weight for each of the {self._num_replicas} replicas. "
                 f"Received: {list(weights)}."
             )
-        shares = _sizes(expected_rows, values)
-        header = np.array([expected_rows, fingerprint], np.int64)
+        shares = _sizes(header[0], values)
         with tf.device("CPU:0"):
-            return [tf.constant(part) for part in (values, shares, header)]
+            parts = (values, shares, np.array(header, np.int64))
+            return [tf.constant(part) for part in parts]
 
     def take(self) -> list[tf.Tensor]:
         """Wait for the next order, inside a pipeline, and return it for `sizes`."""
@@ -72,15 +77,21 @@ class ShareQueue:
         admissions = tf.data.Dataset.range(tf.int64.max).map(lambda _: self._admissions.dequeue())
         return tf.data.Dataset.choose_from_datasets([batches], admissions)
 
-    def sizes(self, order: list[tf.Tensor], rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Apply an order to a batch, inside a pipeline."""
+    def sizes(
+        self, order: list[tf.Tensor], rows: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Apply an order to a batch, inside a pipeline.
+
+        Returns sizes, whether the rows are to be hashed, and the parallel calls of their maps, 0
+        for those of the user.
+        """
         weights, shares, header = order
         sizes = tf.cond(
             tf.equal(rows, header[0]),
             lambda: shares,
             lambda: _sizes_in_graph(rows, weights),
         )
-        return tf.ensure_shape(sizes, [self._num_replicas]), tf.equal(header[1], 1)
+        return tf.ensure_shape(sizes, [self._num_replicas]), tf.equal(header[1], 1), header[2]
 
     def clear(self) -> None:
         """Drop all remaining orders. No pipeline may be waiting for one."""

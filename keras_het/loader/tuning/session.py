@@ -14,7 +14,7 @@ from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host.budget import CpuPart, HostBudget
 from keras_het.loader.host.threads import HostSums, LoaderPriority, LoaderThreads, threads_of
-from keras_het.loader.input.order_tuning import KnobChange, OrderTuning
+from keras_het.loader.input.order_tuning import CallsChange, KnobChange, OrderTuning
 from keras_het.loader.input.step_iterator import StepIterator
 from keras_het.loader.inspection.inspection import (
     KeptReports,
@@ -110,7 +110,7 @@ class TuningSession:
         self._plain: tuple[adapter.Dataset, AdjustablePipeline] | None = None
         self.pipeline: AdjustablePipeline | None = None
         self.order: OrderTuning | None = None
-        self.change: tuple[KnobChange | Handover, Move | None] | None = None
+        self.change: tuple[KnobChange | CallsChange | Handover, Move | None] | None = None
         self.live: LiveIterator | None = None
         self.controller: LoaderController | None = None
         self.observes_only = observes_only
@@ -269,6 +269,8 @@ class TuningSession:
         self._cancel()
         self.order = order
         self._begin(order.knobs, order.refusal(), order.largest_prefetch)
+        if self.observes_only is None:
+            order.begin()
         if self.observes_only is None and not order.has_own_threads:
             self.change = order.prepare(order.knobs, self._background()), None
 
@@ -427,7 +429,7 @@ class TuningSession:
             self._executor = concurrent.futures.ThreadPoolExecutor(1, "loader_tuner")
         return self._executor
 
-    def _poll(self, change: KnobChange | Handover, move: Move | None) -> None:
+    def _poll(self, change: KnobChange | CallsChange | Handover, move: Move | None) -> None:
         """Advance a move; without a move it is a strategy's first thread pool."""
         start = time.perf_counter()
         try:
