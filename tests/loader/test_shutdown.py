@@ -152,7 +152,7 @@ def interrupt_until_it_ends(process):
     """Presses Ctrl-C again when nothing happens; returns what the process wrote to stderr.
 
     Python's handler only notes the signal. When the note is looked at within an operation of
-    TensorFlow the exception may be lost there (3 of about 60 times), and the loop goes on.
+    TensorFlow the exception may be lost there (3 of about 60 times), and the loop continues.
     """
     for _ in range(10):
         process.send_signal(signal.SIGINT)

@@ -179,7 +179,7 @@ def _why_nothing_is_known(iterator: tf.data.Iterator) -> str:
     if _is_not_tuned(iterator):
         return "The pipeline has options.autotune.enabled = False: nothing is recorded."
     return (
-        "The pipeline goes on where another one was, as after a move of LoaderTuner: TensorFlow "
+        "The pipeline continues where another one was, as after a move of LoaderTuner: TensorFlow "
         "records nothing of it. Give keras_het.loader.inspect a keras_het.loader.pipeline itself. "
         "An ordinary dataset with a seeded shuffle or a cache in memory is moved before its first "
         "batch: give it to keras_het.loader.inspect outside of fit, or give fit a "

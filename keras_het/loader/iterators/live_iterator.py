@@ -37,7 +37,7 @@ class MeteredIterator:
         try:
             element = next(self._iterator)
         except StopIteration:
-            if not self.steps:  # after StopIteration Keras goes on with a result it does not have
+            if not self.steps:  # after StopIteration Keras continues with a result it does not have
                 raise tf.errors.OutOfRangeError(None, None, "End of the data.") from None
             raise
         finally:

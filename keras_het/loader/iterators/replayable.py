@@ -40,7 +40,7 @@ def takes_a_place(dataset: adapter.Dataset) -> bool:
 
 
 def has_one_order_a_pass(stream: adapter.Dataset) -> bool:
-    """Tell whether a pass left half-way, to go on elsewhere, does not affect later orders."""
+    """Tell whether a pass left half-way, to continue elsewhere, does not affect later orders."""
     nodes = list(adapter.upstream_of(stream))
     shuffles = [node for node in nodes if adapter.is_reshuffled(node)]
     if not shuffles:

@@ -1,4 +1,4 @@
-"""Pipelines end in threads of their own: ending one may take seconds, and training goes on."""
+"""Pipelines end in threads of their own: ending one may take seconds, and training continues."""
 
 import threading
 

@@ -102,7 +102,7 @@ def executor():
 
 
 def in_effect(change):
-    """Goes on until only further steps can put it into effect."""
+    """Continues until only further steps can put it into effect."""
     for _ in range(20):
         if change.poll():
             return True
