@@ -22,6 +22,10 @@ def test_a_guide_is_read_in_minutes(page: Path) -> None:
     assert len(page.read_text().split()) <= 1200
 
 
+def test_all_pages_are_read_in_an_afternoon() -> None:
+    assert sum(len(page.read_text().split()) for page in PAGES) <= 27_000
+
+
 def pages_of(navigation: Any) -> list[str]:
     """The pages in a part of the navigation, whatever their titles."""
     if isinstance(navigation, str):
