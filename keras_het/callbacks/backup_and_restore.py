@@ -536,7 +536,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             step += self._guard.num_trained - self._num_counted
         # Keras ends an epoch with the pass, however short
         ends_pass = bool(step and self._loop.steps_per_epoch and self._loop.is_at_end_of_pass)
-        if self._guard is not None and self._loop.steps_per_epoch is None and step:
+        # Of several of these callbacks, only one guards the steps.
+        if self._guard and self._guard.num_trained and self._loop.steps_per_epoch is None and step:
             # an epoch is a pass, which ends before the validation begins
             num_gone = 0 if pass_step else len(passes) - self._guard.num_passes
             ends_pass, is_iterator_left = num_gone > 0, is_iterator_left or num_gone > 1

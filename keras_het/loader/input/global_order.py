@@ -266,7 +266,7 @@ class GlobalOrderDataset(DistributedSteps):
             *built,
             give_back=functools.partial(_keep_idle, idle, self.form, *built),
             epoch_steps=None if self.form.reads_ahead else self.epoch_steps,
-            parallel_calls=lambda: tuning.parallel_calls,
+            parallel_calls=tuning.parallel_calls,
             **arguments,
         )
 

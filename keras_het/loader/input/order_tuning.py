@@ -21,6 +21,7 @@ from keras_het.loader.iterators.handover import HandoverError, has_memory_cache,
 from keras_het.loader.iterators.knobs import Knobs
 from keras_het.loader.iterators.replayable import has_one_order_a_pass, shares_a_shuffle
 from keras_het.loader.order.pipeline_form import PipelineForm, recognise
+from keras_het.loader.order.share_queue import ParallelCalls
 
 if TYPE_CHECKING:
     from keras_het.loader.input.global_order import GlobalOrderDataset
@@ -50,6 +51,7 @@ class OrderTuning:
         self.has_own_threads = bool(data.form.options.threading.private_threadpool_size)
         self._moved: PipelineForm | None = None
         self._orders_calls = False
+        self.parallel_calls = ParallelCalls()
 
     @property
     def data(self) -> GlobalOrderDataset:
@@ -109,18 +111,17 @@ class OrderTuning:
         if self._orders_calls or self.data.only_slices or self.refusal() is not None:
             return
         self._orders_calls = self.has_own_threads = True
+        self.order_calls(self.knobs)
         self.data.begin_again()
 
     def in_own_threads(self, form: PipelineForm) -> PipelineForm:
         return _with_pool(form, _MOST_THREADS) if self._orders_calls else form
 
-    @property
-    def parallel_calls(self) -> int:
-        """Calls of each map in a step to be ordered, 0 for those of the user."""
-        if not self._orders_calls:
-            return 0
+    def order_calls(self, knobs: Knobs) -> None:
+        """Give the maps of the steps to be ordered as many calls as there are loaders."""
+        self.knobs = knobs
         steps_at_once = min(self.data.lookahead + 1, STEPS_AT_ONCE)
-        return max(self.knobs.threads // steps_at_once, 1)
+        self.parallel_calls.number = max(knobs.threads // steps_at_once, 1)
 
     def prepare(
         self, knobs: Knobs, executor: concurrent.futures.ThreadPoolExecutor
@@ -184,7 +185,7 @@ class CallsChange:
         if reason is not None:
             raise HandoverError(reason)
         self._tuning.begin()
-        self._tuning.knobs = self.knobs
+        self._tuning.order_calls(self.knobs)
         return True
 
     def wait(self, seconds: float) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from keras_het.loader.input.data_pass import Element, OrderedPass, Weights
 from keras_het.loader.iterators.held_iterator import HeldIterator
-from keras_het.loader.order.share_queue import ShareQueue
+from keras_het.loader.order.share_queue import ParallelCalls, ShareQueue
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -26,7 +26,7 @@ class PipelinePass(OrderedPass):
     weights: Weights
     lookahead: int
     batch_rows: int
-    parallel_calls: Callable[[], int] = lambda: 0
+    parallel_calls: ParallelCalls = dataclasses.field(default_factory=ParallelCalls)
     wants_fingerprint: bool = False
     give_back: Callable[[], None] | None = None
     epoch_steps: Callable[[], int | None] | None = None
@@ -45,7 +45,7 @@ class PipelinePass(OrderedPass):
         weights = None
         if wanted:
             weights = self.latest_weights = self.weights()
-        self.orders.put(weights, self.batch_rows, first, self.parallel_calls())
+        self.orders.put(weights, self.batch_rows, first, self.parallel_calls.number)
 
     def read(self) -> Element:
         batches, sizes, fingerprint = self.held.read()

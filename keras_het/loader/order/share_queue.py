@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from keras_het.planning.shares import FloatArray, IntArray, apportion
+
+
+@dataclasses.dataclass
+class ParallelCalls:
+    """Calls of each map of own samples in the steps to be ordered, 0 for those of the user."""
+
+    number: int = 0
 
 
 class ShareQueue:
