@@ -27,6 +27,7 @@ from keras_het.asynchronous.parameter_service.channel import (
     UnknownTrainingError,
 )
 from keras_het.asynchronous.parameter_service.client import UNDER_WAY
+from keras_het.asynchronous.parameter_service.part import Push
 from keras_het.asynchronous.parameter_service.partitions import spread_partitions
 from keras_het.asynchronous.rules import (
     AsyncEASGD,
@@ -449,6 +450,29 @@ def test_saved_state_that_does_not_fit_is_refused(name):
     with serving(service) as (connect, _), pytest.raises(ValueError, match=match):
         connect().restore(ramp(2), saved)
     np.testing.assert_array_equal(service.center, 1)
+
+
+def test_a_worker_that_comes_back_between_the_parts_of_a_push_holds_up_nobody_for_good():
+    service = Service(MANY, RoundRobinEASGD(2, 0.5), num_workers=2)
+    parts = [service.parts[number] for number in sorted(service.parts)]
+    zeros, versions = MANY.cut(np.zeros(MANY.size, np.float32)), [0] * len(parts)
+
+    def comes_back(number, *places):
+        return [parts[i].push(Push(1, number, 0, 1, zeros[i])) for i in places]
+
+    with serving(service) as (connect, _):
+        client = connect(0, may_wait=True)
+        for part in parts:
+            part.leave(1)
+        early = comes_back(1, 0, 1)
+        push(client, zeros, versions, 1)
+        assert all(call.done() for call in early)
+        push(client, zeros, versions, 2)  # the next turn is that of the one that is back
+        late = comes_back(1, *range(2, len(parts)))
+        pending = client.start_push(zeros, versions, 1, 3)
+        assert all(call.result(SECONDS).status == Status.OK for call in late)
+        comes_back(2, *range(len(parts)))
+        assert set(pending.answer().statuses) == {Status.OK}
 
 
 @pytest.mark.parametrize("numbers", [(3, 0), (-1, 0), (0, 4), (0, -1)])

@@ -218,11 +218,16 @@ class ParameterClient:
         return self._channels[self._places[index]]
 
     def _start_each(self, requests: Mapping[int, Message]) -> dict[int, Future[Message]]:
-        """Send requests about parts, a few to each process at a time."""
+        """Send requests about parts, a few to each process at a time.
+
+        Where pushes wait for a turn, all at once: a worker that comes back while another's push
+        is at half of the parts has its turn earlier at the first ones than at the last.
+        """
         calls: dict[int, Future[Message]] = {index: Future() for index in requests}
+        most = len(requests) if self._may_wait else UNDER_WAY
         for place, channel in enumerate(self._channels):
             own = [index for index in requests if self._places[index] == place]
-            _Sender(channel, [(requests[index], calls[index]) for index in own]).send()
+            _Sender(channel, [(requests[index], calls[index]) for index in own], most).send()
         return calls
 
     def _collect(self, calls: Sequence[Future[Message]]) -> Answer:
@@ -269,9 +274,13 @@ class _Sender:
     """Sends requests one after another as answers arrive, from the threads that receive these."""
 
     def __init__(
-        self, channel: Channel, requests: Sequence[tuple[Message, Future[Message]]]
+        self,
+        channel: Channel,
+        requests: Sequence[tuple[Message, Future[Message]]],
+        most_under_way: int,
     ) -> None:
         self._channel, self._waiting = channel, collections.deque(requests)
+        self._most_under_way = most_under_way
         self._under_way = 0
         self._is_sending = False
         self._lock = threading.Lock()
@@ -284,7 +293,7 @@ class _Sender:
             self._is_sending = True
         while True:
             with self._lock:
-                if self._under_way == UNDER_WAY or not self._waiting:
+                if self._under_way >= self._most_under_way or not self._waiting:
                     self._is_sending = False
                     return
                 request, call = self._waiting.popleft()
