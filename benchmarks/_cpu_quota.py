@@ -138,7 +138,7 @@ def worker() -> None:
     runs: dict[str, list[float]] = {"even": [], "proportional": [], "boa": []}
     for _ in range(int(rounds)):
         for policy, done in runs.items():
-            strategy.set_shares([1, 1])
+            strategy.set_share_weights([1, 1])
             clock = Clock()
             given: Any = PEERS[policy](2, BATCH) if policy in PEERS else policy
             model.fit(data, verbose=0, callbacks=[keras_het.callbacks.BatchBalancer(given), clock])

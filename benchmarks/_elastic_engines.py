@@ -93,7 +93,7 @@ class OnRay:
                 run_config=RunConfig(storage_path=storage, failure_config=failures),
             ).fit()
         else:
-            self._trainer = keras_het.ray.Trainer(
+            self._trainer = keras_het.ray.KerasTrainer(
                 train,
                 workers,
                 resources_per_worker=each,

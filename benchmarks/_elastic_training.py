@@ -59,7 +59,7 @@ def make_batches() -> Any:
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train with `fit`; an `Elastic` is all that this knows about interruptions."""
+    """Train with `fit`; an `ElasticBackup` is all that this knows about interruptions."""
     import keras
 
     import keras_het
@@ -85,7 +85,7 @@ def train(config: dict[str, Any]) -> None:
             log.note("step", step=step, **place)
 
     # the backup comes last, so that a noted step is one that was trained, not one that was saved
-    elastic = keras_het.callbacks.Elastic(str(Path(config["folder"]) / "backup"))
+    elastic = keras_het.callbacks.ElasticBackup(str(Path(config["folder"]) / "backup"))
     model.fit(make_batches(), verbose=0, callbacks=[elastic, Steps()])
 
 

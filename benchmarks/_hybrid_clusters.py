@@ -65,7 +65,7 @@ def cluster_on_hosts(
 
 @contextlib.contextmanager
 def served_cluster(command: list[str], emulation: Any, num_async: int) -> Iterator[Any]:
-    """Run workers on the loopback, and `keras-het serve`, whose process is yielded."""
+    """Run workers on the loopback, and `keras-het parameter-server`, whose process is yielded."""
     from keras_het.launch.local.free_ports import ReservedPorts
     from keras_het.launch.local.worker_environment import worker_environment
 

@@ -65,7 +65,7 @@ def train(options: argparse.Namespace) -> None:
     strategy = keras_het.HeterogeneousStrategy()
     config = strategy.cluster_config
     # With async workers only, it is the first of them.
-    tells = strategy.is_chief and not strategy.is_parameter_service
+    tells = strategy.is_chief and not strategy.is_parameter_server
     if not config.has_sync_group:
         tells = strategy.is_async_worker and config.task_index == 0
     keras.utils.set_random_seed(options.seed)

@@ -190,7 +190,7 @@ def scope_of(case):
     devices = [tf.config.LogicalDeviceConfiguration() for _ in case.shares]
     tf.config.set_logical_device_configuration(cpu, devices)
     names = [f"CPU:{number}" for number in range(len(devices))]
-    return keras_het.HeterogeneousStrategy(names, shares=list(case.shares)).scope()
+    return keras_het.HeterogeneousStrategy(names, share_weights=list(case.shares)).scope()
 
 
 def run(name, policy, steps, most_seconds, settings=None, barrier=None):
@@ -211,7 +211,7 @@ def run(name, policy, steps, most_seconds, settings=None, barrier=None):
         batch = next(iter(build(Knobs(2, 2, 2))))
         dataset = tf.data.Dataset.from_tensors(batch).repeat(per_epoch)
     else:
-        dataset = keras_het.loader.pipeline(build, Knobs(*settings) if settings else None)
+        dataset = keras_het.loader.tunable_pipeline(build, Knobs(*settings) if settings else None)
     with scope:
         model = keras.Sequential([keras.layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -236,7 +236,7 @@ def run(name, policy, steps, most_seconds, settings=None, barrier=None):
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "moves": len(tuner.moves) if tuner else 0,
         "steps": len(times),
-        "measured_steps": tuner.meter.steps if tuner else None,
+        "measured_steps": tuner.train_input_wait.steps if tuner else None,
         "settings": str(tuner.best_settings().knobs) if tuner else None,
     }
 

@@ -58,20 +58,20 @@ def train(options: argparse.Namespace) -> None:
 
         def on_train_begin(self, logs: Any = None) -> None:
             self.file = (options.folder / f"{name}.{time.time_ns()}.steps").open("w", buffering=1)
-            self.before = strategy.own_samples_delivered
+            self.before = strategy.local_samples_delivered
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             self.epoch = epoch
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            samples = strategy.own_samples_delivered - self.before
+            samples = strategy.local_samples_delivered - self.before
             self.file.write(f"{time.monotonic()} {samples} {self.epoch} {batch}\n")
 
     callbacks = [callback_of(options.mode), Steps()]
     if options.backup:
         callbacks.append(keras_het.callbacks.BackupAndRestore(str(options.folder / "backup")))
     model.fit(dataset.batch(batch), epochs=options.epochs, callbacks=callbacks, verbose=0)
-    if strategy.is_parameter_service if is_asynchronous else strategy.is_chief:
+    if strategy.is_parameter_server if is_asynchronous else strategy.is_chief:
         logits = model(x).numpy()
         found = float(keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, logits, True)))
         (options.folder / "loss.json").write_text(json.dumps(found))

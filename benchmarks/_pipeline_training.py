@@ -207,12 +207,14 @@ def _strategy(case: Case, mode: str, plan: Any) -> Any:
             return tf.distribute.MirroredStrategy(devices)
         return tf.distribute.MultiWorkerMirroredStrategy()
     if mode in ("all_reduce", "summation"):
-        return keras_het.HeterogeneousStrategy(devices, shares=case.speeds, aggregation=mode)
+        return keras_het.HeterogeneousStrategy(
+            devices, share_weights=case.speeds, gradient_reduction=mode
+        )
     return keras_het.PipelineStrategy(
         plan or case.split_after,
         case.micro_batches,
         devices,
-        memory_bytes=case.memory_bytes,
+        device_memory_bytes=case.memory_bytes,
         recompute=case.recompute,
     )
 

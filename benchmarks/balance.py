@@ -226,7 +226,7 @@ class KnownSpeeds(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         coming = batch + self._bench.lookahead + 1
-        self._bench.strategy.set_shares(self._bench.cluster.best_shares(coming))
+        self._bench.strategy.set_share_weights(self._bench.cluster.best_shares(coming))
 
 
 class Bench:
@@ -274,9 +274,9 @@ class Bench:
         """Train under a policy; return the results of one run."""
         for replica in range(len(self.cluster.speeds)):
             emulated_device.slow_down(replica, 1.0)
-        self.strategy.set_shares([1] * len(self.cluster.speeds))
+        self.strategy.set_share_weights([1] * len(self.cluster.speeds))
         if policy == "limit":
-            self.strategy.set_shares(self.cluster.best_shares())
+            self.strategy.set_share_weights(self.cluster.best_shares())
         balancer = self.balancer(policy)
         is_known = policy == "limit" and self.cluster.asynchronous
         callbacks = [
@@ -393,7 +393,7 @@ def memory_rows(
             "case": f"memory, {fixed_milliseconds:g} ms a part",
             "memory": kind,
             "samples_per_s": round(statistics.median(speeds[kind]), 1),
-            "shares": " ".join(map(str, bench.strategy.latest_shares)),
+            "shares": " ".join(map(str, bench.strategy.current_shares)),
         }
         for other in ("fits", "max_share"):
             ratios = [a / b for a, b in zip(speeds[kind], speeds[other], strict=True)]
@@ -419,7 +419,7 @@ class Reaction(keras.callbacks.Callback):
         self.starts.append(time.perf_counter())
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.shares.append(self._bench.strategy.latest_shares)
+        self.shares.append(self._bench.strategy.current_shares)
 
     def found(self) -> tuple[int, float] | None:
         """Steps and seconds until the first one with other shares."""
@@ -454,7 +454,7 @@ def reaction_rows(num_phases: int, speeds: tuple[int, ...] = (4, 2, 1)) -> list[
         found = []
         for phase in range(num_phases):
             emulated_device.slow_down(0, 1.0)
-            bench.strategy.set_shares([1] * len(cluster.speeds))
+            bench.strategy.set_share_weights([1] * len(cluster.speeds))
             reaction = Reaction(bench, 40 + phase)
             callbacks = [BatchBalancer(), reaction]
             bench.model.fit(bench.data, epochs=1, verbose=0, callbacks=callbacks)

@@ -7,7 +7,7 @@ Three workers on this machine (or N) train a deep, narrow model. A step's comput
 
 Trainers:
 
-* `keras_het.ray`: `keras_het.ray.Trainer`, a node of Ray for each worker, and `Elastic`.
+* `keras_het.ray`: `keras_het.ray.KerasTrainer`, a node of Ray for each worker, and `ElasticBackup`.
 * `restart by hand`: `keras-het run` with the same script, which ends when a worker is lost, and is
   started again at once from the newest backup. A person would take longer.
 * `Ray Train`: `ray.train.tensorflow.TensorflowTrainer`, MultiWorkerMirroredStrategy in the loop of

@@ -6,13 +6,12 @@ Three workers of speed 8 train synchronously, one of speed 1 asynchronously (`_h
 describes what). Cases: "undisturbed"; "killed" (SIGKILL) and "stopped" (SIGSTOP) soon after it
 began; "late" (it joins when the group is at its 200th step); "stalled" (its cable is unplugged for
 30 seconds, on hosts in network namespaces; skipped without root), and "on hosts", the same
-undisturbed; "service lost" (`keras-het serve` on a separate task is stopped soon after it began,
-until the end, with `on_service_loss="continue"`), and "served", the same undisturbed. `step_ms` is
-the median of all steps of the group in all runs, `step_ms_p99` their 99th percentile, `ratio` the
-median over that of the undisturbed case, in the same run. `long_steps` is how many took longer than
-a second, in all runs together: for a lost service one per run, that of the loss, which lasts
-`timeout_seconds`.
-"""
+undisturbed; "service lost" (`keras-het parameter-server` on a separate task is stopped soon after
+it began, until the end, with `on_service_loss="continue"`), and "served", the same undisturbed.
+`step_ms` is the median of all steps of the group in all runs, `step_ms_p99` their 99th percentile,
+`ratio` the median over that of the undisturbed case, in the same run. `long_steps` is how many took
+longer than a second, in all runs together: for a lost service one per run, that of the loss, which
+lasts `timeout_seconds`."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def _elements(size_mb: str) -> int:
 def service_server(size_mb: str, address: str, *_: str) -> None:
     from keras_het.launch.serve_command import share_freed_memory
 
-    share_freed_memory()  # as `keras-het serve` does
+    share_freed_memory()  # as `keras-het parameter-server` does
 
     import numpy as np
     import tensorflow as tf

@@ -276,7 +276,7 @@ def enter(
         hosts.enter(host)
         cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
         os.environ["TF_CONFIG"] = json.dumps(cluster)
-    os.environ.update(KERAS_HET_SERVICE_SECRET=SECRET, no_proxy="*")
+    os.environ.update(KERAS_HET_SECRET=SECRET, no_proxy="*")
     case, mode, forced = task
     run_process(case, mode, forced, index, pipe)
 

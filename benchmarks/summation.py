@@ -279,7 +279,7 @@ def enter(hosts: Hosts, host: int, config: str) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with its parent
     hosts.enter(host)
     os.environ["TF_CONFIG"] = config
-    os.environ["KERAS_HET_SERVICE_SECRET"] = SECRET
+    os.environ["KERAS_HET_SECRET"] = SECRET
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -302,7 +302,7 @@ def worker(hosts: Hosts, host: int, config: str, rates: Any, megabytes: int, pip
     )
     number = read_cluster_config().worker_index
     strategy = keras_het.HeterogeneousStrategy(
-        aggregation=Summation(link_rates="measured")
+        gradient_reduction=Summation(link_rates="measured")
         if os.environ.get(MEASURED)
         else Summation(link_rates=rates[0], spare_link_rates=rates[1] or None),
         communication_options=communication,

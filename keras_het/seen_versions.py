@@ -27,10 +27,10 @@ def warn_of_unseen_versions() -> None:
     ]
     if unseen:
         _logger.warning(
-            "keras_het has not been tested with %s. It relies on what releases may move: if it "
-            "fails, or numbers differ from those of one device, install a version that was seen, "
-            "with pip install --upgrade . in the checkout of keras_het.",
+            "keras_het has not been tested with %s. If it fails, or numbers differ from one "
+            "device, install tested versions: pip install 'keras<%s' 'tensorflow<%s'.",
             " and ".join(unseen),
+            *(".".join(map(str, FIRST_UNSEEN[name])) for name in ("Keras", "TensorFlow")),
         )
 
 

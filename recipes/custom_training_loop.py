@@ -29,7 +29,7 @@ def main() -> None:
 
     strategy = keras_het.HeterogeneousStrategy()
     if strategy.num_workers == len(SHARES):
-        strategy.set_shares(SHARES)
+        strategy.set_share_weights(SHARES)
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = make_model()

@@ -38,7 +38,7 @@ LONGEST_SECONDS = 150
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train; `Elastic` is all that it needs on Ray."""
+    """Train; `ElasticBackup` is all that it needs on Ray."""
     import keras
 
     import keras_het
@@ -73,7 +73,7 @@ def train(config: dict[str, Any]) -> None:
         batch_size=BATCH_SIZE,
         epochs=EPOCHS,
         verbose=0,
-        callbacks=[keras_het.callbacks.Elastic(str(folder / "backup")), Steps()],
+        callbacks=[keras_het.callbacks.ElasticBackup(str(folder / "backup")), Steps()],
     )
     if strategy.is_chief:
         np.savez(folder / "weights.npz", *model.get_weights())
@@ -151,11 +151,11 @@ def train_on_ray(folder: Path) -> None:
         for _ in range(NUM_NODES - 1):
             cluster.add_node(**node)
         ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
-        trainer = keras_het.ray.Trainer(
+        trainer = keras_het.ray.KerasTrainer(
             train,
             num_workers=(1, NUM_NODES + 1),
             resources_per_worker={"het": 1},
-            resize_seconds=3,
+            resize_interval_seconds=3,
             train_loop_config={"folder": str(folder), "step_seconds": STEP_SECONDS},
             run_config=ray.train.RunConfig(storage_path=str(folder / "ray")),
         )

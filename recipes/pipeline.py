@@ -47,9 +47,9 @@ def main() -> None:
     tf.config.set_logical_device_configuration(cpu, parts)
 
     strategy = keras_het.PipelineStrategy(
-        micro_batches=8,
+        num_micro_batches=8,
         devices=[f"CPU:{number}" for number in range(options.devices)],
-        memory_bytes=MEMORY_BYTES,
+        device_memory_bytes=MEMORY_BYTES,
     )
     keras.utils.set_random_seed(0)
     with strategy.scope():

@@ -27,8 +27,8 @@ NEXT = """
 [bold]What to try next[/bold] (activate the environment first: source .venv/bin/activate)
   python recipes/straggler.py                                a worker slows down and recovers
   python recipes/resume.py                                   killed and resumed
-  keras-het run --speeds 4,2,1 recipes/static_split.py       a script of your own, split by hand
-  keras-het run --workers 2 recipes/custom_training_loop.py  without model.fit
+  keras-het run --emulate-speeds 4,2,1 recipes/static_split.py       a script of your own, split by
+  hand keras-het run --workers 2 recipes/custom_training_loop.py  without model.fit
   docs/concepts/exact_step.md                                what is exact, and why"""
 
 
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("quickstart.png"), help="the picture")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument(
-        "--sample-milliseconds",
+        "--emulate-ms-per-sample",
         type=float,
         default=16.0,
         help="emulated time of one sample at speed 1 (default: 16); larger is closer to the limit, "

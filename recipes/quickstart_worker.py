@@ -94,7 +94,7 @@ def main() -> None:
         if strategy.is_chief:
             print(f'Three workers, BatchBalancer("{policy}"):', flush=True)
         # Without other shares, every training starts from the even split.
-        strategy.set_shares([1.0] * strategy.num_workers)
+        strategy.set_share_weights([1.0] * strategy.num_workers)
         balancer = keras_het.callbacks.BatchBalancer(policy, verbose=1)
         outcome = train(strategy, balancer, options.epochs, options.batch_size)
         if strategy.is_chief:

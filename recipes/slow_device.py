@@ -1,7 +1,7 @@
 """See which device is slow and what that costs, then let BatchBalancer fix it.
 
-    keras-het run --speeds 4,1 recipes/slow_device.py
-    keras-het run --speeds 4,1 recipes/slow_device.py --balance
+    keras-het run --emulate-speeds 4,1 recipes/slow_device.py
+    keras-het run --emulate-speeds 4,1 recipes/slow_device.py --balance
     tensorboard --logdir logs
 
 The first line trains on two workers with EMULATED devices of speed 4:1 and prints the verdict; the

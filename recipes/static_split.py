@@ -1,6 +1,6 @@
 """Split every global batch by hand, in proportion to the devices' speeds.
 
-    keras-het run --speeds 4,2,1 recipes/static_split.py
+    keras-het run --emulate-speeds 4,2,1 recipes/static_split.py
     python recipes/static_split.py
 
 The first line starts three workers with EMULATED devices of speed 4:2:1, the second trains on this
@@ -29,8 +29,9 @@ def main() -> None:
     # The strategy comes first: a worker joins its cluster before it uses TensorFlow.
     strategy = keras_het.HeterogeneousStrategy()
     if strategy.num_workers > 1:
-        # Same as HeterogeneousStrategy(shares=[4, 2, 1]); set here so one device can run it too.
-        strategy.set_shares([float(share) for share in options.shares.split(",")])
+        # Same as HeterogeneousStrategy(share_weights=[4, 2, 1]); set here so one device can run it
+        # too.
+        strategy.set_share_weights([float(share) for share in options.shares.split(",")])
 
     keras.utils.set_random_seed(0)
     with strategy.scope():

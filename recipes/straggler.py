@@ -56,7 +56,7 @@ def train(directory: Path, steps_per_phase: int) -> None:
     for name, policy in ("even", "even"), ("balanced", "boa"):
         if strategy.is_chief:
             print(f'Three workers, BatchBalancer("{policy}"):', flush=True)
-        strategy.set_shares([1.0] * strategy.num_workers)
+        strategy.set_share_weights([1.0] * strategy.num_workers)
         keras.utils.set_random_seed(0)
         with strategy.scope():
             model = make_model()

@@ -105,7 +105,7 @@ def main():
         automatic = SimpleNamespace(num_parallel_calls=tf.data.AUTOTUNE, prefetch=tf.data.AUTOTUNE)
         before = train(build(automatic))
         tuner = keras_het.callbacks.LoaderTuner(verbose=1)
-        after = train(keras_het.loader.pipeline(build), [tuner])
+        after = train(keras_het.loader.tunable_pipeline(build), [tuner])
 
     limit = 1.0 / DEVICE_SECONDS
     print(f"AUTOTUNE:    {speed(before):6.1f} steps/s")

@@ -56,8 +56,8 @@ class Setting:
 NUM_VALIDATION = 287  # the rest of the training data are 1150
 ONE_DEVICE = Setting()
 STREAMING = {"period": 8, "num_fragments": 2, "overlap": 2}
-SCALED = {"learning_rate": 0.15, "reference_samples": BATCH_SIZE, "warm_up_pushes": 100}
-DAMPED = {"learning_rate": 0.3, "momentum": 0.5, "damps_staleness": True}
+SCALED = {"learning_rate": 0.15, "reference_batch_size": BATCH_SIZE, "warmup_pushes": 100}
+DAMPED = {"learning_rate": 0.3, "momentum": 0.5, "staleness_damping": True}
 ADAM = {"optimizer": {"class_name": "Adam", "config": {"learning_rate": 0.006}}}
 ADAPTIVE = {"learning_rate": 0.2, "compensation": 2.0, "decay": 0.95}
 CONSTANT = {"learning_rate": 0.5, "compensation": 0.04}
@@ -97,7 +97,7 @@ def train(directory: Path, rule: str, setting: Setting, seeds: list[int], valida
         test = images[-NUM_VALIDATION:], labels[-NUM_VALIDATION:]
         images, labels = images[:-NUM_VALIDATION], labels[:-NUM_VALIDATION]
     is_local = rule in SETTINGS and setting.kind == "local"
-    strategy = keras_het.HeterogeneousStrategy(shares=SPEEDS if is_local else None)
+    strategy = keras_het.HeterogeneousStrategy(share_weights=SPEEDS if is_local else None)
     for seed in seeds:
         keras.utils.set_random_seed(seed)
         with strategy.scope():

@@ -1,6 +1,6 @@
 """Check the data before the first step, and what a fast and a slow worker get of it.
 
-    keras-het run --speeds 4,1 recipes/validate_data.py
+    keras-het run --emulate-speeds 4,1 recipes/validate_data.py
     cd validation && keras-het validate one_after_the_other --schema schema.pbtxt
 
 The first line starts two workers with EMULATED devices of speed 4:1; the slow one gets the last
@@ -48,9 +48,9 @@ def main() -> None:
     if strategy.num_workers != 2:
         sys.exit(
             "This recipe compares what a fast and a slow worker get, so it needs two. Received: "
-            f"{strategy.num_workers}. Start them: keras-het run --speeds 4,1 {sys.argv[0]}"
+            f"{strategy.num_workers}. Start them: keras-het run --emulate-speeds 4,1 {sys.argv[0]}"
         )
-    strategy.set_shares([FAST, SLOW])
+    strategy.set_share_weights([FAST, SLOW])
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = make_model()

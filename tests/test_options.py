@@ -42,7 +42,7 @@ WRONG = {
     "weights": ("42", -1, [], [NAN, 1, 1], [-1, 1, 1], ["a", 1, 1]),
     "object": ("NCCL", 3, True, NAN, [3], {"a": 1}),
     "rule": ("nothing", "", 3, NAN, ["delta"], {}),
-    "plan": (3, True, NAN, {}, [3], "stage"),
+    "split_after": (3, True, NAN, {}, [3], "stage"),
     "memory": ("42", -1, 0, NAN, [], [-1]),
     "port": ("9400", -1, 70000, NAN, 2.5, [9400]),
     "names": ("a file", 3, [], [3], NAN, {}),
@@ -51,7 +51,7 @@ WRONG = {
     "priority": ("42", -1, 20, NAN, 2.5, [3]),
 }
 VERBOSE = {"verbose": "verbose"}
-SECONDS = {"connect_seconds": "above zero", "peer_timeout_seconds": "above zero"}
+SECONDS = {"startup_timeout_seconds": "above zero", "peer_timeout_seconds": "above zero"}
 BACKUPS = {
     "backup_dir": "folder",
     "save_freq": "save_freq",
@@ -68,10 +68,10 @@ DISTRIBUTED = {
 OPTIONS = {
     "HeterogeneousStrategy": {
         "devices": "devices",
-        "shares": "weights",
+        "share_weights": "weights",
         "cluster_resolver": "object",
         "communication_options": "object",
-        "aggregation": "choice",
+        "gradient_reduction": "choice",
         "micro_batch_size": "micro_batch_size",
         "communication_dtype": "choice",
         "powersgd_rank": "whole, one or more",
@@ -79,10 +79,11 @@ OPTIONS = {
         **SECONDS,
     },
     "PipelineStrategy": {
-        "plan": "plan",
-        "micro_batches": "whole, one or more",
+        "split_after": "split_after",
+        "plan": "object",
+        "num_micro_batches": "whole, one or more",
         "devices": "devices",
-        "memory_bytes": "memory",
+        "device_memory_bytes": "memory",
         "recompute": "choice",
         "schedule": "choice",
         "cluster_resolver": "object",
@@ -90,14 +91,14 @@ OPTIONS = {
     },
     "reduce_over_replicas": {"aggregation": "choice"},
     "BackupAndRestore": BACKUPS,
-    "Elastic": BACKUPS,
+    "ElasticBackup": BACKUPS,
     "BatchBalancer": {
         "policy": "choice",
         "max_share": "bound",
         "min_share": "bound",
         "granularity": "granularity",
-        "memory_directory": "folder",
-        "keep_measurements": "whole, one or more",
+        "memory_dir": "folder",
+        "history_size": "whole, one or more",
         "dead_band": "zero or more",
         "least_gain_seconds": "zero or more",
         "window": "whole, one or more",
@@ -108,27 +109,28 @@ OPTIONS = {
     "DataValidation": {
         "schema": "schema",
         "on_anomaly": "choice",
-        "first_batches": "whole, one or more",
+        "num_batches_to_check": "whole, one or more",
         "compare_shards": "flag",
         "directory": "folder",
         "features": "function",
-        "environment": "text",
+        "schema_environment": "text",
         **VERBOSE,
     },
     "HybridAggregation": {
         "rule": "rule",
         "period": "whole, one or more",
         "async_batch_size": "whole, one or more",
-        "staleness_bound": "whole, zero or more",
+        "max_staleness": "whole, zero or more",
         "on_service_loss": "choice",
         "timeout_seconds": "above zero",
-        "connect_seconds": "zero or more",
-        "end_seconds": "zero or more",
-        "wire": "object",
-        "service": "choice",
+        "startup_timeout_seconds": "zero or more",
+        "shutdown_timeout_seconds": "zero or more",
+        "communication_dtype": "choice",
+        "top_k_ratio": "above zero",
+        "service_placement": "choice",
         "partition_bytes": "whole, one or more",
         "roles": "choice",
-        "measured_steps": "whole, one or more",
+        "profile_steps": "whole, one or more",
         "noise_scale": "above zero",
         **VERBOSE,
     },
@@ -136,8 +138,8 @@ OPTIONS = {
         "controller": "choice",
         "max_memory": "above zero",
         "nice": "priority",
-        "share_host": "flag",
-        "io_budget": "whole, one or more",
+        "cooperate_with_other_jobs": "flag",
+        "max_reader_threads": "whole, one or more",
         **VERBOSE,
     },
     "LocalTraining": {
@@ -155,9 +157,9 @@ OPTIONS = {
         **VERBOSE,
     },
     "Knobs": dict.fromkeys(("num_parallel_calls", "prefetch", "threads"), "whole, one or more"),
-    "StallMeter": {"memory": "whole, one or more"},
+    "InputWaitMeter": {"memory": "whole, one or more"},
     "inspect": {"seconds": "zero or more", "dataset_or_iterator": "object"},
-    "pipeline": {"build": "function", "knobs": "object"},
+    "tunable_pipeline": {"build": "function", "knobs": "object"},
     "distribute": DISTRIBUTED,
     "distribute_files": {
         "global_batch_size": "whole, one or more",
@@ -168,7 +170,7 @@ OPTIONS = {
         "shuffle_buffer": "whole, zero or more",
         "seed": "whole",
     },
-    "set_shares": {"shares": "weights"},
+    "set_share_weights": {"share_weights": "weights"},
 }
 PUBLIC = {
     name: getattr(module, name)
@@ -178,7 +180,7 @@ PUBLIC = {
 }
 # What the package makes for users, and values that are no options.
 MADE_BY_US = {
-    *("AdjustablePipeline", "FileShardedDataset", "GlobalOrderDataset", "StepIterator"),
+    *("TunablePipeline", "FileShardedDataset", "GlobalOrderDataset", "StepIterator"),
     *("HandoverError", "PipelineReport"),
 }
 INTERNAL = {"layout", "wrap", "claims", "values", "lower", "upper", "micro_batch_sizes"}
@@ -200,12 +202,12 @@ def others(name, option, folder):
         "HeterogeneousStrategy": {"devices": DEVICES[:3]},
         "reduce_over_replicas": {"values": [tf.ones(2)]},
         "BackupAndRestore": {"backup_dir": folder},
-        "Elastic": {"backup_dir": folder},
+        "ElasticBackup": {"backup_dir": folder},
         "BatchBalancer": {"policy": "static"} if option == "weights" else {},
         "DataValidation": {"schema": "schema.pbtxt"},
         "Knobs": {"num_parallel_calls": 1, "prefetch": 1, "threads": 1},
         "inspect": {"dataset_or_iterator": rows},
-        "pipeline": {"build": lambda knobs: rows},
+        "tunable_pipeline": {"build": lambda knobs: rows},
         "distribute": {"dataset": rows},
         "distribute_files": {
             "filenames": [__file__],
@@ -221,7 +223,7 @@ def options_of(name):
     further = {
         "BatchBalancer": [*POLICIES.values()],
         "BackupAndRestore": [keras.callbacks.BackupAndRestore],
-        "Elastic": [keras.callbacks.BackupAndRestore],
+        "ElasticBackup": [keras.callbacks.BackupAndRestore],
         "distribute": [loader.GlobalOrderDataset],
         "distribute_files": [loader.FileShardedDataset],
     }

@@ -173,7 +173,7 @@ def test_upper_bounds_are_those_that_a_warning_names() -> None:
     ("keras_version", "tensorflow_version", "named"),
     [
         ("3.15.1", "2.21.0", ""),
-        ("3.16.0.dev2026", "2.21.0", "Keras 3.16.0.dev2026 (seen: below 3.16). It"),
+        ("3.16.0.dev2026", "2.21.0", "Keras 3.16.0.dev2026 (seen: below 3.16). If"),
         ("3.16.0", "2.22.0-dev2026", "Keras 3.16.0 (seen: below 3.16) and TensorFlow 2.22.0-dev"),
     ],
 )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from keras_het.callbacks.batch_balancer import BatchBalancer
     from keras_het.callbacks.bucket_tuner import BucketTuner
     from keras_het.callbacks.data_validation import DataValidation
-    from keras_het.callbacks.elastic import Elastic
+    from keras_het.callbacks.elastic_backup import ElasticBackup
     from keras_het.callbacks.hybrid_aggregation import HybridAggregation
     from keras_het.callbacks.loader_tuner import LoaderTuner
     from keras_het.callbacks.local_training import LocalTraining
@@ -26,7 +26,7 @@ __all__ = [
     "BatchBalancer",
     "BucketTuner",
     "DataValidation",
-    "Elastic",
+    "ElasticBackup",
     "HybridAggregation",
     "LoaderTuner",
     "LocalTraining",

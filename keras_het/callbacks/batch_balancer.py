@@ -63,11 +63,11 @@ class BatchBalancer(SessionCallback):
             :math:`t_i(b_i) = b_i / w_i` with weights :math:`w`: of 96 samples each of 8 equal
             replicas gets 12, because 16 for some would take a third longer. Not run on GPUs. Only
             with the name of a policy.
-        memory_directory: directory, shared by all workers, that records across restarts which share
+        memory_dir: directory, shared by all workers, that records across restarts which share
             was too large for a replica's memory; such a bound acts like `max_share`, or like
             `micro_batch_size` if the strategy has one.
         verbose: 1 prints every plan on the chief; plans are always logged at level INFO.
-        keep_measurements: number of steps whose measurements are kept.
+        history_size: number of steps whose measurements are kept.
         **options: further arguments of the policy, such as `dead_band` of "boa" or `weights` of
             "static".
 
@@ -96,17 +96,17 @@ class BatchBalancer(SessionCallback):
         max_share: Bound = None,
         min_share: Bound = None,
         granularity: Granularity = "auto",
-        memory_directory: str | Path | None = None,
+        memory_dir: str | Path | None = None,
         verbose: int = 0,
-        keep_measurements: int = 1000,
+        history_size: int = 1000,
         **options: Any,
     ) -> None:
         super().__init__()
         check_bound("max_share", max_share)
         check_bound("min_share", min_share)
         check_granularity(granularity)
-        check_folder("memory_directory", memory_directory, or_none=True)
-        check_number("keep_measurements", keep_measurements, least=1, whole=True)
+        check_folder("memory_dir", memory_dir, or_none=True)
+        check_number("history_size", history_size, least=1, whole=True)
         check_verbose(verbose)
         # A wrong name or setting fails here, for as many replicas as there are weights.
         num_weights = np.size(options.get("weights", 0))
@@ -121,7 +121,7 @@ class BatchBalancer(SessionCallback):
         self._given_policy, self._options = policy, options
         self._granularity, self._all_gpus = granularity, False
         self._min_share, self._max_share = min_share, max_share
-        self._memory = MemoryBounds(memory_directory)
+        self._memory = MemoryBounds(memory_dir)
         self._share_bounds: dict[int, int] = {}
         self._memory_use: MemoryUse | None = None
         self._upper: list[int] = []
@@ -135,7 +135,7 @@ class BatchBalancer(SessionCallback):
         self._begins = False
         self._devices: list[Device] = []
         self._known: dict[str, known_times.KnownDevice] = {}
-        self._steps = MeasuredSteps(keep_measurements)
+        self._steps = MeasuredSteps(history_size)
         self._sampled: SampledSteps | None = None
         self.plans: list[BalancePlan] = []
         self.measurements = self._steps.rows
@@ -165,7 +165,7 @@ class BatchBalancer(SessionCallback):
         unsettled, self._all_gpus = _gathered_facts(strategy, self.model)
         self._steps.begin(strategy.compute_times, self._sampled, unsettled)
         # replaces what a balancer wanted in a fit in between
-        latest = self.plans[-1].shares if self.plans else [0] * len(strategy.shares)
+        latest = self.plans[-1].shares if self.plans else [0] * len(strategy.share_weights)
         strategy.compute_times.send_shares(latest)
         data = data_of_fit(self.model, strategy)
         if hasattr(data, "refuse_shares"):
@@ -177,7 +177,7 @@ class BatchBalancer(SessionCallback):
         strategy, data = self._strategy, data_of_fit(self.model, self._strategy)
         # Keras has inspected the first batch, which shows the size of the global batch.
         is_latest = data is not None and data is strategy.iterated_data
-        first = strategy.latest_shares if is_latest else ()
+        first = strategy.current_shares if is_latest else ()
         if total := sum(first) or int(getattr(data, "global_batch_size", None) or 0):
             if self._policy is None:
                 self._start(total)
@@ -255,7 +255,7 @@ class BatchBalancer(SessionCallback):
         size = 1 if self._granularity == "auto" and not self._all_gpus else self._granularity
         if size != 1:  # absent without, for the sake of policies that do not know it
             options = {"granularity": size, **options}
-        num_replicas = len(self._strategy.shares)
+        num_replicas = len(self._strategy.share_weights)
         self._upper = upper_bounds(self._max_share, self._share_bounds, num_replicas)
         bounds = self._min_share, self._upper
         self._policy = start_policy(given, self._strategy, total, options, *bounds)
@@ -328,7 +328,11 @@ class BatchBalancer(SessionCallback):
         size = int(getattr(data, "global_batch_size", None) or total)
         # A single smaller batch may be the remainder of some data, not another size.
         is_rest = size < self._global_batch_size and data.cardinality == 1
-        if size != self._global_batch_size and size >= len(self._strategy.shares) and not is_rest:
+        if (
+            size != self._global_batch_size
+            and size >= len(self._strategy.share_weights)
+            and not is_rest
+        ):
             self._resize(policy, size)
 
     def _resize(self, policy: BalancePolicy, total: int) -> None:
@@ -341,7 +345,7 @@ class BatchBalancer(SessionCallback):
 
     def _use(self, shares: tuple[int, ...]) -> None:
         self._used_shares = shares
-        self._strategy.set_shares(shares)
+        self._strategy.set_share_weights(shares)
 
     def _note(self, plan: BalancePlan) -> None:
         self.plans.append(plan)

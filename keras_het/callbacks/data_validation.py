@@ -51,8 +51,8 @@ class DataValidation(SessionCallback):
             `keras_het.loader.validation.infer_schema`. Comparing shards needs thresholds, see
             `keras_het.loader.validation.set_comparison_thresholds`.
         on_anomaly: "raise" ends training, "warn" writes to the log.
-        first_batches: number of global batches to check; each worker checks its own samples. A
-            backup made within these steps would skip some of them.
+        num_batches_to_check: number of global batches to check; each worker checks its own samples.
+            A backup made within these steps would skip some of them.
         compare_shards: whether to compare the replicas' consumed data. This costs time in each
             step.
         directory: directory to which the chief writes each epoch's statistics of all replicas, as
@@ -60,7 +60,7 @@ class DataValidation(SessionCallback):
         features: converts a batch to named features, by default
             `keras_het.loader.validation.features_of_batch`. The default omits sample weights
             unknown to the schema, because `fit` creates them from `class_weight`.
-        environment: environment of the schema, such as "TRAINING", if it defines any.
+        schema_environment: environment of the schema, such as "TRAINING", if it defines any.
         verbose: 1 prints the checks and comparisons on the chief, even without findings.
 
     Attributes:
@@ -79,21 +79,27 @@ class DataValidation(SessionCallback):
         schema: Schema | str | Path,
         on_anomaly: str = "raise",
         *,
-        first_batches: int = 4,
+        num_batches_to_check: int = 4,
         compare_shards: bool = False,
         directory: str | Path | None = None,
         features: Callable[[Any], Mapping[str, Any]] | None = None,
-        environment: str | None = None,
+        schema_environment: str | None = None,
         verbose: int = 0,
     ) -> None:
         super().__init__()
         check_one_of("on_anomaly", on_anomaly, ("raise", "warn"))
-        check_number("first_batches", first_batches, least=1, whole=True)
+        check_number("num_batches_to_check", num_batches_to_check, least=1, whole=True)
         check_flag("compare_shards", compare_shards)
         check_folder("directory", directory, or_none=True)
         expect(features is None or callable(features), "a function of a batch", features=features)
-        is_name = environment is None or (isinstance(environment, str) and environment != "")
-        expect(is_name, "the name of an environment in the schema", environment=environment)
+        is_name = schema_environment is None or (
+            isinstance(schema_environment, str) and schema_environment != ""
+        )
+        expect(
+            is_name,
+            "the name of an environment in the schema",
+            schema_environment=schema_environment,
+        )
         check_verbose(verbose)
         is_schema = isinstance(schema, (str, Path)) or hasattr(schema, "feature")
         expected = (
@@ -121,11 +127,11 @@ class DataValidation(SessionCallback):
                 "keras_het.loader.validation.set_comparison_thresholds(schema) first."
             )
         self._on_anomaly = on_anomaly
-        self._first_batches = first_batches
+        self._first_batches = num_batches_to_check
         self._compare_shards = compare_shards
         self._directory = Path(directory) if directory is not None else None
         self._features = features or self._known_features
-        self._environment = environment
+        self._environment = schema_environment
         self._verbose = verbose
         self.anomalies: list[Anomaly] = []
         self.distances: list[list[ShardDistance]] = []

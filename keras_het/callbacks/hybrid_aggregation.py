@@ -70,7 +70,7 @@ class HybridAggregation(SessionCallback):
 
     With a job `async` in TF_CONFIG, a `fit` without this callback gets one with the defaults;
     without that job it does nothing. All tasks need the same arguments and the secret
-    `KERAS_HET_SERVICE_SECRET`.
+    `KERAS_HET_SECRET`.
 
     Args:
         rule: name, dict or instance of a `keras_het.asynchronous.rules.UpdateRule`.
@@ -83,26 +83,28 @@ class HybridAggregation(SessionCallback):
         async_batch_size: samples in each of an async worker's steps. Default: the global batch over
             the number of workers in the sync group. A worker that takes more steps of an epoch than
             it has batches ends its last epoch early; the others use the rest.
-        staleness_bound: number of center updates since a worker last saw it, beyond which its push
+        max_staleness: number of center updates since a worker last saw it, beyond which its push
             is rejected: the worker restarts from the center, keeping its own progress. None for no
             bound.
         on_service_loss: "raise", or "continue" to let an async worker keep training alone until the
             service is back; not for rules that leave the optimizer step to the service.
-        service: "auto": on the tasks of the job `ps` if TF_CONFIG has them, else in the sync
-            group's leader. "spread": in equal parts on every member of the sync group and every
-            task `ps`.
+        service_placement: "auto": on the tasks of the job `ps` if TF_CONFIG has them, else in the
+            sync group's leader. "sharded": in equal parts on every member of the sync group and
+            every task `ps`.
         timeout_seconds: timeout of each message.
-        connect_seconds: how long an async worker waits for the service to start.
-        end_seconds: how long the sync group waits at its end for async workers that are present; it
-            waits once more for those that learn late that training is over.
-        wire: format of the weights on the wire, such as
-            `keras_het.asynchronous.parameter_service.FloatWire("float16")`.
+        startup_timeout_seconds: how long an async worker waits for the service to start.
+        shutdown_timeout_seconds: how long the sync group waits at its end for async workers that
+            are present; it waits once more for those that learn late that training is over.
+        communication_dtype: "float16" or "bfloat16": weights and changes travel rounded to that
+            type, and what is lost is added to the next push. Default: they travel as they are.
+        top_k_ratio: fraction of the values that a push carries, the largest ones, above 0 and at
+            most 1; the others are added to the next push. Default: all.
         roles: "tf_config": the roles in TF_CONFIG. "auto", if TF_CONFIG lists all tasks as workers:
             the first steps are measured with all workers in the sync group; then
             `planning.advise_roles` chooses between that, some asynchronous and some left out, and
             reports its prediction for each. If roles change, every process restarts its script with
             the new roles in TF_CONFIG, or exits; the training of the measured steps is discarded.
-        measured_steps: steps to measure, after some warm-up; at most 256.
+        profile_steps: steps to measure, after some warm-up; at most 256.
         noise_scale: gradient noise scale in samples, for `roles="auto"`: the larger it is, the less
             staleness costs. By default twice that of the measured steps, because it grows during
             training (`planning.noise_scale.EXPECTED_GROWTH`); pass it if it is known.
@@ -125,16 +127,17 @@ class HybridAggregation(SessionCallback):
         *,
         period: int | str | None = None,
         async_batch_size: int | None = None,
-        staleness_bound: int | None = None,
+        max_staleness: int | None = None,
         on_service_loss: str = "raise",
         timeout_seconds: float = 10.0,
-        connect_seconds: float = 300.0,
-        end_seconds: float = 60.0,
-        wire: Wire | None = None,
-        service: str = "auto",
+        startup_timeout_seconds: float = 300.0,
+        shutdown_timeout_seconds: float = 60.0,
+        communication_dtype: str | None = None,
+        top_k_ratio: float | None = None,
+        service_placement: str = "auto",
         partition_bytes: int = PARTITION_BYTES,
         roles: str = "tf_config",
-        measured_steps: int = MEASURED_STEPS,
+        profile_steps: int = MEASURED_STEPS,
         noise_scale: float | None = None,
         verbose: int = 0,
     ) -> None:
@@ -144,20 +147,19 @@ class HybridAggregation(SessionCallback):
         steps = None if period == "auto" else period
         check_number("period", steps, least=1, whole=True, or_none=True, otherwise=' or "auto"')
         check_number("async_batch_size", async_batch_size, least=1, whole=True, or_none=True)
-        check_number("staleness_bound", staleness_bound, least=0, whole=True, or_none=True)
+        check_number("max_staleness", max_staleness, least=0, whole=True, or_none=True)
         check_number("timeout_seconds", timeout_seconds, above=0)
-        check_number("connect_seconds", connect_seconds, least=0)
-        check_number("end_seconds", end_seconds, least=0)
+        check_number("startup_timeout_seconds", startup_timeout_seconds, least=0)
+        check_number("shutdown_timeout_seconds", shutdown_timeout_seconds, least=0)
         check_number("partition_bytes", partition_bytes, least=1, whole=True)
-        check_number("measured_steps", measured_steps, least=1, most=CAPACITY, whole=True)
+        check_number("profile_steps", profile_steps, least=1, most=CAPACITY, whole=True)
         check_number("noise_scale", noise_scale, above=0, or_none=True)
-        expect(wire is None or isinstance(wire, Wire), "a format such as TopKWire(0.1)", wire=wire)
         check_verbose(verbose)
         check_one_of("on_service_loss", on_service_loss, ("raise", "continue"))
-        check_one_of("service", service, ("auto", "spread"))
+        check_one_of("service_placement", service_placement, ("auto", "sharded"))
         check_one_of("roles", roles, ("tf_config", "auto"))
         self._chooses_roles = roles == "auto"
-        self._measured = measured_steps, noise_scale
+        self._measured = profile_steps, noise_scale
         self._choice: RoleChoice | None = None
         self._rule = rule
         found = _asynchronous(rule, num_workers=2)
@@ -167,13 +169,13 @@ class HybridAggregation(SessionCallback):
             period=max(FIRST_PERIOD, found.least_period) if period == "auto" else int(period),
             adapts_period=period == "auto",
             async_batch_size=async_batch_size,
-            staleness_bound=staleness_bound,
+            max_staleness=max_staleness,
             timeout_seconds=timeout_seconds,
-            connect_seconds=connect_seconds,
-            end_seconds=end_seconds,
+            startup_timeout_seconds=startup_timeout_seconds,
+            shutdown_timeout_seconds=shutdown_timeout_seconds,
             goes_on_without_service=on_service_loss == "continue",
-            wire=wire or FloatWire(),
-            spreads_service=service == "spread",
+            wire=_wire(communication_dtype, top_k_ratio),
+            spreads_service=service_placement == "sharded",
             partition_bytes=partition_bytes,
         )
         _check_options(self._options)
@@ -212,7 +214,7 @@ class HybridAggregation(SessionCallback):
         kind: type[Participant] = SyncGroup
         if strategy.is_async_worker:
             kind = AsyncWorker
-        elif strategy.is_parameter_service:
+        elif strategy.is_parameter_server:
             kind = ServiceTask
         self._participant = kind(self.model, strategy, self._options)
         _check_steps(self.params.get("steps"), self._participant.num_batches)
@@ -440,6 +442,20 @@ def _default_period(rule: UpdateRule) -> int | str:
     return _PERIOD if counts_steps or rule.may_wait else "auto"
 
 
+def _wire(communication_dtype: str | None, top_k_ratio: float | None) -> Wire:
+    if top_k_ratio is None:
+        types = ("float16", "bfloat16")
+        check_one_of("communication_dtype", communication_dtype, (None, *types))
+        return FloatWire(communication_dtype or "float32")
+    check_number("top_k_ratio", top_k_ratio, above=0, most=1)
+    expect(
+        communication_dtype is None,
+        "None with top_k_ratio",
+        communication_dtype=communication_dtype,
+    )
+    return TopKWire(top_k_ratio)
+
+
 def _check_options(options: HybridOptions) -> None:
     rule = options.rule
     if options.goes_on_without_service and rule.uses_gradients:
@@ -456,7 +472,8 @@ def _check_options(options: HybridOptions) -> None:
     if isinstance(options.wire, TopKWire) and isinstance(rule, ElasticAveraging):
         raise ValueError(
             f"With the rule {rule.name!r} workers send their weights, and what a top-k "
-            "message leaves out would count as 0. Received: a TopKWire. Use FloatWire, or a rule "
+            "message leaves out would count as 0. Received: top_k_ratio. Leave it out, or use a "
+            "rule "
             'that sends changes, such as "delta".'
         )
 
@@ -472,18 +489,20 @@ def _check_cluster(
         )
     if options.spreads_service and not config.has_sync_group:
         raise ValueError(
-            'service="spread" gives every member of the sync group a part of the service. '
+            'service_placement="sharded" gives every member of the sync group a part of the '
+            "service. "
             "Received: a TF_CONFIG without sync group, in which the tasks of the job ps hold it. "
-            'Leave service="auto".'
+            'Leave service_placement="auto".'
         )
     # a task that runs no script rebuilds the rule from its name and settings
     serving = config.parameter_services[0 if config.has_sync_group else 1 :]
     if serving and type(rule) not in RULES.values():
         raise ValueError(
-            "`keras-het serve` knows the rules of keras_het only. Received: "
+            "`keras-het parameter-server` knows the rules of keras_het only. Received: "
             f"{type(rule).__name__}, a rule of your own, and {', '.join(serving)} of the job ps, "
             "which run no script. Leave them out of TF_CONFIG: then the leader of the sync group "
-            'holds the service, or all of the group with service="spread"; async workers alone '
+            'holds the service, or all of the group with service_placement="sharded"; async '
+            "workers alone "
             "keep one task ps, which runs the script."
         )
     # a rule made for another cluster: its workers would share their state

@@ -20,8 +20,8 @@ from keras_het.loader.host.cpus import available_memory
 from keras_het.loader.inspection.inspection import PipelineReport, show
 from keras_het.loader.iterators.knobs import Knobs
 from keras_het.loader.iterators.live_iterator import LiveIterator
+from keras_het.loader.tuning.input_wait_meter import InputWaitMeter
 from keras_het.loader.tuning.session import Move, TuningSession
-from keras_het.loader.tuning.stall_meter import StallMeter
 from keras_het.planning.argument_checks import check_flag, check_number, check_one_of, check_verbose
 from keras_het.planning.loader import LoaderController, LoaderPlan, TunerController
 from keras_het.strategy.keras_calls import SessionCallback
@@ -34,12 +34,12 @@ _DEFAULT_MEMORY_FRACTION = 0.25
 class LoaderTuner(SessionCallback):
     """Callback that changes an input pipeline's parallelism and buffers mid-epoch, exactly.
 
-    With a dataset of `keras_het.loader.pipeline`, everything its builder reads is tuned; with an
-    ordinary `tf.data.Dataset`, its thread pool, the priority of its threads and the `prefetch` at
-    its end. A change hands over the running pipeline with its buffers: no element is lost, repeated
-    or reordered. Under `HeterogeneousStrategy` each worker changes its own data path, in the common
-    order. Pipelines that cannot be handed over, and those of TensorFlow's own strategies, are only
-    observed; the log says why.
+    With a dataset of `keras_het.loader.tunable_pipeline`, everything its builder reads is tuned;
+    with an ordinary `tf.data.Dataset`, its thread pool, the priority of its threads and the
+    `prefetch` at its end. A change hands over the running pipeline with its buffers: no element is
+    lost, repeated or reordered. Under `HeterogeneousStrategy` each worker changes its own data
+    path, in the common order. Pipelines that cannot be handed over, and those of TensorFlow's own
+    strategies, are only observed; the log says why.
 
     Loaders are added only while the device waits and the host has the resources; each move is
     confirmed by measurement and reverted if it does not pay; see docs/concepts/controller.md.
@@ -55,15 +55,16 @@ class LoaderTuner(SessionCallback):
             container.
         nice: nice value of the pipeline's own threads, which makes them yield to training steps
             while no other program keeps the host busy; 0 leaves them unchanged.
-        share_host: whether jobs of the same user on this host share its CPUs and `io_budget`.
-        io_budget: total reading threads of all jobs on this host, for loaders that mostly wait for
-            I/O; None for no bound. If several jobs set one, the smallest applies.
+        cooperate_with_other_jobs: whether jobs of the same user on this host share its CPUs and
+            `max_reader_threads`.
+        max_reader_threads: total reading threads of all jobs on this host, for loaders that mostly
+            wait for I/O; None for no bound. If several jobs set one, the smallest applies.
         verbose: whether to print the moves.
 
     Attributes:
-        meter: input wait of every training step.
-        test_meter: input wait of the steps of `evaluate`, including those within `fit`.
-        predict_meter: input wait of the steps of `predict`.
+        train_input_wait: input wait of every training step.
+        test_input_wait: input wait of the steps of `evaluate`, including those within `fit`.
+        predict_input_wait: input wait of the steps of `predict`.
         moves: the changes, with the measurements behind them.
         replicas: devices of this process's most recent replicas, by number.
 
@@ -77,8 +78,8 @@ class LoaderTuner(SessionCallback):
         *,
         max_memory: int | None = None,
         nice: int = 10,
-        share_host: bool = True,
-        io_budget: int | None = None,
+        cooperate_with_other_jobs: bool = True,
+        max_reader_threads: int | None = None,
         verbose: int = 0,
     ) -> None:
         super().__init__()
@@ -86,21 +87,23 @@ class LoaderTuner(SessionCallback):
             check_one_of("controller", controller, ("tuner", "fixed"), ", or a function")
         check_number("max_memory", max_memory, above=0, or_none=True)
         check_number("nice", nice, least=0, most=19, whole=True)
-        check_number("io_budget", io_budget, least=1, whole=True, or_none=True)
-        check_flag("share_host", share_host)
+        check_number("max_reader_threads", max_reader_threads, least=1, whole=True, or_none=True)
+        check_flag("cooperate_with_other_jobs", cooperate_with_other_jobs)
         check_verbose(verbose)
-        if io_budget is not None and not share_host:
+        if max_reader_threads is not None and not cooperate_with_other_jobs:
             raise ValueError(
-                "io_budget is divided among the jobs of the host. Received: "
-                f"io_budget={io_budget}, share_host=False. Leave one of them out."
+                "max_reader_threads is divided among the jobs of the host. Received: "
+                f"max_reader_threads={max_reader_threads}, cooperate_with_other_jobs=False. Leave "
+                "one of them out."
             )
         self._controller = controller
         self._max_memory = max_memory
         self._nice = nice
-        self._share_host = share_host
-        self._io_budget = io_budget
+        self._share_host = cooperate_with_other_jobs
+        self._io_budget = max_reader_threads
         self._verbose = verbose
-        self.meter, self.test_meter, self.predict_meter = StallMeter(), StallMeter(), StallMeter()
+        self.train_input_wait = InputWaitMeter()
+        self.test_input_wait, self.predict_input_wait = InputWaitMeter(), InputWaitMeter()
         self.moves: list[Move] = []
         self.replicas: dict[int, str] = {}
         self._session: TuningSession | None = None
@@ -149,7 +152,7 @@ class LoaderTuner(SessionCallback):
             self._ends.begin_epoch()
         if self._session is not None:
             self._session.begin_epoch(self._steps_before_another_epoch(epoch))
-        self._epoch_start = self.meter.seconds, self.meter.input_wait_seconds
+        self._epoch_start = self.train_input_wait.seconds, self.train_input_wait.input_wait_seconds
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         self._batch = batch
@@ -157,8 +160,8 @@ class LoaderTuner(SessionCallback):
     def _end_epoch(self, epoch: int, logs: dict[str, float] | None) -> None:
         """Add the input wait to the epoch logs, for all callbacks."""
         self._end_of_steps()
-        seconds = self.meter.seconds - self._epoch_start[0]
-        wait = self.meter.input_wait_seconds - self._epoch_start[1]
+        seconds = self.train_input_wait.seconds - self._epoch_start[0]
+        wait = self.train_input_wait.input_wait_seconds - self._epoch_start[1]
         if logs is not None:
             logs["input_wait_fraction"] = wait / seconds if seconds else 0.0
 
@@ -175,7 +178,7 @@ class LoaderTuner(SessionCallback):
             self._ends.release()
             self._ends = None
         if self._session is not None:
-            self._last_reason = self._session.observes_only
+            self._last_reason = self._session.observe_only_reason
             session, self._session = self._session, None
             try:
                 self._last_report = session.last_report()
@@ -223,7 +226,7 @@ class LoaderTuner(SessionCallback):
         wait, steps = self._last
         self._last = (0.0, 0)
         if steps:
-            self.meter.add(seconds, wait, steps)
+            self.train_input_wait.add(seconds, wait, steps)
             moves = len(self._session.moves)
             self._session.after_step(seconds, wait, steps, is_last)
             for move in self._session.moves[moves:]:
@@ -259,15 +262,15 @@ class LoaderTuner(SessionCallback):
         wait = time.perf_counter() - self._asked
         result = step(batches)
         steps = len(batches) if isinstance(batches, list) else 1
-        self.predict_meter.add(time.perf_counter() - self._asked, wait, steps)
+        self.predict_input_wait.add(time.perf_counter() - self._asked, wait, steps)
         return result
 
     # --- results
 
     @property
-    def observes_only(self) -> str | None:
+    def observe_only_reason(self) -> str | None:
         """Why the current or last training was only observed; None if it was tuned."""
-        return self._session.observes_only if self._session is not None else self._last_reason
+        return self._session.observe_only_reason if self._session is not None else self._last_reason
 
     def inspect(self, file: IO[str] | None = None) -> PipelineReport:
         """Print the activity of the running pipeline; see `keras_het.loader.inspect`.
@@ -307,7 +310,7 @@ class LoaderTuner(SessionCallback):
         session = self._session
         if session is None:
             return None
-        return LoaderSettings(session.knobs, _code_of(session, self.meter))
+        return LoaderSettings(session.knobs, _code_of(session, self.train_input_wait))
 
     @property
     def replica_waits(self) -> dict[int, Any]:
@@ -316,24 +319,28 @@ class LoaderTuner(SessionCallback):
         All replicas of a process have equal waits: they get their batches in one element, and none
         begins a step before all have theirs. A replica with an empty share waits with them.
         """
-        return self._by_replica(self.meter)
+        return self._by_replica(self.train_input_wait)
 
     @property
     def test_replica_waits(self) -> dict[int, Any]:
         """Return the same for the steps of `evaluate`."""
-        return self._by_replica(self.test_meter)
+        return self._by_replica(self.test_input_wait)
 
     @property
     def predict_replica_waits(self) -> dict[int, Any]:
         """Return the same for the steps of `predict`."""
-        return self._by_replica(self.predict_meter)
+        return self._by_replica(self.predict_input_wait)
 
-    def _by_replica(self, meter: StallMeter) -> dict[int, Any]:
+    def _by_replica(self, meter: InputWaitMeter) -> dict[int, Any]:
         return {replica: meter.input_waits for replica in self.replicas}
 
     def to_dict(self) -> dict[str, Any]:
         """Return waits and moves as plain Python values, for JSON."""
-        meters = {"train": self.meter, "test": self.test_meter, "predict": self.predict_meter}
+        meters = {
+            "train": self.train_input_wait,
+            "test": self.test_input_wait,
+            "predict": self.predict_input_wait,
+        }
         waits = {name: meter.to_dict() for name, meter in meters.items()}
         sums = {
             name: {key: found[key] for key in ("input_wait_seconds", "idle_fraction")}
@@ -363,7 +370,7 @@ class LoaderTuner(SessionCallback):
 
     def _make_budget(self) -> HostBudget | None:
         try:
-            return HostBudget(io_budget=self._io_budget) if self._share_host else None
+            return HostBudget(max_reader_threads=self._io_budget) if self._share_host else None
         except OSError as error:
             logger.warning("Jobs on this host do not share it: %s.", error)
             return None
@@ -401,7 +408,7 @@ class _Evaluation:
         if self._live is None or self._live.given is not iterator:
             self._live = LiveIterator(iterator)
         result, wait, steps = self._live.run(step, self._model.steps_per_execution)
-        self._tuner.test_meter.add(time.perf_counter() - start, wait, steps)
+        self._tuner.test_input_wait.add(time.perf_counter() - start, wait, steps)
         return result
 
     def end(self) -> None:
@@ -443,11 +450,11 @@ class LoaderSettings:
         return self.code
 
 
-def _code_of(session: TuningSession, meter: StallMeter) -> str:
+def _code_of(session: TuningSession, meter: InputWaitMeter) -> str:
     """Return Python code that sets what a session has set, without a tuner."""
     knobs = session.knobs
     if knobs is None:
-        return f"# Nothing was changed: {session.observes_only or 'no step was trained'}."
+        return f"# Nothing was changed: {session.observe_only_reason or 'no step was trained'}."
     lines = [
         f"# keras_het LoaderTuner, {meter.steps} steps, "
         f"{meter.idle_fraction:.1%} of the time waiting for data."
@@ -469,6 +476,6 @@ def _code_of(session: TuningSession, meter: StallMeter) -> str:
     else:
         lines += [
             f"knobs = keras_het.loader.{knobs}",
-            "dataset = keras_het.loader.pipeline(build, knobs)",
+            "dataset = keras_het.loader.tunable_pipeline(build, knobs)",
         ]
     return "\n".join(lines)

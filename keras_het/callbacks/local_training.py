@@ -165,13 +165,13 @@ class LocalTraining(SessionCallback):
         strategy = heterogeneous_strategy(self.model, self)
         layout = strategy.layout
         replicas = [layout.replicas_of(worker) for worker in range(layout.num_workers)]
-        own = [math.fsum(strategy.shares[each.start : each.stop]) for each in replicas]
+        own = [math.fsum(strategy.share_weights[each.start : each.stop]) for each in replicas]
         wanted = balanced_shares(samples, seconds, own)
         if wanted is None:
             return
-        strategy.set_shares(
+        strategy.set_share_weights(
             [
-                strategy.shares[replica] * (new / old if old else 0.0)
+                strategy.share_weights[replica] * (new / old if old else 0.0)
                 for each, old, new in zip(replicas, own, wanted, strict=True)
                 for replica in each
             ]

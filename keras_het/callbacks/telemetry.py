@@ -68,8 +68,8 @@ class Telemetry(SessionCallback):
     The log is for TensorBoard's tab "Heterogeneous" and for `keras-het report`. Keras's logs get
     four numbers, so `History`, `CSVLogger` and other loggers have them: "samples_per_second", by
     the wall clock with stalls; with several replicas "slowest_replica", the number of the one that
-    the others wait for, and "slowest_replica_wait", the seconds that the fastest one waits for it
-    in each step, a median; and "input_wait", the seconds that
+    the others wait for, and "slowest_replica_wait_seconds", the seconds that the fastest one waits
+    for it in each step, a median; and "input_wait_seconds", the seconds that
     the worker which waits longest for its data waits in each step.
 
     Every worker needs it, as one of the callbacks of `fit`. A log that cannot be written makes one
@@ -185,7 +185,7 @@ class Telemetry(SessionCallback):
         if port is not None and strategy.is_chief:
             self._endpoint = PrometheusEndpoint(recorder.recording, port, address)
             fit.on_end(self._endpoint.close)
-        if hasattr(strategy, "measured_passes"):  # importing PipelineStrategy might fail
+        if hasattr(strategy, "measured_timeline"):  # importing PipelineStrategy might fail
             self._pipeline = PipelineLog(strategy, recorder, self._log)
         fit.on_change(lambda kind, text: self._log.write_change(recorder.note_change(kind, text)))
         # before the log is closed
@@ -265,8 +265,8 @@ class Telemetry(SessionCallback):
         curves = {
             "step_seconds": throughput(rows[:, :4].sum(axis=1), rows[:, 4, 0]).step_seconds,
             "samples_per_second": numbers.get("samples_per_second"),
-            "slowest_wait": numbers.get("slowest_replica_wait"),
-            "input_wait": numbers.get("input_wait"),
+            "slowest_replica_wait_seconds": numbers.get("slowest_replica_wait_seconds"),
+            "input_wait_seconds": numbers.get("input_wait_seconds"),
         }
         known = {
             f"heterogeneous/{name}": value

@@ -9,8 +9,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-SECRET_VARIABLE = "KERAS_HET_SERVICE_SECRET"
-SECRET_FILE_VARIABLE = "KERAS_HET_SERVICE_SECRET_FILE"
+SECRET_VARIABLE = "KERAS_HET_SECRET"
+SECRET_FILE_VARIABLE = "KERAS_HET_SECRET_FILE"
 
 
 def read_secret(environ: Mapping[str, str] | None = None) -> bytes:

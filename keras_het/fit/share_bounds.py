@@ -108,7 +108,7 @@ def start_policy(
 
     `total` counts the samples of a global batch; `upper` has the largest share of each replica.
     """
-    num_replicas = len(strategy.shares)
+    num_replicas = len(strategy.share_weights)
     if isinstance(policy, str):
         # A real device without a share computes a row of zeros, which takes as long as one sample:
         # giving it no samples gains nothing. An emulated device then takes no time.
@@ -117,7 +117,7 @@ def start_policy(
         lower = bound_of_each("min_share", min_share, num_replicas, least, total)
         if min_share is None:
             lower = [min(pair) for pair in zip(lower, upper, strict=True)]
-        weights = {"weights": strategy.shares} if policy == "static" else {}
+        weights = {"weights": strategy.share_weights} if policy == "static" else {}
         sizes = strategy._micro_batch_sizes if policy not in FIXED_POLICIES else None
         if sizes is not None:  # absent without, for the sake of policies that do not know them
             options = {"micro_batch_sizes": sizes, **options}
@@ -128,8 +128,8 @@ def start_policy(
             if most < MAX_TOTAL:
                 started.set_upper(replica, most)
     measures = started.name not in FIXED_POLICIES
-    if measures and len(set(strategy.shares)) > 1 and hasattr(started, "start_from"):
-        started.start_from(strategy.shares)
+    if measures and len(set(strategy.share_weights)) > 1 and hasattr(started, "start_from"):
+        started.start_from(strategy.share_weights)
     return started
 
 
@@ -184,7 +184,7 @@ class MemoryBounds:
             return step(batches)
         except tf.errors.ResourceExhaustedError as error:
             first, devices = strategy.layout.local_replicas.start, strategy.extended.worker_devices
-            shares, sizes = strategy.latest_shares, strategy._micro_batch_sizes
+            shares, sizes = strategy.current_shares, strategy._micro_batch_sizes
             if sizes is not None:
                 sizes = strategy.compute_times.sizes_at_a_time(sizes)
             without = replicas_without_memory(str(error), devices, first)
@@ -201,7 +201,7 @@ class MemoryBounds:
                 f"Start all workers again: BatchBalancer remembers {name}={bounds}."
                 if self._directory
                 else f"Start again with {owner}({name}={bounds}), or with "
-                "BatchBalancer(memory_directory=...) to have it remembered."
+                "BatchBalancer(memory_dir=...) to have it remembered."
             )
             raise tf.errors.ResourceExhaustedError(
                 error.node_def,

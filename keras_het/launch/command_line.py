@@ -10,7 +10,7 @@ from keras_het.launch.doctor_command import add_doctor_command
 from keras_het.launch.local.display import Display
 from keras_het.launch.report_command import add_report_command
 from keras_het.launch.run_command import add_run_command
-from keras_het.launch.serve_command import add_serve_command
+from keras_het.launch.serve_command import add_serve_commands
 from keras_het.launch.validate_command import add_validate_command
 from keras_het.launch.worker_command import add_worker_command
 
@@ -30,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_doctor_command(commands)
     add_benchmark_command(commands)
     add_validate_command(commands)
-    add_serve_command(commands)
+    add_serve_commands(commands)
     add_report_command(commands)
     return parser
 

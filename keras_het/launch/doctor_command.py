@@ -20,7 +20,7 @@ _EPILOG = """\
 examples:
   keras-het doctor
   keras-het doctor --log-dir /data/logs --json > doctor.json
-  TF_CONFIG=... keras-het doctor --wait 60      on each machine
+  TF_CONFIG=... keras-het doctor --wait-seconds 60      on each machine
 
 Exit code: 1 if training would fail, else 0, also with warnings.
 """
@@ -34,7 +34,7 @@ def add_doctor_command(commands: Commands) -> None:
         "--log-dir", type=Path, metavar="DIRECTORY", help="where training will write: is there room"
     )
     parser.add_argument(
-        "--wait",
+        "--wait-seconds",
         type=not_negative,
         default=30.0,
         metavar="S",
@@ -54,7 +54,7 @@ def run_doctor(options: argparse.Namespace) -> int:
     findings = run_checks(facts)
     # a node that cannot be reached itself would keep the others waiting for nothing
     can_serve = not any(f.level == FAULT and f.section == "Cluster" for f in findings)
-    wait = options.wait if can_serve else 0.0
+    wait = options.wait_seconds if can_serve else 0.0
     if wait and (others := other_tasks(facts.cluster)):
         sys.stderr.write(f"Measuring links to {', '.join(others)}, for up to {wait:g} s ...\n")
     report = report_on(facts, findings, measure_links(facts, wait))

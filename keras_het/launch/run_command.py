@@ -54,17 +54,18 @@ _EPILOG = """\
 examples:
   keras-het run --gpus auto train.py            a worker on each GPU
   keras-het run --workers 3 train.py --epochs 5
-  keras-het run --speeds 4,2,1 train.py         three emulated devices, 4 : 2 : 1
+  keras-het run --emulate-speeds 4,2,1 train.py    three emulated devices, 4 : 2 : 1
   keras-het run --workers 2 -m package.train
   keras-het run --hosts hosts.txt train.py      workers on other machines, by ssh
   keras-het run --ray --workers 2:4 train.py    on a Ray cluster, with the machines it has
-  keras-het run --speeds 4,4,1 --async-workers 1 train.py    the slow one trains on its own
+  keras-het run --emulate-speeds 4,4,1 --async-workers 1 train.py    the slow one trains alone
 
 Options of keras-het stand before the script; everything after it belongs to the script.
 
 Security: workers meet on 127.0.0.1, but TensorFlow's servers listen on every interface of this
-machine, and cannot be bound to one. Who reaches their ports reads files and environment, and
-writes: let a firewall keep others out, or start the command in a network of its own:
+machine, and cannot be bound to one. Anyone who can reach these ports can read and
+write files and read the environment: close them with a firewall, or run the command in its own
+network namespace:
 unshare --map-root-user --net sh -c 'ip link set lo up; keras-het run ...'
 """
 
@@ -73,21 +74,29 @@ _EXCLUDED = (
     (
         "ray",
         (
-            *("gpus", "hosts", "speeds", "async_workers", "cpus_per_worker", "pin", "log_dir"),
-            *("only_chief", "tf_logs", "keep_env", "python"),
+            *(
+                "gpus",
+                "hosts",
+                "emulate_speeds",
+                "async_workers",
+                "cpus_per_worker",
+                "pin",
+                "log_dir",
+            ),
+            *("only_chief", "tf_logs", "pass_env", "python"),
         ),
         "with --ray, Ray starts the workers",
     ),
     (
         "hosts",
-        ("workers", "speeds", "cpus_per_worker", "pin"),
+        ("workers", "emulate_speeds", "cpus_per_worker", "pin"),
         "--hosts tells the workers, on other machines",
     ),
-    ("gpus", ("workers", "speeds"), "--gpus starts one worker for each GPU"),
+    ("gpus", ("workers", "emulate_speeds"), "--gpus starts one worker for each GPU"),
 )
 # Options, and what they make no sense without.
 _NEEDED = (
-    (("sample_milliseconds", "fixed_milliseconds", "asynchronous"), "speeds"),
+    (("emulate_ms_per_sample", "emulate_ms_per_step", "emulate_async_devices"), "emulate_speeds"),
     (("resources",), "ray"),
     (("port",), "hosts"),
 )
@@ -104,7 +113,7 @@ _workers = argument(
     lambda number: 1 <= number[0] <= number[1] if isinstance(number, tuple) else number >= 1,
 )
 _resources = argument(
-    "such as GPU=1,het=1",
+    "for example GPU=1,het=1",
     lambda text: {
         name.strip(): float(amount)
         for name, _, amount in (part.partition("=") for part in text.split(","))
@@ -134,7 +143,7 @@ _OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
         *CLUSTER_OPTIONS,
         Option(
-            "--keep-env NAME",
+            "--pass-env NAME",
             "pass a variable that looks like a secret (TOKEN, SECRET, PASSWORD, API_KEY and the "
             "like in its name) to the workers anyway; may be a pattern such as 'AWS_*', and "
             "may come several times",
@@ -146,7 +155,7 @@ _OPTIONS: dict[str, tuple[Option, ...]] = {
         Option(
             "--ray ADDRESS",
             "start the workers on the Ray cluster of this machine, or that of an address (see "
-            "keras_het.ray.Trainer)",
+            "keras_het.ray.KerasTrainer)",
             more={"nargs": "?", "const": "auto"},
         ),
         Option(
@@ -158,23 +167,23 @@ _OPTIONS: dict[str, tuple[Option, ...]] = {
     ),
     "emulation of devices of different speed": (
         Option(
-            "--speeds A,B,...",
+            "--emulate-speeds A,B,...",
             "relative speed of each worker's device in samples per second, such as 4,2,1",
             speeds_of,
         ),
         Option(
-            "--sample-milliseconds MS",
+            "--emulate-ms-per-sample MS",
             "time of one sample on a device of speed 1 (default: 4)",
             not_negative,
             4.0,
         ),
         Option(
-            "--fixed-milliseconds MS",
+            "--emulate-ms-per-step MS",
             "time of a step without samples, on every device (default: 0)",
             not_negative,
             0.0,
         ),
-        Option("--asynchronous", "devices compute while their hosts continue, as GPUs do"),
+        Option("--emulate-async-devices", "devices compute while their hosts continue, as GPUs do"),
     ),
     "processors": (
         Option(
@@ -190,7 +199,7 @@ _OPTIONS: dict[str, tuple[Option, ...]] = {
     ),
     "output and end": (
         Option(
-            "--only-chief --quiet-workers",
+            "--only-chief",
             "show the output of worker 0 only; a failed worker's last lines are shown anyway",
         ),
         Option(
@@ -237,9 +246,9 @@ def check_run(run: argparse.ArgumentParser, options: argparse.Namespace) -> None
             run.error(f"{why}: leave out {found[0]}")
     for names, needed in _NEEDED:
         if (found := given(*names)) and not given(needed):
-            run.error(f"{found[0]} needs --{needed}")
+            run.error(f"{found[0]} needs --{needed.replace('_', '-')}")
     if options.ray and os.path.isfile(options.ray):  # noqa: PTH113
-        run.error(f"--ray takes an address, received {options.ray!r}: give --workers behind it")
+        run.error(f"--ray takes an address, received {options.ray!r}: give --workers before it")
     if isinstance(options.workers, tuple) and not options.ray:
         run.error("the least and the most of --workers need --ray")
     if options.hosts and options.gpus not in (None, AUTO):
@@ -247,16 +256,17 @@ def check_run(run: argparse.ArgumentParser, options: argparse.Namespace) -> None
             f"with --hosts each worker takes the next GPU of its host: give --gpus {AUTO}, and as "
             "many slots of a host as it has GPUs"
         )
-    if options.speeds and options.workers not in (None, len(options.speeds)):
+    if options.emulate_speeds and options.workers not in (None, len(options.emulate_speeds)):
         run.error(
-            f"--speeds has {len(options.speeds)} speeds, but --workers is {options.workers}: give "
+            f"--emulate-speeds has {len(options.emulate_speeds)} speeds, but --workers is "
+            f"{options.workers}: give "
             "as many speeds as workers, or leave out --workers"
         )
-    if not given("workers", "gpus", "hosts", "speeds"):
+    if not given("workers", "gpus", "hosts", "emulate_speeds"):
         _refuse_options_after_the_script(run, options)
         run.error(
             "give --gpus auto for a worker on each GPU, --hosts FILE for other machines, "
-            "--workers N, or --speeds A,B,... to emulate devices; with --ray, --workers 2:4"
+            "--workers N, or --emulate-speeds A,B,... to emulate devices; with --ray, --workers 2:4"
         )
     check_script(run, options)
 
@@ -264,7 +274,7 @@ def check_run(run: argparse.ArgumentParser, options: argparse.Namespace) -> None
 def _refuse_options_after_the_script(
     run: argparse.ArgumentParser, options: argparse.Namespace
 ) -> None:
-    ours = ("-w", "--workers", "--gpus", "--hosts", "--ray", "--speeds")
+    ours = ("-w", "--workers", "--gpus", "--hosts", "--ray", "--emulate-speeds")
     after = [each for each in options.script_arguments if each.partition("=")[0] in ours]
     if after:
         run.error(
@@ -280,9 +290,9 @@ def run_workers(options: argparse.Namespace) -> int:
         return _run_on_ray(options, display)
     if public := public_addresses():
         display.say(f"warning: {open_to(public)} {HOW_TO_CLOSE}")
-    withheld = secret_names(os.environ, options.keep_env)
+    withheld = secret_names(os.environ, options.pass_env)
     if withheld:
-        display.say(f"not passed to the workers: {', '.join(withheld)} (see --keep-env).")
+        display.say(f"not passed to the workers: {', '.join(withheld)} (see --pass-env).")
     gpus: list[str] = []
     own: OwnWorkers | None = None
     if options.gpus is not None and not options.hosts:
@@ -304,8 +314,12 @@ def run_workers(options: argparse.Namespace) -> int:
     def on_stop(number: int) -> None:
         display.say(f"forwarding {signal_name(number)} to all workers; send it again to hurry.")
 
-    times = options.sample_milliseconds / 1e3, options.fixed_milliseconds / 1e3
-    emulation = Emulation(options.speeds, *times, options.asynchronous) if options.speeds else None
+    times = options.emulate_ms_per_sample / 1e3, options.emulate_ms_per_step / 1e3
+    emulation = (
+        Emulation(options.emulate_speeds, *times, options.emulate_async_devices)
+        if options.emulate_speeds
+        else None
+    )
     label = emulation.describe() if emulation else None
     quiet = {} if options.tf_logs else QUIET_TENSORFLOW
     common: dict[str, Any] = {
@@ -371,7 +385,7 @@ def _run_on_ray(options: argparse.Namespace, display: Display) -> int:
     for name, text in QUIET_TENSORFLOW.items():  # Ray Train imports TensorFlow here, too
         os.environ.setdefault(name, text)
     try:
-        from keras_het.ray import LostTooOftenError, ScriptError
+        from keras_het.ray import MaxFailuresExceededError, TrainFunctionError
         from keras_het.ray.script import run_on_ray
     except ModuleNotFoundError as error:
         if error.name != "ray":
@@ -384,13 +398,15 @@ def _run_on_ray(options: argparse.Namespace, display: Display) -> int:
     except ConnectionError as error:
         display.say(f"{error} To start a cluster on this machine: ray start --head")
         return 1
-    except (ScriptError, LostTooOftenError) as error:
+    except (TrainFunctionError, MaxFailuresExceededError) as error:
         display.say(str(error))
         if cause := uncaught_error(str(error).splitlines()):
             display.say(f"a worker failed: {cause}")
         return 1
     except SystemExit:  # how Ray leaves after Ctrl-C
-        display.say("interrupted; the same command continues from the newest backup of Elastic.")
+        display.say(
+            "interrupted; the same command continues from the newest backup of ElasticBackup."
+        )
         return 128 + signal.SIGINT
     return 0
 
@@ -446,6 +462,6 @@ def _report(
     display.say(describe_failures(numbered, is_hidden))
     ended_training = [result for result in cluster.failures if cluster.is_needed(result)]
     if not ended_training:
-        display.say("the other workers have trained to the end without it, which is no failure.")
+        display.say("the other workers finished training; this is not counted as a failure.")
         return 0
     return (first if first in ended_training else ended_training[0]).shell_exit_code

@@ -1,4 +1,4 @@
-"""The command `keras-het serve`: it holds a part of the parameter service of a hybrid training."""
+"""The commands `parameter-server` and `summation-server`, which need no script and no data."""
 
 from __future__ import annotations
 
@@ -42,18 +42,34 @@ def share_freed_memory() -> bool:
     return all([set_option(option, value) == 1 for option, value in options.items()])
 
 
-def add_serve_command(commands: Commands) -> None:
+def add_serve_commands(commands: Commands) -> None:
     serve = add_command(
         commands,
-        "serve",
+        "parameter-server",
         serve_parameters,
         "hold a part of the parameter service (job ps in TF_CONFIG)",
         "Holds a part of the center weights of a hybrid training, on a machine that "
         "needs neither script nor data. The leader of the sync group says what to hold. Reads "
-        "TF_CONFIG and the secret KERAS_HET_SERVICE_SECRET or KERAS_HET_SERVICE_SECRET_FILE. Ends "
+        "TF_CONFIG and the secret KERAS_HET_SECRET or KERAS_HET_SECRET_FILE. Ends "
         "with Ctrl-C or SIGTERM.",
     )
     serve.add_argument("--once", action="store_true", help="end after one training")
+    add_command(
+        commands,
+        "summation-server",
+        sum_gradients,
+        "sum gradients on a spare machine (job summation in TF_CONFIG)",
+        "Sums gradients on the CPUs of a machine that trains nothing. Reads TF_CONFIG and the "
+        "secret "
+        "KERAS_HET_SECRET or KERAS_HET_SECRET_FILE. Ends with Ctrl-C or SIGTERM.",
+    )
+
+
+def sum_gradients(_: argparse.Namespace) -> int:
+    from keras_het.summation.machine import serve_until_stopped
+
+    serve_until_stopped()
+    return 0
 
 
 def serve_parameters(options: argparse.Namespace) -> int:
@@ -85,14 +101,14 @@ def serve_parameters(options: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"keras-het serve: {text}\n")
+    sys.stdout.write(f"keras-het parameter-server: {text}\n")
     sys.stdout.flush()
 
 
 def _wrong_task(config: ClusterConfig | None) -> str:
     if config is None:
         received = "no TF_CONFIG"
-    elif config.is_parameter_service:
+    elif config.is_parameter_server:
         received = f"{config.task_name} of async workers alone, which runs their script"
     else:
         received = config.task_name

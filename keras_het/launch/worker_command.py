@@ -65,7 +65,7 @@ def add_worker_command(commands: Commands) -> None:
 def become_worker(options: argparse.Namespace) -> int:
     environment = {"PYTHONUNBUFFERED": "1", **with_backend(os.environ)}
     command = script_command(options)
-    run = [sys.executable, "-m", "keras_het", "run", "--keep-env", "*", "--python", options.python]
+    run = [sys.executable, "-m", "keras_het", "run", "--pass-env", "*", "--python", options.python]
     if read_cluster_config(environment) is not None:
         if options.hosts:
             raise ValueError(

@@ -4,20 +4,20 @@ from keras_het.loader.input.file_sharding import FileShardedDataset
 from keras_het.loader.input.global_order import GlobalOrderDataset
 from keras_het.loader.input.step_iterator import StepIterator
 from keras_het.loader.inspection.inspection import PipelineReport, inspect
-from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline, pipeline
 from keras_het.loader.iterators.handover import HandoverError
 from keras_het.loader.iterators.knobs import Knobs
-from keras_het.loader.tuning.stall_meter import StallMeter
+from keras_het.loader.iterators.tunable import TunablePipeline, tunable_pipeline
+from keras_het.loader.tuning.input_wait_meter import InputWaitMeter
 
 __all__ = [
-    "AdjustablePipeline",
     "FileShardedDataset",
     "GlobalOrderDataset",
     "HandoverError",
+    "InputWaitMeter",
     "Knobs",
     "PipelineReport",
-    "StallMeter",
     "StepIterator",
+    "TunablePipeline",
     "inspect",
-    "pipeline",
+    "tunable_pipeline",
 ]

@@ -32,7 +32,7 @@ def data_set_variant(dataset: tf.data.Dataset) -> tf.Tensor:
 
 
 def is_adjustable(node: tf.data.Dataset) -> bool:
-    """Tell whether this is a `keras_het.loader.pipeline`, and not what Keras puts behind it."""
+    """Tell whether this is a `loader.tunable_pipeline`, and not what Keras puts behind it."""
     is_ours = type(node).__module__.startswith("keras_het.")
     return is_ours and isinstance(node, UnchangedElementsDataset)
 

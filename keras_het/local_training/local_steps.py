@@ -29,12 +29,12 @@ class LocalSteps:
         fit.model.make_train_function(force=True)
 
     def _reduce_locally(self, step: StepFunction, batches: Batches) -> Nest:
-        before = self._strategy.own_samples_delivered
+        before = self._strategy.local_samples_delivered
         with self._strategy.extended.reductions_within_worker():
             try:
                 return step(batches)
             finally:  # excludes what callbacks evaluate or predict
-                self._samples += self._strategy.own_samples_delivered - before
+                self._samples += self._strategy.local_samples_delivered - before
 
     def take_samples(self) -> int:
         samples, self._samples = self._samples, 0

@@ -67,15 +67,15 @@ class ReplicaLayout:
         return range(first, first + self.replicas_per_worker[worker])
 
 
-def share_weights(shares: Weights | None, layout: ReplicaLayout) -> tuple[float, ...]:
+def weights_of_replicas(shares: Weights | None, layout: ReplicaLayout) -> tuple[float, ...]:
     """Return the weights of all replicas' shares, equal ones by default."""
     if shares is None:
         return (1.0,) * layout.num_replicas
-    weights = weight_of_each("shares", shares, layout.num_replicas)
+    weights = weight_of_each("share_weights", shares, layout.num_replicas)
     if len(weights) != layout.num_replicas:
         raise ValueError(
-            f"`shares` needs one weight per replica. Received: {len(weights)} weights {weights}; "
-            f"expected: {layout.num_replicas}, for workers with {layout.replicas_per_worker} "
+            f"`share_weights` needs one weight per replica. Received: {len(weights)} weights "
+            f"{weights}; expected: {layout.num_replicas}, for workers with {layout.replicas_per_worker} "
             "device(s)."
         )
     apportion(1, weights)

@@ -6,17 +6,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keras_het.ray.errors import LostTooOftenError, ScriptError
-    from keras_het.ray.report import Report
-    from keras_het.ray.trainer import Trainer
+    from keras_het.ray.errors import MaxFailuresExceededError, TrainFunctionError
+    from keras_het.ray.report import ReportCallback
+    from keras_het.ray.trainer import KerasTrainer
 
-__all__ = ["LostTooOftenError", "Report", "ScriptError", "Trainer"]
+__all__ = ["KerasTrainer", "MaxFailuresExceededError", "ReportCallback", "TrainFunctionError"]
 
 _MODULE_OF = {
-    "LostTooOftenError": "errors",
-    "Report": "report",
-    "ScriptError": "errors",
-    "Trainer": "trainer",
+    "MaxFailuresExceededError": "errors",
+    "ReportCallback": "report",
+    "TrainFunctionError": "errors",
+    "KerasTrainer": "trainer",
 }
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 
-class ScriptError(RuntimeError):
+class TrainFunctionError(RuntimeError):
     """The training function raised an error on a worker; the message is its traceback."""
 
 
-class LostTooOftenError(RuntimeError):
+class MaxFailuresExceededError(RuntimeError):
     """Workers were lost again and again, and no backup got further in between."""
 
 

@@ -12,7 +12,7 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision, F
 from ray.train.v2._internal.execution.failure_handling.default import RETRYABLE_CONTROLLER_ERRORS
 
 from keras_het.ray import worker
-from keras_het.ray.errors import LeavingError, ScriptError
+from keras_het.ray.errors import LeavingError, TrainFunctionError
 from keras_het.ray.nodes import on_every_node
 from keras_het.ray.progress import Place
 
@@ -90,7 +90,7 @@ class Losses(FailurePolicy):
             is_waiting = isinstance(cause, RETRYABLE_CONTROLLER_ERRORS)
             return FailureDecision.RETRY if is_waiting else FailureDecision.RAISE
         failures = getattr(training_failed_error, "worker_failures", {})
-        if any(isinstance(error, ScriptError) for error in failures.values()):
+        if any(isinstance(error, TrainFunctionError) for error in failures.values()):
             return FailureDecision.RAISE
         if not all(isinstance(error, LeavingError) for error in failures.values()):
             furthest = ray.get(self._progress.furthest.remote())

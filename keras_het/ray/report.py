@@ -14,7 +14,7 @@ from keras_het.fit.model_strategy import heterogeneous_strategy
 CHECKPOINT = "model.keras"
 
 
-class Report(keras.callbacks.Callback):
+class ReportCallback(keras.callbacks.Callback):
     """Reports each epoch's logs to Ray Train, with the model as a checkpoint.
 
     Args:
@@ -28,13 +28,13 @@ class Report(keras.callbacks.Callback):
         self._checkpoint = checkpoint
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Report; Ray waits until all workers do."""
+        """ReportCallback; Ray waits until all workers do."""
         metrics = {name: float(value) for name, value in (logs or {}).items()}
         strategy = heterogeneous_strategy(self.model, self)
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = None
             if self._checkpoint:
-                strategy._complete(self.model, "Report")
+                strategy._complete(self.model, "ReportCallback")
                 if strategy.is_chief:
                     self.model.save(Path(folder) / CHECKPOINT)
                     checkpoint = ray.train.Checkpoint.from_directory(folder)

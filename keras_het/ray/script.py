@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from keras_het.ray.trainer import Trainer
+from keras_het.ray.trainer import KerasTrainer
 
 
 def run_on_ray(
@@ -23,8 +23,8 @@ def run_on_ray(
     """Run a script, or a module after "-m", with its arguments on workers of Ray.
 
     Raises:
-        ScriptError: if it fails.
-        LostTooOftenError: if workers are lost again and again without progress.
+        TrainFunctionError: if it fails.
+        MaxFailuresExceededError: if workers are lost again and again without progress.
     """
     ray.init(address=address, log_to_driver=True)
     script, *arguments = target
@@ -34,7 +34,7 @@ def run_on_ray(
         "arguments": arguments[is_module:],
         "source": None if is_module else Path(script).read_bytes(),
     }
-    Trainer(
+    KerasTrainer(
         run_script,
         num_workers,
         resources_per_worker=resources_per_worker,

@@ -17,7 +17,7 @@ from ray.train.tensorflow import TensorflowTrainer
 from keras_het.fit.backup_folder import remove_memory_folders
 from keras_het.ray.cluster import ClusterConfig
 from keras_het.ray.driver_log import shorten_log
-from keras_het.ray.errors import LostTooOftenError, ScriptError
+from keras_het.ray.errors import MaxFailuresExceededError, TrainFunctionError
 from keras_het.ray.group import Losses, StopTogether
 from keras_het.ray.nodes import on_every_node
 from keras_het.ray.progress import start_progress
@@ -34,18 +34,18 @@ _UNLIMITED = -1
 _MOST_LOSSES = 3
 
 
-class Trainer(TensorflowTrainer):
+class KerasTrainer(TensorflowTrainer):
     """`ray.train.tensorflow.TensorflowTrainer` for workers that differ, come and go.
 
     Each worker calls the training function, which makes a `HeterogeneousStrategy` and trains with
-    `callbacks=[keras_het.callbacks.Elastic(backup_dir)]`. When a worker is lost, or machines join,
-    Ray starts another group of workers, and the training continues at the step after the newest
-    backup: with the same global batch in other shares, and each sample used once.
+    `callbacks=[keras_het.callbacks.ElasticBackup(backup_dir)]`. When a worker is lost, or machines
+    join, Ray starts another group of workers, and the training continues at the step after the
+    newest backup: with the same global batch in other shares, and each sample used once.
 
     An error of the training function ends the training at once, and is raised here.
 
     Args:
-        train_function: called on each worker, without argument or with `train_loop_config`.
+        train_loop_per_worker: called on each worker, without argument or with `train_loop_config`.
         num_workers: number of workers, or the least and the most.
         resources_per_worker: what Ray reserves for each worker, in Ray's units. With "GPU" in it
             each worker has a GPU. Without, a worker takes the GPU that has its place among the
@@ -53,7 +53,7 @@ class Trainer(TensorflowTrainer):
             start each with `ray start --resources='{"het": N}'` for N workers, and give
             {"het": 1}. By default one CPU.
         grace_seconds: the longest time that a group may take to save before a larger one starts.
-        resize_seconds: how often to look for machines that have joined.
+        resize_interval_seconds: how often to look for machines that have joined.
         run_config: of Ray Train. `failure_config.max_failures` limits the losses in a row without
             progress in between: 3 in place of Ray's default 0, any number with -1.
         scaling_config: of Ray Train, in place of `num_workers` and `resources_per_worker`.
@@ -61,20 +61,20 @@ class Trainer(TensorflowTrainer):
 
     Raises:
         ValueError: if both `scaling_config` and what it would hold are given.
-        ScriptError: by `fit`, if the training function fails.
-        LostTooOftenError: by `fit`, if workers are lost again and again without progress.
+        TrainFunctionError: by `fit`, if the training function fails.
+        MaxFailuresExceededError: by `fit`, if workers are lost again and again without progress.
 
     Reference: https://docs.ray.io/en/latest/train/user-guides/elastic-training.html
     """
 
     def __init__(
         self,
-        train_function: Callable[..., Any],
+        train_loop_per_worker: Callable[..., Any],
         num_workers: int | tuple[int, int] | None = None,
         *,
         resources_per_worker: Mapping[str, float] | None = None,
         grace_seconds: float = 30.0,
-        resize_seconds: float = 10.0,
+        resize_interval_seconds: float = 10.0,
         run_config: RunConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         **kwargs: Any,
@@ -88,7 +88,7 @@ class Trainer(TensorflowTrainer):
         scaling = scaling_config or ScalingConfig(
             num_workers=num_workers,
             resources_per_worker=dict(resources_per_worker or {"CPU": 1}),
-            elastic_resize_monitor_interval_s=resize_seconds,
+            elastic_resize_monitor_interval_s=resize_interval_seconds,
         )
         given = run_config or RunConfig()
         failures = given.failure_config or FailureConfig()
@@ -97,7 +97,7 @@ class Trainer(TensorflowTrainer):
         self._grace_seconds = grace_seconds
         threads = int((scaling.resources_per_worker or {}).get("CPU", 0)) or None
         super().__init__(
-            train_function,
+            train_loop_per_worker,
             tensorflow_config=ClusterConfig(threads),
             scaling_config=scaling,
             run_config=dataclasses.replace(
@@ -141,11 +141,11 @@ class Trainer(TensorflowTrainer):
     def _cause(self, error: WorkerGroupError) -> Exception:
         failures = sorted(error.worker_failures.items())
         for _, failure in failures:
-            if isinstance(failure, ScriptError):
+            if isinstance(failure, TrainFunctionError):
                 return failure
         rank, failure = failures[0]
-        return LostTooOftenError(
+        return MaxFailuresExceededError(
             f"Workers were lost {self._most_losses + 1} times in a row, and no backup got further "
             f"in between. Received the last time, from worker {rank}: {failure}. See that worker's "
-            "output; callbacks=[keras_het.callbacks.Elastic(backup_dir)] writes backups."
+            "output; callbacks=[keras_het.callbacks.ElasticBackup(backup_dir)] writes backups."
         )

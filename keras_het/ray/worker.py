@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from keras_het.fit.backup_folder import RUN
-from keras_het.ray.errors import LeavingError, ScriptError
+from keras_het.ray.errors import LeavingError, TrainFunctionError
 
 _has_ended = threading.Event()
 
@@ -52,7 +52,7 @@ class OnWorker:
         if error is None or is_of_the_group or may_be_a_lost_connection(error):
             return False
         lines = traceback.format_exception(error.with_traceback(_without_this(trace)))
-        raise ScriptError("".join(lines).rstrip()) from None
+        raise TrainFunctionError("".join(lines).rstrip()) from None
 
 
 def _without_this(trace: TracebackType | None) -> TracebackType | None:

@@ -50,7 +50,7 @@ def agree_on_call(call: Call, is_short: bool) -> None:
         and type(callback).__name__ not in _WORKS_ALONE
     ]
     described = _described(model, given, together)
-    weights = [weight / sum(strategy.shares) for weight in strategy.shares]
+    weights = [weight / sum(strategy.share_weights) for weight in strategy.share_weights]
     described["shares"] = str([float(f"{weight:.4g}") for weight in weights])
     # Local training starts from the chief's weights, and so does what comes after a failed one.
     is_left_local = name == "fit" and hasattr(model.train_function, "adopts_the_chiefs")

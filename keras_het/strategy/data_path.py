@@ -40,9 +40,9 @@ class DataPath:
         self._waited: float | None = None
         self._least_lookahead = 0
         self._latest: weakref.ref[DistributedSteps] | None = None
-        self.latest_shares: tuple[int, ...] = ()
+        self.current_shares: tuple[int, ...] = ()
         self.samples_delivered = 0
-        self.own_samples_delivered = 0
+        self.local_samples_delivered = 0
         # When async workers take a part of each epoch: which worker takes which batches of a new
         # pass, and of which dataset.
         self.claims_source: Callable[[], Claims | None] | None = None
@@ -161,7 +161,7 @@ class DataPath:
         if self.on_input_wait is not None:
             self.on_input_wait(waited)
         if is_new_pass and self._is_compared:
-            shares = str(list(self.latest_shares))
+            shares = str(list(self.current_shares))
             agreement.check_same_pass(self._get_strategy(), dataset, shares)
 
     def on_end(self, dataset: DistributedSteps, steps: int) -> None:
@@ -227,8 +227,8 @@ def with_own_batches(
         """Datasets made by a user-defined function."""
 
         def __iter__(self) -> tf.distribute.DistributedIterator:
-            if len(set(strategy.shares)) > 1:
-                refuse_own_batches(f"shares {list(strategy.shares)}")
+            if len(set(strategy.share_weights)) > 1:
+                refuse_own_batches(f"shares {list(strategy.share_weights)}")
             return super().__iter__()
 
         refuse_shares = staticmethod(refuse_own_batches)
@@ -264,9 +264,9 @@ class _Wrapper:
         return wrapped_spec(spec, len(layout.local_replicas), layout.num_replicas)
 
     def __call__(self, local_batches: list[Nest], sizes: np.ndarray) -> Nest:
-        self._data_path.latest_shares = tuple(sizes.tolist())
+        self._data_path.current_shares = tuple(sizes.tolist())
         self._data_path.samples_delivered += int(sizes.sum())
-        self._data_path.own_samples_delivered += int(sizes[self._data_path.own_replicas].sum())
+        self._data_path.local_samples_delivered += int(sizes[self._data_path.own_replicas].sum())
         dataset = self._dataset() if self._dataset is not None else None
         if dataset is not None:
             dataset.samples_delivered += int(sizes.sum())

@@ -55,7 +55,7 @@ def check_how_gradients_travel(
     if summation is not None and (dtype, rank) != (None, None):
         raise ValueError(
             f"The CPUs of a summation sum whole gradients in float32. Received: {given} with "
-            'aggregation="summation". Leave one of them out.'
+            'gradient_reduction="summation". Leave one of them out.'
         )
 
 
@@ -77,7 +77,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
         communication_options: private_api.CommunicationOptions,
         devices: Sequence[str],
-        connect_seconds: float = 300.0,
+        startup_timeout_seconds: float = 300.0,
         peer_timeout_seconds: float = 30.0,
         on_join: Callable[[], None] = lambda: None,
     ) -> None:
@@ -89,7 +89,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self._power_sgd: PowerSGD | None = None
         self._requested_devices = tuple(devices)
         self._communication_options = communication_options
-        self._timeouts = (connect_seconds, peer_timeout_seconds + _MORE_SECONDS)
+        self._timeouts = (startup_timeout_seconds, peer_timeout_seconds + _MORE_SECONDS)
         self._num_key_ranges = 0
         self._departure_barrier: Callable[[], tf.Tensor] | None = None
         # The host of each worker, if dense tensors are summed by host; see `SumsByHost`.
@@ -179,7 +179,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             f"The workers did not all make this strategy within {seconds:.0f} s. Received: a "
             f"HeterogeneousStrategy of worker {self._id_in_cluster} that others have not made; "
             "expected: all workers make the same strategies in the same order. Make them outside "
-            "of `if strategy.is_chief`, or give more connect_seconds."
+            "of `if strategy.is_chief`, or give more startup_timeout_seconds."
         )
         timer = threading.Timer(seconds, self.abort_all, [f"[[{message}]]"])
         timer.daemon = True

@@ -21,7 +21,7 @@ from keras_het.keras_backend import check_keras_backend
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout
-from keras_het.planning.replica_layout import share_weights
+from keras_het.planning.replica_layout import weights_of_replicas
 from keras_het.planning.shares import Weights
 from keras_het.strategy import keras_calls
 from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
@@ -62,7 +62,7 @@ from keras_het.strategy.membership import (
     watch_summation,
 )
 from keras_het.strategy.training_state import TrainingState
-from keras_het.summation import Summation, read_aggregation
+from keras_het.summation import Summation, read_gradient_reduction
 from keras_het.summation.group import check_is_no_summation_machine, start_summation
 from keras_het.value_types import Nest
 
@@ -88,19 +88,19 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         devices: names of this process's devices, such as ["GPU:0", "GPU:1"]; all of one type.
             Default: all GPUs, or all (logical) CPUs without a GPU; workers of a cluster without
             GPU use CPU:0.
-        shares: one weight, zero or more, per replica of all workers, such as [4, 2, 1] or {0: 4, 1:
-            2, 2: 1}. Whole samples are apportioned by largest remainder. Default: equal shares.
+        share_weights: one, zero or more, per replica of all workers, such as [4, 2, 1] or {0: 4,
+            1: 2, 2: 1}. Whole samples are apportioned by largest remainder. Default: equal shares.
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`. Default: `TF_CONFIG`.
         communication_options: `tf.distribute.experimental.CommunicationOptions`. Default: NCCL
             between workers with GPUs, and between the GPUs of a worker, after a first sum within
             60 s; rings over gRPC, and copies, otherwise. With `bytes_per_pack`, gradients are
             summed in buckets of that size while the backward pass computes others.
-        aggregation: how gradients (and whatever else a step sums) are added up between workers:
-            "all_reduce" by TensorFlow's collectives; "summation" by the CPUs of all workers and
-            of the spare machines in TF_CONFIG's job `summation`, or a
+        gradient_reduction: how gradients (and whatever else a step sums) are added up between
+            workers: "all_reduce" by TensorFlow's collectives; "summation" by the CPUs of all
+            workers and of the spare machines in TF_CONFIG's job `summation`, or a
             `keras_het.summation.Summation` with settings. Summation needs a shared secret in the
             environment.
-        connect_seconds: how long to wait for workers that have not started yet, in seconds.
+        startup_timeout_seconds: how long to wait for workers that have not started yet, in seconds.
         peer_timeout_seconds: how long a worker may be silent before it counts as lost, in seconds;
             a worker whose process has ended is noticed at once. Default:
             `KERAS_HET_PEER_TIMEOUT_SECONDS` in the environment, or 30.
@@ -123,7 +123,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             that do not exist or are of different types, shares that do not fit the number of
             replicas, and on every worker if they were started with different settings or versions.
         RuntimeError: if a cluster is to be joined after TensorFlow has been used.
-        TimeoutError: if another worker has not started within `connect_seconds`.
+        TimeoutError: if another worker has not started within `startup_timeout_seconds`.
 
     Example:
         >>> import keras, keras_het
@@ -144,11 +144,11 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     def __init__(
         self,
         devices: Sequence[str] | None = None,
-        shares: Weights | None = None,
+        share_weights: Weights | None = None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
-        aggregation: str | Summation = "all_reduce",
-        connect_seconds: float = 300.0,
+        gradient_reduction: str | Summation = "all_reduce",
+        startup_timeout_seconds: float = 300.0,
         peer_timeout_seconds: float | None = None,
         micro_batch_size: MicroBatchSize = None,
         communication_dtype: str | None = None,
@@ -156,9 +156,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         on_drift: str = "warn",
     ) -> None:
         check_keras_backend(keras.backend.backend())
-        check_seconds("connect_seconds", connect_seconds)
+        check_seconds("startup_timeout_seconds", startup_timeout_seconds)
         patience = read_peer_timeout(peer_timeout_seconds)
-        summation = read_aggregation(aggregation)
+        summation = read_gradient_reduction(gradient_reduction)
         how = (communication_options, communication_dtype, powersgd_rank)
         check_how_gradients_travel(*how, summation)
         self._on_drift = check_on_drift(on_drift)
@@ -169,14 +169,14 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         check_is_no_summation_machine(membership.config)
         names = choose_devices(devices, membership.num_workers)
         self._peer_watch: PeerWatch | None = None
-        seconds_left = wait_for_workers(membership, connect_seconds)
+        seconds_left = wait_for_workers(membership, startup_timeout_seconds)
         super().__init__(
             self._extended_class(
                 self,
                 cluster_resolver=membership.resolver,
                 communication_options=communication_options or private_api.CommunicationOptions(),
                 devices=names,
-                connect_seconds=seconds_left,
+                startup_timeout_seconds=seconds_left,
                 peer_timeout_seconds=patience,
                 on_join=lambda: self._begin_watching(membership, patience),
             )
@@ -184,7 +184,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         if membership.config is not None or membership.num_workers > 1:
             leave_quickly()
         self._cluster_config = membership.config
-        self._data_path = DataPath(self, share_weights(shares, self.layout))
+        self._data_path = DataPath(self, weights_of_replicas(share_weights, self.layout))
         self._micro_batch_sizes = read_micro_batch_size(micro_batch_size, self.num_replicas_in_sync)
         self._compute_times = ComputeTimes(self.layout, micro_batch_size == "auto")
         self.extended.send_gradients_as(communication_dtype)
@@ -192,7 +192,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._training_state = TrainingState()
         self._warn_of_emulation(len(self.layout.local_replicas))
         if self.num_workers > 1:
-            settings = (self.shares, summation, self._micro_batch_sizes, on_drift)
+            settings = (self.share_weights, summation, self._micro_batch_sizes, on_drift)
             agreement.check_agreement(self.extended, *settings)
             agreement.share_random_seed(self.extended)
             watch = self._peer_watch = self._peer_watch or watch_peers(membership, patience)
@@ -217,7 +217,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return self.layout.num_replicas
 
     def __repr__(self) -> str:
-        shares = ", ".join(f"{weight:g}" for weight in self.shares)
+        shares = ", ".join(f"{weight:g}" for weight in self.share_weights)
         return self._described(self.extended.worker_devices, f"shares [{shares}]")
 
     def _described(self, devices: Sequence[str], state: str) -> str:
@@ -273,9 +273,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return self._cluster_config is not None and self._cluster_config.is_async_worker
 
     @property
-    def is_parameter_service(self) -> bool:
+    def is_parameter_server(self) -> bool:
         """Whether this process holds the parameter service of async workers and trains nothing."""
-        return self._cluster_config is not None and self._cluster_config.is_parameter_service
+        return self._cluster_config is not None and self._cluster_config.is_parameter_server
 
     @property
     def _first_seed_stream(self) -> int:
@@ -306,23 +306,23 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return self._emulated_devices
 
     @property
-    def shares(self) -> tuple[float, ...]:
+    def share_weights(self) -> tuple[float, ...]:
         """The share weight of every replica."""
         return self._data_path.weights
 
-    def set_shares(self, shares: Weights) -> None:
+    def set_share_weights(self, share_weights: Weights) -> None:
         """Change the share weights from a later step on.
 
         Call it on every worker between the same two steps with the same weights. The data path has
         already cut the batches of the next steps (its `lookahead`: 2 or `steps_per_execution`).
 
         Args:
-            shares: one weight, zero or more, per replica of all workers.
+            share_weights: one, zero or more, per replica of all workers.
 
         Raises:
             ValueError: if the number of weights is not the number of replicas, or all are zero.
         """
-        self._data_path.weights = share_weights(shares, self.layout)
+        self._data_path.weights = weights_of_replicas(share_weights, self.layout)
 
     def distribute(
         self, dataset: tf.data.Dataset, global_batch_size: int | None = None, **options: object
@@ -405,9 +405,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._compute_times.end(model)
 
     @property
-    def latest_shares(self) -> tuple[int, ...]:
+    def current_shares(self) -> tuple[int, ...]:
         """Samples of each replica in the latest batch, empty before the first."""
-        return self._data_path.latest_shares
+        return self._data_path.current_shares
 
     @property
     def samples_delivered(self) -> int:
@@ -415,9 +415,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return self._data_path.samples_delivered
 
     @property
-    def own_samples_delivered(self) -> int:
+    def local_samples_delivered(self) -> int:
         """Samples of all batches so far, over this worker's replicas."""
-        return self._data_path.own_samples_delivered
+        return self._data_path.local_samples_delivered
 
     @property
     def iterated_data(self) -> DistributedSteps | None:

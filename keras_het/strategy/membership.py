@@ -84,7 +84,8 @@ def _check_runs_a_script(config: ClusterConfig | None) -> None:
     if config is not None and config.is_serving_only:
         raise RuntimeError(
             f"TF_CONFIG gives this process a part of the parameter service. Received: "
-            f"{config.task_name}. It needs no script: run `keras-het serve` here, with the same "
+            f"{config.task_name}. It needs no script: run `keras-het parameter-server` here, with "
+            "the same "
             "TF_CONFIG and secret."
         )
 
@@ -111,10 +112,10 @@ def choose_devices(devices: Sequence[str] | None, num_workers: int) -> tuple[str
         return _default_devices(num_workers)
     is_name, is_list = isinstance(devices, str), isinstance(devices, Iterable)
     if is_name or not is_list or not all(isinstance(device, str) for device in devices):
-        fix = f"devices=[{devices!r}]" if is_name else f"shares={devices!r}"
+        fix = f"devices=[{devices!r}]" if is_name else f"share_weights={devices!r}"
         raise TypeError(
             '`devices` must be a list of names such as ["GPU:0", "GPU:1"]; numbers, one for each '
-            f"replica, are `shares`. Received: devices={devices!r}. Did you mean {fix}?"
+            f"replica, are `share_weights`. Received: devices={devices!r}. Did you mean {fix}?"
         )
     names = tuple(_short_name(device) for device in devices)
     types = {name.split(":")[0] for name in names}
@@ -167,9 +168,9 @@ def _short_name(device: str) -> str:
     return f"{device_type.upper()}:{index or 0}"
 
 
-def wait_for_workers(membership: Membership, connect_seconds: float) -> float:
+def wait_for_workers(membership: Membership, startup_timeout_seconds: float) -> float:
     if membership.own_task is None:
-        return connect_seconds
+        return startup_timeout_seconds
     if private_api.is_too_late_to_join():
         raise RuntimeError(
             "A process joins its cluster before it does anything else with TensorFlow. Received: "
@@ -180,7 +181,7 @@ def wait_for_workers(membership: Membership, connect_seconds: float) -> float:
     own_address = membership.workers[membership.own_task]
     # a further strategy of the process: TensorFlow itself listens since the first
     listens = not private_api.listens_for_workers()
-    left = wait_for_peers(own_address, peers, connect_seconds, listens=listens)
+    left = wait_for_peers(own_address, peers, startup_timeout_seconds, listens=listens)
     return max(_SHORTEST_WAIT, left) if listens else left
 
 

@@ -4,7 +4,7 @@ A spare machine needs no TensorFlow: what does is imported from its module.
 """
 
 from keras_het.summation.machine import SummationService, start_machine, summation_credential
-from keras_het.summation.options import Summation, read_aggregation
+from keras_het.summation.options import Summation, read_gradient_reduction
 from keras_het.summation.placement import Placement, place_partitions
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "Summation",
     "SummationService",
     "place_partitions",
-    "read_aggregation",
+    "read_gradient_reduction",
     "start_machine",
     "summation_credential",
 ]

@@ -121,7 +121,7 @@ def check_is_no_summation_machine(config: ClusterConfig | None) -> None:
     if config is not None and config.is_summation_machine:
         raise RuntimeError(
             'TF_CONFIG gives this process the job "summation": it sums gradients of the workers '
-            "and does not train. Run `python -m keras_het.summation` here instead of the "
+            "and does not train. Run `keras-het summation-server` here instead of the "
             "training script."
         )
 

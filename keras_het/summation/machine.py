@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
 import threading
 from collections.abc import Sequence
 
@@ -107,16 +106,8 @@ def start_machine(config: ClusterConfig | None) -> SummationService:
     return service
 
 
-def main() -> None:
-    """Sum until terminated; a failed start prints one error line and exits with code 2."""
-    try:
-        _serve_until_stopped()
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"[keras-het] error: {error}\n")
-        sys.exit(2)
-
-
-def _serve_until_stopped() -> None:
+def serve_until_stopped() -> None:
+    """Sum until SIGTERM or Ctrl-C."""
     service = start_machine(read_cluster_config())
     print(f"summation machine is ready at {service.address}", flush=True)  # noqa: T201
     stop = threading.Event()

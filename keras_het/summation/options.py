@@ -20,7 +20,7 @@ MEASURED = "measured"
 
 @dataclasses.dataclass(frozen=True)
 class Summation:
-    """Summation of gradients by the CPUs of all machines: `HeterogeneousStrategy(aggregation=...)`.
+    """Settings of `HeterogeneousStrategy(gradient_reduction=...)`: CPUs of all machines sum.
 
     Args:
         link_rates: full-duplex rate of each worker's link, in worker order, in any unit; "measured"
@@ -103,15 +103,15 @@ def _rates(name: str, rates: Sequence[float] | None, count: int, what: str) -> t
     return tuple(float(rate) for rate in rates)
 
 
-def read_aggregation(aggregation: object) -> Summation | None:
+def read_gradient_reduction(gradient_reduction: object) -> Summation | None:
     """Return the summation that "all_reduce", "summation" or a `Summation` asks for, if any."""
-    if isinstance(aggregation, Summation):
-        return aggregation
-    if aggregation == "all_reduce":
+    if isinstance(gradient_reduction, Summation):
+        return gradient_reduction
+    if gradient_reduction == "all_reduce":
         return None
-    if aggregation == "summation":
+    if gradient_reduction == "summation":
         return Summation()
     raise ValueError(
-        "`aggregation` must be 'all_reduce', 'summation' or a keras_het.summation."
-        f"Summation with settings. Received: {aggregation!r}."
+        "`gradient_reduction` must be 'all_reduce', 'summation' or a keras_het.summation."
+        f"Summation with settings. Received: {gradient_reduction!r}."
     )

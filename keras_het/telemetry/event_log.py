@@ -235,4 +235,4 @@ def _record(strategy: PipelineStrategy, plan: PipelinePlan) -> PipelineRecord:
         )
         for stage in plan.stages
     )
-    return PipelineRecord(str(plan), stages, strategy.timeline)
+    return PipelineRecord(str(plan), stages, strategy.predicted_timeline)

@@ -170,13 +170,13 @@ class StepRecorder:
         samples = rows[:, 4].sum(axis=1) / self._phases.stages
         result = {
             "samples_per_second": throughput(rows[:, :4].sum(axis=1), samples).samples_per_second,
-            "input_wait": float(rows[:, 1].mean(axis=0).max()),
+            "input_wait_seconds": float(rows[:, 1].mean(axis=0).max()),
         }
         if len(self.devices) > 1:
             ready = rows[:, :2].sum(axis=1).mean(axis=0)
             sync = np.median(rows[:, 2], axis=0)
             result["slowest_replica"] = float(np.argmax(ready))
-            result["slowest_replica_wait"] = float(sync.max() - sync.min())
+            result["slowest_replica_wait_seconds"] = float(sync.max() - sync.min())
         return result
 
 

@@ -48,8 +48,8 @@ TEXTS = (SETUP, CHANGES, PAUSES, ASYNC, PLAN, PASSES)
 CURVES: Mapping[str, str] = {
     "heterogeneous/samples_per_second": "Samples that all replicas train on in a second.",
     "heterogeneous/step_seconds": "Mean step time in seconds, stalls included.",
-    "heterogeneous/slowest_wait": "Seconds of a step that the fastest replica waits for others.",
-    "heterogeneous/input_wait": "Seconds of a step that the slowest input makes a replica wait.",
+    "heterogeneous/slowest_replica_wait_seconds": "How long the fastest replica waits in a step.",
+    "heterogeneous/input_wait_seconds": "How long the slowest input makes a replica wait a step.",
 }
 """Curves that TensorBoard's own Scalars tab shows, with their descriptions."""
 

@@ -156,7 +156,7 @@ def pipeline(content: LogContent) -> dict[str, Any]:
     names = [device.name for device in recording.devices]
     if record is None:
         return {"text": "", "stages": [], "devices": names, "predicted": None, "measured": None}
-    latest = next(measured_passes(content), None)
+    latest = next(measured_timeline(content), None)
     return {
         "text": record.text[:_LONGEST_PLAN],
         "stages": [
@@ -173,7 +173,7 @@ def pipeline(content: LogContent) -> dict[str, Any]:
     }
 
 
-def measured_passes(content: LogContent) -> Iterator[tuple[int, Timeline]]:
+def measured_timeline(content: LogContent) -> Iterator[tuple[int, Timeline]]:
     """Yield steps and their passes, the latest first."""
     for step, text in reversed(content.passes):
         with contextlib.suppress(ValueError):  # damaged

@@ -17,8 +17,8 @@ ASYNCHRONOUS = {  # settings of each rule, for three workers
     "async_easgd": {"num_workers": 3},
     "async_measgd": {"num_workers": 3},
     "async_sgd": {"learning_rate": 0.1},
-    "async_sgd momentum": {"learning_rate": 0.1, "momentum": 0.5, "damps_staleness": True},
-    "async_sgd keras": {"optimizer": "adam", "reference_samples": 8, "warm_up_pushes": 4},
+    "async_sgd momentum": {"learning_rate": 0.1, "momentum": 0.5, "staleness_damping": True},
+    "async_sgd keras": {"optimizer": "adam", "reference_batch_size": 8, "warmup_pushes": 4},
     "delay_compensated": {"learning_rate": 0.1, "compensation": 0.4, "num_workers": 3},
     "delay_compensated adaptive": {
         **{"learning_rate": 0.1, "compensation": 2.0, "num_workers": 3, "decay": 0.9}
@@ -51,7 +51,7 @@ def service_spec(**changed):
         "state_rule": delta,
         "wire": "float32",
         "num_participants": 3,
-        "staleness_bound": None,
+        "max_staleness": None,
         "fingerprint": "model",
         "num_services": 1,
         "partition_bytes": 28,

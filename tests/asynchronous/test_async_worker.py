@@ -30,7 +30,7 @@ class SumOfOnes:
 
 def start(rule, alpha=0.5, workers=1, bound=None, **options):
     """Services of weights and statistics, and workers; they send gradients if the rule does."""
-    service, state = services(rule, alpha, staleness_bound=bound)
+    service, state = services(rule, alpha, max_staleness=bound)
     made = [Worker(service, state, client=1 + number, **options) for number in range(workers)]
     for each in made:
         each._mean_gradient = SumOfOnes() if rule.uses_gradients else None
@@ -144,7 +144,7 @@ def test_a_gradient_too_stale_is_told_once_and_does_not_count(caplog):
         worker.train()  # has not seen the other's
     np.testing.assert_array_equal(service.center, -2)
     assert (worker._ledger.used, other._ledger.used) == (0, 8)
-    assert caplog.text.count("more updates behind than staleness_bound") == 1
+    assert caplog.text.count("more updates behind than max_staleness") == 1
     worker.train()
     np.testing.assert_array_equal(service.center, -3)
     assert worker._ledger.used == 4

@@ -64,7 +64,7 @@ def test_a_part_that_answered_keeps_its_answer():
 
 @pytest.mark.parametrize("fault", ["answer lost", "too stale"])
 def test_what_a_small_message_leaves_is_sent_later(fault):
-    service = start(wire=TopKWire(0.3), staleness_bound=0)
+    service = start(wire=TopKWire(0.3), max_staleness=0)
     worker, other = join(service, 1), join(service, 2)
     push(worker, RAMP)
     if fault == "too stale":
@@ -87,7 +87,7 @@ def test_what_a_small_message_leaves_is_sent_later(fault):
 
 
 def test_looking_at_the_center_does_not_make_a_change_fresh():
-    service = start(staleness_bound=1)
+    service = start(max_staleness=1)
     worker, other = join(service, 1), join(service, 2)
     for _ in range(2):
         push(other, ONES)
@@ -106,7 +106,7 @@ def test_weights_that_are_not_finite_are_told_of(caplog):
 
 
 def test_the_group_beside_the_center_can_be_stale_too():
-    service = start(AsyncSGD(1.0, damps_staleness=True))
+    service = start(AsyncSGD(1.0, staleness_damping=True))
     leader = VectorExchange(service.own_client(), service.rule)
     leader.adopt(leader.pull())
     push(leader, ONES)
@@ -148,7 +148,7 @@ def test_the_final_center_has_all_bits():
 
 
 def test_nobody_gets_the_zeros_of_a_service_that_was_restarted():
-    """A process as `keras-het serve` starts it, before its leader has brought the center."""
+    """A process of `keras-het parameter-server`, before its leader has brought the center."""
     parts = HostedParts(None, 0, service_spec(shapes=PARTITIONS.shapes), SECRET)
     service = start(awaits_center=True)
     service.parts = parts.parameters.parts
@@ -172,7 +172,7 @@ def test_nobody_gets_the_zeros_of_a_service_that_was_restarted():
 @pytest.mark.parametrize("reason", ["its turn comes", "too stale", "closed"])
 def test_a_push_waits_until_it_need_not_wait_any_more(reason):
     bound = 0 if reason == "too stale" else None
-    service = start(RoundRobinEASGD(3, alpha=0.5), staleness_bound=bound)
+    service = start(RoundRobinEASGD(3, alpha=0.5), max_staleness=bound)
     first, worker = join(service, 0), join(service, 1)
     pending = worker.send(ONES, 8)
     assert not pending.push.has_answer

@@ -55,7 +55,7 @@ def assert_is_gradient(parts, weights, x, y):
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_any_number_of_steps_is_one_large_batch(logical_devices, shares, steps_per_execution):
     devices = logical_devices[: len(shares or [1])]
-    strategy = keras_het.HeterogeneousStrategy(devices, shares=shares)
+    strategy = keras_het.HeterogeneousStrategy(devices, share_weights=shares)
     model = make_model(strategy, steps_per_execution=steps_per_execution)
     mean = replace_optimizer(model)
     weights, (x, y) = model.get_weights(), data()

@@ -153,14 +153,14 @@ class CenterOfOneWorker(CenterOfBatches):
 @pytest.mark.parametrize(
     "trains_until, waits_until, concluded",
     [(1.5, 1.8, 1.8), (0.5, 0.7, 0.7), (0.0, 0.0, 0.0), (99.0, 99.0, 2.0)],
-    ids=["slower than end_seconds", "in time", "nobody", "silent"],
+    ids=["slower than shutdown_timeout_seconds", "in time", "nobody", "silent"],
 )
 def test_who_is_still_training_gets_the_final_weights(
     monkeypatch, trains_until, waits_until, concluded
 ):
-    """With `end_seconds` of 1, for the last change and again for the final weights."""
+    """With `shutdown_timeout_seconds` of 1, for the last change and again for the final weights."""
     group, clock = Group([1]), Clock()
-    group.options = dataclasses.replace(group.options, end_seconds=1.0)
+    group.options = dataclasses.replace(group.options, shutdown_timeout_seconds=1.0)
     group.center = center = CenterOfOneWorker(clock, trains_until, waits_until)
     monkeypatch.setattr(sync_group, "time", clock)
     group.end()

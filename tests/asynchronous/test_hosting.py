@@ -41,7 +41,7 @@ def asking(address, service=SERVICE, proof=PROOF, sender=0):
 
 
 def test_a_spec_travels_as_json():
-    spec = service_spec(shapes=((3, 4), ()), state_shapes=((2,),), staleness_bound=3)
+    spec = service_spec(shapes=((3, 4), ()), state_shapes=((2,),), max_staleness=3)
     assert ServiceSpec.from_json(spec.to_json()) == spec
 
 
@@ -147,5 +147,5 @@ def test_offers_that_cannot_be_read_are_refused_and_survived(process):
 
 
 def test_an_offer_to_nobody_says_what_to_start():
-    with pytest.raises(ConnectionError, match="keras-het serve"):
+    with pytest.raises(ConnectionError, match="keras-het parameter-server"):
         make_offer(free_address(), SECRET, service_spec(), 0, 0.3)

@@ -53,7 +53,9 @@ def test_says_once_that_it_waits_and_ends_with_the_last_error(clock, caplog, sta
 def test_a_worker_joins_once_the_leader_has_brought_the_center(monkeypatch, refusals, match):
     """A part of the service was restarted before; -1: it never gets a center."""
     service = Service(PARTITIONS, Delta())
-    worker = Worker(service, timeout_seconds=30.0, connect_seconds=60.0 if match is None else 0.2)
+    worker = Worker(
+        service, timeout_seconds=30.0, startup_timeout_seconds=60.0 if match is None else 0.2
+    )
     service.parts[0].has_center = False
     center, met, closed = service.exchange(), [], []
     pull = center.pull

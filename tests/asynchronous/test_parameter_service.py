@@ -102,7 +102,7 @@ def test_the_same_numbers_on_every_way(way):
 
 @pytest.mark.parametrize("wire", [FloatWire("float16"), TopKWire(0.3)], ids=["16 bits", "top"])
 def test_the_leader_beside_the_center_is_not_rounded_and_never_too_stale(wire):
-    service = start(wire=wire, staleness_bound=0)
+    service = start(wire=wire, max_staleness=0)
     own, change = service.own_client(), [part / np.float32(3) for part in ramp()]
     push(service.client(1), ramp())
     before = service.center

@@ -82,7 +82,7 @@ def is_right(sender, request, wire):
 
 def hosted(wire, server=None):
     rule = serialize(AsyncSGD(0.1, momentum=0.5))
-    given = {"shapes": FUZZED.shapes, "rule": rule, "wire": wire.name, "staleness_bound": 5}
+    given = {"shapes": FUZZED.shapes, "rule": rule, "wire": wire.name, "max_staleness": 5}
     parts = HostedParts(server, 0, service_spec(**given), SECRET)
     for part in parts.parameters.parts.values():
         part.set_center(np.zeros(7, np.float32))

@@ -64,7 +64,7 @@ def test_a_numbered_push_counts_once():
 @pytest.mark.parametrize("seen", [0, 3, 500, 2**62])
 def test_a_push_beyond_the_staleness_bound_is_not_taken(seen):
     """A version to come is as stale as one long past: its worker saw another service, or lies."""
-    part = part_with(staleness_bound=1)
+    part = part_with(max_staleness=1)
     for version in range(2):
         push(part, version=version)
     answer = push(part, worker=1, version=seen, number=1)
@@ -96,7 +96,7 @@ TOO_LARGE = {  # changes of which the last one would leave something that is not
     "elastic": (lambda: ElasticAveraging(0.9), [-3e38, 3e38]),
     "hogwild": (lambda: HogwildEASGD(0.9), [-3e38, 3e38]),
     "momentum": (lambda: AsyncSGD(0.5, momentum=0.9), [1.5e38, 3e38]),
-    "samples": (lambda: AsyncSGD(0.5, reference_samples=32), [1e34]),
+    "samples": (lambda: AsyncSGD(0.5, reference_batch_size=32), [1e34]),
     "mean squares alone": (lambda: AsyncSGD(optimizer="adam"), [1e30]),
     "compensation": (lambda: DelayCompensated(0.5, 1.0, 3), [1e20]),
     "compensation by mean squares": (lambda: DelayCompensated(0.5, 1.0, 3, decay=0.9), [1e20]),
@@ -315,7 +315,7 @@ def test_a_push_that_is_sent_again_while_it_waits_takes_the_place_of_the_first(i
 
 
 def test_who_need_not_wait_any_more_is_told_at_once():
-    part = part_with(RoundRobinEASGD(3, 0.5), staleness_bound=0)
+    part = part_with(RoundRobinEASGD(3, 0.5), max_staleness=0)
     (stale,) = waiting(part, 1)
     assert push(part, worker=0).status == Status.OK
     assert (stale.result(0).status, stale.result(0).version) == (Status.STALE, 1)

@@ -74,7 +74,7 @@ def serve(monkeypatch, silences):
         training_workers=lambda: ledger.present(Presence.TRAINING, 4.0),
     )
     monkeypatch.setattr(service_task, "join_service", lambda task, service: center)
-    task = Task(Delta(), timeout_seconds=2.0, end_seconds=60.0)
+    task = Task(Delta(), timeout_seconds=2.0, shutdown_timeout_seconds=60.0)
     task.start_epoch(0)
     assert task.model.stop_training
     return ledger.asked

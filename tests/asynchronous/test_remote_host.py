@@ -63,7 +63,7 @@ def test_what_others_did_is_kept_when_the_next_exchange_is_lost(service):
 
 
 def test_statistics_are_sent_once_where_the_weights_are_too_stale():
-    service, statistics = serve(staleness_bound=0), serve()
+    service, statistics = serve(max_staleness=0), serve()
     leader, other = Leader(service, statistics), service.exchange(1)
     other.adopt(other.pull())
     other.send([np.full(2, 8, np.float32)], 4)
@@ -208,7 +208,7 @@ def test_a_service_that_is_away_is_told_the_end_and_not_waited_for(service, stat
 
 
 def test_a_leader_that_fails_to_connect_leaves_no_channel_open(monkeypatch):
-    told, options = [], HybridOptions(Delta(), connect_seconds=0.0)
+    told, options = [], HybridOptions(Delta(), startup_timeout_seconds=0.0)
     leader = SimpleNamespace(options=options, credential=b"", num_participants=2)
 
     def refuse(*arguments):

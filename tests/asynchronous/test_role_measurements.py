@@ -96,7 +96,7 @@ def speeds_of(monkeypatch, known=None, **options):
     monkeypatch.setattr(role_choice, "measure_exchange", lambda *_: times)
     strategy, model = FakeStrategy(), SimpleNamespace(trainable_variables=[np.zeros([5, 2])])
     hybrid = HybridOptions(**({"rule": rules.get("delta", num_workers=2)} | options))
-    choice = RoleChoice(model, strategy, hybrid, measured_steps=1, noise_scale=known)
+    choice = RoleChoice(model, strategy, hybrid, profile_steps=1, noise_scale=known)
     assert choice.steps_done(4) is None
     assert choice.steps_done(1) is not None
     assert len(seen) == 1
@@ -151,7 +151,7 @@ def test_times_of_an_exchange():
 
 
 def test_all_find_the_same_link_rates_and_the_leader_the_fastest(logical_devices, monkeypatch):
-    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "a secret that only tests know")
+    monkeypatch.setenv("KERAS_HET_SECRET", "a secret that only tests know")
     address, barrier, given = free_address(), threading.Barrier(3, timeout=60), [None] * 3
 
     def work(worker):

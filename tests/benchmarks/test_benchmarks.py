@@ -64,7 +64,7 @@ FIELDS = {
         "speedup_over_ps",
         "predicted_speedup",
     },
-    "stall_meter": {"added_microseconds", "part_of_1_ms"},
+    "input_wait_meter": {"added_microseconds", "part_of_1_ms"},
     "telemetry": {"step_time_ratio", "control_ratio", "bytes_per_replica_and_step"},
     "overhead": {"mode", "step_time_ratio", "lowest_ratio", "highest_ratio"},
     "steps_per_execution": {"gain", "stock_gain", "gain_ratio", "step_milliseconds", "load"},

@@ -29,5 +29,5 @@ def strategy(monkeypatch, logical_devices):
     task = {"type": "worker", "index": 0}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
     monkeypatch.setenv("KERAS_HET_SERVICE_ADDRESS", free_address())
-    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "a secret that only tests know")
+    monkeypatch.setenv("KERAS_HET_SECRET", "a secret that only tests know")
     return keras_het.HeterogeneousStrategy()

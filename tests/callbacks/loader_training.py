@@ -123,7 +123,7 @@ def train(dataset, callbacks, epochs=3, **options):
 
 
 def moving():
-    return LoaderTuner(EveryStep, share_host=False)
+    return LoaderTuner(EveryStep, cooperate_with_other_jobs=False)
 
 
 def done(tuner):
@@ -166,7 +166,7 @@ def dense():
 
 def train_under_strategy(devices, dataset, callbacks, shares=(3, 1), epochs=3, **options):
     keras.utils.set_random_seed(5)
-    strategy = keras_het.HeterogeneousStrategy(list(devices[:2]), shares=list(shares))
+    strategy = keras_het.HeterogeneousStrategy(list(devices[:2]), share_weights=list(shares))
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("adam", "mse", **options)

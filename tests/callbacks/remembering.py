@@ -108,7 +108,7 @@ def new_model(optimizer: Callable[[], Any] = lambda: keras.optimizers.Adam(0.3))
 
     create_logical_devices()
     keras.utils.set_random_seed(1)  # shuffles take it when they are made, before `fit`
-    strategy = keras_het.HeterogeneousStrategy(["CPU:0", "CPU:1"], shares=[3, 1])
+    strategy = keras_het.HeterogeneousStrategy(["CPU:0", "CPU:1"], share_weights=[3, 1])
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1), keras.layers.Dense(1)])
         model.compile(optimizer(), "mse", metrics=["mae", keras.metrics.MeanSquaredError()])

@@ -77,8 +77,8 @@ def train(strategy, folder, order):
         "backup": BackupAndRestore(folder, save_freq="epoch", delete_checkpoint=False),
         "balancer": BatchBalancer("even"),
         "hybrid": HybridAggregation("delta", period=2),
-        "tuner": LoaderTuner("fixed", share_host=False),
-        "validation": DataValidation(SimpleNamespace(feature=[]), first_batches=3),
+        "tuner": LoaderTuner("fixed", cooperate_with_other_jobs=False),
+        "validation": DataValidation(SimpleNamespace(feature=[]), num_batches_to_check=3),
     }
     first, last = Looks(), Looks()
     listed = [first, *(callbacks[name] for name in order), last]

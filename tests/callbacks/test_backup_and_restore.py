@@ -19,7 +19,7 @@ SAMPLES, BATCH = 64, 8
 
 def linear_model(devices, **options):
     keras.utils.set_random_seed(3)
-    strategy = keras_het.HeterogeneousStrategy(list(devices[:2]), shares=[3, 1])
+    strategy = keras_het.HeterogeneousStrategy(list(devices[:2]), share_weights=[3, 1])
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse", **options)

@@ -86,7 +86,7 @@ def test_training_with_it_equals_one_device():
 def test_every_step_is_observed_with_the_shares_it_had():
     policy = Zigzag()
     balancer = BatchBalancer(policy)
-    three_replicas().set_shares((1, 1, 1))
+    three_replicas().set_share_weights((1, 1, 1))
     fit(balancer)
     assert [step for step, _, _ in policy.seen] == list(range(12))
     assert [sum(shares) for _, shares, _ in policy.seen] == [8, 8, 8, 8, 8, 6] * 2
@@ -140,7 +140,7 @@ def test_evaluation_is_not_measured(strategy):
 
 @pytest.mark.full
 def test_shares_of_the_strategy_are_the_first_plan(strategy):
-    strategy.set_shares((2, 1, 1))
+    strategy.set_share_weights((2, 1, 1))
     balancer = BatchBalancer("boa")
     fit(balancer, 8, 1, strategy)
     assert balancer.plans[0].shares == (4, 2, 2)
@@ -163,7 +163,7 @@ def test_what_is_evaluated_before_the_first_step_changes_no_plan(model):
     ("weights", "shares"), [({"weights": (1, 0, 3)}, (2, 0, 6)), ({}, (4, 2, 2))]
 )
 def test_static_policy(strategy, weights, shares):
-    strategy.set_shares((2, 1, 1))
+    strategy.set_share_weights((2, 1, 1))
     balancer = BatchBalancer("static", **weights)
     fit(balancer, 46, 2, strategy)
     assert [plan.shares for plan in balancer.plans] == [shares]
@@ -329,7 +329,7 @@ def test_a_later_fit_over_less_than_a_batch_changes_no_plan(model):
 def test_a_balancer_goes_on_in_a_later_fit(strategy, model):
     balancer = BatchBalancer("static", weights=(2, 1, 1))
     model.fit(batches(64, size=16), verbose=0, callbacks=[balancer])
-    strategy.set_shares((1, 1, 1))
+    strategy.set_share_weights((1, 1, 1))
     model.fit(batches(64), verbose=0)  # its steps are not the balancer's
     model.fit(batches(64), verbose=0, callbacks=[balancer])
     assert sum(balancer.plans[-1].shares) == 8
@@ -379,7 +379,7 @@ def test_short_steps_are_read_seldom_and_none_is_lost(monkeypatch):
     monkeypatch.setattr(compute_times, "LONG_STEP_SECONDS", 1e6)
     policy = Zigzag()
     balancer = BatchBalancer(policy)
-    three_replicas().set_shares((1, 1, 1))
+    three_replicas().set_share_weights((1, 1, 1))
     fit(balancer, samples=160, epochs=2)
     assert [row["step"] for row in balancer.measurements] == list(range(40))
     assert policy.seen[0][0] == 0 and policy.seen[-1][0] == 39
@@ -500,7 +500,7 @@ def test_a_lack_of_memory_is_noted(model, tmp_path):
     def replace(logs):
         model.train_function = lacks
 
-    balancer = BatchBalancer("even", memory_directory=tmp_path)
+    balancer = BatchBalancer("even", memory_dir=tmp_path)
     others = keras.callbacks.LambdaCallback(on_train_begin=replace)
     with pytest.raises(tf.errors.ResourceExhaustedError, match="share"):
         model.fit(batches(24), verbose=0, callbacks=[balancer, others])
@@ -525,14 +525,16 @@ class NotesRows(keras.layers.Layer):
 @pytest.mark.full
 def test_what_did_not_fit_is_computed_in_parts(logical_devices, tmp_path):
     MemoryBounds(tmp_path).write(1, 2)
-    strategy = HeterogeneousStrategy(logical_devices[:3], shares=[1, 5, 2], micro_batch_size="auto")
+    strategy = HeterogeneousStrategy(
+        logical_devices[:3], share_weights=[1, 5, 2], micro_batch_size="auto"
+    )
     notes = NotesRows()
     with strategy.scope():
         model = dense_model(layers=lambda: [notes])
     shares = []
-    balancer = BatchBalancer("static", memory_directory=tmp_path)
+    balancer = BatchBalancer("static", memory_dir=tmp_path)
     look = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: shares.append(strategy.latest_shares)
+        on_train_batch_end=lambda batch, logs: shares.append(strategy.current_shares)
     )
     notes.noted.clear()
     model.fit(strategy.distribute(batches(16)), verbose=0, callbacks=[balancer, look])

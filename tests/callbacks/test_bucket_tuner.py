@@ -65,7 +65,9 @@ def traces(monkeypatch):
 
 
 def build(num_devices=2, **options):
-    strategy = keras_het.HeterogeneousStrategy(DEVICES[:num_devices], shares=(3, 1)[:num_devices])
+    strategy = keras_het.HeterogeneousStrategy(
+        DEVICES[:num_devices], share_weights=(3, 1)[:num_devices]
+    )
     return make_model(strategy, keras.optimizers.Adam, jit_compile=False, **options)
 
 

@@ -42,6 +42,6 @@ def test_another_name_is_refused() -> None:
 @pytest.mark.parametrize("name", sorted({*callbacks.__all__} - {"DataValidation"}))
 def test_a_tuner_can_copy_a_callback_before_each_fit(name: str, tmp_path: Path) -> None:
     kind = getattr(callbacks, name)
-    callback = kind(str(tmp_path)) if name in ("BackupAndRestore", "Elastic") else kind()
+    callback = kind(str(tmp_path)) if name in ("BackupAndRestore", "ElasticBackup") else kind()
     copied = copy.deepcopy(callback)
     assert type(copied) is kind and vars(copied).keys() == vars(callback).keys()

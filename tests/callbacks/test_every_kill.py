@@ -160,7 +160,7 @@ def trained(
     """For each sample the steps that used it, as bits; and the number of steps of each epoch."""
     keras.utils.set_random_seed(3)
     strategy = keras_het.HeterogeneousStrategy(
-        list(devices[:2]), shares=arguments.pop("shares", None)
+        list(devices[:2]), share_weights=arguments.pop("shares", None)
     )
     with strategy.scope():
         output = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
@@ -329,7 +329,9 @@ def test_random_layers_go_on_with_their_numbers(
 ) -> None:
     def train(*callbacks: Any) -> list[np.ndarray]:
         keras.utils.set_random_seed(3)
-        with keras_het.HeterogeneousStrategy(list(logical_devices[:2]), shares=[2, 1]).scope():
+        with keras_het.HeterogeneousStrategy(
+            list(logical_devices[:2]), share_weights=[2, 1]
+        ).scope():
             noise = keras.Sequential([keras.layers.GaussianNoise(0.1)])
             layers = keras.layers.Dropout(0.3), noise, keras.layers.Dense(1)
             model = keras.Sequential([keras.Input((SAMPLES,)), *layers])

@@ -77,9 +77,14 @@ def rows_read_in(read):
 
 def measured(kind, model, dataset, callbacks=()):
     """The meter of one epoch of training, evaluation or prediction."""
-    tuner, runs = LoaderTuner("fixed", share_host=False), (model.fit, model.evaluate, model.predict)
+    tuner, runs = (
+        LoaderTuner("fixed", cooperate_with_other_jobs=False),
+        (model.fit, model.evaluate, model.predict),
+    )
     runs[KINDS.index(kind)](dataset, verbose=0, callbacks=[tuner, *callbacks])
-    return (tuner.meter, tuner.test_meter, tuner.predict_meter)[KINDS.index(kind)]
+    return (tuner.train_input_wait, tuner.test_input_wait, tuner.predict_input_wait)[
+        KINDS.index(kind)
+    ]
 
 
 def per_execution(seconds, steps_per_execution):
@@ -135,7 +140,7 @@ def test_so_it_is_under_the_strategy(
         return element
 
     monkeypatch.setattr(StepIterator, "__next__", slow)
-    with keras_het.HeterogeneousStrategy(list(logical_devices[:2]), shares=[1, 1]).scope():
+    with keras_het.HeterogeneousStrategy(list(logical_devices[:2]), share_weights=[1, 1]).scope():
         model = model_of(steps_per_execution=steps_per_execution)
     meter = measured(kind, model, rows_read_in(lambda number: number), [Host(clock)])
     waits = np.array(per_execution(BATCH * row, steps_per_execution))
@@ -163,7 +168,7 @@ class Saves(keras.callbacks.Callback):
 @pytest.mark.parametrize("validates", [True, False])
 @pytest.mark.parametrize("others", [[], [Host]])
 def test_what_other_callbacks_do_between_epochs_is_no_step(is_first, validates, others, clock):
-    tuner = LoaderTuner("fixed", share_host=False)
+    tuner = LoaderTuner("fixed", cooperate_with_other_jobs=False)
     callbacks = [Saves(clock), tuner] if is_first else [tuner, Saves(clock)]
     validation = {"validation_data": rows_read_in(lambda row: row)} if validates else {}
     model = model_of(Working(clock))
@@ -171,7 +176,7 @@ def test_what_other_callbacks_do_between_epochs_is_no_step(is_first, validates, 
     data = rows_read_in(lambda row: clock.advance(ROW) or row)
     history = model.fit(data, epochs=3, verbose=0, callbacks=callbacks, **validation).history
     step = BATCH * ROW + STEP + STEP * len(others)
-    np.testing.assert_allclose(tuner.meter.step_times, [step] * (3 * BATCHES))
+    np.testing.assert_allclose(tuner.train_input_wait.step_times, [step] * (3 * BATCHES))
     np.testing.assert_allclose(history["input_wait_fraction"], [BATCH * ROW / step] * 3)
 
 
@@ -182,16 +187,16 @@ def strategies(devices):
         "mirrored": (tf.distribute.MirroredStrategy(list(devices[:2])), devices[:2]),
         # one of them without a share: it waits with the others
         "heterogeneous": (
-            keras_het.HeterogeneousStrategy(list(devices[:2]), shares=[1, 0]),
+            keras_het.HeterogeneousStrategy(list(devices[:2]), share_weights=[1, 0]),
             devices[:2],
         ),
     }
 
 
 WAYS = {
-    "fit": ("train", lambda tuner: (tuner.meter, tuner.replica_waits)),
-    "evaluate": ("test", lambda tuner: (tuner.test_meter, tuner.test_replica_waits)),
-    "predict": ("predict", lambda tuner: (tuner.predict_meter, tuner.predict_replica_waits)),
+    "fit": ("train", lambda tuner: (tuner.train_input_wait, tuner.replica_waits)),
+    "evaluate": ("test", lambda tuner: (tuner.test_input_wait, tuner.test_replica_waits)),
+    "predict": ("predict", lambda tuner: (tuner.predict_input_wait, tuner.predict_replica_waits)),
 }
 
 
@@ -204,7 +209,7 @@ def test_the_wait_of_a_step_is_that_of_each_replica_of_the_process(name, way, lo
     strategy, devices = strategies(logical_devices)[name]
     with strategy.scope():
         model = model_of()
-    tuner = LoaderTuner("fixed", share_host=False)
+    tuner = LoaderTuner("fixed", cooperate_with_other_jobs=False)
     getattr(model, way)(rows_read_in(lambda row: row), verbose=0, callbacks=[tuner])
     found = list(tuner.replicas.values())
     assert [tf.DeviceSpec.from_string(each).to_string()[-5:] for each in found] == [

@@ -9,7 +9,6 @@ import pytest
 from small_training import data, flat, make_model
 
 import keras_het
-from keras_het.asynchronous.parameter_service import TopKWire
 from keras_het.asynchronous.rules import AsyncSGD, DiLoCo
 from keras_het.callbacks import BucketTuner, HybridAggregation, LocalTraining, local_training
 from keras_het.fit.model_strategy import tell
@@ -26,17 +25,23 @@ from keras_het.fit.model_strategy import tell
         ({"period": 0}, "period must be a whole number"),
         ({"period": "often"}, 'or "auto"'),
         ({"period": "auto", "rule": "round_robin_easgd"}, 'period="auto" needs a rule'),
-        ({"wire": TopKWire(0.1), "rule": "async_easgd"}, "would count as 0"),
+        ({"top_k_ratio": 0.1, "rule": "async_easgd"}, "would count as 0"),
         ({"async_batch_size": 2.5}, "async_batch_size must be"),
-        ({"staleness_bound": -1}, "staleness_bound must be"),
+        ({"max_staleness": -1}, "max_staleness must be"),
         ({"timeout_seconds": 0.0}, "timeout_seconds must be a number above 0"),
-        ({"connect_seconds": -1.0}, "connect_seconds must be a number of at least 0"),
-        ({"end_seconds": float("nan")}, "end_seconds must be a number of at least 0"),
-        ({"measured_steps": 0}, r"measured_steps must be a whole number .* at most 256"),
-        ({"measured_steps": 257}, r"measured_steps must be a whole number .* at most 256"),
+        (
+            {"startup_timeout_seconds": -1.0},
+            "startup_timeout_seconds must be a number of at least 0",
+        ),
+        (
+            {"shutdown_timeout_seconds": float("nan")},
+            "shutdown_timeout_seconds must be a number of at least 0",
+        ),
+        ({"profile_steps": 0}, r"profile_steps must be a whole number .* at most 256"),
+        ({"profile_steps": 257}, r"profile_steps must be a whole number .* at most 256"),
         ({"noise_scale": -5.0}, "noise_scale must be a number above 0"),
         ({"on_service_loss": "panic"}, '"raise" or "continue"'),
-        ({"service": "nowhere"}, '"auto" or "spread"'),
+        ({"service_placement": "nowhere"}, '"auto" or "sharded"'),
         ({"rule": AsyncSGD(0.1), "on_service_loss": "continue"}, "their own optimizer"),
     ],
 )
@@ -91,7 +96,7 @@ def test_wrong_settings(arguments: dict[str, Any], error: type[Exception], match
 @pytest.mark.parametrize(
     ("devices", "hint"),
     [
-        ([4, 2, 1], r"Did you mean shares=\[4, 2, 1\]"),
+        ([4, 2, 1], r"Did you mean share_weights=\[4, 2, 1\]"),
         ("CPU:0", r"Did you mean devices=\['CPU:0'\]"),
     ],
 )
@@ -101,7 +106,7 @@ def test_devices_that_are_no_list_of_names(devices: Any, hint: str) -> None:
 
 
 def test_a_strategy_shows_its_worker_devices_and_shares(logical_devices: list[str]) -> None:
-    strategy = keras_het.HeterogeneousStrategy(logical_devices[:2], shares=[3, 1])
+    strategy = keras_het.HeterogeneousStrategy(logical_devices[:2], share_weights=[3, 1])
     shown = "<HeterogeneousStrategy: worker 0 of 1, devices [CPU:0, CPU:1] here, shares [3, 1]>"
     assert repr(strategy) == shown
 

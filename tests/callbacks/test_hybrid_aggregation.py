@@ -142,7 +142,7 @@ def strategy_of(monkeypatch, task, **cluster):
     cluster = {job: [free_address() for _ in range(number)] for job, number in cluster.items()}
     task = {"type": task, "index": 0}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
-    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "a secret that only tests know")
+    monkeypatch.setenv("KERAS_HET_SECRET", "a secret that only tests know")
     return keras_het.HeterogeneousStrategy()
 
 
@@ -150,14 +150,14 @@ GROUP_AND_SERVICE = {"worker": 1, "ps": 1, "async": 1}
 TWO_SERVICES = {"ps": 2, "async": 1}
 
 
-@pytest.mark.quick("cluster1-worker-spread", "cluster4-async-auto")
+@pytest.mark.quick("cluster1-worker-sharded", "cluster4-async-auto")
 @pytest.mark.parametrize(
     ("cluster", "task", "service"),
     [
         (GROUP_AND_SERVICE, "worker", "auto"),
-        (GROUP_AND_SERVICE, "worker", "spread"),
+        (GROUP_AND_SERVICE, "worker", "sharded"),
         (GROUP_AND_SERVICE, "async", "auto"),
-        (GROUP_AND_SERVICE, "async", "spread"),
+        (GROUP_AND_SERVICE, "async", "sharded"),
         (TWO_SERVICES, "async", "auto"),
         (TWO_SERVICES, "ps", "auto"),
     ],
@@ -166,17 +166,17 @@ def test_an_own_rule_is_refused_on_tasks_that_run_no_script(
     monkeypatch, logical_devices, cluster, task, service
 ):
     strategy = strategy_of(monkeypatch, task, **cluster)
-    hybrid = HybridAggregation(Half(), service=service)
+    hybrid = HybridAggregation(Half(), service_placement=service)
     with pytest.raises(ValueError, match=r"Received: Half, .* own, and \S+ of the job ps"):
         make_model(strategy).fit(data(), verbose=0, callbacks=[hybrid])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("service", ["auto", "spread"])
+@pytest.mark.parametrize("service", ["auto", "sharded"])
 def test_an_own_rule_trains_where_the_script_runs(strategy, service):
     model = make_model(strategy)
     before = flat(model)
-    model.fit(data(), verbose=0, callbacks=[HybridAggregation(Half(), service=service)])
+    model.fit(data(), verbose=0, callbacks=[HybridAggregation(Half(), service_placement=service)])
     assert np.abs(before - flat(model)).min() > 1e-3
 
 

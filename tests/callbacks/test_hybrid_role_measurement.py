@@ -41,7 +41,7 @@ def strategy(monkeypatch, logical_devices, caplog):
 
 
 def fit(model, epochs, *others, **given):
-    hybrid = HybridAggregation(roles="auto", measured_steps=MEASURED_STEPS)
+    hybrid = HybridAggregation(roles="auto", profile_steps=MEASURED_STEPS)
     given = given or {"x": data()}
     model.fit(**given, epochs=epochs, verbose=0, callbacks=[hybrid, *others])
 

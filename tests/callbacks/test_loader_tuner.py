@@ -29,7 +29,7 @@ from loader_training import (
 )
 
 from keras_het.callbacks import LoaderTuner
-from keras_het.loader import Knobs, pipeline
+from keras_het.loader import Knobs, tunable_pipeline
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host.threads import threads_of
 from keras_het.planning.loader import LoaderController, LoaderPlan
@@ -43,13 +43,13 @@ def test_moves_change_nothing_in_the_training(is_built, steps_per_execution):
     tuner = moving()
     assert isinstance(EveryStep(LoaderPlan(1, 1), 2.0), LoaderController)
     options = {"steps_per_execution": steps_per_execution}
-    tuned = train(lambda: pipeline(build) if is_built else build(KNOBS), [tuner], **options)
+    tuned = train(lambda: tunable_pipeline(build) if is_built else build(KNOBS), [tuner], **options)
     untuned = train(lambda: build(KNOBS), [], **options)
     assert len(done(tuner)) >= 2
     assert tuned.seen == untuned.seen
     np.testing.assert_array_equal(tuned.get_weights()[0], untuned.get_weights()[0])
-    assert tuner.meter.steps == 3 * STEPS
-    assert tuner.observes_only is None
+    assert tuner.train_input_wait.steps == 3 * STEPS
+    assert tuner.observe_only_reason is None
 
 
 @pytest.mark.full
@@ -58,7 +58,7 @@ def test_an_endless_pipeline_goes_on_over_epochs():
         return build(knobs).repeat()
 
     tuner = moving()
-    tuned = train(pipeline(endless), [tuner], steps_per_epoch=7)
+    tuned = train(tunable_pipeline(endless), [tuner], steps_per_epoch=7)
     rows = np.concatenate(tuned.seen)
     assert len(done(tuner)) >= 2
     assert len(rows) == 21 * BATCH
@@ -77,11 +77,11 @@ def test_a_validation_is_in_no_window_of_an_endless_pipeline(steps, measured):
         def observe(self, window):
             windows.append(window.steps)
 
-    tuner = LoaderTuner(Notes, share_host=False)
+    tuner = LoaderTuner(Notes, cooperate_with_other_jobs=False)
     options = {"steps_per_epoch": steps, "validation_data": build(Knobs(2, 2, 2))}
-    train(pipeline(endless), [tuner], **options)
-    assert tuner.meter.steps == 3 * steps
-    assert tuner.test_meter.steps == 3 * STEPS
+    train(tunable_pipeline(endless), [tuner], **options)
+    assert tuner.train_input_wait.steps == 3 * steps
+    assert tuner.test_input_wait.steps == 3 * STEPS
     assert windows == [1] * (steps + 2 * measured)
 
 
@@ -111,10 +111,10 @@ def test_a_generator_is_only_observed(devices, caplog):
     tuner = moving()
     with caplog.at_level(logging.INFO, "keras_het"):
         train_either(devices, generated(), [tuner])
-    assert "from_generator" in tuner.observes_only
+    assert "from_generator" in tuner.observe_only_reason
     assert "only observes" in caplog.text
     assert tuner.moves == []
-    assert tuner.meter.steps == 3 * 4
+    assert tuner.train_input_wait.steps == 3 * 4
     assert "from_generator" in tuner.best_settings().code
 
 
@@ -128,7 +128,7 @@ def test_a_builder_that_fails_is_only_observed(devices):
     tuner = moving()
     tf.random.set_seed(5)
     weights = []
-    for data, callbacks in ((pipeline(fails_later, KNOBS), [tuner]), (long(KNOBS), [])):
+    for data, callbacks in ((tunable_pipeline(fails_later, KNOBS), [tuner]), (long(KNOBS), [])):
         weights.append(train_either(devices, data, callbacks)[0])
     # the order of the strategy's samples stays that of the first build
     refused = {move.refused for move in tuner.moves}
@@ -141,7 +141,7 @@ def test_a_builder_of_another_batch_size_is_refused():
         return build(knobs).unbatch().batch(2 + knobs.threads).prefetch(2)
 
     tuner = moving()
-    tuned = train(pipeline(changes, Knobs(4, 2, 2)), [tuner], epochs=1)
+    tuned = train(tunable_pipeline(changes, Knobs(4, 2, 2)), [tuner], epochs=1)
     assert "batch size" in tuner.moves[0].refused
     assert sorted(np.concatenate(tuned.seen)) == list(range(ROWS))
 
@@ -163,12 +163,12 @@ def test_a_full_cache_is_left_alone(kind):
         return rows.batch(BATCH).prefetch(knobs.prefetch)
 
     tuner = moving()
-    data = cached(Knobs(2, 2, 2)) if kind == "ordinary" else pipeline(cached)
+    data = cached(Knobs(2, 2, 2)) if kind == "ordinary" else tunable_pipeline(cached)
     options = {"steps_per_epoch": STEPS} if kind == "repeats" else {}
     tuned = train(data, [tuner], epochs=6, **options)
     assert all(sorted(np.concatenate(epoch)) == list(range(ROWS)) for epoch in in_epochs(tuned, 6))
     assert len(calls) <= 3 * ROWS, "the cache is of use from the third epoch on"
-    assert "cache in memory" in tuner.observes_only
+    assert "cache in memory" in tuner.observe_only_reason
 
 
 @pytest.mark.quick("snapshot-True", "cache in files-False")
@@ -184,8 +184,8 @@ def test_what_writes_files_is_only_observed(kind, is_built, tmp_path):
         return rows.batch(BATCH).prefetch(knobs.prefetch)
 
     tuner = moving()
-    tuned = train(pipeline(build_kept, KNOBS) if is_built else build_kept(KNOBS), [tuner])
-    assert kind in tuner.observes_only
+    tuned = train(tunable_pipeline(build_kept, KNOBS) if is_built else build_kept(KNOBS), [tuner])
+    assert kind in tuner.observe_only_reason
     assert tuner.moves == []
     assert all(sorted(np.concatenate(epoch)) == list(range(ROWS)) for epoch in in_epochs(tuned, 3))
     known = len(calls)
@@ -210,8 +210,8 @@ def build(knobs):
 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 tuner = keras_het.callbacks.LoaderTuner()
-model.fit(keras_het.loader.pipeline(build), epochs=2, verbose=0, callbacks=[tuner])
-print("trained", tuner.meter.steps)
+model.fit(keras_het.loader.tunable_pipeline(build), epochs=2, verbose=0, callbacks=[tuner])
+print("trained", tuner.train_input_wait.steps)
 """
 
 
@@ -254,15 +254,15 @@ def priority(thread):
 @pytest.mark.quick("alone-True")
 @pytest.mark.parametrize("is_built", [True, False])
 def test_the_fixed_controller_changes_nothing(is_built, devices):
-    tuner = LoaderTuner("fixed", share_host=False)
+    tuner = LoaderTuner("fixed", cooperate_with_other_jobs=False)
     watch = Watch(tuner)
-    data = pipeline(long, KNOBS) if is_built else long(KNOBS)
+    data = tunable_pipeline(long, KNOBS) if is_built else long(KNOBS)
     tf.random.set_seed(5)
     train_either(devices, data, [tuner, watch], epochs=2)
-    assert len(watch.changes) == 3 * tuner.meter.steps > 0
+    assert len(watch.changes) == 3 * tuner.train_input_wait.steps > 0
     assert not any(watch.changes)
     assert tuner.moves == []
-    assert "fixed" in tuner.observes_only
+    assert "fixed" in tuner.observe_only_reason
     assert tuner.best_settings().knobs == (KNOBS if is_built else None)
     assert "nice" not in tuner.best_settings().code
 
@@ -278,13 +278,13 @@ def test_moves_under_the_strategy_change_no_bit(
     results = []
     for tuner in (None, moving()):
         tf.random.set_seed(5)
-        data = pipeline(build_data, KNOBS) if is_built else build_data(KNOBS)
+        data = tunable_pipeline(build_data, KNOBS) if is_built else build_data(KNOBS)
         callbacks = [tuner] if tuner else []
         options = {"steps_per_execution": steps_per_execution, "epochs": 2}
         results.append(train_under_strategy(logical_devices, data, callbacks, **options))
     for expected, found in zip(*results, strict=True):
         np.testing.assert_array_equal(found, expected)
-    assert tuner.observes_only is None
+    assert tuner.observe_only_reason is None
     assert len(done(tuner)) >= 3
     assert all(move.refused is None for move in tuner.moves)
     assert tuner.best_settings().knobs is not None
@@ -294,11 +294,11 @@ def test_moves_under_the_strategy_change_no_bit(
 def test_shares_that_change_meanwhile_change_no_bit(logical_devices):
     class Shares(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            self.model.distribute_strategy.set_shares([1 + batch % 3, 1 + batch % 2])
+            self.model.distribute_strategy.set_share_weights([1 + batch % 3, 1 + batch % 2])
 
     tf.random.set_seed(5)
     results = [
-        train_under_strategy(logical_devices, pipeline(long, Knobs(2, 2, 2)), callbacks)
+        train_under_strategy(logical_devices, tunable_pipeline(long, Knobs(2, 2, 2)), callbacks)
         for callbacks in ([Shares()], [Shares(), moving()])
     ]
     for expected, found in zip(*results, strict=True):
@@ -325,7 +325,7 @@ def test_what_is_drawn_after_a_training_does_not_depend_on_its_moves(build, is_b
     results = []
     for tuner in (None, moving()):
         keras.utils.set_random_seed(5)
-        data = pipeline(build, KNOBS) if is_built else build(KNOBS)
+        data = tunable_pipeline(build, KNOBS) if is_built else build(KNOBS)
         trained = train_either(devices, data, [tuner] if tuner else [], epochs=2)
         results.append((trained, drawn()))
     assert len(done(tuner)) >= 1
@@ -343,7 +343,7 @@ def test_a_shuffle_without_a_seed_gets_that_of_the_first_build():
         return tf.data.Dataset.range(9).shuffle(9).batch(2).shuffle(4)
 
     tf.random.set_seed(5)
-    first, second = pipeline(build, KNOBS), pipeline(build, KNOBS)
+    first, second = tunable_pipeline(build, KNOBS), tunable_pipeline(build, KNOBS)
     assert seeds_of(first) != seeds_of(second)
     for each in (first, second):
         assert seeds_of(each.build_again(Knobs(4, 4, 4))) == seeds_of(each)

@@ -22,7 +22,7 @@ from loader_training import (
 
 import keras_het
 from keras_het.callbacks import BackupAndRestore, BatchBalancer, HybridAggregation, LoaderTuner
-from keras_het.loader import Knobs, pipeline
+from keras_het.loader import Knobs, tunable_pipeline
 from keras_het.planning.loader import WindowSize
 
 EXTRA = -1.0
@@ -58,7 +58,7 @@ def in_epochs(seen):
 
 
 def data_of(is_built):
-    return pipeline(build) if is_built else build(pipeline(build).knobs)
+    return tunable_pipeline(build) if is_built else build(tunable_pipeline(build).knobs)
 
 
 @pytest.mark.full
@@ -71,8 +71,8 @@ def test_a_fit_of_the_same_model_within_a_callback_ends_nothing(first, is_built)
     assert len(model.seen) - len(trained) == 9
     assert len(trained) == 3 * STEPS
     assert all(sorted(epoch) == list(range(ROWS)) for epoch in in_epochs(trained))
-    assert tuner.meter.steps == 3 * STEPS
-    assert tuner.observes_only is None
+    assert tuner.train_input_wait.steps == 3 * STEPS
+    assert tuner.observe_only_reason is None
     assert len(done(tuner)) >= 2
     assert tuner.best_settings().knobs.threads >= 1
 
@@ -94,7 +94,7 @@ def test_another_model_may_be_evaluated_with_the_same_tuner(is_built):
     tuner = moving()
     model = train(lambda: data_of(is_built), [tuner, evaluates_another(tuner)])
     assert all(sorted(epoch) == list(range(ROWS)) for epoch in in_epochs(model.seen))
-    assert tuner.meter.steps == len(model.seen) == 3 * STEPS
+    assert tuner.train_input_wait.steps == len(model.seen) == 3 * STEPS
 
 
 def fits_with(tuner, event="on_train_batch_end"):
@@ -106,27 +106,27 @@ def fits_with(tuner, event="on_train_batch_end"):
 
 @pytest.mark.full
 def test_one_tuner_in_a_fit_within_its_fit_is_refused():
-    tuner = LoaderTuner(share_host=False)
+    tuner = LoaderTuner(cooperate_with_other_jobs=False)
     with pytest.raises(RuntimeError, match=r"same LoaderTuner.*one of its own"):
         dense().fit(slow(0.0), verbose=0, callbacks=[tuner, fits_with(tuner)])
-    before = tuner.meter.steps
-    other = fits_with(LoaderTuner(share_host=False))
+    before = tuner.train_input_wait.steps
+    other = fits_with(LoaderTuner(cooperate_with_other_jobs=False))
     dense().fit(slow(0.0), verbose=0, callbacks=[tuner, other])
-    assert tuner.meter.steps == before + 6
+    assert tuner.train_input_wait.steps == before + 6
 
 
 def test_one_tuner_that_has_ended_serves_a_fit_at_the_end_of_its_fit():
-    tuner = LoaderTuner(share_host=False)
+    tuner = LoaderTuner(cooperate_with_other_jobs=False)
     dense().fit(slow(0.0), verbose=0, callbacks=[tuner, fits_with(tuner, "on_train_end")])
-    assert tuner.meter.steps == 2 * 6
+    assert tuner.train_input_wait.steps == 2 * 6
 
 
 def test_a_history_of_the_user_sees_every_batch():
     losses = Losses()
-    tuner = LoaderTuner(share_host=False)
+    tuner = LoaderTuner(cooperate_with_other_jobs=False)
     dense().fit(slow(0.0), verbose=0, callbacks=[losses, tuner])
     assert len(losses.losses) == 6
-    assert tuner.meter.steps == 6
+    assert tuner.train_input_wait.steps == 6
 
 
 @pytest.mark.full
@@ -134,8 +134,8 @@ def test_a_history_of_the_user_sees_every_batch():
 def test_beside_the_balancer_in_any_order(first, logical_devices):
     tuner, balancer = moving(), BatchBalancer("even")
     callbacks = [tuner, balancer] if first else [balancer, tuner]
-    train_under_strategy(logical_devices, pipeline(long), callbacks)
-    assert tuner.meter.steps == 3 * 60
+    train_under_strategy(logical_devices, tunable_pipeline(long), callbacks)
+    assert tuner.train_input_wait.steps == 3 * 60
     assert len(done(tuner)) >= 2
     assert balancer.measurements
 
@@ -162,7 +162,7 @@ class LooksAtValidation(keras.callbacks.Callback):
 @pytest.mark.quick("False")
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_validation_is_in_no_window_also_behind_an_epoch_of_unknown_length(is_known):
-    tuner = LoaderTuner(Patiently, share_host=False)
+    tuner = LoaderTuner(Patiently, cooperate_with_other_jobs=False)
     looks = LooksAtValidation(tuner)
     data = build(Knobs(2, 2, 2))
     data = data if is_known else data.filter(lambda *batch: True)
@@ -172,7 +172,7 @@ def test_a_validation_is_in_no_window_also_behind_an_epoch_of_unknown_length(is_
 
 def seeded(is_builder):
     tf.random.set_seed(5)
-    return pipeline(build, KNOBS) if is_builder else build(KNOBS)
+    return tunable_pipeline(build, KNOBS) if is_builder else build(KNOBS)
 
 
 def trained(strategy, data, callbacks):
@@ -204,8 +204,8 @@ def test_a_hybrid_training_is_observed_only(strategy, is_builder, tuner_is_first
     expected = trained(strategy, seeded(is_builder), alone)
     tuner, callbacks = beside(HybridAggregation("delta", period=2), tuner_is_first)
     assert_equal(trained(strategy, seeded(is_builder), callbacks), expected)
-    assert tuner.meter.steps == 3 * STEPS
-    assert "async workers" in tuner.observes_only
+    assert tuner.train_input_wait.steps == 3 * STEPS
+    assert "async workers" in tuner.observe_only_reason
     assert not done(tuner)
 
 
@@ -222,7 +222,7 @@ def test_a_tuned_training_goes_on_from_its_backup(
     logical_devices, tmp_path, is_builder, step, tuner_is_first
 ):
     def train(*callbacks):
-        strategy = keras_het.HeterogeneousStrategy(list(logical_devices[:2]), shares=[3, 1])
+        strategy = keras_het.HeterogeneousStrategy(list(logical_devices[:2]), share_weights=[3, 1])
         return trained(strategy, seeded(is_builder), callbacks)
 
     def with_backup():

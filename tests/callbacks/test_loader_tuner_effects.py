@@ -15,7 +15,7 @@ from loader_training import dense, numbered
 
 import keras_het
 from keras_het.callbacks import LoaderTuner, loader_tuner
-from keras_het.loader import Knobs, inspect, pipeline
+from keras_het.loader import Knobs, inspect, tunable_pipeline
 from keras_het.loader.host.threads import ForeignLoad
 from keras_het.loader.iterators import knobs
 from keras_het.loader.tuning import session as tuning_session
@@ -74,7 +74,7 @@ def fit(tuner, data, act=lambda: None, epochs=2, devices=()):
     """Under the strategy of these devices, or without one if there are none."""
     scope = contextlib.nullcontext()
     if devices:
-        scope = keras_het.HeterogeneousStrategy(list(devices[:2]), shares=[3, 1]).scope()
+        scope = keras_het.HeterogeneousStrategy(list(devices[:2]), share_weights=[3, 1]).scope()
     with scope:
         model = dense()
     model.fit(data, epochs=epochs, verbose=0, callbacks=[tuner, AtEveryStep(tuner, act)])
@@ -103,9 +103,9 @@ def test_the_threads_of_the_pipeline_give_way(is_built, devices):
         new = {thread: value for thread, value in nice_values().items() if thread not in before}
         numbers.append(sum(value == own + nice for value in new.values()))
 
-    tuner = LoaderTuner(Once, nice=nice, share_host=False)
+    tuner = LoaderTuner(Once, nice=nice, cooperate_with_other_jobs=False)
     first = Knobs(2 * THREADS, 2, THREADS)
-    data = pipeline(build, first) if is_built else build(first)
+    data = tunable_pipeline(build, first) if is_built else build(first)
     fit(tuner, data, look, devices=devices)
     assert [move.refused for move in tuner.moves] == [None]
     # long after the move, and before the pipeline of the last epoch has given all it has
@@ -149,8 +149,8 @@ def test_threads_do_not_give_way_to_other_programs(is_permitted, devices, monkey
     def look():
         values.append([nice for thread, nice in nice_values().items() if thread not in before])
 
-    tuner = LoaderTuner(Stays, nice=9, share_host=False)
-    data = pipeline(build, Knobs(2 * THREADS, 2, THREADS))
+    tuner = LoaderTuner(Stays, nice=9, cooperate_with_other_jobs=False)
+    data = tunable_pipeline(build, Knobs(2 * THREADS, 2, THREADS))
     fit(tuner, data, look, devices=devices)
     assert max(each.count(own + 9) for each in values[:10]) >= THREADS
     # the pipeline of the last epoch, before it has given all it has
@@ -158,16 +158,16 @@ def test_threads_do_not_give_way_to_other_programs(is_permitted, devices, monkey
     reasons = [] if is_permitted else ["other programs are busy"]
     assert [move.plan.reason for move in tuner.moves] == reasons
     assert [move.refused for move in tuner.moves] == [None] * len(reasons)
-    assert tuner.meter.steps == 60
+    assert tuner.train_input_wait.steps == 60
 
 
 def test_what_is_only_observed_is_not_moved_for_the_sake_of_its_priority(monkeypatch):
     monkeypatch.setattr(os, "setpriority", without_rights)
     busy_after(monkeypatch, 10)  # in the second epoch, in which the cache is full
-    tuner = LoaderTuner(Stays, nice=9, share_host=False)
-    data = pipeline(lambda knobs: build(knobs).cache(), Knobs(2 * THREADS, 2, THREADS))
+    tuner = LoaderTuner(Stays, nice=9, cooperate_with_other_jobs=False)
+    data = tunable_pipeline(lambda knobs: build(knobs).cache(), Knobs(2 * THREADS, 2, THREADS))
     fit(tuner, data, epochs=3)
-    assert "cache" in tuner.observes_only
+    assert "cache" in tuner.observe_only_reason
     assert tuner.moves == []
 
 
@@ -180,8 +180,8 @@ def test_threads_are_left_alone_without_a_nice_value():
     def look():
         values.update(value for thread, value in nice_values().items() if thread not in before)
 
-    tuner = LoaderTuner(Once, nice=0, share_host=False)
-    data = pipeline(build, Knobs(2 * THREADS, 2, THREADS))
+    tuner = LoaderTuner(Once, nice=0, cooperate_with_other_jobs=False)
+    data = tunable_pipeline(build, Knobs(2 * THREADS, 2, THREADS))
     fit(tuner, data, look, epochs=1)
     assert values == {os.getpriority(os.PRIO_PROCESS, 0)}
 
@@ -203,9 +203,9 @@ def never_moves(plan, cpus):
 
 @needs_model
 def test_the_running_pipeline_is_shown_within_fit_and_after_a_move_as_it_was_before():
-    tuner = LoaderTuner(Once, share_host=False)
+    tuner = LoaderTuner(Once, cooperate_with_other_jobs=False)
     shows = Shows(tuner)
-    data = pipeline(build, Knobs(2 * THREADS, 5, THREADS))
+    data = tunable_pipeline(build, Knobs(2 * THREADS, 5, THREADS))
     fit(tuner, data, shows, epochs=1)
     report, text = shows.reports[1], shows.texts[1]
     assert report.batches == 2
@@ -233,7 +233,7 @@ def test_an_ordinary_data_set_is_shown_within_fit_and_after_it(kind, logical_dev
         data = data.shuffle(4)
     if kind == "whole batches":
         data = data.map(lambda x, y: (x - tf.reduce_mean(x), y))
-    tuner = LoaderTuner(Once if kind == "moved" else never_moves, share_host=False)
+    tuner = LoaderTuner(Once if kind == "moved" else never_moves, cooperate_with_other_jobs=False)
     shows = Shows(tuner)
     devices = logical_devices if kind in ("own rows", "whole batches") else ()
     fit(tuner, data, shows, devices=devices)
@@ -257,7 +257,7 @@ def test_an_ordinary_data_set_is_shown_within_fit_and_after_it(kind, logical_dev
 
 @needs_model
 def test_of_an_ordinary_data_set_with_a_seeded_shuffle_it_says_where_to_look():
-    tuner = LoaderTuner(never_moves, share_host=False)
+    tuner = LoaderTuner(never_moves, cooperate_with_other_jobs=False)
     shows = Shows(tuner)
     data = build(Knobs(2 * THREADS, 2, THREADS)).shuffle(4, seed=3)
     fit(tuner, data, shows, epochs=1)
@@ -273,8 +273,8 @@ def test_a_pipeline_with_a_shuffle_is_shown_with_the_settings_that_stayed():
         return build(knobs).shuffle(30, seed=3).prefetch(knobs.prefetch)
 
     def orders(inspects):
-        tuner = LoaderTuner(Once, share_host=False)
-        data = pipeline(shuffled, Knobs(2 * THREADS, 2, THREADS))
+        tuner = LoaderTuner(Once, cooperate_with_other_jobs=False)
+        data = tunable_pipeline(shuffled, Knobs(2 * THREADS, 2, THREADS))
         fit(tuner, data)
         (move,) = tuner.moves
         assert move.refused is None
@@ -326,9 +326,9 @@ def test_a_pipeline_that_begins_in_its_own_threads_draws_the_same_values(draw):
 
 @pytest.mark.quick("alone")
 def test_each_move_is_in_the_log_and_is_printed_if_wished(devices, caplog, capsys):
-    tuner = LoaderTuner(Once, share_host=False, verbose=1)
+    tuner = LoaderTuner(Once, cooperate_with_other_jobs=False, verbose=1)
     with caplog.at_level(logging.INFO, "keras_het"):
-        fit(tuner, pipeline(build, Knobs(2 * THREADS, 2, THREADS)), devices=devices)
+        fit(tuner, tunable_pipeline(build, Knobs(2 * THREADS, 2, THREADS)), devices=devices)
     (move,) = tuner.moves
     found = re.findall(r"Loader at step (\d+): (.*)\.$", caplog.text, re.MULTILINE)
     assert [plan for _, plan in found] == [f"{THREADS + 2} loaders, prefetch 3 (on purpose)"]
@@ -346,14 +346,14 @@ def test_under_tensorflows_own_strategy_it_says_that_it_only_observes(logical_de
 
     with tf.distribute.MirroredStrategy(list(logical_devices[:2])).scope():
         model = dense()
-    tuner = LoaderTuner(Once, share_host=False)
+    tuner = LoaderTuner(Once, cooperate_with_other_jobs=False)
     with caplog.at_level(logging.INFO, "keras_het"):
         model.fit(build(Knobs(2, 2, 2)).take(4), verbose=0, callbacks=[tuner, Inspects()])
     reason = "the data path of a distribution strategy cannot be changed while it runs"
-    assert tuner.observes_only == reason
+    assert tuner.observe_only_reason == reason
     assert f"LoaderTuner only observes: {reason}" in caplog.text
     assert tuner.moves == []
-    assert tuner.meter.steps == 4
+    assert tuner.train_input_wait.steps == 4
     assert reason in tuner.best_settings().code
 
 
@@ -375,7 +375,7 @@ def small_container(tmp_path, monkeypatch):
 
 def test_the_first_settings_keep_to_the_quota_of_a_container(small_container):
     assert Knobs.for_host() == Knobs(8, 2, 4)
-    data = pipeline(build)
+    data = tunable_pipeline(build)
     assert data.knobs.threads == 4
     assert data.current.options().threading.private_threadpool_size == 4
 
@@ -387,7 +387,11 @@ def test_the_controller_knows_the_quota_of_a_container(small_container):
         made.append((plan.loaders, cpus))
         return FixedController(plan)
 
-    dense().fit(pipeline(build), verbose=0, callbacks=[LoaderTuner(make, share_host=False)])
+    dense().fit(
+        tunable_pipeline(build),
+        verbose=0,
+        callbacks=[LoaderTuner(make, cooperate_with_other_jobs=False)],
+    )
     assert made == [(4, 3.2)]
 
 
@@ -438,7 +442,7 @@ def test_no_pipeline_is_moved_between_two_epochs():
             self.next_window = WindowSize(0, 60, 0.0)
             return LoaderPlan(THREADS, 2, "on purpose")
 
-    tuner = LoaderTuner(Last, share_host=False)
+    tuner = LoaderTuner(Last, cooperate_with_other_jobs=False)
     moves = MovesAtTheEnd(tuner)
-    dense().fit(pipeline(build), epochs=1, verbose=0, callbacks=[tuner, moves])
+    dense().fit(tunable_pipeline(build), epochs=1, verbose=0, callbacks=[tuner, moves])
     assert moves.before == moves.after == [0]

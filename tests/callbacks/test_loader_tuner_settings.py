@@ -24,7 +24,7 @@ import keras_het
 from keras_het.callbacks import LoaderTuner
 from keras_het.callbacks.data_validation import _Observed
 from keras_het.fit.session import FitSession, Rank
-from keras_het.loader import AdjustablePipeline, Knobs, pipeline
+from keras_het.loader import Knobs, TunablePipeline, tunable_pipeline
 from keras_het.loader.host.threads import LoaderThreads
 from keras_het.planning.loader import FixedController, LoaderPlan, WindowSize
 
@@ -51,9 +51,9 @@ def test_a_training_that_was_broken_off_leaves_the_next_one_alone(callbacks, tmp
     with pytest.raises(KeyboardInterrupt):
         model.fit(slow(0.001), verbose=0, callbacks=[tuner, Fails(), *callbacks])
     assert host_entries(tmp_path) == []
-    steps = tuner.meter.steps
+    steps = tuner.train_input_wait.steps
     model.fit(slow(0.001), epochs=2, verbose=0, callbacks=callbacks)
-    assert tuner.meter.steps == steps
+    assert tuner.train_input_wait.steps == steps
     assert tuner._session is None
     assert host_entries(tmp_path) == []
     assert tuner.best_settings() is not None
@@ -62,9 +62,9 @@ def test_a_training_that_was_broken_off_leaves_the_next_one_alone(callbacks, tmp
 @pytest.mark.quick("evaluate")
 @pytest.mark.parametrize("kind", ["evaluate", "predict"])
 def test_what_was_broken_off_measures_nothing_more(kind):
-    model, tuner = dense(), LoaderTuner(share_host=False)
+    model, tuner = dense(), LoaderTuner(cooperate_with_other_jobs=False)
     run = getattr(model, kind)
-    meter = tuner.test_meter if kind == "evaluate" else tuner.predict_meter
+    meter = tuner.test_input_wait if kind == "evaluate" else tuner.predict_input_wait
     with pytest.raises(KeyboardInterrupt):
         run(slow(0.001), verbose=0, callbacks=[tuner, Fails()])
     assert meter.steps == 2
@@ -85,7 +85,7 @@ def test_an_error_in_a_step_ends_the_tuning_at_once(tmp_path, monkeypatch):
     data = tf.data.Dataset.range(ROWS).map(fails_late).batch(BATCH)
     with pytest.raises(tf.errors.InvalidArgumentError):
         model.fit(data, verbose=0, callbacks=[tuner])
-    assert tuner.meter.steps >= 8
+    assert tuner.train_input_wait.steps >= 8
     assert tuner._session is None
     assert host_entries(tmp_path) == []
     assert tuner.best_settings() is not None
@@ -99,9 +99,9 @@ def test_settings_are_code():
         return tuner.best_settings()
 
     names = {"keras_het": keras_het, "build": build, "tf": tf, "dataset": build(Knobs(2, 2, 2))}
-    settings = settings_of(pipeline(build))
+    settings = settings_of(tunable_pipeline(build))
     exec(settings.code, names)
-    assert isinstance(names["dataset"], AdjustablePipeline)
+    assert isinstance(names["dataset"], TunablePipeline)
     assert names["dataset"].knobs == settings.knobs
     assert str(settings) == settings.code
 
@@ -122,9 +122,9 @@ def test_the_priority_that_was_measured_is_in_the_settings(is_built, monkeypatch
     )
     codes = {}
     for nice in (7, 0):
-        tuner = LoaderTuner(EveryStep, nice=nice, share_host=False)
+        tuner = LoaderTuner(EveryStep, nice=nice, cooperate_with_other_jobs=False)
         data = build(Knobs(2, 2, 2))
-        train(pipeline(build, Knobs(2, 2, 2)) if is_built else data, [tuner], epochs=1)
+        train(tunable_pipeline(build, Knobs(2, 2, 2)) if is_built else data, [tuner], epochs=1)
         codes[nice] = tuner.best_settings().code
     assert "nice" not in codes[0]
     (line,) = [line for line in codes[7].splitlines() if "LoaderTuner(" in line]
@@ -132,7 +132,7 @@ def test_the_priority_that_was_measured_is_in_the_settings(is_built, monkeypatch
     monkeypatch.setattr(FixedController, "next_window", WindowSize(0, 2, 0.0))
     same = eval(line.removeprefix("#"), {"keras_het": keras_het})
     knobs = Knobs(4, 2, 2)
-    train(pipeline(build, knobs), [same], epochs=1)
+    train(tunable_pipeline(build, knobs), [same], epochs=1)
     assert same.moves == []
     assert same.best_settings().knobs == knobs
     assert nices[-1] == 7
@@ -179,9 +179,9 @@ class NothingConfirmed(Unconfirmed):
     ("controller", "expected"), [(Unconfirmed, Knobs(10, 3, 5)), (NothingConfirmed, Knobs(3, 2, 2))]
 )
 def test_a_move_that_was_not_confirmed_is_no_setting(controller, expected, devices):
-    tuner = LoaderTuner(controller, share_host=False)
+    tuner = LoaderTuner(controller, cooperate_with_other_jobs=False)
     tf.random.set_seed(5)
-    train_either(devices, pipeline(long, Knobs(3, 2, 2)), [tuner])
+    train_either(devices, tunable_pipeline(long, Knobs(3, 2, 2)), [tuner])
     assert [move.plan for move in done(tuner)] == [LoaderPlan(5, 3), LoaderPlan(1, 1)]
     # the buffer of a strategy's data path stays as long as it was
     assert tuner.best_settings().knobs == expected
@@ -214,22 +214,22 @@ class ShowsAll(keras.callbacks.Callback):
 
 @pytest.mark.quick("alone")
 def test_what_looks_at_every_batch_is_named(devices):
-    tuner = LoaderTuner(share_host=False)
+    tuner = LoaderTuner(cooperate_with_other_jobs=False)
     shows = ShowsAll(tuner)
     train_either(devices, build(Knobs(2, 2, 2)), [tuner, shows], epochs=1)
-    for text in (tuner.observes_only, tuner.best_settings().code, *shows.errors):
+    for text in (tuner.observe_only_reason, tuner.best_settings().code, *shows.errors):
         assert "DataValidation(compare_shards=True) looks at every batch" in text
         assert "strategy" not in text
-    assert tuner.meter.steps == len(shows.errors) > 0
+    assert tuner.train_input_wait.steps == len(shows.errors) > 0
 
 
 @pytest.mark.full
 def test_everything_is_kept_as_json(tmp_path):
     tuner = moving()
-    train(pipeline(build), [tuner], epochs=2)
+    train(tunable_pipeline(build), [tuner], epochs=2)
     tuner.save(tmp_path / "loader.json")
     kept = json.loads((tmp_path / "loader.json").read_text())
-    assert kept["train"]["steps"] == tuner.meter.steps
+    assert kept["train"]["steps"] == tuner.train_input_wait.steps
     assert len(kept["moves"]) == len(tuner.moves) > 0
     assert kept["moves"][0]["plan"]["loaders"] == 5
 
@@ -240,13 +240,13 @@ def test_everything_is_kept_as_json(tmp_path):
         (lambda: LoaderTuner("best"), ValueError, "controller='best'"),
         (lambda: LoaderTuner(max_memory=0), ValueError, "max_memory must be"),
         (lambda: LoaderTuner(nice=20), ValueError, "nice=20"),
-        (lambda: LoaderTuner(io_budget=0), ValueError, "io_budget=0"),
+        (lambda: LoaderTuner(max_reader_threads=0), ValueError, "max_reader_threads=0"),
         (
-            lambda: LoaderTuner(io_budget=8, share_host=False),
+            lambda: LoaderTuner(max_reader_threads=8, cooperate_with_other_jobs=False),
             ValueError,
-            "io_budget=8, share_host=False",
+            "max_reader_threads=8, cooperate_with_other_jobs=False",
         ),
-        (lambda: pipeline(lambda knobs: [1, 2]), TypeError, "build must return"),
+        (lambda: tunable_pipeline(lambda knobs: [1, 2]), TypeError, "build must return"),
         *(
             (lambda k=k: Knobs(*k), ValueError, "must be a whole number of at least 1")
             for k in [(0, 1, 1), (1, 0, 1), (1, 1, 0)]

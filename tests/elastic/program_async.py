@@ -44,9 +44,9 @@ def train(config: dict[str, Any]) -> None:
 
     callbacks = [
         keras_het.callbacks.HybridAggregation(),
-        keras_het.callbacks.Elastic(str(folder / "backup"), save_freq=5),
+        keras_het.callbacks.ElasticBackup(str(folder / "backup"), save_freq=5),
         Watch(),
-        keras_het.ray.Report(),
+        keras_het.ray.ReportCallback(),
     ]
     targets = x.sum(axis=1, keepdims=True)
     model.fit(x, targets, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=callbacks)
@@ -70,7 +70,7 @@ def main(folder: Path) -> None:
         for labels in ({}, {}, {ROLE_LABEL: ASYNC}):
             cluster.add_node(**about, resources={"het": 1}, labels=labels)
         ray.init(address=cluster.address, logging_level="ERROR")
-        trainer = keras_het.ray.Trainer(
+        trainer = keras_het.ray.KerasTrainer(
             train,
             3,
             resources_per_worker={"het": 1},

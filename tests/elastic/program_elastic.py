@@ -149,7 +149,7 @@ def train(config: dict[str, Any]) -> None:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             die_in("end of an epoch", index)
 
-    elastic = keras_het.callbacks.Elastic(str(where), save_freq=config.get("save_freq", 3))
+    elastic = keras_het.callbacks.ElasticBackup(str(where), save_freq=config.get("save_freq", 3))
     if config.get("dies") == "save" and strategy.is_chief:
         complete = backup_folder.BackupFolder._complete
 
@@ -159,7 +159,7 @@ def train(config: dict[str, Any]) -> None:
             complete(self, aside, path)
 
         backup_folder.BackupFolder._complete = dying
-    callbacks = [elastic, keras_het.ray.Report(), Watched()]
+    callbacks = [elastic, keras_het.ray.ReportCallback(), Watched()]
     fit(model, x, y, callbacks, folder if config.get("remembers") else None)
     die_in("after fit", index)
     if strategy.is_chief:
@@ -346,11 +346,11 @@ def main(folder: Path, config: dict[str, Any]) -> int:
     result: list[BaseException | None] = []
     num_nodes, on_head = config["nodes"], config.get("on_head", 0)
     with local_cluster(num_nodes, on_head, config.get("hosts", [])) as (cluster, nodes, other):
-        trainer = keras_het.ray.Trainer(
+        trainer = keras_het.ray.KerasTrainer(
             train,
             (config.get("least", 1), num_nodes + on_head + 1),
             resources_per_worker={"het": 1},
-            resize_seconds=3,
+            resize_interval_seconds=3,
             train_loop_config={**config, "folder": str(folder)},
             run_config=RunConfig(storage_path=str(folder / "results")),
         )

@@ -30,8 +30,8 @@ def train(config: dict[str, Any]) -> None:
         epochs=3,
         verbose=0,
         callbacks=[
-            keras_het.callbacks.Elastic(config["backup_dir"]),
-            keras_het.ray.Report(),
+            keras_het.callbacks.ElasticBackup(config["backup_dir"]),
+            keras_het.ray.ReportCallback(),
         ],
     )
 
@@ -43,7 +43,7 @@ def trial(config: dict[str, Any]) -> None:
     import keras_het.ray
 
     folder = Path(config["folder"]) / str(config["rate"])
-    keras_het.ray.Trainer(
+    keras_het.ray.KerasTrainer(
         train,
         2,
         resources_per_worker={"CPU": 1},

@@ -181,7 +181,7 @@ def test_workers_and_machines_come_and_go(
 def test_an_error_of_the_script_ends_all_at_once(run: Run, tmp_path: Path) -> None:
     result = run(fails=10)
     assert result.returncode == 1, result.stdout
-    last = result.stdout.rstrip().rsplit("ScriptError: Traceback", 1)[-1]
+    last = result.stdout.rstrip().rsplit("TrainFunctionError: Traceback", 1)[-1]
     assert last.endswith("KeyError: 'a mistake of the script'"), result.stdout
     assert max(row[2] for row in rows(tmp_path)) == 10
     assert len({row[0] for row in rows(tmp_path)}) == 3  # no second group
@@ -343,6 +343,6 @@ def test_workers_lost_again_and_again_end_the_training(run: Run, tmp_path: Path)
     result = run(dies="always")
     assert result.returncode == 1, result.stdout
     assert (
-        "LostTooOftenError: Workers were lost 4 times in a row, and no backup got further"
+        "MaxFailuresExceededError: Workers were lost 4 times in a row, and no backup got further"
         in result.stdout
     )

@@ -22,9 +22,9 @@ from ray.train import (
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 
-from keras_het.ray import Trainer, driver_log, group, progress, scaling, script, worker
+from keras_het.ray import KerasTrainer, driver_log, group, progress, scaling, script, worker
 from keras_het.ray.cluster import Place, environments
-from keras_het.ray.errors import LeavingError, ScriptError
+from keras_het.ray.errors import LeavingError, TrainFunctionError
 
 LOST = RuntimeError("the actor died")
 
@@ -73,7 +73,7 @@ def test_workers_of_slow_nodes_are_outside_of_the_synchronous_group() -> None:
         ("worker", 1),
     ]
     assert {each["KERAS_HET_SERVICE_ADDRESS"] for each in found} == {"b:1101"}
-    assert len({each["KERAS_HET_SERVICE_SECRET"] for each in found}) == 1
+    assert len({each["KERAS_HET_SECRET"] for each in found}) == 1
 
 
 def test_slow_nodes_alone_are_refused() -> None:
@@ -166,13 +166,13 @@ def test_a_taken_port_is_no_error_of_the_script(
 
 def test_an_error_of_the_script_ends_all_also_beside_losses(losses: Any) -> None:
     policy, _ = losses
-    assert decide(policy, LOST, ScriptError("Traceback")) == RAISE
+    assert decide(policy, LOST, TrainFunctionError("Traceback")) == RAISE
 
 
 @pytest.mark.parametrize(("given", "most"), [(0, 3), (5, 5), (-1, math.inf)])
 def test_the_limit_of_losses_is_that_of_ray_train(given: int, most: float) -> None:
     run_config = RunConfig(failure_config=FailureConfig(max_failures=given))
-    trainer = Trainer(lambda: None, 2, run_config=run_config)
+    trainer = KerasTrainer(lambda: None, 2, run_config=run_config)
     assert trainer._most_losses == most
     assert run_config.failure_config.max_failures == given
 

@@ -206,7 +206,7 @@ def assert_equivalent(
     if IS_QUICK and not trial.infer_always:
         shares = shares[:1]
     for position, weights in enumerate(shares):
-        strategy.set_shares(weights)
+        strategy.set_share_weights(weights)
         reset(replicated, initial)
         keras.utils.set_random_seed(7)
         inference = position == 0 or trial.infer_always

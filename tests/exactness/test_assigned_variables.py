@@ -100,7 +100,7 @@ NAMED = {
 
 def trained(update, eagerly=False, **options):
     strategy = three_replicas()
-    strategy.set_shares((4, 0, 1))
+    strategy.set_share_weights((4, 0, 1))
     OUTSIDE[:] = [tf.Variable(0.0, trainable=False, name="outside")]
     with strategy.scope():
         OUTSIDE.append(keras.Variable(0.0, trainable=False, name="elsewhere"))
@@ -237,7 +237,7 @@ def test_sharpness_aware_minimization_is_exact_with_the_sum_over_replicas(double
     expected = trained_by_sam(contextlib.nullcontext)
     strategy = three_replicas()
     for shares in [(4, 0, 1), (0, 3, 5)]:
-        strategy.set_shares(shares)
+        strategy.set_share_weights(shares)
         assert_all_close(trained_by_sam(strategy.scope), expected, rtol=1e-9, atol=1e-11)
     assert not said(caplog)
 
@@ -273,7 +273,7 @@ def test_the_end_of_data_of_unknown_length_is_no_step(double_precision):
     assert (normalized(contextlib.nullcontext, True)[0] > steps) != IS_KERAS_3_16
     strategy = three_replicas()
     for shares in [(1, 0, 0), (1, 0, 1)]:
-        strategy.set_shares(shares)
+        strategy.set_share_weights(shares)
         found_steps, found = normalized(strategy.scope, True)
         assert found_steps == steps
         assert_all_close(found, expected, rtol=1e-9, atol=1e-11)
@@ -282,7 +282,7 @@ def test_the_end_of_data_of_unknown_length_is_no_step(double_precision):
 @pytest.mark.full
 def test_weights_that_each_replica_moves_by_its_own_gradient_are_named(caplog):
     strategy = three_replicas()
-    strategy.set_shares((4, 0, 1))
+    strategy.set_share_weights((4, 0, 1))
     trained_by_sam(strategy.scope, reduce=lambda gradients: gradients)
     (message,) = said(caplog)
     for part in ("kernel", "bias", "SAM", "reduce_over_replicas"):

@@ -120,7 +120,7 @@ def test_what_waits_for_others_stays_outside(monkeypatch):
     monkeypatch.setattr(
         xla.private_api, "compile_operation", lambda operation: marked.update([operation.type])
     )
-    strategy = HeterogeneousStrategy(DEVICES[:2], shares=[3, 1])
+    strategy = HeterogeneousStrategy(DEVICES[:2], share_weights=[3, 1])
     strategy.measure_compute_times()
     with strategy.scope():
         model = build_seeded(synchronized)

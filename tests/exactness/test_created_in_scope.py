@@ -221,7 +221,7 @@ def compiled_again(strategy, metrics, first):
 @pytest.mark.parametrize("first", ["nothing", "evaluate", "fit"])
 def test_compiled_again_outside_of_the_scope(metrics, first):
     actual = compiled_again(
-        HeterogeneousStrategy(devices=DEVICES, shares=[3, 1, 0]), metrics, first
+        HeterogeneousStrategy(devices=DEVICES, share_weights=[3, 1, 0]), metrics, first
     )
     expected = compiled_again(None, metrics, first)
     assert_all_close(actual, expected)

@@ -37,7 +37,7 @@ def stock_strategy():
 @pytest.fixture
 def strategy(logical_devices):
     strategy = three_replicas()
-    strategy.set_shares((3, 0, 1))
+    strategy.set_share_weights((3, 0, 1))
     return strategy
 
 
@@ -164,7 +164,7 @@ def test_functions_are_traced_once_whatever_is_iterated(strategy):
         return summed(strategy, next(iterator))
 
     for shares in ((3, 0, 1), (1, 1, 1), (0, 1, 0)):
-        strategy.set_shares(shares)
+        strategy.set_share_weights(shares)
         for size in (7, 5):
             dataset = distribute(strategy, SAMPLES[:size])
             assert int(epoch(dataset)) == SAMPLES[:size].sum()
@@ -271,7 +271,7 @@ def average_losses(strategy, samples, **options):
     ids=lambda shares: "_".join(map(str, shares)),
 )
 def test_average_loss_divides_by_the_samples_of_all_replicas(strategy, shares):
-    strategy.set_shares(shares)
+    strategy.set_share_weights(shares)
     samples = np.arange(7, dtype=np.float64)
     expected = [np.mean(np.square(samples[at : at + BATCH])) for at in (0, 3, 6)]
     np.testing.assert_allclose(average_losses(strategy, samples), expected, rtol=1e-12)
@@ -304,7 +304,7 @@ def values(strategy, function):
 @pytest.mark.parametrize("operation", ["SUM", "MEAN"])
 @pytest.mark.parametrize("axis", [None, 0])
 def test_reduce_is_that_of_mirrored_strategy(logical_devices, operation, axis):
-    three_replicas().set_shares((4, 2, 1))
+    three_replicas().set_share_weights((4, 2, 1))
     results = []
     for strategy in (three_replicas(), stock_strategy()):
         value = values(strategy, lambda replica: [[1.0 + replica, 2.0], [5.0, replica * 3.0]])
@@ -331,7 +331,7 @@ def test_gather_of_unequal_numbers_of_rows():
 @pytest.mark.parametrize("weights", [(4, 2, 1), (1, 0, 0)])
 def test_all_reduce_in_run_is_not_weighted(weights):
     strategy = three_replicas()
-    strategy.set_shares(weights)
+    strategy.set_share_weights(weights)
     value = values(strategy, lambda replica: 10.0**replica)
 
     @tf.function
@@ -355,7 +355,7 @@ def test_all_reduce_in_run_is_not_weighted(weights):
 def test_keras_outside_of_its_own_step_is_untouched():
     # a custom loop that calls a Loss object gets Keras's own division by the number of replicas
     strategy = three_replicas()
-    strategy.set_shares((4, 2, 1))
+    strategy.set_share_weights((4, 2, 1))
     loss = keras.losses.MeanSquaredError()
     x, y = arrays(4)
 

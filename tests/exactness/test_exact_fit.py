@@ -63,7 +63,7 @@ class ChangeShares(keras.callbacks.Callback):
         self.shares = iter(ALL_SHARES * 4)
 
     def change(self):
-        three_replicas().set_shares(next(self.shares))
+        three_replicas().set_share_weights(next(self.shares))
 
     def on_train_batch_end(self, batch, logs=None):
         if self.when == "step":
@@ -150,7 +150,7 @@ def test_the_shares_of_these_tests_are_really_unequal():
         model = Rows()
         model.compile()
     for weights in ALL_SHARES:
-        strategy.set_shares(weights)
+        strategy.set_share_weights(weights)
         model.fit(tf.data.Dataset.from_tensors(tf.ones((8, 2))), verbose=0)
     seen = list(zip(*(model.seen[replica] for replica in range(3)), strict=True))
     assert seen == ROWS_OF_ALL_SHARES
@@ -158,12 +158,12 @@ def test_the_shares_of_these_tests_are_really_unequal():
 
 def test_changed_shares_reach_the_replicas_within_the_epoch():
     strategy = three_replicas()
-    strategy.set_shares((1, 0, 0))
+    strategy.set_share_weights((1, 0, 0))
     with strategy.scope():
         model = Rows()
         model.compile()
     change = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: strategy.set_shares((0, 0, 1))
+        on_train_batch_begin=lambda batch, logs: strategy.set_share_weights((0, 0, 1))
     )
     model.fit(
         tf.data.Dataset.from_tensors(tf.ones((8, 2))).repeat(8), verbose=0, callbacks=[change]
@@ -205,7 +205,7 @@ def test_predict_on_batch(run_eagerly):
     single.set_weights(model.get_weights())
     x, _ = arrays(5)
     for weights in SHARES:
-        strategy.set_shares(weights)
+        strategy.set_share_weights(weights)
         for part in (x, x[:1]):
             np.testing.assert_allclose(
                 model.predict_on_batch(part), single.predict_on_batch(part), rtol=1e-5
@@ -219,7 +219,7 @@ def test_a_plain_batch_is_cut_by_the_shares_of_the_moment():
         model.compile()
     x = np.ones((8, 2), "float32")
     for weights in ALL_SHARES:
-        strategy.set_shares(weights)
+        strategy.set_share_weights(weights)
         model.train_on_batch(x)
     seen = list(zip(*(model.seen[replica] for replica in range(3)), strict=True))
     assert seen == ROWS_OF_ALL_SHARES
@@ -245,7 +245,7 @@ def linear_model(strategy):
 
 def test_batches_of_replicas_under_equal_shares():
     strategy = three_replicas()
-    strategy.set_shares([1, 1, 1])
+    strategy.set_share_weights([1, 1, 1])
     ours, one_device = linear_model(strategy), linear_model(None)
     ours.fit(of_own_batches(strategy), verbose=0)
     one_device.fit(*arrays(24), batch_size=12, shuffle=False, verbose=0)
@@ -254,12 +254,12 @@ def test_batches_of_replicas_under_equal_shares():
 
 def test_batches_of_replicas_refuse_what_cannot_apply():
     strategy = three_replicas()
-    strategy.set_shares([1, 1, 1])
+    strategy.set_share_weights([1, 1, 1])
     data = of_own_batches(strategy)
     model = linear_model(strategy)
     with pytest.raises(ValueError, match=r"(?s)BatchBalancer\..*strategy\.distribute\(dataset"):
         model.fit(data, verbose=0, callbacks=[keras_het.callbacks.BatchBalancer()])
-    strategy.set_shares([3, 1, 1])
+    strategy.set_share_weights([3, 1, 1])
     with pytest.raises(ValueError, match=r"Received: shares \[3.*, 1.*, 1.*\]\. Give"):
         model.fit(data, verbose=0)
     with pytest.raises(ValueError, match="use equal shares"):

@@ -132,7 +132,7 @@ def tagged(strategy, rows, run_eagerly=False):
 @pytest.mark.parametrize("shares", [(0, 1, 0), (1, 0, 1)])
 def test_predictions_as_wide_as_the_rows_of_a_replica(shares, run_eagerly):
     strategy = three_replicas()
-    strategy.set_shares(shares)
+    strategy.set_share_weights(shares)
     rows = [[1, 2], [3, 4, 5], [6, 7, 8], [1]]
     predictions, expected = tagged(strategy, rows, run_eagerly)
     np.testing.assert_allclose(predictions, expected)
@@ -140,7 +140,7 @@ def test_predictions_as_wide_as_the_rows_of_a_replica(shares, run_eagerly):
 
 def test_predictions_of_different_widths_are_refused():
     strategy = three_replicas()
-    strategy.set_shares((1, 0, 1))
+    strategy.set_share_weights((1, 0, 1))
     received = (
         r"Received: output with the shapes \[2 2 3\]\[0 . 3\]\[2 3 3\] .* Pad to a fixed width"
     )
@@ -159,7 +159,7 @@ class Scores(keras.Model):
 
 def test_losses_of_samples_are_predictions_like_others():
     strategy = three_replicas()
-    strategy.set_shares((4, 2, 1))
+    strategy.set_share_weights((4, 2, 1))
     with strategy.scope():
         model = Scores()
     x, _ = arrays(7)

@@ -70,7 +70,7 @@ def test_variance_behind_a_mask_far_from_zero():
             return self.normalize(inputs[0], training=True, mask=inputs[1])
 
     strategy = three_replicas()
-    strategy.set_shares((4, 2, 1))
+    strategy.set_share_weights((4, 2, 1))
     with strategy.scope():
         model = Normalize()
     found = model.predict(tf.data.Dataset.from_tensors(((x, mask),)), verbose=0)
@@ -110,7 +110,7 @@ def batch_normalized(momentum=0.7):
 
 def test_moving_statistics_are_means_over_samples():
     strategy = three_replicas()
-    strategy.set_shares((4, 2, 1))
+    strategy.set_share_weights((4, 2, 1))
     with strategy.scope():
         model = batch_normalized()
     x, y = arrays(7)
@@ -169,7 +169,7 @@ class Masks(keras.Model):
 
 def test_replicas_drop_different_units():
     strategy = three_replicas()
-    strategy.set_shares((1, 1, 1))
+    strategy.set_share_weights((1, 1, 1))
     with strategy.scope():
         model = Masks()
         model.compile()
@@ -182,7 +182,7 @@ def test_replicas_drop_different_units():
 @pytest.mark.full
 def test_replicas_drop_different_units_in_predict():
     strategy = three_replicas()
-    strategy.set_shares((1, 1, 1))
+    strategy.set_share_weights((1, 1, 1))
     with strategy.scope():
         model = Masks()
     rows = model.predict(np.ones((3, 64), "float32"), verbose=0)
@@ -203,7 +203,7 @@ class NormalizesAlways(keras.Model):
 @pytest.mark.full
 def test_predict_with_the_statistics_of_the_batch():
     strategy = three_replicas()
-    strategy.set_shares((3, 0, 5))
+    strategy.set_share_weights((3, 0, 5))
     with strategy.scope():
         model = NormalizesAlways()
     x, _ = arrays(8)

@@ -342,7 +342,7 @@ class AnyLogs(Base):
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_whatever_is_in_the_logs_is_that_of_all_samples(run_eagerly, shares):
     strategy = three_replicas()
-    strategy.set_shares(shares)
+    strategy.set_share_weights(shares)
     with strategy.scope():
         model = compiled(AnyLogs, metrics=None, run_eagerly=run_eagerly)()
     x, y = arrays(8)

@@ -36,7 +36,7 @@ def trained(build, optimizer, bytes_per_pack, shares=(5, 0, 2), **options):
     packs = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=bytes_per_pack)
     strategy = HeterogeneousStrategy(
         DEVICES[: len(shares)],
-        shares=shares,
+        share_weights=shares,
         communication_options=packs,
         **options,
     )
@@ -103,4 +103,6 @@ def test_types_that_cannot_be_sent():
     with pytest.raises(ValueError, match='communication_dtype must be "bfloat16" or "float16"'):
         HeterogeneousStrategy(DEVICES[:1], communication_dtype="int8")
     with pytest.raises(ValueError, match=r"communication_dtype='bfloat16' with aggregation"):
-        HeterogeneousStrategy(DEVICES[:1], aggregation="summation", communication_dtype="bfloat16")
+        HeterogeneousStrategy(
+            DEVICES[:1], gradient_reduction="summation", communication_dtype="bfloat16"
+        )

@@ -174,8 +174,8 @@ def test_ranks_that_are_none(rank):
 def test_what_does_not_go_with_a_rank():
     with pytest.raises(ValueError, match=r"'bfloat16' with powersgd_rank=4\. Leave one"):
         HeterogeneousStrategy(DEVICES[:1], communication_dtype="bfloat16", powersgd_rank=4)
-    with pytest.raises(ValueError, match=r"powersgd_rank=4 with aggregation=\"summation\""):
-        HeterogeneousStrategy(DEVICES[:1], aggregation="summation", powersgd_rank=4)
+    with pytest.raises(ValueError, match=r"powersgd_rank=4 with gradient_reduction=\"summation\""):
+        HeterogeneousStrategy(DEVICES[:1], gradient_reduction="summation", powersgd_rank=4)
 
 
 def test_one_process_sends_everything():

@@ -298,7 +298,7 @@ def test_parts_are_like_replicas():
         return batches(16)
 
     replicas = HeterogeneousStrategy(DEVICES[:4])
-    parts = HeterogeneousStrategy(DEVICES[:2], shares=[3, 1], micro_batch_size=2)
+    parts = HeterogeneousStrategy(DEVICES[:2], share_weights=[3, 1], micro_batch_size=2)
     _, expected = trained(replicas, normalized, data)
     _, actual = trained(parts, normalized, data)
     assert_same_outcome(actual, expected, 1e-9, 1e-11)
@@ -367,13 +367,13 @@ class CountsTraces(keras.layers.Layer):
 @pytest.mark.full
 def test_other_shares_do_not_trace_again():
     strategy = in_parts()
-    strategy.set_shares((1, 1, 1))
+    strategy.set_share_weights((1, 1, 1))
     with strategy.scope():
         model = dense_model(layers=lambda: [CountsTraces()])
     model.fit(strategy.distribute(batches()), verbose=0)
     traces = CountsTraces.traces
     for shares in ((5, 0, 1), (0, 0, 1)):
-        strategy.set_shares(shares)
+        strategy.set_share_weights(shares)
         model.fit(strategy.distribute(batches()), verbose=0)
     assert CountsTraces.traces == traces
 

@@ -76,7 +76,7 @@ def seen(train: Callable[[Any, Any], None], strategy: Any) -> tuple[Any, Any]:
 
 def assert_same_order(train: Callable[[Any, Any], None]) -> None:
     """Compares what one device sees with what two unequal replicas see."""
-    strategy = HeterogeneousStrategy(devices=DEVICES[:2], shares=[3, 1])
+    strategy = HeterogeneousStrategy(devices=DEVICES[:2], share_weights=[3, 1])
     expected, actual = seen(train, None), seen(train, strategy)
     for of_one_device, of_replicas in zip(expected, actual, strict=True):
         assert [len(epoch) for epoch in of_replicas] == [len(epoch) for epoch in of_one_device]
@@ -195,7 +195,7 @@ def test_sequences_with_class_weights(kind: str) -> None:
 
 
 def test_a_sequence_builds_a_model_that_is_not_built() -> None:
-    strategy = HeterogeneousStrategy(devices=DEVICES[:2], shares=[0, 1])
+    strategy = HeterogeneousStrategy(devices=DEVICES[:2], share_weights=[0, 1])
     with strategy.scope():
         model = keras.Sequential([keras.layers.Dense(3, kernel_regularizer="l2")])
         model.add(keras.layers.Dense(1))

@@ -176,7 +176,7 @@ def test_predictions_change_state_as_on_one_device():
         with scope():
             models.append(with_state(Always))
         for shares in ((4, 2, 1), (0, 3, 0)):
-            strategy.set_shares(shares)
+            strategy.set_share_weights(shares)
             models[-1].predict(arrays(11)[0], batch_size=7, verbose=0)
     single, replicated = ([np.array(v) for v in m.get_layer("own").weights] for m in models)
     assert replicated[0] == 22
@@ -199,7 +199,7 @@ class OfTensorFlow(keras.layers.Layer):
 @pytest.mark.full
 def test_variables_of_tensorflow_keep_their_aggregation():
     strategy = three_replicas()
-    strategy.set_shares((4, 2, 1))
+    strategy.set_share_weights((4, 2, 1))
     with strategy.scope():
         model = dense_model(layers=lambda: [OfTensorFlow()])
     model.fit(*arrays(14), batch_size=7, verbose=0)

@@ -42,7 +42,7 @@ def assert_exact(build, data, size=2, predict=None, shares=SHARES, devices=3):
     single, model = both(build, strategy)
     expected = predict(single, data())
     for weights in shares:
-        strategy.set_shares(weights[:devices])
+        strategy.set_share_weights(weights[:devices])
         actual = predict(model, data())
         keras.tree.assert_same_structure(actual, expected)
         flat = [list(map(dense, keras.tree.flatten(each))) for each in (actual, expected)]
@@ -177,7 +177,7 @@ def test_state_becomes_that_of_one_device(layer):
     strategy = in_parts(2)
     models = both(lambda: with_state(Always), strategy)
     for weights in SHARES[:2]:
-        strategy.set_shares(weights)
+        strategy.set_share_weights(weights)
         for model in models:
             model.predict(arrays(11)[0], batch_size=7, verbose=0)
     expected, actual = (values_of(model.get_layer("own").weights) for model in models)
@@ -271,13 +271,13 @@ def test_a_share_within_the_bound_is_not_cut():
 @pytest.mark.full
 def test_other_shares_do_not_trace_again():
     strategy = in_parts()
-    strategy.set_shares((1, 1, 1))
+    strategy.set_share_weights((1, 1, 1))
     with strategy.scope():
         model = dense_model(layers=lambda: [CountsTraces()])
     model.predict(batches(), verbose=0)
     traces = CountsTraces.traces
     for shares in ((5, 0, 1), (0, 0, 1)):
-        strategy.set_shares(shares)
+        strategy.set_share_weights(shares)
         model.predict(batches(), verbose=0)
     assert CountsTraces.traces == traces
 

@@ -31,7 +31,7 @@ class Model(keras.Model):
 
 def predicted(function, shares, run_eagerly=False, rows=16):
     strategy = three_replicas()
-    strategy.set_shares(shares)
+    strategy.set_share_weights(shares)
     with strategy.scope():
         model = Model(function)
     model.compile(run_eagerly=run_eagerly)

@@ -127,7 +127,7 @@ def test_the_plans_have_every_choice():
 @pytest.mark.full
 def test_masks_of_dropout_stay_with_their_replica():
     strategy = three_replicas()
-    strategy.set_shares((4, 2, 1))
+    strategy.set_share_weights((4, 2, 1))
     with strategy.scope():
         cell = Normalized(3, dropout=0.5, recurrent_dropout=0.5)
         model = keras.Sequential(
@@ -145,7 +145,7 @@ def test_masks_of_dropout_stay_with_their_replica():
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_losses_in_a_loop_of_ones_own(eagerly):
     strategy = three_replicas()
-    strategy.set_shares((4, 2, 1))
+    strategy.set_share_weights((4, 2, 1))
     with strategy.scope():
         dense = layers.Dense(4, "tanh", activity_regularizer="l2")
         middle = layers.BatchNormalization(synchronized=True)
@@ -177,7 +177,7 @@ class Noise(layers.Layer):
 @pytest.mark.full
 def test_random_numbers_without_a_seed():
     strategy = three_replicas()
-    strategy.set_shares((3, 2, 2))
+    strategy.set_share_weights((3, 2, 2))
     keras.utils.set_random_seed(3)
     with strategy.scope():
         model = dense_model(layers=lambda: [Noise()])

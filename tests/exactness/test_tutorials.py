@@ -17,7 +17,7 @@ SHARES = ((4, 1, 1), (2, 3, 1))
 
 def ours(shares):
     strategy = three_replicas()
-    strategy.set_shares(shares)
+    strategy.set_share_weights(shares)
     return strategy
 
 

@@ -163,7 +163,7 @@ def assert_starts_equally(name, first, shares):
         FIRST[first](model, data())
         return model.fit(data(), epochs=1, verbose=0, callbacks=callbacks)
 
-    three_replicas().set_shares(shares)
+    three_replicas().set_share_weights(shares)
     trial = Trial(build, data, fit=fit, predict=False)
     if name == "own_step":  # its own has no metric of its own, and Keras's the loss of both
         trial.evaluate = False
@@ -188,7 +188,7 @@ def test_whatever_comes_first(seed):
 def test_all_replicas_infer_from_the_whole_batch():
     # from one row, `accuracy` of outputs of shape [rows] would be taken for a binary one
     strategy = three_replicas()
-    strategy.set_shares((1, 0, 7))
+    strategy.set_share_weights((1, 0, 7))
     batch = next(iter(strategy.distribute(sliced(rows(5), classes()))))
     spec = strategy.reduce("MEAN", batch, axis=None)
     assert [tuple(leaf.shape) for leaf in spec] == [(8, 5), (8,)]

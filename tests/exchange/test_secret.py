@@ -18,11 +18,11 @@ def test_fingerprint_depends_on_everything():
 
 def test_secret(tmp_path):
     (tmp_path / "secret").write_text("0123456789abcdef\n")
-    file = {"KERAS_HET_SERVICE_SECRET_FILE": str(tmp_path / "secret")}
-    text = {"KERAS_HET_SERVICE_SECRET": "0123456789abcdef"}
+    file = {"KERAS_HET_SECRET_FILE": str(tmp_path / "secret")}
+    text = {"KERAS_HET_SECRET": "0123456789abcdef"}
     assert read_secret(file) == read_secret(text) == b"0123456789abcdef"
     for environ, match in (({}, "neither"), ({**file, **text}, "both")):
         with pytest.raises(ValueError, match=match):
             read_secret(environ)
     with pytest.raises(ValueError, match="at least 16 bytes"):
-        read_secret({"KERAS_HET_SERVICE_SECRET": "short"})
+        read_secret({"KERAS_HET_SECRET": "short"})

@@ -45,7 +45,7 @@ def without_memory(sizes=None):
     return SimpleNamespace(
         layout=SimpleNamespace(local_replicas=range(2, 5)),
         extended=SimpleNamespace(worker_devices=GPUS),
-        latest_shares=(1, 1, 8, 8, 8),
+        current_shares=(1, 1, 8, 8, 8),
         _micro_batch_sizes=sizes,
         compute_times=SimpleNamespace(sizes_at_a_time=lambda sizes: sizes),
     )

@@ -25,6 +25,6 @@ with strategy.scope():
     model.compile("sgd", "mse")
 x = np.zeros([1024, 64, 64, 1], "float32")
 data = tf.data.Dataset.from_tensors((x, x)).repeat(3)
-balancer = keras_het.callbacks.BatchBalancer("even", memory_directory=sys.argv[1])
+balancer = keras_het.callbacks.BatchBalancer("even", memory_dir=sys.argv[1])
 model.fit(strategy.distribute(data), verbose=0, callbacks=[balancer])
 print(json.dumps(balancer.measurements[-1]["shares"]))

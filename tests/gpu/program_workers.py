@@ -34,9 +34,9 @@ def make_strategy() -> keras_het.HeterogeneousStrategy:
     )
     return keras_het.HeterogeneousStrategy(
         devices=["GPU:0"],
-        shares=[3, 1] if MODE != "one" else None,
+        share_weights=[3, 1] if MODE != "one" else None,
         communication_options=ring,
-        aggregation="all_reduce" if MODE == "one" else MODE,
+        gradient_reduction="all_reduce" if MODE == "one" else MODE,
     )
 
 

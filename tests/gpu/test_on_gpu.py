@@ -50,7 +50,7 @@ def test_compute_time_is_that_of_the_kernels(tmp_path):
 
 
 def test_the_four_times_are_the_step(tmp_path):
-    strategy = keras_het.HeterogeneousStrategy(devices=DEVICES[:2], shares=[3, 1])
+    strategy = keras_het.HeterogeneousStrategy(devices=DEVICES[:2], share_weights=[3, 1])
     telemetry = keras_het.callbacks.Telemetry(tmp_path)
     fit_large_layers(strategy, [telemetry])
     found = telemetry.recording()
@@ -88,7 +88,7 @@ def test_jit_compile_on_one_gpu_of_a_process():
 def test_mixed_precision_trains_on_several():
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        strategy = keras_het.HeterogeneousStrategy(devices=DEVICES[:2], shares=[3, 1])
+        strategy = keras_het.HeterogeneousStrategy(devices=DEVICES[:2], share_weights=[3, 1])
         x = np.random.default_rng(0).normal(size=(512, 32)).astype("float32")
         keras.utils.set_random_seed(3)
         with strategy.scope():
@@ -108,7 +108,7 @@ def run(program, *arguments, workers=None, status=0):
         command = ["-m", "keras_het", "run", *workers, *command]
     environment = {
         **os.environ,
-        "KERAS_HET_SERVICE_SECRET": "a secret of these tests",
+        "KERAS_HET_SECRET": "a secret of these tests",
         "TF_FORCE_GPU_ALLOW_GROWTH": "true",
     }
     ended = subprocess.run(

@@ -53,8 +53,8 @@ def test_emulation_is_labelled_everywhere(
 ) -> None:
     path = script('print(os.environ["KERAS_HET_EMULATED_DEVICES"])')
     logs = tmp_path / "logs"
-    options = ["--sample-milliseconds", "8", "--fixed-milliseconds", "5", "--log-dir", str(logs)]
-    result = launch("run", "--speeds", "4,1", *options, *separator, path).finish()
+    options = ["--emulate-ms-per-sample", "8", "--emulate-ms-per-step", "5", "--log-dir", str(logs)]
+    result = launch("run", "--emulate-speeds", "4,1", *options, *separator, path).finish()
     assert result.exit_code == 0
     label, *lines = result.stdout.splitlines()
     expected = (
@@ -82,7 +82,7 @@ def test_names_the_failed_worker_and_why(launch: Launch, script: Script) -> None
             signal.pause()
         """
     )
-    result = launch("run", "--workers", "3", "--quiet-workers", path).finish()
+    result = launch("run", "--workers", "3", "--only-chief", path).finish()
     assert result.exit_code == 3
     assert result.stderr.splitlines() == [
         "[keras-het] worker 0 was ended.",
@@ -107,7 +107,7 @@ def test_an_async_workers_failure_is_told_and_is_not_that_of_the_training(
     result = launch("run", "-w", "2", "--async-workers", "1", path, str(group)).finish()
     assert result.exit_code == exit_code, result.stderr
     assert ("worker 1 failed first: exit code 3" in result.stderr) == (group == 0)
-    trained = "the other workers have trained to the end without it, which is no failure."
+    trained = "the other workers finished training; this is not counted as a failure."
     assert (result.stderr.splitlines()[-1] == f"[keras-het] {trained}") == (group == 0)
 
 
@@ -138,7 +138,7 @@ def test_an_async_worker_that_finds_nobody_ends_with_the_group(
     result = launch("run", *options, path, str(tmp_path / "waits")).finish()
     assert result.exit_code == 0, result.stderr
     assert "ConnectionError: The training has ended without this async worker" in result.stderr
-    assert result.stderr.splitlines()[-1].endswith("which is no failure.")
+    assert result.stderr.splitlines()[-1].endswith("this is not counted as a failure.")
 
 
 def test_secrets_are_not_passed_to_workers_unless_they_are_to_be(
@@ -146,16 +146,16 @@ def test_secrets_are_not_passed_to_workers_unless_they_are_to_be(
 ) -> None:
     secrets = {"HF_TOKEN": "1", "AWS_SECRET_ACCESS_KEY": "2", "MY_PASSWORD": "3"}
     path = script("print(*sorted(set(os.environ) & set(sys.argv[1:])))")
-    options = ["run", "-w", "1", "--keep-env", "AWS_*", "--keep-env", "MY_PASSWORD"]
-    ours = {"KERAS_HET_SERVICE_SECRET": "4", "KEYBOARD": "5"}
+    options = ["run", "-w", "1", "--pass-env", "AWS_*", "--pass-env", "MY_PASSWORD"]
+    ours = {"KERAS_HET_SECRET": "4", "KEYBOARD": "5"}
     names = [*secrets, *ours]
     result = launch(*options, path, *names, **secrets, **ours).finish()
     assert result.stdout == (
-        "[worker 0] AWS_SECRET_ACCESS_KEY KERAS_HET_SERVICE_SECRET KEYBOARD MY_PASSWORD"
+        "[worker 0] AWS_SECRET_ACCESS_KEY KERAS_HET_SECRET KEYBOARD MY_PASSWORD"
     )
     told = result.stderr.splitlines()[-1]
     assert told.startswith("[keras-het] not passed to the workers: ") and "HF_TOKEN" in told
-    assert "AWS" not in told and "PASSWORD" not in told and told.endswith("(see --keep-env).")
+    assert "AWS" not in told and "PASSWORD" not in told and told.endswith("(see --pass-env).")
 
 
 def test_what_looks_like_a_secret() -> None:
@@ -396,7 +396,15 @@ def test_workers_die_with_a_killed_launcher(
         (["--help"], "usage: keras-het "),
         *(
             ([each, "--help"], f"usage: keras-het {each} ")
-            for each in ("run", "doctor", "benchmark", "validate", "serve", "report")
+            for each in (
+                "run",
+                "doctor",
+                "benchmark",
+                "validate",
+                "parameter-server",
+                "summation-server",
+                "report",
+            )
         ),
     ],
 )
@@ -418,20 +426,23 @@ def test_help_fits_on_a_screen(
         (["walk"], "invalid choice: 'walk'"),
         (["run", "--workers", "2"], "give the script"),
         (["run", "--workers", "2", "--"], "give the script"),
-        (["run", __file__], "give --gpus auto .*--workers N, or --speeds"),
+        (["run", __file__], "give --gpus auto .*--workers N, or --emulate-speeds"),
         (["run", __file__, "--workers", "2"], f"keras-het run --workers ... {re.escape(__file__)}"),
-        (["run", __file__, "--speeds=2,1"], "received --speeds=2,1 after"),
+        (["run", __file__, "--emulate-speeds=2,1"], "received --emulate-speeds=2,1 after"),
         (["run", "-w", "2", "--port", "700", __file__], "--port needs --hosts"),
         (["run", "--workers", "0", __file__], "at least 1, .*, received '0'"),
         (["run", "--workers", "two", __file__], "at least 1, .*, received 'two'"),
         (["run", "--workers", "2", "missing.py"], "there is no file 'missing.py'"),
         (["run", "--workers", "2", "a" * 5000], "there is no file 'aaa"),
-        (["run", "--speeds", "4,2", "--workers", "3", __file__], "2 speeds, but --workers is 3"),
-        (["run", "--speeds", "4,,1", __file__], "such as 4,2,1, received '4,,1'"),
-        (["run", "--speeds", "4,0", __file__], "positive numbers"),
-        (["run", "--speeds", "inf", __file__], "positive numbers"),
-        (["run", "-w", "2", "--sample-milliseconds", "5", __file__], "needs --speeds"),
-        (["run", "--speeds", "1", "--sample-milliseconds", "-4", __file__], "at least 0"),
+        (
+            ["run", "--emulate-speeds", "4,2", "--workers", "3", __file__],
+            "2 speeds, but --workers is 3",
+        ),
+        (["run", "--emulate-speeds", "4,,1", __file__], "such as 4,2,1, received '4,,1'"),
+        (["run", "--emulate-speeds", "4,0", __file__], "positive numbers"),
+        (["run", "--emulate-speeds", "inf", __file__], "positive numbers"),
+        (["run", "-w", "2", "--emulate-ms-per-sample", "5", __file__], "needs --emulate-speeds"),
+        (["run", "--emulate-speeds", "1", "--emulate-ms-per-sample", "-4", __file__], "at least 0"),
         (["run", "-w", "1", "--grace-seconds", "nan", __file__], "at least 0, received 'nan'"),
         (["run", "--worker", "2", __file__], "unrecognized arguments|give --workers"),
         (["run", "-w", "1", "-m"], "-m needs a MODULE"),

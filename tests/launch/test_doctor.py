@@ -279,7 +279,7 @@ def test_a_problem_is_told_with_its_fix(check, given, texts, fix):
         ("kernels", having(WITH_GPU, gpus=(dataclasses.replace(A100, capability=(9, 0)),))),
         ("cpu_quota", having(ALONE, {"TF_NUM_INTRAOP_THREADS": "2"}, **QUOTA)),
         *(("hidden_gpus", hiding(text, A100, RTX_5080)) for text in ("0", "GPU-a,GPU-c", "1,0")),
-        ("secret", in_cluster(WITH_ASYNC, {"KERAS_HET_SERVICE_SECRET": "s" * 16})),
+        ("secret", in_cluster(WITH_ASYNC, {"KERAS_HET_SECRET": "s" * 16})),
         ("proxies", in_cluster(WITH_NODE, {**PROXY, "no_proxy": "localhost,.lab"})),
         ("proxies", in_cluster(WITH_NODE)),
     ],

@@ -169,7 +169,7 @@ def test_a_node_without_a_doctor_is_given_up(ports):
 def doctors(wait: int, *environments: dict[str, str]) -> list[tuple[int, dict[str, Any]]]:
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "keras_het", "doctor", "--json", "--wait", str(wait)],
+            [sys.executable, "-m", "keras_het", "doctor", "--json", "--wait-seconds", str(wait)],
             env={**os.environ, **environ},
             stdout=subprocess.PIPE,
             text=True,

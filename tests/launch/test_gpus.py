@@ -102,7 +102,11 @@ def test_each_worker_sees_its_own_gpu(
             [" true"] * 4,
             "the workers see no GPU, as there are fewer than workers",
         ),
-        (["--speeds", "2,1"], [" true"] * 2, "the workers see no GPU, as devices are emulated"),
+        (
+            ["--emulate-speeds", "2,1"],
+            [" true"] * 2,
+            "the workers see no GPU, as devices are emulated",
+        ),
     ],
     ids=["dealt", "too few", "emulated"],
 )
@@ -129,7 +133,7 @@ def test_local_workers_share_no_gpu(
         (["3"], "--gpus: there are no such GPUs. Received: --gpus 3, where 2 GPU(s)"),
         (["auto", "--async-workers", "2"], "--gpus: no worker is left for the synchronous group"),
         (["auto", "--workers", "3"], "--gpus starts one worker for each GPU: leave out --workers"),
-        (["auto", "--speeds", "2,1"], "--gpus starts one worker for each GPU"),
+        (["auto", "--emulate-speeds", "2,1"], "--gpus starts one worker for each GPU"),
     ],
 )
 def test_mistakes_are_one_line(

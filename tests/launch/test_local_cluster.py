@@ -117,7 +117,7 @@ def test_threads_of_workers_respect_a_quota(
 
 def test_an_async_worker_that_fails_ends_nobody(cluster_of: MakeCluster) -> None:
     script = """
-    print(os.environ["KERAS_HET_SERVICE_ADDRESS"], len(os.environ["KERAS_HET_SERVICE_SECRET"]))
+    print(os.environ["KERAS_HET_SERVICE_ADDRESS"], len(os.environ["KERAS_HET_SECRET"]))
     print(json.dumps(config))
     sys.exit(7 if config["task"]["type"] == "async" else 0)
     """
@@ -136,9 +136,9 @@ def test_an_async_worker_that_fails_ends_nobody(cluster_of: MakeCluster) -> None
 @pytest.mark.parametrize(
     ("outside", "env", "names"),
     [
-        ({}, {"KERAS_HET_SERVICE_SECRET_FILE": "file"}, ["KERAS_HET_SERVICE_SECRET_FILE"]),
-        ({"KERAS_HET_SERVICE_SECRET": ""}, {}, ["KERAS_HET_SERVICE_SECRET"]),
-        ({}, {"KERAS_HET_SERVICE_SECRET": "own"}, ["KERAS_HET_SERVICE_SECRET"]),
+        ({}, {"KERAS_HET_SECRET_FILE": "file"}, ["KERAS_HET_SECRET_FILE"]),
+        ({"KERAS_HET_SECRET": ""}, {}, ["KERAS_HET_SECRET"]),
+        ({}, {"KERAS_HET_SECRET": "own"}, ["KERAS_HET_SECRET"]),
     ],
 )
 @pytest.mark.parametrize("by_worker", [False, True])
@@ -150,7 +150,7 @@ def test_workers_get_one_secret_that_is_the_users_if_there_is_one(
     names: list[str],
     by_worker: bool,
 ) -> None:
-    for name in ("KERAS_HET_SERVICE_SECRET", "KERAS_HET_SERVICE_SECRET_FILE"):
+    for name in ("KERAS_HET_SECRET", "KERAS_HET_SECRET_FILE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in outside.items():
         monkeypatch.setenv(name, value)

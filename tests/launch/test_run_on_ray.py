@@ -61,7 +61,7 @@ def test_the_last_line_is_the_cause(
 ) -> None:
     import keras_het.ray
 
-    asked(keras_het.ray.ScriptError(OF_KERAS))
+    asked(keras_het.ray.TrainFunctionError(OF_KERAS))
     assert main(["run", "--ray", "--workers", "2", ray_script]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == "[keras-het] a worker failed: ValueError: in L.call(): no (train.py:4)"
@@ -70,11 +70,11 @@ def test_the_last_line_is_the_cause(
 @pytest.mark.parametrize(
     ("make_error", "exit_code", "last_line"),
     [
-        ("ScriptError", 1, "KeyError: 'no'"),
-        ("LostTooOftenError", 1, "KeyError: 'no'"),
+        ("TrainFunctionError", 1, "KeyError: 'no'"),
+        ("MaxFailuresExceededError", 1, "KeyError: 'no'"),
         ("ConnectionError", 1, "To start a cluster on this machine: ray start --head"),
         # Ray's handler of SIGINT
-        ("SystemExit", 130, "continues from the newest backup of Elastic."),
+        ("SystemExit", 130, "continues from the newest backup of ElasticBackup."),
     ],
 )
 def test_exit_codes(
@@ -106,8 +106,14 @@ def test_without_ray_it_says_what_to_install(
 @pytest.mark.parametrize(
     "option",
     [
-        *(["--speeds", "2,1"], ["--gpus", "auto"], ["--hosts", "a,b"], ["--pin"], ["--only-chief"]),
-        *(["--cpus-per-worker", "1"], ["--log-dir", "logs"], ["--keep-env", "A"], ["--tf-logs"]),
+        *(
+            ["--emulate-speeds", "2,1"],
+            ["--gpus", "auto"],
+            ["--hosts", "a,b"],
+            ["--pin"],
+            ["--only-chief"],
+        ),
+        *(["--cpus-per-worker", "1"], ["--log-dir", "logs"], ["--pass-env", "A"], ["--tf-logs"]),
         ["--python", "python3"],
     ],
 )

@@ -1,4 +1,4 @@
-"""`keras-het serve`: its memory, its threads, and when it ends."""
+"""`keras-het parameter-server`: its memory, its threads, and when it ends."""
 
 import argparse
 import json
@@ -96,8 +96,8 @@ def set_up(monkeypatch, address):
     cluster = {"worker": ["127.0.0.1:1"], "async": ["127.0.0.1:2"], "ps": [address]}
     task = {"type": "ps", "index": 0}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
-    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "0123456789abcdef")
-    monkeypatch.delenv("KERAS_HET_SERVICE_SECRET_FILE", raising=False)
+    monkeypatch.setenv("KERAS_HET_SECRET", "0123456789abcdef")
+    monkeypatch.delenv("KERAS_HET_SECRET_FILE", raising=False)
     monkeypatch.setattr(serve_command.signal, "signal", lambda *_: None)
     monkeypatch.setattr(serve_command, "share_freed_memory", lambda: False)  # not for this process
 
@@ -139,6 +139,6 @@ def test_a_port_that_is_taken_is_one_line_of_error(monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         set_up(monkeypatch, address)
-        assert main(["serve"]) == 2
+        assert main(["parameter-server"]) == 2
     message = capsys.readouterr().err
     assert f"[keras-het] error: The server at {address} did not start" in message

@@ -96,7 +96,7 @@ def test_each_host_runs_its_workers(run: Launch, script: Script, tmp_path: Path)
 def test_async_workers_get_the_address_and_the_secret(run: Launch, script: Script) -> None:
     path = script(
         """
-        names = ["KERAS_HET_SERVICE_ADDRESS", "KERAS_HET_SERVICE_SECRET"]
+        names = ["KERAS_HET_SERVICE_ADDRESS", "KERAS_HET_SECRET"]
         print(config["task"], *(os.environ[name] for name in names))
         """
     )
@@ -182,7 +182,7 @@ def test_a_host_that_cannot_be_reached_is_told(run: Launch, script: Script) -> N
     ("arguments", "message"),
     [
         (["--hosts", "a", "--workers", "2"], "leave out --workers"),
-        (["--hosts", "a", "--speeds", "2,1"], "leave out --speeds"),
+        (["--hosts", "a", "--emulate-speeds", "2,1"], "leave out --emulate-speeds"),
         (["--hosts", "a", "--no-pin"], "leave out --pin"),
         (["--hosts", "a", "--gpus", "2"], "give --gpus auto, and as many slots"),
         (["--hosts", "a b"], "These are no hosts"),

@@ -59,10 +59,10 @@ def test_environment_keeps_what_the_user_set() -> None:
 
 
 def test_a_secret_that_the_user_gave_is_kept() -> None:
-    given = service_environment("127.0.0.1:9", {"KERAS_HET_SERVICE_SECRET_FILE": "secret.txt"})
+    given = service_environment("127.0.0.1:9", {"KERAS_HET_SECRET_FILE": "secret.txt"})
     assert given == {"KERAS_HET_SERVICE_ADDRESS": "127.0.0.1:9"}
     one, two = (service_environment("127.0.0.1:9", {}) for _ in range(2))
-    assert one["KERAS_HET_SERVICE_SECRET"] != two["KERAS_HET_SERVICE_SECRET"]
+    assert one["KERAS_HET_SECRET"] != two["KERAS_HET_SECRET"]
 
 
 def test_environment_defaults() -> None:

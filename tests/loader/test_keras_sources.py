@@ -10,7 +10,7 @@ from keras.src.trainers import data_adapters
 from workers import adapted, collect, make_workers, reference
 
 import keras_het
-from keras_het.loader import Knobs, pipeline
+from keras_het.loader import Knobs, tunable_pipeline
 
 X = np.arange(46, dtype="float32").reshape(23, 2)
 Y = np.arange(23) % 4
@@ -68,7 +68,7 @@ def test_class_weight_keeps_element_mode(is_built):
         return rows.batch(5).prefetch(knobs.prefetch)
 
     def weighted():
-        data = pipeline(build) if is_built else build(Knobs(2, 2, 2))
+        data = tunable_pipeline(build) if is_built else build(Knobs(2, 2, 2))
         return adapted(data, class_weight={0: 1.0, 1: 2.0, 2: 7.0})
 
     workers = make_workers(weighted, (1, 1), [[1, 3], [1, 0]])

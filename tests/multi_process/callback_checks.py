@@ -29,7 +29,7 @@ class LearningRates(keras.callbacks.Callback):
 
 @check
 def decisions(run: Recording) -> None:
-    run.set_shares([2, 1])
+    run.set_share_weights([2, 1])
     model = run.build(lambda: small_model(keras.optimizers.SGD(0.2)))
     rates = LearningRates()
     decide = [
@@ -51,7 +51,7 @@ def decisions(run: Recording) -> None:
 @check
 def buckets(run: Recording) -> None:
     """The second worker's clock finds another size to be the fastest."""
-    run.set_shares([2, 1])
+    run.set_share_weights([2, 1])
     model = run.build(lambda: small_model("adam", keras.layers.Dense(64), keras.layers.Dense(64)))
     if run.strategy is None:
         run.fit(model, batches(), epochs=12)
@@ -74,7 +74,7 @@ def buckets(run: Recording) -> None:
 
 @check
 def files(run: Recording) -> None:
-    run.set_shares([2, 1])
+    run.set_share_weights([2, 1])
     model = run.build(lambda: small_model("adam"))
     callbacks = [
         keras.callbacks.ModelCheckpoint("every-{epoch}.keras"),
@@ -109,7 +109,7 @@ def files(run: Recording) -> None:
 
 @check
 def telemetry(run: Recording) -> None:
-    run.set_shares([2, 1])
+    run.set_share_weights([2, 1])
     model = run.build(lambda: small_model("adam"))
     if run.strategy is None:
         model.fit(batches(), epochs=2, verbose=0)

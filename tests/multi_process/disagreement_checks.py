@@ -169,12 +169,12 @@ def weights(its: Checked) -> None:
 def shares(its: Checked) -> None:
     count = its.strategy.num_replicas_in_sync
     model = its.model()
-    its.strategy.set_shares([2 if its.is_odd else 1, *[1] * (count - 1)])
+    its.strategy.set_share_weights([2 if its.is_odd else 1, *[1] * (count - 1)])
     try:
         with its.refused():
             model.fit(*arrays(), verbose=0)
     finally:
-        its.strategy.set_shares([1] * count)
+        its.strategy.set_share_weights([1] * count)
 
 
 @disagreement

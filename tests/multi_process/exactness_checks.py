@@ -30,7 +30,7 @@ if os.environ.get("SUM_AS_GPUS"):
 @check
 def unseeded_numpy_shuffle(run: Recording) -> None:
     # First, before anything here has set a seed: the workers agree on the order by themselves.
-    run.set_shares([4, 2, 1])
+    run.set_share_weights([4, 2, 1])
     x, y = arrays()
     with run.scope():
         still = small_model("sgd", keras.layers.Dense(4, kernel_initializer="ones"))
@@ -59,7 +59,7 @@ def unseeded_numpy_shuffle(run: Recording) -> None:
 @check
 def built_by_fit(run: Recording) -> None:
     """Each worker's own values, before the chief's replace them."""
-    run.set_shares([4, 2, 1])
+    run.set_share_weights([4, 2, 1])
     worker = 0 if run.strategy is None else run.strategy.worker_index
 
     def own_values(shape: Any, dtype: Any = None) -> tf.Tensor:
@@ -76,7 +76,7 @@ def built_by_fit(run: Recording) -> None:
 
 @check
 def shares_and_partial_batch(run: Recording) -> None:
-    run.set_shares([4, 2, 1])
+    run.set_share_weights([4, 2, 1])
     model = run.build(
         lambda: small_model(
             keras.optimizers.AdamW(0.05, weight_decay=0.01),
@@ -94,10 +94,10 @@ def shares_and_partial_batch(run: Recording) -> None:
 
 @check
 def zero_share(run: Recording) -> None:
-    run.set_shares([3, 0, 1])
+    run.set_share_weights([3, 0, 1])
     model = run.build(lambda: small_model(keras.optimizers.SGD(0.1, momentum=0.9)))
     run.fit(model, batches())
-    run.set_shares([0, 0, 1])
+    run.set_share_weights([0, 0, 1])
     run.keep("evaluate", model.evaluate(batches(), verbose=0))
     run.keep("predict", model.predict(batches(), verbose=0))
 
@@ -119,7 +119,7 @@ def micro_batches(run: Recording) -> None:
     x = random.integers(0, 9, (22, 4)).astype("int32")
     y = random.normal(size=(22, 4, 1)).astype("float32")
     data = tf.data.Dataset.from_tensor_slices((x, (y, y[:, 0]))).batch(8)
-    run.set_shares([5, 0, 2])
+    run.set_share_weights([5, 0, 2])
     sizes = None
     if run.strategy is not None:
         others = run.strategy.num_replicas_in_sync - NUM_REPLICAS
@@ -146,13 +146,13 @@ def zero_share_from_the_start(run: Recording) -> None:
         return model
 
     # each as the first thing that a model does, and each replica without samples in one of them
-    run.set_shares([0, 1, 0])
+    run.set_share_weights([0, 1, 0])
     run.fit(run.build(lazy), batches())
-    run.set_shares([1, 0, 0])
+    run.set_share_weights([1, 0, 0])
     model = run.build(lazy)
     run.keep("evaluate", model.evaluate(batches(), verbose=0))
     run.keep("built", [np.array(variable) for variable in model.weights])
-    run.set_shares([0, 0, 1])
+    run.set_share_weights([0, 0, 1])
     run.keep("predict", run.build(lazy).predict(batches(), verbose=0))
 
 
@@ -175,7 +175,7 @@ def state_of_ones_own(run: Recording) -> None:
                 self.moving.assign(0.5 * self.moving + keras.ops.mean(inputs, axis=0))
             return inputs
 
-    run.set_shares([3, 0, 1])
+    run.set_share_weights([3, 0, 1])
     model = run.build(lambda: small_model("sgd", Own(), keras.layers.Dense(4, "tanh")))
     run.fit(model, batches())
 
@@ -207,14 +207,14 @@ def sharpness_aware_steps_with_vectors_in_logs(run: Recording) -> None:
         made.compile(keras.optimizers.SGD(0.1, momentum=0.9))
         return made
 
-    run.set_shares([3, 0, 1])
+    run.set_share_weights([3, 0, 1])
     run.fit(run.build(model), batches())
 
 
 @check
 def batch_normalization(run: Recording) -> None:
     # The statistics of each replica's own share: equal on all workers, but not one device's.
-    run.set_shares([4, 2, 1])
+    run.set_share_weights([4, 2, 1])
     model = run.build(
         lambda: small_model(
             keras.optimizers.SGD(0.1), keras.layers.Dense(4), keras.layers.BatchNormalization()
@@ -235,7 +235,7 @@ def steps_per_execution_with_pydataset(run: Recording) -> None:
             x, y = arrays()
             return x[8 * index : 8 * index + 8], y[8 * index : 8 * index + 8]
 
-    run.set_shares([2, 1, 4])
+    run.set_share_weights([2, 1, 4])
     model = run.build(lambda: small_model("adam", steps_per_execution=2))
     run.fit(model, Source(workers=1), shuffle=False)
     run.keep("predict", model.predict(batches(), verbose=0))
@@ -243,11 +243,11 @@ def steps_per_execution_with_pydataset(run: Recording) -> None:
 
 @check
 def executions_of_several_steps(run: Recording) -> None:
-    run.set_shares([3, 0, 1])
+    run.set_share_weights([3, 0, 1])
     hidden = keras.layers.BatchNormalization(momentum=0.5, synchronized=True)
     model = run.build(lambda: small_model("adam", hidden, steps_per_execution=2, metrics=["mae"]))
     change = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: run.set_shares([1, 1 + batch, 4])
+        on_train_batch_end=lambda batch, logs: run.set_share_weights([1, 1 + batch, 4])
     )
     run.fit(model, batches(), validation_data=batches(15, 6), callbacks=[change])
     run.keep("evaluate", model.evaluate(batches(), verbose=0))
@@ -260,7 +260,7 @@ def unknown_cardinality(run: Recording) -> None:
         yield from zip(*arrays(), strict=True)
 
     specs = (tf.TensorSpec([5], tf.float32), tf.TensorSpec([1], tf.float32))
-    run.set_shares([4, 2, 1])
+    run.set_share_weights([4, 2, 1])
     model = run.build(lambda: small_model(keras.optimizers.SGD(0.1, momentum=0.9)))
     run.fit(model, tf.data.Dataset.from_generator(rows, output_signature=specs).batch(8))
     # On one device Keras counts an iteration when it finds the end of the data.
@@ -269,7 +269,7 @@ def unknown_cardinality(run: Recording) -> None:
 
 @check
 def seeded_numpy_shuffle(run: Recording) -> None:
-    run.set_shares([1, 5, 1])
+    run.set_share_weights([1, 5, 1])
     model = run.build(lambda: small_model("nadam"))
     keras.utils.set_random_seed(11)
     run.fit(model, *arrays(), batch_size=8, validation_split=0.25)
@@ -283,14 +283,14 @@ def loss_scale_optimizer(run: Recording) -> None:
             keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**8, dynamic_growth_steps=2)
         )
 
-    run.set_shares([4, 2, 1])
+    run.set_share_weights([4, 2, 1])
     run.fit(run.build(make_model), batches())
 
 
 @check
 def gradient_accumulation_and_clipping(run: Recording) -> None:
     optimizer = keras.optimizers.SGD
-    run.set_shares([4, 0, 1])
+    run.set_share_weights([4, 0, 1])
     model = run.build(
         lambda: small_model(
             optimizer(0.1, momentum=0.9, gradient_accumulation_steps=2, clipnorm=0.05)
@@ -301,7 +301,7 @@ def gradient_accumulation_and_clipping(run: Recording) -> None:
 
 @check
 def gradients_in_buckets(run: Recording) -> None:
-    run.set_shares([4, 0, 1])
+    run.set_share_weights([4, 0, 1])
     extended = getattr(run.strategy, "extended", None)
     if extended is not None:
         extended.bytes_per_bucket = 1
@@ -314,7 +314,7 @@ def gradients_in_buckets(run: Recording) -> None:
 
 @check
 def compiled_by_xla(run: Recording) -> None:
-    run.set_shares([4, 0, 1])
+    run.set_share_weights([4, 0, 1])
     model = run.build(lambda: small_model("adam", jit_compile=True, metrics=["mae"]))
     run.fit(model, batches(), validation_data=batches(15, 6))
     run.keep("predict", model.predict(batches(), verbose=0))
@@ -339,7 +339,7 @@ def sample_weights_and_masks(run: Recording) -> None:
         model.compile("adam", "mse", metrics=["mae"], weighted_metrics=["mse"])
         return model
 
-    run.set_shares([4, 2, 1])
+    run.set_share_weights([4, 2, 1])
     model = run.build(make_model)
     data = tf.data.Dataset.from_tensor_slices((tokens, targets, weights)).batch(8)
     run.fit(model, data)
@@ -350,12 +350,12 @@ def sample_weights_and_masks(run: Recording) -> None:
 def shares_change_within_the_epoch(run: Recording) -> None:
     class ChangeShares(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            run.set_shares([batch % 3, 1 + batch % 2, 3])
+            run.set_share_weights([batch % 3, 1 + batch % 2, 3])
 
-    run.set_shares([4, 2, 1])
+    run.set_share_weights([4, 2, 1])
     model = run.build(lambda: small_model("adam"))
     run.fit(model, batches(44), callbacks=[ChangeShares()])
-    run.set_shares([1, 1, 1])
+    run.set_share_weights([1, 1, 1])
     if run.strategy is None:
         return
     local = run.strategy.extended.layout.local_replicas
@@ -364,13 +364,13 @@ def shares_change_within_the_epoch(run: Recording) -> None:
         rows = [int(part.shape[0]) for part in run.strategy.experimental_local_results(x)]
         sizes.append([0] * local[0] + rows + [0] * (NUM_REPLICAS - local[-1] - 1))
         if step == 2:
-            run.set_shares([0, 5, 3])
+            run.set_share_weights([0, 5, 3])
     run.keep(OWN + "sizes", np.array(sizes))
 
 
 @check
 def train_on_batch(run: Recording) -> None:
-    run.set_shares([4, 2, 1])
+    run.set_share_weights([4, 2, 1])
     model = run.build(lambda: small_model("sgd"))
     x, y = arrays(6)
     run.keep("logs", [model.train_on_batch(x, y), model.train_on_batch(x, y)])
@@ -388,7 +388,7 @@ def model_of_a_loop() -> Any:
 
 @check
 def custom_training_loop(run: Recording) -> None:
-    run.set_shares([4, 2, 1])
+    run.set_share_weights([4, 2, 1])
     strategy = run.strategy or tf.distribute.get_strategy()
 
     model = run.build(model_of_a_loop)
@@ -419,7 +419,7 @@ def custom_training_loop(run: Recording) -> None:
 @check
 def loops_in_functions(run: Recording) -> None:
     """The ways of TensorFlow's guides to iterate, one after the other, on one model."""
-    run.set_shares([4, 0, 1])
+    run.set_share_weights([4, 0, 1])
     strategy = run.strategy or tf.distribute.get_strategy()
 
     model = run.build(model_of_a_loop)
@@ -479,7 +479,7 @@ def loops_in_functions(run: Recording) -> None:
 def every_way_to_iterate(run: Recording) -> None:
     import iteration_ways
 
-    run.set_shares([3, 0, 1])
+    run.set_share_weights([3, 0, 1])
     strategy = run.strategy or tf.distribute.get_strategy()
     numbers = tf.data.Dataset.range(7).batch(3)
     for way in iteration_ways.WAYS:
@@ -501,7 +501,7 @@ def collectives_in_replica_context(run: Recording) -> None:
         rows = context.all_gather(tf.fill([1, 2], number), axis=0)
         return summed, mean, context.all_reduce("SUM", average), rows, value
 
-    run.set_shares([4, 0, 1])
+    run.set_share_weights([4, 0, 1])
 
     step = tf.function(lambda: run.strategy.run(replica_function, args=(tf.constant(3.0),)))
 
@@ -572,7 +572,7 @@ def ragged_predictions(run: Recording) -> None:
                 "padded": wide.to_tensor(),
             }
 
-    run.set_shares([4, 0, 1])
+    run.set_share_weights([4, 0, 1])
     model = run.build(Ragged)
     x = np.arange(22 * 3, dtype="float32").reshape(22, 3)
     predictions = model.predict(tf.data.Dataset.from_tensor_slices(x).batch(8), verbose=0)
@@ -590,7 +590,7 @@ def predictions_of_other_types(run: Recording) -> None:
         def predict_step(self, data: Any) -> Any:
             return {name: tf.cast(data, name) for name in names}
 
-    run.set_shares([4, 2, 1])
+    run.set_share_weights([4, 2, 1])
     model = run.build(Types)
     x = np.arange(22 * 2, dtype="float32").reshape(22, 2) % 3
     predictions = model.predict(tf.data.Dataset.from_tensor_slices(x).batch(8), verbose=0)

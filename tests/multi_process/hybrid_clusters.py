@@ -17,7 +17,7 @@ from keras_het.launch.local.emulation import Emulation
 SAMPLES, BATCH, EPOCHS = 360, 12, 3
 MANY = 8  # epochs, where the test acts while they train: longer than a worker takes to start
 VARIANCE = 55  # of the labels: the loss of a model that has learnt nothing
-SECRET = {"KERAS_HET_SERVICE_SECRET": "a secret that only tests know"}
+SECRET = {"KERAS_HET_SECRET": "a secret that only tests know"}
 
 
 def environments(
@@ -48,7 +48,7 @@ def run(
 ) -> dict[str, Any]:
     """Trains with all tasks at once; what each of them wrote, by its name.
 
-    Beside a sync group, tasks of the job `ps` run `keras-het serve`.
+    Beside a sync group, tasks of the job `ps` run `keras-het parameter-server`.
     """
     folder.mkdir(exist_ok=True)
     options = {"epochs": EPOCHS, "timeout_seconds": 60, **options}
@@ -107,7 +107,7 @@ class Cluster:
         self.environments = dict(zip(names, tasks, strict=True))
 
     def start(self, *names: str, **other_options: Any) -> Any:
-        """Starts tasks; those of the job ps run `keras-het serve`, or the first one the script."""
+        """Start tasks; job ps runs `keras-het parameter-server`, or its first task the script."""
         serves = names[0].startswith("ps") and (self._has_group or names[0] != "ps_0")
         options = {**self._options, **other_options}
         return self._start(

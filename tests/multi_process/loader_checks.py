@@ -51,18 +51,18 @@ def train(run: Recording, in_slices: bool) -> None:
             return rows.padded_batch(4, padded_shapes=([None], [None])).prefetch(knobs.prefetch)
         return rows.batch(4).prefetch(knobs.prefetch)
 
-    run.set_shares([2, 1])
+    run.set_share_weights([2, 1])
     model = run.build(lambda: small_model("sgd"))
     callbacks = []
     if run.strategy is not None:
         tuner = keras_het.callbacks.LoaderTuner(EveryStep)
         callbacks = [tuner, Patient(tuner)]
-    data = keras_het.loader.pipeline(build, Knobs(2, 2, 2))
+    data = keras_het.loader.tunable_pipeline(build, Knobs(2, 2, 2))
     model.fit(data, epochs=LOADER_EPOCHS, verbose=0, callbacks=callbacks)
     run.keep_model(model)
     if run.strategy is not None:
         run.keep(f"{OWN}moves", np.array([move.refused is None for move in tuner.moves]))
-        run.keep(f"{OWN}reason", np.array(str(tuner.observes_only)))
+        run.keep(f"{OWN}reason", np.array(str(tuner.observe_only_reason)))
         run.keep(f"{OWN}used", np.array(used))
 
 

@@ -28,7 +28,7 @@ def create_strategy(num_devices: int, summation: dict[str, Any] | None) -> Any:
     tf.config.set_logical_device_configuration(cpu, logical)
     return keras_het.HeterogeneousStrategy(
         devices=[f"CPU:{index}" for index in range(num_devices)],
-        aggregation="all_reduce" if summation is None else Summation(**summation),
+        gradient_reduction="all_reduce" if summation is None else Summation(**summation),
     )
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     folder, module, devices, summation, *names = sys.argv[1:]
     config = json.loads(os.environ.get("TF_CONFIG", "{}"))
     if config and config["task"]["type"] == "summation":
-        machine.main()
+        machine.serve_until_stopped()
         return
     importlib.import_module(module)
     name, strategy = "single", None

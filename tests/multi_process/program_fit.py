@@ -1,8 +1,8 @@
 """Program: one worker of a cluster that trains until something happens to it.
 
 Its single argument is a JSON object: "steps" of training, "shares", how long it waits for others
-("connect_seconds"), how many workers it watches beside worker 0 ("most_watched"), "aggregation" (a
-task of the job "summation" is a machine that sums), what this worker
+("startup_timeout_seconds"), how many workers it watches beside worker 0 ("most_watched"),
+"gradient_reduction" (a task of the job "summation" is a machine that sums), what this worker
 does ("raise_at", "hold_at", "exit_late", "lingers", "custom_loop", "predicts"), or what it does
 wrong before training ("seed", "use_tensorflow_first"). Each may be a list with one entry a worker.
 """
@@ -60,7 +60,7 @@ def at_step_of_a_loop(number: int) -> None:
 
 def main() -> None:
     if config["task"].get("type") == "summation":
-        machine.main()
+        machine.serve_until_stopped()
         return
     if option("use_tensorflow_first"):
         print("used", float(tf.constant(1.0) + 1.0))
@@ -70,9 +70,9 @@ def main() -> None:
         peer_watch.neighbours.__defaults__ = (option("most_watched"),)
     shares = option("shares")
     strategy = keras_het.HeterogeneousStrategy(
-        shares=None if shares is None else [float(share) for share in shares.split(":")],
-        connect_seconds=option("connect_seconds") or 300.0,
-        aggregation=option("aggregation") or "all_reduce",
+        share_weights=None if shares is None else [float(share) for share in shares.split(":")],
+        startup_timeout_seconds=option("startup_timeout_seconds") or 300.0,
+        gradient_reduction=option("gradient_reduction") or "all_reduce",
     )
     print(f"strategy of {strategy.num_workers} worker(s)", flush=True)
     with strategy.scope():

@@ -1,7 +1,7 @@
 """Program: trains with async workers and writes what each task did.
 
 Arguments: folder for the results, JSON of options: `OWN`; the others are those of
-`HybridAggregation` ("wire": its name). "validates" is the number of batches, -1 for all of them;
+`HybridAggregation`. "validates" is the number of batches, -1 for all of them;
 tasks of the job "without_callback" leave the callback to the strategy.
 """
 
@@ -19,7 +19,6 @@ import tensorflow as tf
 
 import keras_het
 from keras_het.asynchronous import rules
-from keras_het.asynchronous.parameter_service.wire import wire_named
 from keras_het.callbacks import HybridAggregation
 from keras_het.fit.session import FitSession
 
@@ -122,8 +121,6 @@ def main() -> None:
     keras.config.disable_traceback_filtering()
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     own = SimpleNamespace(**{name: options.pop(name, value) for name, value in OWN.items()})
-    if "wire" in options:
-        options["wire"] = wire_named(options["wire"])
     rule = own.rule
     if isinstance(rule, dict) and rule.get("optimizer"):
         rule = rules.AsyncSGD(optimizer=keras.optimizers.get(rule["optimizer"]))

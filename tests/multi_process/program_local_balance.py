@@ -29,13 +29,13 @@ class Samples(keras.callbacks.Callback):
         self._before = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        now = self.model.distribute_strategy.own_samples_delivered
+        now = self.model.distribute_strategy.local_samples_delivered
         self.of_steps.append(now - self._before)
         self._before = now
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         # after the validation, whose samples are delivered too
-        self._before = self.model.distribute_strategy.own_samples_delivered
+        self._before = self.model.distribute_strategy.local_samples_delivered
 
 
 def main() -> None:

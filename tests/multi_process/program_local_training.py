@@ -64,7 +64,7 @@ class Notes(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.steps += 1
         self._keep(f"step_{self.steps}", self.model.get_weights())
-        self.samples.append(self.model.distribute_strategy.own_samples_delivered)
+        self.samples.append(self.model.distribute_strategy.local_samples_delivered)
         self.local.exchange.wait()
         centers = [np.array(f.center) for f in self.local.exchange.fragments]
         self._keep(f"center_{self.steps}", centers)
@@ -141,7 +141,7 @@ class Collectives(keras.callbacks.Callback):
 
 
 def run(strategy: Any, folder: Path, name: str, options: dict[str, Any]) -> None:
-    strategy.set_shares(options.get("shares", [1.0] * strategy.num_replicas_in_sync))
+    strategy.set_share_weights(options.get("shares", [1.0] * strategy.num_replicas_in_sync))
     keras.utils.set_random_seed(7)
     with strategy.scope():
         model = make_model(options)

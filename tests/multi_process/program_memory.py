@@ -28,7 +28,7 @@ def main() -> None:
     with strategy.scope():
         model = keras.Sequential([keras.Input((5,)), Memory(), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    balancer = keras_het.callbacks.BatchBalancer(memory_directory=FOLDER)
+    balancer = keras_het.callbacks.BatchBalancer(memory_dir=FOLDER)
     x, y = arrays(200)
     model.fit(x, y, batch_size=20, epochs=1, shuffle=False, verbose=0, callbacks=[balancer])
     Path(RESULT).write_text(json.dumps([row["shares"] for row in balancer.measurements]))

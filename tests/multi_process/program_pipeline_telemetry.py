@@ -25,7 +25,9 @@ def main() -> None:
     weights = []
     telemetry = keras_het.callbacks.Telemetry(folder / "log")
     for callbacks in ([], [telemetry]):
-        strategy = keras_het.PipelineStrategy(plan, 4, ["CPU:0"])
+        strategy = keras_het.PipelineStrategy(
+            split_after=plan, num_micro_batches=4, devices=["CPU:0"]
+        )
         keras.utils.set_random_seed(7)
         with strategy.scope():
             layers = [keras.layers.Dense(6, "relu"), keras.layers.Dense(3), keras.layers.Dense(1)]
@@ -34,7 +36,7 @@ def main() -> None:
         x, y = arrays(64)
         model.fit(x, y, batch_size=16, epochs=3, verbose=0, shuffle=False, callbacks=callbacks)
         weights.append([weight.tolist() for weight in model.get_weights()])
-    recording, measured = telemetry.recording(), strategy.measured_passes
+    recording, measured = telemetry.recording(), strategy.measured_timeline
     assert measured is not None
     result = {
         "same": weights[0] == weights[1],

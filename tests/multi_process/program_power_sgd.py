@@ -146,7 +146,7 @@ def trained(
         model = new_model(dtype, optimizer, **options)
     x, y = (each.astype(dtype) for each in samples())
     for number, each in enumerate(shares):
-        strategy.set_shares(each)
+        strategy.set_share_weights(each)
         if measures and number:
             strategy.measure_compute_times(model)
         model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
@@ -160,7 +160,7 @@ def scaled(strategy: Any, devices: list[int]) -> dict[str, np.ndarray]:
     """
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
-    strategy.set_shares(SHARES)
+    strategy.set_share_weights(SHARES)
     with strategy.scope():
         inner = keras.optimizers.SGD(RATE)
         optimizer = keras.optimizers.LossScaleOptimizer(

@@ -38,7 +38,7 @@ def main() -> None:
     x = random.normal(size=(480, 4)).astype(np.float32)
     data = tf.data.Dataset.from_tensor_slices((x, x.sum(axis=1, keepdims=True))).batch(24)
     hybrid = keras_het.callbacks.HybridAggregation(
-        "async_easgd", roles="auto", measured_steps=6, period=2, timeout_seconds=60
+        "async_easgd", roles="auto", profile_steps=6, period=2, timeout_seconds=60
     )
     history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[hybrid])
     config = strategy.cluster_config

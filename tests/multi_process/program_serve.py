@@ -1,7 +1,7 @@
-"""Program: the command `keras-het serve`, which ends after one training."""
+"""Program: the command `keras-het parameter-server`, which ends after one training."""
 
 import sys
 
 from keras_het.launch.command_line import main
 
-sys.exit(main(["serve", *sys.argv[1:]]))
+sys.exit(main(["parameter-server", *sys.argv[1:]]))

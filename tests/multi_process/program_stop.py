@@ -207,7 +207,7 @@ def main() -> None:
     plan = option("plan") and json.loads(option("plan"))
     strategy = pipeline(plan) if plan else keras_het.HeterogeneousStrategy()
     if option("shares"):
-        strategy.set_shares(OPTIONS["shares"][: strategy.num_workers])
+        strategy.set_share_weights(OPTIONS["shares"][: strategy.num_workers])
     if option("reads_late") and not strategy.is_chief:
         read_late()
     keras.utils.set_random_seed(7)

@@ -1,8 +1,8 @@
 """Program: makes one strategy after the other, as folds and trials of a tuner do.
 
 Arguments: the worker that is late, the number of strategies that it makes (the others make three),
-and `connect_seconds` of the later ones. Each trains a step under every other strategy, and a model
-under none in between.
+and `startup_timeout_seconds` of the later ones. Each trains a step under every other strategy, and
+a model under none in between.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     for number in range(1, MADE if is_late else 3):
         if is_late:  # the others wait in the first collective of the next strategy
             threading.Event().wait(1.0)
-        strategy = keras_het.HeterogeneousStrategy(connect_seconds=SECONDS)
+        strategy = keras_het.HeterogeneousStrategy(startup_timeout_seconds=SECONDS)
         if number % 2:
             fit(strategy)
         fit(tf.distribute.OneDeviceStrategy("CPU:0"))

@@ -23,7 +23,7 @@ BATCH = 8
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    strategy = keras_het.HeterogeneousStrategy(shares=[3, 1])
+    strategy = keras_het.HeterogeneousStrategy(share_weights=[3, 1])
     keras.utils.set_random_seed(7)
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4)])

@@ -52,11 +52,11 @@ class Recording:
         with contextlib.nullcontext() if self.strategy is None else self.strategy.scope():
             yield
 
-    def set_shares(self, shares: Sequence[float]) -> None:
+    def set_share_weights(self, shares: Sequence[float]) -> None:
         """Gives replicas beyond those of the check the share 1."""
         if self.strategy is not None:
             more = self.strategy.num_replicas_in_sync - len(shares)
-            self.strategy.set_shares([*shares, *[1] * more])
+            self.strategy.set_share_weights([*shares, *[1] * more])
 
     def keep(self, name: str, structure: Any) -> None:
         """Keeps all leaves of a structure."""

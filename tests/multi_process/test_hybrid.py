@@ -93,9 +93,9 @@ FACTORS = {
     "class_name": "AsyncSGD",
     "config": {
         "learning_rate": 0.01,
-        "reference_samples": BATCH,
-        "warm_up_pushes": 30,
-        "damps_staleness": True,
+        "reference_batch_size": BATCH,
+        "warmup_pushes": 30,
+        "staleness_damping": True,
     },
 }
 MOMENTUM = {"rate": 0.01, "momentum": 0.5}
@@ -117,7 +117,7 @@ TRAININGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "elastic": (PAIR, {**BESIDE, "rule": "async_easgd"}),
     "elastic, without a lock": (PAIR, {**BESIDE, "rule": "hogwild_easgd", **MOMENTUM}),
     "elastic, with momentum": (PAIR, {**BESIDE, "rule": "async_measgd", **MOMENTUM}),
-    "bounded staleness": (PAIR, {**BESIDE, "staleness_bound": 1}),
+    "bounded staleness": (PAIR, {**BESIDE, "max_staleness": 1}),
     "several steps at once": (PAIR, {**BESIDE, "steps_per_execution": 4}),
     "more steps at once than two periods": (PAIR, {**BESIDE, "steps_per_execution": 10}),
     "gradients, several steps at once": (PAIR, {**BESIDE, **GRADIENTS, "steps_per_execution": 4}),
@@ -130,8 +130,11 @@ TRAININGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "service on a task": ({**PAIR, "ps": 1}, IN_PARTS),
     "service on two tasks": ({**GROUP, "ps": 2}, {**IN_PARTS, "rule": "async_easgd"}),
     "service of gradients": ({**PAIR, "ps": 2}, {**IN_PARTS, **GRADIENTS}),
-    "service on members and a task": ({**GROUP, "ps": 1}, {**IN_PARTS, "service": "spread"}),
-    "service on members": (GROUP, {**IN_PARTS, "service": "spread"}),
+    "service on members and a task": (
+        {**GROUP, "ps": 1},
+        {**IN_PARTS, "service_placement": "sharded"},
+    ),
+    "service on members": (GROUP, {**IN_PARTS, "service_placement": "sharded"}),
     "two fits": (GROUP, {"fast": 0.006, "period": 3, "fits": 2}),
     "alone, two fits": (ALONE, {"fast": 0.006, "period": 3, "fits": 2}),
 }
@@ -192,9 +195,14 @@ def test_a_backup_has_center_versions_and_the_services_optimizer(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("wire", ["float16", "bfloat16", "top-0.25"])
+@pytest.mark.parametrize("wire", ["float16", "bfloat16", 0.25])
 def test_formats_of_messages(start_workers: Any, tmp_path: Path, wire: str) -> None:
-    options = {**BESIDE, "period": 2, "epochs": 6, "wire": wire}
+    options = {
+        **BESIDE,
+        "period": 2,
+        "epochs": 6,
+        "top_k_ratio" if wire == 0.25 else "communication_dtype": wire,
+    }
     results = run(start_workers, tmp_path, PAIR, **options)
     assert_shared(results, 6)  # the last message has all bits
     assert min(results["worker_0"]["used"]) > 0
@@ -222,7 +230,7 @@ def test_small_batches_of_async_workers_alone(start_workers: Any, tmp_path: Path
 
 
 def test_async_workers_alone_do_not_spread_the_service(start_workers: Any, tmp_path: Path) -> None:
-    options = json.dumps({"service": "spread", "epochs": 1})
+    options = json.dumps({"service_placement": "sharded", "epochs": 1})
     (service,) = start_workers(
         "program_hybrid.py",
         arguments=[tmp_path, options],

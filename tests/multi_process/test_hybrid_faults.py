@@ -117,10 +117,10 @@ def test_the_service_is_lost(start_workers: Any, tmp_path: Path, on_loss: str, v
 @pytest.mark.parametrize("what", ["secret", "messages (wire, partition_bytes)"])
 def test_what_is_not_the_leaders_is_refused(start_workers: Any, tmp_path: Path, what: str) -> None:
     cluster = Cluster(start_workers, tmp_path, PAIR, epochs=2)
-    options = {"wire": "float16"}
+    options = {"communication_dtype": "float16"}
     if what == "secret":
         options = {}
-        cluster.environments["async_0"]["KERAS_HET_SERVICE_SECRET"] = "one that was guessed"
+        cluster.environments["async_0"]["KERAS_HET_SECRET"] = "one that was guessed"
     group, worker = cluster.start("worker_0"), cluster.start("async_0", **options)
     (refused,) = worker.wait()
     assert refused.exit_code != 0

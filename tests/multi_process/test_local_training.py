@@ -314,7 +314,12 @@ def test_shares_follow_the_speeds_of_the_workers(launch: Any, tmp_path: Path, ov
     """Speeds 3:1 give 30 and 10 of 40 samples, by what the exchanges say."""
     options = {"folder": str(tmp_path), "period": 5, "overlap": overlap, "balance": True}
     process = launch(
-        "program_local_balance.py", options, "--speeds", "3,1", "--sample-milliseconds", "3"
+        "program_local_balance.py",
+        options,
+        "--emulate-speeds",
+        "3,1",
+        "--emulate-ms-per-sample",
+        "3",
     )
     process.join(TIMEOUT)
     found = [np.load(tmp_path / f"{index}.npz") for index in range(2)]

@@ -22,7 +22,7 @@ FOR_EVER = 10_000_000
 
 def _start(start_workers: Any, jobs: dict[str, int], **options: Any) -> Any:
     """Tasks of which all that train do so; a worker sums by machines if there are any."""
-    sums = {"aggregation": "summation"} if "summation" in jobs else {}
+    sums = {"gradient_reduction": "summation"} if "summation" in jobs else {}
     workers = start_workers(
         "program_fit.py",
         arguments=[json.dumps({"steps": FOR_EVER, **sums, **options})],
@@ -144,14 +144,14 @@ def test_a_worker_that_never_comes_is_named(start_workers: Any) -> None:
     address = json.loads(environments[0]["TF_CONFIG"])["cluster"]["worker"][1]
     workers = start_workers(
         "program_fit.py",
-        arguments=[json.dumps({"steps": 5, "connect_seconds": 11})],
+        arguments=[json.dumps({"steps": 5, "startup_timeout_seconds": 11})],
         environments=environments[:1],
     )
     result = workers.wait_for(0)
     assert f"Waiting for worker 1 ({address}), 10 s ..." in result.output
     assert result.exit_code == 1
     assert result.output.splitlines()[-1].startswith(
-        f"TimeoutError: worker 1 ({address}) did not come within 11 s"
+        f"TimeoutError: worker 1 ({address}) did not start within startup_timeout_seconds=11"
     )
 
 
@@ -172,7 +172,7 @@ def test_a_worker_restarted_alone_waits_until_the_others_have_restarted_too(
     old.wait_for_outputs([0, 2], "raised WorkerLostError")
     addresses = json.loads(environments[0]["TF_CONFIG"])["cluster"]["worker"]
     others = f"worker 0 ({addresses[0]}), worker 2 ({addresses[2]})"
-    impatient = start([1], connect_seconds=3).wait_for(0, timeout=60)
+    impatient = start([1], startup_timeout_seconds=3).wait_for(0, timeout=60)
     assert f"{others} still runs from an earlier start" in impatient.output.splitlines()[-1]
     alone = start([1])
     alone.wait_for_output(0, f"Waiting for {others}: still running from an earlier start")

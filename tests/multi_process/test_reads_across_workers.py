@@ -73,6 +73,6 @@ def test_a_sync_group_reads_where_it_exchanges(start_workers: Any, tmp_path: Pat
 
 def test_summation_reads_in_each_step(start_workers: Any, tmp_path: Path) -> None:
     """Gradients go through the host, in the step's graph: nothing else is read."""
-    way = {"strategy": {"aggregation": "summation"}}
+    way = {"strategy": {"gradient_reduction": "summation"}}
     for reads, _ in read_steps(start_workers, tmp_path, {"worker": 2}, **way):
         assert not reads

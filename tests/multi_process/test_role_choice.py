@@ -24,7 +24,7 @@ def run(
     speeds: tuple[float, ...],
     rates: tuple[float, ...] | list[float] = (),
 ) -> dict[str, dict[str, Any]]:
-    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "a secret that only tests know")
+    monkeypatch.setenv("KERAS_HET_SECRET", "a secret that only tests know")
     lines: list[str] = []
     emulation = Emulation(speeds, seconds_per_sample=0.01)
     cluster = LocalCluster(

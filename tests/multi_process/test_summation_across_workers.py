@@ -117,7 +117,7 @@ def test_every_machine_sums(runs_of: Any, cluster: str) -> None:
 
 def fit(start_workers: Any, environments: Any, steps: int = FOR_EVER) -> Any:
     """Tasks that train, or sum, with gradients summed by machines."""
-    options = {"steps": steps, "aggregation": "summation"}
+    options = {"steps": steps, "gradient_reduction": "summation"}
     return start_workers(
         "program_fit.py", arguments=[json.dumps(options)], environments=environments
     )

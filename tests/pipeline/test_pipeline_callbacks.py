@@ -55,7 +55,7 @@ def test_training_goes_on_within_an_epoch(
     backup = callbacks.BackupAndRestore(tmp_path, save_freq=3)
     with pytest.raises(InterruptedError):
         fit(model_under(strategy), epochs=2, callbacks=[backup, Stops()])
-    other = keras_het.PipelineStrategy(micro_batches=2, devices=DEVICES[:2])
+    other = keras_het.PipelineStrategy(num_micro_batches=2, devices=DEVICES[:2])
     resumed = model_under(other)
     fit(resumed, epochs=2, callbacks=[callbacks.BackupAndRestore(tmp_path, save_freq=3)])
     for one, two in zip(model.get_weights(), resumed.get_weights(), strict=True):

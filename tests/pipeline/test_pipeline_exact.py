@@ -69,7 +69,7 @@ def test_other_plans_train_as_one_device(name: str, layout: str) -> None:
 def check(name: str, layout: str) -> None:
     expected = on_one_device(name)
     plan = plans(name)[layout]
-    strategy = keras_het.PipelineStrategy(plan, plan.micro_batches, DEVICES)
+    strategy = keras_het.PipelineStrategy(None, plan.num_micro_batches, DEVICES, split_after=plan)
     build, data = MODELS[name]
     assert_same(train(build, data(), strategy), expected)
     assert strategy.plan is plan
@@ -77,7 +77,7 @@ def check(name: str, layout: str) -> None:
 
 @pytest.mark.full
 def test_a_measured_plan_trains_as_one_device() -> None:
-    strategy = keras_het.PipelineStrategy(micro_batches=3, devices=DEVICES)
+    strategy = keras_het.PipelineStrategy(num_micro_batches=3, devices=DEVICES)
     build, data = MODELS["convnet"]
     assert_same(train(build, data(), strategy), on_one_device("convnet"))
     text = str(strategy.plan)
@@ -90,7 +90,7 @@ def test_inputs_are_converted_as_on_one_device() -> None:
     x, y, _ = data()
     columns = x.astype("int32")[..., None], y, None
     expected = train(build, columns, epochs=1)
-    strategy = keras_het.PipelineStrategy(micro_batches=2, devices=DEVICES[:2])
+    strategy = keras_het.PipelineStrategy(num_micro_batches=2, devices=DEVICES[:2])
     assert_same(train(build, columns, strategy, epochs=1), expected)
 
 

@@ -59,7 +59,7 @@ def test_an_optional_input_that_is_missing() -> None:
         def call(self, one: Any, other: Any = None) -> Any:
             return one if other is None else one + other
 
-    strategy = keras_het.PipelineStrategy(micro_batches=2, devices=DEVICES[:1])
+    strategy = keras_het.PipelineStrategy(num_micro_batches=2, devices=DEVICES[:1])
     with strategy.scope():
         inputs = [keras.Input((4,)), keras.Input((4,), optional=True)]
         model = keras.Model(inputs, L.Dense(1)(Sum()(*inputs)))

@@ -110,7 +110,9 @@ def test_a_random_model_trains_as_on_one_device(logical_devices: Any, seed: int)
     with floatx("float64"):
         expected = train(seed)
         plan = random_plan(random_model(seed), seed)
-        strategy = keras_het.PipelineStrategy(plan, plan.micro_batches, DEVICES)
+        strategy = keras_het.PipelineStrategy(
+            None, plan.num_micro_batches, DEVICES, split_after=plan
+        )
         with strategy.scope():
             found = train(seed)
     for one, other in zip(found, expected, strict=True):

@@ -86,26 +86,30 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], str]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_cannot_be_cut(name: str) -> None:
     build, message = MODELS[name]
-    model = model_under(keras_het.PipelineStrategy(micro_batches=2, devices=DEVICES), build)
+    model = model_under(keras_het.PipelineStrategy(num_micro_batches=2, devices=DEVICES), build)
     with pytest.raises(ValueError, match=message):
         fit(model, (2, 3) if name == "stateful" else (4,))
 
 
 def test_a_sequential_model_without_an_input_shape_is_built_by_fit() -> None:
-    strategy = keras_het.PipelineStrategy(micro_batches=2, devices=DEVICES[:1])
+    strategy = keras_het.PipelineStrategy(num_micro_batches=2, devices=DEVICES[:1])
     fit(model_under(strategy, lambda: compiled(keras.Sequential([L.Dense(1)]))))
     assert strategy.plan is not None
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "a text": ({"plan": "one"}, "plan must be a list of names .* Received: plan='one'"),
-    "numbers": ({"plan": [1]}, r"Received: plan=\[1\]"),
-    "no micro-batches": ({"micro_batches": 0}, "Received: micro_batches=0"),
+    "a text": ({"split_after": "one"}, "split_after must be a list .* Received: 'one'"),
+    "numbers": ({"split_after": [1]}, r"Received: \[1\]"),
+    "no plan": ({"plan": ["one"]}, r"plan must be a .*PipelinePlan.*Received: plan=\['one'\]"),
+    "no micro-batches": ({"num_micro_batches": 0}, "Received: num_micro_batches=0"),
     "schedule": ({"schedule": "2f2b"}, "Received: .*2f2b"),
     "recompute": ({"recompute": "sometimes"}, "Received: .*sometimes"),
     "device": ({"devices": ["CPU:9"]}, "Received: .*CPU:9"),
-    "no bytes": ({"memory_bytes": 0}, "memory_bytes must be a positive .* Received: 0"),
-    "bytes of one": ({"memory_bytes": [1e6]}, r"4 devices .* Received: \[1000000.0\]"),
+    "no bytes": (
+        {"device_memory_bytes": 0},
+        "device_memory_bytes must be a positive .* Received: 0",
+    ),
+    "bytes of one": ({"device_memory_bytes": [1e6]}, r"4 devices .* Received: \[1000000.0\]"),
 }
 
 
@@ -121,13 +125,13 @@ PLANS: dict[str, tuple[Any, str]] = {
     "unknown layer": (["four"], "Received: 'four', .* Choose among: one, two, three"),
     "a name that Keras makes up": (["dense_7"], "name the layers you cut after, as in Dense"),
     "last layer": (["three"], "Received: 'three', the model's last layer"),
-    "order": (["two", "one"], r"Received: plan=\['two', 'one'\]. Put them in the order"),
+    "order": (["two", "one"], r"Received: \['two', 'one'\]. Put them in the order"),
     "gap": (plan_of([0, 1, 2], [[0], [1]], [ONE, ONE]), "must have all 3 layer calls .* Received"),
     "devices": (plan_of([0, 1, 3], [[0], [4]], [ONE, ONE]), r"from 0 to 3. Received: \[4\]"),
     "twice": (plan_of([0, 1, 3], [[0], [1, 1]], [ONE, TWO]), r"Received: \[1, 1\]"),
     "no work": (plan_of([0, 1, 3], [[0], [1, 2]], [ONE, ONE]), r"Received: routes \[0, 0\]"),
     "routes": (
-        dataclasses.replace(plan_of([0, 3], [[0]], [ONE]), micro_batches=3),
+        dataclasses.replace(plan_of([0, 3], [[0]], [ONE]), num_micro_batches=3),
         "a replica for each of 3 micro-batches",
     ),
 }
@@ -141,17 +145,22 @@ def test_a_strategy_says_what_it_is() -> None:
     assert repr(strategy) == f"{start}2 stages>"
 
 
+def planned(plan: Any) -> keras_het.PipelineStrategy:
+    given = {"split_after" if isinstance(plan, list) else "plan": plan}
+    return keras_het.PipelineStrategy(num_micro_batches=2, devices=DEVICES, **given)
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_plans(name: str) -> None:
     plan, message = PLANS[name]
-    model = model_under(keras_het.PipelineStrategy(plan, 2, DEVICES))
+    model = model_under(planned(plan))
     with pytest.raises(ValueError, match=message):
         fit(model)
 
 
 @pytest.mark.parametrize("plan", [["first"], plan_of([0, 1, 3], [[0], [1]], [ONE, ONE])])
 def test_a_cut_between_uses_of_one_weight(plan: Any) -> None:
-    strategy = keras_het.PipelineStrategy(plan, 2, DEVICES)
+    strategy = planned(plan)
     with strategy.scope():
         inputs = keras.Input([4])
         again = L.Dense(4, name="again")
@@ -162,7 +171,7 @@ def test_a_cut_between_uses_of_one_weight(plan: Any) -> None:
 
 
 def test_devices_without_enough_memory_are_named() -> None:
-    strategy = keras_het.PipelineStrategy(["one"], 2, DEVICES[:2], memory_bytes=[1e9, 10.0])
+    strategy = keras_het.PipelineStrategy(["one"], 2, DEVICES[:2], device_memory_bytes=[1e9, 10.0])
     model = model_under(strategy)
     with pytest.raises(ValueError, match=rf"Received.*{DEVICES[1]}.* B"):
         fit(model)
@@ -178,7 +187,7 @@ OUTPUTS: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_outputs_without_a_row_for_each_sample(name: str) -> None:
     function, received = OUTPUTS[name]
-    strategy = keras_het.PipelineStrategy(micro_batches=2, devices=DEVICES[:1])
+    strategy = keras_het.PipelineStrategy(num_micro_batches=2, devices=DEVICES[:1])
     with strategy.scope():
         inputs = keras.Input([4])
         model = keras.Model(inputs, function(L.Dense(3)(inputs)))

@@ -33,7 +33,7 @@ def strategy_of(
     recomputed: tuple[Any, ...] = (),
 ) -> keras_het.PipelineStrategy:
     plan = plan_of(bounds, replicas, routes, recomputed=recomputed)
-    return keras_het.PipelineStrategy(plan, plan.micro_batches, DEVICES)
+    return keras_het.PipelineStrategy(None, plan.num_micro_batches, DEVICES, split_after=plan)
 
 
 def normalizing() -> keras.Model:

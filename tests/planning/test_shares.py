@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_het.planning.balance import StaticPolicy
-from keras_het.planning.replica_layout import ReplicaLayout, share_weights
+from keras_het.planning.replica_layout import ReplicaLayout, weights_of_replicas
 from keras_het.planning.shares import apportion
 
 WEIGHTS = st.lists(
@@ -102,7 +102,7 @@ LAYOUT = ReplicaLayout((2, 1), 0)
     ids=["tuple", "list", "array", "dict"],
 )
 def test_weights_are_given_in_order_or_by_replica(given):
-    assert share_weights(given, LAYOUT) == (4, 0, 2.5)
+    assert weights_of_replicas(given, LAYOUT) == (4, 0, 2.5)
     assert StaticPolicy(3, 13, weights=given).shares == (8, 0, 5)
 
 
@@ -122,7 +122,7 @@ def test_weights_are_given_in_order_or_by_replica(given):
 )
 def test_other_weights_are_refused(given, kind, message):
     with pytest.raises(kind, match=message):
-        share_weights(given, LAYOUT)
+        weights_of_replicas(given, LAYOUT)
     if message != "2 weights":
         with pytest.raises(kind, match=message.replace("shares", "weights")):
             StaticPolicy(3, 13, weights=given)

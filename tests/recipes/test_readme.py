@@ -63,7 +63,7 @@ def test_the_example_gives_the_same_losses_on_one_device_and_several(
     script = tmp_path / "train.py"
     (source,) = re.findall(r"```python\n(# train\.py.*?)```", text, re.DOTALL)
     script.write_text(source)
-    assert f"keras-het run --speeds {speeds} train.py" in text
+    assert f"keras-het run --emulate-speeds {speeds} train.py" in text
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 
     def run(*start: str) -> str:
@@ -80,7 +80,9 @@ def test_the_example_gives_the_same_losses_on_one_device_and_several(
 
     # beside each other, as starting takes longest; the measured times are those of emulated devices
     with ThreadPoolExecutor() as pool:
-        outputs = list(pool.map(lambda start: run(*start), ([], [*RUN, "--speeds", speeds])))
+        outputs = list(
+            pool.map(lambda start: run(*start), ([], [*RUN, "--emulate-speeds", speeds]))
+        )
     one, several = map(losses, outputs)
     assert len(one) in (3, 4)
     assert several == pytest.approx(one, rel=1e-3)

@@ -138,7 +138,7 @@ def test_straggler_is_followed_both_ways(tmp_path: Path) -> None:
 def test_static_split_gives_the_numbers_of_one_device(tmp_path: Path) -> None:
     recipe = RECIPES / "static_split.py"
     pattern = r"test loss ([\d.]+)"
-    speeds = ("--speeds", "4,2,1", "--sample-milliseconds", 1)
+    speeds = ("--emulate-speeds", "4,2,1", "--emulate-ms-per-sample", 1)
     split = run(*LAUNCHER, *speeds, recipe, "--epochs", 2, cwd=tmp_path)
     alone = run(recipe, "--epochs", 2, cwd=tmp_path)
     assert "EMULATION" in split
@@ -150,7 +150,10 @@ def test_static_split_gives_the_numbers_of_one_device(tmp_path: Path) -> None:
 def test_slow_device_writes_a_log_of_each_run(tmp_path: Path) -> None:
     from keras_het.telemetry.event_files import read_log
 
-    recipe, speeds = RECIPES / "slow_device.py", ("--speeds", "4,1", "--sample-milliseconds", 1)
+    recipe, speeds = (
+        RECIPES / "slow_device.py",
+        ("--emulate-speeds", "4,1", "--emulate-ms-per-sample", 1),
+    )
     for options in ((), ("--balance",)):
         text = run(*LAUNCHER, *speeds, recipe, "--epochs", 3, *options, cwd=tmp_path)
         assert len(numbers(r": ([\d.]+) samples/s in the last epoch", text)) == 1
@@ -244,7 +247,7 @@ def test_validate_data_finds_what_the_slow_worker_gets(tmp_path: Path) -> None:
     pytest.importorskip(
         "tensorflow_data_validation", reason="needs TFDV: `make test-validation` runs this"
     )
-    speeds = ("--speeds", "4,1", "--sample-milliseconds", 1)
+    speeds = ("--emulate-speeds", "4,1", "--emulate-ms-per-sample", 1)
     text = run(*LAUNCHER, *speeds, RECIPES / "validate_data.py", cwd=tmp_path)
     assert "x/maximum: Out-of-range values" in text
     assert "Steps trained: 0" in text

@@ -73,7 +73,7 @@ def test_who_is_missing_is_named(
     ):
         wait_for_peers(addresses[0], peers_of(0, addresses[:3]), 1.2)
     assert str(raised.value).startswith(
-        f"worker 2 ({addresses[2]}) did not come within 1.2 s, `connect_seconds`"
+        f"worker 2 ({addresses[2]}) did not start within startup_timeout_seconds=1.2."
     )
     assert f"Waiting for worker 2 ({addresses[2]}), " in caplog.text
     assert "worker 1" not in caplog.text
@@ -90,7 +90,9 @@ def test_who_answers_before_this_worker_listens_is_of_an_earlier_start(
     with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError) as raised:
         wait_for_peers(own, {"worker 1": old, "worker 2": waiting}, 1.0)
     assert f"Waiting for worker 1 ({old}): still running from an earlier start" in caplog.text
-    assert str(raised.value).startswith(f"worker 1 ({old}) did not come within 1 s")
+    assert str(raised.value).startswith(
+        f"worker 1 ({old}) did not start within startup_timeout_seconds=1."
+    )
     assert f"worker 1 ({old}) still runs from an earlier start" in str(raised.value)
 
     def restart() -> None:

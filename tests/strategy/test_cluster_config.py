@@ -291,7 +291,7 @@ def test_async_workers_alone(task):
     config = read(config_of(cluster, task))
     assert config.service_address({}) == "p:5"
     assert not config.has_sync_group and config.num_workers == 1
-    assert config.is_parameter_service == config.is_chief == (task == "ps")
+    assert config.is_parameter_server == config.is_chief == (task == "ps")
 
 
 @pytest.mark.parametrize(

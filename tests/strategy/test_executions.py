@@ -63,7 +63,7 @@ def built(shares, steps_per_execution=K, **options):
     """The model on one device, or under a strategy."""
     strategy = None
     if shares is not None:
-        strategy = HeterogeneousStrategy(devices=DEVICES[: len(shares)], shares=shares)
+        strategy = HeterogeneousStrategy(devices=DEVICES[: len(shares)], share_weights=shares)
     with strategy.scope() if strategy else contextlib.nullcontext():
         return small_model(steps_per_execution, **options)
 
@@ -187,7 +187,7 @@ def test_number_of_steps_shares_and_sizes_make_no_trace(calls):
     traced = model.layers[0]
 
     def change(epoch, _):
-        strategy.set_shares([(1, 3), (1, 0), (2, 2)][epoch])
+        strategy.set_share_weights([(1, 3), (1, 0), (2, 2)][epoch])
 
     changes = keras.callbacks.LambdaCallback(on_epoch_begin=change)
     model.fit(batches(), epochs=3, verbose=0, callbacks=[changes])
@@ -221,7 +221,7 @@ def model_of_lengths(steps_per_execution):
 @pytest.mark.full
 def test_other_lengths_make_one_more_trace():
     lengths = [4, 4, 4, 4, 6, 5, 7, 7, 7, 4, 4]
-    strategy = HeterogeneousStrategy(devices=DEVICES[:2], shares=(2, 1))
+    strategy = HeterogeneousStrategy(devices=DEVICES[:2], share_weights=(2, 1))
     with strategy.scope():
         model = model_of_lengths(K)
     expected = model_of_lengths(1)
@@ -269,7 +269,7 @@ def test_own_steps_and_composite_inputs():
     models, kept = [], []
     for shares in ((5, 2), None):
         keras.utils.set_random_seed(5)
-        strategy = shares and HeterogeneousStrategy(devices=DEVICES[:2], shares=shares)
+        strategy = shares and HeterogeneousStrategy(devices=DEVICES[:2], share_weights=shares)
         with strategy.scope() if strategy else contextlib.nullcontext():
             model = Twice()
             model.compile("sgd", "mse", jit_compile=False, steps_per_execution=K if shares else 1)

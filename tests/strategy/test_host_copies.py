@@ -92,7 +92,7 @@ def test_large_gradients_are_not_packed(logical_devices, graphs_of):
         model.compile("sgd", "mse")
         return model
 
-    with keras_het.HeterogeneousStrategy(devices=logical_devices[:2], shares=[3, 1]).scope():
+    with keras_het.HeterogeneousStrategy(devices=logical_devices[:2], share_weights=[3, 1]).scope():
         model = build()
     alone = build()
     alone.set_weights(model.get_weights())

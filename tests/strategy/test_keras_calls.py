@@ -74,8 +74,10 @@ def results(strategy):
 @pytest.mark.full
 def test_the_order_in_which_strategies_are_made_is_no_matter(logical_devices):
     makers = {
-        "data": lambda: HeterogeneousStrategy(logical_devices[:2], shares=[3, 1]),
-        "stages": lambda: PipelineStrategy(plan=[], micro_batches=2, devices=logical_devices[:1]),
+        "data": lambda: HeterogeneousStrategy(logical_devices[:2], share_weights=[3, 1]),
+        "stages": lambda: PipelineStrategy(
+            split_after=[], num_micro_batches=2, devices=logical_devices[:1]
+        ),
     }
     found = {}
     for order in (("data", "stages"), ("stages", "data")):

@@ -69,7 +69,7 @@ def test_fit_equals_one_device(summed, build, data, options):
 @pytest.mark.full
 def test_several_steps_in_one_call(summed):
     def weights(devices, steps):
-        with HeterogeneousStrategy(DEVICES[:devices], shares=(5, 3)[:devices]).scope():
+        with HeterogeneousStrategy(DEVICES[:devices], share_weights=(5, 3)[:devices]).scope():
             model = build_seeded(dense_model)
         model.compile("sgd", "mse", steps_per_execution=steps, jit_compile=False)
         model.fit(batches(), epochs=2, verbose=0)

@@ -36,7 +36,7 @@ def ahead(monkeypatch, logical_devices):
 
 
 def strategy(**options):
-    return HeterogeneousStrategy(devices=DEVICES, shares=[3, 1], **options)
+    return HeterogeneousStrategy(devices=DEVICES, share_weights=[3, 1], **options)
 
 
 def trained(inputs=None, **options):
@@ -48,7 +48,7 @@ def trained(inputs=None, **options):
     for place, variable in enumerate(model.variables):
         variable.assign(tf.ones_like(variable.value) / (2 + place))
     change = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: own_strategy.set_shares([1, 1 + batch])
+        on_train_batch_end=lambda batch, logs: own_strategy.set_share_weights([1, 1 + batch])
     )
     data = (x, y) if inputs is None else (inputs(),)
     sizes = {"batch_size": 8} if inputs is None else {}

@@ -11,7 +11,7 @@ from keras_het.strategy.batches.uneven_per_replica import share_out
 
 @pytest.fixture
 def strategy(logical_devices):
-    return HeterogeneousStrategy(devices=DEVICES[:2], shares=[1, 2])
+    return HeterogeneousStrategy(devices=DEVICES[:2], share_weights=[1, 2])
 
 
 def test_all_kinds_of_parts_are_cut(strategy):

@@ -3,18 +3,19 @@ import socket
 
 import pytest
 
+from keras_het.launch.command_line import main
 from keras_het.strategy.cluster.cluster_config import ClusterConfig
-from keras_het.summation import Summation, machine, read_aggregation
+from keras_het.summation import Summation, read_gradient_reduction
 from keras_het.summation.group import check_is_no_summation_machine
 
 
 def test_what_aggregation_may_be():
-    assert read_aggregation("all_reduce") is None
-    assert read_aggregation("summation") == Summation()
+    assert read_gradient_reduction("all_reduce") is None
+    assert read_gradient_reduction("summation") == Summation()
     options = Summation(partition_bytes=400)
-    assert read_aggregation(options) is options
+    assert read_gradient_reduction(options) is options
     with pytest.raises(ValueError, match="must be 'all_reduce', 'summation'"):
-        read_aggregation("tree")
+        read_gradient_reduction("tree")
 
 
 @pytest.mark.parametrize(
@@ -72,10 +73,8 @@ def test_a_wrong_start_of_a_machine_is_one_line_of_error(monkeypatch, capsys, se
         cluster = {"worker": ["a:1", "b:1"], "summation": [address]}
         task = {"type": "summation", "index": 0}
         monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
-        monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", secret)
-        monkeypatch.delenv("KERAS_HET_SERVICE_SECRET_FILE", raising=False)
-        with pytest.raises(SystemExit) as ended:
-            machine.main()
-    assert ended.value.code == 2
+        monkeypatch.setenv("KERAS_HET_SECRET", secret)
+        monkeypatch.delenv("KERAS_HET_SECRET_FILE", raising=False)
+        assert main(["summation-server"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if line.startswith("[keras-het] error: ") and message in line]

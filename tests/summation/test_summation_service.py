@@ -92,13 +92,13 @@ def test_a_service_that_ends_fails_what_waits_for_it(service, clients):
 
 @pytest.fixture
 def secret(monkeypatch):
-    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "a secret of these tests")
+    monkeypatch.setenv("KERAS_HET_SECRET", "a secret of these tests")
 
 
 def test_the_credential_tells_clusters_apart(secret, monkeypatch):
     proofs = {summation_credential(2, 1), summation_credential(3, 1), summation_credential(2, 2)}
     assert len(proofs) == 3
-    monkeypatch.delenv("KERAS_HET_SERVICE_SECRET")
+    monkeypatch.delenv("KERAS_HET_SECRET")
     with pytest.raises(ValueError, match="needs one shared secret"):
         summation_credential(2, 1)
 
@@ -127,7 +127,7 @@ def test_a_smaller_group_tells_a_machine_its_number(machine, monkeypatch):
     assert numbers(ones(joined(machine.address, 2, RUN + 1, two))) == [[2.0]] * 2
     with pytest.raises(ValueError, match="No number of workers"):
         tell_group_size([machine.address], 1)
-    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "another secret, 16 bytes")
+    monkeypatch.setenv("KERAS_HET_SECRET", "another secret, 16 bytes")
     with pytest.raises(PermissionError, match="refused this group"):
         tell_group_size([machine.address], 3)
 

@@ -52,7 +52,7 @@ def build_small() -> keras.Model:
 def train(
     devices: Any, callbacks: list[keras.callbacks.Callback], plan: PipelinePlan, build: Any = build
 ) -> tuple[keras_het.PipelineStrategy, keras.Model, keras.callbacks.History]:
-    strategy = keras_het.PipelineStrategy(plan, plan.micro_batches, devices)
+    strategy = keras_het.PipelineStrategy(None, plan.num_micro_batches, devices, split_after=plan)
     keras.utils.set_random_seed(4)
     with strategy.scope():
         model = build()
@@ -70,7 +70,7 @@ def same_weights(one: keras.Model, other: keras.Model) -> bool:
 
 def assert_passes_of_a_step(strategy: keras_het.PipelineStrategy, plan: PipelinePlan) -> None:
     """Each pass once, on the device that the plan says, in an order that the data allow."""
-    measured = strategy.measured_passes
+    measured = strategy.measured_timeline
     assert measured is not None
     begin_of: dict[tuple[str, int, int], float] = {}
     for device, events in enumerate(measured.events):
@@ -83,8 +83,8 @@ def assert_passes_of_a_step(strategy: keras_het.PipelineStrategy, plan: Pipeline
             key = event.kind, event.stage, event.micro_batch
             assert key not in begin_of
             begin_of[key] = event.begin
-    assert len(begin_of) == 2 * len(plan.stages) * plan.micro_batches
-    for m in range(plan.micro_batches):
+    assert len(begin_of) == 2 * len(plan.stages) * plan.num_micro_batches
+    for m in range(plan.num_micro_batches):
         ways = [("forward", s, m) for s in range(len(plan.stages))]
         ways += [("backward", s, m) for s in reversed(range(len(plan.stages)))]
         for one, other in itertools.pairwise(ways):
@@ -124,7 +124,7 @@ def test_times_of_each_device(logical_devices: Any, schedule: str, tmp_path: Pat
     np.testing.assert_array_equal(recording.shares, [[12, 3, 9, 0]] * (2 * STEPS - 1))
     assert (recording.compute[:, :3] > 0).all()
     assert (recording.compute[:, 3] == 0).all()
-    measured = strategy.measured_passes
+    measured = strategy.measured_timeline
     assert measured is not None
     found = [measured.busy_seconds(device) for device in range(4)]
     np.testing.assert_allclose(recording.compute[-1], found, rtol=1e-5)
@@ -151,7 +151,7 @@ def test_times_of_each_device(logical_devices: Any, schedule: str, tmp_path: Pat
 def test_a_model_that_was_trained_before_is_measured_from_then_on(logical_devices: Any) -> None:
     plan = plan_of()
     strategy, model, _ = train(logical_devices, [], plan)
-    assert strategy.measured_passes is None
+    assert strategy.measured_timeline is None
     telemetry = Telemetry()
     x = np.ones([BATCH * STEPS, 6], "float32")
     model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[telemetry])

@@ -22,7 +22,12 @@ from keras_het.strategy.measure.phase_times import PARTS
 from keras_het.telemetry.event_files import read_log
 from keras_het.telemetry.step_recorder import StepRecorder
 
-NUMBERS = {"samples_per_second", "slowest_replica", "slowest_replica_wait", "input_wait"}
+NUMBERS = {
+    "samples_per_second",
+    "slowest_replica",
+    "slowest_replica_wait_seconds",
+    "input_wait_seconds",
+}
 STEPS = 12
 BATCH = 8
 
@@ -138,7 +143,7 @@ def test_input_wait_is_the_pipelines(logical_devices):
     waited = telemetry.recording().between(4, STEPS).input
     assert np.median(waited) > 0.03
     assert (waited[:, 0] == waited[:, 1]).all()  # one pipeline for both
-    assert history.history["input_wait"][-1] > 0.03
+    assert history.history["input_wait_seconds"][-1] > 0.03
 
 
 @pytest.mark.quick("tuned")
@@ -173,7 +178,7 @@ def test_weights_are_the_same_with_it(logical_devices):
     for callbacks in ([], [Telemetry()]):
         keras.utils.set_random_seed(1)
         strategy, model = make_model(logical_devices[:2])
-        strategy.set_shares((3, 1))
+        strategy.set_share_weights((3, 1))
         model.fit(make_data(), epochs=2, verbose=0, callbacks=callbacks)
         results.append(model.get_weights())
     for plain, watched in zip(*results, strict=True):

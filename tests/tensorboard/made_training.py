@@ -129,8 +129,8 @@ def write(
             {
                 "heterogeneous/step_seconds": wall,
                 "heterogeneous/samples_per_second": float(part[-1, 4].sum()) / wall,
-                "heterogeneous/slowest_wait": float(part[-1, 2].max()),
-                "heterogeneous/input_wait": float(part[-1, 1].max()),
+                "heterogeneous/slowest_replica_wait_seconds": float(part[-1, 2].max()),
+                "heterogeneous/input_wait_seconds": float(part[-1, 1].max()),
             },
         )
     log.close()

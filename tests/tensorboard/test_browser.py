@@ -235,7 +235,7 @@ def test_a_training_that_went_on_with_other_devices(browser: Browser, tmp_path: 
         for address in (start, page_of(tmp_path, "telemetry")):
             browser.open(address)
             assert browser.text(".range") == "steps 0 to 899"
-            assert browser.text(".verdict .first").startswith("Nothing to do")
+            assert browser.text(".verdict .first").startswith("No bottleneck found")
             assert "step 300restart with 2 workers" in browser.text(".changes").replace("\n", "")
             assert "worker 1 GPU 0 (until step 299)" in browser.text(".scroll tbody")
             assert browser.text(".uplot .u-legend").count("GPU") == 4

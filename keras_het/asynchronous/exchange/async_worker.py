@@ -219,7 +219,7 @@ class AsyncWorker(Participant):
 
     def _join(self) -> None:
         self.rule = self.options.rule.for_steps_of(1 / self._num_parts)
-        seconds = self.options.connect_seconds
+        seconds = self.options.startup_timeout_seconds
         self._connection = connection = connect(
             lambda: open_connection(self, self._number), seconds, _HAS_IT_ENDED
         )

@@ -41,7 +41,8 @@ class Center:
 
     Messages to a service elsewhere travel while the group computes. What the group does without it
     is in `ExchangeEngine`; a restarted service gets the group's weights. `tasks` are those of the
-    addresses that run `keras-het serve`, `own` the parts of this process if it holds all.
+    addresses that run `keras-het parameter-server`, `own` the parts of this process if it holds
+    all.
     """
 
     _awaits_center = False
@@ -56,7 +57,7 @@ class Center:
     ) -> None:
         self._leader, self._options = leader, leader.options
         self._addresses, self._tasks = list(addresses), list(tasks)
-        seconds = leader.options.connect_seconds
+        seconds = leader.options.startup_timeout_seconds
         self._offer(self._tasks, seconds)
         # On a shared connection, short messages would queue behind the weights.
         self._first, *self._channels = [
@@ -256,7 +257,7 @@ def spec_of(participant: Participant, num_services: int) -> ServiceSpec:
         state_rule=serialize(participant.state_rule),
         wire=options.wire.name,
         num_participants=participant.num_participants,
-        staleness_bound=options.staleness_bound,
+        max_staleness=options.max_staleness,
         fingerprint=participant.service_fingerprint,
         num_services=num_services,
         partition_bytes=options.partition_bytes,

@@ -28,12 +28,12 @@ _LONGEST_WAIT_SECONDS = 0.5  # for a question whose answer is no longer needed
 _TAKEN = (int(Status.OK), int(Status.REPEATED))
 _TOO_LATE = (
     "Training ended before this worker's last change came, which is not in the center. A larger "
-    "end_seconds gives slow workers more time."
+    "shutdown_timeout_seconds gives slow workers more time."
 )
 _LOST_GRADIENT = (
-    "A gradient of this worker was more updates behind than staleness_bound, and is not used. If "
+    "A gradient of this worker was more updates behind than max_staleness, and is not used. If "
     "that happens often the worker adds nothing: give it a larger bound or a smaller period, or "
-    "leave the bound out and damp (AsyncSGD damps_staleness)."
+    "leave the bound out and damp (AsyncSGD staleness_damping)."
 )
 _DIVERGED = (
     "The parameter service does not take this worker's weights, which are not finite, or with "

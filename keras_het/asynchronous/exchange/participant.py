@@ -53,10 +53,10 @@ class HybridOptions:
     period: int = 8
     adapts_period: bool = False
     async_batch_size: int | None = None
-    staleness_bound: int | None = None
+    max_staleness: int | None = None
     timeout_seconds: float = 10.0
-    connect_seconds: float = 300.0
-    end_seconds: float = 60.0
+    startup_timeout_seconds: float = 300.0
+    shutdown_timeout_seconds: float = 60.0
     goes_on_without_service: bool = False
     wire: Wire = dataclasses.field(default_factory=FloatWire)
     spreads_service: bool = False

@@ -26,8 +26,8 @@ class ServiceTask(Participant):
     """A task that runs the same script as the workers but serves instead of training.
 
     Its `fit` takes no batch and lasts until every async worker that ever connected has ended, or
-    was silent for `end_seconds`; it leaves the model with the center's weights. An epoch begins
-    when all batches of the previous one have been handed out.
+    was silent for `shutdown_timeout_seconds`; it leaves the model with the center's weights. An
+    epoch begins when all batches of the previous one have been handed out.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ServiceTask(Participant):
         if center is None:
             return
         center.set_stage(Stage.CLOSED)
-        deadline = time.monotonic() + self.options.end_seconds
+        deadline = time.monotonic() + self.options.shutdown_timeout_seconds
         while center.waiting_workers() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         self.meet_center()
@@ -107,5 +107,5 @@ class ServiceTask(Participant):
     def _all_have_ended(self, center: Center) -> bool:
         """Whether every worker that connected has reported its end; a silent one may come back."""
         came = center.ledger.claimed.sum() > 0
-        patience = max(self.options.presence_seconds, self.options.end_seconds)
+        patience = max(self.options.presence_seconds, self.options.shutdown_timeout_seconds)
         return bool(came and not center.ledger.present(Presence.TRAINING, patience))

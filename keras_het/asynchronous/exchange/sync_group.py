@@ -112,13 +112,13 @@ class SyncGroup(Participant):
             self._service.close()
 
     def _wait_until(self, is_done: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + self.options.end_seconds
+        deadline = time.monotonic() + self.options.shutdown_timeout_seconds
         while not is_done() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         if not is_done():
             _logger.warning(
                 "Async workers were given %g s %s; continuing without those that did not.",
-                self.options.end_seconds,
+                self.options.shutdown_timeout_seconds,
                 what,
             )
 

@@ -42,7 +42,7 @@ class ServiceSpec:
     state_rule: dict[str, Any]
     wire: str
     num_participants: int
-    staleness_bound: int | None
+    max_staleness: int | None
     fingerprint: str
     num_services: int
     partition_bytes: int
@@ -87,7 +87,7 @@ class HostedParts:
         weights = Partitions(spec.shapes, spec.partition_bytes)
         wire, own = wire_named(spec.wire), _share(weights, place, spec.num_services)
         self.num_parts = len(own)
-        self.parameters.hold(weights, self.rule, 0, own, wire, spec.staleness_bound)
+        self.parameters.hold(weights, self.rule, 0, own, wire, spec.max_staleness)
         if spec.state_shapes:
             state = Partitions(spec.state_shapes, spec.partition_bytes)
             own = _share(state, place, spec.num_services)
@@ -141,7 +141,8 @@ def make_offer(
         client.ask(Message(Kind.OFFER, (), (np.frombuffer(text, np.uint8),)), timeout_seconds)
     except (ConnectionError, TimeoutError, NotImplementedError) as error:
         raise ConnectionError(
-            f"There is no parameter service: {error} Start `keras-het serve` on that machine, with "
+            f"There is no parameter service: {error} Start `keras-het parameter-server` on that "
+            "machine, with "
             "the same TF_CONFIG and secret."
         ) from error
     except PermissionError as error:

@@ -54,14 +54,14 @@ class Part:
         size: number of elements.
         rule: combines pushes with the center.
         num_workers: number of workers that may push.
-        staleness_bound: number of updates since a worker last saw the center, beyond which a push
+        max_staleness: number of updates since a worker last saw the center, beyond which a push
             is rejected; None for no bound.
     """
 
     def __init__(
-        self, size: int, rule: UpdateRule, num_workers: int, staleness_bound: int | None = None
+        self, size: int, rule: UpdateRule, num_workers: int, max_staleness: int | None = None
     ) -> None:
-        self.size, self._rule, self._bound = size, rule, staleness_bound
+        self.size, self._rule, self._bound = size, rule, max_staleness
         self.center: Vector = np.zeros(size, np.float32)
         self.slots: Slots = rule.create_slots(self.center)
         self.version = 0

@@ -59,7 +59,7 @@ class ParameterService:
         first: int = 0,
         indices: Iterable[int] | None = None,
         wire: Wire | None = None,
-        staleness_bound: int | None = None,
+        max_staleness: int | None = None,
     ) -> None:
         """Add parts of one vector.
 
@@ -69,7 +69,7 @@ class ParameterService:
             first: number of the vector's first part.
             indices: which of its partitions this process holds; all by default.
             wire: format of the values.
-            staleness_bound: as for `Part`.
+            max_staleness: as for `Part`.
 
         Raises:
             ValueError: if the rule was made for fewer workers: some would share another's state, or
@@ -83,7 +83,7 @@ class ParameterService:
             )
         sizes = partitions.sizes
         for index in range(len(sizes)) if indices is None else indices:
-            part = Part(sizes[index], rule, self._num_workers, staleness_bound)
+            part = Part(sizes[index], rule, self._num_workers, max_staleness)
             self.parts[first + index] = part
             self._wires[first + index] = wire or FloatWire()
 

@@ -64,7 +64,7 @@ class RoleChoice:
         model: keras.Model,
         strategy: HeterogeneousStrategy,
         options: HybridOptions,
-        measured_steps: int,
+        profile_steps: int,
         noise_scale: float | None = None,
     ) -> None:
         self._model, self._strategy, self._options = model, strategy, options
@@ -74,7 +74,7 @@ class RoleChoice:
         if data is not None and not data.takes_keras_arrays:
             check_can_be_shared(data)  # now, not after the script restarts
             self._num_batches = int(data.cardinality)
-        self._measured_steps = measured_steps
+        self._measured_steps = profile_steps
         self._noise_scale = noise_scale
         self._steps = 0
         self._rates = measure_link_rates(strategy)
@@ -100,9 +100,9 @@ class RoleChoice:
         wanted = self._measured_steps + WARM_UP_STEPS
         if self._steps < wanted and self._strategy.is_chief:
             _logger.warning(
-                'roles="auto" needs %d steps, %d to warm up and measured_steps=%d. Received: a fit '
+                'roles="auto" needs %d steps, %d to warm up and profile_steps=%d. Received: a fit '
                 "of %d, after which everybody is still in the sync group. Give a fit more epochs "
-                "or batches, or measured_steps a lower number: %d more fits measure.",
+                "or batches, or profile_steps a lower number: %d more fits measure.",
                 wanted,
                 WARM_UP_STEPS,
                 self._measured_steps,

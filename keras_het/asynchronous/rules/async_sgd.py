@@ -37,9 +37,9 @@ class AsyncSGD(SendsGradient):
     Args:
         learning_rate: :math:`\eta`, for gradient descent with `momentum`.
         momentum: m, from 0 to below 1.
-        reference_samples: A; None for no scaling by samples.
-        damps_staleness: whether to divide by the staleness.
-        warm_up_pushes: V, number of updates over which a rate raised by samples is reached; 0 for
+        reference_batch_size: A; None for no scaling by samples.
+        staleness_damping: whether to divide by the staleness.
+        warmup_pushes: V, number of updates over which a rate raised by samples is reached; 0 for
             none.
         optimizer: instead of `learning_rate`, anything that `keras.optimizers.get` accepts, of an
             elementwise kind: SGD, RMSprop, Adam, AdamW, Adamax, Nadam, Adagrad, Adadelta, Ftrl,
@@ -58,14 +58,20 @@ class AsyncSGD(SendsGradient):
 
     name: ClassVar[str] = "async_sgd"
     settings = (
-        *("learning_rate", "momentum", "reference_samples", "damps_staleness", "warm_up_pushes"),
+        *(
+            "learning_rate",
+            "momentum",
+            "reference_batch_size",
+            "staleness_damping",
+            "warmup_pushes",
+        ),
     )
 
     learning_rate: float | None = None
     momentum: float = 0.0
-    reference_samples: float | None = None
-    damps_staleness: bool = False
-    warm_up_pushes: int = 0
+    reference_batch_size: float | None = None
+    staleness_damping: bool = False
+    warmup_pushes: int = 0
     optimizer: dataclasses.InitVar[Identifier | None] = None
 
     def __post_init__(self, optimizer: Identifier | None) -> None:
@@ -83,16 +89,16 @@ class AsyncSGD(SendsGradient):
                 "AsyncSGD takes either a learning_rate, for gradient descent with momentum, or an "
                 f"optimizer. Received: learning_rate={self.learning_rate}, optimizer={optimizer}."
             )
-        momentum, warm_up = self.momentum, self.warm_up_pushes
+        momentum, warm_up = self.momentum, self.warmup_pushes
         check_number("learning_rate", self.learning_rate, above=0, or_none=True)
         check_number("momentum", momentum, least=0, below=1)
         expect(
             not (optimizer and momentum), "0 beside an optimizer with its own", momentum=momentum
         )
-        check_number("reference_samples", self.reference_samples, above=0, or_none=True)
-        check_number("warm_up_pushes", warm_up, least=0)
-        has_scale = self.reference_samples is not None
-        expect(has_scale or not warm_up, "0 without reference_samples", warm_up_pushes=warm_up)
+        check_number("reference_batch_size", self.reference_batch_size, above=0, or_none=True)
+        check_number("warmup_pushes", warm_up, least=0)
+        has_scale = self.reference_batch_size is not None
+        expect(has_scale or not warm_up, "0 without reference_batch_size", warmup_pushes=warm_up)
 
     def create_slots(self, center: Vector) -> Slots:
         if self._optimizer:
@@ -114,12 +120,12 @@ class AsyncSGD(SendsGradient):
     def factor(self, meta: PushMeta) -> np.float32:
         """Give what a push's gradient is scaled by: its samples, warm-up and staleness."""
         one = factor = np.float32(1)
-        if self.reference_samples is not None:
-            factor = np.float32(meta.samples) / np.float32(self.reference_samples)
-            if self.warm_up_pushes and factor > 1:
-                part = np.float32(meta.version) / np.float32(self.warm_up_pushes)
+        if self.reference_batch_size is not None:
+            factor = np.float32(meta.samples) / np.float32(self.reference_batch_size)
+            if self.warmup_pushes and factor > 1:
+                part = np.float32(meta.version) / np.float32(self.warmup_pushes)
                 factor = one + (factor - one) * min(part, one)
-        if self.damps_staleness:
+        if self.staleness_damping:
             factor /= np.float32(max(meta.staleness, 1))
         return factor
 

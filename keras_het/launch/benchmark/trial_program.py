@@ -99,7 +99,7 @@ def run(request: Mapping[str, Any]) -> dict[str, Any]:
         "step_seconds": stopwatch.seconds / stopwatch.steps,
         "steps": stopwatch.steps,
         "copies_per_step": stopwatch.copies,
-        "shares": list(strategy.latest_shares) if strategy else [request["batch_size"]],
+        "shares": list(strategy.current_shares) if strategy else [request["batch_size"]],
         "peak_mib": [
             round(tf.config.experimental.get_memory_info(name)["peak"] / _MIB)
             for name in ([] if request["is_emulated"] else request["devices"])

@@ -31,7 +31,7 @@ def public_addresses() -> tuple[str, ...]:
 def open_to(public: Sequence[str]) -> str:
     return (
         "TensorFlow's servers listen on every interface of this machine, also on "
-        f"{', '.join(public)}. Who reaches a worker's port reads files and environment, and writes."
+        f"{', '.join(public)}. Anyone who can reach a worker's port can read and write files."
     )
 
 

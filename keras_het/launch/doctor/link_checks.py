@@ -61,7 +61,7 @@ def _silent(link: Link, name: str, waited_seconds: float) -> Finding:
             f"The doctor of {name} refuses this one: its {TF_CONFIG} lists other addresses, or "
             "its secret is another.",
             f'Give all machines the same "cluster" in {TF_CONFIG}, in the same order, and the '
-            "same KERAS_HET_SERVICE_SECRET.",
+            "same KERAS_HET_SECRET.",
         )
     if link.reached == UNREACHABLE:
         return fault(
@@ -83,7 +83,8 @@ def _silent(link: Link, name: str, waited_seconds: float) -> Finding:
         "links",
         f"The host of {name} answers, and nothing listens there {when}: its link is not measured.",
         "Run keras-het doctor on all machines at the same time, each with its own "
-        f"{TF_CONFIG}; --wait gives them longer. If it runs there, a firewall refuses the port.",
+        f"{TF_CONFIG}; --wait-seconds gives them longer. If it runs there, a firewall refuses the "
+        "port.",
     )
 
 

@@ -54,7 +54,7 @@ def software(facts: Facts) -> Iterator[Finding]:
         "emulation",
         not facts.environ.get("KERAS_HET_EMULATED_DEVICES"),
         "KERAS_HET_EMULATED_DEVICES is set: this process's devices wait, to emulate others.",
-        "Unset it to train at full speed; keras-het run --speeds sets it where it belongs.",
+        "Unset it to train at full speed; keras-het run --emulate-speeds sets it where it belongs.",
     )
 
 

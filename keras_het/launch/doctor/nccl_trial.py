@@ -15,7 +15,7 @@ def main() -> None:
     os.environ[TF_CONFIG] = sys.stdin.read()
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
-    HeterogeneousStrategy(connect_seconds=CONNECT_SECONDS).barrier()
+    HeterogeneousStrategy(startup_timeout_seconds=CONNECT_SECONDS).barrier()
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ class _Trace:
 
     def _passes(self) -> Iterator[Event]:
         """Yield a pipeline's passes in threads of their own; a step's begin with its batch."""
-        passes = [*views.measured_passes(self._content)][::-1]
+        passes = [*views.measured_timeline(self._content)][::-1]
         for index, device in enumerate(self._devices if passes else ()):
             process, thread = self._processes[index], self._thread(index, of_passes=True)
             yield _name("thread_name", process, thread, f"{device.name}: passes")

@@ -37,14 +37,14 @@ class HostBudget:
         cpus: float | None = None,
         folder: Path | None = None,
         cpu_set: Collection[int] | None = None,
-        io_budget: int | None = None,
+        max_reader_threads: int | None = None,
         quota: Quota | None = None,
     ) -> None:
         self.cpus = usable_cpus() if cpus is None else cpus
         self._quota = _tightest_quota() if cpus is None else quota
         self._cpu_set = frozenset(own_cpus() if cpu_set is None else cpu_set)
         self._path = (folder or own_folder() / "jobs") / f"{uuid.uuid4().hex}.json"
-        self._io_budget = io_budget
+        self._io_budget = max_reader_threads
         self.jobs = 1
         self.reading_loaders: int | None = None
         self.processes: frozenset[int] = frozenset()

@@ -29,7 +29,7 @@ class Entry:
     cpu_set: frozenset[int]
     quota: Quota | None = None
     reading: ReadingNeed | None = None
-    io_budget: int | None = None
+    max_reader_threads: int | None = None
 
 
 def part_of(name: str, entries: Mapping[str, Entry]) -> tuple[float, list[str]]:
@@ -76,7 +76,11 @@ def _divided(jobs: Mapping[str, Entry], cpus: float, most: Mapping[str, float]) 
 
 def readers_of(name: str, entries: Mapping[str, Entry], now: float) -> int | None:
     """Return a job's part of the host's reading threads, None if nothing bounds them."""
-    given = [entry.io_budget for entry in entries.values() if entry.io_budget is not None]
+    given = [
+        entry.max_reader_threads
+        for entry in entries.values()
+        if entry.max_reader_threads is not None
+    ]
     needs = {
         each: entry.reading.threads
         for each, entry in sorted(entries.items())

@@ -120,7 +120,9 @@ def _is_alive(identity: Any) -> bool:
 
 def _entry_of(values: Any) -> Entry:
     """Parse an entry, which another version of this package may have written differently."""
-    quota, reading, io_budget = (values[name] for name in ("quota", "reading", "io_budget"))
+    quota, reading, max_reader_threads = (
+        values[name] for name in ("quota", "reading", "max_reader_threads")
+    )
     cpu_set = frozenset(int(_number(cpu)) for cpu in values["cpu_set"])
     if not cpu_set:
         raise ValueError("a job must have CPUs")
@@ -132,7 +134,7 @@ def _entry_of(values: Any) -> Entry:
         None
         if reading is None
         else ReadingNeed(**{name: _number(value) for name, value in reading.items()}),
-        None if io_budget is None else int(_number(io_budget, least=1)),
+        None if max_reader_threads is None else int(_number(max_reader_threads, least=1)),
     )
 
 

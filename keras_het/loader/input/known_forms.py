@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline
+from keras_het.loader.iterators.tunable import TunablePipeline
 from keras_het.loader.order.pass_counter import PassCounter
 from keras_het.loader.order.pipeline_form import PipelineForm, recognise
 
@@ -47,7 +47,7 @@ def recall(
     known = of_sizes[global_batch_size]
     form = known.form
     if form is None:
-        parts = dataset.current if isinstance(dataset, AdjustablePipeline) else dataset
+        parts = dataset.current if isinstance(dataset, TunablePipeline) else dataset
         form = recognise(parts.batch(global_batch_size) if global_batch_size else parts)
         form = dataclasses.replace(form, is_built=parts is not dataset)
     if form.mode == "element":  # the stream of a slice form may be the dataset itself

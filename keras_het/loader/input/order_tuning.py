@@ -16,10 +16,10 @@ from keras_het.loader.input.data_pass import ClaimedPass, DataPass, OrderedPass,
 from keras_het.loader.input.local_pipeline import STEPS_AT_ONCE, whole_batches
 from keras_het.loader.input.pipeline_pass import PipelinePass
 from keras_het.loader.inspection.inspection import PipelineReport, read_report, with_own_rows_named
-from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline, prefetch_size
 from keras_het.loader.iterators.handover import HandoverError, has_memory_cache, why_not
 from keras_het.loader.iterators.knobs import Knobs
 from keras_het.loader.iterators.replayable import has_one_order_a_pass, shares_a_shuffle
+from keras_het.loader.iterators.tunable import TunablePipeline, prefetch_size
 from keras_het.loader.order.pipeline_form import PipelineForm, recognise
 from keras_het.loader.order.share_queue import ParallelCalls
 
@@ -44,7 +44,7 @@ class OrderTuning:
 
     def __init__(self, data: GlobalOrderDataset, source: tf.data.Dataset) -> None:
         self._data = weakref.ref(data)
-        self.is_plain = not isinstance(source, AdjustablePipeline)
+        self.is_plain = not isinstance(source, TunablePipeline)
         self._build = None if self.is_plain else source.build_again
         self._source = source if self.is_plain else source.current
         self.knobs = _knobs_of(source, data.form)
@@ -262,7 +262,7 @@ def _with_pool(form: PipelineForm, threads: int) -> PipelineForm:
 
 
 def _knobs_of(source: tf.data.Dataset, form: PipelineForm) -> Knobs:
-    if isinstance(source, AdjustablePipeline):
+    if isinstance(source, TunablePipeline):
         return source.knobs
     first = Knobs.for_host()
     threads = form.options.threading.private_threadpool_size or first.threads
@@ -280,7 +280,7 @@ def _why_slices_stay(form: PipelineForm, is_plain: bool) -> str | None:
     if is_plain and any(map(adapter.is_reshuffled, nodes)):
         return (
             "every worker makes whole batches of an ordinary dataset with a shuffle, whose later "
-            "orders a change would disturb; make it with keras_het.loader.pipeline"
+            "orders a change would disturb; make it with keras_het.loader.tunable_pipeline"
         )
     if not has_one_order_a_pass(form.stream):
         return (

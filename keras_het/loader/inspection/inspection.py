@@ -14,9 +14,9 @@ from rich.table import Table
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.inspection.stages import CONSUMER, PipelineStage, read_stages
-from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline
 from keras_het.loader.iterators.handover import was_handed_over
 from keras_het.loader.iterators.held_iterator import hold_functions_of, release
+from keras_het.loader.iterators.tunable import TunablePipeline
 from keras_het.planning.argument_checks import check_number
 from keras_het.usable_cpus import own_cpus
 
@@ -180,10 +180,11 @@ def _why_nothing_is_known(iterator: tf.data.Iterator) -> str:
         return "The pipeline has options.autotune.enabled = False: nothing is recorded."
     return (
         "The pipeline continues where another one was, as after a move of LoaderTuner: TensorFlow "
-        "records nothing of it. Give keras_het.loader.inspect a keras_het.loader.pipeline itself. "
+        "records nothing of it. Give keras_het.loader.inspect a keras_het.loader.tunable_pipeline "
+        "itself. "
         "An ordinary dataset with a seeded shuffle or a cache in memory is moved before its first "
         "batch: give it to keras_het.loader.inspect outside of fit, or give fit a "
-        "keras_het.loader.pipeline."
+        "keras_het.loader.tunable_pipeline."
     )
 
 
@@ -238,7 +239,7 @@ def _report_of_data_set(dataset: tf.data.Dataset, seconds: float) -> PipelineRep
     if any(map(adapter.writes_files, adapter.upstream_of(dataset))):
         # reading would leave partial files, in the way of the training iterator that writes them
         return PipelineReport((), reason=_WRITES_FILES)
-    if isinstance(dataset, AdjustablePipeline):
+    if isinstance(dataset, TunablePipeline):
         dataset = dataset.to_look_at()
     iterator = iter(dataset)
     hold_functions_of(iterator, dataset)

@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host.threads import start, threads_of
-from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline, pipeline_of
 from keras_het.loader.iterators.handover import hand_over
 from keras_het.loader.iterators.held_iterator import hold_functions_of, release
+from keras_het.loader.iterators.tunable import TunablePipeline, pipeline_of
 from keras_het.loader.nested import StepInput
 from keras_het.loader.order.rows import count_bytes
 
@@ -63,7 +63,7 @@ class LiveIterator:
         return isinstance(self.given, tf.data.Iterator)
 
     @property
-    def pipeline(self) -> AdjustablePipeline | None:
+    def pipeline(self) -> TunablePipeline | None:
         """The adjustable pipeline that the given iterator was made from, or None."""
         return pipeline_of(self.given)
 

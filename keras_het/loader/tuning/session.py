@@ -22,15 +22,15 @@ from keras_het.loader.inspection.inspection import (
     is_unread,
     read_report,
 )
-from keras_het.loader.iterators.adjustable_pipeline import (
-    AdjustablePipeline,
-    plain_pipeline,
-    prefetch_size,
-)
 from keras_het.loader.iterators.handover import HandoverError, has_memory_cache, why_not
 from keras_het.loader.iterators.knobs import Build, Knobs
 from keras_het.loader.iterators.live_iterator import LiveIterator
 from keras_het.loader.iterators.replayable import shares_a_shuffle, takes_a_place
+from keras_het.loader.iterators.tunable import (
+    TunablePipeline,
+    plain_pipeline,
+    prefetch_size,
+)
 from keras_het.loader.nested import StepInput
 from keras_het.loader.order.pass_counter import PassEnd
 from keras_het.planning.loader import (
@@ -102,18 +102,18 @@ class TuningSession:
         make_controller: MakeController,
         nice: int = 0,
         budget: HostBudget | None = None,
-        observes_only: str | None = None,
+        observe_only_reason: str | None = None,
     ) -> None:
         self._make_controller = make_controller
         self._priority = LoaderPriority(nice)
         self.share = CpuPart(budget)
-        self._plain: tuple[adapter.Dataset, AdjustablePipeline] | None = None
-        self.pipeline: AdjustablePipeline | None = None
+        self._plain: tuple[adapter.Dataset, TunablePipeline] | None = None
+        self.pipeline: TunablePipeline | None = None
         self.order: OrderTuning | None = None
         self.change: tuple[KnobChange | CallsChange | Handover, Move | None] | None = None
         self.live: LiveIterator | None = None
         self.controller: LoaderController | None = None
-        self.observes_only = observes_only
+        self.observe_only_reason = observe_only_reason
         self.moves: list[Move] = []
         self.has_changed = False
         self._sums: StepSums | None = None
@@ -247,7 +247,7 @@ class TuningSession:
 
     # --- which pipeline
 
-    def _adjustable(self, live: LiveIterator) -> AdjustablePipeline | None:
+    def _adjustable(self, live: LiveIterator) -> TunablePipeline | None:
         if live.pipeline is not None:
             return live.pipeline
         if not live.is_tf_data:
@@ -257,9 +257,10 @@ class TuningSession:
         if dataset is None:
             return None
         if self._plain is None or self._plain[0] is not dataset:
-            if any(isinstance(node, AdjustablePipeline) for node in adapter.upstream_of(dataset)):
+            if any(isinstance(node, TunablePipeline) for node in adapter.upstream_of(dataset)):
                 logger.info(
-                    "Operations behind keras_het.loader.pipeline (of class_weight, or map, take "
+                    "Operations behind keras_het.loader.tunable_pipeline (of class_weight, or "
+                    "map, take "
                     "and the like) make it an ordinary dataset: parallel calls stay as they are."
                 )
             self._plain = (dataset, plain_pipeline(dataset))
@@ -269,12 +270,12 @@ class TuningSession:
         self._cancel()
         self.order = order
         self._begin(order.knobs, order.refusal(), order.largest_prefetch)
-        if self.observes_only is None:
+        if self.observe_only_reason is None:
             order.begin()
-        if self.observes_only is None and not order.has_own_threads:
+        if self.observe_only_reason is None and not order.has_own_threads:
             self.change = order.prepare(order.knobs, self._background()), None
 
-    def _begin_pipeline(self, adjustable: AdjustablePipeline) -> None:
+    def _begin_pipeline(self, adjustable: TunablePipeline) -> None:
         self.pipeline = adjustable
         # not the present one: its shuffles keep the sequence of orders for the epochs to come
         self._built = {}
@@ -286,7 +287,7 @@ class TuningSession:
         self._first_knobs = knobs
         if refusal is not None:
             self._only_observe(refusal)
-        if self.observes_only is not None:
+        if self.observe_only_reason is not None:
             self.controller = FixedController(knobs.plan)
         else:
             self.controller = self._make_controller(knobs.plan, usable_cpus(), most_prefetch)
@@ -298,9 +299,9 @@ class TuningSession:
     def _is_plain_pipeline(self) -> bool:
         return self._plain is not None and self._plain[1] is self.pipeline
 
-    def _move_plain(self, live: LiveIterator, adjustable: AdjustablePipeline) -> None:
+    def _move_plain(self, live: LiveIterator, adjustable: TunablePipeline) -> None:
         """Move an ordinary dataset to a private thread pool, before its first element."""
-        if self.observes_only is not None:
+        if self.observe_only_reason is not None:
             return
         try:
             if is_unread(live.given) and _begins_alike(adjustable.current):
@@ -313,8 +314,8 @@ class TuningSession:
             self.has_changed = True
 
     def _only_observe(self, reason: str) -> None:
-        if self.observes_only is None:
-            self.observes_only = reason
+        if self.observe_only_reason is None:
+            self.observe_only_reason = reason
             logger.info("LoaderTuner only observes: %s.", reason)
         self.controller = FixedController(self.controller.plan) if self.controller else None
         self._cancel()
@@ -353,7 +354,7 @@ class TuningSession:
         self._confirmed = getattr(controller, "confirmed_plan", None)
         changes = self._priority.observe(self.share.processes)
         is_stuck = changes and not self._lower_priority() and not self.nice
-        if is_stuck and self.observes_only is None:
+        if is_stuck and self.observe_only_reason is None:
             self._priority.cost_threads()
             # new threads have the priority that these cannot regain
             plan = plan or dataclasses.replace(controller.plan, reason="other programs are busy")
@@ -421,7 +422,7 @@ class TuningSession:
     def _make_spares(self) -> None:
         """Make the iterators of the next epoch while this one still trains; unused ones wait."""
         pipeline = self.live.pipeline if self.live is not None else None
-        if self.observes_only is None and pipeline is not None:
+        if self.observe_only_reason is None and pipeline is not None:
             pipeline.make_spares(_ITERATORS_OF_AN_EPOCH, self._background())
 
     def _background(self) -> concurrent.futures.ThreadPoolExecutor:

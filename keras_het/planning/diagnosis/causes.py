@@ -29,7 +29,8 @@ _UNTHROTTLE = {
 }
 _MEND_THE_LINK = (
     'Send gradients earlier (BucketTuner) or in fewer bytes (communication_dtype="bfloat16"), sum '
-    'them on spare machines (aggregation="summation"), exchange less often (LocalTraining), or use '
+    'them on spare machines (gradient_reduction="summation"), exchange less often '
+    "(LocalTraining), or use "
     "a faster link."
 )
 _FIND_THE_LINK = (

@@ -111,7 +111,7 @@ def _slow_devices(situation: Situation) -> Iterator[Suspect]:
             target = lines.fixed[best] + lines.slope[best] * recent.shares
             own = _of_device(recent.own, device, usual - target[:, device])
             others = _fast_ones(situation, device, best)
-            why = f"computes {1 / score:.1f} times as long as {others} for the same samples"
+            why = f"is {1 / score:.1f} times slower per sample than {others}"
             yield Suspect("slow_device", (device,), own, why)
 
 
@@ -135,7 +135,7 @@ def _fault(situation: Situation, device: int) -> _Fault | None:
     seconds = float(situation.recent.compute[:, device].mean()) if on_gpu else 0.0
     host = situation.lack_of_cpus(situation.recording.devices[device].worker, seconds)
     is_slow, was_faster = best < 1.0 / limit, own < 1.0 / limit
-    longer = f"computes {1 / max(own, 1e-9):.1f} times as long as in its own best steps"
+    longer = f"is {1 / max(own, 1e-9):.1f} times slower than in its own best steps"
     throttle = situation.readings.throttled(device, was_faster) if on_gpu else None
     if throttle and (was_faster or is_slow or throttle.certain):
         fraction = own if was_faster else throttle.fraction
@@ -150,7 +150,7 @@ def _fault(situation: Situation, device: int) -> _Fault | None:
     may_be_host = host and (was_faster or (is_slow and (host.quota or not on_gpu)))
     if host and may_be_host and _explains(host, scores, device):
         fraction = float(scores[device])
-        times = f"computes {1 / max(fraction, 1e-9):.1f} times as long as it should"
+        times = f"is {1 / max(fraction, 1e-9):.1f} times slower than it should be"
         why = f"{times}: {host.why}"
         return _Fault(host.kind, why, fraction, was_faster, is_of_device=False)
     alone = own / situation.common
@@ -230,7 +230,7 @@ def _slow_link(situation: Situation) -> Iterator[Suspect]:
     if seconds > _SLOWER_LINK * situation.least_transfer:
         usual = min(usual, situation.least_transfer)
         factor = seconds / max(situation.least_transfer, 1e-9)
-        why = f"{why}, {min(factor, 999):.1f} times as long as at its best"
+        why = f"{why}, {min(factor, 999):.1f} times slower than at its best"
     if seconds - usual <= _LITTLE * situation.step_seconds:
         return
     saved = np.maximum(recent.transfer - usual, 0.0)

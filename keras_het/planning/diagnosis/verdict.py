@@ -196,7 +196,7 @@ def _unexplained(situation: Situation, explained: float, excess: float) -> str:
     )
     if situation.common < _ALL_SLOWER:
         return (
-            f"{found}: all devices compute {1 / situation.common:.1f} times as long as in their "
+            f"{found}: all devices are {1 / situation.common:.1f} times slower than in their "
             "own best steps; samples may have become larger"
         )
     return found
@@ -214,7 +214,7 @@ def _nothing_to_do(situation: Situation) -> str:
     best = min(repairs, key=lambda name: repairs[name])
     most = 1.0 - repairs[best] / result.step_seconds
     if most < SILENT - 0.005:  # as it is shown
-        return f"Nothing to do: no cause takes {SILENT * 100:.0f} % of a step."
+        return f"No bottleneck found: nothing costs more than {SILENT * 100:.0f} % of a step."
     why = "is usual" if best == PHASE_REPAIRS["sync"] else "cannot be told from noise"
     return f"No cause stands out: {best} would save {most * 100:.0f} % of a step, which {why}."
 
@@ -322,7 +322,7 @@ def _idle_line(told: dict[int, str], idle: Floats) -> str:
     shown = sorted(told, key=lambda d: -np.nan_to_num(idle[d]))[:_MOST_DEVICES]
     more = f" and {len(told) - len(shown)} more" if len(told) > len(shown) else ""
     is_idle = np.nanmax(idle[list(told)], initial=0.0) > _MUCH_IDLE
-    advice = "; more micro_batches idle less." if is_idle else "."
+    advice = "; a larger num_micro_batches idles less." if is_idle else "."
     return (
         "The model is in stages. Parts of a step in which devices are idle: "
         f"{'; '.join(told[d] for d in sorted(shown))}{more}. "

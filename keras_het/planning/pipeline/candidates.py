@@ -117,7 +117,7 @@ class Candidates:
                 memory[device] = stage_memory(problem.profile, stage.first, stage.end, d, units)
         plan = PipelinePlan(
             tuple(chosen),
-            problem.micro_batches,
+            problem.num_micro_batches,
             problem.schedule,
             0.0,
             tuple(memory),

@@ -108,7 +108,7 @@ class LeastTime:
         backward = [sum(column[first:end]) for _, column in columns]
         passes = 2 if problem.recompute == "always" else 1
         seconds = [max(passes * f + b, TINY) for f, b in zip(forward, backward, strict=True)]
-        taken = routes_of(seconds, problem.micro_batches)
+        taken = routes_of(seconds, problem.num_micro_batches)
         counts = [taken.count(replica) for replica in range(len(group))]
         all_reduce = 0.0
         if len(group) > 1 and (weights := sum(self._weights[first:end])):

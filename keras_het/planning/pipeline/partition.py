@@ -16,7 +16,7 @@ from keras_het.planning.pipeline.search import Search
 def plan_pipeline(
     profile: ModelProfile,
     devices: Devices,
-    micro_batches: int,
+    num_micro_batches: int,
     schedule: str = "1f1b",
     recompute: str = "auto",
 ) -> PipelinePlan:
@@ -32,7 +32,7 @@ def plan_pipeline(
     Args:
         profile: costs of the model.
         devices: devices and links; as many as the profile has.
-        micro_batches: micro-batches of a step, M.
+        num_micro_batches: micro-batches of a step, M.
         schedule: "1f1b", or "gpipe" (all forward passes first; needs more memory).
         recompute: "auto" recomputes the cheapest units that make a stage fit, "never" none,
             "always" all.
@@ -48,14 +48,14 @@ def plan_pipeline(
         Heterogeneous Networking", CBD 2019 (unequal links, recomputation inside).
     """
     cuts = profile.allowed_cuts()
-    return _plan(Problem(profile, devices, micro_batches, schedule, recompute, cuts))
+    return _plan(Problem(profile, devices, num_micro_batches, schedule, recompute, cuts))
 
 
 def plan_with_cuts(
     profile: ModelProfile,
     devices: Devices,
     cuts: Sequence[int],
-    micro_batches: int,
+    num_micro_batches: int,
     schedule: str = "1f1b",
     recompute: str = "auto",
 ) -> PipelinePlan:
@@ -65,7 +65,7 @@ def plan_with_cuts(
         profile: costs of the model.
         devices: devices and links; as many as the profile has.
         cuts: the first unit of each stage but the first one, rising.
-        micro_batches: micro-batches of a step, M.
+        num_micro_batches: micro-batches of a step, M.
         schedule: as in `plan_pipeline`.
         recompute: as in `plan_pipeline`.
 
@@ -92,7 +92,9 @@ def plan_with_cuts(
             f"Every stage needs a device of its own. Received: {len(chosen) - 1} stages, "
             f"{devices.num_devices} devices. Leave out cuts."
         )
-    problem = Problem(profile, devices, micro_batches, schedule, recompute, chosen, all_cuts=True)
+    problem = Problem(
+        profile, devices, num_micro_batches, schedule, recompute, chosen, all_cuts=True
+    )
     return _plan(problem)
 
 

@@ -35,8 +35,8 @@ SCHEDULES = ("1f1b", "gpipe")
 RECOMPUTE = ("auto", "never", "always")
 
 
-def check_wishes(micro_batches: int, schedule: str, recompute: str) -> None:
-    check_number("micro_batches", micro_batches, least=1, whole=True)
+def check_wishes(num_micro_batches: int, schedule: str, recompute: str) -> None:
+    check_number("num_micro_batches", num_micro_batches, least=1, whole=True)
     check_one_of("schedule", schedule, SCHEDULES)
     check_one_of("recompute", recompute, RECOMPUTE)
 
@@ -49,7 +49,7 @@ class Stage:
         first: first unit.
         end: the unit after the last one.
         devices: replicas of the stage, as indices into `Devices`, [replicas].
-        routes: position in `devices` of the replica that takes micro-batch m, [micro_batches].
+        routes: position in `devices` of the replica that takes micro-batch m, [num_micro_batches].
         recomputed: units whose activations are dropped after the forward pass and computed again
             before the backward pass.
         ahead: in the schedule "1f1b", how far forward passes may be ahead: micro-batch m + ahead
@@ -71,7 +71,7 @@ class PipelinePlan:
 
     Args:
         stages: stages from the model's inputs to its outputs.
-        micro_batches: micro-batches of a step, M.
+        num_micro_batches: micro-batches of a step, M.
         schedule: order of the passes, "1f1b" or "gpipe".
         step_seconds: predicted time of a step.
         memory_bytes: predicted use of each device, [D].
@@ -82,7 +82,7 @@ class PipelinePlan:
     """
 
     stages: tuple[Stage, ...]
-    micro_batches: int
+    num_micro_batches: int
     schedule: str
     step_seconds: float
     memory_bytes: tuple[float, ...]
@@ -113,7 +113,7 @@ class PipelinePlan:
             lines.append(f"not used: {', '.join(map(self._device, unused))}")
         lines.append(
             f"predicted step: {readable_seconds(self.step_seconds)} "
-            f"({self.micro_batches} micro-batches, {self.schedule})"
+            f"({self.num_micro_batches} micro-batches, {self.schedule})"
         )
         for name, seconds in self.alternatives:
             lines.append(f"  {name}: {readable_seconds(seconds)}")
@@ -156,7 +156,7 @@ def readable_seconds(seconds: float) -> str:
 Pass = tuple[str, int]
 
 
-def routes(seconds_per_micro_batch: ArrayLike, micro_batches: int) -> tuple[int, ...]:
+def routes(seconds_per_micro_batch: ArrayLike, num_micro_batches: int) -> tuple[int, ...]:
     """Give each micro-batch to the replica that would finish it first.
 
     No other distribution of whole micro-batches ends sooner. Of replicas that would finish at the
@@ -164,7 +164,7 @@ def routes(seconds_per_micro_batch: ArrayLike, micro_batches: int) -> tuple[int,
 
     Args:
         seconds_per_micro_batch: time of each replica for one micro-batch, float64 [replicas].
-        micro_batches: number of micro-batches, M.
+        num_micro_batches: number of micro-batches, M.
 
     Returns:
         Position of the replica that takes micro-batch m, [M].
@@ -178,18 +178,18 @@ def routes(seconds_per_micro_batch: ArrayLike, micro_batches: int) -> tuple[int,
             "Each replica needs a finite time for one micro-batch. "
             f"Received: {seconds_per_micro_batch!r}. Give a list with one number per replica."
         )
-    check_number("micro_batches", micro_batches, least=1, whole=True)
+    check_number("num_micro_batches", num_micro_batches, least=1, whole=True)
     if (seconds < 0).any():
         raise ValueError(
             f"Times must not be negative. Received: {seconds.tolist()}. Measure the stage again."
         )
-    return routes_of(np.maximum(seconds, 1e-15).tolist(), micro_batches)
+    return routes_of(np.maximum(seconds, 1e-15).tolist(), num_micro_batches)
 
 
-def routes_of(seconds: Sequence[float], micro_batches: int) -> tuple[int, ...]:
+def routes_of(seconds: Sequence[float], num_micro_batches: int) -> tuple[int, ...]:
     """Return `routes` of positive times."""
     result, taken, ends = [], [1] * len(seconds), list(seconds)
-    for _ in range(micro_batches):
+    for _ in range(num_micro_batches):
         replica = ends.index(min(ends))
         result.append(replica)
         taken[replica] += 1

@@ -218,14 +218,14 @@ class Problem:
 
     profile: ModelProfile
     devices: Devices
-    micro_batches: int
+    num_micro_batches: int
     schedule: str
     recompute: str
     cuts: tuple[int, ...]
     all_cuts: bool = False
 
     def __post_init__(self) -> None:
-        check_wishes(self.micro_batches, self.schedule, self.recompute)
+        check_wishes(self.num_micro_batches, self.schedule, self.recompute)
         if self.profile.num_devices != self.devices.num_devices:
             raise ValueError(
                 "The profile must have a column for each device. Received: "

@@ -99,10 +99,10 @@ class _Simulation:
         last = len(plan.stages) - 1
         starts = {"forward": 0, "backward": last}
         self._arrived: dict[str, list[list[float | None]]] = {
-            kind: [[0.0 if s == start else None] * plan.micro_batches for s in range(last + 1)]
+            kind: [[0.0 if s == start else None] * plan.num_micro_batches for s in range(last + 1)]
             for kind, start in starts.items()
         }
-        self._passes_left = [2 * plan.micro_batches for _ in plan.stages]
+        self._passes_left = [2 * plan.num_micro_batches for _ in plan.stages]
         self._link_free: dict[Link, float] = {}
         self._ways: dict[tuple[int, int], tuple[float, Link]] = {}
         # Passes by their end, then in the order in which they began.

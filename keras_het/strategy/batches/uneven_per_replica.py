@@ -227,6 +227,6 @@ def _sizes(strategy: HeterogeneousStrategy, total: tf.Tensor) -> tf.Tensor:
 
     # Called in every step: one trace serves all shares.
     def apportioned(total: np.int64 | np.ndarray) -> np.ndarray:
-        return np.asarray(apportion(int(total), strategy.shares), np.int64)
+        return np.asarray(apportion(int(total), strategy.share_weights), np.int64)
 
     return tf.ensure_shape(tf.numpy_function(apportioned, [total], tf.int64), [num_replicas])

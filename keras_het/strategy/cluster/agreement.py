@@ -141,7 +141,7 @@ def _names(workers: Sequence[int]) -> str:
 def check_agreement(
     extended: HeterogeneousExtended,
     weights: Sequence[float],
-    aggregation: object = None,
+    gradient_reduction: object = None,
     micro_batch_sizes: object = None,
     on_drift: str = "warn",
 ) -> None:
@@ -149,7 +149,7 @@ def check_agreement(
         "share weights": str([float(weight) for weight in weights]),
         "type of device": extended._local_device_type,
         "versions": f"TensorFlow {tf.__version__}, Keras {keras.__version__}",
-        "aggregation": repr(aggregation),
+        "gradient_reduction": repr(gradient_reduction),
         "micro_batch_size": repr(micro_batch_sizes),
         "communication_dtype": repr(extended.communication_dtype),
         "powersgd_rank": repr(extended.power_sgd and extended.power_sgd.rank),

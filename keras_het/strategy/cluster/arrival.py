@@ -39,7 +39,7 @@ class PortInUseError(RuntimeError):
 
 
 def wait_for_peers(
-    own_address: str, peers: Mapping[str, str], connect_seconds: float, listens: bool = True
+    own_address: str, peers: Mapping[str, str], startup_timeout_seconds: float, listens: bool = True
 ) -> float:
     """Wait until every other worker has reached the same point."""
     missing, began, next_message = dict(peers), time.monotonic(), _FIRST_MESSAGE_SECONDS
@@ -61,30 +61,31 @@ def wait_for_peers(
             missing = {name: at for name, at in missing.items() if at not in here}
             waited = time.monotonic() - began
             if not missing:
-                return max(0.0, connect_seconds - waited)
+                return max(0.0, startup_timeout_seconds - waited)
             last_seen = waited if earlier else last_seen
             # where one has come again, all are restarted, one after the other
             is_alone = bool(old) and not earlier and old.keys() <= missing.keys()
-            if is_alone and last_seen + _SECONDS_TO_RESTART <= min(waited, connect_seconds):
+            if is_alone and last_seen + _SECONDS_TO_RESTART <= min(waited, startup_timeout_seconds):
                 raise TimeoutError(
                     f"{_names(old)} belonged to an earlier start, which has ended, and did not "
                     f"come again within {_SECONDS_TO_RESTART:g} s: this worker was restarted "
                     "alone. Restart all workers together; with "
                     "keras_het.callbacks.BackupAndRestore training continues where it was saved."
                 )
-            if waited >= connect_seconds:
+            if waited >= startup_timeout_seconds:
                 still = f"{_names(old)} still runs from an earlier start: end it. "
                 raise TimeoutError(
-                    f"{_names(missing)} did not come within {connect_seconds:g} s, "
-                    f"`connect_seconds` of HeterogeneousStrategy. {still if earlier else ''}See "
-                    "whether the process runs there, that TF_CONFIG is the same on all workers but "
-                    "for the index, which each has for itself, and that a firewall lets the port "
-                    "through."
+                    f"{_names(missing)} did not start within startup_timeout_seconds="
+                    f"{startup_timeout_seconds:g}. {still if earlier else ''}Check that the "
+                    "process runs there, that TF_CONFIG is the same on all workers but for the "
+                    "index, and that no firewall closes the port."
                 )
             if waited >= next_message:
                 _logger.warning("Waiting for %s, %.0f s ...", _names(missing), waited)
                 next_message += _FIRST_MESSAGE_SECONDS
-            _greet(listener, min(_SECONDS_BETWEEN_ROUNDS, max(0.0, connect_seconds - waited)))
+            _greet(
+                listener, min(_SECONDS_BETWEEN_ROUNDS, max(0.0, startup_timeout_seconds - waited))
+            )
 
 
 def _greet(listener: socket.socket | None, seconds: float) -> None:

@@ -65,7 +65,7 @@ class ClusterConfig:
         return self.task_type == "async"
 
     @property
-    def is_parameter_service(self) -> bool:
+    def is_parameter_server(self) -> bool:
         """Whether this process holds the parameter service and does not train."""
         return self.task_type == "ps"
 
@@ -97,7 +97,7 @@ class ClusterConfig:
     @property
     def is_serving_only(self) -> bool:
         """Whether this process holds a part of the parameter service and runs no script."""
-        return self.is_parameter_service and (self.has_sync_group or self.task_index > 0)
+        return self.is_parameter_server and (self.has_sync_group or self.task_index > 0)
 
     @property
     def is_evaluator(self) -> bool:
@@ -109,7 +109,7 @@ class ClusterConfig:
 
         The job `chief` if present, else worker 0; for async workers alone task 0 of the job `ps`.
         """
-        if self.is_parameter_service:
+        if self.is_parameter_server:
             return not self.is_serving_only
         return self.worker_index == 0 and self.task_type not in ("async", "summation")
 

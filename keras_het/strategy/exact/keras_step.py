@@ -389,7 +389,8 @@ def _is_measured(strategy: HeterogeneousStrategy) -> bool:
             "Compute times travel in the collective of each step, which local training does not "
             "have. Received: LocalTraining together with BatchBalancer, or after it under the same "
             'strategy (or after a fit with HybridAggregation(roles="auto") that failed). Leave '
-            "BatchBalancer out, set shares by hand (strategy.set_shares), and use a strategy of "
+            "BatchBalancer out, set shares by hand (strategy.set_share_weights), and use a "
+            "strategy of "
             "its own."
         )
     return strategy._steps_are_timed

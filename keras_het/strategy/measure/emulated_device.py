@@ -1,4 +1,4 @@
-"""Emulated devices: `keras-het run --speeds` makes a replica's step last as long as theirs would.
+"""Emulated devices: with `keras-het run --emulate-speeds` steps last as long as on theirs.
 
 The replica waits without burning CPU.
 """
@@ -113,7 +113,7 @@ def _error(problem: str, text: str) -> ValueError:
     return ValueError(
         f"The environment variable {KERAS_HET_EMULATED_DEVICES} {problem}. Received: {text!r}; "
         f"expected for example {_EXAMPLE}. Unset it to use the devices as they are, or let "
-        "`keras-het run --speeds` set it."
+        "`keras-het run --emulate-speeds` set it."
     )
 
 
@@ -135,7 +135,8 @@ def warn_that_nothing_waits() -> None:
     """Warn that a custom loop does not emulate, although the launcher's label says so."""
     _logger.warning(
         "A function of one's own in strategy.run does not wait for emulated devices "
-        "(KERAS_HET_EMULATED_DEVICES, `keras-het run --speeds`): only the steps of Keras, as "
+        "(KERAS_HET_EMULATED_DEVICES, `keras-het run --emulate-speeds`): only the steps of Keras, "
+        "as "
         "those of fit, do. Its times say nothing about devices of different speed."
     )
 

@@ -101,22 +101,23 @@ class PipelineStrategy(HeterogeneousStrategy):
     on all devices, which is data parallelism, or one device alone.
 
     Args:
-        plan: names of the layers after which to cut, or a whole `keras_het.planning.pipeline`
-            `PipelinePlan`. Default: chosen from measurements.
-        micro_batches: number of micro-batches of a step, M; 1 to 4 for each device are usual.
+        split_after: names of the layers after which to cut the model. Default: chosen from
+            measurements.
+        num_micro_batches: number of micro-batches of a step, M; 1 to 4 for each device are usual.
         devices: names of this process's devices, such as ["GPU:0", "GPU:1"]. Default: all GPUs, or
             all (logical) CPUs without a GPU.
-        memory_bytes: what the model may use on each device of this process, in bytes: one number,
-            or one per device. Default: what TensorFlow may use of a GPU; no limit for CPUs.
+        device_memory_bytes: what the model may use on each device of this process, in bytes: one
+            number, or one per device. Default: what TensorFlow may use of a GPU; no limit for CPUs.
         recompute: "auto" computes layers again in the backward pass where memory would not do
             otherwise; "never", or "always".
         schedule: "1f1b", with few micro-batches in memory, or "gpipe", all forward passes first.
             With a loss that is no mean over samples (masked outputs, a user's own function) all
             forward passes come first in any case.
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`. Default: `TF_CONFIG`.
-        connect_seconds: how long to wait for workers that have not started yet, in seconds.
+        startup_timeout_seconds: how long to wait for workers that have not started yet, in seconds.
         peer_timeout_seconds: how long a worker may be silent before it counts as lost, in seconds.
             Default: `KERAS_HET_PEER_TIMEOUT_SECONDS` in the environment, or 30.
+        plan: a whole `keras_het.planning.pipeline.PipelinePlan`, in place of `split_after`.
 
     Raises:
         ValueError: for arguments that are not valid; in the first step, for models that cannot be
@@ -124,7 +125,7 @@ class PipelineStrategy(HeterogeneousStrategy):
 
     Example:
         >>> import keras, keras_het
-        >>> strategy = keras_het.PipelineStrategy(micro_batches=8)
+        >>> strategy = keras_het.PipelineStrategy(num_micro_batches=8)
         >>> with strategy.scope():
         ...     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
         ...     model.compile("sgd", "mse")
@@ -146,22 +147,23 @@ class PipelineStrategy(HeterogeneousStrategy):
 
     def __init__(
         self,
-        plan: PipelinePlan | Sequence[str] | None = None,
-        micro_batches: int = 8,
+        split_after: Sequence[str] | None = None,
+        num_micro_batches: int = 8,
         devices: Sequence[str] | None = None,
-        memory_bytes: float | Sequence[float] | None = None,
+        device_memory_bytes: float | Sequence[float] | None = None,
         recompute: str = "auto",
         schedule: str = "1f1b",
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
-        connect_seconds: float = 300.0,
+        startup_timeout_seconds: float = 300.0,
         peer_timeout_seconds: float | None = None,
+        plan: PipelinePlan | None = None,
     ) -> None:
-        _check_plan_argument(plan)
-        check_wishes(micro_batches, schedule, recompute)
+        _check_plan_arguments(split_after, plan)
+        check_wishes(num_micro_batches, schedule, recompute)
         super().__init__(
             devices=["CPU:0"],
             cluster_resolver=cluster_resolver,
-            connect_seconds=connect_seconds,
+            startup_timeout_seconds=startup_timeout_seconds,
             peer_timeout_seconds=peer_timeout_seconds,
         )
         if self.num_async_workers:
@@ -172,8 +174,8 @@ class PipelineStrategy(HeterogeneousStrategy):
             )
         self._own_devices = choose_devices(devices, 1)
         super()._warn_of_emulation(len(self._own_devices))
-        limits = _limits(memory_bytes, self._own_devices)
-        self._wishes = Wishes(plan, micro_batches, schedule, recompute, limits)
+        limits = _limits(device_memory_bytes, self._own_devices)
+        self._wishes = Wishes(plan or split_after, num_micro_batches, schedule, recompute, limits)
         self._places = self._find_places()
         self._pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
         self._latest: Callable[[], Pipeline | None] = lambda: None
@@ -185,10 +187,10 @@ class PipelineStrategy(HeterogeneousStrategy):
         self._num_pipelines = 0
         self._timeline: Timeline | None = None
         if self.num_workers > 1:
-            given = plan.stages if isinstance(plan, PipelinePlan) else plan and list(plan)
             described = {
-                "plan": str(given),
-                "micro_batches": str(micro_batches),
+                "split_after": str(split_after and list(split_after)),
+                "plan": str(plan and plan.stages),
+                "num_micro_batches": str(num_micro_batches),
                 "recompute": recompute,
                 "schedule": schedule,
             }
@@ -246,7 +248,7 @@ class PipelineStrategy(HeterogeneousStrategy):
         return ReplicaLayout((1,), 0)
 
     @property
-    def timeline(self) -> Timeline | None:
+    def predicted_timeline(self) -> Timeline | None:
         """The passes of one step of the latest plan, as predicted; None before the first step."""
         return self._timeline
 
@@ -256,7 +258,7 @@ class PipelineStrategy(HeterogeneousStrategy):
         return self._plan
 
     @property
-    def measured_passes(self) -> Timeline | None:
+    def measured_timeline(self) -> Timeline | None:
         """The passes of a recent step of the latest plan, as measured.
 
         `keras_het.callbacks.Telemetry` makes training measure them; None before the second step
@@ -350,7 +352,7 @@ class PipelineStrategy(HeterogeneousStrategy):
         given = self._wishes.plan
         if isinstance(given, PipelinePlan):
             check_plan(given, units, len(self._places))
-        rows = max(1, -(-sum(self.latest_shares) // self._wishes.micro_batches))
+        rows = max(1, -(-sum(self.current_shares) // self._wishes.num_micro_batches))
         specs = [
             tf.TensorSpec([rows, *(size or rows for size in value.shape[1:])], value.dtype)
             for value in inputs
@@ -394,14 +396,18 @@ class PipelineStrategy(HeterogeneousStrategy):
         self._put_together(model)
 
 
-def _check_plan_argument(plan: object) -> None:
-    if plan is None or isinstance(plan, PipelinePlan):
-        return
-    names = [None] if isinstance(plan, str) or not isinstance(plan, Sequence) else plan
-    if not all(isinstance(name, str) for name in names):
+def _check_plan_arguments(split_after: object, plan: object) -> None:
+    names = split_after if isinstance(split_after, (list, tuple)) else [None]
+    if split_after is not None and not all(isinstance(name, str) for name in names):
         raise ValueError(
-            "plan must be a list of names of the layers after which to cut, or a PipelinePlan. "
-            f"Received: plan={plan!r}. Write plan=['block_2'], or leave it out."
+            "split_after must be a list of names of the layers after which to cut. "
+            f"Received: {split_after!r}. Write split_after=['block_2'], or leave it out."
+        )
+    if plan is not None and (split_after is not None or not isinstance(plan, PipelinePlan)):
+        raise ValueError(
+            "plan must be a keras_het.planning.pipeline.PipelinePlan, and comes without "
+            f"split_after. Received: plan={plan!r}, split_after={split_after!r}. Leave one of "
+            "them out."
         )
 
 
@@ -420,7 +426,8 @@ def _limits(given: float | Sequence[float] | None, devices: Sequence[str]) -> tu
     limits = [given] * len(devices) if isinstance(given, (int, float)) else list(given)
     if len(limits) != len(devices) or not all(limit > 0 for limit in limits):
         raise ValueError(
-            "memory_bytes must be a positive number of bytes, or one for each of this process's "
+            "device_memory_bytes must be a positive number of bytes, or one for each of this "
+            "process's "
             f"{len(devices)} devices {list(devices)}. Received: {given!r}."
         )
     return tuple(map(float, limits))

@@ -26,7 +26,10 @@ class SGDEquations(Equations):
         """Linear scaling and warm-up (Goyal et al. 2017), damping (Zhang et al. 2016)."""
         if not self.scaling:
             return 1.0
-        scale, warm_up = samples / self.scaling["reference_samples"], self.scaling["warm_up_pushes"]
+        scale, warm_up = (
+            samples / self.scaling["reference_batch_size"],
+            self.scaling["warmup_pushes"],
+        )
         if scale > 1 and self.version < warm_up:
             scale = 1.0 + (scale - 1.0) * self.version / warm_up
         return scale / max(1.0, staleness)
@@ -50,7 +53,7 @@ class AdamEquations(SGDEquations):
         return self.c
 
 
-SCALED = {"reference_samples": 16, "damps_staleness": True, "warm_up_pushes": 20}
+SCALED = {"reference_batch_size": 16, "staleness_damping": True, "warmup_pushes": 20}
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ MOMENTUM = {"rate": 0.15, "momentum": 0.9}
 SELDOM = {"rate": 0.1, "periods": (16, 16, 8, 4)}
 # What makes the rule, and how its workers train.
 CASES = {
-    "async_sgd": (lambda: AsyncSGD(0.1, reference_samples=32, warm_up_pushes=100), {}),
+    "async_sgd": (lambda: AsyncSGD(0.1, reference_batch_size=32, warmup_pushes=100), {}),
     "async_sgd adam": (lambda: AsyncSGD(optimizer=keras.optimizers.Adam(0.005)), {}),
     "delay_compensated": (lambda: DelayCompensated(0.2, 2.0, WORKERS, decay=0.95), OFTEN),
     "delayed_nesterov": (lambda: DelayedNesterov(WORKERS, 4), SELDOM),

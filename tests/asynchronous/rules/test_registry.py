@@ -27,7 +27,7 @@ def test_number_of_workers_is_filled_in_where_it_is_needed():
 
 def test_config_of_an_optimizer_is_plain(logical_devices):
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 50)
-    rule = AsyncSGD(optimizer=keras.optimizers.Adam(schedule, beta_1=0.7), damps_staleness=True)
+    rule = AsyncSGD(optimizer=keras.optimizers.Adam(schedule, beta_1=0.7), staleness_damping=True)
     config = json.loads(json.dumps(rules.serialize(rule)))
     copy = rules.get(config)
     assert rules.serialize(copy) == rules.serialize(rule)
@@ -76,8 +76,12 @@ COMPENSATED = {"learning_rate": 0.1, "compensation": 1.0, "num_workers": 2}
         ("async_sgd", {"learning_rate": 0}, "learning_rate must"),
         ("async_sgd", {"learning_rate": 0.1, "momentum": 1}, "below 1"),
         ("async_sgd", {"optimizer": "adam", "momentum": 0.5}, "beside an optimizer"),
-        ("async_sgd", {"learning_rate": 0.1, "reference_samples": 0}, "reference_samples must"),
-        ("async_sgd", {"learning_rate": 0.1, "warm_up_pushes": 5}, "without reference_samples"),
+        (
+            "async_sgd",
+            {"learning_rate": 0.1, "reference_batch_size": 0},
+            "reference_batch_size must",
+        ),
+        ("async_sgd", {"learning_rate": 0.1, "warmup_pushes": 5}, "without reference_batch_size"),
     ],
 )
 def test_settings_that_do_not_fit(logical_devices, name, settings, match):

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 
 from keras_het.loader import Knobs
 from keras_het.loader.host.threads import threads_of
-from keras_het.loader.iterators.adjustable_pipeline import build_tuned, pipeline
 from keras_het.loader.iterators.handover import HandoverError, difference, hand_over, why_not
 from keras_het.loader.iterators.held_iterator import release
 from keras_het.loader.iterators.live_iterator import LiveIterator
+from keras_het.loader.iterators.tunable import build_tuned, tunable_pipeline
 from keras_het.loader.tuning.session import prepare_iterator
 
 EPOCHS = 3
@@ -58,7 +58,7 @@ def as_lists(element):
 
 def epochs_of(build, moves=(), epochs=EPOCHS, prepared=False):
     """The elements of some epochs, with handovers on the way, prepared as in training or not."""
-    source = pipeline(build, FIRST)
+    source = tunable_pipeline(build, FIRST)
     built, result = {}, []
     for epoch in range(epochs):
         live, elements = LiveIterator(iter(source)), []
@@ -132,7 +132,7 @@ def test_an_order_really_is_random():
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_handed_over_is_refused_and_goes_on(name):
     build, match = REFUSED[name]
-    iterator = iter(pipeline(build, Knobs(2, 2, 2)))
+    iterator = iter(tunable_pipeline(build, Knobs(2, 2, 2)))
     first = as_lists(next(iterator))
     with pytest.raises(HandoverError, match=match):
         hand_over(iterator, build_tuned(build, Knobs(4, 3, 4)))
@@ -146,7 +146,7 @@ def test_other_files_are_refused(tmp_path):
     def build(knobs):
         return tf.data.TFRecordDataset(paths[: knobs.prefetch]).batch(4)
 
-    iterator = iter(pipeline(build, Knobs(2, 2, 2)))
+    iterator = iter(tunable_pipeline(build, Knobs(2, 2, 2)))
     with pytest.raises(HandoverError, match="tfrecord"):
         hand_over(iterator, build_tuned(build, Knobs(2, 3, 2)))
 
@@ -172,7 +172,7 @@ def test_what_tensorflow_itself_refuses_goes_on():
         parts = tf.data.Dataset.range(4).interleave(part, cycle_length=2, num_parallel_calls=2)
         return parts.batch(3).prefetch(2)
 
-    iterator = iter(pipeline(build, Knobs(2, 2, 2)))
+    iterator = iter(tunable_pipeline(build, Knobs(2, 2, 2)))
     first = as_lists(next(iterator))
     try:
         iterator = hand_over(iterator, build_tuned(build, Knobs(2, 4, 2)))
@@ -189,7 +189,7 @@ def test_a_cache_in_files_is_refused_while_it_fills_and_later(tmp_path):
 
     expected = [as_lists(element) for element in tf.data.Dataset.range(0, 120, 2).batch(4)]
     for _ in range(2):
-        iterator = iter(pipeline(build, Knobs(2, 2, 2)))
+        iterator = iter(tunable_pipeline(build, Knobs(2, 2, 2)))
         first = as_lists(next(iterator))
         with pytest.raises(HandoverError, match="cache in files"):
             hand_over(iterator, build_tuned(build, Knobs(4, 2, 4)))
@@ -212,7 +212,7 @@ def test_a_cache_within_a_function_is_refused_if_it_may_be_in_files(tmp_path):
 
 
 def test_the_new_threads_are_known_and_give_way():
-    iterator = iter(pipeline(plain, Knobs(2, 2, 3)))
+    iterator = iter(tunable_pipeline(plain, Knobs(2, 2, 3)))
     assert len(threads_of(iterator).ids) == 3
     next(iterator)
     new = hand_over(iterator, build_tuned(plain, Knobs(4, 2, 5)))
@@ -235,7 +235,7 @@ def test_the_new_threads_are_known_and_give_way():
 BATCH_SIZES = """
 import tensorflow as tf
 from keras_het.loader import Knobs
-from keras_het.loader.iterators.adjustable_pipeline import build_tuned, pipeline
+from keras_het.loader.iterators.tunable import build_tuned, tunable_pipeline
 from keras_het.loader.iterators.handover import HandoverError, hand_over
 
 def builder(batch):
@@ -245,7 +245,7 @@ def builder(batch):
     return build
 
 for before, after in ((20, 8), (8, 20), (20, 20)):
-    iterator = iter(pipeline(builder(before), Knobs(8, 4, 2)))
+    iterator = iter(tunable_pipeline(builder(before), Knobs(8, 4, 2)))
     seen = [next(iterator) for _ in range(3)]
     try:
         iterator = hand_over(iterator, build_tuned(builder(after), Knobs(4, 4, 2)))

@@ -29,11 +29,11 @@ def folder(tmp_path):
     return tmp_path / "jobs"
 
 
-def job_on(folder, cpus=range(8), quota=None, io_budget=None):
+def job_on(folder, cpus=range(8), quota=None, max_reader_threads=None):
     """A job that may run on these CPUs, of the eight of an emulated host."""
     usable = len(cpus) if quota is None else min(len(cpus), quota[1])
     quota = None if quota is None else Quota(*quota)
-    return HostBudget(float(usable), folder, cpus, io_budget, quota)
+    return HostBudget(float(usable), folder, cpus, max_reader_threads, quota)
 
 
 def file_of(job):
@@ -183,7 +183,7 @@ UNREADABLE = {
     "below zero": lambda entry: entry["job"].update(device_seconds=-1.0),
     "a quota of another form": lambda entry: entry.update(quota=[4.0]),
     "a quota of nothing": lambda entry: entry.update(quota={"group": "a", "cpus": 0.0}),
-    "a wrong budget": lambda entry: entry.update(io_budget=-5),
+    "a wrong budget": lambda entry: entry.update(max_reader_threads=-5),
     "half a need": lambda entry: entry["reading"].pop("until"),
     "a list of needs": lambda entry: entry.update(reading=[1]),
     "a number of needs": lambda entry: entry.update(reading=5),
@@ -198,7 +198,7 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("change", UNREADABLE.values(), ids=UNREADABLE)
 def test_a_file_of_another_version_does_not_count_and_stays(change, folder, caplog):
-    first, second = job_on(folder, io_budget=4), job_on(folder)
+    first, second = job_on(folder, max_reader_threads=4), job_on(folder)
     first.update(HUNGRY, need())
     entry = read(first)
     change(entry)
@@ -269,7 +269,7 @@ WILD += ["x", None, [], {}, [[1]]]
 @pytest.mark.full
 def test_no_value_of_another_job_ends_a_training(folder, caplog):
     """Each number and each part of a file is replaced by each wild value in turn."""
-    other, job = jobs = [job_on(folder, quota=("a", 6.0), io_budget=8), job_on(folder)]
+    other, job = jobs = [job_on(folder, quota=("a", 6.0), max_reader_threads=8), job_on(folder)]
     for _ in range(2):
         parts_now = [each.update(HUNGRY, need()) for each in jobs]
     assert [each.reading_loaders for each in jobs] == [4, 4]
@@ -372,12 +372,12 @@ PARTS = {
 
 @pytest.mark.parametrize(("budgets", "needs", "expected"), PARTS.values(), ids=PARTS)
 def test_reading_threads_are_divided_among_those_that_read(budgets, needs, expected, folder):
-    jobs = [job_on(folder, io_budget=each) for each in budgets]
+    jobs = [job_on(folder, max_reader_threads=each) for each in budgets]
     assert bounds(jobs, *(each if each is None else need(**each) for each in needs)) == expected
 
 
 def test_a_budget_is_divided_by_what_the_devices_need_and_returns(folder):
-    first, second = job_on(folder, io_budget=10), job_on(folder)
+    first, second = job_on(folder, max_reader_threads=10), job_on(folder)
     assert bounds([first, second], need(160.0), need(160.0)) == [5, 5]
     assert bounds([first, second], need(80.0), need(20.0)) == [8, 2]
     second.leave()
@@ -386,7 +386,7 @@ def test_a_budget_is_divided_by_what_the_devices_need_and_returns(folder):
 
 def test_a_budget_goes_with_who_gave_it(folder):
     """A job that computes has given it, and ends."""
-    reads, computes = job_on(folder), job_on(folder, io_budget=4)
+    reads, computes = job_on(folder), job_on(folder, max_reader_threads=4)
     assert bounds([reads, computes], need(), None) == [4, None]
     computes.leave()
     assert bounds([reads], need()) == [None]
@@ -394,6 +394,8 @@ def test_a_budget_goes_with_who_gave_it(folder):
 
 def test_a_budget_beyond_any_use_takes_no_time(folder):
     start = time.monotonic()
-    first, second = bounds([job_on(folder, io_budget=10**12), job_on(folder)], need(), need())
+    first, second = bounds(
+        [job_on(folder, max_reader_threads=10**12), job_on(folder)], need(), need()
+    )
     assert first == second >= 1000
     assert time.monotonic() - start < 5.0

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
-from keras_het.loader import pipeline
+from keras_het.loader import tunable_pipeline
 from keras_het.loader.host.budget import CpuPart
 from keras_het.loader.host.job_files import LONGEST_SILENCE_SECONDS
 from keras_het.loader.tuning.session import TuningSession
@@ -80,7 +80,7 @@ def test_a_session_announces_its_job_and_gives_way_to_those_that_share_the_host(
     friends = []
     session = session_of(budget, clock)
     session._priority = SimpleNamespace(value=0, observe=friends.append)
-    session.open(iter(pipeline(lambda knobs: tf.data.Dataset.range(9).batch(3))))
+    session.open(iter(tunable_pipeline(lambda knobs: tf.data.Dataset.range(9).batch(3))))
     assert budget.written == [1000.0], "before the first batch"
     for _ in range(3):
         session.after_step(2.0, 0.0, 1)

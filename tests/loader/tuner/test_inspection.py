@@ -181,7 +181,7 @@ def test_what_writes_files_is_not_read(is_built, kind, tmp_path):
         path = str(tmp_path / "kept")
         return (numbers.cache(path) if kind == "cache" else numbers.snapshot(path)).batch(2)
 
-    data = keras_het.loader.pipeline(build) if is_built else build(None)
+    data = keras_het.loader.tunable_pipeline(build) if is_built else build(None)
     before = sorted(tmp_path.rglob("*"))
     report = inspect(data, file=io.StringIO())
     assert report.stages == ()
@@ -200,7 +200,7 @@ def test_an_old_tensorflow_says_so():
 
 
 def test_other_objects_are_refused(logical_devices):
-    strategy = keras_het.HeterogeneousStrategy(list(logical_devices[:2]), shares=[1, 1])
+    strategy = keras_het.HeterogeneousStrategy(list(logical_devices[:2]), share_weights=[1, 1])
     distributed = strategy.distribute(tf.data.Dataset.range(8).batch(2))
     for received in ([1, 2], distributed):
         with pytest.raises(TypeError, match=r"call LoaderTuner.inspect; .* that it was given"):

@@ -6,7 +6,7 @@ import pytest
 from loader_training import dense, numbered
 
 from keras_het.callbacks import LoaderTuner
-from keras_het.loader import Knobs, iterator_adapter, pipeline
+from keras_het.loader import Knobs, iterator_adapter, tunable_pipeline
 from keras_het.loader.iterators.held_iterator import HeldIterator, release
 from keras_het.loader.iterators.live_iterator import LiveIterator
 
@@ -47,7 +47,7 @@ def ends(monkeypatch):
 
 
 def test_who_lets_go_does_not_wait(ends):
-    live = LiveIterator(iter(pipeline(build, Knobs(2, 2, 2))))
+    live = LiveIterator(iter(tunable_pipeline(build, Knobs(2, 2, 2))))
     live.take(3)
     live.release()
     assert ends.ended == 0, "the end was waited for"
@@ -70,11 +70,11 @@ def test_each_has_a_thread_of_its_own(ends):
 
 @pytest.mark.parametrize("is_built", [True, False])
 def test_epochs_begin_while_the_iterators_of_those_before_still_end(is_built, ends):
-    tuner = LoaderTuner("fixed", share_host=False)
-    data = pipeline(build, Knobs(2, 2, 2)) if is_built else build(Knobs(2, 2, 2))
+    tuner = LoaderTuner("fixed", cooperate_with_other_jobs=False)
+    data = tunable_pipeline(build, Knobs(2, 2, 2)) if is_built else build(Knobs(2, 2, 2))
     dense().fit(data, epochs=3, verbose=0, callbacks=[tuner])
     assert ends.ended == 0, "an end was waited for"
-    assert tuner.meter.steps == 3 * 10
+    assert tuner.train_input_wait.steps == 3 * 10
     threads = ends.wait_for(3)  # one for each epoch, none of which has ended
     assert threading.main_thread() not in threads
 

@@ -14,7 +14,7 @@ from pipelines import ALL, ELEMENT
 from workers import Unchanged, _one_step, make_workers
 
 from keras_het.asynchronous.exchange.claims import GroupClaims
-from keras_het.loader import HandoverError, Knobs, pipeline
+from keras_het.loader import HandoverError, Knobs, tunable_pipeline
 from keras_het.loader.input.data_pass import ClaimedPass
 
 COUNTS = (1, 2)
@@ -165,7 +165,7 @@ def test_a_move_in_every_step_changes_nothing(name, executor):
 def over_one_shuffle(end):
     def make():
         rows = tf.data.Dataset.range(47).shuffle(11, seed=4)
-        return pipeline(lambda knobs: end(rows, knobs), FIRST)
+        return tunable_pipeline(lambda knobs: end(rows, knobs), FIRST)
 
     return make
 
@@ -213,7 +213,7 @@ def test_all_of_element_mode_can_be_tuned():
 def test_any_moves_of_a_built_pipeline_change_nothing(name, moves, executor):
     build = BUILDERS[name]
     expected, _ = run(lambda: build(FIRST), [], executor)
-    assert run(lambda: pipeline(build, FIRST), moves, executor)[0] == expected
+    assert run(lambda: tunable_pipeline(build, FIRST), moves, executor)[0] == expected
 
 
 @pytest.mark.full
@@ -221,7 +221,7 @@ def test_any_moves_of_a_built_pipeline_change_nothing(name, moves, executor):
 def test_a_built_pipeline_is_moved_again_and_again(name, executor):
     build = BUILDERS[name]
     expected, _ = run(lambda: build(FIRST), [], executor)
-    seen, done = run(lambda: pipeline(build, FIRST), EVERY_STEP, executor)
+    seen, done = run(lambda: tunable_pipeline(build, FIRST), EVERY_STEP, executor)
     assert seen == expected
     assert done >= 6
 
@@ -256,7 +256,7 @@ class Together:
 MAPS = {
     "AUTOTUNE": (lambda f: tf.data.Dataset.range(900).map(f, -1).batch(30), [2, 8, 2]),
     "built": (
-        lambda f: pipeline(
+        lambda f: tunable_pipeline(
             lambda knobs: tf.data.Dataset.range(900).map(f, knobs.num_parallel_calls).batch(30),
             Knobs(3, 2, 3),
         ),
@@ -338,7 +338,7 @@ def test_what_would_be_another_order_if_read_again_is_tuned_too(name, executor):
 REFUSED = {
     "cached batches": (ALL["cache_after_batch"], "cache in memory"),
     "several orders": (
-        lambda: pipeline(
+        lambda: tunable_pipeline(
             lambda knobs: tf.data.Dataset.range(20).shuffle(20, seed=1).repeat(2).batch(5), FIRST
         ),
         "several orders",
@@ -376,7 +376,7 @@ def test_a_pass_of_which_others_take_a_part_is_refused():
     ],
 )
 def test_builders_of_something_else_are_refused(change, reason, executor):
-    (worker,) = make_workers(lambda: pipeline(change, FIRST), (1,), [[1]])
+    (worker,) = make_workers(lambda: tunable_pipeline(change, FIRST), (1,), [[1]])
     iterator = iter(worker)
     next(iterator)
     with pytest.raises(HandoverError, match=reason):

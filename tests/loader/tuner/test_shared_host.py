@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 from workers import make_workers
 
-from keras_het.loader import Knobs, pipeline
+from keras_het.loader import Knobs, tunable_pipeline
 from keras_het.loader.host import budget as host_share
 from keras_het.loader.host.budget import HostBudget
 from keras_het.loader.tuning.session import TuningSession
@@ -58,8 +58,8 @@ def make_session(tmp_path, monkeypatch):
     monkeypatch.setattr(host_share, "_SECONDS_BETWEEN_UPDATES", 0.0)
     sessions = []
 
-    def make(controller, io_budget=None):
-        budget = HostBudget(CPUS, tmp_path / "jobs", range(8), io_budget)
+    def make(controller, max_reader_threads=None):
+        budget = HostBudget(CPUS, tmp_path / "jobs", range(8), max_reader_threads)
         session = TuningSession(lambda plan, cpus, most: controller, budget=budget)
         sessions.append(session)
         return session
@@ -75,7 +75,7 @@ def build(knobs):
 
 
 def begun(session, threads=2):
-    session.open(iter(pipeline(build, Knobs(2 * threads, 2, threads))))
+    session.open(iter(tunable_pipeline(build, Knobs(2 * threads, 2, threads))))
     return session
 
 
@@ -105,7 +105,7 @@ def test_a_job_that_does_not_wait_leaves_the_others_what_it_does_not_use(make_se
 
 
 def test_a_worker_with_a_larger_share_gets_more_of_the_host(make_session):
-    data = make_workers(lambda: pipeline(build, Knobs(4, 2, 2)), (1, 1), [[3, 1]])
+    data = make_workers(lambda: tunable_pipeline(build, Knobs(4, 2, 2)), (1, 1), [[3, 1]])
     iterators = [iter(worker) for worker in data]
     for iterator in iterators:
         next(iterator)
@@ -153,7 +153,7 @@ def test_loaders_go_when_another_job_starts(make_session):
 def test_reading_threads_are_divided_by_need_and_return(make_session):
     """The loaders of both jobs only wait, and a device that waits more needs more of them."""
     controllers = [TunerController(LoaderPlan(8, 2), CPUS, max_loaders=8) for _ in range(2)]
-    sessions = [begun(make_session(each, io_budget=10), threads=8) for each in controllers]
+    sessions = [begun(make_session(each, max_reader_threads=10), threads=8) for each in controllers]
     for session in sessions:
         session._host = BusyHost(0.0, SECONDS_OF_A_WINDOW)
 

@@ -6,7 +6,7 @@ from test_order_tuning import COUNTS, FIRST, in_effect, repeated, row, shuffled
 from test_order_tuning import executor as executor  # a fixture
 from workers import Schedule, _one_step, collect
 
-from keras_het.loader import GlobalOrderDataset, Knobs, pipeline
+from keras_het.loader import GlobalOrderDataset, Knobs, tunable_pipeline
 from keras_het.planning import ReplicaLayout
 
 EPOCHS, ROWS = 3, 47
@@ -16,7 +16,7 @@ def inputs(build, is_built):
     """For each worker its own dataset, and two inputs of that: one to train, one to evaluate."""
     made = []
     for index in range(len(COUNTS)):
-        dataset = pipeline(build, FIRST) if is_built else build(FIRST)
+        dataset = tunable_pipeline(build, FIRST) if is_built else build(FIRST)
         layout = ReplicaLayout(COUNTS, index)
         made.append(
             [

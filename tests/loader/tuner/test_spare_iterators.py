@@ -11,9 +11,13 @@ from loader_training import dense, numbered
 
 from keras_het.callbacks import LoaderTuner
 from keras_het.loader import Knobs
-from keras_het.loader.iterators import adjustable_pipeline
-from keras_het.loader.iterators.adjustable_pipeline import SpareIterators, build_tuned, pipeline
+from keras_het.loader.iterators import tunable
 from keras_het.loader.iterators.live_iterator import LiveIterator
+from keras_het.loader.iterators.tunable import (
+    SpareIterators,
+    build_tuned,
+    tunable_pipeline,
+)
 from keras_het.loader.order.pass_counter import PassEnd
 from keras_het.planning.loader import TunerController
 
@@ -32,7 +36,7 @@ def values(iterator):
 
 def epochs_of(build, executor=None, moves=False):
     """Elements of some epochs: with spares if there is an executor, and with moves around them."""
-    source, result = pipeline(build, FIRST), []
+    source, result = tunable_pipeline(build, FIRST), []
     other = build_tuned(build, OTHER) if moves else None
     for epoch in range(EPOCHS):
         live = LiveIterator(iter(source))
@@ -63,14 +67,14 @@ def test_without_a_move_they_change_nothing_anywhere(name, executor):
 
 
 def test_orders_that_were_taken_are_not_lost(executor):
-    source, untouched = pipeline(shuffled, FIRST), pipeline(shuffled, FIRST)
+    source, untouched = tunable_pipeline(shuffled, FIRST), tunable_pipeline(shuffled, FIRST)
     source.make_spares(2, executor)
     concurrent.futures.wait(source._spares._waiting, timeout=60)
     assert [values(source) for _ in range(3)] == [values(untouched) for _ in range(3)]
 
 
 def test_a_move_drops_spares_of_a_pipeline_that_is_iterated_as_it_is(executor):
-    source = pipeline(plain, FIRST)
+    source = tunable_pipeline(plain, FIRST)
     source.make_spares(2, executor)
     concurrent.futures.wait(source._spares._waiting, timeout=60)
     other = build_tuned(plain, OTHER)
@@ -80,7 +84,7 @@ def test_a_move_drops_spares_of_a_pipeline_that_is_iterated_as_it_is(executor):
 
 @pytest.mark.parametrize("build", [cached, repeated])
 def test_where_one_would_change_the_running_epoch_there_is_none(build, executor):
-    source = pipeline(build, FIRST)
+    source = tunable_pipeline(build, FIRST)
     source.make_spares(2, executor)
     assert source._spares.take() is None
 
@@ -149,15 +153,17 @@ class Waiting(keras.callbacks.Callback):
 
 
 def test_in_fit_epochs_begin_with_iterators_that_were_made_before(monkeypatch):
-    made, start = [], adjustable_pipeline.start
+    made, start = [], tunable.start
 
     def noting(dataset):
         made.append(threading.current_thread().name.split("_0")[0])
         return start(dataset)
 
-    monkeypatch.setattr(adjustable_pipeline, "start", noting)
-    source = pipeline(numbered(40), FIRST)
-    tuner = LoaderTuner(lambda plan, cpus: TunerController(plan, cpus), share_host=False)
+    monkeypatch.setattr(tunable, "start", noting)
+    source = tunable_pipeline(numbered(40), FIRST)
+    tuner = LoaderTuner(
+        lambda plan, cpus: TunerController(plan, cpus), cooperate_with_other_jobs=False
+    )
     dense().fit(source, epochs=3, verbose=0, callbacks=[tuner, Waiting(source)])
     # the first epoch, two for each of the others, and one that Keras makes after the last
     assert made == ["MainThread", *["loader_tuner"] * 4, "MainThread"]

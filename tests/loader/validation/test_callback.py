@@ -57,7 +57,7 @@ def make_model(strategy: Any = None, **options: Any) -> keras.Model:
 
 
 def two_replicas(devices: tuple[str, ...]) -> Any:
-    return keras_het.HeterogeneousStrategy(devices[:2], shares=[3, 1])
+    return keras_het.HeterogeneousStrategy(devices[:2], share_weights=[3, 1])
 
 
 def spoil(x: np.ndarray, row: int) -> np.ndarray:
@@ -110,7 +110,7 @@ class BrokenOff(keras.callbacks.Callback):
 def test_a_training_that_was_broken_off_leaves_no_batches(tunes: str) -> None:
     weights = []
     for is_plain in (False, True):
-        model, tuner = make_model(), LoaderTuner(share_host=False)
+        model, tuner = make_model(), LoaderTuner(cooperate_with_other_jobs=False)
         tuners = [tuner] if tunes != "never" else []
         first = [] if is_plain else [*tuners, DataValidation(schema())]
         with pytest.raises(KeyboardInterrupt):
@@ -125,7 +125,7 @@ def test_a_training_that_was_broken_off_leaves_no_batches(tunes: str) -> None:
 def test_later_batches_are_not_checked() -> None:
     model = make_model()
     x, y = samples()
-    validation = DataValidation(schema(), first_batches=2)
+    validation = DataValidation(schema(), num_batches_to_check=2)
     model.fit(batches(spoil(x, 2 * BATCH), y), verbose=0, callbacks=[validation])
     assert validation.anomalies == []
 
@@ -271,7 +271,7 @@ def test_a_replica_without_a_share_has_no_data_to_be_wrong(
 ) -> None:
     known = schema()
     validation = DataValidation(known, compare_shards=True, directory=tmp_path)
-    model = make_model(keras_het.HeterogeneousStrategy(logical_devices[:2], shares=[1, 0]))
+    model = make_model(keras_het.HeterogeneousStrategy(logical_devices[:2], share_weights=[1, 0]))
     model.fit(batches(*samples()), verbose=0, callbacks=[validation])
     write_schema(known, tmp_path / "schema.pbtxt")
     arguments = ["validate", str(tmp_path), "--schema", str(tmp_path / "schema.pbtxt")]
@@ -315,13 +315,13 @@ def test_beside_other_callbacks(logical_devices: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_the_loader_tuner_still_tunes(first: bool) -> None:
     x, y = samples()
-    tuner, validation = LoaderTuner(share_host=False), DataValidation(schema())
+    tuner, validation = LoaderTuner(cooperate_with_other_jobs=False), DataValidation(schema())
     callbacks = [validation, tuner] if first else [tuner, validation]
     make_model().fit(batches(x, y).repeat(5), epochs=2, verbose=0, callbacks=callbacks)
-    assert tuner.observes_only is None
+    assert tuner.observe_only_reason is None
     assert validation.anomalies == []
     # The batches that were read ahead are no steps of the pipeline.
-    assert tuner.meter.steps == 2 * 35 - 4
+    assert tuner.train_input_wait.steps == 2 * 35 - 4
 
 
 def test_features_of_the_users_own() -> None:
@@ -341,8 +341,8 @@ def test_features_of_the_users_own() -> None:
 def test_arguments_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='"raise" or "warn"'):
         DataValidation(schema(), "stop")
-    with pytest.raises(ValueError, match=r"at least 1. Received: first_batches=0"):
-        DataValidation(schema(), first_batches=0)
+    with pytest.raises(ValueError, match=r"at least 1. Received: num_batches_to_check=0"):
+        DataValidation(schema(), num_batches_to_check=0)
     with pytest.raises(ValueError, match="Give compare_shards=True"):
         DataValidation(schema(), directory=tmp_path)
     with pytest.raises(ValueError, match="set_comparison_thresholds"):

@@ -41,7 +41,7 @@ def test_idle_parts_are_named_as_predicted_and_as_measured() -> None:
     assert "worker 0 GPU 0 75 % predicted, 80 % measured" in first
     assert "worker 1 GPU 0 50 % predicted, 40 % measured" in first
     assert "worker 2" not in first  # has no stage
-    assert "strategy.plan" in first and "micro_batches" in first
+    assert "strategy.plan" in first and "num_micro_batches" in first
     assert "worker 1 GPU 0 computes 30 ms of each step, 20 ms were predicted" in second
     assert verdict.causes == () == verdict.missing
 

@@ -83,7 +83,7 @@ def test_undisturbed_trainings_have_no_cause(n):
         (line,) = verdict.lines
         result = what_if(training.record(), choose_windows(training.record(), WINDOW).recent)
         if max(savings_of(result)) < 0.094:
-            assert line == "Nothing to do: no cause takes 10 % of a step."
+            assert line == "No bottleneck found: nothing costs more than 10 % of a step."
         if max(savings_of(result)) > 0.096:
             assert line.startswith("No cause stands out: "), "the table has something to save"
             assert f"would save {100 * max(savings_of(result)):.0f} % of a step" in line
@@ -175,8 +175,8 @@ def test_a_line_says_who_why_and_what_to_do():
     recording = Training(4, slowness=(1, 1, 2.9, 1), noise=0.001, spikes=0.0, transfer=0.0).record()
     verdict = diagnose(recording)
     assert verdict.lines == (
-        "worker 1 GPU 0 computes 2.9 times as long as the others for the same samples, and 64 % of "
-        "every step waits for it. Add BatchBalancer: predicted 2.3 times the samples/s.",
+        "worker 1 GPU 0 is 2.9 times slower per sample than the others, and 64 % of every step "
+        "waits for it. Add BatchBalancer: predicted 2.3 times the samples/s.",
     )
     assert verdict.causes[0].severity == "critical"
     assert verdict.causes[0].device == 2 and verdict.causes[0].worker == 1
@@ -247,7 +247,7 @@ def test_what_the_named_cause_does_not_explain_is_said():
     assert len(verdict.lines) == 2
     assert verdict.lines[1].startswith("There is more: ")
     assert verdict.missing[-1] in verdict.lines[1]
-    assert "all devices compute 1.8 times as long" in verdict.lines[1]
+    assert "all devices are 1.8 times slower" in verdict.lines[1]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -264,7 +264,7 @@ def test_devices_that_are_slow_alike_are_one_cause():
     verdict = diagnose(Training(4, slowness=(1, 3, 3, 3)).record())
     (cause,) = verdict.causes
     assert set(cause.devices) == {1, 2, 3} and set(cause.workers) == {0, 1}
-    assert "than" not in cause.text and "worker 0 GPU 0 for the same samples" in cause.text
+    assert "slower per sample than worker 0 GPU 0," in cause.text
 
 
 def test_unequal_shares_of_equal_devices():

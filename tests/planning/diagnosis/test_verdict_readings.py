@@ -148,7 +148,7 @@ def test_what_workers_have_in_common_makes_no_difference(shape, same_host):
     (cause,) = verdict.causes
     assert (cause.kind, cause.device) == ("slow_device", 1)
     assert verdict.missing[0].startswith("no readings of single CPUs")
-    assert re.search(r"computes 3\.[67] times", cause.text) and "busy" not in cause.text
+    assert re.search(r"3\.[67] times slower", cause.text) and "busy" not in cause.text
 
 
 @pytest.mark.parametrize("shape", ["static", "temporary"])
@@ -208,7 +208,7 @@ def test_what_all_workers_have(phase, per_worker, shape, host):
     lacks_cpus = host == "contended" and phase != "link"
     if phase == "compute" and (not lacks_cpus or shape == "static"):
         assert verdict.causes == ()
-        assert shape == "static" or "all devices compute 2.0 times as long" in str(verdict)
+        assert shape == "static" or "all devices are 2.0 times slower" in str(verdict)
         return
     (cause,) = verdict.causes
     assert cause.kind == ("other_program" if lacks_cpus else phase)
@@ -305,7 +305,7 @@ def test_what_no_reading_explains():
     verdict = diagnose(Training(4, 180, faults=faults).record())
     assert verdict.causes == () and verdict.lines == ()
     (missing,) = verdict.missing
-    assert "all devices compute 2.0 times as long" in missing
+    assert "all devices are 2.0 times slower" in missing
 
 
 def test_a_window_that_is_too_small_is_refused():

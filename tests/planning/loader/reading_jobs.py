@@ -51,12 +51,12 @@ class Host:
 
     Args:
         jobs: the jobs.
-        io_budget: threads of all of them together.
+        max_reader_threads: threads of all of them together.
         noise: of each step.
     """
 
     jobs: list[Job]
-    io_budget: int
+    max_reader_threads: int
     noise: float = 0.0
 
     def __post_init__(self):
@@ -109,7 +109,7 @@ class Host:
 
     def divide(self, job):
         reading = [each for each in self.jobs if each.need and job.clock <= each.need.until]
-        found = allocate_readers([each.need.threads for each in reading], self.io_budget)
+        found = allocate_readers([each.need.threads for each in reading], self.max_reader_threads)
         parts = {each.name: part for each, part in zip(reading, found, strict=True)}
         job.controller.set_reading_loaders(parts.get(job.name))
         self.parts.append((job.clock, parts))

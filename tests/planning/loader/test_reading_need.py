@@ -104,15 +104,15 @@ def hungry(name, device_seconds=0.005):
     return Job(name, **DISK, device_seconds=device_seconds)
 
 
-def trained(*jobs, io_budget, noise=0.0):
-    host = Host(list(jobs), io_budget, noise)
+def trained(*jobs, max_reader_threads, noise=0.0):
+    host = Host(list(jobs), max_reader_threads, noise)
     host.run(LONG)
     return host
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_a_budget_is_kept_and_divided_by_need(noise):
-    host = trained(hungry("fast"), hungry("slow", 0.020), io_budget=10, noise=noise)
+    host = trained(hungry("fast"), hungry("slow", 0.020), max_reader_threads=10, noise=noise)
     _, parts = host.parts[-1]
     assert sum(parts.values()) == 10
     assert sum(job.loaders for job in host.jobs) <= 10
@@ -124,7 +124,7 @@ def test_a_budget_is_kept_and_divided_by_need(noise):
 
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.3])
 def test_a_division_does_not_follow_noise(noise):
-    host = trained(hungry("fast"), hungry("slow", 0.020), io_budget=10, noise=noise)
+    host = trained(hungry("fast"), hungry("slow", 0.020), max_reader_threads=10, noise=noise)
     late = [parts for when, parts in host.parts if when > 30.0]
     changes = sum(before != after for before, after in itertools.pairwise(late))
     assert len(late) > 200
@@ -132,13 +132,13 @@ def test_a_division_does_not_follow_noise(noise):
 
 
 def test_a_budget_holds_for_a_job_alone():
-    host = trained(hungry("a"), io_budget=3)
+    host = trained(hungry("a"), max_reader_threads=3)
     assert host.jobs[0].loaders <= 3
     assert throughput(host.jobs[0], LONG / 2, LONG) == pytest.approx(3 * 20.0, rel=0.05)
 
 
 def test_a_job_that_computes_is_not_bounded_and_takes_no_thread():
     computing = Job("c", 0.0, 0.0, 0.002, cpu_seconds=0.009)
-    host = trained(hungry("a"), hungry("b"), computing, io_budget=4)
+    host = trained(hungry("a"), hungry("b"), computing, max_reader_threads=4)
     assert host.parts[-1][1] == {"a": 2, "b": 2}
     assert computing.loaders > 4

@@ -25,7 +25,7 @@ def problem_of(profile, devices, micro_batches):
 
 
 def planned_seconds(problem):
-    asked = problem.micro_batches, problem.schedule, problem.recompute
+    asked = problem.num_micro_batches, problem.schedule, problem.recompute
     try:
         return plan_pipeline(problem.profile, problem.devices, *asked).step_seconds
     except ValueError as error:
@@ -81,7 +81,7 @@ def test_no_step_is_shorter_than_its_bound(part):
 
 def test_all_processes_find_the_same_plan():
     problem = random_problem(5)
-    asked = problem.profile, problem.devices, problem.micro_batches
+    asked = problem.profile, problem.devices, problem.num_micro_batches
     assert plan_pipeline(*asked) == plan_pipeline(*asked)
 
 
@@ -233,10 +233,10 @@ def test_the_table_names_layers_devices_and_alternatives():
 
 
 planned = functools.partial(
-    plan_pipeline, profile=even_profile(3, 2), devices=even_devices(2), micro_batches=4
+    plan_pipeline, profile=even_profile(3, 2), devices=even_devices(2), num_micro_batches=4
 )
 cut = functools.partial(
-    plan_with_cuts, profile=even_profile(3, 2), devices=even_devices(2), micro_batches=4
+    plan_with_cuts, profile=even_profile(3, 2), devices=even_devices(2), num_micro_batches=4
 )
 profile_with = functools.partial(dataclasses.replace, even_profile(3, 2))
 devices_with = functools.partial(dataclasses.replace, even_devices(2))
@@ -245,7 +245,7 @@ devices_with = functools.partial(dataclasses.replace, even_devices(2))
 @pytest.mark.parametrize(
     ("make", "change", "message"),
     [
-        (planned, {"micro_batches": 0}, "be a whole number.*Received: micro_batches=0"),
+        (planned, {"num_micro_batches": 0}, "be a whole number.*Received: num_micro_batches=0"),
         (planned, {"schedule": "none"}, "schedule must be.*Received: schedule='none'"),
         (planned, {"recompute": "some"}, "recompute must be.*Received: recompute='some'"),
         (planned, {"devices": even_devices(3)}, "each device. Received: 2 columns, 3 devices"),

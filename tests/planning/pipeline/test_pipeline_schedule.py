@@ -103,7 +103,7 @@ def test_routes_of_equal_replicas_take_turns():
         (lambda: routes([], 4), "Each replica needs a finite time.*Received.*Give a list"),
         (lambda: routes([np.nan], 4), "Each replica needs a finite time"),
         (lambda: routes([-1.0], 4), "Times must not be negative.*Received.*Measure"),
-        (lambda: routes([1.0], 0), "micro_batches must be.*Received: micro_batches=0"),
+        (lambda: routes([1.0], 0), "num_micro_batches must be.*Received: num_micro_batches=0"),
         (lambda: stage_order((), 0, 0, "2f2b"), 'must be "1f1b" or "gpipe".*Received: sched'),
     ],
 )

@@ -114,7 +114,7 @@ def test_every_event_is_as_early_as_its_rules_allow(seed):
     passes = {
         (k, s, m): (b, e) for (k, s, m, b), e in ended.items() if k in ("forward", "backward")
     }
-    assert len(passes) == 2 * len(plan.stages) * plan.micro_batches
+    assert len(passes) == 2 * len(plan.stages) * plan.num_micro_batches
     # Where a micro-batch's tensors are once their transfer has ended.
     there = {}
     for sender, events in enumerate(timeline.events):

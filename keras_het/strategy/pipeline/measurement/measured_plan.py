@@ -37,7 +37,7 @@ class Wishes:
     """What the user asked of a plan."""
 
     plan: PipelinePlan | Sequence[str] | None
-    micro_batches: int
+    num_micro_batches: int
     schedule: str
     recompute: str
     memory_bytes: tuple[float, ...]
@@ -140,7 +140,7 @@ def make_plan(
 def _plan(
     units: ModelUnits, profile: ModelProfile, devices: Devices, wishes: Wishes
 ) -> PipelinePlan:
-    arguments = wishes.micro_batches, wishes.schedule, wishes.recompute
+    arguments = wishes.num_micro_batches, wishes.schedule, wishes.recompute
     if isinstance(wishes.plan, PipelinePlan):
         return wishes.plan
     if wishes.plan is None:
@@ -148,8 +148,9 @@ def _plan(
     cuts = [units.cut_behind(name) for name in wishes.plan]
     if sorted(set(cuts)) != cuts:
         raise ValueError(
-            "A plan names layers in the order in which the model calls them, each once. Received: "
-            f"plan={list(wishes.plan)}. Put them in the order of model.summary()."
+            "split_after names layers in the order in which the model calls them, each once. "
+            "Received: "
+            f"{list(wishes.plan)}. Put them in the order of model.summary()."
         )
     return plan_with_cuts(profile, devices, cuts, *arguments)
 
@@ -188,7 +189,7 @@ def check_plan(plan: PipelinePlan, units: ModelUnits, num_devices: int) -> None:
         raise ValueError(
             f"The stages of a plan must have all {len(units.units)} layer calls of the model, in "
             f"their order. Received: {[(s.first, s.end) for s in plan.stages]}. Give names of "
-            "layers to cut after instead, as plan=['block_2'], or no plan."
+            "layers to cut after instead, as split_after=['block_2'], or no plan."
         )
     for first, last in units.together:
         if any(first < cut <= last for cut in bounds[1:-1]):
@@ -204,11 +205,12 @@ def check_plan(plan: PipelinePlan, units: ModelUnits, num_devices: int) -> None:
                 f"Stage {number} needs different devices from 0 to {num_devices - 1}. Received: "
                 f"{list(stage.devices)}. Number the devices worker by worker."
             )
-        if len(stage.routes) != plan.micro_batches or set(stage.routes) != set(
+        if len(stage.routes) != plan.num_micro_batches or set(stage.routes) != set(
             range(len(stage.devices))
         ):
             raise ValueError(
-                f"Stage {number} needs a replica for each of {plan.micro_batches} micro-batches, "
+                f"Stage {number} needs a replica for each of {plan.num_micro_batches} "
+                "micro-batches, "
                 f"and one micro-batch at least for each of its {len(stage.devices)} replicas. "
                 f"Received: routes {list(stage.routes)}."
             )

@@ -104,7 +104,7 @@ class Edges:
         """
         numbers: dict[tuple[int, int], Iterator[int]] = collections.defaultdict(itertools.count)
         for token in sorted(self.maker):
-            for m in range(self.plan.micro_batches):
+            for m in range(self.plan.num_micro_batches):
                 home = self.place(self.maker[token], m).process
                 takers = self.takers(token, m, training, is_additive)
                 kinds = ["tensor"] if specs[token].mask_rank is None else ["tensor", "mask"]

@@ -49,7 +49,7 @@ class PassGraph:
             self._loss = head
         self._inputs = [
             dict(zip(self._units.inputs, batches.part(m, inputs), strict=True))
-            for m in range(self._plan.micro_batches)
+            for m in range(self._plan.num_micro_batches)
         ]
         here = {
             (s, r): place.device
@@ -206,7 +206,7 @@ class PassGraph:
         if taker == COLLECTOR:
             self.outputs[number] = outputs
             self.output_masks[number] = [given.masks.get(t) for t in self._units.outputs]
-            if not self._is_additive and len(self.outputs) == self._plan.micro_batches:
+            if not self._is_additive and len(self.outputs) == self._plan.num_micro_batches:
                 with tf.device(place.device):
                     found = self._loss.whole_batch_gradients(self.outputs, self.output_masks)
                     for each, gradients in found.items():

@@ -136,7 +136,7 @@ class Pipeline:
         return keras_graphs_adapter.packed_outputs(self.units.graph, whole)
 
     def _run(self, kind: str, inputs: Nest, targets: Nest, weight: Nest) -> PassGraph:
-        self._batches = batches = MicroBatches(inputs, self.plan.micro_batches)
+        self._batches = batches = MicroBatches(inputs, self.plan.num_micro_batches)
         head = LossHead(self.units, batches, targets, weight) if kind == "train" else None
         flat = keras_graphs_adapter.flat_inputs(self.units.graph, inputs)
         self._clock = None

@@ -73,7 +73,8 @@ class Stage:
             raise ValueError(
                 "A stage on several processes cannot have layers that keep maxima, minima, the "
                 "first replica's state or integers of unknown meaning: each process would have "
-                f"its own. Received: {', '.join(apart)}. Give plan=[...] cuts that leave these "
+                f"its own. Received: {', '.join(apart)}. Give split_after=[...] cuts that leave "
+                "these "
                 "layers to a stage on one process, or train under keras_het.HeterogeneousStrategy."
             )
 

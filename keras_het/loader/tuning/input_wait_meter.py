@@ -10,7 +10,7 @@ from keras_het.planning.argument_checks import check_number
 from keras_het.planning.shares import FloatArray
 
 
-class StallMeter:
+class InputWaitMeter:
     """Time and input wait of the latest steps, and their sums.
 
     The wait is exact: it is the time between requesting a batch and receiving it. On a device that

@@ -40,10 +40,10 @@ def when_saved(listener: Callable[[str, int, int], None]) -> None:
     _listeners.append(listener)
 
 
-class Elastic(BackupAndRestore):
+class ElasticBackup(BackupAndRestore):
     """`BackupAndRestore` for workers that are lost, replaced and added while a training continues.
 
-    Where an engine such as `keras_het.ray.Trainer` starts the workers again, each machine also
+    Where an engine such as `keras_het.ray.KerasTrainer` starts the workers again, each machine also
     keeps the newest backup in its memory. A new group of workers continues from the newest backup
     that one of them has, on disk or in memory: `backup_dir` need not be shared, and may be lost
     with the chief's machine. Backups of another training, which a machine may still have from an

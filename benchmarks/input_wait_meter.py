@@ -5,7 +5,7 @@
 - "fit": a step of about 1 ms with and without the callback, in one process and in turns; the median
   of the ratios of neighbouring blocks. `controller="fixed"` only measures; "tuner" may act as well.
 
-    python benchmarks/stall_meter.py [--json FILE] [--quick]
+    python benchmarks/input_wait_meter.py [--json FILE] [--quick]
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WARM_UP_STEPS = 5
 
 
 def only_measuring():
-    return LoaderTuner("fixed", share_host=False)
+    return LoaderTuner("fixed", cooperate_with_other_jobs=False)
 
 
 def step_that_does_nothing(data):
@@ -158,7 +158,7 @@ def main():
     fits = [row for kind in ("tf.data", "strategy") for row in fit(kind, blocks, steps)]
     columns = ["case", "policy", "step_time_ratio", "lower_quartile_ratio", "upper_quartile_ratio"]
     print_table(fits, [*columns, "step_milliseconds", "step_milliseconds_without"])
-    write_report("stall_meter", rows + fits, arguments.json, environment())
+    write_report("input_wait_meter", rows + fits, arguments.json, environment())
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class SpareIterators:
         return None
 
 
-def pipeline(build: Build, knobs: Knobs | None = None) -> AdjustablePipeline:
+def tunable_pipeline(build: Build, knobs: Knobs | None = None) -> TunablePipeline:
     """Make a dataset whose parallelism can change while it is iterated.
 
         def build(knobs):
@@ -58,7 +58,8 @@ def pipeline(build: Build, knobs: Knobs | None = None) -> AdjustablePipeline:
             images = files.map(decode, num_parallel_calls=knobs.num_parallel_calls)
             return images.batch(64).prefetch(knobs.prefetch)
 
-        model.fit(keras_het.loader.pipeline(build), callbacks=[keras_het.callbacks.LoaderTuner()])
+        model.fit(keras_het.loader.tunable_pipeline(build),
+        callbacks=[keras_het.callbacks.LoaderTuner()])
 
     Args:
         build: builds a `tf.data.Dataset`. It must consist of the same operations with the same
@@ -78,7 +79,7 @@ def pipeline(build: Build, knobs: Knobs | None = None) -> AdjustablePipeline:
     expect(is_right, "keras_het.loader.Knobs(...)", knobs=knobs)
     knobs = knobs or Knobs.for_host()
     seeds = iterator_adapter.operation_seed_state()
-    return AdjustablePipeline(build, knobs, build_tuned(build, knobs), seeds)
+    return TunablePipeline(build, knobs, build_tuned(build, knobs), seeds)
 
 
 def build_tuned(build: Build, knobs: Knobs) -> tf.data.Dataset:
@@ -91,7 +92,7 @@ def build_tuned(build: Build, knobs: Knobs) -> tf.data.Dataset:
     return dataset.with_options(knobs.options())
 
 
-class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
+class TunablePipeline(iterator_adapter.UnchangedElementsDataset):
     """A dataset made by `pipeline`.
 
     Args:
@@ -191,11 +192,11 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
         return dataset, hand_over(iter(self._original), dataset)
 
 
-def pipeline_of(iterator: object) -> AdjustablePipeline | None:
+def pipeline_of(iterator: object) -> TunablePipeline | None:
     return getattr(iterator, "keras_het_pipeline", None)
 
 
-def plain_pipeline(dataset: tf.data.Dataset) -> AdjustablePipeline:
+def plain_pipeline(dataset: tf.data.Dataset) -> TunablePipeline:
     """Wrap an ordinary dataset, whose thread pool and final `prefetch` of a number can change."""
     options = dataset.options()
     node = dataset
@@ -212,7 +213,7 @@ def plain_pipeline(dataset: tf.data.Dataset) -> AdjustablePipeline:
     first = Knobs.for_host()
     threads = options.threading.private_threadpool_size or first.threads
     knobs = Knobs(2 * threads, size or first.prefetch, threads)
-    return AdjustablePipeline(build, knobs, build_tuned(build, knobs))
+    return TunablePipeline(build, knobs, build_tuned(build, knobs))
 
 
 def prefetch_size(dataset: tf.data.Dataset) -> int | None:

@@ -15,7 +15,7 @@ from interruption import Interruption
 from small_training import NUM_BATCHES, data, flat, make_model
 
 import keras_het
-from keras_het.callbacks import Elastic, elastic
+from keras_het.callbacks import ElasticBackup, elastic_backup
 from keras_het.fit.backup_folder import RUN, BackupFolder, memory_folder, remove_memory_folders
 from keras_het.fit.shorter_epochs import ShorterEpochs
 
@@ -28,7 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     names = []
 
     def begin(name: str) -> str:
-        elastic._used_folders.clear()  # as in the processes of another group
+        elastic_backup._used_folders.clear()  # as in the processes of another group
         names.append(f"test-{tmp_path.name}-{name}")
         monkeypatch.setenv(RUN, names[-1])
         return names[-1]
@@ -40,7 +40,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def fit(folder: Path, interrupted_at: int | None = None, **options: Any) -> keras.Model:
     model = make_model(keras_het.HeterogeneousStrategy())
-    callbacks = [Elastic(str(folder), **{"save_freq": 2, **options})]
+    callbacks = [ElasticBackup(str(folder), **{"save_freq": 2, **options})]
     if interrupted_at is None:
         model.fit(data(), epochs=EPOCHS, verbose=0, callbacks=callbacks)
     else:
@@ -144,7 +144,7 @@ def test_a_finished_fit_is_not_trained_again_by_the_same_run(run: Any, tmp_path:
     folder = tmp_path / "backup"
     run("a")
     np.testing.assert_array_equal(flat(fit(folder)), expected())
-    elastic._used_folders.clear()
+    elastic_backup._used_folders.clear()
     again = fit(folder, save_freq=1)
     np.testing.assert_array_equal(flat(again), expected())
     assert int(np.array(again.optimizer.iterations)) == EPOCHS * NUM_BATCHES
@@ -153,20 +153,20 @@ def test_a_finished_fit_is_not_trained_again_by_the_same_run(run: Any, tmp_path:
 def test_a_fit_that_ended_early_is_not_trained_on(run: Any, tmp_path: Path) -> None:
     run("a")
     saved: list[tuple[str, int, int]] = []
-    elastic.when_saved(lambda *place: saved.append(place))
+    elastic_backup.when_saved(lambda *place: saved.append(place))
 
     def ended_early() -> keras.Model:
-        elastic._used_folders.clear()
+        elastic_backup._used_folders.clear()
         model = make_model(keras_het.HeterogeneousStrategy())
         end = keras.callbacks.LambdaCallback(
             on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", True)
         )
-        callbacks = [Elastic(str(tmp_path / "backup"), save_freq=2), end]
+        callbacks = [ElasticBackup(str(tmp_path / "backup"), save_freq=2), end]
         model.fit(data(), epochs=EPOCHS, verbose=0, callbacks=callbacks)
         return model
 
     first, again = ended_early(), ended_early()
-    elastic._listeners.pop()
+    elastic_backup._listeners.pop()
     with pytest.raises(ValueError, match="which an earlier fit of this script has used"):
         fit(tmp_path / "backup")  # in the same process
     assert int(np.array(again.optimizer.iterations)) == NUM_BATCHES
@@ -181,7 +181,7 @@ def test_a_second_fit_of_a_script_needs_its_own_folder(run: Any, tmp_path: Path)
     fit(tmp_path / "backup")
     model = make_model(keras_het.HeterogeneousStrategy())
     with pytest.raises(ValueError, match="which an earlier fit of this script has used"):
-        model.fit(data(), verbose=0, callbacks=[Elastic(str(tmp_path / "backup"))])
+        model.fit(data(), verbose=0, callbacks=[ElasticBackup(str(tmp_path / "backup"))])
 
 
 @pytest.mark.full
@@ -237,7 +237,7 @@ def test_a_damaged_backup_without_another_is_an_error(run: Any, tmp_path: Path) 
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     model = make_model(keras_het.HeterogeneousStrategy())
     with pytest.raises(OSError, match="The backup is damaged, and there is no other"):
-        model.fit(data(), verbose=0, callbacks=[Elastic(str(tmp_path / "backup"))])
+        model.fit(data(), verbose=0, callbacks=[ElasticBackup(str(tmp_path / "backup"))])
 
 
 @pytest.mark.full
