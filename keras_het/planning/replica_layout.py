@@ -75,8 +75,8 @@ def weights_of_replicas(shares: Weights | None, layout: ReplicaLayout) -> tuple[
     if len(weights) != layout.num_replicas:
         raise ValueError(
             f"`share_weights` needs one weight per replica. Received: {len(weights)} weights "
-            f"{weights}; expected: {layout.num_replicas}, for workers with {layout.replicas_per_worker} "
-            "device(s)."
+            f"{weights}; expected: {layout.num_replicas}, for workers with "
+            f"{layout.replicas_per_worker} device(s)."
         )
     apportion(1, weights)
     return weights
