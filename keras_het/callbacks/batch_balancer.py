@@ -148,7 +148,7 @@ class BatchBalancer(SessionCallback):
             others = [each for each in fit.callbacks if each is not self]
             if any(isinstance(each, BatchBalancer) for each in others):
                 raise ValueError(
-                    "Two BatchBalancers in one fit would take back each other's shares. Received: "
+                    "Two BatchBalancers in one fit would undo each other's shares. Received: "
                     f"BatchBalancer({self._policy_name!r}) and another one. Leave one of them out."
                 )
             note_memory = functools.partial(self._memory.run_step, strategy, self.measurements)
@@ -370,7 +370,7 @@ class BatchBalancer(SessionCallback):
         """
         if self._policy is None:
             raise RuntimeError(
-                "No step was measured yet, so that the size of the global batch is not known. Give "
+                "No step has been measured yet, so the size of the global batch is not known. Give "
                 "BatchBalancer(max_share=...) instead."
             )
         self._policy.set_upper(replica, samples)

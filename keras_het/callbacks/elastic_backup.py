@@ -136,18 +136,18 @@ class ElasticBackup(BackupAndRestore):
         index, holder = strategy.worker_index, int(numbers.argmax())
         for other in (each for each in found if each.number and _name_of(each) != present):
             self._folder.leave(other.folder.newest)
-            _logger.warning("Left alone: %s, of another training.", other.folder.newest)
+            _logger.warning("Ignored: %s, which belongs to another training.", other.folder.newest)
         fatal = errors if numbers[holder] else errors + damages
         if fatal[index]:
             raise error or damage or OSError()
         if fatal.any():
             raise OSError(
                 f"The backups in {self._folder.path} cannot be used. Received: an error on worker "
-                f"{int(fatal.argmax())}: see its own output, which names the file. Mend what is "
-                "wrong there, and start again."
+                f"{int(fatal.argmax())}: see its own output, which names the file. Fix it there, "
+                "and start again."
             )
         if damage is not None:
-            _logger.warning("Going on from another worker's or another copy. %s", damage)
+            _logger.warning("Continuing from another copy. %s", damage)
         is_first_of_host = hosts.tolist().index(hosts[index]) == index
         self._keeps_memory = is_first_of_host and not strategy._holds_parts
         if is_first_of_host:
@@ -191,7 +191,7 @@ class ElasticBackup(BackupAndRestore):
                     return False
             except OSError as error:
                 self._keeps_memory = False
-                _logger.warning("%s This machine keeps no backup in its memory.", error)
+                _logger.warning("%s This machine keeps no backup in memory.", error)
         if not self._strategy().is_chief:
             return True
         if not self._keeps_memory or self._memory.newest is None:

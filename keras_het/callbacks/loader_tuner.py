@@ -42,7 +42,7 @@ class LoaderTuner(SessionCallback):
     strategies, are only observed; the log says why.
 
     Loaders are added only while the device waits and the host has the resources; each move is
-    confirmed by measurement and reverted if it does not pay; see docs/concepts/controller.md.
+    confirmed by measurement and reverted if it does not pay; see docs/guides/tune_loader.md.
 
     With `steps_per_execution` above 1, input waits are those of whole executions.
 
@@ -130,8 +130,8 @@ class LoaderTuner(SessionCallback):
         if self._session is not None and self._fit is not None:
             raise RuntimeError(
                 "A LoaderTuner tunes one pipeline at a time. Received: the same LoaderTuner in a "
-                "fit and in one that a callback of that fit calls. Give the inner fit one of its "
-                "own, or none."
+                "fit and in one that a callback of that fit calls. Give the inner fit another "
+                "one, or none."
             )
         self._release()
         self._session = session = self._make_session()

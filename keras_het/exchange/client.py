@@ -191,7 +191,7 @@ class _Stream:
         with self._lock:
             future = self._waiting.pop(answer.number, None)
         if future is None:
-            raise ProtocolError(f"{self._address} answers a request that nobody waits for.")
+            raise ProtocolError(f"{self._address} answers a request that nobody is waiting for.")
         try:
             future.set_result(raise_if_refused(answer, self._address))
         except Exception as error:

@@ -48,7 +48,7 @@ def read_certificates(environ: Mapping[str, str] | None = None) -> Certificates 
         certificate, key, *authority = (Path(path).read_bytes() for path in paths if path)
     except OSError as error:
         raise ValueError(
-            f"A file of TLS cannot be read. Received: {error}. Check {CERTIFICATE}, {KEY} and "
+            f"A TLS file cannot be read. Received: {error}. Check {CERTIFICATE}, {KEY} and "
             f"{AUTHORITY}."
         ) from error
     return Certificates(certificate, key, authority[0] if authority else None)

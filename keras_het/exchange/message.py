@@ -153,7 +153,7 @@ def _read_header(piece: bytes, key: bytes) -> tuple[Message, list[int]]:
     if len(piece) < HEADER_BYTES or not hmac.compare_digest(code, _code(key, fields)):
         raise ProtocolError(
             f"A message is damaged, or was not made for this connection. Received: {len(piece)} "
-            "bytes without a right code."
+            "bytes with a wrong checksum."
         )
     magic, version, code, number, *rest = _FIELDS.unpack(fields)
     if (magic, version) != (_MAGIC, _VERSION) or code not in _KINDS:

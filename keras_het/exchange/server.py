@@ -74,9 +74,9 @@ class Server:
             port = 0
         if not port:
             raise OSError(
-                f"The server at {address} did not start: somebody listens there, or the address "
-                "is none of this machine. Close the one of this process, end the one that an "
-                "earlier run has left, or give another port."
+                f"The server at {address} did not start: somebody listens there, or this machine "
+                "does not have the address. End the process that an earlier run has left, or give "
+                "another port."
             )
         return f"{host}:{port}"
 

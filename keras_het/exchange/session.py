@@ -98,8 +98,7 @@ class Session:
     def _start(self, request: Message) -> None:
         if request.number != self._number:
             raise ProtocolError(
-                f"A message is out of its order. Received: {request.number}; expected: "
-                f"{self._number}."
+                f"A message is out of order. Received: {request.number}; expected: {self._number}."
             )
         answer_to(self._handle, request).add_done_callback(
             lambda done: self._answer(done, request.number)

@@ -90,7 +90,9 @@ class Sums:
         if run != self._run or not run:
             raise ValueError(f"Another run is summed here. Received: {run}.")
         if not (0 <= slot < MOST_SLOTS and 0 <= worker < self._num_workers):
-            raise ValueError(f"Nothing is summed there. Received: slot {slot}, worker {worker}.")
+            raise ValueError(
+                f"Nothing is being summed there. Received: slot {slot}, worker {worker}."
+            )
         latest = place.latest[worker]
         if step == latest and step > 0:
             return  # repeated

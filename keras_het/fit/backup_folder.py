@@ -108,7 +108,7 @@ class BackupFolder:
                 raise ValueError(
                     f"Another training writes its backups here. Received: backup_dir={self.path}, "
                     f"locked by {holder or 'a process that has just started'}. Give each training "
-                    "a backup_dir of its own, or end the other one first."
+                    "its own backup_dir, or end the other one first."
                 ) from None
             with contextlib.suppress(OSError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
@@ -139,7 +139,7 @@ class BackupFolder:
             if _is_whole(path, expected):
                 self._whole = [path]
                 if damaged:
-                    _logger.warning("Going on from %s: damaged are %s.", path, _listed(damaged))
+                    _logger.warning("Continuing from %s; damaged: %s.", path, _listed(damaged))
                 return expected
             damaged.append(path)
         if damaged:
@@ -267,7 +267,8 @@ class BackupFolder:
     def _error(self, error: Exception, path: Path) -> OSError:
         return OSError(
             f"The backup could not be written. Received: {error}, for {path}. The backup before "
-            f"it is as it was: {self.newest}. See to room and rights there, and start again."
+            f"it is as it was: {self.newest}. Check free space and permissions there, and start "
+            "again."
         )
 
     def _other_model_error(self, problem: str) -> ValueError:

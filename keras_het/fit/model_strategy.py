@@ -30,7 +30,7 @@ def say_nothing_is_exchanged(callback: object, strategy: Any, why: str) -> None:
     """Say on the chief that a callback leaves this training as it is, which is no error."""
     if strategy.is_chief:
         name = type(callback).__name__
-        _logger.warning("%s: nothing is to be exchanged in this training, %s.", name, why)
+        _logger.warning("%s: there is nothing to exchange in this training, %s.", name, why)
 
 
 def distribute_strategy(model: keras.Model) -> tf.distribute.Strategy:

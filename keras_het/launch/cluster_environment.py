@@ -95,12 +95,12 @@ def read_hosts(text: str) -> list[str]:
             content = Path(text).read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise ValueError(
-                f"The file of hosts is not text in UTF-8. Received: {text!r}. Save it as UTF-8."
+                f"The hosts file is not UTF-8 text. Received: {text!r}. Save it as UTF-8."
             ) from None
         lines = [line.partition("#")[0].strip() for line in content.splitlines()]
         text = ",".join(re.sub(r"\s+slots=", ":", line) for line in lines if line)
     elif "/" in text:
-        raise ValueError(f"There is no file of hosts {text!r}. Correct the path, or list hosts.")
+        raise ValueError(f"There is no hosts file {text!r}. Correct the path, or list hosts.")
     found = expand_hosts(text)
     if not found or not all(map(_NAME.fullmatch, found)):
         raise _unreadable(text)
@@ -145,10 +145,11 @@ def _choices(piece: str) -> list[str]:
 
 def _unreadable(hosts: str) -> ValueError:
     return ValueError(
-        f"These are no hosts. Received: {hosts!r}; expected: a file with `host [slots=N]` in each "
+        f"These are not valid hosts. Received: {hosts!r}; expected: a file with `host [slots=N]` "
+        "in each "
         "line, or hosts with commas, such as a,b:2,node[01-03], where :2 stands for two workers, "
         f"at most {_MOST_HOSTS:,} in all. Correct them; what else ssh needs to reach a host "
-        "belongs into ~/.ssh/config."
+        "belongs in ~/.ssh/config."
     )
 
 
@@ -187,7 +188,7 @@ def _place_in_slurm(environ: Mapping[str, str]) -> Place:
             raise ValueError(
                 "Slurm counts other processes than MPI. Received: SLURM_STEP_NUM_TASKS for "
                 f"{len(hosts)}, {name}={environ[name]}; expected: the same. Start the workers "
-                f"with srun in the place of mpirun, or {_HOW_TO_LIST}."
+                f"with srun instead of mpirun, or {_HOW_TO_LIST}."
             )
     return Place(hosts, hosts.index(own) + local, SLURM)
 
@@ -200,9 +201,9 @@ def _place_in_kubeflow(environ: Mapping[str, str]) -> Place:
     name, _, ordinal = pod.rpartition("-")
     if not name or ordinal != "0" or rank >= number:
         raise ValueError(
-            "PET_MASTER_ADDR, PET_NODE_RANK and PET_NNODES do not tell the names of all pods. "
+            "PET_MASTER_ADDR, PET_NODE_RANK and PET_NNODES do not give the names of all pods. "
             f"Received: {first!r}, {rank}, {number}; expected: pod 0 of an indexed job, such as "
-            f"train-node-0-0.train. In another place {_HOW_TO_LIST}."
+            f"train-node-0-0.train. Elsewhere {_HOW_TO_LIST}."
         )
     hosts = tuple(f"{name}-{index}{dot}{domain}" for index in range(number))
     return Place(hosts, rank, "Kubeflow Trainer")
@@ -235,7 +236,7 @@ def _index(
     if chosen and (not here or chosen[0] in here):
         return chosen[0]
     raise ValueError(
-        "--hosts does not tell which of its workers this process is. Received: "
+        "--hosts does not say which of its workers this process is. Received: "
         f"{', '.join(hosts)}, and this host's name {hostname!r}"
         + (f", {rank_name}={environ[rank_name]}" if rank_name else "")
         + ". Name hosts as `hostname` prints them there, or set RANK to this worker's place in the "
@@ -269,21 +270,21 @@ def _count(text: str) -> int | None:
 
 def _broken(environ: Mapping[str, str], name: str, expected: str) -> ValueError:
     return ValueError(
-        f"{name} tells nothing. Received: {environ.get(name)!r}; expected: {expected}. Unset "
+        f"{name} is not valid. Received: {environ.get(name)!r}; expected: {expected}. Unset "
         f"what was set by hand, or {_HOW_TO_LIST}."
     )
 
 
 def _unknown(environ: Mapping[str, str]) -> str:
     if "SLURM_JOB_ID" in environ:
-        received = "a job of Slurm, but no step of it"
+        received = "a Slurm job, but no step of it"
         fix = "start one task for each worker: srun keras-het worker train.py"
     else:
         names = (*(names[0] for names in _RANKS), "JOB_COMPLETION_INDEX")
         found = next((name for name in names if name in environ), "")
         fix = f"{_HOW_TO_LIST}, or set TF_CONFIG"
-        received = f"{found}, which does not tell where the others are" if found else "none of them"
+        received = f"{found}, which does not say where the others are" if found else "none of them"
     return (
-        "Variables must tell where all workers are: TF_CONFIG, those of a step of Slurm, or those "
+        "Variables must say where all workers are: TF_CONFIG, those of a step of Slurm, or those "
         f"of Kubeflow Trainer. Received: {received}. To fix it, {fix}."
     )

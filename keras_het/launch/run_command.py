@@ -90,7 +90,7 @@ _EXCLUDED = (
     (
         "hosts",
         ("workers", "emulate_speeds", "cpus_per_worker", "pin"),
-        "--hosts tells the workers, on other machines",
+        "--hosts lists the workers, on other machines",
     ),
     ("gpus", ("workers", "emulate_speeds"), "--gpus starts one worker for each GPU"),
 )
@@ -370,7 +370,7 @@ def _what_they_see(
         for index, gpu in enumerate(dealt, first):
             yield f"worker {index} sees {f'GPU {gpu} only' if gpu else 'no GPU'}."
     elif dealt:
-        reason = "devices are emulated" if label else "there are fewer than workers"
+        reason = "devices are emulated" if label else "there are fewer GPUs than workers"
         yield f"the workers see no GPU, as {reason} (see --gpus auto)."
 
 

@@ -113,7 +113,7 @@ def _wrong_task(config: ClusterConfig | None) -> str:
     else:
         received = config.task_name
     return (
-        f"This process is no task that only serves parameters. Received: {received}. List this "
+        f"This process is not a parameter server. Received: {received}. List this "
         'machine as job "ps" in "cluster" of TF_CONFIG, beside "worker" and "async", and give it '
         '"task": {"type": "ps", "index": 0}.'
     )

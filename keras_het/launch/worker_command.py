@@ -50,7 +50,7 @@ def add_worker_command(commands: Commands) -> None:
     gpus = (
         "as in keras-het run; under Slurm each task of a host takes one of them. Elsewhere one "
         "process on each host starts a worker for each; all hosts have as many, unless --hosts "
-        "tells the numbers"
+        "gives the numbers"
     )
     hosts = (
         "host of each worker: a file with 'host [slots=N]' in each line, or hosts with commas, "
@@ -105,8 +105,8 @@ def _set_tf_config(environment: dict[str, str], options: argparse.Namespace) -> 
     addresses = place.addresses(options.port)
     if options.async_workers >= len(addresses):
         raise ValueError(
-            f"--async-workers {options.async_workers} leaves no worker of {len(addresses)} for the "
-            "synchronous group; give less"
+            f"--async-workers {options.async_workers} leaves no worker of {len(addresses)} for "
+            "the synchronous group; give fewer"
         )
     environment[TF_CONFIG] = tf_config_of(place.index, addresses, options.async_workers)
     if not is_one and len(set(place.hosts)) == 1:

@@ -326,8 +326,8 @@ class SummationClient:
             except (ConnectionError, TimeoutError) as error:
                 if not isinstance(error, TimeoutError) or time.monotonic() >= end:
                     raise ConnectionError(
-                        f"{self.name}: {error} Start all workers, and `python -m "
-                        "keras_het.summation` on every machine of TF_CONFIG's job 'summation', "
+                        f"{self.name}: {error} Start all workers, and `keras-het "
+                        "summation-server` on every machine of TF_CONFIG's job 'summation', "
                         "and check that the address can be reached from here."
                     ) from error
                 check()

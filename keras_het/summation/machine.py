@@ -80,7 +80,7 @@ def start_machine(config: ClusterConfig | None) -> SummationService:
     """Start the service of a task of the job `summation`, for the workers of its cluster."""
     if config is None or not config.is_summation_machine:
         raise ValueError(
-            "This process is no summation machine. Received: "
+            "This process is not a summation machine. Received: "
             f"{'no TF_CONFIG' if config is None else config.task_name}. Set TF_CONFIG as on the "
             'workers, list this machine in "cluster" as job "summation", and give it "task": '
             '{"type": "summation", "index": 0}.'

@@ -59,8 +59,8 @@ class Summation:
                 )
         if self.spare_link_rates and not given:
             raise ValueError(
-                "Rates of the spare machines' links mean nothing beside unknown ones of the "
-                f"workers. Received: spare_link_rates={self.spare_link_rates} with link_rates="
+                "The spare machines' link rates need the workers' rates beside them. Received: "
+                f"spare_link_rates={self.spare_link_rates} with link_rates="
                 f"{self.link_rates!r}. Give both in the same unit, or neither if all links are "
                 f'equal; link_rates="{MEASURED}" measures both.'
             )

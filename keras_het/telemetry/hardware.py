@@ -98,7 +98,7 @@ def _open_gpus(devices: Sequence[str]) -> tuple[Nvml | None, dict[str, Any]]:
             handles[name] = known[0]
         else:
             _logger.warning(
-                "CUDA's driver does not tell which of this machine's GPUs %s is: its load, memory "
+                "CUDA's driver does not say which of this machine's GPUs %s is: its load, memory "
                 "and clocks are unknown. See what `keras-het doctor` says.",
                 device_names.gpu_name(name),
             )
@@ -186,7 +186,7 @@ class Nvml:
             self.module: Any = module or importlib.import_module("pynvml")
         except ImportError as error:
             raise NvmlMissingError(
-                f"NVIDIA's management library cannot be asked ({error}). Install nvidia-ml-py."
+                f"NVIDIA's management library cannot be queried ({error}). Install nvidia-ml-py."
             ) from error
         try:
             self.module.nvmlInit()

@@ -31,5 +31,5 @@ class HetLoader(base_plugin.TBLoader):
 
             return HetPlugin(context)
         except Exception as error:
-            _logger.warning("TensorBoard goes without the tab of keras_het: %s", error)
+            _logger.warning("TensorBoard runs without the tab of keras_het: %s", error)
             return None

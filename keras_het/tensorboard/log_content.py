@@ -290,7 +290,7 @@ class _Columns:
         setup = self._setups[max(before - 1, 0)][1]
         if len(setup.devices) == num_replicas:
             return setup
-        self._lost.add(value, f"the setup has not {num_replicas} replicas.")
+        self._lost.add(value, f"the setup does not have {num_replicas} replicas.")
         return None
 
     def take(self, array: Any, setup: Setup) -> Any:
@@ -364,7 +364,7 @@ def _pipeline(
     devices = range(len(setup[1].devices))
     known = all(device in devices for stage in record.stages for device in stage.devices)
     if not known or (record.predicted and len(record.predicted.events) != len(devices)):
-        lost.add(plans[-1], "a plan with devices that the setup has not.")
+        lost.add(plans[-1], "a plan with devices that the setup does not have.")
         return None, ()
     passes = _latest([each for each in values if each.tag == log_format.PASSES])
     passes = [each for each in passes if each.time >= plans[-1].time]

@@ -146,7 +146,7 @@ def parse_json(text: str | bytes) -> Any:
 def _number(text: str) -> int | float:
     number = float(text)
     if not abs(number) < _LARGEST_NUMBER:
-        raise ValueError(f"{text[:20]} is no number that a log has")
+        raise ValueError(f"{text[:20]} is not a number that a log holds")
     return int(text) if number.is_integer() and text.lstrip("-").isdecimal() else number
 
 

@@ -138,7 +138,7 @@ def test_offers_that_cannot_be_read_are_refused_and_survived(process):
         for count, text in enumerate(offers(), 1):
             with pytest.raises(ValueError, match=process.address):
                 ask(Kind.OFFER, np.frombuffer(text, np.uint8))
-            assert len(said) == count and said[-1].startswith("an offer was not taken: ")
+            assert len(said) == count and said[-1].startswith("an offer was rejected: ")
         with pytest.raises(ValueError, match="expected: OFFER"):
             ask(Kind.LATEST)
     assert not process.is_offered_another

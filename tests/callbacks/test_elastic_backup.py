@@ -224,7 +224,7 @@ def test_memory_without_room_is_said_and_done_without(
     monkeypatch.setattr(BackupFolder, "add", add_without_room)
     fit(tmp_path / "backup", interrupted_at=9)
     assert len(backups(tmp_path / "backup")) == 1
-    assert caplog.text.count("This machine keeps no backup in its memory.") == 1
+    assert caplog.text.count("This machine keeps no backup in memory.") == 1
     np.testing.assert_array_equal(flat(fit(tmp_path / "backup")), expected())
 
 

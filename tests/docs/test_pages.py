@@ -67,7 +67,7 @@ def test_pages_that_the_code_names_are_there() -> None:
 def test_measured_names_every_file_of_results() -> None:
     page = (REPOSITORY / "docs/measured.md").read_text()
     results = sorted((REPOSITORY / "benchmarks/results").iterdir())
-    assert [name(file) for file in results if name(file) not in page] == []
+    assert [name(file) for file in results if file.name not in page] == []
     assert len(page.split()) <= 1500
 
 

@@ -121,7 +121,7 @@ def test_one_process_stands_for_the_workers_of_its_host(
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "0"}
 BROKEN: dict[str, tuple[dict[str, str], str, str]] = {
     "nothing": ({}, "", "Received: none of them. To fix it, list the hosts of all workers with"),
-    "batch script": (JOB, "", "a job of Slurm, but no step of it.*srun keras-het worker train.py"),
+    "batch script": (JOB, "", "a Slurm job, but no step of it.*srun keras-het worker train.py"),
     "mpi": (open_mpi(0, 2, 0), "", "OMPI_COMM_WORLD_RANK, which does not tell where the others"),
     "torchrun": ({"RANK": "0", "MASTER_ADDR": "a"}, "", "RANK, which does not tell where"),
     "indexed job": ({"JOB_COMPLETION_INDEX": "0"}, "", "JOB_COMPLETION_INDEX, which does not"),
@@ -130,9 +130,9 @@ BROKEN: dict[str, tuple[dict[str, str], str, str]] = {
     "other step": (slurm("n1", 0, "n[1-2]", "1"), "", "contradict each other"),
     "no tasks": (slurm("n1", 0, "n1", ""), "", "SLURM_STEP_TASKS_PER_NODE tells nothing"),
     "odd tasks": (slurm("n1", 0, "n1", "1x2"), "", r"expected: such as 2\(x3\),1"),
-    "odd nodes": (slurm("n1", 0, "n[1-", "1"), "", r"These are no hosts. Received: 'n\[1-'"),
+    "odd nodes": (slurm("n1", 0, "n[1-", "1"), "", r"These are not valid hosts. Received: 'n\[1-'"),
     "mpirun": (slurm("n1", 0, "n1", "1") | open_mpi(0, 2, 0), "", "OMPI_COMM_WORLD_SIZE=2"),
-    "elastic": (trainer(0, "1:3"), "", "PET_NNODES tells nothing. Received: '1:3'"),
+    "elastic": (trainer(0, "1:3"), "", "PET_NNODES is not valid. Received: '1:3'"),
     "other pods": (trainer(0, first="10.1.2.3"), "", "such as train-node-0-0.train"),
     "rank": (trainer(3), "", "Received: 'train-node-0-0.train', 3, 3"),
     "absurd": (trainer(0, str(10**9)), "", "PET_NNODES tells nothing"),
@@ -144,10 +144,10 @@ BROKEN: dict[str, tuple[dict[str, str], str, str]] = {
     "twice": ({}, "h:2", "does not tell which of its workers this process is"),
     "rank elsewhere": ({"RANK": "0"}, "a,h:2", "this host's name 'h', RANK=0"),
     "second on a host": (open_mpi(1, 2, 1), "h,b", "OMPI_COMM_WORLD_RANK=1. Name hosts"),
-    "option": ({}, "-oProxyCommand=x", "These are no hosts. Received: '-oProxy"),
-    "user": ({}, "me@a", "These are no hosts. Received: 'me@a'.*~/.ssh/config"),
-    "no slots": ({}, "a:0", "These are no hosts. Received: 'a:0'"),
-    "no host": ({}, ",", "These are no hosts. Received: ','"),
+    "option": ({}, "-oProxyCommand=x", "These are not valid hosts. Received: '-oProxy"),
+    "user": ({}, "me@a", "These are not valid hosts. Received: 'me@a'.*~/.ssh/config"),
+    "no slots": ({}, "a:0", "These are not valid hosts. Received: 'a:0'"),
+    "no host": ({}, ",", "These are not valid hosts. Received: ','"),
 }
 
 
@@ -185,12 +185,12 @@ def test_a_file_of_hosts_has_mpiruns_form(tmp_path: Path) -> None:
     path.write_text("# two machines\na slots=2  # fast\n\nb[1-2]\n")
     assert read_hosts(str(path)) == ["a", "a", "b1", "b2"]
     path.write_text("a max_slots=2\n")
-    with pytest.raises(ValueError, match=r"These are no hosts\. Received: 'a max_slots=2'"):
+    with pytest.raises(ValueError, match=r"These are not valid hosts\. Received: 'a max_slots=2'"):
         read_hosts(str(path))
     path.write_bytes("m\u00fcnchen\n".encode("latin-1"))
     with pytest.raises(ValueError, match=rf"not text in UTF-8\. Received: '{path}'"):
         read_hosts(str(path))
-    with pytest.raises(ValueError, match=f"There is no file of hosts '{tmp_path}/none'"):
+    with pytest.raises(ValueError, match=f"There is no hosts file '{tmp_path}/none'"):
         read_hosts(f"{tmp_path}/none")
 
 
@@ -206,7 +206,7 @@ TOO_MANY += ["a:" + "9" * 5000, f"n[{'9' * 5000}]", "n[2-1]"]
 
 @pytest.mark.parametrize("hosts", TOO_MANY, ids=range(len(TOO_MANY)))
 def test_a_number_of_hosts_that_cannot_be_meant_is_refused_at_once(hosts: str) -> None:
-    with pytest.raises(ValueError, match=r"These are no hosts\. Received: "):
+    with pytest.raises(ValueError, match=r"These are not valid hosts\. Received: "):
         read_hosts(hosts.rstrip(","))
 
 
@@ -250,7 +250,7 @@ def test_a_tf_config_is_used_as_it_is(launch: Launch, script: Script) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environ", "message"),
     [
-        ([], {"OMPI_COMM_WORLD_RANK": "0"}, "error: Variables must tell where all workers are"),
+        ([], {"OMPI_COMM_WORLD_RANK": "0"}, "error: Variables must say where all workers are"),
         ([], {"TF_CONFIG": "{"}, "error: TF_CONFIG is not valid JSON"),
         (
             ["--hosts", "a"],

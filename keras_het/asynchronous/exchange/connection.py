@@ -117,7 +117,7 @@ def _find_addresses(
     addresses = answer.vectors[0].tobytes().decode()
     if is_over or not addresses:
         raise ConnectionError(
-            f"The parameter service at {first.address} is there but does not train now. Received: "
+            f"The parameter service at {first.address} runs but is not training now. Received: "
             f"{'an ended training' if is_over else 'one that has not begun'}."
         )
     return addresses.split(",")

@@ -27,7 +27,7 @@ _LARGEST_PAUSE = 16.0  # in time-outs
 _LONGEST_WAIT_SECONDS = 0.5  # for a question whose answer is no longer needed
 _TAKEN = (int(Status.OK), int(Status.REPEATED))
 _TOO_LATE = (
-    "Training ended before this worker's last change came, which is not in the center. A larger "
+    "Training ended before this worker's last change arrived, so the center lacks it. A larger "
     "shutdown_timeout_seconds gives slow workers more time."
 )
 _LOST_GRADIENT = (
@@ -36,8 +36,8 @@ _LOST_GRADIENT = (
     "leave the bound out and damp (AsyncSGD staleness_damping)."
 )
 _DIVERGED = (
-    "The parameter service does not take this worker's weights, which are not finite, or with "
-    "which the center would not be. Its training has diverged: lower the learning rate. "
+    "The parameter service rejected this worker's weights: they, or the center with them, would "
+    "not be finite. Its training has diverged: lower the learning rate. "
     "keras.callbacks.TerminateOnNaN ends it."
 )
 _logger = logging.getLogger("keras_het")

@@ -218,9 +218,9 @@ class ServingProcess:
             described = ServiceSpec.from_json(spec)
             parts = HostedParts(self._server, int(place), described, self._secret)
         except Exception as error:  # as of types that another version sends
-            self._say(f"an offer was not taken: {error}")
+            self._say(f"an offer was rejected: {error}")
             raise ValueError(
-                f"The offer of a training cannot be taken. Received: {text[:200]!r} ({error}). Use "
+                f"The offer of a training was rejected. Received: {text[:200]!r} ({error}). Use "
                 "the same version of keras_het on every task."
             ) from error
         with self._lock:

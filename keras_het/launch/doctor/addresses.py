@@ -17,7 +17,7 @@ LISTENS, REFUSED, UNREACHABLE, UNKNOWN = "listens", "refused", "unreachable", "u
 
 
 HOW_TO_CLOSE = (
-    "Let a firewall keep other machines from their ports, or start them in a network of their own "
+    "Block their ports with a firewall, or start them in their own network namespace "
     "(keras-het run --help)."
 )
 

@@ -64,8 +64,8 @@ def cluster(facts: Facts) -> Iterator[Finding]:
         yield fault(
             "tf_config",
             facts.cluster_problem,
-            f"Correct {TF_CONFIG} on this machine, and compare it with that of the others: all "
-            "list the same addresses in the same order, and each has its own task.",
+            f"Correct {TF_CONFIG} on this machine, and compare it with the others': all list the "
+            "same addresses in the same order, and each has its own task.",
         )
     if config is None:
         if not facts.cluster_problem:

@@ -38,7 +38,7 @@ def gpus(facts: Facts) -> Iterator[Finding]:
             "hidden_gpus",
             shown == len(text.split(",")),
             f"{VISIBLE}={text!r} lets this process see {shown} of {len(facts.gpus)} GPUs.",
-            "CUDA hides a wrong entry and what comes behind it. Expected: indices from 0 to "
+            "CUDA hides a wrong entry and every entry after it. Expected: indices from 0 to "
             f"{len(facts.gpus) - 1}, or UUIDs (`nvidia-smi -L`), with commas between them.",
             f"Unset {VISIBLE}, or list the GPUs that this worker may use.",
         )
@@ -89,8 +89,8 @@ def _card(facts: Facts, gpu: Gpu) -> Iterator[Finding]:
         "out a GPU that is older, and compiles them for a newer one at its first step, which takes "
         "minutes, up to half an hour, or fails (CUDA_ERROR_INVALID_PTX).",
         "Install a TensorFlow that is built for it, or NVIDIA's container "
-        f"(nvcr.io/nvidia/tensorflow), or leave the GPU out of {VISIBLE}. Where the wait is all "
-        "that is wrong, CUDA_CACHE_MAXSIZE=4294967296 keeps the result.",
+        f"(nvcr.io/nvidia/tensorflow), or leave the GPU out of {VISIBLE}. If the wait is the only "
+        "problem, CUDA_CACHE_MAXSIZE=4294967296 keeps the result.",
     )
     yield unless(
         "gpus_in_use",

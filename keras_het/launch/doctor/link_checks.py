@@ -59,7 +59,7 @@ def _silent(link: Link, name: str, waited_seconds: float) -> Finding:
         return fault(
             "links",
             f"The doctor of {name} refuses this one: its {TF_CONFIG} lists other addresses, or "
-            "its secret is another.",
+            "its secret differs.",
             f'Give all machines the same "cluster" in {TF_CONFIG}, in the same order, and the '
             "same KERAS_HET_SECRET.",
         )
@@ -75,8 +75,8 @@ def _silent(link: Link, name: str, waited_seconds: float) -> Finding:
             "links",
             not waited_seconds,
             f"{name} takes connections.",
-            "What listens there is no doctor of this version.",
-            "See what it is (on that machine: `ss -ltnp`), perhaps a training under way.",
+            "Whatever listens there is not a doctor of this version.",
+            "Find out what it is (on that machine: `ss -ltnp`), perhaps a training under way.",
         )
     when = f"within {waited_seconds:g} s" if waited_seconds else "yet"
     return (warning if waited_seconds else note)(
@@ -123,7 +123,7 @@ def _differences(facts: Facts, link: Link, name: str) -> Iterator[Finding]:
         "links",
         abs(ahead) <= _MOST_SECONDS_AHEAD,
         f"The clock of {name} is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this "
-        "one: logs of both do not fit together.",
+        "one: their logs cannot be compared.",
         "Synchronize the clocks (NTP: `timedatectl set-ntp true`).",
     )
 

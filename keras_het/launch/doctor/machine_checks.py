@@ -172,8 +172,8 @@ def _room(name: str, folder: Path, setting: str) -> Finding:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return fault(
             "room_for_logs",
-            f"{name} cannot be written. Received: {folder}; {existing} is no folder that this user "
-            "may write to.",
+            f"{name} cannot be written. Received: {folder}; {existing} is not a folder that this "
+            "user may write to.",
             f"Give another one ({setting}), or change its owner.",
         )
     return expect(
@@ -181,5 +181,5 @@ def _room(name: str, folder: Path, setting: str) -> Finding:
         room >= _LEAST_ROOM,
         f"{name}, {folder}, has room for {room / 2**30:.1f} GiB.",
         f"Expected: {_LEAST_ROOM / 2**30:g} GiB or more for logs and backups.",
-        f"Make room, or give another one ({setting}).",
+        f"Free some space, or give another one ({setting}).",
     )

@@ -70,7 +70,7 @@ def ask_tensorflow(
         ended = run_program(__name__, {**environ, **fixed}, timeout_seconds)
     except subprocess.TimeoutExpired:
         text = f"TensorFlow was not imported within {timeout_seconds:g} s."
-        fix = "See whether the disk that Python's packages are on, often a network's, is slow."
+        fix = "Check whether the disk with Python's packages, often a network disk, is slow."
         return TensorFlowFacts(text, fix)
     answer = answer_in(ended.stdout)
     if answer is None:

@@ -133,8 +133,8 @@ class WorkerLogs:
             except OSError as error:
                 self._close(worker_index)
                 sys.stderr.write(
-                    f"[keras-het] {file.name} is not written any more: {error}. Training "
-                    "continues; make room, or give another --log-dir the next time.\n"
+                    f"[keras-het] {file.name} is no longer written: {error}. Training continues; "
+                    "free some space, or give another --log-dir next time.\n"
                 )
 
     def _close(self, worker_index: int) -> None:

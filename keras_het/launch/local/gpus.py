@@ -78,7 +78,7 @@ def choose_gpus(wanted: str, present: Sequence[str], num_async_workers: int = 0)
             raise ValueError(_problem(wanted, present))
         if len(set(places)) < len(places):
             raise ValueError(
-                f"each worker needs a GPU of its own. Received: --gpus {wanted}. Name each once."
+                f"each worker needs its own GPU. Received: --gpus {wanted}. Name each once."
             )
         chosen = [present[place] for place in places]
     if not chosen:
@@ -86,7 +86,7 @@ def choose_gpus(wanted: str, present: Sequence[str], num_async_workers: int = 0)
     if num_async_workers >= len(chosen):
         raise ValueError(
             f"no worker is left for the synchronous group. Received: --async-workers "
-            f"{num_async_workers} of {len(chosen)} GPU(s); give less."
+            f"{num_async_workers} of {len(chosen)} GPU(s); give fewer."
         )
     return chosen
 

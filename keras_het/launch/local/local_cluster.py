@@ -95,8 +95,8 @@ class LocalCluster:
         if not 0 <= num_async_workers < self.num_workers:
             raise ValueError(
                 "Some of the workers, but not all, may be async. Received: num_async_workers="
-                f"{num_async_workers} of {self.num_workers} workers. Leave one for the sync group "
-                "at least."
+                f"{num_async_workers} of {self.num_workers} workers. Leave at least one for the "
+                "sync group."
             )
         self.num_async_workers = num_async_workers
         self.stopped_by: int | None = None

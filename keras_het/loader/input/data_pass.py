@@ -311,7 +311,7 @@ class ClaimedPass(DataPass):
                 return
             if not self._claims.is_known(self._next):  # skipping it would lose it
                 raise RuntimeError(
-                    f"Batch {self._next} was asked for before it was known whose it is. Expected: "
+                    f"Batch {self._next} was requested before its owner was known. Expected: "
                     "at most `steps_per_execution` steps between two calls of "
                     "`HybridAggregation.on_train_batch_end`. Iterate the data by `fit` only."
                 )

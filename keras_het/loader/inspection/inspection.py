@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tensorflow.core.framework.model_pb2 import ModelProto
 
 _WRITES_FILES = (
-    "The pipeline writes files when it runs, so that it was not read. Call LoaderTuner.inspect "
+    "The pipeline writes files when it runs, so it was not read. Call LoaderTuner.inspect "
     "within fit."
 )
 _SECONDS_BETWEEN_LOOKS = 0.02  # at a dataset being read; a look takes about 0.1 ms
@@ -97,7 +97,7 @@ class PipelineReport:
         limit = self.limit
         if limit is None:
             return "No time is known." + self._gaps
-        title = "Bottleneck" if self.is_complete else "Slowest as far as is known"
+        title = "Bottleneck" if self.is_complete else "Slowest known stage"
         text = f"{title}: {limit.description}"
         if self.consumer_seconds is not None:
             text += f"; the consumer takes {self.consumer_seconds * 1e3:.2f} ms"
@@ -110,7 +110,7 @@ class PipelineReport:
                 return ": the pipeline keeps up"
             return ": the pipeline keeps up for the rest of the pass" if self._has_the_rest else ""
         if awaited.is_of_consumer:
-            return ": it waits, as it does this itself; a prefetch behind it is missing"
+            return ": it waits, because it does this itself; add a prefetch after it"
         return ": it waits for data"
 
     @property

@@ -259,7 +259,7 @@ class TuningSession:
         if self._plain is None or self._plain[0] is not dataset:
             if any(isinstance(node, TunablePipeline) for node in adapter.upstream_of(dataset)):
                 logger.info(
-                    "Operations behind keras_het.loader.tunable_pipeline (of class_weight, or "
+                    "Operations after keras_het.loader.tunable_pipeline (of class_weight, or "
                     "map, take "
                     "and the like) make it an ordinary dataset: parallel calls stay as they are."
                 )
@@ -477,6 +477,6 @@ def _begins_alike(dataset: adapter.Dataset) -> bool:
 
 def _why_path_stays(iterator: Iterator[StepInput] | None) -> str:
     if isinstance(iterator, StepIterator):
-        return "each worker reads its own files, of which there is no order to start again in"
+        return "each worker reads its own files, which have no common order to restart in"
     other = "the data path of a distribution strategy cannot be changed while it runs"
     return getattr(iterator, "why_path_stays", other)

@@ -157,7 +157,8 @@ def statistics_of_tfrecord(pattern: str | Path, **options: Any) -> Statistics:
                 builder.add(decoder.DecodeBatch(examples.tolist()))
         except (tf.errors.DataLossError, RuntimeError, ValueError) as error:
             raise ValueError(
-                f"{path} is no TFRecord file of tf.train.Examples: {error}. Compressed files must "
+                f"{path} is not a TFRecord file of tf.train.Examples: {error}. Compressed files "
+                "must "
                 "end in .gz or .zlib."
             ) from error
     return builder.finish()

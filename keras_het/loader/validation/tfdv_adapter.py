@@ -18,7 +18,7 @@ def _explain(error: ImportError) -> NoReturn:
         "Data validation needs TensorFlow Data Validation, which needs Python 3.11 or older and "
         f"TensorFlow 2.16. Received: {versions}; {error}. To fix it: in an environment with Python "
         '3.11, run `uv pip install "tensorflow-data-validation==1.16.1" "tensorflow==2.16.2" dill` '
-        "(or, in a checkout, `'.[data-validation]'`); pip's own resolver does not come to an end.",
+        "(or, in a checkout, `'.[data-validation]'`); pip's own resolver never finishes.",
         name=error.name,
     ) from error
 

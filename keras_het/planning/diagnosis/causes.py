@@ -83,7 +83,7 @@ def _balance(situation: Situation, worker: int, since: bool) -> str:
     if situation.is_balanced:
         rest = "Leave it out, or replace it: other shares would not help."
         if since:
-            rest = "Look at what has changed on its machine."
+            rest = "Check what has changed on its machine."
         return f"Shares follow its speed already. {rest}" if situation.follows else rest
     what = "Add BatchBalancer"
     if situation.changed("shares"):

@@ -76,7 +76,7 @@ def plan_with_cuts(
     chosen = (0, *cuts, profile.num_units)
     if any(before >= after for before, after in itertools.pairwise(chosen)):
         raise ValueError(
-            f"Cuts must rise, from 1 to {profile.num_units - 1}. Received: {list(cuts)}. "
+            f"Cuts must increase, from 1 to {profile.num_units - 1}. Received: {list(cuts)}. "
             "Give the number of the first unit of every stage but the first."
         )
     for cut in chosen:
@@ -89,7 +89,7 @@ def plan_with_cuts(
             )
     if len(chosen) - 1 > devices.num_devices:
         raise ValueError(
-            f"Every stage needs a device of its own. Received: {len(chosen) - 1} stages, "
+            f"Every stage needs its own device. Received: {len(chosen) - 1} stages, "
             f"{devices.num_devices} devices. Leave out cuts."
         )
     problem = Problem(

@@ -119,7 +119,7 @@ class _Simulation:
             raise ValueError(
                 "The stages wait for each other. Received: "
                 f"ahead={[stage.ahead for stage in self._plan.stages]}. "
-                "Let `ahead` fall from stage to stage, or leave it out."
+                "Let `ahead` decrease from stage to stage, or leave it out."
             )
         events: list[tuple[Event, ...]] = [()] * self._devices.num_devices
         for replica in itertools.chain(*self._replicas):

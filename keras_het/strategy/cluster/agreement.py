@@ -95,7 +95,7 @@ def _explain(texts: Sequence[bytes]) -> str:
             for place, more in zip(places, about, strict=True)
         ]
         return (
-            "The workers have come to different places of their scripts: "
+            "The workers have reached different points in their scripts: "
             f"{_by_worker(where)}. {_SAME_SCRIPT}"
         )
     names = list(dict.fromkeys(name for each in described for name in each))

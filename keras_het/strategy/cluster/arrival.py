@@ -68,7 +68,7 @@ def wait_for_peers(
             if is_alone and last_seen + _SECONDS_TO_RESTART <= min(waited, startup_timeout_seconds):
                 raise TimeoutError(
                     f"{_names(old)} belonged to an earlier start, which has ended, and did not "
-                    f"come again within {_SECONDS_TO_RESTART:g} s: this worker was restarted "
+                    f"restart within {_SECONDS_TO_RESTART:g} s: this worker was restarted "
                     "alone. Restart all workers together; with "
                     "keras_het.callbacks.BackupAndRestore training continues where it was saved."
                 )

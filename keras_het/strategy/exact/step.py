@@ -263,7 +263,7 @@ class ReplicaSum:
         if self._graph is tf.compat.v1.get_default_graph() or is_alone:
             return
         raise ValueError(
-            "An update within tf.cond, tf.while_loop or a tf.function of one's own cannot add up "
+            "An update within tf.cond, tf.while_loop or a custom tf.function cannot add up "
             f"the gradients of the {num_local} replicas of a process. Received: optimizer.apply, "
             "apply_gradients or reduce_over_replicas there, in a train_step. Take it out of the "
             "condition, let the optimizer accumulate (keras.optimizers.Adam("

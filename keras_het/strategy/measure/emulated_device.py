@@ -134,10 +134,9 @@ def warn_of_emulated_devices(
 def warn_that_nothing_waits() -> None:
     """Warn that a custom loop does not emulate, although the launcher's label says so."""
     _logger.warning(
-        "A function of one's own in strategy.run does not wait for emulated devices "
-        "(KERAS_HET_EMULATED_DEVICES, `keras-het run --emulate-speeds`): only the steps of Keras, "
-        "as "
-        "those of fit, do. Its times say nothing about devices of different speed."
+        "A custom function in strategy.run does not wait for emulated devices "
+        "(KERAS_HET_EMULATED_DEVICES, `keras-het run --emulate-speeds`): only Keras's own steps, "
+        "such as in fit, do. Its times say nothing about devices of different speed."
     )
 
 

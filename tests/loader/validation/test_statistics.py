@@ -98,11 +98,11 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No file matches"):
         statistics_of_tfrecord(tmp_path / "nothing-*")
     (tmp_path / "text").write_text("not a TFRecord file, but long enough to be read as one")
-    with pytest.raises(ValueError, match="text is no TFRecord file"):
+    with pytest.raises(ValueError, match="text is not a TFRecord file"):
         statistics_of_tfrecord(tmp_path / "text")
     with tf.io.TFRecordWriter(str(tmp_path / "bytes")) as writer:
         writer.write(b"not an example")
-    with pytest.raises(ValueError, match=r"bytes is no TFRecord file of tf\.train\.Examples"):
+    with pytest.raises(ValueError, match=r"bytes is not a TFRecord file of tf\.train\.Examples"):
         statistics_of_tfrecord(tmp_path / "bytes")
 
 

@@ -249,7 +249,7 @@ devices_with = functools.partial(dataclasses.replace, even_devices(2))
         (planned, {"schedule": "none"}, "schedule must be.*Received: schedule='none'"),
         (planned, {"recompute": "some"}, "recompute must be.*Received: recompute='some'"),
         (planned, {"devices": even_devices(3)}, "each device. Received: 2 columns, 3 devices"),
-        (cut, {"cuts": [2, 1]}, r"Cuts must rise, from 1 to 2. Received: \[2, 1\]"),
+        (cut, {"cuts": [2, 1]}, r"Cuts must increase, from 1 to 2. Received: \[2, 1\]"),
         (cut, {"cuts": [3]}, "Cuts must rise"),
         (cut, {"cuts": [1, 2]}, "needs a device of its own. Received: 3 stages, 2 devices"),
         (profile_with, {"names": ()}, "at least one unit"),

@@ -167,7 +167,7 @@ def _agreed(plan: Callable[[], PipelinePlan], is_chief: bool) -> PipelinePlan:
     told = private_api.wait_for_cluster(name)
     if told is None:
         raise RuntimeError(
-            "Worker 0 did not tell its plan of the pipeline: it has probably ended. See its output."
+            "Worker 0 did not send its plan of the pipeline: it has probably ended. See its output."
         )
     found = json.loads(told)
     if "error" in found:
