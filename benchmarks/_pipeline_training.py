@@ -211,9 +211,10 @@ def _strategy(case: Case, mode: str, plan: Any) -> Any:
             devices, share_weights=case.speeds, gradient_reduction=mode
         )
     return keras_het.PipelineStrategy(
-        plan or case.split_after,
+        None if plan else case.split_after,
         case.micro_batches,
         devices,
+        plan=plan,
         device_memory_bytes=case.memory_bytes,
         recompute=case.recompute,
     )

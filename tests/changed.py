@@ -32,7 +32,7 @@ TESTS_OF = {
         *(f"multi_process/test_{name}.py" for name in ("hybrid", "hybrid_faults", "role_choice")),
     ),
     "keras_het/callbacks/": ("callbacks", "multi_process/test_callbacks_across_workers.py"),
-    "keras_het/callbacks/elastic.py": ("callbacks/test_elastic.py", "elastic"),
+    "keras_het/callbacks/elastic_backup.py": ("callbacks/test_elastic_backup.py", "elastic"),
     "keras_het/fit/": ("fit", "callbacks"),
     "keras_het/launch/": ("launch",),
     "keras_het/launch/report/": ("telemetry/test_report.py", "launch/test_command_line.py"),

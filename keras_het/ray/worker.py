@@ -28,12 +28,12 @@ class OnWorker:
         self._progress, self._run = progress, run
 
     def __enter__(self) -> None:
-        from keras_het.callbacks import elastic
+        from keras_het.callbacks import elastic_backup
 
         os.environ[RUN] = self._run
         for name in ("tensorflow", "keras_het"):  # Ray shows whatever passes a logger
             logging.getLogger(name).setLevel(logging.WARNING)
-        elastic.when_saved(self._progress.note_saved.remote)
+        elastic_backup.when_saved(self._progress.note_saved.remote)
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None

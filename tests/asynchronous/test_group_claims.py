@@ -121,7 +121,7 @@ def test_a_batch_of_which_nobody_knows_whose_it_is_is_not_passed_over():
     claims.add(Grant(0, 2, False))
     run = ClaimedPass(Batches(), claims, lookahead=2, number=0)
     assert [run.next_element()[0] for _ in range(2)] == [[0], [1]]
-    with pytest.raises(RuntimeError, match=r"Batch 2 .* before it was known whose"):
+    with pytest.raises(RuntimeError, match=r"Batch 2 .* before its owner was known"):
         run.next_element()
 
 

@@ -133,7 +133,7 @@ def test_another_trainings_backup_is_left_alone(
     of_another.write_bytes(kept)  # more steps, on the disk of a machine that joins
     with caplog.at_level("INFO", "keras_het"):
         model = fit(folder)
-    assert f"Left alone: {of_another}, of another training." in caplog.text
+    assert f"Ignored: {of_another}, which belongs to another training." in caplog.text
     assert "Training continues from" in caplog.text and "at epoch 1, step 3." in caplog.text
     assert of_another.read_bytes() == kept
     np.testing.assert_array_equal(flat(model), expected())

@@ -67,7 +67,7 @@ def test_one_worker_alone_trains_as_without_what_exchanges(
         for _ in range(2):  # the next fit, too
             caplog.clear()
             model.fit(data(), epochs=2, validation_data=data(), verbose=0, callbacks=callbacks)
-            told = [each for each in caplog.messages if "nothing is to be exchanged" in each]
+            told = [each for each in caplog.messages if "there is nothing to exchange" in each]
             assert len(told) == len(callbacks)
         trained.append(flat(model))
     np.testing.assert_array_equal(*trained)

@@ -539,4 +539,4 @@ def test_logs_that_cannot_be_computed_again_are_named(is_eager, caplog):
     model.fit(batches(), verbose=0)
     (remark,) = said(caplog)
     names = "'branch', " + is_eager * "'double', " + "'samples_of_result', 'state'"
-    assert f"the graph does not say how: {names}." in remark
+    assert f"the graph does not show how: {names}." in remark

@@ -102,7 +102,7 @@ def test_one_process_sends_nothing_and_rounds_nothing():
 def test_types_that_cannot_be_sent():
     with pytest.raises(ValueError, match='communication_dtype must be "bfloat16" or "float16"'):
         HeterogeneousStrategy(DEVICES[:1], communication_dtype="int8")
-    with pytest.raises(ValueError, match=r"communication_dtype='bfloat16' with aggregation"):
+    with pytest.raises(ValueError, match=r"communication_dtype='bfloat16' with gradient_reduction"):
         HeterogeneousStrategy(
             DEVICES[:1], gradient_reduction="summation", communication_dtype="bfloat16"
         )

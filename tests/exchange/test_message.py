@@ -86,11 +86,11 @@ def test_no_change_of_a_header_passes():
     for place in range(HEADER_BYTES * 8):
         changed = bytearray(whole)
         changed[place // 8] ^= 1 << place % 8
-        with pytest.raises(ProtocolError, match="without a right code"):
+        with pytest.raises(ProtocolError, match="with a wrong checksum"):
             next(decode(iter([bytes(changed)]), KEY))
     others = [whole[:length] for length in range(HEADER_BYTES)]
     random = np.random.default_rng(0)
     others += [random.bytes(random.integers(300)) for _ in range(3000)]
     for piece, key in (*((other, KEY) for other in others), (whole, KEY[:-1] + b"x")):
-        with pytest.raises(ProtocolError, match="without a right code"):
+        with pytest.raises(ProtocolError, match="with a wrong checksum"):
             next(decode(iter([piece]), key))

@@ -122,26 +122,26 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "0"}
 BROKEN: dict[str, tuple[dict[str, str], str, str]] = {
     "nothing": ({}, "", "Received: none of them. To fix it, list the hosts of all workers with"),
     "batch script": (JOB, "", "a Slurm job, but no step of it.*srun keras-het worker train.py"),
-    "mpi": (open_mpi(0, 2, 0), "", "OMPI_COMM_WORLD_RANK, which does not tell where the others"),
-    "torchrun": ({"RANK": "0", "MASTER_ADDR": "a"}, "", "RANK, which does not tell where"),
+    "mpi": (open_mpi(0, 2, 0), "", "OMPI_COMM_WORLD_RANK, which does not say where the others"),
+    "torchrun": ({"RANK": "0", "MASTER_ADDR": "a"}, "", "RANK, which does not say where"),
     "indexed job": ({"JOB_COMPLETION_INDEX": "0"}, "", "JOB_COMPLETION_INDEX, which does not"),
     "other node": (slurm("n3", 0, "n[1-2]", "1(x2)"), "", "SLURMD_NODENAME=n3, SLURM_LOCALID=0"),
     "too many tasks": (slurm("n1", 1, "n[1-2]", "1(x2)"), "", "contradict each other"),
     "other step": (slurm("n1", 0, "n[1-2]", "1"), "", "contradict each other"),
-    "no tasks": (slurm("n1", 0, "n1", ""), "", "SLURM_STEP_TASKS_PER_NODE tells nothing"),
+    "no tasks": (slurm("n1", 0, "n1", ""), "", "SLURM_STEP_TASKS_PER_NODE is not valid"),
     "odd tasks": (slurm("n1", 0, "n1", "1x2"), "", r"expected: such as 2\(x3\),1"),
     "odd nodes": (slurm("n1", 0, "n[1-", "1"), "", r"These are not valid hosts. Received: 'n\[1-'"),
     "mpirun": (slurm("n1", 0, "n1", "1") | open_mpi(0, 2, 0), "", "OMPI_COMM_WORLD_SIZE=2"),
     "elastic": (trainer(0, "1:3"), "", "PET_NNODES is not valid. Received: '1:3'"),
     "other pods": (trainer(0, first="10.1.2.3"), "", "such as train-node-0-0.train"),
     "rank": (trainer(3), "", "Received: 'train-node-0-0.train', 3, 3"),
-    "absurd": (trainer(0, str(10**9)), "", "PET_NNODES tells nothing"),
+    "absurd": (trainer(0, str(10**9)), "", "PET_NNODES is not valid"),
     "too many steps": (slurm("n1", 0, "n1", "1(x900000000)"), "", "contradict each other"),
-    "far too many tasks": (slurm("n1", 0, "n1", "200000"), "", "These are no hosts"),
-    "no rank": (trainer(0) | {"PET_NODE_RANK": ""}, "", "PET_NODE_RANK tells nothing"),
+    "far too many tasks": (slurm("n1", 0, "n1", "200000"), "", "These are not valid hosts"),
+    "no rank": (trainer(0) | {"PET_NODE_RANK": ""}, "", "PET_NODE_RANK is not valid"),
     "sizes": (open_mpi(0, 2, 0), "a,b,c", r"3 from --hosts \(a, b, c\), and .*_SIZE=2"),
     "stranger": ({}, "a,b", "this host's name 'h'. Name hosts as `hostname` prints"),
-    "twice": ({}, "h:2", "does not tell which of its workers this process is"),
+    "twice": ({}, "h:2", "does not say which of its workers this process is"),
     "rank elsewhere": ({"RANK": "0"}, "a,h:2", "this host's name 'h', RANK=0"),
     "second on a host": (open_mpi(1, 2, 1), "h,b", "OMPI_COMM_WORLD_RANK=1. Name hosts"),
     "option": ({}, "-oProxyCommand=x", "These are not valid hosts. Received: '-oProxy"),
@@ -188,7 +188,7 @@ def test_a_file_of_hosts_has_mpiruns_form(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"These are not valid hosts\. Received: 'a max_slots=2'"):
         read_hosts(str(path))
     path.write_bytes("m\u00fcnchen\n".encode("latin-1"))
-    with pytest.raises(ValueError, match=rf"not text in UTF-8\. Received: '{path}'"):
+    with pytest.raises(ValueError, match=rf"not UTF-8 text\. Received: '{path}'"):
         read_hosts(str(path))
     with pytest.raises(ValueError, match=f"There is no hosts file '{tmp_path}/none'"):
         read_hosts(f"{tmp_path}/none")

@@ -366,7 +366,7 @@ def test_a_log_on_a_full_disk_ends_no_training(
     (logs / "worker-0.log").symlink_to("/dev/full")
     result = launch("run", "-w", "1", "--log-dir", str(logs), script(MUCH)).finish()
     assert result.exit_code == 0
-    assert result.stderr.count("is not written any more") == 1
+    assert result.stderr.count("is no longer written") == 1
     assert "No space left" in result.stderr
 
 

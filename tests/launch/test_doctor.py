@@ -461,7 +461,7 @@ def test_a_node_that_cannot_serve_measures_nothing(this_machine, capsys, monkeyp
 @pytest.mark.parametrize("text", ["-1", "soon", "nan"])
 def test_wrong_usage(text, capsys):
     with pytest.raises(SystemExit):
-        main(["doctor", "--wait", text])
+        main(["doctor", "--wait-seconds", text])
     assert f"received '{text}'" in capsys.readouterr().err
 
 

@@ -84,11 +84,11 @@ def test_what_the_trial_of_nccl_says(said, level):
         ({}, OK, "1100 MB/s"),
         ({"bytes_per_second": 10e6}, WARNING, "takes 10.0 s"),
         ({"answers": False, "refused": True}, FAULT, "lists other addresses"),
-        ({"answers": False}, WARNING, "no doctor"),
+        ({"answers": False}, WARNING, "not a doctor"),
         ({"answers": False, "reached": addresses.REFUSED}, WARNING, "within 30 s"),
         ({"answers": False, "reached": addresses.UNREACHABLE}, FAULT, "does not answer"),
     ],
-    ids=["well", "slow", "another cluster", "no doctor", "silent", "unreachable"],
+    ids=["well", "slow", "another cluster", "not a doctor", "silent", "unreachable"],
 )
 def test_what_a_link_says(changes, level, words):
     (finding,) = of_links(dataclasses.replace(LINK, **changes))

@@ -37,7 +37,7 @@ def test_some_of_the_gpus_are_chosen(wanted: str, chosen: list[str]) -> None:
         ("GPU-", PRESENT, "expected: auto, a number, or places such as 0,2"),
         ("all", PRESENT, "--gpus all"),
         ("", PRESENT, "See `keras-het doctor`"),
-        ("1,1", PRESENT, "a GPU of its own. Received: --gpus 1,1"),
+        ("1,1", PRESENT, "its own GPU. Received: --gpus 1,1"),
     ],
 )
 def test_gpus_that_cannot_be_chosen(wanted: str, present: list[str], message: str) -> None:
@@ -100,7 +100,7 @@ def test_each_worker_sees_its_own_gpu(
         (
             ["--workers", "4"],
             [" true"] * 4,
-            "the workers see no GPU, as there are fewer than workers",
+            "the workers see no GPU, as there are fewer GPUs than workers",
         ),
         (
             ["--emulate-speeds", "2,1"],

@@ -31,16 +31,16 @@ def test_the_guide_names_options_that_there_are() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_page_of_commands_has_all_of_them_and_their_options(command: str) -> None:
     page = (DOCS / "reference/command_line.md").read_text()
-    (section,) = re.findall(rf"^## keras-het {command}$(.*?)^## ", page, re.DOTALL | re.MULTILINE)
+    (section,) = re.findall(
+        rf"^## keras-het {command}$(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE
+    )
     documented = set(re.findall(r"`(-[a-z-]+)`", section))
     assert documented == options_of(command) - {"-h", "--help"}
 
 
-@pytest.mark.parametrize(
-    ("page", "speeds"), [("guides/run.md", (4, 2, 1)), ("guides/validate_data.md", (4, 1))]
-)
-def test_the_documented_label_is_the_label(page: str, speeds: tuple[float, ...]) -> None:
-    assert f"[keras-het] {Emulation(speeds).describe()}\n" in (DOCS / page).read_text()
+def test_the_documented_label_is_the_label() -> None:
+    label = f"[keras-het] {Emulation((4, 2, 1)).describe()}\n"
+    assert label in (DOCS / "guides/run.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_is_on_no_index_is_installed_from_a_checkout(page: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     ["TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "PYTHONUNBUFFERED", "KERAS_BACKEND"]
-    + [f"KERAS_HET_{name}" for name in ("EMULATED_DEVICES", "SERVICE_ADDRESS", "SERVICE_SECRET")],
+    + [f"KERAS_HET_{name}" for name in ("EMULATED_DEVICES", "SERVICE_ADDRESS", "SECRET")],
 )
 def test_variables_are_documented(name: str) -> None:
     assert f"`{name}`" in (DOCS / "reference/environment.md").read_text()

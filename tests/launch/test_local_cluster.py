@@ -157,7 +157,7 @@ def test_workers_get_one_secret_that_is_the_users_if_there_is_one(
     given: dict[str, object] = {"worker_env": [env, env]} if by_worker else {"env": env}
     cluster = cluster_of(
         """
-        found = {name: value for name, value in os.environ.items() if "SERVICE_SECRET" in name}
+        found = {name: value for name, value in os.environ.items() if "HET_SECRET" in name}
         print(json.dumps({name: value for name, value in found.items() if value}))
         """,
         2,

@@ -185,8 +185,8 @@ def test_a_host_that_cannot_be_reached_is_told(run: Launch, script: Script) -> N
         (["--hosts", "a", "--emulate-speeds", "2,1"], "leave out --emulate-speeds"),
         (["--hosts", "a", "--no-pin"], "leave out --pin"),
         (["--hosts", "a", "--gpus", "2"], "give --gpus auto, and as many slots"),
-        (["--hosts", "a b"], "These are no hosts"),
-        (["--hosts", "a,b", "--async-workers", "2"], "Leave one for the sync group"),
+        (["--hosts", "a b"], "These are not valid hosts"),
+        (["--hosts", "a,b", "--async-workers", "2"], "Leave at least one for the sync group"),
     ],
 )
 def test_mistakes_are_wrong_usage(

@@ -110,7 +110,7 @@ def run(name: str, folder: Path, strategy: Any) -> dict[str, Any]:
     at_ends = folder / f"{name.replace('/', '-')}.weights.h5"
     if strategy is None and model in IN_PIPELINE:
         strategy = keras_het.PipelineStrategy(
-            split_after=plan_for(model, "three stages"), num_micro_batches=4
+            plan=plan_for(model, "three stages"), num_micro_batches=4
         )
     sees = Sees(at_ends)
     options: dict[str, Any] = {"epochs": EPOCHS, "callbacks": [sees]}

@@ -25,9 +25,7 @@ def main() -> None:
     weights = []
     telemetry = keras_het.callbacks.Telemetry(folder / "log")
     for callbacks in ([], [telemetry]):
-        strategy = keras_het.PipelineStrategy(
-            split_after=plan, num_micro_batches=4, devices=["CPU:0"]
-        )
+        strategy = keras_het.PipelineStrategy(plan=plan, num_micro_batches=4, devices=["CPU:0"])
         keras.utils.set_random_seed(7)
         with strategy.scope():
             layers = [keras.layers.Dense(6, "relu"), keras.layers.Dense(3), keras.layers.Dense(1)]

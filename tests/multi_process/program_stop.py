@@ -135,7 +135,9 @@ def pipeline(plan: list[list[int]]) -> Any:
         for number, devices in enumerate(plan)
     )
     memory = (0.0,) * (1 + max(device for devices in plan for device in devices))
-    return keras_het.PipelineStrategy(PipelinePlan(stages, 2, "1f1b", 0.0, memory), 2, ["CPU:0"])
+    return keras_het.PipelineStrategy(
+        None, 2, ["CPU:0"], plan=PipelinePlan(stages, 2, "1f1b", 0.0, memory)
+    )
 
 
 class Batches(keras.utils.PyDataset):

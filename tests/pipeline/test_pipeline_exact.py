@@ -69,7 +69,7 @@ def test_other_plans_train_as_one_device(name: str, layout: str) -> None:
 def check(name: str, layout: str) -> None:
     expected = on_one_device(name)
     plan = plans(name)[layout]
-    strategy = keras_het.PipelineStrategy(None, plan.num_micro_batches, DEVICES, split_after=plan)
+    strategy = keras_het.PipelineStrategy(None, plan.num_micro_batches, DEVICES, plan=plan)
     build, data = MODELS[name]
     assert_same(train(build, data(), strategy), expected)
     assert strategy.plan is plan
@@ -119,7 +119,7 @@ def test_a_tensor_that_a_model_returns_twice(loss: Any) -> None:
     x = np.random.default_rng(0).normal(size=(38, 4))
     data = x, [x[:, :2], x[:, 2:]], None
     strategy = keras_het.PipelineStrategy(
-        plan_of([0, 1, 2], [[0], [1]], [(0,) * 4] * 2), 4, DEVICES
+        None, 4, DEVICES, plan=plan_of([0, 1, 2], [[0], [1]], [(0,) * 4] * 2)
     )
     assert_same(train(build, data, strategy), train(build, data))
 

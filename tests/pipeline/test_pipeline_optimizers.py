@@ -38,7 +38,7 @@ def check(name: str | None, embeds: bool = False, tolerance: float = 1e-9) -> Ou
     """Train with an optimizer on one device and in a pipeline; return what one device has."""
     build = functools.partial(perceptron, name, embeds)
     expected = train(build, rows(embeds))
-    strategy = keras_het.PipelineStrategy(None, 3, DEVICES, split_after=plan_for(expected.model))
+    strategy = keras_het.PipelineStrategy(None, 3, DEVICES, plan=plan_for(expected.model))
     assert_same(train(build, rows(embeds), strategy), expected, tolerance)
     return expected
 

@@ -110,9 +110,7 @@ def test_a_random_model_trains_as_on_one_device(logical_devices: Any, seed: int)
     with floatx("float64"):
         expected = train(seed)
         plan = random_plan(random_model(seed), seed)
-        strategy = keras_het.PipelineStrategy(
-            None, plan.num_micro_batches, DEVICES, split_after=plan
-        )
+        strategy = keras_het.PipelineStrategy(None, plan.num_micro_batches, DEVICES, plan=plan)
         with strategy.scope():
             found = train(seed)
     for one, other in zip(found, expected, strict=True):

@@ -33,7 +33,7 @@ def strategy_of(
     recomputed: tuple[Any, ...] = (),
 ) -> keras_het.PipelineStrategy:
     plan = plan_of(bounds, replicas, routes, recomputed=recomputed)
-    return keras_het.PipelineStrategy(None, plan.num_micro_batches, DEVICES, split_after=plan)
+    return keras_het.PipelineStrategy(None, plan.num_micro_batches, DEVICES, plan=plan)
 
 
 def normalizing() -> keras.Model:
@@ -265,7 +265,7 @@ def traced_stage(layer: L.Layer) -> Stage:
 
 
 def test_a_maximum_is_refused_where_each_process_would_have_its_own() -> None:
-    with pytest.raises(ValueError, match=r"Received: .*variable_?\d*\. Give plan="):
+    with pytest.raises(ValueError, match=r"Received: .*variable_?\d*\. Give split_after="):
         traced_stage(Own(["rows", "largest"])).check_may_be_shared(True)
     for layer in (L.BatchNormalization(), L.Dropout(0.5), Own(["rows", "total", "root", "steps"])):
         traced_stage(layer).check_may_be_shared(True)

@@ -52,7 +52,7 @@ def build_small() -> keras.Model:
 def train(
     devices: Any, callbacks: list[keras.callbacks.Callback], plan: PipelinePlan, build: Any = build
 ) -> tuple[keras_het.PipelineStrategy, keras.Model, keras.callbacks.History]:
-    strategy = keras_het.PipelineStrategy(None, plan.num_micro_batches, devices, split_after=plan)
+    strategy = keras_het.PipelineStrategy(None, plan.num_micro_batches, devices, plan=plan)
     keras.utils.set_random_seed(4)
     with strategy.scope():
         model = build()

@@ -122,7 +122,7 @@ VERDICTS = {
     "the consumer waits for what it does itself": (
         maps(4.0, below=prefetch(50, maps(5.0))),
         6.0,
-        ["Map, 4.00 ms", "it waits, as it does this itself"],
+        ["Map, 4.00 ms", "it waits, because it does this itself"],
     ),
     "the thread below has the time of both": (
         maps(4.0, below=prefetch(50, maps(10.1))),
