@@ -50,17 +50,16 @@ class LocalTraining(SessionCallback):
 
     Args:
         rule: name, dict or instance of a `keras_het.asynchronous.rules.SynchronousRule`:
-            "sync_easgd", "diloco", "streaming_diloco".
-        period: local steps from one exchange to the next. Default: that of the rule, or the steps
-            of an epoch if these are fewer.
+            "sync_easgd", "diloco", "streaming_diloco". A name has the rule's defaults; for other
+            settings give the rule, such as `DiLoCo(overlap=5)`.
+        period: local steps from one exchange to the next, with a rule's name. Default: the rule's,
+            or the steps of an epoch if these are fewer.
         balance: whether the shares follow the speeds of the workers, measured from one exchange to
             the next, so that none waits for the slowest.
         verbose: 1 prints on the chief after each epoch how often workers exchanged, and new shares.
-        **settings: further arguments of a rule given by name: `LocalTraining("diloco", overlap=5)`.
 
     Raises:
-        TypeError: for a setting that the rule does not have, or settings in addition to a rule
-            object.
+        TypeError: for a period in addition to a rule object.
         ValueError: for a rule that is not synchronous, a period longer than the training, a
             cluster with async workers, or use together with `BatchBalancer`.
 
@@ -76,20 +75,18 @@ class LocalTraining(SessionCallback):
         period: int | None = None,
         balance: bool = False,
         verbose: int = 0,
-        **settings: Any,
     ) -> None:
         super().__init__()
         check_number("period", period, least=1, whole=True, or_none=True)
         check_flag("balance", balance)
         check_verbose(verbose)
-        if period is not None:
-            settings["period"] = period
-        if settings and not isinstance(rule, str):
+        if period is not None and not isinstance(rule, str):
             raise TypeError(
-                "A rule that is not given by its name brings its own settings. Received: "
-                f"{sorted(settings)} beside {rule!r}. Give them to the rule itself."
+                "A rule that is not given by its name brings its own period. Received: "
+                f"period={period} and {rule!r}. Give the period to the rule."
             )
-        self._rule = {"class_name": rule, "config": settings} if settings else rule
+        config = {"class_name": rule, "config": {"period": period}}
+        self._rule = rule if period is None else config
         self._balance, self._verbose = balance, verbose
         _synchronous(self._rule, num_workers=2)
         self._exchange: PeriodicExchange | None = None

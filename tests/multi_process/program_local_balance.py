@@ -48,7 +48,8 @@ def main() -> None:
     x, y = arrays(BATCH * STEPS)
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     samples = Samples()
-    callbacks = [LocalTraining("diloco", **options), samples]
+    rule = {"class_name": "diloco", "config": options}
+    callbacks = [LocalTraining(rule, balance=True), samples]
     model.fit(data, validation_data=data.take(2), epochs=EPOCHS, verbose=0, callbacks=callbacks)
     weights = np.concatenate([weight.ravel() for weight in model.get_weights()])
     np.savez(folder / f"{strategy.worker_index}.npz", samples=samples.of_steps, weights=weights)

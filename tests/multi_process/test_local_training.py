@@ -312,7 +312,7 @@ def test_a_lost_worker_is_named_at_the_next_exchange(start_workers: Any, tmp_pat
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_shares_follow_the_speeds_of_the_workers(launch: Any, tmp_path: Path, overlap: int) -> None:
     """Speeds 3:1 give 30 and 10 of 40 samples, by what the exchanges say."""
-    options = {"folder": str(tmp_path), "period": 5, "overlap": overlap, "balance": True}
+    options = {"folder": str(tmp_path), "period": 5, "overlap": overlap}
     process = launch(
         "program_local_balance.py",
         options,
