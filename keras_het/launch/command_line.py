@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from keras_het import __version__
+from keras_het.launch.advise_command import add_advise_command
 from keras_het.launch.benchmark_command import add_benchmark_command
 from keras_het.launch.doctor_command import add_doctor_command
 from keras_het.launch.local.display import Display
@@ -28,6 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_run_command(commands)
     add_worker_command(commands)
     add_doctor_command(commands)
+    add_advise_command(commands)
     add_benchmark_command(commands)
     add_validate_command(commands)
     add_serve_commands(commands)

@@ -407,15 +407,16 @@ def _travel_seconds(
     group = sync.workers("sync")
     leader = max(cluster.link_bytes_per_second[i] for i in group)
     # Above 0, because no all-reduce fills the time of the computation.
-    left = leader - _ring_bytes(cluster, len(group)) / sync.step_seconds
+    left = leader - ring_bytes(cluster.model_bytes, len(group)) / sync.step_seconds
     return cluster.model_bytes / min(cluster.link_bytes_per_second[worker], left / num_async)
 
 
 def _all_reduce_seconds(cluster: ClusterSpeeds, group: Sequence[int]) -> float:
     slowest = min(cluster.link_bytes_per_second[i] for i in group)
     hops = 2 * (len(group) - 1) * cluster.hop_seconds
-    return hops + _ring_bytes(cluster, len(group)) / slowest
+    return hops + ring_bytes(cluster.model_bytes, len(group)) / slowest
 
 
-def _ring_bytes(cluster: ClusterSpeeds, members: int) -> float:
-    return 2 * (members - 1) / members * cluster.model_bytes
+def ring_bytes(model_bytes: float, members: int) -> float:
+    """Return what each member of a ring all-reduce sends."""
+    return 2 * (members - 1) / members * model_bytes
