@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import logging
 import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND, check_keras_backend
@@ -54,6 +56,12 @@ def add_serve_commands(commands: Commands) -> None:
         "with Ctrl-C or SIGTERM.",
     )
     serve.add_argument("--once", action="store_true", help="end after one training")
+    serve.add_argument(
+        "--import",
+        dest="module",
+        metavar="MODULE",
+        help="import a module, as with python -m, that registers a rule of your own",
+    )
     add_command(
         commands,
         "summation-server",
@@ -79,6 +87,15 @@ def serve_parameters(options: argparse.Namespace) -> int:
     os.environ[KERAS_BACKEND] = os.environ.get(KERAS_BACKEND) or NEEDED_BACKEND  # as for workers
     check_keras_backend(os.environ[KERAS_BACKEND])
     logging.basicConfig(level=logging.WARNING)
+    if options.module:
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            importlib.import_module(options.module)
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                "--import needs a module that python -m would find here. Received: "
+                f"{options.module!r} ({error}). Leave out .py, or set PYTHONPATH."
+            ) from error
     from keras_het.exchange.secret import read_secret
     from keras_het.strategy.cluster.cluster_config import read_cluster_config
 

@@ -8,7 +8,9 @@ import subprocess
 import sys
 
 import pytest
+from service_doubles import service_spec
 
+from keras_het.asynchronous import rules
 from keras_het.launch import serve_command
 from keras_het.launch.command_line import main
 from keras_het.launch.serve_command import share_freed_memory
@@ -130,9 +132,39 @@ def test_how_many_trainings_are_served(monkeypatch, offers_left, once, served):
 
     set_up(monkeypatch, "127.0.0.1:3")
     monkeypatch.setattr("keras_het.asynchronous.parameter_service.hosting.ServingProcess", Process)
-    assert serve_command.serve_parameters(argparse.Namespace(once=once)) == 0
+    assert serve_command.serve_parameters(argparse.Namespace(once=once, module=None)) == 0
     assert len(calls) == served + (not once)  # the last one says that it was told to end
     assert closed == [1]
+
+
+def test_a_rule_of_ones_own_is_imported(monkeypatch, capsys, tmp_path):
+    made = []
+
+    class Process:
+        def __init__(self, *given):
+            pass
+
+        def close(self):
+            pass
+
+        def serve_one(self):
+            half = {"class_name": "half_delta", "config": {}}
+            made.extend(service_spec(rule=half).make_rules())
+            return False
+
+    set_up(monkeypatch, "127.0.0.1:3")
+    monkeypatch.setattr("keras_het.asynchronous.parameter_service.hosting.ServingProcess", Process)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(rules.registry, "RULES", rules.RULES.copy())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "half_rules.py").write_text(
+        "from keras_het.asynchronous.rules import Delta, register_rule\n\n"
+        "@register_rule\nclass Half(Delta):\n    name = 'half_delta'\n"
+    )
+    assert main(["parameter-server", "--import", "half_rules.py"]) == 2
+    assert "Received: 'half_rules.py'" in capsys.readouterr().err
+    assert main(["parameter-server", "--import", "half_rules"]) == 0
+    assert [type(rule).__name__ for rule in made] == ["Half", "Delta"]
 
 
 def test_a_port_that_is_taken_is_one_line_of_error(monkeypatch, capsys):

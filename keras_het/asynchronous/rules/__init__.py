@@ -12,7 +12,7 @@ from keras_het.asynchronous.rules.elastic_averaging import (
     HogwildEASGD,
     RoundRobinEASGD,
 )
-from keras_het.asynchronous.rules.registry import RULES, get, serialize
+from keras_het.asynchronous.rules.registry import RULES, get, register_rule, serialize
 from keras_het.asynchronous.rules.sync_easgd import SyncEASGD
 from keras_het.asynchronous.rules.synchronous_rule import SynchronousRule
 from keras_het.asynchronous.rules.update_rule import PushMeta, Update, UpdateRule
@@ -36,5 +36,6 @@ __all__ = [
     "Update",
     "UpdateRule",
     "get",
+    "register_rule",
     "serialize",
 ]

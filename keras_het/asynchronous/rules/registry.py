@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, TypeVar
 
 from keras_het.asynchronous.rules.async_sgd import AsyncSGD
 from keras_het.asynchronous.rules.delay_compensated import DelayCompensated
@@ -19,7 +19,9 @@ from keras_het.asynchronous.rules.elastic_averaging import (
 )
 from keras_het.asynchronous.rules.sync_easgd import SyncEASGD
 from keras_het.asynchronous.rules.update_rule import Rule
+from keras_het.planning.argument_checks import expect
 
+RuleClass = TypeVar("RuleClass", bound=type[Rule])
 RULES: dict[str, type[Rule]] = {
     rule.name: rule
     for rule in (
@@ -37,7 +39,32 @@ RULES: dict[str, type[Rule]] = {
         SyncEASGD,
     )
 }
-"""Map from name to class of all published rules in this package."""
+"""Map from name to class of the published rules in this package, and of registered ones."""
+
+
+def register_rule(rule: RuleClass) -> RuleClass:
+    """Let a rule of your own be found by its name; a decorator.
+
+    `HybridAggregation(rule=name)` and `get` find it then, and so do tasks that run no script, with
+    `keras-het parameter-server --import MODULE`.
+
+    Args:
+        rule: a subclass of `UpdateRule` or `SynchronousRule`.
+
+    Returns:
+        The rule.
+
+    Raises:
+        ValueError: if it is none, or another rule has its name.
+    """
+    is_rule = isinstance(rule, type) and issubclass(rule, Rule)
+    expect(is_rule, "a subclass of UpdateRule or SynchronousRule", rule=rule)
+    known = RULES.setdefault(rule.name, rule)
+    # a cell of a notebook that runs again defines the class again
+    is_free = (known.__module__, known.__qualname__) == (rule.__module__, rule.__qualname__)
+    expect(is_free, f"another one for {rule.__name__}: {known.__name__} has it", name=rule.name)
+    RULES[rule.name] = rule
+    return rule
 
 
 def get(
@@ -88,7 +115,7 @@ def _find(name: str | None) -> type[Rule]:
     if found is None:
         raise ValueError(
             f"There is no update rule of this name. Received: rule={name!r}. Expected one of "
-            f"{sorted(RULES)}."
+            f"{sorted(RULES)}, or one given to register_rule."
         )
     return found
 

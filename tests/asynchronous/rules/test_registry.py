@@ -93,3 +93,22 @@ def test_settings_that_do_not_fit(logical_devices, name, settings, match):
 def test_other_things(identifier):
     with pytest.raises(TypeError, match="a name, a dict with class_name and config"):
         rules.get(identifier)
+
+
+def test_a_rule_of_ones_own_has_a_name_of_its_own(monkeypatch):
+    monkeypatch.setattr(rules.registry, "RULES", rules.RULES.copy())
+
+    def define(name):
+        return rules.register_rule(type("Half", (Delta,), {"name": name}))
+
+    for _ in range(2):  # a cell of a notebook that runs again
+        half = define("half")
+        assert type(rules.get("half")) is type(rules.get("Half")) is half
+        assert rules.serialize(rules.get({"class_name": "half", "config": {"scale": 2.0}})) == {
+            "class_name": "half",
+            "config": {"scale": 2.0},
+        }
+    with pytest.raises(ValueError, match=r"another one for Half: Delta has it\. Received: name='d"):
+        define("delta")
+    with pytest.raises(ValueError, match="must be a subclass of UpdateRule or SynchronousRule"):
+        rules.register_rule(Delta())
