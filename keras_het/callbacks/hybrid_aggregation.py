@@ -502,8 +502,9 @@ def _check_cluster(
             f"{type(rule).__name__}, which is not, and {', '.join(serving)} of the job ps, which "
             "run no script. Decorate the rule with keras_het.asynchronous.rules.register_rule and "
             "start them with --import MODULE; or leave them out of TF_CONFIG: then the leader of "
-            'the sync group holds the service, or all of the group with service_placement="sharded"; async '
-            "workers alone keep one task ps, which runs the script."
+            "the sync group holds the service, or all of the group with "
+            'service_placement="sharded"; '
+            "async workers alone keep one task ps, which runs the script."
         )
     # a rule made for another cluster: its workers would share their state
     made_for = rule.get_config().get("num_workers")

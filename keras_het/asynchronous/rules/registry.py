@@ -115,7 +115,8 @@ def _find(name: str | None) -> type[Rule]:
     if found is None:
         raise ValueError(
             f"There is no update rule of this name. Received: rule={name!r}. Expected one of "
-            f"{sorted(RULES)}, or one given to register_rule (keras-het serve: --import)."
+            f"{sorted(RULES)}, or one given to register_rule (by keras-het parameter-server: "
+            "--import MODULE)."
         )
     return found
 
