@@ -19,6 +19,7 @@ from keras_het.fit.model_strategy import (
 )
 from keras_het.planning.argument_checks import check_number, check_verbose, expect
 from keras_het.planning.bucket_sizes import ONE_SUM, fastest, sizes_to_try, typical_seconds
+from keras_het.stability import experimental
 from keras_het.strategy.keras_calls import SessionCallback
 
 NUM_ROUNDS = 3
@@ -26,6 +27,7 @@ NUM_LEFT_OUT = 2
 """Executions after a change of size that are not timed: the first one may trace."""
 
 
+@experimental
 class BucketTuner(SessionCallback):
     r"""Callback that finds the bucket size with which the gradients of a step are summed fastest.
 

@@ -23,6 +23,7 @@ from keras_het.planning.argument_checks import (
     check_verbose,
     expect,
 )
+from keras_het.stability import experimental
 from keras_het.strategy.keras_calls import SessionCallback
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ logger = logging.getLogger("keras_het")
 _MOST_SHOWN = 8
 
 
+@experimental
 class DataValidation(SessionCallback):
     """Callback that delays training until its first batches are found to match a schema.
 

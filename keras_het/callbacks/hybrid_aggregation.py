@@ -34,6 +34,7 @@ from keras_het.fit.session import FitSession, Rank, StepFunction
 from keras_het.fit.shorter_epochs import ShorterEpochs
 from keras_het.planning import RolePlan
 from keras_het.planning.argument_checks import check_number, check_one_of, check_verbose, expect
+from keras_het.stability import experimental
 from keras_het.strategy.batches.uneven_per_replica import find_sizes
 from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig
 from keras_het.strategy.keras_calls import SessionCallback
@@ -49,6 +50,7 @@ _logger = logging.getLogger("keras_het")
 _PERIOD = 8
 
 
+@experimental
 class HybridAggregation(SessionCallback):
     r"""All-reduce among the fast workers, a parameter service for the slow ones.
 

@@ -22,12 +22,14 @@ from keras_het.local_training import (
     balanced_shares,
 )
 from keras_het.planning.argument_checks import check_flag, check_number, check_verbose
+from keras_het.stability import experimental
 from keras_het.strategy.keras_calls import SessionCallback
 
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 
+@experimental
 class LocalTraining(SessionCallback):
     r"""Local steps without a collective between workers, and an exchange every few steps.
 

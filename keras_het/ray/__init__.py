@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from keras_het.ray.report import ReportCallback
     from keras_het.ray.trainer import KerasTrainer
 
+__keras_het_stability__ = "experimental"
 __all__ = ["KerasTrainer", "MaxFailuresExceededError", "ReportCallback", "TrainFunctionError"]
 
 _MODULE_OF = {

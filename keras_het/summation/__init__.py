@@ -7,6 +7,7 @@ from keras_het.summation.machine import SummationService, start_machine, summati
 from keras_het.summation.options import Summation, read_gradient_reduction
 from keras_het.summation.placement import Placement, place_partitions
 
+__keras_het_stability__ = "experimental"
 __all__ = [
     "Placement",
     "Summation",

@@ -21,6 +21,7 @@ from keras_het.loader.validation.statistics import (
 )
 from keras_het.loader.validation.tfdv_adapter import read_schema, read_statistics
 
+__keras_het_stability__ = "experimental"
 __all__ = [
     "Anomaly",
     "DataAnomalyError",

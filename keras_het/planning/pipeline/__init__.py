@@ -5,6 +5,7 @@ from keras_het.planning.pipeline.plan import PipelinePlan, Stage, in_flight, rou
 from keras_het.planning.pipeline.problem import Devices, ModelProfile
 from keras_het.planning.pipeline.simulation import Event, Timeline, simulate
 
+__keras_het_stability__ = "experimental"
 __all__ = [
     "Devices",
     "Event",

@@ -1,1 +1,3 @@
 """Roles of workers, frequency of their exchanges, and placement of the summation."""
+
+__keras_het_stability__ = "experimental"

@@ -15,6 +15,7 @@ from keras_het import keras_graphs_adapter, private_api
 from keras_het.planning import ReplicaLayout
 from keras_het.planning.pipeline import PipelinePlan, Timeline
 from keras_het.planning.pipeline.plan import check_wishes
+from keras_het.stability import experimental
 from keras_het.strategy.extended import HeterogeneousExtended
 from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 from keras_het.strategy.measure.phase_times import PhaseTimes
@@ -82,6 +83,7 @@ _ATTRIBUTE = "_keras_het_pipeline"
 _FIRST_GROUP = 5_000_000
 
 
+@experimental
 class PipelineStrategy(HeterogeneousStrategy):
     r"""Training of one model whose layers lie on several devices, with the numbers of one device.
 
