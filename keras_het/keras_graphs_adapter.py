@@ -15,6 +15,7 @@ from keras.src.ops.node import Node
 from tensorflow.python.client import device_lib
 from tensorflow.python.ops import collective_ops
 
+from keras_het.ignored_errors import ignore_errors
 from keras_het.private_api import (
     BaseTrainer,
     TensorFlowTrainer,
@@ -65,7 +66,7 @@ def flat_inputs(graph: Graph, inputs: Nest) -> list[Any]:
 def outputs_for(graph: Graph, rows: int) -> Nest:
     """Return symbolic outputs for a batch of so many rows; None if the graph does not allow it."""
     given = [keras.KerasTensor((rows, *t.shape[1:]), t.dtype, t.sparse) for t in graph.inputs]
-    with contextlib.suppress(Exception):  # a fixed size of batch, or a layer that needs more rows
+    with ignore_errors("tracing"):  # a fixed size of batch, or it needs more rows
         return graph.compute_output_spec(keras.tree.pack_sequence_as(graph._inputs_struct, given))
     return None
 

@@ -10,7 +10,7 @@ from typing import Any
 FIRST_UNSEEN = {"Keras": (3, 16), "TensorFlow": (2, 22)}
 """The upper bounds of pyproject.toml, which an environment may override."""
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 
 @functools.cache

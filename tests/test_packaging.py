@@ -86,6 +86,24 @@ def private_modules(source: str) -> list[str]:
     return [name for name in names if PRIVATE_MODULE.match(name)]
 
 
+def errors_that_nobody_learns_of(source: str) -> list[str]:
+    """Handlers of any error that neither raise nor use it, and `suppress(Exception)`."""
+    silent = re.findall(r"suppress\((?:Base)?Exception\)", source)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ExceptHandler):
+            caught = "Exception" if node.type is None else ast.unparse(node.type)
+            inside = list(ast.walk(node))
+            uses = any(getattr(each, "id", "") == node.name for each in inside)
+            if not uses and not any(isinstance(each, ast.Raise) for each in inside):
+                silent += [caught] * (caught in ("Exception", "BaseException"))
+    return silent
+
+
+def loggers_of_another_name(source: str) -> list[str]:
+    calls = re.findall(r"^.*getLogger\(.*$", source, re.MULTILINE)
+    return [call for call in calls if call != "_logger = logging.getLogger(__name__)"]
+
+
 CHECKS: list[tuple[Callable[[str], list[str]], str, str]] = [
     (asserts, "assert x\n", "x = 'assert x'\n"),
     (imports_beyond_numpy, "import tensorflow as tf\n", "import math\nimport numpy as np\n"),
@@ -99,6 +117,19 @@ CHECKS: list[tuple[Callable[[str], list[str]], str, str]] = [
     (private_modules, "from keras import src\n", "from keras import layers\n"),
     (private_modules, "import_module('keras.src.utils')\n", "x = 'see keras.src for details'\n"),
     (private_modules, "x = tf.python.eager\n", "x = tf.data\n"),
+    *(
+        (errors_that_nobody_learns_of, bad, f"try:\n    f()\n{good}\n")
+        for bad, good in (
+            ("with contextlib.suppress(Exception):\n    f()\n", "except OSError:\n    pass"),
+            ("try:\n    f()\nexcept Exception:\n    g()\n", "except Exception as e:\n    g(e)"),
+            ("try:\n    f()\nexcept:\n    g()\n", "except BaseException:\n    g()\n    raise"),
+        )
+    ),
+    (
+        loggers_of_another_name,
+        '_logger = logging.getLogger("keras_het")\n',
+        "_logger = logging.getLogger(__name__)\n",
+    ),
 ]
 
 
@@ -117,6 +148,15 @@ def violations(check: Callable[[str], list[str]], files: list[Path]) -> dict[str
 
 def test_the_package_has_no_assert_statement() -> None:
     assert violations(asserts, python_files(PACKAGE)) == {}
+
+
+def test_no_error_is_ignored_without_a_line_of_the_log() -> None:
+    assert violations(errors_that_nobody_learns_of, python_files(PACKAGE)) == {}
+
+
+def test_each_module_has_a_logger_of_its_name() -> None:
+    found = violations(loggers_of_another_name, python_files(PACKAGE))
+    assert [path for path, calls in found.items() if calls] == ["keras_het/ray/worker.py"]
 
 
 def test_planning_imports_numpy_and_the_standard_library_only() -> None:

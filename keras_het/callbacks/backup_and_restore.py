@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from keras_het.strategy.cluster.stop_request import StepGuard
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 _SERVICE = "service/"
 _TIMES = "device_times"

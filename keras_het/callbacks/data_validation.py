@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from keras_het.loader.validation import Anomaly, ShardDistance, ShardStatistics
     from keras_het.loader.validation.tfdv_adapter import Schema, Statistics
 
-logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 _MOST_SHOWN = 8
 
@@ -213,7 +213,7 @@ class DataValidation(SessionCallback):
         if self._on_anomaly == "raise":
             raise self._tools.DataAnomalyError(message, self.anomalies)
         if self.anomalies:
-            logger.warning("%s", message)
+            _logger.warning("%s", message)
 
     def _workers_with_anomalies(self) -> list[int]:
         flag = np.array([len(self.anomalies)], np.int64)
@@ -254,7 +254,7 @@ class DataValidation(SessionCallback):
         tell(message, strategy, self._verbose)
         if exceeded:
             lines = "".join(f"\n  {distance}" for distance in exceeded[:_MOST_SHOWN])
-            logger.warning("Epoch %d: the shards of the replicas differ.%s", epoch + 1, lines)
+            _logger.warning("Epoch %d: the shards of the replicas differ.%s", epoch + 1, lines)
         self._write(epoch, replicas)
 
     def _write(self, epoch: int, replicas: dict[int, Statistics]) -> None:

@@ -27,7 +27,7 @@ from keras_het.stability import experimental
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 _WORDS_AT_ONCE = 2**21
 _BYTES_PER_WORD = 8

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from keras_het.loader.nested import StepInput
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 _PERIOD = 8
 
 

@@ -26,7 +26,7 @@ from keras_het.planning.argument_checks import check_flag, check_number, check_o
 from keras_het.planning.loader import LoaderController, LoaderPlan, TunerController
 from keras_het.strategy.keras_calls import SessionCallback
 
-logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 _DEFAULT_MEMORY_FRACTION = 0.25
 
@@ -372,7 +372,7 @@ class LoaderTuner(SessionCallback):
         try:
             return HostBudget(max_reader_threads=self._io_budget) if self._share_host else None
         except OSError as error:
-            logger.warning("Jobs on this host do not share it: %s.", error)
+            _logger.warning("Jobs on this host do not share it: %s.", error)
             return None
 
     def _make_controller(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
@@ -18,6 +17,7 @@ from keras_het.asynchronous.exchange.pace import Pace
 from keras_het.asynchronous.exchange.participant import Participant, first_async_participant
 from keras_het.fit.model_strategy import heterogeneous_strategy
 from keras_het.fit.session import FitSession, Rank
+from keras_het.ignored_errors import ignore_errors
 from keras_het.planning.argument_checks import (
     check_flag,
     check_folder,
@@ -279,9 +279,9 @@ class Telemetry(SessionCallback):
         """Stop the thread and give the verdict, however the `fit` ended."""
         if self._background is not None:
             self._background.stop()
-        with contextlib.suppress(Exception):  # after an error there may be nothing to read
+        with ignore_errors("writing the last steps"):  # after an error there may be none
             self._write_steps(recorder)
-        with contextlib.suppress(Exception):
+        with ignore_errors("writing the last passes"):
             if self._pipeline is not None:
                 self._pipeline.write(is_last=True)
         try:

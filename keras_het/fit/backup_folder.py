@@ -28,7 +28,7 @@ import numpy as np
 if TYPE_CHECKING:
     import keras
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 _NAME = re.compile(r"backup-(\d{1,18})-([0-9a-f]{64})\.weights\.h5")
 _STATE = "keras_het"
 _SEED = "seed/"

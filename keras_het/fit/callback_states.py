@@ -21,7 +21,7 @@ import tensorflow as tf
 if TYPE_CHECKING:
     from keras_het.private_api import RunningHook
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 PREFIX = "callbacks/"
 """Of the names of these arrays in a backup."""

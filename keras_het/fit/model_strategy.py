@@ -15,7 +15,7 @@ from keras_het.keras_backend import check_keras_backend
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 
 def tell(message: object, strategy: object, verbose: int) -> None:

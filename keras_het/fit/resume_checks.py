@@ -11,7 +11,7 @@ import keras
 if TYPE_CHECKING:
     from keras_het.private_api import EpochLoop
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 
 def about(optimizer: Any) -> list[Any]:

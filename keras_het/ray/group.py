@@ -16,7 +16,7 @@ from keras_het.ray.errors import LeavingError, TrainFunctionError
 from keras_het.ray.nodes import on_every_node
 from keras_het.ray.progress import Place
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 _SECONDS_TO_ANSWER = 10.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -15,6 +14,7 @@ from ray.train import FailureConfig, Result, RunConfig, ScalingConfig, WorkerGro
 from ray.train.tensorflow import TensorflowTrainer
 
 from keras_het.fit.backup_folder import remove_memory_folders
+from keras_het.ignored_errors import ignore_errors
 from keras_het.ray.cluster import ClusterConfig
 from keras_het.ray.driver_log import shorten_log
 from keras_het.ray.errors import MaxFailuresExceededError, TrainFunctionError
@@ -125,7 +125,7 @@ class KerasTrainer(TensorflowTrainer):
             raise self._cause(error) from None
         finally:
             self.run_config.callbacks = given
-            with contextlib.suppress(Exception):  # the cluster may be gone
+            with ignore_errors("tidying up"):  # the cluster may be gone
                 ray.kill(progress)
                 on_every_node(remove_memory_folders, run)
 

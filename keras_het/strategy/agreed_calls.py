@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_het.ignored_errors import ignore_errors
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.loader.order.content import sample_of
 from keras_het.strategy.cluster.agreement import flat
@@ -217,10 +218,9 @@ def _dtype(array: object) -> str:
 
 
 def _compiled(model: keras.Model) -> Iterator[tuple[str, str]]:
-    try:
+    config: dict[str, Any] = {}
+    with ignore_errors("describing a model"):  # whatever a user-defined class raises
         config = model.get_compile_config() or {}
-    except Exception:  # whatever a user-defined class raises
-        config = {}
     for name, value in config.items():
         yield from flat(str(name).replace("_", " "), value)
     optimizer = getattr(model, "optimizer", None)
@@ -236,10 +236,9 @@ def _architecture(model: keras.Model) -> Iterator[tuple[str, str]]:
         yield f"layer {number}", kind
         if hasattr(layer, "layers"):
             continue
-        try:
+        config: dict[str, Any] = {}
+        with ignore_errors("describing a layer"):
             config = layer.get_config()
-        except Exception:  # as above
-            continue
         yield from flat(f"layer {number} ({kind})", config)
     if model.built:
         yield "number of weights", str(len(model.weights))

@@ -19,7 +19,7 @@ from keras_het.strategy.exact.own_state import variables_left_apart
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 _WARNING = (
     "Replicas that must be equal differ after epoch %d: %s differs most, by %.1e of its largest "
     "value, between replica %d (worker %d) and replica %d; %d of %d variables differ. Unlike cards "

@@ -27,7 +27,7 @@ from keras_het.strategy.sums_by_host import is_worth_it, num_keys
 from keras_het.summation.group import SummationGroup
 from keras_het.value_types import Leaf, Nest
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 _KEYS_PER_RANGE = 10_000
 # PeerWatch finds a silent worker first, and names it.

@@ -41,7 +41,7 @@ from keras_het.value_types import Leaf, TensorLike
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 _ON_BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
 _TRAINING = ("fit", "train_on_batch")
 _clusters: weakref.WeakSet[HeterogeneousStrategy] = weakref.WeakSet()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import math
 import os
 import time
@@ -17,6 +18,8 @@ import tensorflow as tf
 from keras_het.planning.diagnosis.recording import Recording
 from keras_het.tensorboard import log_format
 from keras_het.tensorboard.log_content import LogContent, NoSetupError, Value, log_content
+
+_logger = logging.getLogger(__name__)
 
 _SCALAR, _TENSOR = 1, 2  # of tensorboard.DataClass, which TensorFlow's public API has not
 
@@ -102,7 +105,8 @@ def _num_records(path: str) -> int:
 def _values(record: bytes) -> list[Value]:
     try:
         event = tf.compat.v1.Event.FromString(record)
-    except Exception:  # each library of protocol buffers has its own
+    except Exception as error:  # each library of protocol buffers has its own
+        _logger.debug("A record cannot be read: %r", error)
         return []
     return [
         Value(each.tag, event.step, event.wall_time, _content(each.tensor))

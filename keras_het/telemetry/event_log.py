@@ -27,7 +27,7 @@ _PROCESS = uuid.uuid4().hex
 _STEPS_PER_ROW, _MOST_STEPS_PER_ROW = 4, 2**16
 # Of all else than steps, this part of them has values of its own.
 _OTHER_VALUES = 8
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 
 class EventLog:

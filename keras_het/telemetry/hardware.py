@@ -29,7 +29,7 @@ _FIXES = {
     "(docker run --gpus all).",
     _VERSION_MISMATCH: "The driver was updated while its old kernel module runs: restart.",
 }
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 
 class HardwareSampler:

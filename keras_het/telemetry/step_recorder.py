@@ -30,7 +30,7 @@ _KEPT_STEPS = 5000
 _KEPT_SAMPLES = 1000
 _LONGEST_NAMES = 8192
 _COMPLETED_STEPS = 64
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 
 class StepRecorder:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tensorboard.plugins import base_plugin
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 _PLUGIN = "keras_het"
 # Of each tag; TensorBoard's own defaults are 10 and 100, which would leave out most of a training.
 # A value is a block of steps, of one where steps are slow: this holds what a log keeps one by one.

@@ -22,7 +22,7 @@ from werkzeug import wrappers
 from keras_het.tensorboard import log_format, views
 from keras_het.tensorboard.log_content import LogContent, NoSetupError, Value, log_content
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 _TYPES = {"js": "text/javascript", "css": "text/css", "txt": "text/plain"}
 _LONGEST_ARGUMENT = 2_000
 _MOST_KEPT = 4

@@ -39,7 +39,7 @@ from keras_het.strategy.cluster.cluster_config import config_of
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.02
 _BEATS_IN_TIMEOUT = 4
 _HAS_IT_ENDED = "If the training has ended already, end this task."

@@ -29,10 +29,11 @@ from keras_het.asynchronous.parameter_service.sample_ledger import LEADER, Prese
 from keras_het.asynchronous.rules import serialize
 from keras_het.exchange.message import Kind, Message, Vector
 from keras_het.exchange.server import Server
+from keras_het.ignored_errors import ignore_errors
 from keras_het.strategy.cluster.cluster_address import free_port
 from keras_het.strategy.cluster.cluster_config import config_of
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 _LONGEST_FAREWELL_SECONDS = 1.0  # a lost service may not answer
 
 
@@ -188,7 +189,7 @@ class Center:
             for channel in channels:
                 channel.timeout_seconds = seconds  # also of connecting
             for call in [channel.start(Message(Kind.FINISH)) for channel in channels]:
-                with contextlib.suppress(Exception):  # the answer may be lost with the server
+                with ignore_errors("taking leave"):  # the answer may be lost with it
                     call.result(seconds)
 
     def _open(self) -> None:

@@ -28,7 +28,7 @@ from keras_het.strategy.cluster.cluster_config import GROUP_PROCESSES, config_of
 _POLL_SECONDS = 0.05
 MadeT = TypeVar("MadeT")
 _SILENT_SECONDS = 10.0  # of waiting for a service that has yet to start
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 _WAITS = "No parameter service for %.0f s; waiting up to %g s for it to start. %s(%s)"
 
 

@@ -40,7 +40,7 @@ _DIVERGED = (
     "not be finite. Its training has diverged: lower the learning rate. "
     "keras.callbacks.TerminateOnNaN ends it."
 )
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 
@@ -355,8 +355,8 @@ class ReturnWatch:
                 self._ask()
             except ServiceLostError:
                 continue
-            except Exception:
-                pass  # such as a refusal: it recurs when the training attaches
+            except Exception as error:  # such as a refusal: it recurs when the training attaches
+                _logger.debug("The service has answered with an error: %s", error)
             if not self._stopped.is_set():
                 self._answered.set()
             return

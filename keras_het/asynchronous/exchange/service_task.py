@@ -18,7 +18,7 @@ from keras_het.exchange.message import Vector
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
 
 

@@ -24,7 +24,7 @@ from keras_het.planning.roles.exchange_settings import longest_period
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.02
 
 

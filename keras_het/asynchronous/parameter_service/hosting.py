@@ -29,7 +29,7 @@ _OFFERS = "offers"
 """Name of the service by which a process takes trainings."""
 _ABOUT = "keras_het parameter service 2"
 _POLL_SECONDS = 0.05
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ from keras_het.strategy.measure.compute_times import StepTimes
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 _ROLE_NUMBERS = {"sync": 0, "async": 1, "out": 2}
 WARM_UP_STEPS = 4
 """Number of steps before the measured ones."""

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from keras_het.ignored_errors import ignore_errors
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG
 
@@ -147,7 +148,7 @@ def main() -> None:
 
 
 def _product(tf: Any, device: Any) -> str:
-    with contextlib.suppress(Exception):  # a name is not worth an end
+    with ignore_errors("reading the name of a device"):
         return str(tf.config.experimental.get_device_details(device).get("device_name", ""))
     return ""
 

@@ -15,7 +15,7 @@ from keras_het.loader.host.job_files import own_folder, read_jobs, write_job
 from keras_het.planning.loader import JobModel, ReadingNeed
 from keras_het.usable_cpus import own_cpus, own_quotas, usable_cpus
 
-logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 _SECONDS_OF_SILENCE = 60.0
 _SECONDS_BETWEEN_UPDATES = 1.0
@@ -126,7 +126,7 @@ class CpuPart:
         try:
             part = self._budget.update(self._job, self._reading)
         except OSError as error:
-            logger.warning("Jobs on this host do not share it: %s.", error)
+            _logger.warning("Jobs on this host do not share it: %s.", error)
             return self._end()
         self._is_bounded = True
         return part

@@ -18,7 +18,7 @@ import psutil
 from keras_het.loader.host.division import Entry, Quota
 from keras_het.planning.loader import JobModel, ReadingNeed
 
-logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 LONGEST_SILENCE_SECONDS = 600.0
 """After these a job no longer counts."""
@@ -78,7 +78,7 @@ def read_jobs(folder: Path) -> dict[str, tuple[int, Entry]]:
         ) as error:
             level = logging.DEBUG if path in _warned else logging.WARNING
             _warned.add(path)
-            logger.log(level, "%s cannot be read and does not count (%r).", path, error)
+            _logger.log(level, "%s cannot be read and does not count (%r).", path, error)
     return jobs
 
 

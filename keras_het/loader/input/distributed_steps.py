@@ -18,7 +18,7 @@ from keras_het.loader.nested import Spec, StepInput
 from keras_het.loader.order.pass_counter import Pass, PassCounter
 from keras_het.loader.order.replay import advance
 
-logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 
 class DistributedSteps(Traced, adapter.DistributedDataset):
@@ -206,7 +206,7 @@ class DistributedSteps(Traced, adapter.DistributedDataset):
         try:
             self.start_at(self._passes.before(run.number), run.first_step)
         except ValueError:
-            logger.info("The pipeline cannot go back: shares change in its first steps.")
+            _logger.info("The pipeline cannot go back: shares change in its first steps.")
 
     @abc.abstractmethod
     def _seek(self, passes: tuple[Pass, ...]) -> None:

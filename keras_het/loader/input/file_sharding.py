@@ -69,7 +69,7 @@ class FilePass(DataPass):
         self._carry = self.empty
 
 
-logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 
 class FileShardedDataset(DistributedSteps):
@@ -155,7 +155,7 @@ class FileShardedDataset(DistributedSteps):
         self._empty = rows.slice_rows(next(iter(chunks)), 0, 0)
         steps = -(-sum(self._samples) // global_batch_size)
         super().__init__(rows.relax_rows(chunks.element_spec), steps, wrap)
-        logger.info("Input by files: worker %d reads %d.", layout.worker_index, len(own))
+        _logger.info("Input by files: worker %d reads %d.", layout.worker_index, len(own))
 
     def map(self, function: Callable[..., Any], **_: object) -> FileShardedDataset:
         """Return the same input with one more row-wise function of a batch.
@@ -244,7 +244,7 @@ def _samples_of(
 def _count_samples(
     filenames: Sequence[str], reader: Callable[[tf.Tensor], tf.data.Dataset]
 ) -> list[int]:
-    logger.info("Reading %d files to count their samples.", len(filenames))
+    _logger.info("Reading %d files to count their samples.", len(filenames))
     counts = []
     for name in filenames:
         counted = reader(tf.constant(name)).reduce(tf.constant(0, tf.int64), lambda n, *_: n + 1)

@@ -41,7 +41,7 @@ from keras_het.loader.order.share_queue import ShareQueue
 from keras_het.planning.argument_checks import check_number, expect
 from keras_het.planning.replica_layout import ReplicaLayout
 
-logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 
 class GlobalOrderDataset(DistributedSteps):
@@ -144,7 +144,7 @@ class GlobalOrderDataset(DistributedSteps):
             or (self.only_slices and any(map(adapter.draws_from_generator, upstream))),
         )
         self._warn_of_changing_order(upstream)
-        logger.info("Input in %s mode: %s.", self.mode, self.reason)
+        _logger.info("Input in %s mode: %s.", self.mode, self.reason)
 
     @functools.cached_property
     def content(self) -> Mapping[str, str]:
@@ -338,12 +338,12 @@ class GlobalOrderDataset(DistributedSteps):
         if self.layout.num_workers == 1:
             return
         if any(map(adapter.is_nondeterministic, upstream)):
-            logger.warning(
+            _logger.warning(
                 "A part of the dataset that every worker runs has deterministic=False: workers "
                 "may see different orders, and samples may be lost or used twice. Remove it."
             )
         elif self.form.options.deterministic is False:
-            logger.info("The option deterministic=False is not used: workers need one order.")
+            _logger.info("The option deterministic=False is not used: workers need one order.")
 
 
 def _keep_idle(

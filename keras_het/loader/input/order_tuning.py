@@ -26,7 +26,7 @@ from keras_het.loader.order.share_queue import ParallelCalls
 if TYPE_CHECKING:
     from keras_het.loader.input.global_order import GlobalOrderDataset
 
-logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 _Moved: TypeAlias = "tuple[PipelineForm, tf.data.Dataset, tf.data.Iterator | None]"
 
@@ -168,7 +168,7 @@ class OrderTuning:
             batches = self.moved_batches(form, self.knobs, run.first_step)
             run.move_to(batches, form)
         except (HandoverError, ValueError) as error:
-            logger.warning("This pass runs with the first settings of its loader: %s", error)
+            _logger.warning("This pass runs with the first settings of its loader: %s", error)
 
     def adopt(self, form: PipelineForm, knobs: Knobs) -> None:
         self.knobs, self.has_own_threads, self._moved = knobs, True, form

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.ignored_errors import ignore_errors
 from keras_het.loader.input.data_pass import DataPass
 from keras_het.loader.input.in_graph import GraphIterator, Traced
 from keras_het.loader.nested import Batch, StepInput
@@ -142,6 +142,6 @@ class StepIterator(Traced, private_api.IteratorInterface):
             self._run.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
+        with ignore_errors("dropping an epoch"):
             if self._run is not None:
                 self._drop_run(self._run)

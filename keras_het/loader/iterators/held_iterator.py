@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from keras_het.ignored_errors import ignore_errors
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host.threads import start, threads_of
@@ -78,7 +79,7 @@ def _wait_for_all() -> None:
 def _end_process(error: BaseException) -> NoReturn:
     """End as an error that nothing has caught does, without Python's shutdown."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
+        with ignore_errors("flushing a stream"):
             stream.flush()
     if isinstance(error, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -101,7 +102,7 @@ def release(iterator: tf.data.Iterator) -> threading.Event:
 
 
 def _work(iterator: tf.data.Iterator, done: threading.Event) -> None:
-    with contextlib.suppress(Exception):
+    with ignore_errors("releasing an iterator"):
         dataset = iterator_adapter.iterated_data_set(iterator)
         if dataset is not None:
             iterator_adapter.restart_iterator(iterator, dataset.take(0))
@@ -163,5 +164,5 @@ def _release(
         concurrent.futures.wait([ahead])
     held.clear()
     if after is not None:
-        with contextlib.suppress(Exception):
+        with ignore_errors("releasing an iterator"):
             after()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 from collections.abc import Callable
 from typing import TypeAlias
 
 import tensorflow as tf
 
+from keras_het.ignored_errors import ignore_errors
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host.threads import start
@@ -45,7 +45,7 @@ class SpareIterators:
             future = self._waiting.popleft()
             # queued behind other work: the caller makes it sooner
             if not future.cancel():
-                with contextlib.suppress(Exception):  # the caller meets the error again
+                with ignore_errors("looking ahead"):  # the caller meets the error again
                     return future.result()
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from numpy.typing import ArrayLike
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.order import rows as row_functions
 from keras_het.loader.order.pipeline_form import PipelineForm
+
+_logger = logging.getLogger(__name__)
 
 _MOST_ROWS = 16
 
@@ -126,7 +129,8 @@ def sample_of(array: Any) -> str:
     """Return a hash of up to 16 rows, from the first to the last, of an array of any kind."""
     try:
         return f"hash {hashlib.sha256(_sampled_bytes(array)).hexdigest()[:8]}"
-    except Exception:  # from an unknown library
+    except Exception as error:  # from an unknown library
+        _logger.debug("Data is not compared: %r", error)
         return "not compared"
 
 

@@ -47,7 +47,7 @@ from keras_het.usable_cpus import usable_cpus
 if TYPE_CHECKING:
     import tensorflow as tf
 
-logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 _Prepared: TypeAlias = "tuple[adapter.Dataset, tf.data.Iterator | None]"
 MakeController = Callable[[LoaderPlan, float, int | None], LoaderController]
@@ -258,7 +258,7 @@ class TuningSession:
             return None
         if self._plain is None or self._plain[0] is not dataset:
             if any(isinstance(node, TunablePipeline) for node in adapter.upstream_of(dataset)):
-                logger.info(
+                _logger.info(
                     "Operations after keras_het.loader.tunable_pipeline (of class_weight, or "
                     "map, take "
                     "and the like) make it an ordinary dataset: parallel calls stay as they are."
@@ -316,7 +316,7 @@ class TuningSession:
     def _only_observe(self, reason: str) -> None:
         if self.observe_only_reason is None:
             self.observe_only_reason = reason
-            logger.info("LoaderTuner only observes: %s.", reason)
+            _logger.info("LoaderTuner only observes: %s.", reason)
         self.controller = FixedController(self.controller.plan) if self.controller else None
         self._cancel()
 
@@ -448,7 +448,7 @@ class TuningSession:
             self.has_changed = True
             if move is not None:
                 move.handover_seconds = time.perf_counter() - start
-                logger.info("Loader at step %d: %s.", self._steps, move.plan)
+                _logger.info("Loader at step %d: %s.", self._steps, move.plan)
         if move is not None:
             self.moves.append(move)
         self._begin_window()

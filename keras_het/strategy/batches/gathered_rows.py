@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.ignored_errors import ignore_errors
 from keras_het.loader.order.rows import is_sliceable
 from keras_het.strategy.batches.uneven_per_replica import with_rows
 from keras_het.value_types import Leaf, Nest, Rows
@@ -94,7 +95,7 @@ def _traced(function: Callable[[Nest], Nest], data: Nest, rows: int) -> Nest:
             found.append(function(tf.nest.pack_sequence_as(data, list(given.values()))))
 
     types = [with_rows(private_api.type_spec_from_value(leaves[i]), rows) for i in places]
-    with contextlib.suppress(Exception):  # it may need more samples, or run eagerly only
+    with ignore_errors("tracing"):  # it may need more samples, or run eagerly only
         tf.function(run, autograph=False).get_concrete_function(*types)
     return found[-1]
 

@@ -22,6 +22,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_het.ignored_errors import ignore_errors
 from keras_het.loader import iterator_adapter
 from keras_het.strategy.cluster.peer_watch import message_in
 
@@ -79,7 +80,7 @@ def agree(
     padded = np.zeros([lengths.max()], np.uint8)
     padded[: len(text)] = text
     texts = extended.meet(padded).reshape(len(lengths), -1)
-    with contextlib.suppress(Exception):  # no worker ends its process while others still read
+    with ignore_errors("waiting for workers that still read"):
         extended.meet(np.zeros([1], np.int64))
     raise ValueError(
         _explain([row[:length].tobytes() for row, length in zip(texts, lengths, strict=True)])

@@ -27,7 +27,7 @@ import tensorflow as tf
 from keras_het import private_api
 from keras_het.device_names import identities
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 INTERFACE = "NCCL_SOCKET_IFNAME"
 SECONDS = 60.0

@@ -8,7 +8,6 @@ worker. A separate thread therefore handles what must not wait.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import signal
@@ -20,6 +19,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
+
+from keras_het.ignored_errors import ignore_errors
 
 if TYPE_CHECKING:
     from keras_het.strategy.cluster.stop_request import StopRequest
@@ -210,7 +211,7 @@ class StopSignals:
         time.sleep(_SECONDS_TO_LEAVE)
         if self._raised[1] < since:
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):
+                with ignore_errors("flushing a stream"):
                     stream.flush()
             os._exit(128 + signal.SIGTERM)
 
