@@ -461,8 +461,8 @@ def _code_of(session: TuningSession, meter: InputWaitMeter) -> str:
     ]
     if session.nice:
         lines += [
-            f"# Measured with the loader's threads at nice {session.nice}, which no option of "
-            "tf.datasets. For them, and no moves:",
+            f"# The loader's threads ran at nice {session.nice}, for which tf.data has no option. "
+            "To keep it without tuning:",
             "# keras_het.callbacks.LoaderTuner(lambda plan, cpus: "
             f"keras_het.planning.loader.FixedController(plan), nice={session.nice})",
         ]
