@@ -253,7 +253,7 @@ class BatchBalancer(SessionCallback):
         self._global_batch_size = total
         given, options = self._given_policy, self._options
         size = 1 if self._granularity == "auto" and not self._all_gpus else self._granularity
-        if size != 1:  # absent without, for the sake of policies that do not know it
+        if size != 1 and isinstance(given, str):  # a policy object decides by itself
             options = {"granularity": size, **options}
         num_replicas = len(self._strategy.share_weights)
         self._upper = upper_bounds(self._max_share, self._share_bounds, num_replicas)

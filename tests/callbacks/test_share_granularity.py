@@ -107,8 +107,11 @@ class TellsSeconds:
         self.told.append(seconds)
 
 
-def test_policies_are_told_what_new_shares_cost(emulated):
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_policies_are_told_what_new_shares_cost(emulated, on_gpus):
     policy = TellsSeconds()
+    if on_gpus:  # a user's policy has no granularity
+        emulated.setattr(batch_balancer, "gpu_name", lambda device: "GPU:0")
     emulated.setattr(batch_balancer, "num_unsettled_steps", lambda model, devices: 1)
     balancer = BatchBalancer(policy)
     balancer._steps.new_shares._extra.append(3.0)
