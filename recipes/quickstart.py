@@ -101,7 +101,7 @@ def main() -> None:
     options = parser.parse_args()
     # Even if the output is a file, it needs the table's columns.
     console = Console(width=None if sys.stdout.isatty() else 110)
-    emulation = Emulation(SPEEDS, options.sample_milliseconds / 1000)
+    emulation = Emulation(SPEEDS, options.emulate_ms_per_sample / 1000)
     console.print(emulation.describe(), style="yellow", highlight=False)
     even, balanced, one = train(console, options.epochs, emulation)
 
