@@ -25,11 +25,11 @@ BATCH_SIZE = 56  # Over all workers, the same in every run.
 WORKER = Path(__file__).with_name("quickstart_worker.py")
 NEXT = """
 [bold]What to try next[/bold] (activate the environment first: source .venv/bin/activate)
-  python recipes/straggler.py                                a worker slows down and recovers
-  python recipes/resume.py                                   killed and resumed
-  keras-het run --emulate-speeds 4,2,1 recipes/static_split.py       a script of your own, split by
-  hand keras-het run --workers 2 recipes/custom_training_loop.py  without model.fit
-  docs/concepts/exact_step.md                                what is exact, and why"""
+  python recipes/straggler.py                                  a worker slows down and recovers
+  python recipes/resume.py                                     killed and resumed
+  keras-het run --emulate-speeds 4,2,1 recipes/static_split.py shares by hand
+  keras-het run --workers 2 recipes/custom_training_loop.py    without model.fit
+  docs/concepts/exact_step.md                                  what is exact, and why"""
 
 
 @dataclass(frozen=True)

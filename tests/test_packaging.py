@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -199,6 +201,10 @@ def test_versions_agree() -> None:
     )
     assert declared is not None
     assert declared.group(1) == keras_het.__version__
+    changes = (ROOT / "CHANGELOG.md").read_text("utf-8").partition("## [Unreleased]")[2]
+    assert re.search(
+        rf"^(## \[|Planned as ){re.escape(keras_het.__version__)}\b", changes, re.MULTILINE
+    )
 
 
 def test_upper_bounds_are_those_that_a_warning_names() -> None:
@@ -275,3 +281,48 @@ def test_the_wheel_holds_every_module_the_licence_and_the_command(tmp_path: Path
     assert {str(path.relative_to(ROOT)) for path in page} <= names
     assert "keras_het/tensorboard/static/uPlot.LICENSE.txt" in names
     assert {"keras_het/py.typed", f"{info}/licenses/LICENSE"} <= names
+
+
+@pytest.mark.full
+@pytest.mark.multi_process
+@pytest.mark.timeout(900)
+def test_a_release_runs_the_readme_in_a_fresh_environment(tmp_path: Path) -> None:
+    def run(*command: str | Path, cwd: Path = ROOT) -> str:
+        done = subprocess.run(
+            list(map(str, command)),
+            cwd=cwd,
+            env={**environment, "PATH": f"{fresh / 'bin'}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    uv, fresh, home = (sys.executable, "-m", "uv"), tmp_path / "fresh", tmp_path / "home"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # the wheel is built from the source archive
+    run(*uv, "build", "--quiet", "--no-build-isolation", "--out-dir", tmp_path)
+    (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "tests/test_packaging.py"} <= names
+
+    run(*uv, "venv", "--quiet", "--python", sys.executable, fresh)
+    install = (*uv, "pip", "install", "--quiet", "--python", fresh)
+    pinned = ("--override", "overrides.txt", "--constraint", "constraints.txt")
+    run(*install, *pinned, "--group", "cpu-build", wheel)
+    readme = (ROOT / "README.md").read_text("utf-8")
+    (example,) = re.findall(r"```python\n(# train\.py.*?)```", readme, re.DOTALL)
+    home.mkdir()
+    (home / "train.py").write_text(example)
+    alone, several = re.findall(
+        r"^(python train\.py|keras-het run .*emulate.* train\.py)", readme, re.M
+    )
+    of_wheel = run(*alone.split(), cwd=home)
+
+    run(*install, "--no-deps", "--reinstall", "--build-constraint", "constraints.txt", source)
+    assert str(fresh) in run("python", "-c", "import keras_het as k; print(k.__file__)", cwd=home)
+    of_source = run(*several.split(), cwd=home)
+    losses = re.findall(r"loss: ([\d.]+)", of_wheel)
+    assert len(losses) == 3 and re.findall(r"loss: ([\d.]+)", of_source) == losses
