@@ -1,7 +1,7 @@
 """Time of the exact min-max plan against the number of replicas.
 
-`mode` is `linear` for straight lines (the fast path) and `general` for a function of the shares
-that is only known to be nondecreasing: here communication that overlaps with backward.
+`mode` is `linear` for straight lines and `general` for a function of the shares that is only known
+to be nondecreasing: here communication that overlaps with backward.
 
     python benchmarks/solver.py [--json FILE] [--quick]
 """

@@ -26,10 +26,7 @@ def product_names(devices: Sequence[str]) -> tuple[str, ...]:
 
 
 def identities(devices: Sequence[str]) -> tuple[str, ...]:
-    """Return what stays when a device's process starts again: a GPU's UUID, else host and name.
-
-    Devices of several processes of a host, or parts of one GPU, may have the same.
-    """
+    """Return what stays when a process starts again: a GPU's UUID, else host and name."""
     uuids = cuda_uuids() if any(map(gpu_name, devices)) else []
     found = []
     for name in devices:

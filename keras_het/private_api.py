@@ -157,11 +157,9 @@ def keras_step_kind(function: object) -> str | None:
 
 
 def undecorated_step(function: Any) -> Any:
-    """Return the bound method of a method decorated with `tf.function`.
-
-    A step must be traced together with its replica's: values that leave a separate function are no
-    longer recognised as the result of a metric, or as a gradient that waits for its reduction.
-    """
+    """Return the bound method of a method decorated with `tf.function`."""
+    # A step must be traced together with its replica's: values that leave a separate function are
+    # no longer recognised as the result of a metric, or as a gradient that waits for its reduction.
     if not hasattr(function, "python_function"):
         return function
     method: Any = getattr(function, "__original_wrapped__", None)
@@ -237,11 +235,9 @@ def is_of_keras(metric: object) -> bool:
 def local_nccl(
     workers: CollectiveAllReduce, devices: Sequence[str], group_key: int
 ) -> CollectiveAllReduce:
-    """Return NCCL's all-reduce among the devices of this process.
-
-    The first of them also reduces with other `workers`. Its collectives of both kinds have one
-    order: with NCCL they could wait for each other else.
-    """
+    """Return NCCL's all-reduce among the devices of this process."""
+    # The first of them also reduces with other `workers`. Its collectives of both kinds have one
+    # order: with NCCL they could wait for each other else.
     local = CollectiveAllReduce(
         devices=tuple(devices),
         group_size=len(devices),
@@ -273,10 +269,7 @@ class RunningHook(NamedTuple):
 
 
 class EpochLoop:
-    """The loop of a running `fit`, whose `EpochIterator` counts the steps of epochs and passes.
-
-    Keras does not expose it: it is looked up in the frames of the call.
-    """
+    """The loop of a running `fit`, found in the frames of the call; Keras does not expose it."""
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
@@ -444,10 +437,8 @@ def abort_collectives(message: str) -> None:
 
 
 def abort_collectives_everywhere(message: str) -> None:
-    """Make pending and later collectives of all workers fail with an error that has `message`.
-
-    An error that travels along the collectives does not reach those waiting to be read.
-    """
+    """Make pending and later collectives of all workers fail with `message`."""
+    # An error that travels along the collectives does not reach those waiting to be read.
     abort_collectives(message)
     with contextlib.suppress(tf.errors.OpError):  # another worker was first
         eager_context.context().report_error_to_cluster(tf.errors.UNAVAILABLE, message)
@@ -469,11 +460,7 @@ def wait_for_cluster(name: str) -> str | None:
 
 
 def run_independently(result: tf.Tensor | tf.Operation) -> tf.Tensor | tf.Operation:
-    """Let a stateful operation of a `tf.function` run in parallel with the other stateful ones.
-
-    Otherwise TensorFlow runs them one after the other, including those of other replicas and
-    assertions.
-    """
+    """Let a stateful operation of a `tf.function` run in parallel with the other ones."""
     graph = getattr(result, "graph", None) if not tf.executing_eagerly() else None
     manager = getattr(graph, "experimental_acd_manager", None)
     if manager is not None:

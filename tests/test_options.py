@@ -16,7 +16,7 @@ from devices import DEVICES
 
 import keras_het
 from keras_het import callbacks, loader
-from keras_het.planning.balance.registry import POLICIES
+from keras_het.planning.balance.boa import POLICIES
 
 NAN = math.nan
 # Six wrong values of each kind of option; None is a seventh unless it is the default.

@@ -15,8 +15,7 @@ import tensorflow as tf
 from keras_het import HeterogeneousStrategy, private_api
 from keras_het import keras_graphs_adapter as adapter
 from keras_het.loader import iterator_adapter
-from keras_het.loader.input.in_graph import GraphDataset, GraphIterator
-from keras_het.loader.input.step_iterator import StepIterator
+from keras_het.loader.input.step_iterator import GraphDataset, GraphIterator, StepIterator
 from keras_het.strategy.exact import keras_hooks
 
 # Module or class; attribute with the names of its first parameters.

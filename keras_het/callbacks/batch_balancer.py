@@ -18,10 +18,15 @@ from keras_het.fit.session import FitSession, Rank
 from keras_het.fit.share_bounds import Bound, MemoryBounds, check_bound, start_policy, upper_bounds
 from keras_het.planning import BalancePlan, BalancePolicy, apportion, make_policy
 from keras_het.planning.argument_checks import check_folder, check_number, check_verbose
-from keras_het.planning.balance import known_times
 from keras_het.planning.balance.granularity import Granularity, check_granularity
 from keras_het.planning.balance.summary import summarize
 from keras_het.planning.diagnosis.recording import Device
+from keras_het.planning.time_model import (
+    KnownDevice,
+    known_from_json,
+    known_to_json,
+    recall_times,
+)
 from keras_het.strategy.exact.xla import num_unsettled_steps
 from keras_het.strategy.keras_calls import SessionCallback
 from keras_het.strategy.measure.compute_times import MeasuredSteps, Reading
@@ -134,7 +139,7 @@ class BatchBalancer(SessionCallback):
         self._used_shares: tuple[int, ...] = ()
         self._begins = False
         self._devices: list[Device] = []
-        self._known: dict[str, known_times.KnownDevice] = {}
+        self._known: dict[str, KnownDevice] = {}
         self._steps = MeasuredSteps(history_size)
         self._sampled: SampledSteps | None = None
         self.plans: list[BalancePlan] = []
@@ -295,10 +300,10 @@ class BatchBalancer(SessionCallback):
         """Start from what a backup knows of these devices, or of others of their products."""
         state, local = self._strategy._training_state, self._strategy.extended.worker_devices
         self._devices = devices_of(self._strategy, local, product_names(local))
-        self._known = known_times.from_json(state.restored_times)
+        self._known = known_from_json(state.restored_times)
         state.restored_times = ""
         devices = [(each.identity, each.model) for each in self._devices]
-        times, shares = known_times.recall(self._known, devices)
+        times, shares = recall_times(self._known, devices)
         if self._memory_use and self._strategy.compute_times.cuts:
             for replica, each in enumerate(times):
                 if size := getattr(each, "micro_batch_size", 0):
@@ -314,11 +319,11 @@ class BatchBalancer(SessionCallback):
             policy: Any = self._policy
             measured = zip(self._devices, policy.models, policy.shares, strict=True)
             known |= {
-                device.identity: known_times.KnownDevice(device.model, times, share)
+                device.identity: KnownDevice(device.model, times, share)
                 for device, times, share in measured
                 if device.identity and times is not None
             }
-        return known_times.to_json(known)
+        return known_to_json(known)
 
     def _go_on(self, policy: BalancePolicy, data: Any, total: int) -> None:
         """Start another fit with this balancer: its shares apply again, to batches of that size."""
@@ -357,24 +362,6 @@ class BatchBalancer(SessionCallback):
             # a change has a step of its own: the first one after the plan
             text = str(plan)
             self._fit.note_change("shares", text[text.index("shares") :])
-
-    def set_max_share(self, replica: int, samples: int) -> None:
-        """Bound a replica's share from the next plan on; call it at least on the chief.
-
-        Args:
-            replica: id of the replica among all workers' replicas.
-            samples: its largest share.
-
-        Raises:
-            RuntimeError: if no step has been measured yet; pass `max_share` instead.
-        """
-        if self._policy is None:
-            raise RuntimeError(
-                "No step has been measured yet, so the size of the global batch is not known. Give "
-                "BatchBalancer(max_share=...) instead."
-            )
-        self._policy.set_upper(replica, samples)
-        self._upper[replica], self._fitting = samples, ()
 
     def summary(self) -> str:
         """Return in a few lines what the balancer has done, for `print`.

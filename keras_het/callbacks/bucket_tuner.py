@@ -18,7 +18,6 @@ from keras_het.fit.model_strategy import (
     tell,
 )
 from keras_het.planning.argument_checks import check_number, check_verbose, expect
-from keras_het.planning.bucket_sizes import ONE_SUM, fastest, sizes_to_try, typical_seconds
 from keras_het.stability import experimental
 from keras_het.strategy.keras_calls import SessionCallback
 
@@ -228,3 +227,33 @@ def _named(size: int) -> str:
         return "in one sum"
     unit, number = ("MiB", 2**20) if size >= 2**20 else ("bytes", 1)
     return f"in buckets of {size / number:g} {unit}"
+
+
+ONE_SUM = 0
+"""The size that stands for all gradients at once."""
+LEAST_BYTES = 2**20
+NUM_BUCKETS = (3, 12, 48)
+"""About as many buckets as a model is cut into at each size."""
+LEAST_GAIN = 0.02
+
+
+def sizes_to_try(num_bytes: int) -> list[int]:
+    """Return sizes in bytes for gradients of that many, `ONE_SUM` first, then the larger first."""
+    sizes = [
+        2 ** int(np.log2(num_bytes / number))
+        for number in NUM_BUCKETS
+        if num_bytes >= LEAST_BYTES * min(NUM_BUCKETS[0], number)
+    ]
+    return [ONE_SUM, *sorted({max(size, LEAST_BYTES) for size in sizes}, reverse=True)]
+
+
+def typical_seconds(seconds: np.ndarray) -> np.ndarray:
+    """Return the seconds of a step with each size, given a row a round and a column a size."""
+    # Shares and the load of a machine change between rounds: medians of each size may mislead.
+    return np.median(seconds[:, 0]) * np.median(seconds / seconds[:, :1], axis=0)
+
+
+def fastest(sizes: Sequence[int], seconds: np.ndarray) -> int:
+    """Return the size with the shortest steps, or the first one if none gains 2 % on it."""
+    best = int(np.argmin(seconds))
+    return sizes[best] if seconds[best] <= (1 - LEAST_GAIN) * seconds[0] else sizes[0]

@@ -15,13 +15,12 @@ from typing import IO, Any
 from keras_het.fit.batch_ends import BatchEnds
 from keras_het.fit.model_strategy import local_replicas
 from keras_het.fit.session import Batches, FitSession, Rank, StepFunction
-from keras_het.loader.host.budget import HostBudget
-from keras_het.loader.host.cpus import available_memory
+from keras_het.loader.host_budget import HostBudget
+from keras_het.loader.host_threads import available_memory
+from keras_het.loader.input.tuning_session import Move, TuningSession
 from keras_het.loader.inspection.inspection import PipelineReport, show
-from keras_het.loader.iterators.knobs import Knobs
-from keras_het.loader.iterators.live_iterator import LiveIterator
-from keras_het.loader.tuning.input_wait_meter import InputWaitMeter
-from keras_het.loader.tuning.session import Move, TuningSession
+from keras_het.loader.iterators.live_iterator import InputWaitMeter, LiveIterator
+from keras_het.loader.iterators.tunable import Knobs
 from keras_het.planning.argument_checks import check_flag, check_number, check_one_of, check_verbose
 from keras_het.planning.loader import LoaderController, LoaderPlan, TunerController
 from keras_het.strategy.keras_calls import SessionCallback
@@ -151,7 +150,7 @@ class LoaderTuner(SessionCallback):
         if self._ends is not None:
             self._ends.begin_epoch()
         if self._session is not None:
-            self._session.begin_epoch(self._steps_before_another_epoch(epoch))
+            self._session.begin_epoch()
         self._epoch_start = self.train_input_wait.seconds, self.train_input_wait.input_wait_seconds
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
@@ -211,11 +210,6 @@ class LoaderTuner(SessionCallback):
         """Mark the end of steps: what follows, such as validation, is not part of the last step."""
         self._account(is_last=True)
         self._last_start = None
-
-    def _steps_before_another_epoch(self, epoch: int) -> int | None:
-        parameters = self.params or {}
-        epochs, steps = parameters.get("epochs"), parameters.get("steps")
-        return steps if epochs is not None and epoch + 1 < epochs else None
 
     def _account(self, is_last: bool = False) -> None:
         """Record the previous execution, whose time ends now."""

@@ -15,7 +15,7 @@ from keras_het.fit.session import Batches, StepFunction
 from keras_het.planning import BalancePolicy, make_policy
 from keras_het.planning.argument_checks import expect
 from keras_het.planning.shares import MAX_TOTAL
-from keras_het.planning.times.time_model import further_parts
+from keras_het.planning.time_model import further_parts
 from keras_het.value_types import Nest
 
 if TYPE_CHECKING:

@@ -101,13 +101,9 @@ def constant(tensor: tf.Tensor) -> Any:
 
 
 def constants_of(node: Dataset) -> dict[str, Any]:
-    """Return the numbers and strings that a dataset node was given, except those that may differ.
-
-    These are sizes, counts, bounds, names of files and small arrays, whatever the kind of node;
-    not the numbers of parallel calls, the buffers of `prefetch` and of file readers, and seeds,
-    which belong to the state of an iterator. Functions, and arrays of more than 1000 elements, have
-    no values here.
-    """
+    """Return the numbers and strings that a node was given, except those that may differ."""
+    # Sizes, counts, bounds, names of files and small arrays; not the numbers of parallel calls, the
+    # buffers of `prefetch` and of file readers, and seeds, which belong to an iterator's state.
     skipped = _FREE_ATTRIBUTES if is_shuffle(node) else {*_FREE_ATTRIBUTES, "_buffer_size"}
     found: dict[str, Any] = {}
     for attribute, value in vars(node).items():

@@ -13,11 +13,11 @@ from keras_het.planning.roles.summation_placement import (
     plan_summation,
 )
 from keras_het.planning.shares import apportion, proportional_shares
-from keras_het.planning.times.time_model import (
+from keras_het.planning.time_model import (
     LinearTimeModel,
     MicroBatchTimeModel,
 )
-from keras_het.planning.times.time_model_fit import TimeModelFit
+from keras_het.planning.time_model_fit import TimeModelFit
 
 __all__ = [
     "BalancePlan",

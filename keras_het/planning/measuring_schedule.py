@@ -22,17 +22,11 @@ _DEVIATIONS = 4.0
 
 
 class MeasuringSchedule:
-    """Measures every K-th step, and several in a row at first and after a sign of change.
+    """Measures every K-th step, and several in a row at first and after a sign of change."""
 
-    Signs that come to nothing (steps whose length varies) are followed less and less often.
-
-    All inputs are equal bit by bit on all workers, so that all measure the same steps: the sums of
-    a measured step have more numbers than those of another one.
-
-    Attributes:
-        interval: K, in steps.
-        step: number of the next step.
-    """
+    # Signs that come to nothing are followed less and less often. All inputs are equal bit by bit
+    # on all workers, which have to measure the same steps: the sums of a measured step have more
+    # numbers.
 
     def __init__(self) -> None:
         self.interval, self.step = FIRST_INTERVAL, 0
@@ -62,12 +56,7 @@ class MeasuringSchedule:
             self._earliest = self.step + BURST + self._wait
 
     def observe(self, shares: ArrayLike, seconds: ArrayLike) -> None:
-        """Look for a sign of change in a measured step.
-
-        Args:
-            shares: samples of each replica, int [n].
-            seconds: compute time of each replica, float64 [n].
-        """
+        """Look for a sign of change in the shares and seconds of a measured step."""
         samples = np.asarray(shares)
         found = np.where(samples > 0, np.asarray(seconds) / np.maximum(samples, 1), np.nan)
         is_same_batch = samples.sum() == self._shares.sum()
@@ -81,15 +70,10 @@ class MeasuringSchedule:
 
 
 class MeasuringCost:
-    r"""What measuring costs, by the ends of steps, and the interval that keeps it in a budget.
+    """The interval that keeps the cost of measuring in a budget, by the ends of steps."""
 
-    From the end of the step before it to its own, a step takes W seconds. A measured one and the
-    next, which its host begins late, take :math:`2 W + c`. With every K-th step measured, measuring
-    takes the part :math:`c / (K W)` of the time, so :math:`K = \lceil c / (\beta W) \rceil`.
-
-    Args:
-        budget: the part of the time that measuring may take, :math:`\beta`.
-    """
+    # A step takes W seconds; a measured one and the next, which its host begins late, take 2 W + c.
+    # With every K-th step measured, measuring takes the part c / (K W) of the time.
 
     def __init__(self, budget: float = 0.02) -> None:
         self._budget = budget
@@ -100,12 +84,7 @@ class MeasuringCost:
         self._num_unusual = 0
 
     def observe(self, was_measured: bool, seconds: float) -> bool:
-        """Record a step, and tell whether it is the second in a row of unusual length.
-
-        Args:
-            was_measured: whether it was measured.
-            seconds: its duration.
-        """
+        """Record a step, and tell whether it is the second in a row of unusual length."""
         before, self._latest = self._latest, [*self._latest[-1:], (was_measured, seconds)]
         if was_measured or not before:
             return False

@@ -1,11 +1,4 @@
-r"""Gradient noise scale from replicas with unequal shares.
-
-The gradient of a batch of b samples has the expected squared norm :math:`|G|^2 + S / b`, with the
-true gradient G and the trace S of the covariance of one sample's gradient. Replicas that measure
-:math:`|g_i|^2` of their own mean gradients and :math:`|g|^2` of the global one,
-:math:`g = \sum_i (b_i / B) g_i`, can separate the two. :math:`S / |G|^2` is the noise scale: global
-batches far below it gain almost in proportion to additional samples, those far above hardly at all.
-"""
+"""Gradient noise scale from replicas with unequal shares."""
 
 from __future__ import annotations
 
@@ -24,10 +17,7 @@ The scale grows as the loss falls, by an order of magnitude and more in publishe
 
 @dataclasses.dataclass(frozen=True)
 class NoiseScaleEstimate:
-    """Estimates of one step, or averages of several.
-
-    Each is unbiased and may be negative in a single step; average many steps before dividing.
-    """
+    """Unbiased estimates of one step, or averages of several; one alone may be negative."""
 
     squared_norm: float
     variance: float
@@ -43,17 +33,12 @@ class NoiseScaleEstimate:
 def noise_scale_estimate(
     shares: ArrayLike, squared_norms: ArrayLike, global_squared_norm: float
 ) -> NoiseScaleEstimate:
-    r"""Estimate from the replicas' gradients against the global one, in one step.
-
-    .. math:: |G|^2_i = \frac{B |g|^2 - b_i |g_i|^2}{B - b_i}, \qquad
-        S_i = \frac{b_i B}{B - b_i} \left(|g_i|^2 - |g|^2\right)
-
-    Both follow from :math:`E|g_i|^2 = |G|^2 + S / b_i` and :math:`E|g|^2 = |G|^2 + S / B`, so each
-    is unbiased for any shares. Replica i has the weight :math:`(B - b_i) / ((n - 1) B)`: it depends
-    only on the shares, so the sum stays unbiased, and it cancels the factor by which a large share
-    magnifies noise. The authors use minimum-variance weights, which need moments that were not
-    found; these are ours.
-    """
+    """Estimate from the replicas' gradients g_i against the global one g, in one step."""
+    # E|g_i|^2 = |G|^2 + S / b_i and E|g|^2 = |G|^2 + S / B, with the true gradient G and the trace
+    # S of the covariance of a sample's gradient. A replica's weight (B - b_i) / ((n - 1) B) depends
+    # only on the shares, so that the sum stays unbiased, and cancels the factor by which a large
+    # share magnifies noise. The authors use minimum-variance weights, whose moments were not found;
+    # these are ours.
     b, local = np.asarray(shares, np.float64), np.asarray(squared_norms, np.float64)
     if b.shape != local.shape or b.ndim != 1 or (b > 0).sum() < 2:
         raise ValueError(

@@ -1,7 +1,8 @@
-"""Whole-sample shares of a global batch from real-valued weights, also within bounds."""
+"""Whole-sample shares of a global batch from real-valued weights, and files for workers."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -170,11 +171,9 @@ def proportional_shares(
 
 
 def _scaled(total: int, weight: FloatArray, low: IntArray, high: IntArray) -> FloatArray:
-    """Return real-valued shares clip(factor * weight) that sum to the total, up to rounding.
-
-    Their sum is piecewise linear in the factor: a replica's share starts to grow when it leaves its
-    lower bound and stops at its upper bound.
-    """
+    """Return real-valued shares clip(factor * weight) that sum to the total, up to rounding."""
+    # Their sum is piecewise linear in the factor: a share grows from its lower bound to its upper
+    # one.
     divisor = np.where(weight > 0, weight, 1.0)
     factors = np.concatenate([low / divisor, high / divisor])
     order = np.argsort(factors, kind="stable")
@@ -211,3 +210,51 @@ def _whole_numbers(name: str, values: ArrayLike, length: int) -> IntArray:
     if array.dtype.kind not in "iuf" or (np.asarray(array, np.float64) % 1 != 0).any():
         raise TypeError(f"{name} must hold whole numbers of samples. Received: {values!r}.")
     return np.minimum(array, MAX_TOTAL).astype(np.int64)
+
+
+def assign_files(sizes: Sequence[int], weights: Sequence[float]) -> tuple[tuple[int, ...], ...]:
+    """Assign whole files to workers such that samples are about in proportion to weights."""
+    # Largest first, to the worker farthest below its ideal. A worker differs from its ideal by at
+    # most the largest file: one that gets a file was not above its ideal, and were one short by
+    # more at the end, each file would have gone to workers as short, and all would be short.
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"Sizes of files must be zero or more samples. Received: {list(sizes)}.")
+    exact = exact_weights(weights)
+    total, weight_sum = sum(sizes), sum(exact)
+    missing = [total * weight / weight_sum for weight in exact]
+    eligible = [worker for worker, weight in enumerate(exact) if weight]
+    assigned: list[list[int]] = [[] for _ in exact]
+    for file in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        worker = max(eligible, key=lambda index: (missing[index], -index))
+        assigned[worker].append(file)
+        missing[worker] -= sizes[file]
+    return tuple(tuple(sorted(files)) for files in assigned)
+
+
+def shares_of_own_samples(
+    total: int,
+    weights: Sequence[float],
+    replicas_per_worker: Sequence[int],
+    remaining: Sequence[int],
+) -> tuple[int, ...]:
+    """Return shares of a step when each worker can use only samples of its own files."""
+    # A worker whose replicas all have weight zero helps only when all others have run out.
+    total = min(total, sum(remaining))
+    exact = exact_weights(weights)
+    ends = itertools.accumulate(replicas_per_worker)
+    parts = [exact[end - count : end] for end, count in zip(ends, replicas_per_worker, strict=True)]
+    given = [0] * len(parts)
+    left = total
+    while left:
+        open_workers = [worker for worker in range(len(parts)) if given[worker] < remaining[worker]]
+        pulls = [sum(parts[worker], Fraction()) for worker in open_workers]
+        if not any(pulls):
+            pulls = [Fraction(1)] * len(open_workers)
+        wanted = apportion(left, pulls)
+        for worker, more in zip(open_workers, wanted, strict=True):
+            given[worker] += min(more, remaining[worker] - given[worker])
+        left = total - sum(given)
+    shares: list[int] = []
+    for part, samples in zip(parts, given, strict=True):
+        shares += apportion(samples, part if any(part) else [1] * len(part))
+    return tuple(shares)

@@ -18,7 +18,7 @@ class TrainingState:
     export: Callable[[], State | None] | None = None
     restored: State | None = None
     export_times: Callable[[], str] | None = None
-    """What the balancer knows of its devices, as JSON; see `planning.balance.known_times`."""
+    """What the balancer knows of its devices, as JSON; see `planning.time_model`."""
     restored_times: str = ""
     num_hybrid_runs: int = 0
     role_trials_left: int = 3

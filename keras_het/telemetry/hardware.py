@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from keras_het import device_names
-from keras_het.cgroups import CGROUPS
 from keras_het.planning.diagnosis.recording import HARDWARE
 from keras_het.telemetry.host_values import HostValues
+from keras_het.usable_cpus import CGROUPS
 
 Samples = np.ndarray[Any, np.dtype[np.float32]]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from keras_het.planning.diagnosis.middles import LONGEST_SECONDS
 from keras_het.planning.diagnosis.recording import (
     PHASES,
     Change,
@@ -22,6 +21,7 @@ from keras_het.planning.diagnosis.recording import (
     PipelineRecord,
     Recording,
 )
+from keras_het.planning.diagnosis.steps import LONGEST_SECONDS
 from keras_het.tensorboard import log_format
 from keras_het.tensorboard.log_format import MOST_DEVICES, ROWS, Setup, parse_plan
 

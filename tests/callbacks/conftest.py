@@ -6,7 +6,7 @@ import pytest
 from addresses import free_address
 
 import keras_het
-from keras_het.loader.host.threads import ForeignLoad
+from keras_het.loader.host_threads import ForeignLoad
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """An interrupted training that continues from its backup ends like one that was not interrupted."""
 
-import functools
 import re
 import shutil
 import warnings
@@ -72,10 +71,6 @@ def assert_goes_on(devices, make_data, folder, step, save_freq=3, others=list, *
     assert_same(found, expected)
 
 
-def endless(of_unknown_number=False):
-    return rows(of_unknown_number).repeat()
-
-
 @pytest.mark.quick("False-14")
 @pytest.mark.parametrize("step", [4, 14, 23])
 @pytest.mark.parametrize("of_unknown_number", [False, True])
@@ -83,36 +78,9 @@ def test_every_later_epoch_is_whole(logical_devices, tmp_path, of_unknown_number
     assert_goes_on(logical_devices, lambda: rows(of_unknown_number), tmp_path, step)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "steps", [8, 5, 11], ids=["a pass", "less than a pass", "more than a pass"]
-)
-@pytest.mark.parametrize("of_unknown_number", [False, True])
-def test_epochs_of_given_length_over_endless_data(
-    logical_devices, tmp_path, of_unknown_number, steps
-):
-    data = functools.partial(endless, of_unknown_number)
-    assert_goes_on(logical_devices, data, tmp_path, steps + 5, steps_per_epoch=steps)
-
-
-CUT = {"steps_per_epoch": 5, "epochs": 3}
-IN_THREES = {"compile": {"steps_per_execution": 3}}
-OTHERS = {  # data, the step of the interruption, how often is saved, and how is trained
-    **{
-        f"{name}-{freq}": (rows, steps + 3, freq, {"steps_per_epoch": steps, "epochs": epochs})
-        for name, steps, epochs in (("a pass", 8, 3), ("half a pass", 4, 5))
-        for freq in (3, 4, "epoch")
-    },
-    "before the end of a pass": (rows, 7, 1, CUT),
-    "at the end of a pass": (rows, 8, 1, CUT),
-    "a generator": (
-        lambda: (each for each in endless().as_numpy_iterator()),
-        12,
-        3,
-        {"steps_per_epoch": 5},
-    ),
-    "several steps in an execution": (rows, 4, 3, IN_THREES),
-    "as often as pays": (rows, 4, "auto", {}),
+OTHERS = {  # how often is saved, and how is trained; `test_every_kill.py` has all epochs and data
+    "at the end of a pass": (1, {"steps_per_epoch": 5, "epochs": 3}),
+    "as often as pays": ("auto", {}),
 }
 
 
@@ -120,8 +88,8 @@ OTHERS = {  # data, the step of the interruption, how often is saved, and how is
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_epochs_and_data(logical_devices, tmp_path, kind):
-    make_data, step, save_freq, options = OTHERS[kind]
-    assert_goes_on(logical_devices, make_data, tmp_path, step, save_freq, **options)
+    save_freq, options = OTHERS[kind]
+    assert_goes_on(logical_devices, rows, tmp_path, 8, save_freq, **options)
 
 
 def damage_the_newest(folder):

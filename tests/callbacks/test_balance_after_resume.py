@@ -13,7 +13,7 @@ from keras_het import HeterogeneousStrategy
 from keras_het.callbacks import BackupAndRestore, BatchBalancer, batch_balancer
 from keras_het.fit.backup_folder import BackupFolder
 from keras_het.planning import min_max_shares_linear
-from keras_het.planning.balance.known_times import from_json
+from keras_het.planning.time_model import known_from_json
 from keras_het.strategy.measure import compute_times
 
 BATCH, STEPS = 24, 12
@@ -58,7 +58,7 @@ def train(emulated, folder, places, interrupted_after=None, products="xyzz", pol
 def known_in(folder):
     backups = BackupFolder(folder, num_kept=1)
     backups.find()
-    return from_json(str(backups.state()["device_times"]))
+    return known_from_json(str(backups.state()["device_times"]))
 
 
 @pytest.fixture

@@ -210,23 +210,6 @@ def test_times_of_shares_in_parts_are_no_lines(logical_devices):
     assert start_policy("even", strategy, 24, {}, None, [24] * 3).name == "even"
 
 
-def test_a_bound_that_is_set_in_training(model):
-    class Bound(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 1:
-                balancer.set_max_share(0, 1)
-
-    balancer = BatchBalancer("static", weights=(6, 1, 1))
-    model.fit(batches(64), epochs=1, verbose=0, callbacks=[balancer, Bound()])
-    assert balancer.plans[-1].shares[0] == 1
-    assert balancer.measurements[-1]["shares"][0] == 1
-
-
-def test_a_bound_before_the_first_step_is_refused():
-    with pytest.raises(RuntimeError, match="max_share"):
-        BatchBalancer().set_max_share(0, 1)
-
-
 def test_report(strategy, tmp_path, capsys):
     balancer = BatchBalancer("static", weights=(1, 0, 1), verbose=1)
     assert "has measured nothing yet" in balancer.summary()
@@ -241,24 +224,14 @@ def test_report(strategy, tmp_path, capsys):
     assert str(balancer.plans[0]) in capsys.readouterr().out
 
 
-@pytest.mark.quick(
-    "arguments0-ValueError-boa",
-    "arguments2-ValueError-one bound for each",
-    "arguments3-ValueError-do not exist",
-    "arguments11-ValueError-upper 2 for replica 1",
-)
+@pytest.mark.quick("arguments0-ValueError-one bound for each")
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"policy": "bao"}, ValueError, "boa"),
-        ({"policy": 3}, TypeError, "policy must be a name"),
         ({"max_share": [1, 2]}, ValueError, "one bound for each"),
         ({"max_share": {7: 1}}, ValueError, "do not exist"),
         ({"policy": "static", "weights": (1, 2)}, ValueError, "one weight for each"),
-        ({"max_share": -1}, ValueError, "max_share=-1"),
         ({"max_share": 0}, ValueError, "upper bounds to 0"),
-        ({"max_share": 2.5}, ValueError, "max_share=2.5"),
-        ({"max_share": "8"}, ValueError, "max_share='8'"),
         ({"max_share": {"GPU:0": 8}}, ValueError, "GPU:0"),
         ({"min_share": [1, -1, 1]}, ValueError, "-1, 1"),
         ({"min_share": 3, "max_share": {1: 2}}, ValueError, "upper 2 for replica 1"),
@@ -273,13 +246,9 @@ def test_mistakes(strategy, arguments, error, match):
     ("arguments", "error", "match"),
     [
         ({"dead_bnd": 0.1}, TypeError, r"\['dead_bnd'\].*'boa' has \['dead_band', "),
-        ({"policy": "static", "weights": (1, -2)}, ValueError, "weights|Received"),
         ({"policy": Zigzag(), "dead_band": 0.1}, TypeError, "brings its own settings"),
-        ({"dead_band": -0.1}, ValueError, "dead_band=-0.1"),
-        ({"window": 0}, ValueError, "window=0"),
         ({"policy": Zigzag(), "min_share": 1}, TypeError, "goes with a policy's name"),
         ({"policy": Zigzag(), "granularity": 8}, TypeError, "granularity goes with a policy's"),
-        ({"granularity": 0}, ValueError, "granularity=0"),
     ],
 )
 def test_mistakes_that_show_before_training(arguments, error, match):

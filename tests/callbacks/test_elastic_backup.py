@@ -176,15 +176,6 @@ def test_a_fit_that_ended_early_is_not_trained_on(run: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_a_second_fit_of_a_script_needs_its_own_folder(run: Any, tmp_path: Path) -> None:
-    run("a")
-    fit(tmp_path / "backup")
-    model = make_model(keras_het.HeterogeneousStrategy())
-    with pytest.raises(ValueError, match="which an earlier fit of this script has used"):
-        model.fit(data(), verbose=0, callbacks=[ElasticBackup(str(tmp_path / "backup"))])
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("keeps_two", [False, True])
 def test_the_next_run_starts_from_its_own(run: Any, tmp_path: Path, keeps_two: bool) -> None:
     folder = tmp_path / "backup"
@@ -266,14 +257,3 @@ def test_a_backup_tells_how_often_its_training_was_interrupted(run: Any, tmp_pat
     assert places == [(0, 4), (1, 2)]
     assert len(set(times)) == 1 and start <= times[0] <= time.time()
     assert not ShorterEpochs._expecting  # an error within one ends what it silences
-
-
-@pytest.mark.full
-def test_its_position_is_that_of_a_backup_and_restore(run: Any, tmp_path: Path) -> None:
-    run("a")
-    folder = BackupFolder(tmp_path / "backup", num_kept=1)
-    fit(tmp_path / "backup", interrupted_at=9)
-    folder.find()
-    position = json.loads(str(folder.state()["position"]))
-    assert (position["epoch"], position["step"]) == (1, 2)
-    assert position["finished_in"] is None

@@ -225,13 +225,3 @@ def test_the_wait_of_a_step_is_that_of_each_replica_of_the_process(name, way, lo
     report = tuner.to_dict()["replicas"]
     assert [each["device"] for each in report] == found
     assert {each[kind]["input_wait_seconds"] for each in report} == {meter.input_wait_seconds}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["mirrored", "heterogeneous"])
-def test_one_element_holds_the_batches_of_all_replicas(name, logical_devices):
-    """Which is why one wait is that of all."""
-    strategy, devices = strategies(logical_devices)[name]
-    data = strategy.experimental_distribute_dataset(rows_read_in(lambda row: row))
-    rows, _ = next(iter(data))
-    assert len(strategy.experimental_local_results(rows)) == len(devices)

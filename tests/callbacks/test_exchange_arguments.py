@@ -17,31 +17,13 @@ from keras_het.fit.model_strategy import tell
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"rule": "gossip"}, "gossip"),
         *(
             ({"rule": each}, "LocalTraining")
             for each in ("streaming_diloco", "diloco", "sync_easgd")
         ),
-        ({"period": 0}, "period must be a whole number"),
-        ({"period": "often"}, 'or "auto"'),
         ({"period": "auto", "rule": "round_robin_easgd"}, 'period="auto" needs a rule'),
         ({"top_k_ratio": 0.1, "rule": "async_easgd"}, "would count as 0"),
-        ({"async_batch_size": 2.5}, "async_batch_size must be"),
-        ({"max_staleness": -1}, "max_staleness must be"),
-        ({"timeout_seconds": 0.0}, "timeout_seconds must be a number above 0"),
-        (
-            {"startup_timeout_seconds": -1.0},
-            "startup_timeout_seconds must be a number of at least 0",
-        ),
-        (
-            {"shutdown_timeout_seconds": float("nan")},
-            "shutdown_timeout_seconds must be a number of at least 0",
-        ),
-        ({"profile_steps": 0}, r"profile_steps must be a whole number .* at most 256"),
         ({"profile_steps": 257}, r"profile_steps must be a whole number .* at most 256"),
-        ({"noise_scale": -5.0}, "noise_scale must be a number above 0"),
-        ({"on_service_loss": "panic"}, '"raise" or "continue"'),
-        ({"service_placement": "nowhere"}, '"auto" or "sharded"'),
         ({"rule": AsyncSGD(0.1), "on_service_loss": "continue"}, "their own optimizer"),
     ],
 )
@@ -83,7 +65,6 @@ def test_the_rule_of_a_name_takes_a_period() -> None:
     ("arguments", "error", "match"),
     [
         ({"perod": 10}, TypeError, "unexpected keyword argument 'perod'"),
-        ({"period": 0}, ValueError, "period=0"),
         ({"rule": DiLoCo(period=5), "period": 10}, TypeError, "brings its own period"),
         ({"rule": {"class_name": "diloco"}, "period": 10}, TypeError, "brings its own period"),
     ],

@@ -31,7 +31,7 @@ from loader_training import (
 from keras_het.callbacks import LoaderTuner
 from keras_het.loader import Knobs, tunable_pipeline
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.host.threads import threads_of
+from keras_het.loader.host_threads import threads_of
 from keras_het.planning.loader import LoaderController, LoaderPlan
 
 KNOBS = Knobs(2, 2, 2)
@@ -288,21 +288,6 @@ def test_moves_under_the_strategy_change_no_bit(
     assert len(done(tuner)) >= 3
     assert all(move.refused is None for move in tuner.moves)
     assert tuner.best_settings().knobs is not None
-
-
-@pytest.mark.full
-def test_shares_that_change_meanwhile_change_no_bit(logical_devices):
-    class Shares(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            self.model.distribute_strategy.set_share_weights([1 + batch % 3, 1 + batch % 2])
-
-    tf.random.set_seed(5)
-    results = [
-        train_under_strategy(logical_devices, tunable_pipeline(long, Knobs(2, 2, 2)), callbacks)
-        for callbacks in ([Shares()], [Shares(), moving()])
-    ]
-    for expected, found in zip(*results, strict=True):
-        np.testing.assert_array_equal(found, expected)
 
 
 def samples(knobs):

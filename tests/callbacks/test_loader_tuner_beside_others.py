@@ -13,15 +13,13 @@ from loader_training import (
     build,
     dense,
     done,
-    long,
     moving,
     slow,
     train,
-    train_under_strategy,
 )
 
 import keras_het
-from keras_het.callbacks import BackupAndRestore, BatchBalancer, HybridAggregation, LoaderTuner
+from keras_het.callbacks import BackupAndRestore, HybridAggregation, LoaderTuner
 from keras_het.loader import Knobs, tunable_pipeline
 from keras_het.planning.loader import WindowSize
 
@@ -127,17 +125,6 @@ def test_a_history_of_the_user_sees_every_batch():
     dense().fit(slow(0.0), verbose=0, callbacks=[losses, tuner])
     assert len(losses.losses) == 6
     assert tuner.train_input_wait.steps == 6
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("first", [True, False])
-def test_beside_the_balancer_in_any_order(first, logical_devices):
-    tuner, balancer = moving(), BatchBalancer("even")
-    callbacks = [tuner, balancer] if first else [balancer, tuner]
-    train_under_strategy(logical_devices, tunable_pipeline(long), callbacks)
-    assert tuner.train_input_wait.steps == 3 * 60
-    assert len(done(tuner)) >= 2
-    assert balancer.measurements
 
 
 class Patiently(EveryStep):

@@ -16,10 +16,10 @@ from loader_training import dense, numbered
 import keras_het
 from keras_het.callbacks import LoaderTuner, loader_tuner
 from keras_het.loader import Knobs, inspect, tunable_pipeline
-from keras_het.loader.host.threads import ForeignLoad
-from keras_het.loader.iterators import knobs
-from keras_het.loader.tuning import session as tuning_session
-from keras_het.loader.tuning.session import TuningSession
+from keras_het.loader.host_threads import ForeignLoad
+from keras_het.loader.input import tuning_session
+from keras_het.loader.input.tuning_session import TuningSession
+from keras_het.loader.iterators import tunable
 from keras_het.planning.loader import FixedController, LoaderPlan, LoaderWindow, WindowSize
 from keras_het.usable_cpus import usable_cpus
 
@@ -369,7 +369,7 @@ def small_container(tmp_path, monkeypatch):
     membership = tmp_path / "membership"
     membership.write_text("0::/own\n")
     within = functools.partial(usable_cpus, cgroups=tmp_path, membership=membership)
-    for module in (knobs, tuning_session):
+    for module in (tunable, tuning_session):
         monkeypatch.setattr(module, "usable_cpus", within)
 
 

@@ -48,14 +48,6 @@ def test_shares_are_multiples_but_one(size, batch):
     assert shares[-1, 0] > shares[-1, 2] > 0  # of the fastest and the slowest device
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("bounds", [{"max_share": {0: 21}}, {"min_share": {2: 13}}])
-def test_bounds_hold(bounds):
-    shares = train(BatchBalancer(granularity=8, **bounds))
-    assert (shares[:, 0] <= 21).all() if "max_share" in bounds else (shares[:, 2] >= 13).all()
-    assert (np.sort(shares % 8, axis=1) == [0, 0, 4]).all()
-
-
 def test_auto_is_1_but_on_gpus(emulated):
     balancer = BatchBalancer("even")
     assert (train(balancer, 100, steps=2) == [34, 33, 33]).all()

@@ -19,7 +19,7 @@ from equivalence import DEVICES, arrays, batches, three_replicas
 from iteration_ways import WAYS, summed
 
 from keras_het import HeterogeneousStrategy
-from keras_het.loader.input import in_graph
+from keras_het.loader.input import step_iterator
 
 SAMPLES = np.arange(7, dtype=np.int64)
 BATCH = 3
@@ -101,9 +101,9 @@ def test_two_loops_with_state_over_one_data_set(strategy):
 
 
 def test_a_loop_fetches_nothing_before_the_loop_above_it_has_ended(strategy, monkeypatch):
-    fetched, find = [], in_graph._find
+    fetched, find = [], step_iterator._find
     first, second = iter(distribute(strategy)), iter(distribute(strategy))
-    numbers = [in_graph.number_of(first), in_graph.number_of(second)]
+    numbers = [step_iterator.number_of(first), step_iterator.number_of(second)]
     is_early = threading.Event()
     started = tf.Variable(0)
 
@@ -113,7 +113,7 @@ def test_a_loop_fetches_nothing_before_the_loop_above_it_has_ended(strategy, mon
             is_early.set()
         return find(number)
 
-    monkeypatch.setattr(in_graph, "_find", noted)
+    monkeypatch.setattr(step_iterator, "_find", noted)
 
     def slow(total):
         is_early.wait(0.02)  # for what must not happen yet
@@ -242,11 +242,11 @@ def test_nothing_keeps_an_input_that_nobody_has(strategy):
         return summed(strategy, next(iterator))
 
     step(iterator)
-    numbers = {in_graph.number_of(dataset), in_graph.number_of(iterator)}
+    numbers = {step_iterator.number_of(dataset), step_iterator.number_of(iterator)}
     known = weakref.ref(iterator)
     del dataset, iterator
     gc.collect()
-    assert known() is None and not numbers & set(in_graph._inputs)
+    assert known() is None and not numbers & set(step_iterator._inputs)
 
 
 def average_losses(strategy, samples, **options):

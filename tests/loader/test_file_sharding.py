@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from workers import Schedule, collect
 
 from keras_het.loader import FileShardedDataset
-from keras_het.loader.input.in_graph import number_of
+from keras_het.loader.input.step_iterator import number_of
 from keras_het.planning import ReplicaLayout
 
 LINES = (7, 3, 12, 1, 5, 9)

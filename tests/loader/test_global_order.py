@@ -230,10 +230,6 @@ def test_bad_arguments_are_refused():
         GlobalOrderDataset(np.zeros(3), ONE, lambda: [1], pair)
     with pytest.raises(ValueError, match="leading batch dimension"):
         GlobalOrderDataset(indices(), ONE, lambda: [1], pair)
-    with pytest.raises(ValueError, match="global_batch_size must be a whole number of at least 1"):
-        GlobalOrderDataset(indices(), ONE, lambda: [1], pair, global_batch_size=0)
-    with pytest.raises(ValueError, match="lookahead must be a whole number of at least 0"):
-        GlobalOrderDataset(indices().batch(2), ONE, lambda: [1], pair, lookahead=-1)
     with pytest.raises(ValueError, match="one weight for each of the 1 replicas"):
         next(iter(GlobalOrderDataset(indices().batch(2), ONE, lambda: [1, 2], pair)))
 

@@ -9,8 +9,11 @@ import tensorflow as tf
 from workers import adapted
 
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.order.keras_arrays import with_order_of_epoch, with_repeatable_order
-from keras_het.loader.order.pipeline_form import recognise
+from keras_het.loader.order.pipeline_form import (
+    recognise,
+    with_order_of_epoch,
+    with_repeatable_order,
+)
 
 SAMPLES, BATCH = 23, 5
 X, Y = np.arange(46, dtype="float32").reshape(SAMPLES, 2), np.arange(SAMPLES)

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from keras_het.planning.file_assignment import assign_files, shares_of_own_samples
-from keras_het.planning.shares import apportion
+from keras_het.planning.shares import apportion, assign_files, shares_of_own_samples
 
 WEIGHTS = st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any)
 

@@ -141,9 +141,3 @@ def test_an_unused_replica_is_tried_again_with_a_multiple():
     run = simulate(make_policy("boa", 3, 256, granularity=8), plant, 1500)
     assert any(plan.unused for plan in run.plans) and not run.plans[-1].unused
     assert all(are_multiples(plan.shares, 8) for plan in run.plans)
-
-
-@pytest.mark.parametrize("wrong", [0, -8, 2.5, "Auto", True, None, [8]])
-def test_a_wrong_granularity_is_refused(wrong):
-    with pytest.raises(ValueError, match=r'granularity must be a whole number.*"auto".*Received'):
-        make_policy("boa", 2, 64, granularity=wrong)

@@ -5,7 +5,12 @@ import pytest
 from plants import by_speeds, simulate, slow_down
 
 from keras_het.planning import LinearTimeModel, make_policy, min_max_shares_linear
-from keras_het.planning.balance.known_times import KnownDevice, from_json, recall, to_json
+from keras_het.planning.time_model import (
+    KnownDevice,
+    known_from_json,
+    known_to_json,
+    recall_times,
+)
 
 FAST, SLOW = LinearTimeModel(0.002, 0.001), LinearTimeModel(0.0, 0.1 / 3)
 KNOWN = {
@@ -16,8 +21,8 @@ KNOWN = {
 
 
 def test_what_is_known_survives_a_backup_bit_by_bit() -> None:
-    assert from_json(to_json(KNOWN)) == KNOWN
-    assert from_json("") == {}  # a backup without it
+    assert known_from_json(known_to_json(KNOWN)) == KNOWN
+    assert known_from_json("") == {}  # a backup without it
 
 
 @pytest.mark.parametrize(
@@ -31,16 +36,16 @@ def test_what_is_known_survives_a_backup_bit_by_bit() -> None:
     ids=["the same in another order", "one is gone", "one is back", "new ones"],
 )
 def test_devices_are_known_by_identity_and_new_ones_by_product(devices, expected) -> None:
-    assert recall(KNOWN, devices) == expected
+    assert recall_times(KNOWN, devices) == expected
 
 
 def test_devices_without_the_name_of_a_product_are_not_alike() -> None:
     known = {**KNOWN, "d": KnownDevice("", SLOW)}
-    assert recall(known, [("new", "")]) == ([None], None)
+    assert recall_times(known, [("new", "")]) == ([None], None)
 
 
 def test_a_new_device_is_as_fast_as_those_of_its_product_on_average() -> None:
-    (times,), _ = recall(KNOWN, [("new", "x")])
+    (times,), _ = recall_times(KNOWN, [("new", "x")])
     assert (times.fixed_seconds, times.seconds_per_sample) == (0.001, (0.001 + 0.1 / 3) / 2)
 
 

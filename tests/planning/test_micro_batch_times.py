@@ -17,8 +17,8 @@ from keras_het.planning import (
     make_policy,
     min_max_shares,
 )
-from keras_het.planning.balance.known_times import KnownDevice, from_json, to_json
-from keras_het.planning.times.time_model_fit import Measurement, fit_parts
+from keras_het.planning.time_model import KnownDevice, known_from_json, known_to_json
+from keras_het.planning.time_model_fit import Measurement, fit_parts
 
 
 def best_shares(models, total):
@@ -201,7 +201,7 @@ def test_bounds_that_no_share_reaches_change_nothing(plant):
 def test_the_times_survive_a_backup_and_a_log():
     times = MicroBatchTimeModel(0.01, 0.001, 0.004, 50)
     known = {"a": KnownDevice("x", times, 80), "b": KnownDevice("x", LinearTimeModel(0.0, 0.1))}
-    assert from_json(to_json(known)) == known
+    assert known_from_json(known_to_json(known)) == known
     plan = BalancePlan(0, "boa", (80, 20), "", models=(times, None))
     assert plan.to_dict()["models"] == [dataclasses.asdict(times), None]
     policy = make_policy("boa", 2, 100, micro_batch_sizes=[50, 1000])

@@ -72,20 +72,6 @@ def test_optimum_equals_brute_force_on_a_thousand_instances():
     assert zeros > 100 and plateaus > 100
 
 
-def test_linear_optimum_equals_brute_force():
-    random = np.random.default_rng(21)
-    for _ in range(300):
-        n, total = int(random.integers(1, 5)), int(random.integers(1, 11))
-        fixed = random.random(n) * random.integers(0, 2, n) * 10.0 ** random.integers(-2, 2)
-        slope = random.random(n) * (random.random(n) < 0.8)
-        lower, upper = random_bounds(random, n, total)
-        shares = min_max_shares_linear(fixed, slope, total, lower, upper)
-        table = fixed[:, None] + slope[:, None] * np.arange(total + 1)
-        assert shares.sum() == total
-        assert (lower <= shares).all() and (shares <= upper).all()
-        assert step_seconds(table, shares) == brute_force(table, total, lower, upper)
-
-
 LINES = st.lists(
     st.tuples(
         st.one_of(st.just(0.0), st.floats(1e-6, 10)), st.one_of(st.just(0.0), st.floats(1e-9, 1))
@@ -111,14 +97,6 @@ def test_no_exchange_of_one_sample_is_better(lines, total):
         within = np.where(slope > 0, np.floor((best * (1 - 1e-9) - fixed) / slope), total)
     within = np.where(fixed + slope > best * (1 - 1e-9), 0, np.clip(within, 0, total))
     assert total == 0 or best == 0 or within.sum() < total
-
-
-@examples(100)
-@given(lines=LINES, total=st.integers(0, 10_000))
-def test_fast_path_and_general_path_agree(lines, total):
-    fixed, slope = map(np.array, zip(*lines, strict=True))
-    general = min_max_shares(lambda b: fixed + slope * b, total, np.zeros(len(fixed), np.int64))
-    assert general.tolist() == min_max_shares_linear(fixed, slope, total).tolist()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_het.planning.times.speed_changes import SpeedChanges
+from keras_het.planning.time_model_fit import SpeedChanges
 
 
 def steps_found(ratios, noise=0.01, repeated=True, changes=None):

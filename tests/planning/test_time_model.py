@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keras_het.planning.times.time_model import LinearTimeModel
+from keras_het.planning.time_model import LinearTimeModel
 
 
 def test_known_values() -> None:

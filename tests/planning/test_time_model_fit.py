@@ -6,7 +6,7 @@ from depth import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from keras_het.planning.times.time_model_fit import (
+from keras_het.planning.time_model_fit import (
     Measurement,
     NoiseLevel,
     TimeModelFit,

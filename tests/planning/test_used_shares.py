@@ -7,7 +7,7 @@ import pytest
 from plants import by_speeds, simulate
 
 from keras_het.planning.balance import make_policy
-from keras_het.planning.balance.used_shares import STEPS_TO_PAY, UsedShares
+from keras_het.planning.balance.plan_trial import STEPS_TO_PAY, UsedShares
 
 
 def chosen(optimum, cost, used=(), allowed=lambda _: True):

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from keras_het.planning.times.time_model import LinearTimeModel
+from keras_het.planning.time_model import LinearTimeModel
 from keras_het.strategy.measure.emulated_device import (
     EmulatedDevice,
     read_emulated_devices,

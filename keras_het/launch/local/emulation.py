@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from keras_het.planning.times.time_model import LinearTimeModel
+from keras_het.planning.time_model import LinearTimeModel
 
 KERAS_HET_EMULATED_DEVICES = "KERAS_HET_EMULATED_DEVICES"
 

@@ -1,1 +1,1 @@
-"""Input that `fit` iterates: distributed datasets and their passes."""
+"""Input that `fit` iterates: distributed datasets, their passes, and the tuning of pipelines."""

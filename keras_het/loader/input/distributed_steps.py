@@ -12,32 +12,21 @@ import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.input.data_pass import DataPass
-from keras_het.loader.input.in_graph import GraphIterator, State, Traced
-from keras_het.loader.input.step_iterator import StepIterator, Wrap
+from keras_het.loader.input.step_iterator import GraphIterator, State, StepIterator, Traced, Wrap
 from keras_het.loader.nested import Spec, StepInput
-from keras_het.loader.order.pass_counter import Pass, PassCounter
-from keras_het.loader.order.replay import advance
+from keras_het.loader.order.pass_counter import Pass, PassCounter, advance
 
 _logger = logging.getLogger(__name__)
 
 
 class DistributedSteps(Traced, adapter.DistributedDataset):
-    """Base of the datasets that yield one element per training step of all workers.
+    """Base of the datasets that yield one element per training step of all workers."""
 
-    Keras draws one element of a throw-away iterator to build a model before it trains: an epoch of
-    which only one element was drawn, and whose iterator is gone, is handed to the next iterator
-    from its start, so the look costs neither an epoch's order nor a second start of the pipeline.
-
-    Args:
-        element_spec: specs of the batch of one replica.
-        cardinality: steps in an epoch, or one of tf.data's two negative constants.
-        wrap: makes the training step's input from the local batches and all sizes. If it has a
-            method `bound_to`, its result for this dataset is used instead; its `element_spec`
-            turns the type of a batch into the type of that input.
-        may_be_looked_at: False if the source must be told first that its epoch begins.
-        passes: counts the passes over the source, which other instances may have started.
-        draws_once: whether a new pass would miss the elements that an earlier one has read.
-    """
+    # Keras draws one element of a throw-away iterator to build a model: an epoch of which only one
+    # element was drawn, and whose iterator is gone, is handed to the next iterator from its start.
+    # A `wrap` with a method `bound_to` gives its result for this dataset; its `element_spec` turns
+    # the type of a batch into the type of a step's input. With `draws_once`, a new pass would miss
+    # the elements that an earlier one has read.
 
     _is_iterator = False
 
@@ -136,10 +125,9 @@ class DistributedSteps(Traced, adapter.DistributedDataset):
         return self._passes.before(run.number), run.first_step + run.delivered
 
     def passes_beside(self, other: object) -> tuple[Pass, ...] | None:
-        """All passes so far, as `start_at` takes them; None without a shuffle of its own.
-
-        A running one counts as left where it is. `other` may count the passes of the same shuffle.
-        """
+        """All passes so far, as `start_at` takes them; None without a shuffle of its own."""
+        # A running one counts as left where it is. `other` may count the passes of the same
+        # shuffle.
         if getattr(other, "_passes", None) is self._passes or self._shuffle() is None:
             return None
         run, passes = self._last, list(self._passes.before(None))
@@ -194,10 +182,8 @@ class DistributedSteps(Traced, adapter.DistributedDataset):
         self._first_step = step
 
     def cut_again(self) -> None:
-        """Apply weights set since a look at the first element from the first step on.
-
-        If the pipeline cannot go back, they count `lookahead` steps later, as in any step.
-        """
+        """Apply weights set since a look at the first element from the first step on."""
+        # If the pipeline cannot go back, they count `lookahead` steps later, as in any step.
         run = self._looked_at
         if run is None:
             return

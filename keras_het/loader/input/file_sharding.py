@@ -17,11 +17,10 @@ from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.loader.input.step_iterator import Wrap
 from keras_het.loader.nested import Batch
 from keras_het.loader.order import rows
-from keras_het.loader.order.pass_counter import Pass
-from keras_het.loader.order.replay import advance, fresh_copy
+from keras_het.loader.order.pass_counter import Pass, advance, fresh_copy
 from keras_het.planning.argument_checks import check_number, expect
-from keras_het.planning.file_assignment import assign_files, shares_of_own_samples
 from keras_het.planning.replica_layout import ReplicaLayout
+from keras_het.planning.shares import assign_files, shares_of_own_samples
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

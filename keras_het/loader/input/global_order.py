@@ -17,26 +17,24 @@ from keras_het.loader.input.data_pass import (
     Claims,
     DataPass,
     OrderedPass,
+    PipelinePass,
     SlicedPass,
     Weights,
 )
 from keras_het.loader.input.distributed_steps import DistributedSteps
-from keras_het.loader.input.known_forms import recall, remember
 from keras_het.loader.input.local_pipeline import (
     build_local_pipeline,
     global_batches,
     whole_batches,
 )
 from keras_het.loader.input.order_tuning import OrderTuning
-from keras_het.loader.input.pipeline_pass import PipelinePass
 from keras_het.loader.input.step_iterator import Wrap
+from keras_het.loader.iterators.tunable import TunablePipeline
 from keras_het.loader.nested import Spec
 from keras_het.loader.order import rows
 from keras_het.loader.order.content import describe_content
-from keras_het.loader.order.keras_arrays import seeds_of_orders
-from keras_het.loader.order.pass_counter import Pass
-from keras_het.loader.order.pipeline_form import PipelineForm
-from keras_het.loader.order.replay import advance, fresh_copy
+from keras_het.loader.order.pass_counter import Pass, PassCounter, advance, fresh_copy
+from keras_het.loader.order.pipeline_form import PipelineForm, recognise, seeds_of_orders
 from keras_het.loader.order.share_queue import ShareQueue
 from keras_het.planning.argument_checks import check_number, expect
 from keras_het.planning.replica_layout import ReplicaLayout
@@ -117,7 +115,7 @@ class GlobalOrderDataset(DistributedSteps):
         expect(all(map(callable, functions)), "one function, or several", batch_map=batch_map)
         if global_batch_size is None:
             rows.check_batched(dataset.element_spec)
-        self.form, passes = recall(dataset, global_batch_size, self)
+        self.form, passes = _recall_form(dataset, global_batch_size, self)
         self._source = (dataset, global_batch_size)
         self.layout = layout
         self._weights = weights
@@ -328,7 +326,7 @@ class GlobalOrderDataset(DistributedSteps):
             stream = self.form.stream
         if stream is not self.form.stream:
             form = dataclasses.replace(self.form, stream=stream)
-            remember(*self._source, form)
+            _remember_form(*self._source, form)
         advance(self._ordered_data(), passes)
 
     def _ordered_data(self) -> tf.data.Dataset:
@@ -355,3 +353,54 @@ def _keep_idle(
     dataset = owner() if owner else None
     if dataset is not None and dataset.form is form and len(dataset._idle) < 2:
         dataset._idle.append((pipeline, orders))
+
+
+@dataclasses.dataclass
+class Known:
+    """Form of a dataset, and its passes; no form if that would keep the dataset alive."""
+
+    form: PipelineForm | None
+    passes: PassCounter
+    inputs: weakref.WeakSet[GlobalOrderDataset] = dataclasses.field(default_factory=weakref.WeakSet)
+
+
+# A second `fit` on the same dataset object continues its shuffle orders, as in stock Keras.
+_known: weakref.WeakKeyDictionary[adapter.Dataset, dict[int | None, Known]] = (
+    weakref.WeakKeyDictionary()
+)
+# Data sets that read from one shuffle share its orders: its `take` and `skip`, and those that
+# Keras makes in each `fit` with class weights.
+_passes: weakref.WeakKeyDictionary[adapter.Dataset, PassCounter] = weakref.WeakKeyDictionary()
+
+
+def _recall_form(
+    dataset: adapter.Dataset, global_batch_size: int | None, reader: GlobalOrderDataset
+) -> tuple[PipelineForm, PassCounter]:
+    """Return the form and the passes of a dataset, remembered from earlier inputs."""
+    of_sizes = _known.setdefault(dataset, {})
+    if global_batch_size not in of_sizes:
+        shuffle = adapter.first_reshuffled(dataset)
+        passes = PassCounter()
+        if shuffle is not None:
+            passes = _passes.setdefault(shuffle, passes)
+        of_sizes[global_batch_size] = Known(None, passes)
+    known = of_sizes[global_batch_size]
+    form = known.form
+    if form is None:
+        parts = dataset.current if isinstance(dataset, TunablePipeline) else dataset
+        form = recognise(parts.batch(global_batch_size) if global_batch_size else parts)
+        form = dataclasses.replace(form, is_built=parts is not dataset)
+    if form.mode == "element":  # the stream of a slice form may be the dataset itself
+        known.form = form
+    known.inputs.add(reader)
+    return form, known.passes
+
+
+def _remember_form(
+    dataset: adapter.Dataset, global_batch_size: int | None, form: PipelineForm
+) -> None:
+    """Make all inputs of a dataset read from a copy: they take their orders from one shuffle."""
+    known = _known[dataset][global_batch_size]
+    known.form = form
+    for each in list(known.inputs):
+        each.follow(form)

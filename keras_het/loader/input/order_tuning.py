@@ -11,15 +11,24 @@ from typing import TYPE_CHECKING, TypeAlias
 import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.host.threads import LoaderThreads
-from keras_het.loader.input.data_pass import ClaimedPass, DataPass, OrderedPass, SlicedPass
+from keras_het.loader.host_threads import LoaderThreads
+from keras_het.loader.input.data_pass import (
+    ClaimedPass,
+    DataPass,
+    OrderedPass,
+    PipelinePass,
+    SlicedPass,
+)
 from keras_het.loader.input.local_pipeline import STEPS_AT_ONCE, whole_batches
-from keras_het.loader.input.pipeline_pass import PipelinePass
 from keras_het.loader.inspection.inspection import PipelineReport, read_report, with_own_rows_named
 from keras_het.loader.iterators.handover import HandoverError, has_memory_cache, why_not
-from keras_het.loader.iterators.knobs import Knobs
-from keras_het.loader.iterators.replayable import has_one_order_a_pass, shares_a_shuffle
-from keras_het.loader.iterators.tunable import TunablePipeline, prefetch_size
+from keras_het.loader.iterators.tunable import (
+    Knobs,
+    TunablePipeline,
+    has_one_order_a_pass,
+    prefetch_size,
+    shares_a_shuffle,
+)
 from keras_het.loader.order.pipeline_form import PipelineForm, recognise
 from keras_het.loader.order.share_queue import ParallelCalls
 
@@ -35,12 +44,11 @@ _MOST_THREADS = 64
 
 
 class OrderTuning:
-    """Other knobs for a `GlobalOrderDataset`, whose order of samples stays.
+    """Other knobs for a `GlobalOrderDataset`, whose order of samples stays."""
 
-    In element mode the maps of own samples run in a pool with more threads than they need, and the
-    order of each step says how many of them run at once. If whole batches are only cut, the running
-    iterator is handed over with its buffers. Neither needs the other workers.
-    """
+    # In element mode the maps of own samples run in a pool with more threads than they need, and
+    # the order of each step says how many of them run at once. If whole batches are only cut, the
+    # running iterator is handed over with its buffers. Neither needs the other workers.
 
     def __init__(self, data: GlobalOrderDataset, source: tf.data.Dataset) -> None:
         self._data = weakref.ref(data)
@@ -123,12 +131,8 @@ class OrderTuning:
         steps_at_once = min(self.data.lookahead + 1, STEPS_AT_ONCE)
         self.parallel_calls.number = max(knobs.threads // steps_at_once, 1)
 
-    def prepare(
-        self, knobs: Knobs, executor: concurrent.futures.ThreadPoolExecutor
-    ) -> KnobChange | CallsChange:
-        if self.data.only_slices:
-            return KnobChange(self, knobs, executor)
-        return CallsChange(self, knobs)
+    def prepare(self, knobs: Knobs, executor: concurrent.futures.ThreadPoolExecutor) -> KnobChange:
+        return KnobChange(self, knobs, executor)
 
     # --- whole batches
 
@@ -174,32 +178,10 @@ class OrderTuning:
         self.knobs, self.has_own_threads, self._moved = knobs, True, form
 
 
-class CallsChange:
-    """Other parallel calls for the maps of the steps that are ordered from now on."""
-
-    def __init__(self, tuning: OrderTuning, knobs: Knobs) -> None:
-        self._tuning, self.knobs = tuning, knobs
-
-    def poll(self) -> bool:
-        reason = self._tuning.refusal()
-        if reason is not None:
-            raise HandoverError(reason)
-        self._tuning.begin()
-        self._tuning.order_calls(self.knobs)
-        return True
-
-    def wait(self, seconds: float) -> None:
-        """Take no time."""
-
-    def cancel(self) -> None:
-        """Leave what is in effect."""
-
-
 class KnobChange:
-    """Handover of an iterator of whole batches, prepared in the background.
+    """Other calls for the steps to be ordered, or a handover of whole batches."""
 
-    It starts again with the next pass.
-    """
+    # A handover is prepared in the background, and starts again with the next pass.
 
     def __init__(
         self, tuning: OrderTuning, knobs: Knobs, executor: concurrent.futures.ThreadPoolExecutor
@@ -213,7 +195,14 @@ class KnobChange:
 
     def poll(self) -> bool:
         """Advance; the training thread calls it between two steps until the knobs are in effect."""
-        run = self._tuning.data.running
+        tuning = self._tuning
+        if not tuning.data.only_slices:
+            if reason := tuning.refusal():
+                raise HandoverError(reason)
+            tuning.begin()
+            tuning.order_calls(self.knobs)
+            return True
+        run = tuning.data.running
         if self._in_effect or run is None or run.is_over:
             return self._in_effect
         if run is not self._run:

@@ -1,8 +1,7 @@
-"""Continuation of a pipeline in a differently tuned copy, exactly where the running one is.
+"""Continuation of a pipeline in a differently tuned copy, exactly where the running one is."""
 
-The state of the running iterator, buffers included, is restored into an iterator of the other
-pipeline: no element is lost, repeated or reordered. Both must consist of the same operations.
-"""
+# The running iterator's state, buffers included, is restored into an iterator of the other
+# pipeline.
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import tensorflow as tf
 
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.host.threads import LoaderThreads
+from keras_het.loader.host_threads import LoaderThreads
 
 _WITHOUT_STATE = {
     "DirectedInterleave": (

@@ -18,19 +18,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from keras_het.ignored_errors import ignore_errors
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.host.threads import start, threads_of
+from keras_het.loader.host_threads import start, threads_of
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
 
 def hold_functions_of(iterator: tf.data.Iterator, holder: object) -> None:
-    """Keep the functions of a pipeline until after its iterator is gone.
-
-    TensorFlow crashes if the garbage collector takes the functions of a pipeline before the
-    iterator whose threads are calling them, which may happen if both are in one cycle (an
-    exception's traceback is enough).
-    """
+    """Keep the functions of a pipeline until after its iterator is gone."""
+    # TensorFlow crashes if the garbage collector takes them before the iterator whose threads are
+    # calling them, which may happen if both are in one cycle (of an exception's traceback).
     with contextlib.suppress(IndexError):  # another thread may take the last one
         while True:
             _held.pop(_condemned.pop(), None)
@@ -51,13 +48,11 @@ _NAME = "keras_het-iterator_release"
 
 
 def start_thread(work: Callable[..., None], *arguments: object) -> None:
-    """Call a function in a separate thread.
-
-    A thread that returns from TensorFlow while the interpreter shuts down would abort the process
-    ("FATAL: exception not rethrown", SIGABRT): Python ends it with an exception that must not pass
-    the destructors on its way. The end of the process therefore waits for it, but after an error
-    only shortly: then it ends without Python's shutdown. Non-daemon threads could not be abandoned.
-    """
+    """Call a function in a separate thread."""
+    # A thread that returns from TensorFlow while the interpreter shuts down would abort the process
+    # ("FATAL: exception not rethrown", SIGABRT): Python ends it with an exception that must not
+    # pass the destructors on its way. The end of the process therefore waits for it, but after an
+    # error only shortly. Non-daemon threads could not be abandoned.
     threading.Thread(target=work, args=arguments, daemon=True, name=_NAME).start()
 
 
@@ -88,13 +83,10 @@ def _end_process(error: BaseException) -> NoReturn:
 
 
 def release(iterator: tf.data.Iterator) -> threading.Event:
-    """End a `tf.data.Iterator` in another thread.
-
-    Ending one may block until AUTOTUNE's next round, up to seconds, and up to a minute for one that
-    ran for long; each has its own thread, so none waits for another. An operation empties it, which
-    lets other Python threads run meanwhile, unlike dropping the object; which thread drops the
-    object last no longer matters then.
-    """
+    """End a `tf.data.Iterator` in another thread."""
+    # Ending one may block until AUTOTUNE's next round, up to a minute for one that ran for long;
+    # each has its own thread, so none waits for another. An operation empties it, which lets other
+    # Python threads run meanwhile, unlike dropping the object.
     done = threading.Event()
     with contextlib.suppress(RuntimeError):  # no new threads at interpreter shutdown
         start_thread(_work, iterator, done)
@@ -110,11 +102,7 @@ def _work(iterator: tf.data.Iterator, done: threading.Event) -> None:
 
 
 class HeldIterator:
-    """A pass of a pipeline in Python.
-
-    Attributes:
-        ahead: what `read_ahead` makes of an element that nobody has asked for yet.
-    """
+    """A pass of a pipeline in Python; `ahead` is an element that nobody has asked for yet."""
 
     def __init__(
         self,
@@ -138,12 +126,9 @@ class HeldIterator:
             self.ahead = ahead
 
     def release(self, after: Callable[[], None] | None = None) -> None:
-        """Destroy the iterator in another thread, then call `after` there.
-
-        Destroying an iterator may block until tf.data's autotuner wakes up, which takes seconds. A
-        pass that is garbage never gets here: handing its parts to another thread while the
-        collector works on them crashes, so they are destroyed in place.
-        """
+        """Destroy the iterator in another thread, then call `after` there."""
+        # A pass that is garbage never gets here: handing its parts to another thread while the
+        # collector works on them crashes, so they are destroyed in place.
         held = [self.__dict__.pop("iterator", None), self.__dict__.pop("read", None)]
         start_thread(_release, held, self.ahead, after)
 

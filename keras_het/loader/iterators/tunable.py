@@ -2,52 +2,74 @@
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import TypeAlias
 
 import tensorflow as tf
 
-from keras_het.ignored_errors import ignore_errors
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.host.threads import start
+from keras_het.loader.host_threads import start
 from keras_het.loader.iterators.handover import hand_over, has_memory_cache
 from keras_het.loader.iterators.held_iterator import hold_functions_of
-from keras_het.loader.iterators.knobs import Build, Knobs
-from keras_het.loader.iterators.replayable import draws_an_order
-from keras_het.planning.argument_checks import expect
-
-_Spare: TypeAlias = "tuple[tf.data.Dataset, tf.data.Iterator]"
-"""An iterator, after the dataset that it iterates."""
+from keras_het.planning.argument_checks import check_number, expect
+from keras_het.planning.loader import LoaderPlan
+from keras_het.usable_cpus import usable_cpus
 
 
-class SpareIterators:
-    """Iterators handed out in the order in which they were begun, which is that of their orders."""
+@dataclasses.dataclass(frozen=True)
+class Knobs:
+    """Settings of a pipeline that `build(knobs)` reads; elements and their order are the same.
 
-    def __init__(self) -> None:
-        self._waiting: collections.deque[concurrent.futures.Future[_Spare]] = collections.deque()
+    Args:
+        num_parallel_calls: for every `map`, `interleave` and `batch` that runs in parallel.
+        prefetch: batches of the last `prefetch`.
+        threads: size of the pipeline's private thread pool; `num_parallel_calls` beyond it lets
+            finished samples wait for their turn without a thread.
 
-    def begin(
-        self, make: Callable[[], _Spare], count: int, executor: concurrent.futures.Executor
-    ) -> None:
-        while len(self._waiting) < count:
-            self._waiting.append(executor.submit(make))
+    Raises:
+        ValueError: if a number is less than 1.
+    """
 
-    def clear(self) -> None:
-        while self._waiting:
-            self._waiting.popleft().cancel()
+    num_parallel_calls: int
+    prefetch: int
+    threads: int
 
-    def take(self) -> _Spare | None:
-        """Return the next spare, waiting for one that is being made; None if there is none."""
-        while self._waiting:
-            future = self._waiting.popleft()
-            # queued behind other work: the caller makes it sooner
-            if not future.cancel():
-                with ignore_errors("looking ahead"):  # the caller meets the error again
-                    return future.result()
-        return None
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            check_number(name, value, least=1, whole=True)
+
+    @classmethod
+    def for_host(cls) -> Knobs:
+        """Return initial settings: one thread per CPU that this process may use."""
+        return cls.of_plan(LoaderPlan(max(math.ceil(usable_cpus()), 1), 2))
+
+    @classmethod
+    def of_plan(cls, plan: LoaderPlan) -> Knobs:
+        """Return settings that put a plan into effect.
+
+        Args:
+            plan: loaders become threads; a thread has two calls, so it need not wait until its
+                finished sample is taken in order.
+        """
+        return cls(2 * plan.loaders, plan.prefetch, plan.loaders)
+
+    @property
+    def plan(self) -> LoaderPlan:
+        """The plan to which these settings correspond."""
+        return LoaderPlan(self.threads, self.prefetch)
+
+    def options(self) -> tf.data.Options:
+        """The settings that are options of a dataset."""
+        options = tf.data.Options()
+        options.threading.private_threadpool_size = self.threads
+        return options
+
+
+Build: TypeAlias = "Callable[[Knobs], tf.data.Dataset]"
+"""Builds a `tf.data.Dataset`; the same elements and operations whatever the knobs are."""
 
 
 def tunable_pipeline(build: Build, knobs: Knobs | None = None) -> TunablePipeline:
@@ -120,10 +142,6 @@ class TunablePipeline(iterator_adapter.UnchangedElementsDataset):
         has_cache, draws = has_memory_cache(dataset), draws_an_order(dataset)
         repeats = any(adapter.is_repeat(node) for node in adapter.upstream_of(dataset))
         self._is_direct = has_cache or repeats or not draws
-        # an iterator made while a cache fills would fill it again, and one made before the later
-        # rounds of a `repeat` would take the order of one of them
-        self._can_have_spares = not has_cache and not (repeats and draws)
-        self._spares = SpareIterators()
         super().__init__(dataset, iterator_adapter.data_set_variant(dataset))
 
     @property
@@ -132,64 +150,39 @@ class TunablePipeline(iterator_adapter.UnchangedElementsDataset):
         return self._current
 
     def build_again(self, knobs: Knobs) -> tf.data.Dataset:
-        """Build the dataset with other knobs; works in any thread.
-
-        Shuffles without a seed get those of the first build under the same global seed. The
-        program's sequence of seeds does not advance: workers that switch at different times would
-        draw different numbers later on.
-        """
+        """Build the dataset with other knobs; works in any thread."""
+        # Shuffles without a seed get those of the first build under the same global seed. The
+        # program's sequence of seeds does not advance: workers that switch at different times would
+        # differ later.
         with iterator_adapter.separate_operation_seeds(self._seeds):
             return build_tuned(self.build, knobs)
 
     def to_look_at(self) -> tf.data.Dataset:
-        """Return the pipeline with the present knobs, for an iterator outside of training.
-
-        It is a separate build, so it takes no order from the sequence of a shuffle, and need not be
-        handed over. With a cache in memory or a `repeat`, it is the pipeline that is trained on.
-        """
+        """Return the pipeline with the present knobs, for an iterator outside of training."""
+        # A separate build takes no order from the sequence of a shuffle, and need not be handed
+        # over.
         return self._current if self._is_direct else self.build_again(self.knobs)
 
     def adopt(self, knobs: Knobs, dataset: tf.data.Dataset) -> None:
-        """Make iterators from now on those of another build.
-
-        The sequence of orders of a shuffle is that of the original dataset: every iterator begins
-        there and is handed over before its first element. Pipelines without a shuffle, those with a
-        cache in memory, which belongs to one build, and those with a `repeat`, which takes several
-        orders from the sequence in one epoch, are iterated directly instead. If a pipeline has such
-        a part or several shuffles, later epochs, and later rounds of a `repeat`, have each element
-        once, but possibly in a different order than without a handover.
-        """
+        """Make iterators from now on those of another build."""
+        # The sequence of orders of a shuffle is that of the original dataset: every iterator begins
+        # there and is handed over before its first element. Pipelines without a shuffle, those with
+        # a cache in memory, which belongs to one build, and those with a `repeat`, which takes
+        # several orders in one epoch, are iterated directly: later epochs have each element once,
+        # but possibly in another order.
         is_first = knobs == self._first_knobs and not self._is_direct
         self.knobs, self._current = knobs, self._original if is_first else dataset
-        if self._is_direct:
-            self._spares.clear()
 
     def __iter__(self) -> tf.data.Iterator:
         if not tf.executing_eagerly():
             return super().__iter__()
-        dataset, iterator = self._spares.take() or (None, None)
-        if iterator is None or (dataset is not self._current and self._is_direct):
-            iterator = self._make()[1]
-        elif dataset is not self._current:
-            iterator = hand_over(iterator, self._current)
+        if self._current is self._original or self._is_direct:
+            iterator = start(self._current)
+        else:
+            iterator = hand_over(iter(self._original), self._current)
         hold_functions_of(iterator, self._current)
         iterator.keras_het_pipeline = self
         return iterator
-
-    def make_spares(self, count: int, executor: concurrent.futures.Executor) -> None:
-        """Start making the next iterators, which the next calls of `iter` then return.
-
-        Orders are unaffected: a shuffle assigns them to its iterators as these are made. Pipelines
-        whose orders would change get no spares.
-        """
-        if self._can_have_spares:
-            self._spares.begin(self._make, count, executor)
-
-    def _make(self) -> _Spare:
-        dataset = self._current
-        if dataset is self._original or self._is_direct:
-            return dataset, start(dataset)
-        return dataset, hand_over(iter(self._original), dataset)
 
 
 def pipeline_of(iterator: object) -> TunablePipeline | None:
@@ -224,3 +217,51 @@ def prefetch_size(dataset: tf.data.Dataset) -> int | None:
         return None
     size = adapter.constant(node._buffer_size)
     return int(size) if size is not None and size > 0 else None
+
+
+_SHUFFLE_OPERATIONS = frozenset(
+    {"RandomShuffle", "ShuffleDataset", "ShuffleDatasetV2", "ShuffleDatasetV3"}
+)
+_DRAWING_OPERATIONS = adapter.RANDOM_VALUE_OPERATIONS | _SHUFFLE_OPERATIONS
+
+
+def shares_a_shuffle(one: adapter.Dataset, other: adapter.Dataset) -> bool:
+    """Tell whether two pipelines read from the same reshuffling shuffle: they share its orders."""
+    nodes = {id(node) for node in adapter.upstream_of(one)}
+    shuffles = (node for node in adapter.upstream_of(other) if adapter.is_reshuffled(node))
+    return any(id(node) in nodes for node in shuffles)
+
+
+def draws_an_order(dataset: adapter.Dataset) -> bool:
+    """Tell whether a new iterator starts in a state that another build may not have."""
+    return any(
+        adapter.is_shuffle(node)
+        or "Random" in type(node).__name__
+        or adapter.operations_in_functions(node) & _DRAWING_OPERATIONS
+        for node in adapter.upstream_of(dataset)
+    )
+
+
+def takes_a_place(dataset: adapter.Dataset) -> bool:
+    """Tell whether one more iterator would change the orders of later ones, given seeds."""
+    for node in adapter.upstream_of(dataset):
+        kind = type(node).__name__
+        if adapter.is_shuffle(node):
+            if adapter.is_reshuffled(node) and adapter.shuffle_seeds(node) != (0, 0):
+                return True
+        elif "Shuffle" in kind or "Random" in kind:
+            return True
+    return False
+
+
+def has_one_order_a_pass(stream: adapter.Dataset) -> bool:
+    """Tell whether a pass left half-way, to continue elsewhere, does not affect later orders."""
+    nodes = list(adapter.upstream_of(stream))
+    shuffles = [node for node in nodes if adapter.is_reshuffled(node)]
+    if not shuffles:
+        return True
+    # everything except `repeat` starts its source once
+    return len(shuffles) == 1 and not any(
+        adapter.is_repeat(node) and any(map(adapter.is_reshuffled, adapter.upstream_of(node)))
+        for node in nodes
+    )

@@ -1,29 +1,27 @@
-"""Number of the next pass over the data, counted as tf.data counts iterators."""
+"""Passes over the data: counted as tf.data counts iterators, and skipped."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import tensorflow as tf
+import tensorflow as tf
+
+from keras_het.loader import tf_data_adapter as adapter
 
 Pass = bool | int
 """Whether a pass was iterated; the number of its steps if it was left before its end."""
 
 
 class PassCounter:
-    """Counter of the passes over one dataset, or over all that read from one shuffle.
+    """Counter of the passes over one dataset, or over all that read from one shuffle."""
 
-    A reshuffling `shuffle` has a new order for each iterator that is made, used or not, and Keras
-    makes one at the end of each epoch that it does not use: on one device the epochs have the
-    orders 0, 2, 4, ... To produce the same orders, a pass is numbered when its iterator is made,
-    and those that were never iterated are skipped before the next one starts.
-
-    Datasets that read from one `shuffle` take its orders in turn on one device. Here each may have
-    a copy of it, which has to skip the passes of the others.
-    """
+    # A reshuffling `shuffle` has a new order for each iterator that is made, used or not, and Keras
+    # makes one at the end of each epoch that it does not use: on one device epochs have the orders
+    # 0, 2, 4, ... So a pass is numbered when its iterator is made, and those that were never
+    # iterated are skipped. Datasets that read from one `shuffle` take its orders in turn on one
+    # device; here each may have a copy of it, which has to skip the passes of the others.
 
     def __init__(self) -> None:
         self.gone_by: list[Pass] = []
@@ -76,22 +74,56 @@ class PassCounter:
         self._reserved = len(self.gone_by)
 
 
-_SECONDS_BEFORE = 0.5
-_STEPS_BEFORE = 4
+def fresh_copy(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Return the same pipeline with every reshuffling `shuffle` back at its first iteration."""
+    if not any(adapter.is_reshuffled(node) for node in adapter.upstream_of(dataset)):
+        return dataset
+    if not (
+        adapter.is_map(dataset) or adapter.is_batch(dataset) or adapter.commutes_with_map(dataset)
+    ):
+        raise ValueError(
+            "Cannot go back to an earlier order of this pipeline: a shuffle with "
+            f"reshuffle_each_iteration is below {type(dataset).__name__}. Resume in a new process "
+            "before the first iteration, or shuffle after that operation."
+        )
+    return adapter.rebuild_on(dataset, fresh_copy(adapter.inputs_of(dataset)[0]))
 
 
-class PassEnd:
-    """Step counter of a pass whose number of steps is known."""
+def advance(dataset: tf.data.Dataset, passes: Iterable[Pass]) -> None:
+    """Skip passes over the data, as cheaply as the pipeline allows."""
+    # A shuffle's order depends on how often it was started. If a pass starts each shuffle once,
+    # starting is enough; a shuffle that reads from another starts that with its first element;
+    # under anything else (`repeat` starts its source several times) the passes are run as far as
+    # they went.
+    if adapter.first_reshuffled(dataset) is None:
+        return
+    options = tf.data.Options()
+    options.autotune.enabled = False  # its threads would delay the end of the iterator
+    quiet = dataset.with_options(options)
+    for iterated in passes:
+        iterator = iter(quiet)
+        if not iterated:
+            continue
+        if not starts_once(dataset):
+            # how far a pass over infinite data got that still runs is unknown
+            is_known = iterated is not True or dataset.cardinality() != tf.data.INFINITE_CARDINALITY
+            steps = None if iterated is True and is_known else int(iterated)
+            for _ in itertools.islice(iterator, steps):
+                pass
+        elif nests_shuffles(dataset):
+            next(iterator, None)
 
-    def __init__(self) -> None:
-        self._left: int | None = None
 
-    def begin(self, steps: int | None) -> None:
-        self._left = steps
-
-    def is_near(self, seconds: float, steps: int) -> bool:
-        """Count one execution; return whether the pass ends within half a second."""
-        if self._left is None:
+def starts_once(node: tf.data.Dataset) -> bool:
+    """Tell whether one pass over a pipeline starts every reshuffling shuffle exactly once."""
+    while adapter.inputs_of(node) and adapter.first_reshuffled(node) is not None:
+        if adapter.is_repeat(node) or not (
+            adapter.is_map(node) or adapter.is_batch(node) or adapter.commutes_with_map(node)
+        ):
             return False
-        self._left -= steps
-        return self._left <= _STEPS_BEFORE or self._left * seconds <= _SECONDS_BEFORE * steps
+        node = adapter.inputs_of(node)[0]
+    return True
+
+
+def nests_shuffles(node: tf.data.Dataset) -> bool:
+    return sum(map(adapter.is_shuffle, adapter.upstream_of(node))) > 1

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.nested import Spec
-from keras_het.loader.order.replay import starts_once
+from keras_het.loader.order.pass_counter import starts_once
 
 Dataset = adapter.Dataset
 
@@ -42,14 +42,11 @@ class PipelineForm:
 
 
 def recognise(dataset: Dataset) -> PipelineForm:
-    """Split a pipeline of global batches into common and own work.
-
-    Walks from the end of the pipeline: past prefetches, options and maps that are known to be
-    row-wise, to `batch`; from there through operations that commute with a one-to-one map
-    (shuffle, repeat, take, skip, shard, prefetch, options) down to the first that does not. All
-    maps on that path whose input elements have fixed dense shapes are left out of the stream; if it
-    ends at `from_tensor_slices`, the stream has row numbers in place of rows.
-    """
+    """Split a pipeline of global batches into common and own work."""
+    # Walks from the end: past prefetches, options and maps that are known to be row-wise, to
+    # `batch`; from there through operations that commute with a one-to-one map down to the first
+    # that does not. All maps on that path whose inputs have fixed dense shapes are left out of the
+    # stream; if it ends at `from_tensor_slices`, the stream has row numbers in place of rows.
     options = tf.data.Options().merge(dataset.options())
     node, row_functions = _before_row_functions(dataset)
     if adapter.keras_array_indices(node):
@@ -163,3 +160,51 @@ def _batchable(element_spec: Spec) -> bool:
         and len(dense) == len(specs)
         and all(spec.shape.is_fully_defined() for spec in dense)
     )
+
+
+_SECOND_SEED_OF_0 = 2**31 - 1
+
+
+def with_repeatable_order(dataset: tf.data.Dataset, seed: int | None = None) -> tf.data.Dataset:
+    """Return the samples of Keras's arrays, but shuffled by tf.data's `shuffle`."""
+    # Keras draws the order of an epoch from TensorFlow's generator of random numbers, which cannot
+    # be set to a later epoch; and nothing tells how many batches there are.
+    found = adapter.keras_arrays(_without_prefetch(dataset))
+    if found is None or found.arrays is None:
+        return dataset
+    samples = tf.data.Dataset.from_tensor_slices(found.arrays)
+    if found.is_shuffled:
+        samples = samples.shuffle(found.samples, seed=seed or 0)
+    return samples.batch(found.batch_size)
+
+
+def with_order_of_epoch(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
+    """Reorder arrays that Keras shuffles in each epoch; a global seed gives all the same order."""
+    node = _without_prefetch(dataset)
+    found = adapter.keras_arrays(node)
+    if found is None or not found.is_shuffled:
+        return dataset
+    if found.arrays is not None:
+        return with_repeatable_order(dataset, seed)
+    indices = tf.data.Dataset.range(found.samples).shuffle(found.samples, seed=seed)
+    return adapter.with_keras_indices(node, indices.batch(found.batch_size))
+
+
+def seeds_of_orders(dataset: tf.data.Dataset) -> list[list[int | None]]:
+    """Return the two seeds of each shuffle, None if unknown, 0 if an order cannot be restored."""
+    found: list[list[int | None]] = []
+    for node in adapter.upstream_of(dataset):
+        if adapter.is_shuffle(node):
+            seeds = adapter.shuffle_seeds(node)
+            found.append([None if seed is None else int(seed) for seed in seeds])
+        elif (arrays := adapter.keras_arrays(node)) is not None and arrays.is_shuffled:
+            seed = iterator_adapter.global_seed()
+            # as TensorFlow keeps seed 0 apart from none
+            found.append([0, 0] if seed is None else [seed, seed or _SECOND_SEED_OF_0])
+    return found
+
+
+def _without_prefetch(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    while adapter.is_prefetch_or_options(dataset):
+        (dataset,) = adapter.inputs_of(dataset)
+    return dataset

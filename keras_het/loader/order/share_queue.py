@@ -20,13 +20,11 @@ class ParallelCalls:
 
 
 class ShareQueue:
-    """A queue of orders, one for each global batch, from the consumer to its pipeline.
+    """A queue of orders, one for each global batch, from the consumer to its pipeline."""
 
-    The consumer puts the order of step t + lookahead when it asks for step t. The pipeline takes
-    one order before it cuts a batch, waiting if there is none: it is never more than `lookahead`
-    steps ahead, whatever buffers tf.data adds. As every worker reads the same weights at the same
-    step, all cut step t with the same shares.
-    """
+    # The consumer puts the order of step t + lookahead when it asks for step t. The pipeline waits
+    # for an order before it cuts a batch: it is never more than `lookahead` steps ahead, whatever
+    # buffers tf.data adds. All workers read the same weights at the same step.
 
     def __init__(self, num_replicas: int, lookahead: int, admits: bool = False) -> None:
         self._num_replicas = num_replicas
@@ -88,11 +86,7 @@ class ShareQueue:
     def sizes(
         self, order: list[tf.Tensor], rows: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Apply an order to a batch, inside a pipeline.
-
-        Returns sizes, whether the rows are to be hashed, and the parallel calls of their maps, 0
-        for those of the user.
-        """
+        """Return sizes, whether rows are hashed, and the calls of their maps (0: the user's)."""
         weights, shares, header = order
         sizes = tf.cond(
             tf.equal(rows, header[0]),

@@ -4,18 +4,20 @@ TensorFlow Data Validation computes and compares them; it is installed by the ex
 `data-validation`.
 """
 
-from keras_het.loader.validation.comparison import (
+from keras_het.loader.validation.schema import (
     Anomaly,
     DataAnomalyError,
     ShardDistance,
     compare_shards,
     find_anomalies,
+    infer_schema,
+    set_comparison_thresholds,
+    write_schema,
 )
-from keras_het.loader.validation.features import features_of_batch
-from keras_het.loader.validation.schema import infer_schema, set_comparison_thresholds, write_schema
 from keras_het.loader.validation.statistics import (
     ShardStatistics,
     StatisticsBuilder,
+    features_of_batch,
     statistics_of_dataset,
     statistics_of_tfrecord,
 )

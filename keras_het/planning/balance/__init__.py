@@ -1,14 +1,13 @@
 """Policies that split the global batch."""
 
-from keras_het.planning.balance.boa import BoaPolicy
-from keras_het.planning.balance.plan import BalancePlan
+from keras_het.planning.balance.boa import POLICIES, BoaPolicy, make_policy
 from keras_het.planning.balance.policy import (
+    BalancePlan,
     BalancePolicy,
     EvenPolicy,
     SharePolicy,
     StaticPolicy,
 )
-from keras_het.planning.balance.registry import POLICIES, make_policy
 
 __all__ = [
     "POLICIES",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,14 +17,18 @@ from keras_het.planning.balance.granularity import (
     coarsest,
     min_max_multiples,
 )
-from keras_het.planning.balance.min_max import min_max_shares, min_max_shares_linear
-from keras_het.planning.balance.plan import BalancePlan
-from keras_het.planning.balance.plan_trial import REVERTED, PlanTrial, RetrySchedule
-from keras_het.planning.balance.policy import SharePolicy
-from keras_het.planning.balance.used_shares import UsedShares
+from keras_het.planning.balance.min_max import min_max_shares
+from keras_het.planning.balance.plan_trial import REVERTED, PlanTrial, RetrySchedule, UsedShares
+from keras_het.planning.balance.policy import (
+    BalancePlan,
+    BalancePolicy,
+    EvenPolicy,
+    SharePolicy,
+    StaticPolicy,
+)
 from keras_het.planning.shares import FloatArray, IntArray
-from keras_het.planning.times.time_model import LinearTimeModel
-from keras_het.planning.times.time_model_fit import TimeModelFit
+from keras_het.planning.time_model import LinearTimeModel
+from keras_het.planning.time_model_fit import TimeModelFit
 
 _FIRST_HOLD = 2
 _LONGEST_HOLD = 64
@@ -175,15 +181,7 @@ class BoaPolicy(SharePolicy):
         self._fit.set_micro_batch_size(replica, samples)
 
     def set_global_batch_size(self, samples: int) -> None:
-        """Change the number of samples that shares sum to; earlier steps are not comparable.
-
-        Args:
-            samples: the new global batch size.
-
-        Raises:
-            TypeError: if it is not whole.
-            ValueError: if no shares satisfy the bounds.
-        """
+        """Change the number of samples; earlier steps are not comparable."""
         before = self._total
         super().set_global_batch_size(samples)
         if self._total != before:
@@ -296,11 +294,7 @@ class BoaPolicy(SharePolicy):
         known, fit = self._fit.known, self._fit
         low = np.where(known, self._lower if lower is None else lower, self._current)
         high = np.where(known, self._upper if upper is None else upper, self._current)
-        if fit.shares_are_cut:
-            finest = min_max_shares(fit.seconds, self._total, low, high)
-        else:
-            lines = fit.fixed_seconds, fit.seconds_per_sample
-            finest = min_max_shares_linear(*lines, self._total, low, high)
+        finest = min_max_shares(fit.seconds, self._total, low, high)
 
         def solve(size: int) -> IntArray | None:
             return min_max_multiples(fit.seconds, self._total, size, low, high)
@@ -375,3 +369,56 @@ class BoaPolicy(SharePolicy):
         if not could.any() or lower.sum() > self._total:
             return None
         return self._longest(self._solve(lower))
+
+
+POLICIES: dict[str, type[SharePolicy]] = {
+    policy.name: policy for policy in (BoaPolicy, EvenPolicy, StaticPolicy)
+}
+
+
+def make_policy(
+    policy: str | BalancePolicy, num_replicas: int, global_batch_size: int, **options: Any
+) -> BalancePolicy:
+    """Return the policy with a name, or the given policy itself.
+
+    Args:
+        policy: a name, or an object with the methods of `BalancePolicy`, which is returned as is.
+        num_replicas: number of replicas.
+        global_batch_size: samples that shares sum to.
+        **options: further arguments of the policy, such as `lower`, `upper` or `weights`.
+
+    Returns:
+        The policy.
+
+    Raises:
+        TypeError: if it is neither a name nor a policy, an option is unknown, or a policy object
+            comes with options.
+        ValueError: if there is no policy of this name, or the policy refuses an argument.
+    """
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            raise ValueError(
+                f"There is no balance policy of this name. Received: policy={policy!r}. "
+                f"Expected one of {sorted(POLICIES)}, or an object with the methods of "
+                "BalancePolicy."
+            )
+        parameters = inspect.signature(POLICIES[policy]).parameters.values()
+        settings = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+        if unknown := sorted(set(options) - set(settings)):
+            raise TypeError(
+                f"These are no settings of the policy. Received: {unknown}. The policy {policy!r} "
+                f"has {settings}."
+            )
+        return POLICIES[policy](num_replicas, global_batch_size, **options)
+    if isinstance(policy, type) or not isinstance(policy, BalancePolicy):
+        raise TypeError(
+            "policy must be a name or an object with the methods of BalancePolicy (name, shares, "
+            "observe, propose, set_upper, set_global_batch_size). "
+            f"Received: {policy!r}. Names are {sorted(POLICIES)}."
+        )
+    if options:
+        raise TypeError(
+            f"A policy object brings its own settings. Received: {sorted(options)} besides "
+            f"{policy!r}. Pass them to the policy itself."
+        )
+    return policy

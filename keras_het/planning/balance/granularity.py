@@ -1,15 +1,4 @@
-r"""Shares that are multiples of a granularity, but for one that takes the rest of the batch.
-
-Matrix units of GPUs want multiples of 8, and each size of a share is compiled or tuned once:
-coarse shares are faster and fewer.
-
-With granularity g, rest r = B mod g and shares g u_i, for one replica k g u_k + r, this is the
-min-max program over units u:
-
-.. math:: \min_{k,u} \max_i t_i(g u_i + r [i = k]) \quad s.t. \quad \sum_i u_i = (B - r) / g
-
-It is solved for one k, and again for another one only if that would be faster.
-"""
+"""Shares that are multiples of a granularity, but for one that takes the rest of the batch."""
 
 from __future__ import annotations
 
@@ -43,17 +32,9 @@ def coarse_shares(
     solve: Callable[[int], IntArray | None],
     seconds: Callable[[IntArray], float],
 ) -> IntArray:
-    """Return the shares of the coarsest granularity that bounds and balance allow.
-
-    Candidates are the divisors of the given number, or 8, 4, 2 and 1 for "auto", which takes the
-    first with at most 1.02 times the seconds of granularity 1.
-
-    Args:
-        granularity: a number of samples, or "auto".
-        finest: the best shares of granularity 1, int64 [n].
-        solve: returns the best shares that are multiples of a number, None if there are none.
-        seconds: predicts the time of a step with some shares.
-    """
+    """Return the shares of the coarsest granularity that bounds and balance allow."""
+    # Matrix units of GPUs want multiples of 8, and each size of a share is compiled or tuned once.
+    # "auto" takes the first of 8, 4, 2 and 1 with at most 1.02 times the seconds of granularity 1.
     most = coarsest(granularity)
     allowed = (1 + MOST_LOSS) * seconds(finest) if granularity == "auto" else np.inf
     for size in (size for size in range(most, 1, -1) if most % size == 0):
@@ -66,18 +47,10 @@ def coarse_shares(
 def min_max_multiples(
     times: Times, total: int, size: int, lower: IntArray, upper: IntArray
 ) -> IntArray | None:
-    """Solve the min-max program over multiples of `size`, and who takes the rest, exactly.
-
-    Args:
-        times: nondecreasing times, as for `min_max_shares`.
-        total: samples of the global batch.
-        size: the granularity.
-        lower: smallest share of each replica, int64 [n].
-        upper: largest share of each replica, int64 [n].
-
-    Returns:
-        Optimal shares, int64 [n], None if none are within the bounds.
-    """
+    """Solve the min-max program over multiples of `size`, and who takes the rest, exactly."""
+    # With granularity g, rest r = B mod g and shares g u_i, for one replica k g u_k + r: min over k
+    # and u of max_i t_i(g u_i + r [i = k]) with sum u_i = (B - r) / g. Solved for one k, and for
+    # another one only if that would be faster.
     units = _Units(total, size, lower, upper)
     best, least, taker = None, np.inf, units.first_taker(times)
     while taker is not None:
@@ -94,18 +67,7 @@ def min_max_multiples(
 def proportional_multiples(
     weights: FloatArray, total: int, size: int, lower: IntArray, upper: IntArray
 ) -> IntArray | None:
-    """Return multiples of `size` in proportion to weights; the heaviest replica takes the rest.
-
-    Args:
-        weights: one for each replica, zero or more, float64 [n].
-        total: samples of the global batch.
-        size: the granularity.
-        lower: smallest share of each replica, int64 [n].
-        upper: largest share of each replica, int64 [n].
-
-    Returns:
-        Shares, int64 [n], None if none are within the bounds.
-    """
+    """Return multiples in proportion to weights; the heaviest replica takes the rest."""
     units = _Units(total, size, lower, upper)
     if not units.can_take.any():
         return None

@@ -1,14 +1,8 @@
-r"""Shares with which the slowest replica finishes as early as possible.
+"""Shares with which the slowest replica finishes as early as possible."""
 
-.. math:: \min_b \max_i t_i(b_i) \quad s.t. \quad \sum_i b_i = B,\; lower_i \le b_i \le upper_i
-
-The program is solved exactly for any nondecreasing time functions, so fixed costs, plateaus, memory
-bounds and devices that are not worth using need no special cases.
-
-Method: the largest shares that all replicas finish within T, b_i(T), grow with T, so bisection
-finds the smallest T with sum b_i(T) >= B. It bisects the bit patterns of T, which are ordered like
-the numbers, and therefore ends exactly, after at most 63 halvings.
-"""
+# The largest shares that all replicas finish within T grow with T: bisection finds the smallest T
+# at which they sum to the total. It bisects the bit patterns of T, which are ordered like the
+# numbers, and therefore ends exactly, after at most 63 halvings.
 
 from __future__ import annotations
 
@@ -25,8 +19,6 @@ from keras_het.planning.shares import (
 )
 
 Times = Callable[[IntArray], FloatArray]
-# Returns the largest shares in [low, high] that finish within a time; `low` always does.
-_LargestWithin = Callable[[float, IntArray, IntArray], IntArray]
 
 
 def min_max_shares(
@@ -63,11 +55,7 @@ def min_max_shares(
     """
     low, high = check_bounds(total, np.size(lower), np.atleast_1d(lower), upper)
     checked = _checked(times, len(low))
-
-    def largest_within(threshold: float, low: IntArray, high: IntArray) -> IntArray:
-        return bisect_shares(checked, threshold, low, high)
-
-    return _solve(checked, largest_within, int(total), low, high)
+    return _solve(checked, int(total), low, high)
 
 
 def min_max_shares_linear(
@@ -77,9 +65,7 @@ def min_max_shares_linear(
     lower: ArrayLike | None = None,
     upper: ArrayLike | None = None,
 ) -> IntArray:
-    """Solve the min-max program for linear times, faster.
-
-    The optimum is that of `min_max_shares` with `times = fixed + slope * shares`.
+    """Solve the min-max program for linear times, `fixed + slope * shares`.
 
     Args:
         fixed_seconds: time of a step without samples, [n], at least 0.
@@ -106,29 +92,20 @@ def min_max_shares_linear(
             "Measure the devices again."
         )
     low, high = check_bounds(total, len(fixed), lower, upper)
-
-    def times(shares: IntArray) -> FloatArray:
-        return fixed + slope * shares
-
-    def largest_within(threshold: float, low: IntArray, high: IntArray) -> IntArray:
-        return _invert_lines(fixed, slope, threshold, low, high)
-
-    return _solve(times, largest_within, int(total), low, high)
+    return min_max_shares(lambda shares: fixed + slope * shares, total, low, high)
 
 
-def _solve(
-    times: Times, largest_within: _LargestWithin, total: int, lower: IntArray, upper: IntArray
-) -> IntArray:
+def _solve(times: Times, total: int, lower: IntArray, upper: IntArray) -> IntArray:
     if total in (lower.sum(), upper.sum()):
         return lower.copy() if total == lower.sum() else upper.copy()
     # Invariant: all of `below` finishes within `low_bits` and has too few samples; all of `above`
     # finishes within `high_bits` and has enough. A share at its lower bound always finishes.
     low_bits, high_bits = _bracket(times, total, lower, upper)
-    above = largest_within(_from_bits(high_bits), lower, upper)
-    below = lower if low_bits < 0 else largest_within(_from_bits(low_bits), lower, above)
+    above = bisect_shares(times, _from_bits(high_bits), lower, upper)
+    below = lower if low_bits < 0 else bisect_shares(times, _from_bits(low_bits), lower, above)
     while high_bits - low_bits > 1 and (above - below).max() > 1:
         middle_bits = (low_bits + high_bits) // 2
-        middle = largest_within(_from_bits(middle_bits), below, above)
+        middle = bisect_shares(times, _from_bits(middle_bits), below, above)
         samples = int(middle.sum())
         if samples == total:
             return middle
@@ -140,11 +117,9 @@ def _solve(
 
 
 def _bracket(times: Times, total: int, lower: IntArray, upper: IntArray) -> tuple[int, int]:
-    """Return the bits of a time that is too short and of one that is sufficient.
-
-    For any shares b that sum to the total, max t_i(b_i) is sufficient. Other shares with the same
-    sum give some replica more than b_i, so nothing is faster than the smallest t_i(b_i + 1).
-    """
+    """Return the bits of a time that is too short and of one that is sufficient."""
+    # Other shares with the same sum give some replica more: none is faster than the smallest time
+    # with one more sample.
     even = proportional_shares(total, np.ones(len(lower)), lower, upper)
     even_times = times(np.maximum(even, 1))
     shortest_counted = max(float(even_times.max()) / 1e9, 1e-200)
@@ -159,11 +134,9 @@ def _bracket(times: Times, total: int, lower: IntArray, upper: IntArray) -> tupl
 
 
 def _finish(times: Times, total: int, below: IntArray, above: IntArray, choose: bool) -> IntArray:
-    """Place the samples between `below` and `above`.
-
-    With `choose`, no replica has room for more than one sample, and their times differ; otherwise
-    all of them take equally long.
-    """
+    """Place the samples between `below` and `above`."""
+    # With `choose`, no replica has room for more than one sample, and their times differ; otherwise
+    # all of them take equally long.
     room = above - below
     missing = total - int(below.sum())
     if choose:
@@ -191,25 +164,6 @@ def bisect_shares(times: Times, threshold: float, low: IntArray, high: IntArray)
         low = np.where(undecided & fits, middle, low)
         high = np.where(undecided & ~fits, middle - 1, high)
     return low
-
-
-def _invert_lines(
-    fixed: FloatArray, slope: FloatArray, threshold: float, low: IntArray, high: IntArray
-) -> IntArray:
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        real = (threshold - fixed) / slope
-    real = np.where(np.isnan(real), high, real)  # 0 / 0: finishes at once, whatever the share
-    shares = np.floor(np.clip(real, low, high)).astype(np.int64)
-    shares -= (fixed + slope * shares > threshold) & (shares > low)
-    more = np.minimum(shares + 1, high)
-    shares = np.where(fixed + slope * more <= threshold, more, shares)
-    # The quotient is off by more than one if a line is flat in float64; then search.
-    more = np.minimum(shares + 1, high)
-    too_many = (fixed + slope * shares > threshold) & (shares > low)
-    too_few = (fixed + slope * more <= threshold) & (shares < high)
-    if (too_many | too_few).any():
-        return bisect_shares(lambda asked: fixed + slope * asked, threshold, low, high)
-    return shares
 
 
 def _checked(times: Times, num_replicas: int) -> Times:

@@ -1,8 +1,9 @@
-"""Interface of a policy, the base that policies share, and the splits that never change."""
+"""Plans of shares, the interface and the base of policies, and the splits that never change."""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,7 +14,6 @@ from keras_het.planning.balance.granularity import (
     coarse_shares,
     proportional_multiples,
 )
-from keras_het.planning.balance.plan import BalancePlan
 from keras_het.planning.shares import (
     FloatArray,
     IntArray,
@@ -22,6 +22,76 @@ from keras_het.planning.shares import (
     proportional_shares,
     weight_of_each,
 )
+from keras_het.planning.time_model import LinearTimeModel
+from keras_het.planning.time_model_fit import Measurement
+
+_SHARES_ON_ONE_LINE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class BalancePlan:
+    """Each replica's samples of the global batch, and the reason for them.
+
+    Args:
+        step: step after which the plan was made.
+        policy: name of the policy.
+        shares: samples of each replica; they sum to the global batch.
+        reason: the reason, in a few words.
+        predicted_seconds: predicted compute time of each replica, None if unknown; 0 for an
+            unused replica. Empty if the policy does not predict.
+        step_seconds: predicted compute time of the slowest replica, None if unknown.
+        previous_step_seconds: the same for the previous shares, under the same models.
+        step_seconds_if_all_used: the same if every usable but unused replica had at least one
+            sample; None if there is no such replica.
+        measured: latest measurement of each replica. Empty if the policy keeps none.
+        models: time model of each replica. Empty if the policy has none.
+    """
+
+    step: int
+    policy: str
+    shares: tuple[int, ...]
+    reason: str
+    predicted_seconds: tuple[float | None, ...] = ()
+    step_seconds: float | None = None
+    previous_step_seconds: float | None = None
+    step_seconds_if_all_used: float | None = None
+    measured: tuple[Measurement | None, ...] = ()
+    models: tuple[LinearTimeModel | None, ...] = ()
+
+    @property
+    def unused(self) -> tuple[int, ...]:
+        """Replicas without samples."""
+        return tuple(replica for replica, share in enumerate(self.shares) if not share)
+
+    @property
+    def gain(self) -> float | None:
+        """Predicted fraction of the step's compute time that is saved; None if unknown."""
+        if self.step_seconds is None or not self.previous_step_seconds:
+            return None
+        return 1.0 - self.step_seconds / self.previous_step_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain Python values, for JSON."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name in ("measured", "models"):
+            values[name] = [item and dataclasses.asdict(item) for item in values[name]]
+        for name in ("shares", "predicted_seconds"):
+            values[name] = list(values[name])
+        return {**values, "unused": list(self.unused), "gain": self.gain}
+
+    def __str__(self) -> str:
+        shown = " ".join(map(str, self.shares[:_SHARES_ON_ONE_LINE]))
+        if len(self.shares) > _SHARES_ON_ONE_LINE:
+            shown += f" ... ({len(self.shares)} replicas)"
+        begin = f"step {self.step}: shares" if self.step >= 0 else "initial shares"
+        text = f"{begin} {shown} ({self.policy}: {self.reason}"
+        if self.step_seconds is not None and self.previous_step_seconds is not None:
+            before, after = self.previous_step_seconds * 1e3, self.step_seconds * 1e3
+            text += f"; predicted step time {before:.1f} -> {after:.1f} ms"
+        if self.step_seconds_if_all_used is not None:
+            which = " ".join(map(str, self.unused))
+            text += f"; without using {which}, {self.step_seconds_if_all_used * 1e3:.1f} ms with it"
+        return text + ")"
 
 
 @runtime_checkable
@@ -133,16 +203,7 @@ class SharePolicy:
             self._first_reason = "shares of the strategy"
 
     def observe(self, step: int, shares: ArrayLike, seconds: ArrayLike) -> None:
-        """Record one step.
-
-        Args:
-            step: number of the step.
-            shares: samples each replica really computed, int [n].
-            seconds: compute time of each replica, float64 [n]; NaN if unknown.
-
-        Raises:
-            ValueError: if there is not one number for each replica.
-        """
+        """Record one step, as `BalancePolicy.observe`; refuse other numbers of replicas."""
         used, times = np.asarray(shares, np.int64), np.asarray(seconds, np.float64)
         if used.shape != self._current.shape or times.shape != self._current.shape:
             raise ValueError(
@@ -155,14 +216,7 @@ class SharePolicy:
         self._record(used, times, matches)
 
     def propose(self, step: int) -> BalancePlan | None:
-        """Decide whether to change shares.
-
-        Args:
-            step: number of the step that was observed last.
-
-        Returns:
-            A plan, if shares should change; the first call always returns the first plan.
-        """
+        """Decide whether to change shares, as `BalancePolicy.propose`."""
         if self._first_reason is not None:
             reason, self._first_reason = self._first_reason, None
             return BalancePlan(step, self.name, self.shares, reason)
@@ -174,16 +228,7 @@ class SharePolicy:
         return self._decide(step) if self._in_effect else None
 
     def set_upper(self, replica: int, samples: int) -> None:
-        """Bound a replica's share, for instance because it ran out of memory.
-
-        Args:
-            replica: index of the replica.
-            samples: largest share from now on.
-
-        Raises:
-            IndexError: if there is no such replica.
-            ValueError: if the replicas together can no longer take the global batch.
-        """
+        """Bound a replica's share; refuse a bound with which no shares sum to the batch."""
         if not 0 <= replica < len(self._current):
             raise IndexError(
                 f"replica must be from 0 to {len(self._current) - 1}. Received: {replica}."
@@ -196,15 +241,7 @@ class SharePolicy:
         self._bounds_changed |= bool(self._current[replica] > samples)
 
     def set_global_batch_size(self, samples: int) -> None:
-        """Change the number of samples that shares sum to.
-
-        Args:
-            samples: the new global batch size.
-
-        Raises:
-            TypeError: if it is not whole.
-            ValueError: if no shares satisfy the bounds.
-        """
+        """Change the number of samples; refuse one that no shares within the bounds sum to."""
         check_bounds(samples, len(self._current), self._lower, self._given_upper)
         self._bounds_changed |= int(samples) != self._total
         self._total = int(samples)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from keras_het.planning.balance.plan import BalancePlan
 from keras_het.planning.balance.plan_trial import REVERTED
+from keras_het.planning.balance.policy import BalancePlan
 from keras_het.planning.shares import MAX_TOTAL, FloatArray, IntArray, proportional_shares
-from keras_het.planning.times.time_model_fit import TimeModelFit
+from keras_het.planning.time_model_fit import TimeModelFit
 
 # Latest steps whose median is the present time.
 _RECENT = 64
@@ -99,11 +99,7 @@ class BalanceSummary:
 def summarize(
     policy: str, plans: Sequence[BalancePlan], rows: Iterable[Mapping[str, Any]]
 ) -> BalanceSummary:
-    """Compare the latest steps with what they would be with even shares.
-
-    Each replica's compute time is a line over its share, fitted to its measurements. With even
-    shares, each step keeps its deviations from the lines, so that both times have the same noise.
-    """
+    """Compare the latest steps with what they would be with even shares."""
     kept = list(rows)
     reverted = tuple(plan for plan in plans if plan.reason.startswith(REVERTED))
     if not kept:

@@ -136,10 +136,8 @@ def _helps_little(situation: Situation, worker: int) -> bool:
 
 
 def text_of(situation: Situation, suspect: Suspect, alone: float, all_: float, last: float) -> str:
-    """Return who and why, in one sentence, with the fractions of a step that the repair would save.
-
-    Of the devices that are named, of all, and of all once the other causes are fixed.
-    """
+    """Return who and why, with the fractions of a step that the repair would save."""
+    # Of the devices that are named, of all, and of all once the other causes are fixed.
     who = f"{_who(situation, suspect)} {suspect.why}"
     others = "such devices" if suspect.is_of_device else "else of this cause"
     told = [(alone, " with shares that follow" if suspect.follows else "")]

@@ -7,11 +7,17 @@ import dataclasses
 import numpy as np
 
 from keras_het.planning.balance.min_max import min_max_shares_linear
-from keras_het.planning.diagnosis.middles import checked, levels, medians
 from keras_het.planning.diagnosis.recording import Floats, Recording
-from keras_het.planning.diagnosis.steps import Steps, Windows, choose_windows
+from keras_het.planning.diagnosis.steps import (
+    Steps,
+    Windows,
+    checked,
+    choose_windows,
+    levels,
+    medians,
+)
 from keras_het.planning.shares import IntArray
-from keras_het.planning.times.time_model_fit import MIN_SPREAD, Measurement, fit_line
+from keras_het.planning.time_model_fit import MIN_SPREAD, Measurement, fit_line
 
 WINDOW = 64
 """Recent rows that a diagnosis looks at, unless told otherwise."""
@@ -68,14 +74,10 @@ class DeviceLines:
 
 
 def scores(recording: Recording, window: int = WINDOW) -> tuple[Floats, Floats]:
-    r"""Return how fast each device is, compared with the fastest device and with itself.
-
-    With the times :math:`t_d(n)` of the mean share n, :math:`best_d = \min_e t_e(n) / t_d(n)`, and
-    own_d is the median of its best block over that of recent steps. Both are 1 at most, and NaN
-    where nothing is known: a device without samples has no speed, and a recording without 16 steps
-    before the recent ones has no best. In a pipeline devices have different layers: nothing is
-    known of one against another.
-    """
+    """Return how fast each device is, compared with the fastest device and with itself."""
+    # Both are 1 at most, and NaN where nothing is known: of a device without samples, of a
+    # recording without 16 steps before the recent ones, and in a pipeline, whose devices have
+    # different layers.
     with np.errstate(all="ignore"):
         windows = choose_windows(recording, window)
         lines = device_lines(recording, windows.recent)
@@ -112,11 +114,9 @@ def best_block(values: Floats) -> Floats:
 
 
 def blocks(values: Floats) -> Floats:
-    """Cut rows into blocks of 2 % of them and at least 16, the latest rows first of all.
-
-    Medians over a longer time would hide what was good only in the beginning, over a shorter one
-    the smallest would be an accident.
-    """
+    """Cut rows into blocks of 2 % of them and at least 16, the latest rows first of all."""
+    # Medians over more would hide what was good only in the beginning; of fewer the smallest is
+    # chance.
     size = max(_LEAST_BLOCK, len(values) // _BLOCKS)
     number = len(values) // size
     # The first steps, which compile, are in no block if there is a choice.
@@ -125,10 +125,7 @@ def blocks(values: Floats) -> Floats:
 
 
 def device_lines(recording: Recording, steps: Steps) -> DeviceLines:
-    """Fit a line for each device that passes through its times in some steps.
-
-    A device that has no samples now keeps the speed that it had when it last had some.
-    """
+    """Fit a line for each device; one without samples keeps the speed that it had last."""
     form = _lines_through_changes(recording)
     ratio = levels(form.relative(steps.compute, steps.shares))
     ratio[~steps.known] = np.nan
@@ -142,10 +139,8 @@ def device_lines(recording: Recording, steps: Steps) -> DeviceLines:
 
 
 def _lines_through_changes(recording: Recording) -> DeviceLines:
-    """Return lines whose fixed part is right in proportion to the slope.
-
-    Where shares have changed, times just before and after tell it; else it is taken to be 0.
-    """
+    """Return lines whose fixed part is right in proportion to the slope."""
+    # Where shares have changed, times just before and after tell it; else it is taken to be 0.
     n = len(recording.devices)
     fixed, slope = np.zeros(n), np.ones(n)
     shares = np.nan_to_num(np.asarray(recording.shares, np.float64))

@@ -7,7 +7,6 @@ import functools
 
 import numpy as np
 
-from keras_het.planning.diagnosis.middles import means, medians
 from keras_het.planning.diagnosis.recording import Floats, Recording
 from keras_het.planning.diagnosis.scores import (
     against_best,
@@ -16,7 +15,7 @@ from keras_het.planning.diagnosis.scores import (
     blocks,
     device_lines,
 )
-from keras_het.planning.diagnosis.steps import BoolArray, Windows
+from keras_het.planning.diagnosis.steps import BoolArray, Windows, means, medians
 
 # A device is slow from this ratio on, and further by so many standard errors.
 _SLOW = 1.15
@@ -101,10 +100,8 @@ class Situation:
         return float(np.nanmin([*earlier, self.recent.least_other]))
 
     def lack_of_cpus(self, worker: int, seconds: float) -> HostState | None:
-        """Return what keeps CPUs from a worker, if it may need some for so long in each step.
-
-        What waits for a disk, a network or a sleep gets no shorter when other programs end.
-        """
+        """Return what keeps CPUs from a worker, if it may need some for so long in each step."""
+        # What waits for a disk, a network or a sleep gets no shorter when other programs end.
         host = self.hosts[worker]
         used = self.readings.of_worker("process.cpu.usage", worker) * self.step_seconds
         return None if host and not host.stopped and used < _WORKS * seconds else host

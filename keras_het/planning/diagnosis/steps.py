@@ -9,9 +9,62 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_het.planning.diagnosis.middles import checked, filled, means, medians
 from keras_het.planning.diagnosis.recording import Floats, Integers, Recording
 from keras_het.planning.shares import MAX_TOTAL
+
+LONGEST_SECONDS = 1e6
+"""A longer time of one step is taken for a mistake of the clock: 11 days."""
+# A value counts as at most this many medians of its column.
+_MOST_MEDIANS = 3.0
+_SKEWED = 1.25
+_MOST_ROWS_TO_FILL = 512
+
+
+def medians(values: Floats, axis: int = 0) -> Floats:
+    """Return lower medians: noise raises times more than it lowers them. NaN is unknown."""
+    if not values.shape[axis]:
+        return np.full(np.delete(values.shape, axis), np.nan)
+    ordered = np.sort(values, axis=axis)  # NaN goes last
+    count = np.sum(~np.isnan(ordered), axis=axis, keepdims=True)
+    middle = np.take_along_axis(ordered, np.maximum((count - 1) // 2, 0), axis)
+    return np.squeeze(middle, axis)
+
+
+def means(values: Floats, most: float = np.inf) -> Floats:
+    """Return the mean of each column's known values, of which none counts above `most` medians."""
+    if most < np.inf:
+        values = np.minimum(values, most * medians(values))
+    known = ~np.isnan(values)
+    total = np.where(known, values, 0.0).sum(axis=0)
+    count = known.sum(axis=0)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def levels(values: Floats) -> Floats:
+    """Return the median of each column, or the mean if much is above it."""
+    # A few outliers leave the median as it is, but a device that is slow in every third step is
+    # slow.
+    middle, mean = medians(values), means(values, _MOST_MEDIANS)
+    # Few rows may have two outliers among them by accident.
+    skewed = _SKEWED + 1.0 / np.sqrt(max(len(values), 1))
+    return np.where(mean > skewed * middle, mean, middle)
+
+
+def checked(values: Floats, most: float = LONGEST_SECONDS) -> Floats:
+    """Return values with NaN in place of what cannot be, and 0 in place of what is below it."""
+    values = np.asarray(values, np.float64)
+    return np.where(np.abs(values) <= most, np.maximum(values, 0.0), np.nan)
+
+
+def filled(values: Floats) -> Floats:
+    """Return values with each column's median in place of NaN; 0 in columns without a value."""
+    unknown = np.isnan(values)
+    if not unknown.any():
+        return values
+    stride = -(-len(values) // _MOST_ROWS_TO_FILL)
+    middle = medians(values[::stride])
+    return np.where(unknown, np.nan_to_num(middle), values)
+
 
 BoolArray = NDArray[np.bool_]
 
@@ -46,16 +99,11 @@ _USUAL_OTHER = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    r"""Steps without gaps, of T rows and N replicas.
+    """Steps without gaps, of T rows and N replicas."""
 
-    A replica r enters the collective after its own time, and the last one ends the waiting:
-
-    .. math:: own_r = other_r + input_r + compute_r, \qquad step = \max_r own_r + transfer,
-        \qquad transfer = \min_r sync_r
-
-    The last replica waits for nobody: all it spends in the collective is transfer. Other time
-    counts as if it came before the collective: what is after it delays the next step alike.
-    """
+    # own = other + input + compute; step = max own + transfer; transfer = min sync: the last
+    # replica waits for nobody. Other time counts as if it came before the collective: what is after
+    # it delays the next step alike.
 
     numbers: Integers
     weights: Floats
@@ -78,10 +126,8 @@ class Steps:
 
     @functools.cached_property
     def least_other(self) -> float:
-        """Other time in seconds that a replica must spend: the least of them, or a usual part.
-
-        Callbacks that all replicas have make no difference between them.
-        """
+        """Other time in seconds that a replica must spend: the least of them, or a usual part."""
+        # Callbacks that all replicas have make no difference between them.
         least = float(means(self.other).min()) if self.other.size else 0.0
         return min(least, _USUAL_OTHER * (self.mean(self.seconds) - least))
 
@@ -204,11 +250,10 @@ class Windows:
 
 
 def choose_windows(recording: Recording, window: int) -> Windows:
-    """Choose the recent and the earlier steps of a diagnosis.
-
-    Recent steps begin with the last change of shares, and with the last lasting change of the step
-    time: what has ended is not reported, and what has begun is not averaged with what was before.
-    """
+    """Choose the recent and the earlier steps of a diagnosis."""
+    # Recent steps begin with the last change of shares, and with the last lasting change of the
+    # step time: what has ended is not reported, what has begun is not averaged with what was
+    # before.
     rows = comparable_rows(recording)
     tail = rows[-window:]
     steps = steps_of(recording, tail)

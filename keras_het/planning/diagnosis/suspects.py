@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from keras_het.planning.diagnosis.middles import means, medians
 from keras_het.planning.diagnosis.recording import Floats
 from keras_het.planning.diagnosis.situation import HostState, Situation
+from keras_het.planning.diagnosis.steps import means, medians
 
 # Fraction of the step below which a phase is not looked at.
 _LITTLE = 0.03
@@ -30,12 +30,11 @@ _MOST_BALANCED = 16
 
 @dataclasses.dataclass(frozen=True)
 class Suspect:
-    """A possible cause, and the time that would be saved without it.
+    """A possible cause, and the time that would be saved without it."""
 
-    Savings of several suspects add up; a time never falls below 0. What has become slow is `since`.
-    It is of a device if it is not of its whole worker. Of the kinds, "host" is a lack of CPUs, and
-    "other" the time of callbacks and Python.
-    """
+    # Savings of several suspects add up; a time never falls below 0. What has become slow is
+    # `since`. It is of a device if it is not of its whole worker. "host" is a lack of CPUs, "other"
+    # the time of callbacks and Python.
 
     kind: str
     devices: tuple[int, ...]
@@ -163,11 +162,9 @@ def _fault(situation: Situation, device: int) -> _Fault | None:
 
 
 def _explains(host: HostState, scores: Floats, device: int) -> bool:
-    """Tell whether what is wrong with a device's host may be why its score is low.
-
-    Not if the score of a device with the same trouble is much higher: what devices have in common
-    makes no difference between them. Half of the loss, as a power, leaves room for luck.
-    """
+    """Tell whether what is wrong with a device's host may be why its score is low."""
+    # Not if the score of a device with the same trouble is much higher: what devices have in common
+    # makes no difference between them. Half of the loss, as a power, leaves room for luck.
     others = host.alike.copy()
     others[device] = False
     return not (scores[others] > np.sqrt(scores[device])).any()
@@ -266,11 +263,9 @@ def _wrong_shares(situation: Situation) -> Iterator[Suspect]:
 def seconds_saved(
     situation: Situation, suspects: Sequence[Suspect], already: Sequence[Suspect] = ()
 ) -> Floats:
-    """Return by how many seconds a step is shorter without some suspects, in three ways.
-
-    The mean over steps; that between mean times, which has no waiting because of noise; and the
-    mean in a usual part of these steps, which has no part of what happens in a few of them.
-    """
+    """Return by how many seconds a step is shorter without some suspects, in three ways."""
+    # The mean over steps; that between mean times, without waits because of noise; and the mean in
+    # a usual part of the steps, without what happens in a few of them.
     (own, transfer), (own_then, transfer_then) = (
         repaired(situation, each) for each in (already, suspects)
     )

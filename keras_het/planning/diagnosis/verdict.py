@@ -14,11 +14,10 @@ from keras_het.planning.diagnosis.causes import (
     named_devices,
     text_of,
 )
-from keras_het.planning.diagnosis.middles import means
 from keras_het.planning.diagnosis.recording import Floats, PipelineRecord, Recording
 from keras_het.planning.diagnosis.scores import WINDOW
 from keras_het.planning.diagnosis.situation import Situation, usual_seconds
-from keras_het.planning.diagnosis.steps import MIN_STEPS, Windows, choose_windows
+from keras_het.planning.diagnosis.steps import MIN_STEPS, Windows, choose_windows, means
 from keras_het.planning.diagnosis.suspects import Suspect, find_suspects, repaired, seconds_saved
 from keras_het.planning.diagnosis.what_if import PHASE_REPAIRS, what_if
 
@@ -86,17 +85,10 @@ class Verdict:
 
 
 def diagnose(recording: Recording, window: int = WINDOW) -> Verdict:
-    r"""Say what makes recent steps longer than they have to be.
-
-    With all suspects S repaired, the recorded steps take T(S); a suspect s (a slow device, a worker
-    that waits for its input, ...) costs what remains when all others are repaired,
-    :math:`T(S \setminus s) - T(S)`, over the step's time. Those that cost little are left out,
-    unless the others explain too little of the excess: of the step's time over T(S), and over the
-    best earlier steps. If all explain less, the verdict says how much is left.
-
-    In a pipeline, devices have different layers: a step waits for its plan, and the verdict says
-    how long each device is idle, as predicted and as measured.
-    """
+    """Say what makes recent steps longer than they have to be."""
+    # With all suspects S repaired, the recorded steps take T(S); one costs T(S without it) - T(S),
+    # over the step's time. Those that cost little are left out, unless the others explain too
+    # little of the excess: of the step's time over T(S), and over the best earlier steps.
     if window < MIN_STEPS:
         raise ValueError(
             f"A diagnosis needs {MIN_STEPS} steps. Received: window={window}. Use {WINDOW}."
@@ -157,10 +149,8 @@ def _verdict(situation: Situation) -> Verdict:
 
 
 def _costs(situation: Situation, suspects: Sequence[Suspect]) -> tuple[list[float], bool]:
-    """Return the fraction of the step that each costs, and if one does so in most of the time.
-
-    Noise makes devices wait for each other, too: the smaller of two costs counts.
-    """
+    """Return the fraction of the step that each costs, and if one does so in most of the time."""
+    # Noise makes devices wait for each other, too: the smaller of two costs counts.
     costs, is_lasting = [], False
     for index in range(len(suspects)):
         others = [*suspects[:index], *suspects[index + 1 :]]

@@ -37,24 +37,17 @@ PHASE_REPAIRS: Mapping[str, str] = {
 
 
 def what_if(recording: Recording, steps: Steps | None = None) -> WhatIf:
-    r"""Compute the steps of a recording again without one device's, worker's or phase's troubles.
-
-    An ideal device computes its share as fast as the fastest device would, waits for no input, and
-    spends as little other time as the device that spends least, and no more than a usual part of a
-    step; where it is better than that, it keeps its own time. An ideal transfer takes no time. With
-    ideal times in the place of device d's, a step takes
-    :math:`\max(\max_{r \ne d} own_r, own_d^\text{ideal}) + transfer`.
-    """
+    """Compute steps again without one device's, worker's or phase's troubles."""
+    # An ideal device computes its share as fast as the fastest would, waits for no input, and
+    # spends as little other time as the one that spends least; where it is better, it keeps its own
+    # time. An ideal transfer takes no time.
     steps = _all_steps(recording) if steps is None else steps
     with np.errstate(all="ignore"):
         return _what_if(steps, device_lines(recording, steps), recording.devices)
 
 
 def gain_over_even(recording: Recording, steps: Steps | None = None) -> float:
-    """Return by what factor the present shares make steps shorter than even ones would.
-
-    NaN without times; devices whose speed is unknown count as free.
-    """
+    """Return by what factor the present shares shorten steps over even ones; NaN if unknown."""
     steps = _all_steps(recording) if steps is None else steps
     if not len(steps.numbers):
         return np.nan
@@ -71,10 +64,8 @@ def _all_steps(recording: Recording) -> Steps:
 
 
 def seconds_with_shares(steps: Steps, lines: DeviceLines, shares: Floats) -> float:
-    """Predict the mean time of the same steps with other shares.
-
-    A device's deviations from its line stay, so that both means have the same noise.
-    """
+    """Predict the mean time of the same steps with other shares."""
+    # A device's deviations from its line stay, so that both means have the same noise.
     line = lines.seconds(steps.shares)
     had_samples = (steps.shares > 0) & (line > 0)
     deviation = np.where(had_samples, steps.compute / np.where(had_samples, line, 1.0), 1.0)

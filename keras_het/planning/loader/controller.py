@@ -298,9 +298,8 @@ class ReadingJob:
 
 
 def _seconds_until_the_next(loaders: int, window: LoaderWindow) -> float:
-    """Return the time within which a reading job has another window: it may validate or save.
-
-    A job in the middle of a move reads too, but has no window until its loaders' batches are used.
-    """
+    """Return the time within which a reading job has another window: it may validate or save."""
+    # A job in the middle of a move reads too, but has no window until its loaders' batches are
+    # used.
     move = (2 * loaders + _OTHER_STEPS_OF_A_MOVE) * window.seconds / window.steps
     return max(_SHORTEST_SECONDS, _SHORTEST_IN_WINDOWS * window.seconds, 1.5 * move)

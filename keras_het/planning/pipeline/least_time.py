@@ -1,21 +1,14 @@
-r"""A lower bound of a step's time, much cheaper than its simulation.
+"""A lower bound of a step's time, much cheaper than its simulation."""
 
-With f, b and r the times of replica k of stage s for a forward pass, a backward pass and what is
-recomputed before it, n its number of micro-batches and h the most of them between forward and
-backward, a step takes at least
-
-.. math:: enter_s + n (f + b + r) + wait_s + leave_s.
-
-`enter` is the way of a micro-batch to the stage, `leave` the way of its gradient back to the first
-stage, with an all-reduce at its end. The way from the stage to the last one and back, `beyond`, is
-a wait: after its first micro-batch the replica has only h - 1 forward passes to do, and before its
-last one's return only h - 1 backward passes,
-
-.. math:: wait_s = \max(0, beyond_s - (h - 1) f - r) + \max(0, beyond_s - (h - 1) (b + r) - r),
-
-or the greater of both if all forward passes come first (n <= h). A link takes all its transfers
-one after the other, between the earliest first one and what follows its last one.
-"""
+# With f, b and r the times of replica k of stage s for a forward pass, a backward pass and what is
+# recomputed before it, n its micro-batches and h the most of them between forward and backward, a
+# step takes at least enter + n (f + b + r) + wait + leave: `enter` is the way of a micro-batch to
+# the stage, `leave` that of its gradient back to the first one, with an all-reduce at its end.
+# The way from the stage to the last one and back, `beyond`, is a wait: after its first micro-batch
+# the replica has only h - 1 forward passes to do, and before its last one's return only h - 1
+# backward passes. So wait = max(0, beyond - (h - 1) f - r) + max(0, beyond - (h - 1) (b + r) - r),
+# or the greater of both if all forward passes come first (n <= h). A link takes all its transfers
+# one after the other, between the earliest first one and what follows its last one.
 
 from __future__ import annotations
 

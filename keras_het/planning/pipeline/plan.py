@@ -1,24 +1,12 @@
-r"""A plan of a pipeline: its stages, the devices of each, the orders of passes, and their time.
+"""A plan of a pipeline: its stages, the devices of each, the orders of passes, and their time."""
 
-The order of a replica in the synchronous schedule 1F1B ("one forward, one backward"): the forward
-pass of micro-batch m' comes before the backward pass of m if
-
-.. math:: m' - m \le V_s, \qquad V_s = A_s + r_s - 1,
-
-where A_s is the number of devices in later stages and r_s that of the stage itself; in the last
-stage V = 0. With equal replicas, each holds at most ceil((A_s + r_s) / r_s) micro-batches between
-forward and backward, PipeDream's and DAPPLE's warm-up.
-
-Such an order cannot lock up, whichever replica takes which micro-batch: the forward passes of stage
-s get the number 2 m - V_s and the backward passes 2 m + V_s + 1. Because V falls from stage to
-stage, every pass has a greater number than all that it waits for.
-
-References:
-    Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", PPoPP 2021.
-    Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
-    NeurIPS 2019.
-    Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019.
-"""
+# 1F1B ("one forward, one backward"; Fan et al., "DAPPLE", PPoPP 2021; Narayanan et al.,
+# "PipeDream", SOSP 2019): the forward pass of micro-batch m' comes before the backward pass of m if
+# m' - m <= V_s, V_s = A_s + r_s - 1, with A_s devices in later stages and r_s in the stage itself;
+# in the last stage V = 0.
+# Such an order cannot lock up, whoever takes which micro-batch: the forward passes of stage s get
+# the number 2 m - V_s and the backward passes 2 m + V_s + 1. Because V falls from stage to stage,
+# every pass has a greater number than all that it waits for.
 
 from __future__ import annotations
 

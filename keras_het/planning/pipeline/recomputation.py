@@ -1,24 +1,12 @@
-r"""Memory of a stage, and the cheapest set of units to recompute until it fits.
+"""Memory of a stage, and the cheapest set of units to recompute until it fits."""
 
-A replica holds, with d micro-batches between forward and backward,
-
-.. math:: \sum_l state_l + d \sum_{l \notin X} a_l + \sum_{l \in X} a_l + d \sum_{runs} c_{start}
-
-bytes: the activations a of recomputed units X are there for one micro-batch, the one whose backward
-pass is running; for each run of neighbouring units in X, the tensors c that cross the cut before it
-are kept instead. Recomputing X frees
-
-.. math:: (d - 1) \sum_{l \in X} a_l - d \sum_{runs} c_{start}
-
-bytes and takes the forward time of X once more. The paper's "cost-balanced recomputation" has this
-time inside the stage's time when stages are balanced; the choice of X here is a knapsack over the
-chain of units, solved exactly by dynamic programming over sets that no other set dominates.
-
-References:
-    Zhan and Zhang, "Pipe-Torch: Pipeline-Based Distributed Deep Learning in a GPU Cluster with
-    Heterogeneous Networking", CBD 2019.
-    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv:1604.06174.
-"""
+# With d micro-batches between forward and backward, the activations a of recomputed units X are
+# there for one of them, the one whose backward pass is running; for each run of neighbouring units
+# in X, the tensors c that cross the cut before it are kept instead. This frees (d - 1) sum_X a - d
+# sum_runs c bytes and takes the forward time of X once more. The choice of X is a knapsack over the
+# chain of units, solved exactly over sets that no other set dominates.
+# Zhan and Zhang, "Pipe-Torch", CBD 2019; Chen et al., "Training Deep Nets with Sublinear Memory
+# Cost", arXiv:1604.06174.
 
 from __future__ import annotations
 
@@ -64,12 +52,10 @@ def cheapest_recomputation(
     limits: Sequence[float],
     unit_seconds: FloatArray,
 ) -> tuple[int, ...] | None:
-    """Return the cheapest set of units to recompute so that every replica of a stage fits.
-
-    Exact for replicas with equal numbers of micro-batches in flight; otherwise for the strictest
-    condition of all replicas. Of more than 1,024 sets that no other set dominates, those are kept
-    that free evenly spaced numbers of bytes.
-    """
+    """Return the cheapest set of units to recompute so that every replica of a stage fits."""
+    # Exact for replicas with equal numbers of micro-batches in flight; otherwise for the strictest
+    # condition of all. Of more than 1,024 undominated sets, those are kept that free evenly spaced
+    # bytes.
     over = [
         stage_memory(profile, first, end, d) - limit * (1 + _ROUNDING)
         for d, limit in zip(in_flight, limits, strict=True)

@@ -129,10 +129,8 @@ class Search:
         return tuple(device for device in self._all if device not in used)
 
     def _other_cuts(self, places: list[int], groups: Sequence[Group]) -> Iterator[Chain]:
-        """Yield chains with a cut, or two neighbouring ones, up to 1, 2, 4 ... places away.
-
-        A cut goes where the fewest bytes cross in the farther half of the way.
-        """
+        """Yield chains with one or two neighbouring cuts up to 1, 2, 4 ... places away."""
+        # A cut goes where the fewest bytes cross in the farther half of the way.
         for s, end in itertools.product(range(1, len(groups)), (1, 2)):
             if s + end > len(groups):
                 continue

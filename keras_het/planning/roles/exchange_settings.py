@@ -1,14 +1,4 @@
-r"""How often a worker exchanges with a center, and what one exchange costs.
-
-A task is busy with an exchange for c seconds, in which it computes nothing, and the weights need e
-seconds for the round trip. If e is hidden behind the computation of the next period, p batches of t
-seconds make a period of :math:`\max(p t, e) + c`; a worker that needs the answer to continue takes
-:math:`p t + e + c`.
-
-If all tasks push at about the same rate, a push of a slow worker is no staler than one of a fast
-worker (asynchronous large mini-batches: Kim et al., Cluster Computing 23, 2020, whose formulas are
-not published; `plan_pushes` is reconstructed).
-"""
+"""How often a worker exchanges with a center, and what one exchange costs."""
 
 from __future__ import annotations
 
@@ -18,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from keras_het.planning.argument_checks import check_number
-from keras_het.planning.times.time_model import check_not_negative
+from keras_het.planning.time_model import check_not_negative
 
 LARGEST_OVERHEAD = 0.1
 """Fraction of its time that a task may be busy with exchanges whose period is planned."""
@@ -104,10 +94,8 @@ def period_seconds(exchange: ExchangeSettings, pusher: Pusher, period: int) -> f
 
 
 def mean_age_in_periods(exchange: ExchangeSettings, pusher: Pusher, period: int) -> float:
-    """Return the mean time over a push's steps from their starting point to its arrival.
-
-    Steps before the answer to the previous push arrives start from an older center.
-    """
+    """Return the mean time over a push's steps from their starting point to its arrival."""
+    # Steps before the answer to the previous push arrives start from an older center.
     if exchange.sends_gradients:
         return 1.0
     steps = max(1, math.ceil(pusher.travel_seconds / pusher.batch_seconds))
@@ -115,10 +103,8 @@ def mean_age_in_periods(exchange: ExchangeSettings, pusher: Pusher, period: int)
 
 
 def longest_period(num_steps: int, least_period: int = 1) -> int:
-    """Return the bound of a planned period in an epoch of some steps.
-
-    A rule that asks for long periods knows better: only the end of the epoch bounds them.
-    """
+    """Return the bound of a planned period in an epoch of some steps."""
+    # A rule that asks for long periods knows better: only the end of the epoch bounds them.
     return max(1, num_steps // EXCHANGES_AN_EPOCH if least_period == 1 else num_steps)
 
 

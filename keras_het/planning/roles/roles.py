@@ -1,15 +1,10 @@
-r"""Who is in the sync group, who is asynchronous, and who is left out, by predicted samples/s.
+"""Who is in the sync group, who is asynchronous, and who is left out, by predicted samples/s."""
 
-A sync group of m workers with balanced shares of the global batch B and a model of M bytes takes
-
-.. math:: step = \min_b \max_i (f_i + b_i / s_i)
-          + 2 (m - 1) \left(h + \frac{M}{m \min_i L_i}\right)
-
-with speeds s, fixed times f, link rates L and the time h of an empty message. With async workers,
-the group exchanges every p steps, which costs it such an all-reduce and its own work. Async workers
-cut global batches into smaller steps and exchange every p of these; the group does not wait for
-them. The model is specific to this package (reconstructed; it appears in no publication).
-"""
+# A step of a sync group takes min_b max_i (f_i + b_i / s_i) + 2 (m - 1) (h + M / (m min_i L_i)),
+# with m workers, global batch B = sum b, M bytes, speeds s, fixed times f, link rates L and the
+# time h of an empty message. Async workers cut global batches into smaller steps and exchange every
+# p of these, which costs the group an all-reduce and its own work. The model is specific to this
+# package.
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ from keras_het.planning.roles.exchange_settings import (
     period_seconds,
     periods_of,
 )
-from keras_het.planning.times.time_model import check_not_negative
+from keras_het.planning.time_model import check_not_negative
 
 Role = Literal["sync", "async", "out"]
 Mode = Literal["balanced", "leave_out", "hybrid"]
@@ -343,12 +338,9 @@ def predict_hybrid(
 
 
 def statistical_efficiency(cluster: ClusterSpeeds, samples_in_flight: float) -> float:
-    r"""Return the worth of a sample whose gradient arrives while others are in flight.
-
-    The samples Q that a gradient does not reflect count as one batch. With the noise scale phi, a
-    sample of it is worth :math:`E = (\phi + B) / (\phi + \max(B, Q))` of one of the global batch B:
-    with a large phi staleness is free; near 0, E approaches one over the batches in flight.
-    """
+    """Return the worth of a sample whose gradient arrives while others are in flight."""
+    # The samples Q that a gradient does not reflect count as one batch: with a large noise scale
+    # phi staleness is free; near 0, the worth approaches one over the batches in flight.
     batch = float(cluster.global_batch)
     noise = cluster.noise_scale
     phi = NOISE_SCALE_IN_GLOBAL_BATCHES * batch if noise is None else noise
@@ -399,11 +391,9 @@ def _streams(
 def _travel_seconds(
     cluster: ClusterSpeeds, sync: ModePrediction, worker: int, num_async: int
 ) -> float:
-    """Return the time of a simultaneous push and pull over the slower of both links.
-
-    The service is on the member with the fastest link, of which async workers share what the
-    all-reduce leaves.
-    """
+    """Return the time of a simultaneous push and pull over the slower of both links."""
+    # The service is on the member with the fastest link, of which async workers share what the all-
+    # reduce leaves.
     group = sync.workers("sync")
     leader = max(cluster.link_bytes_per_second[i] for i in group)
     # Above 0, because no all-reduce fills the time of the computation.

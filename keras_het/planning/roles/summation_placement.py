@@ -1,15 +1,10 @@
-r"""Placement of the summation: the bytes of the gradients that each machine sums.
+"""Placement of the summation: the bytes of the gradients that each machine sums."""
 
-n workers hold a gradient of M bytes each; k spare machines hold none, but can sum. Every byte is
-summed on one machine: a worker that sums x bytes sends away the other M - x bytes of its own
-gradient and returns x summed bytes to n - 1 others; a spare machine that sums y bytes returns them
-to n workers. Every link carries the same in both directions:
-
-.. math:: worker: M + (n - 2) x_i \qquad spare: n y_j \qquad \sum_i x_i + \sum_j y_j = M
-
-The plan minimizes the time of the most loaded link. With k = 0 this is the traffic of a ring
-all-reduce, with k = n (equal links) that of parameter servers.
-"""
+# n workers hold a gradient of M bytes; k spare machines hold none, but can sum. A worker that sums
+# x bytes sends the other M - x of its own gradient away and returns x summed bytes to n - 1 others;
+# a spare machine returns its y to n workers. Links carry M + (n - 2) x or n y, in both directions.
+# With k = 0 this is the traffic of a ring all-reduce, with k = n (equal links) that of parameter
+# servers.
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.planning.times.time_model import LinearTimeModel, MicroBatchTimeModel
+from keras_het.planning.time_model import LinearTimeModel, MicroBatchTimeModel
 from keras_het.value_types import Leaf
 
 _logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from keras_het.loader.iterators.replayable import draws_an_order, shares_a_shuffle
+from keras_het.loader.iterators.tunable import draws_an_order, shares_a_shuffle
 
 
 def numbers() -> tf.data.Dataset:

@@ -23,12 +23,12 @@ from hypothesis import HealthCheck, Phase, example, given
 from hypothesis import strategies as st
 
 from keras_het.loader import Knobs
-from keras_het.loader.host.threads import threads_of
+from keras_het.loader.host_threads import threads_of
+from keras_het.loader.input.tuning_session import prepare_iterator
 from keras_het.loader.iterators.handover import HandoverError, difference, hand_over, why_not
 from keras_het.loader.iterators.held_iterator import release
 from keras_het.loader.iterators.live_iterator import LiveIterator
 from keras_het.loader.iterators.tunable import build_tuned, tunable_pipeline
-from keras_het.loader.tuning.session import prepare_iterator
 
 EPOCHS = 3
 KNOBS = st.builds(Knobs, st.integers(1, 8), st.integers(1, 3), st.integers(1, 6))

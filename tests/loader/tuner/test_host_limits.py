@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from keras_het.loader.host.cpus import IdleCpus, available_memory
+from keras_het.loader.host_threads import IdleCpus, available_memory
 from keras_het.usable_cpus import own_quotas, usable_cpus
 
 AFFINITY = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -35,7 +35,7 @@ def nobody_works(monkeypatch):
     def seconds(cpus):
         return 0.0, time.monotonic() * len(cpus)
 
-    monkeypatch.setattr("keras_het.loader.host.cpus.busy_and_idle_seconds", seconds)
+    monkeypatch.setattr("keras_het.loader.host_threads.busy_and_idle_seconds", seconds)
 
 
 def test_without_cgroups_the_affinity_counts(tmp_path):

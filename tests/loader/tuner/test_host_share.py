@@ -7,9 +7,8 @@ import pytest
 import tensorflow as tf
 
 from keras_het.loader import tunable_pipeline
-from keras_het.loader.host.budget import CpuPart
-from keras_het.loader.host.job_files import LONGEST_SILENCE_SECONDS
-from keras_het.loader.tuning.session import TuningSession
+from keras_het.loader.host_budget import LONGEST_SILENCE_SECONDS, CpuPart
+from keras_het.loader.input.tuning_session import TuningSession
 from keras_het.planning.loader import FixedController, JobModel, LoaderPlan, ReadingNeed
 
 JOB = JobModel(0.040, 0.002, cpu_seconds=0.040)

@@ -95,28 +95,6 @@ def named(report, name):
 
 
 @needs_model
-def test_stages_of_one_thread_are_a_bottleneck_together():
-    slow = tf.data.Dataset.range(4000)
-    for _ in range(3):
-        slow = slow.map(waiting(0.002))
-    report = read_report(read_on(slow.prefetch(2).with_options(options_of()), 10))
-    assert [stage for stage in report.limit.named if stage.name == "Map"] == named(report, "Map")
-    assert len(named(report, "Map")) == 3
-    assert report.limit.seconds_per_batch >= 3 * 0.002
-    assert "one after the other" in report.verdict
-
-
-@needs_model
-def test_calls_beyond_the_threads_are_not_counted():
-    slow = tf.data.Dataset.range(4000).map(waiting(0.004), num_parallel_calls=16).batch(4)
-    iterator = read_on(slow.prefetch(2).with_options(options_of(threads=2)), 5)
-    report = inspect(iterator, file=io.StringIO())
-    assert report.bottleneck.parallelism == 16
-    assert report.bottleneck.at_once == 2
-    assert "(16 calls, 2 at once)" in report.verdict
-
-
-@needs_model
 def test_a_stage_before_repeat_has_the_time_of_its_present_round():
     slow = tf.data.Dataset.range(8).map(waiting(0.002)).batch(4)
     iterator = read_on(slow.repeat().prefetch(1).with_options(options_of()), 21)
@@ -129,24 +107,6 @@ def test_a_stage_before_repeat_has_the_time_of_its_present_round():
     assert stage.elements <= 8
     assert stage.seconds_per_batch >= 4 * 0.002
     assert report.bottleneck is stage
-
-
-@pytest.mark.full
-@needs_model
-@pytest.mark.parametrize("calls", [None, 2])
-def test_the_files_of_an_interleave_are_one_stage(calls):
-    def file(number):
-        return tf.data.Dataset.range(7).map(waiting(0.002))
-
-    slow = tf.data.Dataset.range(400).interleave(file, cycle_length=3, num_parallel_calls=calls)
-    report = inspect(
-        slow.batch(4).prefetch(1).with_options(options_of()), seconds=0.3, file=io.StringIO()
-    )
-    assert report.is_complete
-    (stage,) = named(report, "Map")
-    assert stage.seconds_per_batch >= 4 * 0.002
-    assert stage.at_once == (calls or 1)
-    assert stage in report.limit.stages
 
 
 @needs_model

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from keras_het.loader.host.threads import ForeignLoad, LoaderPriority
+from keras_het.loader.host_threads import ForeignLoad, LoaderPriority
 
 BUSY, QUIET = (2.0, 0.0), (0.0, 3.0)  # CPUs of others and idle ones, of four
 ENDS = [QUIET, *[BUSY] * 6]  # threads gave way, and do no longer
@@ -91,7 +91,7 @@ class System:
         self.now, self.cpu, self.processes = 0.0, [], {}
         monkeypatch.setattr(psutil, "cpu_times", lambda percpu: self.cpu)
         monkeypatch.setattr(psutil, "Process", self.process)
-        monkeypatch.setattr("keras_het.loader.host.threads.own_cpus", lambda: frozenset({0, 2}))
+        monkeypatch.setattr("keras_het.loader.host_threads.own_cpus", lambda: frozenset({0, 2}))
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
     def process(self, pid):

@@ -7,9 +7,6 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
-from depth import examples
-from hypothesis import HealthCheck, Phase, given
-from hypothesis import strategies as st
 from pipelines import ALL, ELEMENT
 from workers import Unchanged, _one_step, make_workers
 
@@ -20,23 +17,6 @@ from keras_het.loader.input.data_pass import ClaimedPass
 COUNTS = (1, 2)
 WEIGHTS = [[1, 2, 1]] * 3 + [[0, 1, 5]] * 4 + [[3, 1, 1]] * 2 + [[1, 0, 2]]
 EPOCHS = 3
-# epoch, step after which a worker begins, worker, knobs
-MOVES = st.lists(
-    st.tuples(
-        st.integers(0, EPOCHS - 1),
-        st.integers(1, 8),
-        st.integers(0, 1),
-        st.builds(Knobs, st.integers(1, 6), st.integers(1, 4), st.integers(1, 4)),
-    ),
-    min_size=1,
-    max_size=6,
-)
-PROPERTY = examples(
-    4,
-    quick=2,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 FIRST = Knobs(2, 2, 2)
 # as they are in a test with a move in every step
 EVERY_STEP = [
@@ -208,29 +188,12 @@ def test_all_of_element_mode_can_be_tuned():
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", BUILDERS)
-@PROPERTY
-@given(moves=MOVES)
-def test_any_moves_of_a_built_pipeline_change_nothing(name, moves, executor):
-    build = BUILDERS[name]
-    expected, _ = run(lambda: build(FIRST), [], executor)
-    assert run(lambda: tunable_pipeline(build, FIRST), moves, executor)[0] == expected
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", BUILDERS)
 def test_a_built_pipeline_is_moved_again_and_again(name, executor):
     build = BUILDERS[name]
     expected, _ = run(lambda: build(FIRST), [], executor)
     seen, done = run(lambda: tunable_pipeline(build, FIRST), EVERY_STEP, executor)
     assert seen == expected
     assert done >= 6
-
-
-@pytest.mark.full
-@PROPERTY
-@given(moves=MOVES, name=st.sampled_from(["shuffle_map", "repeat_take_skip", "concatenate"]))
-def test_any_moves_of_an_ordinary_pipeline_change_nothing(moves, name, executor):
-    assert run(ALL[name], moves, executor)[0] == run(ALL[name], [], executor)[0]
 
 
 class Together:

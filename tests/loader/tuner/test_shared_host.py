@@ -5,9 +5,9 @@ import tensorflow as tf
 from workers import make_workers
 
 from keras_het.loader import Knobs, tunable_pipeline
-from keras_het.loader.host import budget as host_share
-from keras_het.loader.host.budget import HostBudget
-from keras_het.loader.tuning.session import TuningSession
+from keras_het.loader import host_budget as host_share
+from keras_het.loader.host_budget import HostBudget
+from keras_het.loader.input.tuning_session import TuningSession
 from keras_het.planning.loader import (
     FixedController,
     JobModel,

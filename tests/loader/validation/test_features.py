@@ -8,7 +8,7 @@ pytest.importorskip(
     "tensorflow_data_validation", reason="needs TFDV: `make test-validation` runs this"
 )
 
-from keras_het.loader.validation.features import features_of_batch, record_batch
+from keras_het.loader.validation.statistics import features_of_batch, record_batch
 
 RANDOM = np.random.default_rng(0)
 

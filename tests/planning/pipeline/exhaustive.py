@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from keras_het.planning.pipeline.candidates import Candidates
+from keras_het.planning.pipeline.partition import Candidates
 from keras_het.planning.pipeline.problem import Chain
 from keras_het.planning.pipeline.search import Search
 

@@ -14,7 +14,7 @@ from keras_het.planning.pipeline import (
     plan_with_cuts,
     simulate,
 )
-from keras_het.planning.pipeline.candidates import Candidates
+from keras_het.planning.pipeline.partition import Candidates
 from keras_het.planning.pipeline.problem import Chain, Problem
 from keras_het.planning.pipeline.recomputation import stage_memory
 from keras_het.planning.pipeline.search import Search

@@ -1,9 +1,11 @@
-"""Time a device needs for a number of samples."""
+"""Time a device needs for a number of samples, and what a backup knows of it."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,3 +116,53 @@ def check_not_negative(name: str, value: object) -> None:
             f"`{name}` must be finite and at least 0. Received: {name}={value!r}. Measure the "
             "device again or give a number by hand."
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownDevice:
+    """A device that was measured: its product, its times, and its latest share if it is used."""
+
+    product: str
+    times: LinearTimeModel
+    share: int | None = None
+
+
+Known = Mapping[str, KnownDevice]
+"""Devices by their identities."""
+
+
+def known_to_json(known: Known) -> str:
+    return json.dumps({identity: dataclasses.asdict(each) for identity, each in known.items()})
+
+
+def known_from_json(text: str) -> dict[str, KnownDevice]:
+    return {
+        identity: KnownDevice(each["product"], model_of_fields(each["times"]), each["share"])
+        for identity, each in json.loads(text or "{}").items()
+    }
+
+
+def recall_times(
+    known: Known, devices: Sequence[tuple[str, str]]
+) -> tuple[list[LinearTimeModel | None], list[int] | None]:
+    """Return times and shares of devices, each given as (identity, product)."""
+    # An unknown device has the mean of its product. Shares are None if other devices had them.
+    times = [
+        known[identity].times if identity in known else _mean(known, product)
+        for identity, product in devices
+    ]
+    shares = {identity: each.share for identity, each in known.items() if each.share is not None}
+    identities = [identity for identity, _ in devices]
+    if sorted(shares) != sorted(identities):
+        return times, None
+    return times, [shares[identity] for identity in identities]
+
+
+def _mean(known: Known, product: str) -> LinearTimeModel | None:
+    alike = [each.times for each in known.values() if product and each.product == product]
+    if not alike:
+        return None
+    return LinearTimeModel(
+        sum(each.fixed_seconds for each in alike) / len(alike),
+        sum(each.seconds_per_sample for each in alike) / len(alike),
+    )

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.host.budget import CpuPart, HostBudget
-from keras_het.loader.host.threads import HostSums, LoaderPriority, LoaderThreads, threads_of
-from keras_het.loader.input.order_tuning import CallsChange, KnobChange, OrderTuning
+from keras_het.loader.host_budget import CpuPart, HostBudget
+from keras_het.loader.host_threads import HostSums, LoaderPriority, LoaderThreads, threads_of
+from keras_het.loader.input.order_tuning import KnobChange, OrderTuning
 from keras_het.loader.input.step_iterator import StepIterator
 from keras_het.loader.inspection.inspection import (
     KeptReports,
@@ -23,16 +23,17 @@ from keras_het.loader.inspection.inspection import (
     read_report,
 )
 from keras_het.loader.iterators.handover import HandoverError, has_memory_cache, why_not
-from keras_het.loader.iterators.knobs import Build, Knobs
 from keras_het.loader.iterators.live_iterator import LiveIterator
-from keras_het.loader.iterators.replayable import shares_a_shuffle, takes_a_place
 from keras_het.loader.iterators.tunable import (
+    Build,
+    Knobs,
     TunablePipeline,
     plain_pipeline,
     prefetch_size,
+    shares_a_shuffle,
+    takes_a_place,
 )
 from keras_het.loader.nested import StepInput
-from keras_het.loader.order.pass_counter import PassEnd
 from keras_het.planning.loader import (
     FixedController,
     JobModel,
@@ -55,9 +56,6 @@ MakeController = Callable[[LoaderPlan, float, int | None], LoaderController]
 
 _STEPS_TO_START = 4
 """Steps of an epoch before its pipeline's throughput can be judged."""
-
-_ITERATORS_OF_AN_EPOCH = 2
-"""Keras makes one at the end of an epoch, which it does not use, and one when the next begins."""
 
 
 @dataclasses.dataclass
@@ -110,7 +108,7 @@ class TuningSession:
         self._plain: tuple[adapter.Dataset, TunablePipeline] | None = None
         self.pipeline: TunablePipeline | None = None
         self.order: OrderTuning | None = None
-        self.change: tuple[KnobChange | CallsChange | Handover, Move | None] | None = None
+        self.change: tuple[KnobChange | Handover, Move | None] | None = None
         self.live: LiveIterator | None = None
         self.controller: LoaderController | None = None
         self.observe_only_reason = observe_only_reason
@@ -125,12 +123,10 @@ class TuningSession:
         self.job: JobModel | None = None
         self._confirmed: LoaderPlan | None = None
         self._first_knobs: Knobs | None = None
-        self._end = PassEnd()
         self._reports = KeptReports(self._read_report)
         self._epochs = 0
 
-    def begin_epoch(self, steps: int | None) -> None:
-        self._end.begin(steps)
+    def begin_epoch(self) -> None:
         self._steps_before = self._steps
         self._epochs += 1
         current = self.pipeline.current if self.pipeline is not None else None
@@ -165,8 +161,6 @@ class TuningSession:
         self._steps += steps
         self._reports.after_step(self._steps)
         self._use(self.share.heartbeat())
-        if self._end.is_near(seconds, steps) and not is_last:
-            self._make_spares()
         if self.order is not None:
             self._lower_priority()
         if self.change is not None:
@@ -419,18 +413,12 @@ class TuningSession:
         self._built[knobs] = prepared[0]
         self.pipeline.adopt(knobs, prepared[0])
 
-    def _make_spares(self) -> None:
-        """Make the iterators of the next epoch while this one still trains; unused ones wait."""
-        pipeline = self.live.pipeline if self.live is not None else None
-        if self.observe_only_reason is None and pipeline is not None:
-            pipeline.make_spares(_ITERATORS_OF_AN_EPOCH, self._background())
-
     def _background(self) -> concurrent.futures.ThreadPoolExecutor:
         if self._executor is None:
             self._executor = concurrent.futures.ThreadPoolExecutor(1, "loader_tuner")
         return self._executor
 
-    def _poll(self, change: KnobChange | CallsChange | Handover, move: Move | None) -> None:
+    def _poll(self, change: KnobChange | Handover, move: Move | None) -> None:
         """Advance a move; without a move it is a strategy's first thread pool."""
         start = time.perf_counter()
         try:
@@ -457,11 +445,9 @@ class TuningSession:
 def prepare_iterator(
     build: Build, knobs: Knobs, known: adapter.Dataset | None, running: adapter.Dataset | None
 ) -> _Prepared:
-    """Prepare a handover in the background: trace the functions, make an iterator.
-
-    If parts are those that run, an iterator would disturb their shuffles: this applies to an
-    ordinary dataset, for which `running` is None, and to a shuffle made outside of the builder.
-    """
+    """Prepare a handover in the background: trace the functions, make an iterator."""
+    # If parts are those that run, an iterator would disturb their shuffles: this applies to an
+    # ordinary dataset, for which `running` is None, and to a shuffle made outside of the builder.
     dataset = build(knobs) if known is None else known
     is_apart = running is not None and not shares_a_shuffle(running, dataset)
     return dataset, iter(dataset) if is_apart else None

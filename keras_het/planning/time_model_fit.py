@@ -1,4 +1,4 @@
-"""Time models of all replicas, updated from the compute times of each step."""
+"""Time models of all replicas, updated from compute times, and changes of their speed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,108 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from keras_het.planning.shares import MAX_TOTAL, FloatArray, IntArray
-from keras_het.planning.times.speed_changes import SpeedChanges
-from keras_het.planning.times.time_model import (
+from keras_het.planning.time_model import (
     LinearTimeModel,
     MicroBatchTimeModel,
     further_parts,
 )
+
+# A deviation from the model counts from one standard deviation up to three (so that an outlier is
+# not a change), and means a change when the counts of successive steps sum to more than this: four
+# slow or three fast steps that are far off, or more that are less far off. Outliers are slow.
+_CHANGE_LIMITS = np.array([[7.5], [5.5]])
+_LARGEST_DEVIATION = 3.0
+_LEAST_DEVIATION_UNIT = 0.02
+_SIGNS = np.array([[1.0], [-1.0]])
+# A ratio to the model is sudden if its logarithm exceeds five standard deviations, and this.
+_SUDDEN_DEVIATIONS = 5.0
+_LEAST_SUDDEN = 0.2
+# Two sudden ratios are alike if their logarithms differ by no more than this. Outliers rarely are.
+_ALIKE_DEVIATIONS = 4.0
+_LEAST_ALIKE = 0.15
+# A single step shows a change up to this factor. Beyond it, a device has stopped for a moment.
+_LARGEST_FACTOR = 4.0
+_MOST_TRUST = 5
+
+BoolArray = NDArray[np.bool_]
+
+
+class SpeedChanges:
+    """Distinguishes a change of speed from noise and outliers, for each replica."""
+
+    # Small changes show in two-sided cumulative sums of the deviations from the model (CUSUM: Page,
+    # Biometrika 41, 1954), a sudden one in two successive steps that deviate by the same factor. A
+    # single step suffices if the replica became faster, or if earlier changes began in that way,
+    # until such a step turns out to be an outlier.
+
+    def __init__(self, num_replicas: int) -> None:
+        # Row 0: slower than the model; row 1: faster.
+        self._sums = np.zeros((2, num_replicas))
+        self._runs = np.zeros((2, num_replicas), np.int64)
+        # Logarithm of the last ratio, and how many sudden ones in a row were like it.
+        self._factor = np.zeros(num_replicas)
+        self._repeats = np.zeros(num_replicas, np.int64)
+        # Changes less twice the outliers, of what began with a sudden step.
+        self._trust = -1
+        self._believed = np.zeros(num_replicas, np.bool_)
+
+    def observe(
+        self,
+        ratio: FloatArray,
+        judged: BoolArray,
+        repeated: BoolArray,
+        noise: float,
+    ) -> IntArray:
+        """Add a step's ratios to predicted times; return for how many steps each has changed."""
+        # Only where `judged`; 0 if no change was found. Where the step before had another share
+        # (not `repeated`), lines that are approximations can deviate by a large factor.
+        unit = max(noise, _LEAST_DEVIATION_UNIT)
+        gradual = self._gradual(ratio, judged, unit)
+        abrupt = self._abrupt(ratio, judged & repeated, unit)
+        # Sums can have begun to grow with an outlier long before.
+        steps = np.where(abrupt, abrupt, gradual)
+        self.forget(steps > 0)
+        return steps
+
+    def forget(self, replicas: BoolArray | int) -> None:
+        """Drop what is known of the latest steps of replicas, bool [n] or one index."""
+        self._sums[:, replicas] = 0.0
+        self._runs[:, replicas] = 0
+        self._repeats[replicas] = 0
+
+    def _gradual(self, ratio: FloatArray, judged: BoolArray, unit: float) -> IntArray:
+        deviation = np.clip((ratio - 1.0) / unit, -_LARGEST_DEVIATION, _LARGEST_DEVIATION)
+        sums = np.maximum(self._sums + _SIGNS * deviation - 1.0, 0.0)
+        np.copyto(self._sums, sums, where=judged)
+        np.copyto(self._runs, np.where(sums > 0, self._runs + 1, 0), where=judged)
+        found = judged & (self._sums > _CHANGE_LIMITS)
+        return np.where(found, self._runs, 0).max(axis=0)
+
+    def _abrupt(self, ratio: FloatArray, judged: BoolArray, unit: float) -> IntArray:
+        factor = np.log(ratio)
+        sudden = judged & (np.abs(factor) > max(_SUDDEN_DEVIATIONS * unit, _LEAST_SUDDEN))
+        alike = np.abs(factor - self._factor) < max(_ALIKE_DEVIATIONS * unit, _LEAST_ALIKE)
+        repeats = np.where(sudden, np.where(alike, self._repeats, 0) + 1, 0)
+        plausible = sudden & (np.abs(factor) < np.log(_LARGEST_FACTOR))
+        faster = plausible & (factor < 0)
+        first = plausible & ~faster & (repeats == 1) & (self._trust >= 0)
+        found = faster | first | (repeats >= (2 if self._trust > -_MOST_TRUST else 3))
+        self._learn(judged, sudden, faster, repeats)
+        np.copyto(self._believed, first, where=judged)
+        np.copyto(self._factor, factor, where=judged)
+        np.copyto(self._repeats, repeats, where=judged)
+        return np.where(found, repeats, 0)
+
+    def _learn(
+        self, judged: BoolArray, sudden: BoolArray, faster: BoolArray, repeats: IntArray
+    ) -> None:
+        """Count a change or an outlier where the step before was a sudden one."""
+        was_slow = judged & (self._repeats > 0) & (self._factor > 0)
+        outliers = (was_slow & (repeats < 2)) | (judged & self._believed & faster)
+        changes = (was_slow & (repeats == 2)) | (judged & self._believed & ~sudden)
+        trust = self._trust + int(changes.any()) - 2 * int(outliers.any())
+        self._trust = min(max(trust, -_MOST_TRUST), _MOST_TRUST)
+
 
 # Two shares identify a line if the larger one is at least this many times the smaller one.
 MIN_SPREAD = 1.1
@@ -53,17 +149,11 @@ def measurements(shares: Sequence[int], seconds: Sequence[float]) -> list[Measur
 def fit_line(
     points: Iterable[Measurement], fixed_before: float, noise: float
 ) -> tuple[float, float, bool]:
-    r"""Fit t(n) = fixed + slope n with fixed >= 0 and slope > 0.
-
-    Minimizes squared relative errors, weighted by counts, plus the squared distance to the
-    previously known fixed part (a ridge):
-
-    .. math:: \sum_g \frac{c_g}{\sigma^2} \left(\frac{f + s n_g}{t_g} - 1\right)^2
-        + \left(\frac{f - f_0}{0.5\, \bar t}\right)^2
-
-    With one share, the fixed part keeps its value and the slope goes through the point. A share
-    measured once counts only if no other was measured more often.
-    """
+    """Fit t(n) = fixed + slope n with fixed >= 0 and slope > 0."""
+    # Minimizes squared relative errors, weighted by counts, plus the squared distance to the
+    # previously known fixed part (a ridge): sum_g c_g / sigma^2 ((f + s n_g) / t_g - 1)^2 + ((f -
+    # f_0) / (0.5 mean t))^2. With one share, the fixed part keeps its value. A share measured once
+    # counts only if no other was measured more often.
     chosen = list(points)
     often = [point for point in chosen if point.count > 1]
     chosen = often or chosen
@@ -110,18 +200,11 @@ def fit_parts(
     part_before: float,
     noise: float,
 ) -> tuple[float, float, float, bool]:
-    r"""Fit t(n) = once + part p(n) + slope n, where a share of n samples has p(n) parts.
-
-    `fit_line` with a further unknown, so that the jump where a part begins bends no slope. All are
-    at least 0, and what the points leave open between `once` and `part` stays as it was:
-
-    .. math:: \sum_g \frac{c_g}{\sigma^2} \left(\frac{t(n_g)}{t_g} - 1\right)^2
-        + \frac{(once - once_0)^2 + (part - part_0)^2}{(0.5\, \bar t)^2}
-
-    Returns:
-        The fixed part of a share that is not cut (once + part), `part`, the slope, and whether two
-        shares identify them.
-    """
+    """Fit t(n) = once + part p(n) + slope n, where a share of n samples has p(n) parts."""
+    # As `fit_line` with a further unknown, so that the jump where a part begins bends no slope;
+    # what the points leave open between `once` and `part` stays as it was. Returns the fixed part
+    # of a share that is not cut (once + part), `part`, the slope, and whether two shares identify
+    # them.
     chosen = list(points)
     chosen = [point for point in chosen if point.count > 1] or chosen
     share, seconds, count = np.array([(p.share, p.seconds, p.count) for p in chosen]).T
@@ -161,11 +244,10 @@ _MEAN_DIFFERENCE = 2 / math.sqrt(math.pi)
 
 
 class NoiseLevel:
-    """Relative standard deviation of one compute time, over all replicas.
+    """Relative standard deviation of one compute time, over all replicas."""
 
-    Estimated from differences of successive times with the same share, which needs no model. Large
-    differences are clipped, which limits the influence of outliers and changes of speed.
-    """
+    # From differences of successive times with the same share, which needs no model; large ones are
+    # clipped, because of outliers and changes of speed.
 
     def __init__(self) -> None:
         self.value = PRIOR_NOISE
@@ -180,8 +262,6 @@ class NoiseLevel:
         self._weight = min(self._weight + count, MEMORY + count)
         self.value += (mean - self.value) * count / self._weight
 
-
-BoolArray = NDArray[np.bool_]
 
 _REFIT_EVERY = 16
 _REFIT_EACH_UNTIL = 8
@@ -255,11 +335,6 @@ class TimeModelFit:
     def seconds_per_sample(self) -> FloatArray:
         """Slopes, float64 [n]; 0 for replicas without a model."""
         return self._slope
-
-    @property
-    def shares_are_cut(self) -> bool:
-        """Whether replicas compute large shares in parts, so that their times are no lines."""
-        return self._most is not None
 
     def seconds(self, shares: IntArray) -> FloatArray:
         """Return the times that the models say for shares, int64 [n], as float64 [n]."""

@@ -1,1 +1,0 @@
-"""Resources that the jobs of a host share: CPUs, reading threads, memory."""

@@ -1,1 +1,0 @@
-"""The settings that the loader controller changes, and the ones that it finds."""

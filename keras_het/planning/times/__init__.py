@@ -1,1 +1,0 @@
-"""Models of how long devices take for samples, and their fit to measured times."""
