@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from keras_het.keras_backend import check_keras_backend_before_import
-from keras_het.seen_versions import import_part, warn_of_unseen_versions
+from keras_het.seen_versions import (
+    check_keras_backend_before_import,
+    import_part,
+    warn_of_unseen_versions,
+)
 
 if TYPE_CHECKING:
     from keras_het import callbacks, loader, planning

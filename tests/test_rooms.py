@@ -17,7 +17,7 @@ ROOMS = [
     "tensorboard",
     ".",
     *("fit", "exchange"),
-    *("loader", "loader.order", "loader.iterators", "loader.inspection"),
+    *("loader", "loader.order", "loader.iterators"),
     *("loader.input", "loader.validation"),
     *("strategy.measure", "strategy.batches", "strategy.exact", "strategy.cluster"),
     *("summation", "strategy"),

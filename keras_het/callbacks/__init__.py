@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from keras_het.keras_backend import check_keras_backend_before_import
-from keras_het.seen_versions import import_part
+from keras_het.seen_versions import check_keras_backend_before_import, import_part
 
 if TYPE_CHECKING:
     import keras

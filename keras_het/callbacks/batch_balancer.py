@@ -18,7 +18,7 @@ from keras_het.fit.session import FitSession, Rank
 from keras_het.fit.share_bounds import Bound, MemoryBounds, check_bound, start_policy, upper_bounds
 from keras_het.planning import BalancePlan, BalancePolicy, apportion, make_policy
 from keras_het.planning.argument_checks import check_folder, check_number, check_verbose
-from keras_het.planning.balance.granularity import Granularity, check_granularity
+from keras_het.planning.balance.min_max import Granularity, check_granularity
 from keras_het.planning.balance.summary import summarize
 from keras_het.planning.diagnosis.recording import Device
 from keras_het.planning.time_model import (

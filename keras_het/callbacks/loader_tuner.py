@@ -18,7 +18,7 @@ from keras_het.fit.session import Batches, FitSession, Rank, StepFunction
 from keras_het.loader.host_budget import HostBudget
 from keras_het.loader.host_threads import available_memory
 from keras_het.loader.input.tuning_session import Move, TuningSession
-from keras_het.loader.inspection.inspection import PipelineReport, show
+from keras_het.loader.iterators.inspection import PipelineReport, show
 from keras_het.loader.iterators.live_iterator import InputWaitMeter, LiveIterator
 from keras_het.loader.iterators.tunable import Knobs
 from keras_het.planning.argument_checks import check_flag, check_number, check_one_of, check_verbose

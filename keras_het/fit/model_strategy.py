@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.keras_backend import check_keras_backend
+from keras_het.seen_versions import check_keras_backend
 
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy

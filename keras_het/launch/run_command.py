@@ -12,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.cluster_environment import read_hosts
 from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to, public_addresses
 from keras_het.launch.grammar import (
@@ -44,6 +43,7 @@ from keras_het.launch.local.worker_process import (
     signal_name,
 )
 from keras_het.launch.ssh_cluster import SshCluster
+from keras_het.seen_versions import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG
 from keras_het.telemetry.hardware import NvmlMissingError
 

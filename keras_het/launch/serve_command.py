@@ -13,8 +13,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND, check_keras_backend
 from keras_het.launch.grammar import Commands, add_command
+from keras_het.seen_versions import KERAS_BACKEND, NEEDED_BACKEND, check_keras_backend
 
 if TYPE_CHECKING:
     from keras_het.strategy.cluster.cluster_config import ClusterConfig

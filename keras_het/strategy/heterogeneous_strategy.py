@@ -17,12 +17,12 @@ import tensorflow as tf
 from keras_het import private_api
 from keras_het.fit.session import FitSession
 from keras_het.fit.share_bounds import MicroBatchSize, read_micro_batch_size
-from keras_het.keras_backend import check_keras_backend
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout
 from keras_het.planning.replica_layout import weights_of_replicas
 from keras_het.planning.shares import Weights
+from keras_het.seen_versions import check_keras_backend
 from keras_het.strategy import keras_calls
 from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
 from keras_het.strategy.cluster import agreement

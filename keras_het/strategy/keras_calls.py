@@ -23,9 +23,8 @@ import tensorflow as tf
 from keras_het import private_api
 from keras_het.fit.model_strategy import tell
 from keras_het.fit.session import STEP_FUNCTIONS, FitSession, Rank, step_property
-from keras_het.keras_backend import check_keras_backend
 from keras_het.loader.input.distributed_steps import DistributedSteps
-from keras_het.seen_versions import import_part
+from keras_het.seen_versions import check_keras_backend, import_part
 from keras_het.strategy.agreed_calls import StepWatch, agree_on_call
 from keras_het.strategy.batches.gathered_rows import refusal_in
 from keras_het.strategy.cluster.agreement import pass_on

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from keras_het.planning.diagnosis.recording import HARDWARE, PHASES, Floats, Integers, Recording
-from keras_het.planning.diagnosis.scores import WINDOW, scores
 from keras_het.planning.diagnosis.steps import choose_windows, throughput
 from keras_het.planning.diagnosis.verdict import diagnose
-from keras_het.planning.diagnosis.what_if import gain_over_even, what_if
+from keras_het.planning.diagnosis.what_if import WINDOW, gain_over_even, scores, what_if
 from keras_het.planning.pipeline import Timeline
 from keras_het.tensorboard.log_content import LogContent, windows
 from keras_het.tensorboard.log_format import ROWS, parse_timeline, timeline_values

@@ -92,8 +92,8 @@ LATE = """
         import threading
         import time
         from keras_het.loader import iterator_adapter
-        from keras_het.loader.iterators.held_iterator import HeldIterator
-        from keras_het.loader.iterators.held_iterator import release
+        from keras_het.loader.iterators.handover import HeldIterator
+        from keras_het.loader.iterators.handover import release
 
         def late(*arguments):
             threading.main_thread().join()  # the interpreter has begun to end
@@ -133,7 +133,7 @@ ERRORS = {"KeyboardInterrupt()": -signal.SIGINT, "ValueError('a mistake')": 1}
 def test_an_error_does_not_wait_for_an_iterator_that_takes_long_to_end(error):
     program = f"""
         import threading
-        from keras_het.loader.iterators.held_iterator import HeldIterator
+        from keras_het.loader.iterators.handover import HeldIterator
 
         def late():
             threading.Event().wait(60)

@@ -8,8 +8,7 @@ from plants import STATIC, by_speeds, simulate
 from test_min_max import random_bounds, random_table, step_seconds
 
 from keras_het.planning.balance import POLICIES, make_policy
-from keras_het.planning.balance.granularity import min_max_multiples
-from keras_het.planning.balance.min_max import min_max_shares_linear
+from keras_het.planning.balance.min_max import min_max_multiples, min_max_shares_linear
 
 
 def are_multiples(shares, size):

@@ -12,9 +12,8 @@ import tensorflow as tf
 
 import keras_het
 from keras_het.callbacks import BatchBalancer, Telemetry
-from keras_het.planning.diagnosis.scores import WINDOW
 from keras_het.planning.diagnosis.steps import choose_windows
-from keras_het.planning.diagnosis.what_if import what_if
+from keras_het.planning.diagnosis.what_if import WINDOW, what_if
 
 BATCH, STEPS, SECONDS = 16, 60, 0.001
 # EMULATED: the second device takes three times as long for a sample.

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from keras_het import __version__
-from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to
 from keras_het.launch.doctor.cluster_checks import num_tasks_here
 from keras_het.launch.doctor.facts import FAULT, Facts, Finding, expect, fault, note, ok, unless
-from keras_het.seen_versions import FIRST_UNSEEN
+from keras_het.seen_versions import FIRST_UNSEEN, KERAS_BACKEND, NEEDED_BACKEND
 
 _OLDEST = {"Keras": (3, 14), "TensorFlow": (2, 16)}
 _TENSORBOARD_WITHOUT_IT = (2, 21)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_het.ignored_errors import ignore_errors
-from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
+from keras_het.seen_versions import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG
 
 _LONGEST_SECONDS = 300.0

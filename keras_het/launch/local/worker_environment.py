@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.local.emulation import Emulation
+from keras_het.seen_versions import KERAS_BACKEND, NEEDED_BACKEND
 
 # Hides TensorFlow's information messages, of which each worker prints some 50 lines at startup.
 QUIET_TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "1"}

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from keras_het.loader.iterators.handover import hand_over
-from keras_het.loader.iterators.held_iterator import HeldIterator, release
+from keras_het.loader.iterators.handover import HeldIterator, hand_over, release
 from keras_het.loader.nested import Batch
 from keras_het.loader.order import rows
 from keras_het.loader.order.rows import count_bytes

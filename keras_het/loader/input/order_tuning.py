@@ -20,8 +20,8 @@ from keras_het.loader.input.data_pass import (
     SlicedPass,
 )
 from keras_het.loader.input.local_pipeline import STEPS_AT_ONCE, whole_batches
-from keras_het.loader.inspection.inspection import PipelineReport, read_report, with_own_rows_named
 from keras_het.loader.iterators.handover import HandoverError, has_memory_cache, why_not
+from keras_het.loader.iterators.inspection import PipelineReport, read_report, with_own_rows_named
 from keras_het.loader.iterators.tunable import (
     Knobs,
     TunablePipeline,

@@ -16,13 +16,13 @@ from keras_het.loader.host_budget import CpuPart, HostBudget
 from keras_het.loader.host_threads import HostSums, LoaderPriority, LoaderThreads, threads_of
 from keras_het.loader.input.order_tuning import KnobChange, OrderTuning
 from keras_het.loader.input.step_iterator import StepIterator
-from keras_het.loader.inspection.inspection import (
+from keras_het.loader.iterators.handover import HandoverError, has_memory_cache, why_not
+from keras_het.loader.iterators.inspection import (
     KeptReports,
     PipelineReport,
     is_unread,
     read_report,
 )
-from keras_het.loader.iterators.handover import HandoverError, has_memory_cache, why_not
 from keras_het.loader.iterators.live_iterator import LiveIterator
 from keras_het.loader.iterators.tunable import (
     Build,

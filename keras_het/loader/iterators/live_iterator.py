@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host_threads import start, threads_of
-from keras_het.loader.iterators.handover import hand_over
-from keras_het.loader.iterators.held_iterator import hold_functions_of, release
+from keras_het.loader.iterators.handover import hand_over, hold_functions_of, release
 from keras_het.loader.iterators.tunable import TunablePipeline, pipeline_of
 from keras_het.loader.nested import StepInput
 from keras_het.loader.order.rows import count_bytes

@@ -12,8 +12,7 @@ import tensorflow as tf
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host_threads import start
-from keras_het.loader.iterators.handover import hand_over, has_memory_cache
-from keras_het.loader.iterators.held_iterator import hold_functions_of
+from keras_het.loader.iterators.handover import hand_over, has_memory_cache, hold_functions_of
 from keras_het.planning.argument_checks import check_number, expect
 from keras_het.planning.loader import LoaderPlan
 from keras_het.usable_cpus import usable_cpus

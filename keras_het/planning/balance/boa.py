@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_het.planning.argument_checks import check_number
-from keras_het.planning.balance.granularity import (
+from keras_het.planning.balance.min_max import (
     Granularity,
     coarse_shares,
     coarsest,
     min_max_multiples,
+    min_max_shares,
 )
-from keras_het.planning.balance.min_max import min_max_shares
 from keras_het.planning.balance.plan_trial import REVERTED, PlanTrial, RetrySchedule, UsedShares
 from keras_het.planning.balance.policy import (
     BalancePlan,

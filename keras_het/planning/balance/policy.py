@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_het.planning.balance.granularity import (
+from keras_het.planning.balance.min_max import (
     Granularity,
     check_granularity,
     coarse_shares,

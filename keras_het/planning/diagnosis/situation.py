@@ -8,14 +8,14 @@ import functools
 import numpy as np
 
 from keras_het.planning.diagnosis.recording import Floats, Recording
-from keras_het.planning.diagnosis.scores import (
+from keras_het.planning.diagnosis.steps import BoolArray, Windows, means, medians
+from keras_het.planning.diagnosis.what_if import (
     against_best,
     against_own_best,
     best_block,
     blocks,
     device_lines,
 )
-from keras_het.planning.diagnosis.steps import BoolArray, Windows, means, medians
 
 # A device is slow from this ratio on, and further by so many standard errors.
 _SLOW = 1.15

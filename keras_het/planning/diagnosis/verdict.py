@@ -15,11 +15,10 @@ from keras_het.planning.diagnosis.causes import (
     text_of,
 )
 from keras_het.planning.diagnosis.recording import Floats, PipelineRecord, Recording
-from keras_het.planning.diagnosis.scores import WINDOW
 from keras_het.planning.diagnosis.situation import Situation, usual_seconds
 from keras_het.planning.diagnosis.steps import MIN_STEPS, Windows, choose_windows, means
 from keras_het.planning.diagnosis.suspects import Suspect, find_suspects, repaired, seconds_saved
-from keras_het.planning.diagnosis.what_if import PHASE_REPAIRS, what_if
+from keras_het.planning.diagnosis.what_if import PHASE_REPAIRS, WINDOW, what_if
 
 SILENT = 0.1
 """Fraction of a step below which a cause is not named."""

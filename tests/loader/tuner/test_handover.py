@@ -25,8 +25,13 @@ from hypothesis import strategies as st
 from keras_het.loader import Knobs
 from keras_het.loader.host_threads import threads_of
 from keras_het.loader.input.tuning_session import prepare_iterator
-from keras_het.loader.iterators.handover import HandoverError, difference, hand_over, why_not
-from keras_het.loader.iterators.held_iterator import release
+from keras_het.loader.iterators.handover import (
+    HandoverError,
+    difference,
+    hand_over,
+    release,
+    why_not,
+)
 from keras_het.loader.iterators.live_iterator import LiveIterator
 from keras_het.loader.iterators.tunable import build_tuned, tunable_pipeline
 

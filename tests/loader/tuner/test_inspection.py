@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import keras_het
 from keras_het.loader import PipelineReport, inspect
-from keras_het.loader.inspection.inspection import read_report
+from keras_het.loader.iterators.inspection import read_report
 
 SHOWS_MODEL = hasattr(tf.raw_ops, "IteratorGetModelProto")
 needs_model = pytest.mark.skipif(not SHOWS_MODEL, reason="TensorFlow 2.16 shows no model")

@@ -7,7 +7,7 @@ from loader_training import dense, numbered
 
 from keras_het.callbacks import LoaderTuner
 from keras_het.loader import Knobs, iterator_adapter, tunable_pipeline
-from keras_het.loader.iterators.held_iterator import HeldIterator, release
+from keras_het.loader.iterators.handover import HeldIterator, release
 from keras_het.loader.iterators.live_iterator import LiveIterator
 
 TIMEOUT = 30

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from tensorflow.core.framework import model_pb2
 
-from keras_het.loader.inspection import inspection
+from keras_het.loader.iterators import inspection
 
 RATIO, ASYNC_RATIO, UNKNOWN = "KNOWN_RATIO", "ASYNC_KNOWN_RATIO", "UNKNOWN_RATIO"
 GONE = None  # an input that was made with the operation, and has ended

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from step_recordings import Fault, Training
 
-from keras_het.planning.diagnosis.scores import device_lines, scores
 from keras_het.planning.diagnosis.steps import choose_windows
+from keras_het.planning.diagnosis.what_if import device_lines, scores
 
 
 def test_an_old_device_is_slow_and_as_good_as_ever():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from keras_het.planning.diagnosis.recording import Device, PipelineRecord, Recording, StageRecord
-from keras_het.planning.diagnosis.scores import scores
 from keras_het.planning.diagnosis.verdict import diagnose
+from keras_het.planning.diagnosis.what_if import scores
 from keras_het.planning.pipeline import Event, Timeline
 
 STEPS, COMPUTE = 60, (0.010, 0.030, 0.0)

@@ -11,10 +11,9 @@ from step_recordings import STEP, Fault, Training
 
 from keras_het.planning.balance.min_max import min_max_shares_linear
 from keras_het.planning.diagnosis.recording import Change
-from keras_het.planning.diagnosis.scores import WINDOW
 from keras_het.planning.diagnosis.steps import choose_windows
 from keras_het.planning.diagnosis.verdict import diagnose
-from keras_het.planning.diagnosis.what_if import what_if
+from keras_het.planning.diagnosis.what_if import WINDOW, what_if
 
 SIZES = (1, 2, 4, 16, 200)
 KIND = {"compute": "slow_device", "input": "input", "host": "host", "link": "link"}

@@ -10,9 +10,8 @@ from hypothesis.extra import numpy as arrays
 from step_recordings import Fault, Training, devices_of
 
 from keras_het.planning.diagnosis.recording import HARDWARE, Change, Recording
-from keras_het.planning.diagnosis.scores import scores
 from keras_het.planning.diagnosis.verdict import CRITICAL, diagnose
-from keras_het.planning.diagnosis.what_if import gain_over_even, what_if
+from keras_het.planning.diagnosis.what_if import gain_over_even, scores, what_if
 
 KINDS = {
     *("slow_device", "throttled_device", "input", "host"),

@@ -13,9 +13,8 @@ from rich.table import Table
 
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.inspection.stages import CONSUMER, PipelineStage, read_stages
-from keras_het.loader.iterators.handover import was_handed_over
-from keras_het.loader.iterators.held_iterator import hold_functions_of, release
+from keras_het.loader.iterators.handover import hold_functions_of, release, was_handed_over
+from keras_het.loader.iterators.stages import CONSUMER, PipelineStage, read_stages
 from keras_het.loader.iterators.tunable import TunablePipeline
 from keras_het.planning.argument_checks import check_number
 from keras_het.usable_cpus import own_cpus

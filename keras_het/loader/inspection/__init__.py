@@ -1,1 +1,0 @@
-"""Inspection of running pipelines: their stages, and where the time goes."""
