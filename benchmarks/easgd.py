@@ -52,7 +52,7 @@ from keras_het.asynchronous.parameter_service import (
     Partitions,
     Status,
 )
-from keras_het.asynchronous.parameter_service.channel import SERVICE, RemoteChannel
+from keras_het.asynchronous.parameter_service.client import SERVICE, RemoteChannel
 from keras_het.asynchronous.rules import RoundRobinEASGD, SyncEASGD
 from keras_het.exchange.server import Server
 from keras_het.local_training import LocalSteps, adopt_variables_of_the_chief

@@ -89,7 +89,7 @@ def advised(case: Case, noise_scale: float) -> str:
 
 def measured_noise_scale(case: Case, task: NoisyTask) -> float:
     """Return what `roles="auto"` expects from its steps; median of many trainings."""
-    from keras_het.asynchronous.roles.role_choice import MEASURED_STEPS, WARM_UP_STEPS
+    from keras_het.asynchronous.exchange.role_choice import MEASURED_STEPS, WARM_UP_STEPS
     from keras_het.planning.noise_scale import EXPECTED_GROWTH
 
     num_workers = len(case.speeds)
@@ -125,7 +125,7 @@ def hosts_of(case: Case) -> Iterator[Any]:
 
 def run(case: Case, mode: str, seed: int, samples: int, hosts: Any) -> dict[str, Any]:
     """Run one training; return the measurements."""
-    from keras_het.launch.local.emulation import Emulation
+    from keras_het.launch.local.worker_environment import Emulation
 
     speeds = case.speeds[: -case.num_slow] if mode == "leave_out" else case.speeds
     num_async = case.num_slow if mode.startswith("hybrid") else 0

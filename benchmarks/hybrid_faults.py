@@ -94,7 +94,7 @@ def _training(samples: int, *more: str) -> Iterator[tuple[list[str], Path]]:
 
 
 def _emulation() -> Any:
-    from keras_het.launch.local.emulation import Emulation
+    from keras_het.launch.local.worker_environment import Emulation
 
     return Emulation(SPEEDS, seconds_per_sample=SAMPLE_MILLISECONDS / 1e3)
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from _report import environment, print_table, write_report
 
-from keras_het.local_training.pace import balanced_shares
+from keras_het.local_training.local_steps import balanced_shares
 
 NUM_WORKERS, SAMPLES, PERIODS, HISTORY, HIDDEN = 3, 864, 60, 4, 8
 SCENARIOS = ("steady", "slow-downs", "throttling")

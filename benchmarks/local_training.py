@@ -50,8 +50,7 @@ class Training:
     """The processes of one training, and the steps that they have written down."""
 
     def __init__(self, mode: str, folder: Path, *arguments: str) -> None:
-        from keras_het.launch.local.emulation import Emulation
-        from keras_het.launch.local.worker_environment import service_environment
+        from keras_het.launch.local.worker_environment import Emulation, service_environment
 
         self.mode, self.folder, self._arguments = mode, folder, arguments
         self._emulation = Emulation(SPEEDS, seconds_per_sample=SAMPLE_SECONDS)

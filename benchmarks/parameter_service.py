@@ -230,7 +230,7 @@ def service_server(size_mb: str, address: str, *_: str) -> None:
     import tensorflow as tf
 
     from keras_het.asynchronous.parameter_service import ParameterService, Partitions
-    from keras_het.asynchronous.parameter_service.channel import SERVICE
+    from keras_het.asynchronous.parameter_service.client import SERVICE
     from keras_het.asynchronous.rules import Delta
     from keras_het.exchange.server import Server
 
@@ -252,7 +252,7 @@ def service_client(size_mb: str, index: str, address: str, *_: str) -> None:
     import numpy as np
 
     from keras_het.asynchronous.parameter_service import ParameterClient, Partitions
-    from keras_het.asynchronous.parameter_service.channel import RemoteChannel
+    from keras_het.asynchronous.parameter_service.client import RemoteChannel
 
     partitions = Partitions(((_elements(size_mb),),))
     client = ParameterClient([RemoteChannel(address, SECRET, int(index), 60.0)], partitions)

@@ -47,9 +47,9 @@ from _verdict_faults import EXPECTED, Training, rows_of, trainings
 from _verdict_training import OF_ALL, STEP_SECONDS, arguments_of, slow_device, train
 
 import keras_het
-from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.failure_report import describe_failures
 from keras_het.launch.local.local_cluster import LocalCluster
+from keras_het.launch.local.worker_environment import Emulation
 from keras_het.strategy.measure.emulated_device import KERAS_HET_EMULATED_DEVICES
 
 REPLICAS = 3

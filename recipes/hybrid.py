@@ -91,7 +91,7 @@ def train(directory: Path, mode: str, rule: str, seed: int) -> None:
 def compare(rule: str, seeds: int) -> None:
     from workers import run_workers
 
-    from keras_het.launch.local.emulation import Emulation
+    from keras_het.launch.local.worker_environment import Emulation
 
     console = Console()
     console.print(f"EMULATED devices of speed {':'.join(f'{s:g}' for s in SPEEDS)}, rule {rule}")

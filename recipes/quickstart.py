@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from workers import largest_difference, run_workers
 
-from keras_het.launch.local.emulation import Emulation
+from keras_het.launch.local.worker_environment import Emulation
 
 SPEEDS = (4, 2, 1)
 BATCH_SIZE = 56  # Over all workers, the same in every run.

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from workers import largest_difference, run_workers, save
 
-from keras_het.launch.local.emulation import Emulation
+from keras_het.launch.local.worker_environment import Emulation
 from keras_het.planning import min_max_shares_linear
 
 SPEEDS = (1, 1, 1)

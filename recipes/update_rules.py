@@ -141,7 +141,7 @@ def accuracies(console: Console, rule: str, setting: Setting, options: Any) -> l
     """Return the accuracy for each seed."""
     from workers import run_workers
 
-    from keras_het.launch.local.emulation import Emulation
+    from keras_het.launch.local.worker_environment import Emulation
 
     is_hybrid = rule in SETTINGS and setting.kind != "local"
     seeds = options.seeds

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.failure_report import describe_failures
 from keras_het.launch.local.local_cluster import LocalCluster
+from keras_het.launch.local.worker_environment import Emulation
 from keras_het.launch.local.worker_process import OutputLine
 
 ENVIRONMENT = {

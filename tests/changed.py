@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ("recipes/test_readme.py", "docs")
+REPORT = ("telemetry/test_report.py", "launch/test_command_line.py")
 EXACT = ("exactness", "multi_process/test_exact_across_workers.py")
 # The longest beginning of a changed file's path decides.
 TESTS_OF = {
@@ -35,7 +36,9 @@ TESTS_OF = {
     "keras_het/callbacks/elastic_backup.py": ("callbacks/test_elastic_backup.py", "elastic"),
     "keras_het/fit/": ("fit", "callbacks"),
     "keras_het/launch/": ("launch",),
-    "keras_het/launch/report/": ("telemetry/test_report.py", "launch/test_command_line.py"),
+    "keras_het/launch/report_command.py": REPORT,
+    "keras_het/launch/report_terminal.py": REPORT,
+    "keras_het/launch/report_trace.py": REPORT,
     "keras_het/loader/": ("loader", "callbacks/test_loader_tuner.py"),
     "keras_het/loader/validation/": ("loader/validation", "docs/test_reference.py"),
     "keras_het/local_training/": (

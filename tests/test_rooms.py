@@ -23,11 +23,11 @@ ROOMS = [
     *("summation", "strategy"),
     *("strategy.pipeline.step", "strategy.pipeline.measurement", "strategy.pipeline"),
     *("asynchronous", "asynchronous.rules", "asynchronous.parameter_service"),
-    *("asynchronous.exchange", "asynchronous.roles"),
+    "asynchronous.exchange",
     "local_training",
-    *("telemetry", "launch.report"),
+    "telemetry",
     "callbacks",
-    *("launch.local", "launch.doctor", "launch.benchmark", "ray", "launch"),
+    *("launch.local", "launch.doctor", "ray", "launch"),
 ]
 MOST_FILES = 17
 

@@ -19,10 +19,10 @@ from keras_het.asynchronous.exchange import (
     SyncGroup,
 )
 from keras_het.asynchronous.exchange.pace import FIRST_PERIOD
+from keras_het.asynchronous.exchange.role_choice import MEASURED_STEPS, RoleChoice, start_again
 from keras_het.asynchronous.parameter_service import FloatWire, TopKWire, Wire
-from keras_het.asynchronous.parameter_service.partitions import PARTITION_BYTES
 from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH
-from keras_het.asynchronous.roles.role_choice import MEASURED_STEPS, RoleChoice, start_again
+from keras_het.asynchronous.parameter_service.wire import PARTITION_BYTES
 from keras_het.asynchronous.rules import RULES, ElasticAveraging, UpdateRule, get
 from keras_het.fit.model_strategy import (
     check_keeps_weights,

@@ -11,10 +11,9 @@ from concurrent.futures import Future, InvalidStateError
 import grpc
 
 from keras_het.exchange import wire
-from keras_het.exchange.encryption import read_certificates
-from keras_het.exchange.errors import error_of, raise_if_refused
 from keras_het.exchange.message import LARGEST_MESSAGE, Message, ProtocolError, decode, encode
-from keras_het.exchange.proof import NONCE_BYTES, Keys, make_keys
+from keras_het.exchange.secret import NONCE_BYTES, Keys, make_keys
+from keras_het.exchange.wire import error_of, raise_if_refused, read_certificates
 
 _MOST_HELLOS = 5
 

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import grpc
 
 from keras_het.exchange import wire
-from keras_het.exchange.encryption import read_certificates
 from keras_het.exchange.message import LARGEST_MESSAGE, Message
-from keras_het.exchange.proof import NONCE_BYTES, Keys, Nonces, make_keys
+from keras_het.exchange.secret import NONCE_BYTES, Keys, Nonces, make_keys
 from keras_het.exchange.session import Budget, Session
+from keras_het.exchange.wire import read_certificates
 
 Handler: TypeAlias = "Callable[[int, Message], Message | Future[Message]]"
 """Takes the number of the sender and its request; returns the answer or, as it must not wait for

@@ -9,9 +9,9 @@ from concurrent.futures import Future
 
 import grpc
 
-from keras_het.exchange.errors import code_of, refusal
 from keras_het.exchange.message import Message, ProtocolError, decode, encode
-from keras_het.exchange.proof import Keys
+from keras_het.exchange.secret import Keys
+from keras_het.exchange.wire import code_of, refusal
 
 Handle = Callable[[Message], "Message | Future[Message]"]
 

@@ -8,7 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from keras_het.launch.benchmark.trials import MODELS, Device, Settings
+from keras_het.launch.benchmark_trials import (
+    MODELS,
+    Device,
+    Settings,
+    draw,
+    name_of,
+    plan,
+    run_trial,
+    save,
+    show,
+    to_dict,
+)
 from keras_het.launch.doctor.facts import gather
 from keras_het.launch.grammar import Commands, add_command, argument, positive_integer, speeds_of
 from keras_het.launch.local.gpus import present_gpus
@@ -82,10 +93,6 @@ def add_benchmark_command(commands: Commands) -> None:
 
 
 def run_benchmark(options: argparse.Namespace) -> int:
-    # late: other commands need none of it
-    from keras_het.launch.benchmark import results
-    from keras_het.launch.benchmark.trials import plan, run_trial
-
     settings, machine = _settings(options)
     trials = plan(settings)
     if options.seconds is None:
@@ -93,14 +100,14 @@ def run_benchmark(options: argparse.Namespace) -> int:
         settings = replace(settings, seconds=min(20.0, most / len(trials) / 1.7))
     measured = {}
     for number, trial in enumerate(trials, start=1):
-        name = f"{trial.model}, {results.name_of(trial, settings)}"
+        name = f"{trial.model}, {name_of(trial, settings)}"
         sys.stderr.write(f"[{number}/{len(trials)}] {name} ...\n")
         measured[trial] = run_trial(trial, settings)
-    results.show(settings, measured, sys.stdout)
-    content = results.to_dict(settings, measured, machine)
+    show(settings, measured, sys.stdout)
+    content = to_dict(settings, measured, machine)
     paths = [
-        results.save(options.output, content),
-        results.draw(options.output, settings, measured),
+        save(options.output, content),
+        draw(options.output, settings, measured),
     ]
     sys.stdout.write(f"Written: {', '.join(str(path) for path in paths if path)}\n")
     return int(any("error" in each for each in measured.values()))

@@ -62,9 +62,8 @@ def run_report(options: argparse.Namespace) -> int:
     # nothing is computed here, and TensorFlow says at each import that it is on
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     # TensorFlow, which reads remote logs too, takes seconds to import
-    from keras_het.launch.report.choice import choose_run, listed
-    from keras_het.launch.report.terminal import console_for, show
-    from keras_het.launch.report.trace import write_trace
+    from keras_het.launch.report_terminal import choose_run, console_for, listed, show
+    from keras_het.launch.report_trace import write_trace
     from keras_het.tensorboard.report_page import report_page
 
     run, others = choose_run(options.log_dir, options.run)

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from keras_het.launch.cluster_environment import read_hosts
+from keras_het.seen_versions import KERAS_BACKEND, NEEDED_BACKEND
+from keras_het.launch.cluster_environment import OwnWorkers, own_workers, read_hosts
 from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to, public_addresses
 from keras_het.launch.grammar import (
     CLUSTER_OPTIONS,
@@ -29,13 +30,11 @@ from keras_het.launch.grammar import (
     speeds_of,
 )
 from keras_het.launch.local.display import Display, WorkerLogs
-from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.failure_report import describe_failures, first_to_fail, save_output
 from keras_het.launch.local.gpus import AUTO, choose_gpus, environment_of, present_gpus
 from keras_het.launch.local.local_cluster import LocalCluster
-from keras_het.launch.local.own_workers import OwnWorkers, own_workers
 from keras_het.launch.local.tracebacks import uncaught_error
-from keras_het.launch.local.worker_environment import QUIET_TENSORFLOW, secret_names
+from keras_het.launch.local.worker_environment import QUIET_TENSORFLOW, Emulation, secret_names
 from keras_het.launch.local.worker_process import (
     OutputLine,
     Stream,
@@ -386,7 +385,7 @@ def _run_on_ray(options: argparse.Namespace, display: Display) -> int:
         os.environ.setdefault(name, text)
     try:
         from keras_het.ray import MaxFailuresExceededError, TrainFunctionError
-        from keras_het.ray.script import run_on_ray
+        from keras_het.ray.trainer import run_on_ray
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from keras_het.launch.cluster_environment import Place
+from keras_het.launch.local.gpus import choose_gpus, environment_of, present_gpus
 from keras_het.launch.local.local_cluster import LocalCluster
 from keras_het.launch.local.worker_environment import ADDRESS, tf_config_of
 from keras_het.launch.local.worker_process import WorkerProcess
@@ -57,7 +63,7 @@ class SshCluster(LocalCluster):
         environment = {name: inherited[name] for name in inherited if name.startswith(_PASSED)}
         environment["TF_CONFIG"] = tf_config_of(index, self._places, self.num_async_workers)
         gpu = self.hosts[:index].count(self.hosts[index]) if self._each_has_gpu else None
-        program = [self._command[0], "-m", "keras_het.launch.local.remote_worker", *self._command]
+        program = [self._command[0], "-m", "keras_het.launch.ssh_cluster", *self._command]
         remote = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(program)}"
         self._add(
             WorkerProcess(
@@ -70,3 +76,38 @@ class SshCluster(LocalCluster):
                 opening=json.dumps({"environment": environment, "gpu": gpu}),
             )
         )
+
+
+_SECONDS_TO_OBEY = 10.0
+
+
+def main() -> int:
+    opening = json.loads(sys.stdin.readline())
+    environment = {**os.environ, **opening["environment"]}
+    if opening["gpu"] is not None:
+        environment |= environment_of(choose_gpus(f"{opening['gpu']},", present_gpus())[0])
+    worker = subprocess.Popen(
+        sys.argv[1:], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    threading.Thread(target=_obey, args=(worker,), daemon=True).start()
+    code = worker.wait()
+    _send(worker, signal.SIGKILL)  # to what it has left
+    return code if code >= 0 else 128 - code
+
+
+def _obey(worker: subprocess.Popen[bytes]) -> None:
+    for line in sys.stdin:
+        _send(worker, int(line))
+    _send(worker, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        worker.wait(_SECONDS_TO_OBEY)
+    _send(worker, signal.SIGKILL)
+
+
+def _send(worker: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker.pid, number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,8 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.asynchronous.rules import SynchronousRule
-from keras_het.local_training.local_steps import adopt_vector_of_the_chief
-from keras_het.local_training.pace import Pace
+from keras_het.local_training.local_steps import Pace, adopt_vector_of_the_chief
 from keras_het.packed_variables import PackedVariables, shared_variables
 
 if TYPE_CHECKING:

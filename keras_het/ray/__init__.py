@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keras_het.ray.errors import MaxFailuresExceededError, TrainFunctionError
+    from keras_het.ray.group import MaxFailuresExceededError, TrainFunctionError
     from keras_het.ray.report import ReportCallback
     from keras_het.ray.trainer import KerasTrainer
 
@@ -14,9 +14,9 @@ __keras_het_stability__ = "experimental"
 __all__ = ["KerasTrainer", "MaxFailuresExceededError", "ReportCallback", "TrainFunctionError"]
 
 _MODULE_OF = {
-    "MaxFailuresExceededError": "errors",
+    "MaxFailuresExceededError": "group",
     "ReportCallback": "report",
-    "TrainFunctionError": "errors",
+    "TrainFunctionError": "group",
     "KerasTrainer": "trainer",
 }
 

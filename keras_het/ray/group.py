@@ -1,8 +1,14 @@
-"""What happens to a group of workers that is about to end: all stop together, and save."""
+"""A group of workers of Ray: what runs on them, why they end, and how far they have come."""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Container
+from types import TracebackType
 from typing import Any
 
 import ray
@@ -11,10 +17,122 @@ from ray.train.v2._internal.execution.callback import ControllerCallback, Worker
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.failure_handling.default import RETRYABLE_CONTROLLER_ERRORS
 
-from keras_het.ray import worker
-from keras_het.ray.errors import LeavingError, TrainFunctionError
-from keras_het.ray.nodes import on_every_node
-from keras_het.ray.progress import Place
+from keras_het.fit.backup_folder import RUN
+
+_has_ended = threading.Event()
+
+
+class OnWorker:
+    """Context of the training function: what its errors mean to the trainer.
+
+    Args:
+        progress: the actor that knows how far backups have come.
+        run: name of the run, the same for all groups of workers.
+    """
+
+    def __init__(self, progress: Any, run: str) -> None:
+        self._progress, self._run = progress, run
+
+    def __enter__(self) -> None:
+        from keras_het.callbacks import elastic_backup
+
+        os.environ[RUN] = self._run
+        for name in ("tensorflow", "keras_het"):  # Ray shows whatever passes a logger
+            logging.getLogger(name).setLevel(logging.WARNING)
+        elastic_backup.when_saved(self._progress.note_saved.remote)
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        from keras_het.strategy.cluster.arrival import PortInUseError
+        from keras_het.strategy.cluster.peer_watch import WorkerLostError, may_be_a_lost_connection
+
+        _has_ended.set()
+        if isinstance(error, SystemExit):
+            if error.code in (None, 0):
+                return True
+            if error.code == 128 + signal.SIGTERM:
+                raise LeavingError("all workers have saved, and stopped at the same step") from None
+        # Ray chooses a free port, which another program may take before the worker does
+        is_of_the_group = isinstance(error, WorkerLostError | PortInUseError)
+        if error is None or is_of_the_group or may_be_a_lost_connection(error):
+            return False
+        lines = traceback.format_exception(error.with_traceback(_without_this(trace)))
+        raise TrainFunctionError("".join(lines).rstrip()) from None
+
+
+def _without_this(trace: TracebackType | None) -> TracebackType | None:
+    """Leave out the frame of Ray's that called the training function."""
+    return trace.tb_next if trace else None
+
+
+def stop_and_wait(seconds: float) -> bool:
+    """Stop the training of this worker at the next step, all workers alike.
+
+    Returns:
+        Whether it has ended, so that its state is saved; False if there was no step to wait for.
+    """
+    return stop() and _has_ended.wait(seconds)
+
+
+def stop() -> bool:
+    """Ask for a stop at the next step; False if no step has begun."""
+    from keras_het.strategy.cluster.stop_signals import stop_signals
+
+    return stop_signals.ask(signal.SIGTERM)
+
+
+Place = tuple[int, ...]
+"""An epoch, and the number of its steps that are trained."""
+
+
+class Progress:
+    """The furthest place from which each `fit` of a script can continue."""
+
+    def __init__(self) -> None:
+        self._furthest: dict[str, Place] = {}
+
+    def note_saved(self, folder: str, *place: int) -> None:
+        self._furthest[folder] = max(self._furthest.get(folder, (0, 0)), place)
+
+    def furthest(self) -> dict[str, Place]:
+        return dict(self._furthest)
+
+
+def start_progress() -> Any:
+    """Start the actor on this node, where it takes no CPU."""
+    node = ray.get_runtime_context().get_node_id()
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(Progress).options(num_cpus=0, scheduling_strategy=strategy).remote()
+
+
+_LONGEST_SECONDS = 120.0
+
+
+def on_every_node(function: Callable[..., Any], *arguments: Any, but: Container[str] = ()) -> None:
+    """Call a function on each node that lives, but for some; what fails there is not raised."""
+    kind = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    running = [
+        ray.remote(function)
+        .options(num_cpus=0, max_retries=0, scheduling_strategy=kind(node, soft=False))
+        .remote(*arguments)
+        for node in (each["NodeID"] for each in ray.nodes() if each["Alive"])
+        if node not in but
+    ]
+    ray.wait(running, num_returns=len(running), timeout=_LONGEST_SECONDS) if running else None
+
+
+class TrainFunctionError(RuntimeError):
+    """The training function raised an error on a worker; the message is its traceback."""
+
+
+class MaxFailuresExceededError(RuntimeError):
+    """Workers were lost again and again, and no backup got further in between."""
+
+
+class LeavingError(RuntimeError):
+    """All workers have stopped at the same step and saved, because a machine leaves."""
+
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +158,7 @@ class StopTogether(ControllerCallback, WorkerGroupCallback):
         if worker_group_status.errors:
             self._group = None  # what its workers hold is no longer that of one step
         if self._group is not None and worker_group_status.get_preemption_info() is not None:
-            self._group.execute_async(worker.stop)  # again if no step had begun
+            self._group.execute_async(stop)  # again if no step had begun
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
         """Stop the group that trains, if there is one, when newcomers are ready."""
@@ -49,7 +167,7 @@ class StopTogether(ControllerCallback, WorkerGroupCallback):
         used = {each.metadata.node_id for each in self._group.get_workers()}
         # newcomers read what a worker imports while the others still train
         on_every_node(_import, but=used)
-        asked = self._group.execute_async(worker.stop_and_wait, self._grace_seconds)
+        asked = self._group.execute_async(stop_and_wait, self._grace_seconds)
         ray.wait(asked, num_returns=len(asked), timeout=self._grace_seconds + _SECONDS_TO_ANSWER)
 
     def before_worker_group_shutdown(self, worker_group: Any) -> None:

@@ -5,23 +5,63 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import runpy
+import socket
+import sys
+import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
+import ray.train
+from ray._private.state import state
 from ray.train import FailureConfig, Result, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.tensorflow import TensorflowTrainer
+from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 
 from keras_het.fit.backup_folder import remove_memory_folders
 from keras_het.ignored_errors import ignore_errors
-from keras_het.ray.cluster import ClusterConfig
-from keras_het.ray.driver_log import shorten_log
-from keras_het.ray.errors import MaxFailuresExceededError, TrainFunctionError
-from keras_het.ray.group import Losses, StopTogether
-from keras_het.ray.nodes import on_every_node
-from keras_het.ray.progress import start_progress
-from keras_het.ray.scaling import PresentNodes
+from keras_het.ray.cluster import ClusterConfig, shorten_log
+from keras_het.ray.group import (
+    Losses,
+    MaxFailuresExceededError,
+    StopTogether,
+    TrainFunctionError,
+    on_every_node,
+    start_progress,
+)
+
+_SECONDS_TO_ANSWER = 2.0
+
+
+class PresentNodes(ElasticScalingPolicy):
+    """Ray Train's policy, without nodes that are gone or about to leave.
+
+    What Ray has reserved may be 20 seconds old, and a group that asks for a lost node waits in
+    vain.
+    """
+
+    def _count_possible_workers(self, reserved_resources: dict[str, Any]) -> int:
+        leaving = state.get_draining_nodes()
+        present = {each["NodeID"] for each in ray.nodes() if _answers(each)} - set(leaving)
+        return super()._count_possible_workers(
+            {node: held for node, held in reserved_resources.items() if node in present}
+        )
+
+
+def _answers(node: dict[str, Any]) -> bool:
+    """Whether a node listens; Ray takes some 15 seconds to notice that one is gone."""
+    if not node["Alive"]:
+        return False
+    try:
+        address = node["NodeManagerAddress"], node["NodeManagerPort"]
+        socket.create_connection(address, _SECONDS_TO_ANSWER).close()
+    except OSError:
+        return False
+    return True
+
 
 # By default Ray looks after its workers every 2 seconds, and after machines that leave every 5. It
 # waits 60 for a machine that is lost while a group starts.
@@ -149,3 +189,46 @@ class KerasTrainer(TensorflowTrainer):
             f"in between. Received the last time, from worker {rank}: {failure}. See that worker's "
             "output; callbacks=[keras_het.callbacks.ElasticBackup(backup_dir)] writes backups."
         )
+
+
+def run_on_ray(
+    target: Sequence[str],
+    num_workers: int | tuple[int, int],
+    address: str,
+    resources_per_worker: Mapping[str, float] | None,
+) -> None:
+    """Run a script, or a module after "-m", with its arguments on workers of Ray.
+
+    Raises:
+        TrainFunctionError: if it fails.
+        MaxFailuresExceededError: if workers are lost again and again without progress.
+    """
+    ray.init(address=address, log_to_driver=True)
+    script, *arguments = target
+    is_module = script == "-m"
+    config = {
+        "name": arguments[0] if is_module else str(Path(script).absolute()),
+        "arguments": arguments[is_module:],
+        "source": None if is_module else Path(script).read_bytes(),
+    }
+    KerasTrainer(
+        run_script,
+        num_workers,
+        resources_per_worker=resources_per_worker,
+        train_loop_config=config,
+    ).fit()
+
+
+def run_script(config: Mapping[str, Any]) -> None:
+    """Run the script on a worker; from a copy where the machine has no such file."""
+    name, source = config["name"], config["source"]
+    sys.argv = [name, *config["arguments"]]
+    if source is None:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return
+    path = Path(name)
+    sys.path.insert(0, str(path.parent))
+    if not path.exists() or path.read_bytes() != source:
+        path = Path(tempfile.mkdtemp(prefix="keras_het-")) / path.name
+        path.write_bytes(source)
+    runpy.run_path(str(path), run_name="__main__")

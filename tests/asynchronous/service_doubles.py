@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_het.asynchronous.exchange.exchange_engine import VectorExchange
 from keras_het.asynchronous.parameter_service import ParameterClient, ParameterService, credential
-from keras_het.asynchronous.parameter_service.channel import SERVICE, Channel, RemoteChannel
+from keras_het.asynchronous.parameter_service.client import SERVICE, Channel, RemoteChannel
 from keras_het.asynchronous.parameter_service.hosting import ServiceSpec
 from keras_het.asynchronous.rules import get
 from keras_het.exchange.server import Server

@@ -6,7 +6,7 @@ from service_doubles import SECRET, Service, flat, lose_answer, service_spec
 
 from keras_het.asynchronous.exchange.exchange_engine import VectorExchange
 from keras_het.asynchronous.parameter_service import FloatWire, Partitions, Status, TopKWire
-from keras_het.asynchronous.parameter_service.channel import ServiceLostError
+from keras_het.asynchronous.parameter_service.client import ServiceLostError
 from keras_het.asynchronous.parameter_service.hosting import HostedParts
 from keras_het.asynchronous.rules import AsyncEASGD, AsyncSGD, Delta, RoundRobinEASGD
 

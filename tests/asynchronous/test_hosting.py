@@ -10,7 +10,7 @@ from addresses import free_address
 from service_doubles import PROOF, SECONDS, SECRET, service_spec
 
 from keras_het.asynchronous.parameter_service import credential
-from keras_het.asynchronous.parameter_service.channel import SERVICE
+from keras_het.asynchronous.parameter_service.client import SERVICE
 from keras_het.asynchronous.parameter_service.hosting import (
     _ABOUT,
     _OFFERS,

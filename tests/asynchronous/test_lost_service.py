@@ -14,7 +14,7 @@ from keras_het.asynchronous.exchange import AsyncWorker, async_worker, connectio
 from keras_het.asynchronous.exchange.async_worker import Heartbeat
 from keras_het.asynchronous.exchange.connection import Connection, connect
 from keras_het.asynchronous.exchange.exchange_engine import NoCenterError, ReturnWatch
-from keras_het.asynchronous.parameter_service.channel import (
+from keras_het.asynchronous.parameter_service.client import (
     ServiceLostError,
     UnknownTrainingError,
 )

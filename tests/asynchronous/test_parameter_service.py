@@ -20,15 +20,15 @@ from keras_het.asynchronous.parameter_service import (
     credential,
 )
 from keras_het.asynchronous.parameter_service import client as client_module
-from keras_het.asynchronous.parameter_service.channel import (
+from keras_het.asynchronous.parameter_service.client import (
     SERVICE,
+    UNDER_WAY,
     RemoteChannel,
     ServiceLostError,
     UnknownTrainingError,
 )
-from keras_het.asynchronous.parameter_service.client import UNDER_WAY
 from keras_het.asynchronous.parameter_service.part import Push
-from keras_het.asynchronous.parameter_service.partitions import spread_partitions
+from keras_het.asynchronous.parameter_service.wire import spread_partitions
 from keras_het.asynchronous.rules import (
     AsyncEASGD,
     AsyncSGD,

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keras_het
+from keras_het.asynchronous.exchange.participant import PartitionedVector
 from keras_het.asynchronous.parameter_service import Partitions
-from keras_het.asynchronous.parameter_service.partitioned_vector import PartitionedVector
-from keras_het.asynchronous.parameter_service.partitions import PARTITION_BYTES, spread_partitions
+from keras_het.asynchronous.parameter_service.wire import PARTITION_BYTES, spread_partitions
 from keras_het.exchange.message import HEADER_BYTES, PIECE_BYTES
 
 

@@ -12,7 +12,7 @@ from service_doubles import Service, lose_answer, lost
 from keras_het.asynchronous.exchange import center
 from keras_het.asynchronous.exchange.center import Center
 from keras_het.asynchronous.exchange.participant import HybridOptions
-from keras_het.asynchronous.parameter_service.channel import ServiceLostError
+from keras_het.asynchronous.parameter_service.client import ServiceLostError
 from keras_het.asynchronous.rules import AsyncSGD, Delta
 from keras_het.callbacks import BackupAndRestore
 from keras_het.exchange.message import Kind

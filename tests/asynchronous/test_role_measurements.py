@@ -13,9 +13,9 @@ from addresses import free_address
 
 import keras_het
 from keras_het.asynchronous import rules
+from keras_het.asynchronous.exchange import role_choice
 from keras_het.asynchronous.exchange.participant import HybridOptions
-from keras_het.asynchronous.roles import role_choice
-from keras_het.asynchronous.roles.role_choice import (
+from keras_het.asynchronous.exchange.role_choice import (
     LARGEST_NOISE_SCALE,
     ExchangeTimes,
     RoleChoice,

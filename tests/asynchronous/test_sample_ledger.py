@@ -12,21 +12,18 @@ import numpy as np
 import pytest
 from service_doubles import serving
 
-from keras_het.asynchronous.parameter_service.channel import Channel, ServiceLostError
-from keras_het.asynchronous.parameter_service.ledger_client import (
+from keras_het.asynchronous.parameter_service.client import Channel, ServiceLostError
+from keras_het.asynchronous.parameter_service.sample_ledger import (
+    LARGEST_EPOCH,
     EarlyClaim,
     LeaderLedger,
     LedgerConnection,
-)
-from keras_het.asynchronous.parameter_service.sample_ledger import (
-    LARGEST_EPOCH,
     Presence,
     SampleLedger,
     Stage,
     TrainingFacts,
 )
-from keras_het.exchange.message import Kind, Message, encode
-from keras_het.exchange.status import Status
+from keras_het.exchange.message import Kind, Message, Status, encode
 
 CLIENTS, BATCHES = 4, 100
 TRAINING = TrainingFacts(BATCHES, 17)

@@ -12,8 +12,8 @@ from addresses import free_address
 from small_training import BATCH, NUM_BATCHES, SAMPLES, arrays, data, flat, make_model
 
 import keras_het
-from keras_het.asynchronous.parameter_service.channel import RemoteChannel
-from keras_het.asynchronous.parameter_service.ledger_client import LedgerConnection
+from keras_het.asynchronous.parameter_service.client import RemoteChannel
+from keras_het.asynchronous.parameter_service.sample_ledger import LedgerConnection
 from keras_het.asynchronous.rules import AsyncEASGD, AsyncSGD, DelayCompensated, Delta
 from keras_het.callbacks import BatchBalancer, HybridAggregation
 from keras_het.exchange.server import Server

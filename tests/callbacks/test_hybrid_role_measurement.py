@@ -7,8 +7,8 @@ import pytest
 from small_training import BATCH, NUM_BATCHES, arrays, data, make_model
 
 import keras_het
-from keras_het.asynchronous.roles import role_choice
-from keras_het.asynchronous.roles.role_choice import ExchangeTimes
+from keras_het.asynchronous.exchange import role_choice
+from keras_het.asynchronous.exchange.role_choice import ExchangeTimes
 from keras_het.callbacks import BatchBalancer, HybridAggregation, hybrid_aggregation
 from keras_het.strategy.measure.compute_times import CAPACITY
 

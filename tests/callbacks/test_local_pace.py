@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from keras_het.local_training import pace
-from keras_het.local_training.pace import Pace, balanced_shares
+from keras_het.local_training import local_steps as pace
+from keras_het.local_training.local_steps import Pace, balanced_shares
 from keras_het.planning import apportion
 
 

@@ -21,7 +21,7 @@ def train(config: dict[str, Any]) -> None:
 
     import keras_het
     import keras_het.ray
-    from keras_het.launch.local.emulation import Emulation
+    from keras_het.launch.local.worker_environment import Emulation
 
     folder = Path(config["folder"])
     os.environ.update(Emulation((1.0,), 0.0, fixed_seconds=0.02).environment_of(0))

@@ -94,7 +94,7 @@ def train(config: dict[str, Any]) -> None:
     import keras_het
     import keras_het.ray
     from keras_het.fit import backup_folder
-    from keras_het.launch.local.emulation import Emulation
+    from keras_het.launch.local.worker_environment import Emulation
 
     folder = Path(config["folder"])
     once = folder / "died"

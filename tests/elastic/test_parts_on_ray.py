@@ -22,9 +22,9 @@ from ray.train import (
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 
-from keras_het.ray import KerasTrainer, driver_log, group, progress, scaling, script, worker
+from keras_het.ray import KerasTrainer, cluster, group, trainer
 from keras_het.ray.cluster import Place, environments
-from keras_het.ray.errors import LeavingError, TrainFunctionError
+from keras_het.ray.group import LeavingError, TrainFunctionError
 
 LOST = RuntimeError("the actor died")
 
@@ -82,8 +82,8 @@ def test_slow_nodes_alone_are_refused() -> None:
 
 
 @pytest.fixture
-def losses(monkeypatch: pytest.MonkeyPatch) -> tuple[group.Losses, progress.Progress]:
-    far = progress.Progress()
+def losses(monkeypatch: pytest.MonkeyPatch) -> tuple[group.Losses, group.Progress]:
+    far = group.Progress()
     monkeypatch.setattr(group.ray, "get", lambda result: result)
     actor = SimpleNamespace(furthest=SimpleNamespace(remote=far.furthest))
     return group.Losses(FailureConfig(), 2, actor), far
@@ -143,7 +143,7 @@ def test_a_group_may_wait_for_machines_for_long(losses: Any) -> None:
 
 
 def raised_by_a_worker(error: Exception) -> Exception:
-    with pytest.raises(Exception) as found, worker.OnWorker(None, "run"):  # type: ignore[arg-type]
+    with pytest.raises(Exception) as found, group.OnWorker(None, "run"):  # type: ignore[arg-type]
         raise error
     return found.value
 
@@ -154,7 +154,7 @@ def test_a_taken_port_is_no_error_of_the_script(
     from keras_het.strategy.cluster.arrival import wait_for_peers
 
     policy, _ = losses
-    monkeypatch.setattr(worker.OnWorker, "__enter__", lambda self: None)
+    monkeypatch.setattr(group.OnWorker, "__enter__", lambda self: None)
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         monkeypatch.setattr("keras_het.strategy.cluster.arrival._SECONDS_TO_END", 0.0)
@@ -186,18 +186,18 @@ def test_a_node_that_does_not_listen_is_not_present() -> None:
             "NodeManagerAddress": "127.0.0.1",
             "NodeManagerPort": server.getsockname()[1],
         }
-        assert scaling._answers(node)
-        assert not scaling._answers({**node, "Alive": False})
-    assert not scaling._answers(node)
+        assert trainer._answers(node)
+        assert not trainer._answers({**node, "Alive": False})
+    assert not trainer._answers(node)
 
 
 def test_workers_are_counted_on_nodes_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [{"NodeID": name} for name in ("present", "leaving", "silent")]
-    monkeypatch.setattr(scaling.ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(scaling.state, "get_draining_nodes", lambda: {"leaving": 0})
-    monkeypatch.setattr(scaling, "_answers", lambda node: node["NodeID"] != "silent")
+    monkeypatch.setattr(trainer.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(trainer.state, "get_draining_nodes", lambda: {"leaving": 0})
+    monkeypatch.setattr(trainer, "_answers", lambda node: node["NodeID"] != "silent")
     config = ScalingConfig(num_workers=(1, 9), resources_per_worker={"het": 1})
-    policy = scaling.PresentNodes(config)
+    policy = trainer.PresentNodes(config)
     held = {each["NodeID"]: {"het": 2.0} for each in nodes}
     assert policy._count_possible_workers({**held, "gone": {"het": 2.0}}) == 2
 
@@ -211,7 +211,7 @@ def test_only_a_whole_group_is_asked_to_save() -> None:
     stop.after_worker_group_training_start(whole)
     for _ in range(2):
         stop.after_worker_group_poll_status(leaves)
-    assert asked == [worker.stop] * 2
+    assert asked == [group.stop] * 2
     stop.after_worker_group_poll_status(SimpleNamespace(**{**vars(leaves), "errors": {1: LOST}}))
     stop.after_worker_group_poll_status(leaves)
     stop.before_controller_execute_resize_decision(None)
@@ -221,11 +221,11 @@ def test_only_a_whole_group_is_asked_to_save() -> None:
 def test_a_script_runs_from_a_copy_where_its_machine_has_none(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(script.sys, "argv", [])
-    monkeypatch.setattr(script.sys, "path", [*script.sys.path])
+    monkeypatch.setattr(trainer.sys, "argv", [])
+    monkeypatch.setattr(trainer.sys, "path", [*trainer.sys.path])
     source = b"import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(__name__)"
     missing, result = tmp_path / "missing.py", tmp_path / "result"
-    script.run_script({"name": str(missing), "arguments": [str(result)], "source": source})
+    trainer.run_script({"name": str(missing), "arguments": [str(result)], "source": source})
     assert result.read_text() == "__main__"
 
 
@@ -249,7 +249,7 @@ WAITS = "Retrying to start: not enough resources."
 
 def test_the_log_of_a_training_on_ray_has_a_line_for_each_event() -> None:
     shown: list[str] = []
-    log = driver_log.EachOnce(lambda batch: shown.extend(batch["lines"]))
+    log = cluster.EachOnce(lambda batch: shown.extend(batch["lines"]))
 
     def say(actor: str | None, *lines: str, is_err: bool = True, pid: int | str = 7) -> None:
         log({"actor_name": actor, "pid": pid, "is_err": is_err, "lines": list(lines)})
@@ -274,7 +274,7 @@ def test_the_log_of_a_training_on_ray_has_a_line_for_each_event() -> None:
 
 def test_frames_are_shown_of_the_first_worker_of_a_group_that_fails() -> None:
     shown: list[str] = []
-    log = driver_log.EachOnce(lambda batch: shown.extend(batch["lines"]))
+    log = cluster.EachOnce(lambda batch: shown.extend(batch["lines"]))
 
     def say(actor: str, pid: int, *lines: str) -> None:
         log({"actor_name": actor, "pid": pid, "is_err": True, "lines": list(lines)})
@@ -287,14 +287,14 @@ def test_frames_are_shown_of_the_first_worker_of_a_group_that_fails() -> None:
 
 
 def test_the_log_is_shortened_once_and_silence_stays() -> None:
-    dispatcher = driver_log.ray_logging.global_worker_stdstream_dispatcher
-    driver_log.shorten_log()
+    dispatcher = cluster.ray_logging.global_worker_stdstream_dispatcher
+    cluster.shorten_log()
     assert dispatcher.handlers == []
     shown: list[Any] = []
     dispatcher.add_handler("ray_print_logs", shown.append)
     try:
         for _ in range(2):
-            driver_log.shorten_log()
+            cluster.shorten_log()
         ((_, handler),) = dispatcher.handlers
         assert handler._show == shown.append
         dispatcher.emit({"actor_name": "Mine", "pid": 1, "is_err": True, "lines": ["a"]})

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from services import CREDENTIAL, TIMEOUT, Twice, connected, serving, twice
 
-from keras_het.exchange import encryption
+from keras_het.exchange import wire
 from keras_het.exchange.client import Client
 
 OPENSSL = shutil.which("openssl")
@@ -43,8 +43,8 @@ def certificates(tmp_path_factory):
 @pytest.fixture
 def use(monkeypatch, certificates):
     def use(name=None, authority=None):
-        paths = {encryption.CERTIFICATE: f"{name}.pem", encryption.KEY: f"{name}.key"}
-        paths[encryption.AUTHORITY] = f"{authority}-ca.pem"
+        paths = {wire.CERTIFICATE: f"{name}.pem", wire.KEY: f"{name}.key"}
+        paths[wire.AUTHORITY] = f"{authority}-ca.pem"
         for variable, path in paths.items():
             if "None" in path:
                 monkeypatch.delenv(variable, raising=False)
@@ -82,12 +82,12 @@ def test_both_sides_show_a_certificate_of_the_authority(use):
 
 def test_paths_that_do_not_go_together(tmp_path):
     name = str(tmp_path / "none.pem")
-    for given in ({encryption.CERTIFICATE: name}, {encryption.AUTHORITY: name}):
+    for given in ({wire.CERTIFICATE: name}, {wire.AUTHORITY: name}):
         with pytest.raises(
             ValueError, match=f"certificate and of its key. Received: {next(iter(given))}"
         ):
-            encryption.read_certificates(given)
-    both = {encryption.CERTIFICATE: name, encryption.KEY: name}
+            wire.read_certificates(given)
+    both = {wire.CERTIFICATE: name, wire.KEY: name}
     with pytest.raises(ValueError, match="cannot be read"):
-        encryption.read_certificates(both)
-    assert encryption.read_certificates({}) is None
+        wire.read_certificates(both)
+    assert wire.read_certificates({}) is None

@@ -14,7 +14,7 @@ from keras_het.exchange import message as messages
 from keras_het.exchange import session, wire
 from keras_het.exchange.client import Client
 from keras_het.exchange.message import HEADER_BYTES, Kind, Message, encode
-from keras_het.exchange.proof import make_keys
+from keras_het.exchange.secret import make_keys
 from keras_het.exchange.server import Server
 
 
@@ -299,7 +299,7 @@ def test_a_client_connects_again_to_the_next_server_at_the_address(service):
 
 def test_a_server_without_the_secret_is_refused(monkeypatch, service):
     """It admits everybody, and cannot show that it knows what the client knows."""
-    monkeypatch.setattr("keras_het.exchange.proof.Keys.is_shown", lambda keys, proof: True)
+    monkeypatch.setattr("keras_het.exchange.secret.Keys.is_shown", lambda keys, proof: True)
     with serving(service.handle) as server:
         client = Client(server.address, "twice", b"another")
         with pytest.raises(PermissionError, match="does not know the shared secret"):

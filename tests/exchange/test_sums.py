@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from keras_het.exchange.message import Kind, Message
-from keras_het.exchange.sums import MOST_SLOTS, Sums
+from keras_het.summation.machine import MOST_SLOTS, Sums
 
 NUM_WORKERS, RUN, TIMEOUT = 3, 77, 30.0
 EXTREMES = [np.nan, np.inf, -np.inf, 3.4e38, -3.4e38, 1e-37, 1e-44, -0.0]
@@ -128,7 +128,7 @@ def test_a_sum_that_a_new_run_overtakes_is_given_to_nobody(sums, monkeypatch):
         sums.join(RUN + 1)
         return parts[0]
 
-    monkeypatch.setattr("keras_het.exchange.sums._add", add)
+    monkeypatch.setattr("keras_het.summation.machine._add", add)
     futures.append(contribute(sums, 2, 1, [1.0]))
     for future in futures:
         with pytest.raises(ConnectionError, match="Another run has begun"):

@@ -8,8 +8,16 @@ from types import SimpleNamespace
 import pytest
 
 from keras_het.launch import benchmark_command
-from keras_het.launch.benchmark import results
-from keras_het.launch.benchmark.trials import Device, Settings, Trial, headline, plan, run_trial
+from keras_het.launch.benchmark_trials import (
+    Device,
+    Settings,
+    Trial,
+    draw,
+    headline,
+    plan,
+    run_trial,
+    show,
+)
 from keras_het.launch.command_line import main
 from keras_het.launch.doctor.facts import Facts
 from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts
@@ -96,7 +104,7 @@ def test_the_table_and_the_picture(tmp_path):
     found[plan(settings)[0]]["copies_per_step"] = []
     found[plan(settings)[-1]] = {"error": "out of memory"}
     output = io.StringIO()
-    results.show(settings, found, output)
+    show(settings, found, output)
     text = output.getvalue()
     assert "0.90 of the sum of all alone, 1.80 times the fastest alone, 1.35 times even" in text
     assert (
@@ -104,7 +112,7 @@ def test_the_table_and_the_picture(tmp_path):
     )
     cells = [cell.strip() for cell in text.split("│")]
     assert "0 or 1" in cells and "-" in cells
-    path = results.draw(tmp_path, settings, found)
+    path = draw(tmp_path, settings, found)
     assert path is not None and path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -119,7 +127,7 @@ def test_gpus_are_found_and_nothing_of_the_machine_is_told(monkeypatch, tmp_path
         asked.append(settings)
         return measured(SPEEDS[trial.mode])
 
-    monkeypatch.setattr("keras_het.launch.benchmark.trials.run_trial", run_trial)
+    monkeypatch.setattr("keras_het.launch.benchmark_command.run_trial", run_trial)
     assert main(["benchmark", "--models", "convnet", "--output", str(tmp_path)]) == 0
     assert asked[0].devices == (Device("0: RTX 3090", "GPU-a"), Device("1: T4", "GPU-b"))
     text = (tmp_path / "keras-het-benchmark.json").read_text()

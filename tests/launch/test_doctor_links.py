@@ -62,7 +62,7 @@ def test_nccl_is_tried_between_gpus(monkeypatch, other, cuda, ended, expected):
     given = dataclasses.replace(given, tensorflow=found)
 
     def run_program(module, environ, seconds, request):
-        assert module == links._NCCL_TRIAL and json.loads(request) == json.loads(tf_config(TWO))
+        assert module == links._THIS_PROGRAM and json.loads(request) == json.loads(tf_config(TWO))
         if ended is None:
             raise subprocess.TimeoutExpired(module, seconds)
         return SimpleNamespace(returncode=ended[0], stderr=ended[1])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from keras_het.launch.command_line import make_parser
-from keras_het.launch.local.emulation import Emulation
+from keras_het.launch.local.worker_environment import Emulation
 
 DOCS = Path(__file__).parents[2] / "docs"
 README = DOCS.parent / "README.md"

@@ -11,8 +11,8 @@ import pytest
 
 from keras_het.launch import LocalCluster
 from keras_het.launch.local import free_ports
-from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.free_ports import ReservedPorts
+from keras_het.launch.local.worker_environment import Emulation
 
 MakeCluster = Callable[..., LocalCluster]
 AssertGone = Callable[[list[int]], None]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from fake_nvml import FakeNvml, Gpu
 
+from keras_het.launch.cluster_environment import OwnWorkers, own_workers
 from keras_het.launch.command_line import main
 from keras_het.launch.local.free_ports import ReservedPorts
-from keras_het.launch.local.own_workers import OwnWorkers, own_workers
 
 WORKERS = ["a:1", "a:2", "b:1", "b:2", "b:3", "c:1"]
 

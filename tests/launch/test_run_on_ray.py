@@ -23,7 +23,7 @@ def ray_script(tmp_path: Path) -> str:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | None], list[Any]]:
     """Stands in for the training on Ray, which ends with an error or without."""
-    script = pytest.importorskip("keras_het.ray.script", reason="needs Ray: the extra `ray`")
+    script = pytest.importorskip("keras_het.ray.trainer", reason="needs Ray: the extra `ray`")
 
     def end_with(error: BaseException | None) -> list[Any]:
         calls: list[Any] = []

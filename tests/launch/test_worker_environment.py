@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.local_cluster import assign_cpus
-from keras_het.launch.local.worker_environment import service_environment, worker_environment
+from keras_het.launch.local.worker_environment import (
+    Emulation,
+    service_environment,
+    worker_environment,
+)
 
 
 def test_what_is_written_is_what_a_worker_reads() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from addresses import free_address
 from forked_workers import cluster_environments
 
-from keras_het.launch.local.emulation import Emulation
+from keras_het.launch.local.worker_environment import Emulation
 
 SAMPLES, BATCH, EPOCHS = 360, 12, 3
 MANY = 8  # epochs, where the test acts while they train: longer than a worker takes to start

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import keras_het
-from keras_het.asynchronous.roles.role_choice import measure_link_rates
+from keras_het.asynchronous.exchange.role_choice import measure_link_rates
 
 
 def main() -> None:

@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 import keras_het
-from keras_het.asynchronous.roles import role_choice
-from keras_het.asynchronous.roles.role_choice import ExchangeTimes
+from keras_het.asynchronous.exchange import role_choice
+from keras_het.asynchronous.exchange.role_choice import ExchangeTimes
 from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES
 
 EPOCHS = 20  # as long as a process takes to start again in another role

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from forked_workers import cluster_environments
 
-from keras_het.launch.local.emulation import Emulation
+from keras_het.launch.local.worker_environment import Emulation
 
 STEPS, PHASE, BATCH = 240, 80, 40
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from forked_workers import cluster_environments
 
-from keras_het.launch.local.emulation import Emulation
+from keras_het.launch.local.worker_environment import Emulation
 
 SPEEDS = {"a": 4.0, "b": 1.0, "c": 2.0}
 

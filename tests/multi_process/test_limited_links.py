@@ -16,7 +16,7 @@ from _namespaces import limited_hosts, why_not
 from hybrid_clusters import MANY, SECRET, assert_equal_weights, assert_shared, sample_counts
 from hybrid_clusters import wait_until as wait_until_true
 
-from keras_het.launch.local.emulation import Emulation
+from keras_het.launch.local.worker_environment import Emulation
 
 FOLDER = Path(__file__).parent
 PORT, SERVICE_PORT = 7100, 7101

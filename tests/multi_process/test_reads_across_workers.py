@@ -11,7 +11,7 @@ from addresses import free_address
 from forked_workers import cluster_environments
 from hybrid_clusters import SECRET
 
-from keras_het.launch.local.emulation import Emulation
+from keras_het.launch.local.worker_environment import Emulation
 
 PERIOD = 5
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from keras_het.launch import LocalCluster
-from keras_het.launch.local.emulation import Emulation
+from keras_het.launch.local.worker_environment import Emulation
 from keras_het.strategy.cluster.cluster_config import read_cluster_config
 
 EPOCHS = 20  # of the program
@@ -83,7 +83,7 @@ def test_environment_in_the_new_roles() -> None:
     }
     for (job, index), new in tasks.items():
         text = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
-        from keras_het.asynchronous.roles.role_choice import environment_of
+        from keras_het.asynchronous.exchange.role_choice import environment_of
 
         config = read_cluster_config({"TF_CONFIG": text})
         assert config is not None

@@ -9,7 +9,7 @@ import tensorflow as tf
 from devices import DEVICES
 
 from keras_het import HeterogeneousStrategy
-from keras_het.asynchronous.roles.role_choice import waited
+from keras_het.asynchronous.exchange.role_choice import waited
 from keras_het.planning.noise_scale import noise_scale_estimate
 
 FEATURES = 5

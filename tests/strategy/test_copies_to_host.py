@@ -12,7 +12,7 @@ from copies_to_host import conditions, graphs_of
 from devices import DEVICES
 
 import keras_het
-from keras_het.launch.benchmark.copies import copies_to_host, steps_of
+from keras_het.launch.benchmark_trial_program import copies_to_host, steps_of
 
 
 @pytest.mark.quick("2")

@@ -15,7 +15,7 @@ from copies_to_host import graphs_of as collected_graphs
 
 import keras_het
 from keras_het.callbacks import BatchBalancer, Telemetry
-from keras_het.launch.benchmark.copies import copies_to_host, steps_of
+from keras_het.launch.benchmark_trial_program import copies_to_host, steps_of
 from keras_het.strategy.exact import keras_step
 
 CommunicationOptions = tf.distribute.experimental.CommunicationOptions

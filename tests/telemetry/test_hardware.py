@@ -20,7 +20,7 @@ from fake_nvml import FakeNvml, Gpu
 from keras_het import device_names
 from keras_het.device_names import gpu_name, identities, processor_name
 from keras_het.planning.diagnosis.recording import HARDWARE
-from keras_het.telemetry import host_values
+from keras_het.telemetry import hardware
 from keras_het.telemetry.hardware import HardwareSampler
 from keras_het.usable_cpus import own_cpus
 
@@ -297,8 +297,8 @@ def sampler_in(tmp_path: Path, membership: str) -> HardwareSampler:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     now = SimpleNamespace(seconds=100.0, cpu=5.0)
-    monkeypatch.setattr(host_values.time, "monotonic", lambda: now.seconds)
-    monkeypatch.setattr(host_values.time, "process_time", lambda: now.cpu)
+    monkeypatch.setattr(hardware.time, "monotonic", lambda: now.seconds)
+    monkeypatch.setattr(hardware.time, "process_time", lambda: now.cpu)
     return now
 
 
@@ -414,7 +414,7 @@ def test_disks_and_cards_count_once(monkeypatch, tmp_path, clock):
     """Not their partitions, mirrors and bridges, and nothing that stays on the machine."""
     for name in ("block/sda", "block/nvme0n1", "class/net/eth0"):
         (tmp_path / "sys" / name / "device").mkdir(parents=True)
-    monkeypatch.setattr(host_values, "_DEVICES", tmp_path / "sys")
+    monkeypatch.setattr(hardware, "_DEVICES", tmp_path / "sys")
     total = SimpleNamespace(disk=0, net=0)
 
     def disks(perdisk):
@@ -438,7 +438,7 @@ def test_disks_and_cards_count_once(monkeypatch, tmp_path, clock):
     total.disk, clock.seconds = 10, clock.seconds + 2.0  # counters that begin again
     assert math.isnan(values(sampler)["system.disk.io"])
     # a container has virtual devices only
-    monkeypatch.setattr(host_values, "_DEVICES", tmp_path / "none")
+    monkeypatch.setattr(hardware, "_DEVICES", tmp_path / "none")
     sampler = HardwareSampler(["CPU:0"], tmp_path, tmp_path / "nothing")
     sampler.sample()
     total.net, clock.seconds = 1500, clock.seconds + 2.0

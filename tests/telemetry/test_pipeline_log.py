@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from trace_format import check_trace
 
-from keras_het.launch.report.terminal import console_for, show
-from keras_het.launch.report.trace import write_trace
+from keras_het.launch.report_terminal import console_for, show
+from keras_het.launch.report_trace import write_trace
 from keras_het.planning.diagnosis.recording import Device, PipelineRecord, StageRecord
 from keras_het.planning.pipeline import Event, Timeline
 from keras_het.telemetry.event_files import Run, read_log

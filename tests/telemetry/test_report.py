@@ -19,10 +19,9 @@ import tensorflow as tf
 from trace_format import check_trace
 from written_logs import Fault, Training, balanced_recording, write_log
 
+from keras_het.launch import report_trace as trace
 from keras_het.launch.command_line import main
-from keras_het.launch.report import trace
-from keras_het.launch.report.plain_text import change_text, number, plain
-from keras_het.launch.report.terminal import console_for, show
+from keras_het.launch.report_terminal import change_text, console_for, number, plain, show
 from keras_het.planning.diagnosis.recording import PHASES, Change, Device, Recording
 from keras_het.planning.diagnosis.steps import throughput
 from keras_het.telemetry.event_files import read_log

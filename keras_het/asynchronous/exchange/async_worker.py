@@ -24,15 +24,15 @@ from keras_het.asynchronous.exchange.participant import (
     Participant,
     first_async_participant,
 )
-from keras_het.asynchronous.parameter_service.channel import ServiceLostError
-from keras_het.asynchronous.parameter_service.ledger_client import (
+from keras_het.asynchronous.parameter_service.client import ServiceLostError
+from keras_het.asynchronous.parameter_service.sample_ledger import (
     EarlyClaim,
     LedgerConnection,
     LedgerFacts,
+    Presence,
+    Stage,
 )
-from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
-from keras_het.exchange.message import Vector
-from keras_het.exchange.status import Status
+from keras_het.exchange.message import Status, Vector
 from keras_het.planning.roles.exchange_settings import longest_period
 from keras_het.strategy.cluster.cluster_config import config_of
 

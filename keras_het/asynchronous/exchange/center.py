@@ -17,15 +17,19 @@ from keras_het.asynchronous.exchange.exchange_engine import (
     NoCenterError,
 )
 from keras_het.asynchronous.exchange.participant import Participant
-from keras_het.asynchronous.parameter_service.channel import (
+from keras_het.asynchronous.parameter_service.client import (
     Channel,
     RemoteChannel,
     ServiceLostError,
     UnknownTrainingError,
 )
 from keras_het.asynchronous.parameter_service.hosting import HostedParts, ServiceSpec, make_offer
-from keras_het.asynchronous.parameter_service.ledger_client import LeaderLedger
-from keras_het.asynchronous.parameter_service.sample_ledger import LEADER, Presence, Stage
+from keras_het.asynchronous.parameter_service.sample_ledger import (
+    LEADER,
+    LeaderLedger,
+    Presence,
+    Stage,
+)
 from keras_het.asynchronous.rules import serialize
 from keras_het.exchange.message import Kind, Message, Vector
 from keras_het.exchange.server import Server

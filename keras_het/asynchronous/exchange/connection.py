@@ -13,14 +13,13 @@ import numpy as np
 
 from keras_het.asynchronous.exchange.exchange_engine import VectorExchange
 from keras_het.asynchronous.exchange.participant import Participant
-from keras_het.asynchronous.parameter_service.channel import (
+from keras_het.asynchronous.parameter_service.client import (
     Channel,
+    ParameterClient,
     RemoteChannel,
     ServiceLostError,
 )
-from keras_het.asynchronous.parameter_service.client import ParameterClient
-from keras_het.asynchronous.parameter_service.ledger_client import LedgerConnection
-from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
+from keras_het.asynchronous.parameter_service.sample_ledger import LedgerConnection, Presence, Stage
 from keras_het.asynchronous.parameter_service.wire import Wire
 from keras_het.exchange.message import Kind, Message
 from keras_het.strategy.cluster.cluster_config import GROUP_PROCESSES, config_of

@@ -12,11 +12,15 @@ from typing import TypeVar
 import numpy as np
 
 from keras_het.asynchronous.exchange.participant import HybridOptions
-from keras_het.asynchronous.parameter_service.channel import ADVICE, ServiceLostError
-from keras_het.asynchronous.parameter_service.client import Answer, ParameterClient, PendingPush
+from keras_het.asynchronous.parameter_service.client import (
+    ADVICE,
+    Answer,
+    ParameterClient,
+    PendingPush,
+    ServiceLostError,
+)
 from keras_het.asynchronous.rules import UpdateRule
-from keras_het.exchange.message import Vector
-from keras_het.exchange.status import NO_ANSWER, Status
+from keras_het.exchange.message import NO_ANSWER, Status, Vector
 
 LARGEST_TRIES = 100
 """Pushes of the same change if others push in between, with a bound on staleness."""

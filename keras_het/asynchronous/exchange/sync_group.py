@@ -15,8 +15,11 @@ import tensorflow as tf
 from keras_het.asynchronous.exchange.center import Center, join_service
 from keras_het.asynchronous.exchange.claims import Grant, GroupClaims
 from keras_het.asynchronous.exchange.pace import PushPace, choose_period
-from keras_het.asynchronous.exchange.participant import HybridOptions, Participant
-from keras_het.asynchronous.parameter_service.partitioned_vector import PartitionedVector
+from keras_het.asynchronous.exchange.participant import (
+    HybridOptions,
+    Participant,
+    PartitionedVector,
+)
 from keras_het.asynchronous.parameter_service.sample_ledger import Stage
 from keras_het.exchange.message import Vector
 from keras_het.planning.roles.exchange_settings import longest_period

@@ -2,11 +2,10 @@
 
 from keras_het.asynchronous.parameter_service.client import Answer, ParameterClient
 from keras_het.asynchronous.parameter_service.part import Part
-from keras_het.asynchronous.parameter_service.partitions import Partitions
 from keras_het.asynchronous.parameter_service.service import ParameterService
-from keras_het.asynchronous.parameter_service.wire import FloatWire, TopKWire, Wire
+from keras_het.asynchronous.parameter_service.wire import FloatWire, Partitions, TopKWire, Wire
+from keras_het.exchange.message import NO_ANSWER, Status
 from keras_het.exchange.secret import credential, model_fingerprint
-from keras_het.exchange.status import NO_ANSWER, Status
 
 __all__ = [
     "NO_ANSWER",

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from keras_het.asynchronous.parameter_service.channel import SERVICE
-from keras_het.asynchronous.parameter_service.partitions import Partitions, spread_partitions
+from keras_het.asynchronous.parameter_service.client import SERVICE
 from keras_het.asynchronous.parameter_service.sample_ledger import LEADER, SampleLedger
 from keras_het.asynchronous.parameter_service.service import ParameterService
-from keras_het.asynchronous.parameter_service.wire import wire_named
+from keras_het.asynchronous.parameter_service.wire import Partitions, spread_partitions, wire_named
 from keras_het.asynchronous.rules import UpdateRule, get
 from keras_het.exchange.client import Client
 from keras_het.exchange.message import Kind, Message

@@ -13,11 +13,9 @@ from keras_het.asynchronous.parameter_service.part import (
     pack_state,
     unpack_state,
 )
-from keras_het.asynchronous.parameter_service.partitions import Partitions
-from keras_het.asynchronous.parameter_service.wire import FloatWire, Wire
+from keras_het.asynchronous.parameter_service.wire import FloatWire, Partitions, Wire
 from keras_het.asynchronous.rules import UpdateRule
-from keras_het.exchange.message import Kind, Message
-from keras_het.exchange.status import Status
+from keras_het.exchange.message import Kind, Message, Status
 
 Result: TypeAlias = "Message | Future[Message]"
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import inspect
 from typing import Any, TypeVar
 
-from keras_het.asynchronous.rules.async_sgd import AsyncSGD
-from keras_het.asynchronous.rules.delay_compensated import DelayCompensated
-from keras_het.asynchronous.rules.delayed_nesterov import DelayedNesterov
-from keras_het.asynchronous.rules.delta import Delta
-from keras_het.asynchronous.rules.diloco import DiLoCo, StreamingDiLoCo
+from keras_het.asynchronous.rules.async_sgd import AsyncSGD, DelayCompensated
+from keras_het.asynchronous.rules.diloco import DelayedNesterov, DiLoCo, StreamingDiLoCo
 from keras_het.asynchronous.rules.elastic_averaging import (
     AsyncEASGD,
     AsyncMEASGD,
     ElasticAveraging,
     HogwildEASGD,
     RoundRobinEASGD,
+    SyncEASGD,
 )
-from keras_het.asynchronous.rules.sync_easgd import SyncEASGD
-from keras_het.asynchronous.rules.update_rule import Rule
+from keras_het.asynchronous.rules.update_rule import Delta, Rule
 from keras_het.planning.argument_checks import expect
 
 RuleClass = TypeVar("RuleClass", bound=type[Rule])

@@ -16,8 +16,7 @@ from keras_het.device_names import processor_name
 from keras_het.launch.doctor.addresses import public_addresses
 from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts, ask_tensorflow
 from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
-from keras_het.telemetry.hardware import Nvml, NvmlMissingError
-from keras_het.telemetry.host_values import HostValues
+from keras_het.telemetry.hardware import HostValues, Nvml, NvmlMissingError
 from keras_het.usable_cpus import own_cpus, usable_cpus
 
 OK, NOTE, WARNING, FAULT = "ok", "note", "warning", "fault"

@@ -1,4 +1,4 @@
-"""Links between this node and the others, measured by the doctors that run on all of them.
+"""Links between this node and the others, measured by the doctors on all of them, and checked.
 
 Each serves the others at its own address while it times messages to theirs.
 """
@@ -10,10 +10,12 @@ import dataclasses
 import functools
 import hmac
 import json
+import os
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,15 +27,25 @@ from keras_het.exchange.links import measure_link, send_probe, take_probe
 from keras_het.exchange.message import Kind, Message
 from keras_het.exchange.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, read_secret
 from keras_het.exchange.server import Server
-from keras_het.launch.doctor.addresses import LISTENS, reach
+from keras_het.launch.doctor.addresses import LISTENS, UNKNOWN, UNREACHABLE, reach
 from keras_het.launch.doctor.cluster_checks import listening_tasks, other_tasks, own_task
-from keras_het.launch.doctor.facts import Facts
-from keras_het.launch.doctor.gpu_checks import have_tensor_float_32
+from keras_het.launch.doctor.facts import (
+    FAULT,
+    Facts,
+    Finding,
+    expect,
+    fault,
+    note,
+    unless,
+    warning,
+)
+from keras_het.launch.doctor.gpu_checks import WITHOUT_TENSOR_FLOAT_32, have_tensor_float_32
 from keras_het.launch.doctor.tensorflow_facts import run_program
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG, ClusterConfig
 
 SYNC_JOBS = ("chief", "worker")
-_NCCL_TRIAL = "keras_het.launch.doctor.nccl_trial"
+_THIS_PROGRAM = "keras_het.launch.doctor.links"
+_CONNECT_SECONDS = 60.0
 _LONGEST_START_SECONDS = 120.0
 _SERVICE = "doctor"
 _CALL_SECONDS = 10.0
@@ -200,8 +212,133 @@ def _try_nccl(facts: Facts, links: Sequence[Link]) -> str | None:
     environ = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true", **facts.environ}
     try:
         given = facts.environ[TF_CONFIG]
-        ended = run_program(_NCCL_TRIAL, environ, _LONGEST_START_SECONDS, given)
+        ended = run_program(_THIS_PROGRAM, environ, _LONGEST_START_SECONDS, given)
     except subprocess.TimeoutExpired as error:
         return f"no answer within {error.timeout:g} s"
     lines = [line for line in ended.stderr.splitlines() if line.strip()]
     return "" if ended.returncode == 0 else (lines or [f"exit code {ended.returncode}"])[-1]
+
+
+def _sum_by_nccl() -> None:
+    """Make the strategy of the TF_CONFIG in standard input, whose first sum by NCCL may fail."""
+    os.environ[TF_CONFIG] = sys.stdin.read()
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
+
+    HeterogeneousStrategy(startup_timeout_seconds=_CONNECT_SECONDS).barrier()
+
+
+_SLOW_BYTES_PER_SECOND = 100e6
+_MOST_SECONDS_AHEAD = 5.0
+
+
+def links(facts: Facts, measurement: Measurement) -> Iterator[Finding]:
+    if measurement.nccl is not None:
+        yield expect(
+            "nccl",
+            not measurement.nccl,
+            "Sum by NCCL between the GPUs of all workers.",
+            f"It failed. Received: {measurement.nccl}",
+            "Set NCCL_SOCKET_IFNAME to the interface that reaches the other machines; "
+            "NCCL_DEBUG=INFO says more.",
+        )
+    for link in measurement.links:
+        name = f"{link.task} ({link.address})"
+        if link.answers:
+            yield _speed(link, name)
+            yield from _differences(facts, link, name)
+        elif link.reached != UNKNOWN:  # a check of its own has said that its name is not known
+            yield _silent(link, name, measurement.waited_seconds)
+
+
+def _speed(link: Link, name: str) -> Finding:
+    seconds = 100e6 / max(link.bytes_per_second, 1.0)
+    return expect(
+        "links",
+        link.bytes_per_second >= _SLOW_BYTES_PER_SECOND,
+        f"{name}: {link.latency_seconds * 1e3:.2g} ms, {link.bytes_per_second / 1e6:.0f} MB/s.",
+        f"The gradient of a model of 25 million weights (100 MB) takes {seconds:.1f} s.",
+        "Let it exchange less often (keras_het.callbacks.LocalTraining), or train outside of the "
+        'sync group (job "async"); see which network the address belongs to.',
+    )
+
+
+def _silent(link: Link, name: str, waited_seconds: float) -> Finding:
+    if link.refused:
+        return fault(
+            "links",
+            f"The doctor of {name} refuses this one: its {TF_CONFIG} lists other addresses, or "
+            "its secret differs.",
+            f'Give all machines the same "cluster" in {TF_CONFIG}, in the same order, and the '
+            "same KERAS_HET_SECRET.",
+        )
+    if link.reached == UNREACHABLE:
+        return fault(
+            "links",
+            f"{name} cannot be reached: its host does not answer.",
+            "See whether it runs, whether the address is right, and whether a firewall lets "
+            f"the port {link.address.rpartition(':')[2]} through, in both directions.",
+        )
+    if link.reached == LISTENS:
+        return expect(
+            "links",
+            not waited_seconds,
+            f"{name} takes connections.",
+            "Whatever listens there is not a doctor of this version.",
+            "Find out what it is (on that machine: `ss -ltnp`), perhaps a training under way.",
+        )
+    when = f"within {waited_seconds:g} s" if waited_seconds else "yet"
+    return (warning if waited_seconds else note)(
+        "links",
+        f"The host of {name} answers, and nothing listens there {when}: its link is not measured.",
+        "Run keras-het doctor on all machines at the same time, each with its own "
+        f"{TF_CONFIG}; --wait-seconds gives them longer. If it runs there, a firewall refuses the "
+        "port.",
+    )
+
+
+def _differences(facts: Facts, link: Link, name: str) -> Iterator[Finding]:
+    own, other = describe_node(facts), link.node
+    for key, product in (("tensorflow", "TensorFlow"), ("keras", "Keras"), ("keras_het",) * 2):
+        yield unless(
+            "links",
+            other.get(key) == own[key],
+            f"{name} has another version of {product}. Received: {other.get(key)} there, "
+            f"{own[key]} here; expected: the same on all machines.",
+            "Install the same versions everywhere, for example from one lock file.",
+            FAULT,
+        )
+    is_in_group = facts.cluster is not None and facts.cluster.task_type in SYNC_JOBS
+    both = is_in_group and link.task.startswith(SYNC_JOBS)
+    yield unless(
+        "links",
+        not both or other.get("device") == own["device"],
+        f"{name} would train on {other.get('device')}s and this process on {own['device']}s: a "
+        "collective group has one type of device.",
+        "Make the GPUs usable on both, or hide them on both (CUDA_VISIBLE_DEVICES=-1), or give "
+        'the machine without GPU the job "async" or "summation".',
+        FAULT,
+    )
+    here, there = own["tensor_float_32"], other.get("tensor_float_32")
+    if both and here and there and here != there:
+        yield note(
+            "links",
+            f"TensorFlow multiplies float32 in TensorFloat-32 by default on {_which(there)} of the "
+            f"GPUs of {name} and on {_which(here)} of those here: products differ by about 1e-3.",
+            WITHOUT_TENSOR_FLOAT_32,
+        )
+    ahead = link.clock_ahead_seconds
+    yield unless(
+        "links",
+        abs(ahead) <= _MOST_SECONDS_AHEAD,
+        f"The clock of {name} is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this "
+        "one: their logs cannot be compared.",
+        "Synchronize the clocks (NTP: `timedatectl set-ntp true`).",
+    )
+
+
+def _which(have_it: Sequence[bool]) -> str:
+    return "some" if len(have_it) > 1 else "all" if have_it[0] else "none"
+
+
+if __name__ == "__main__":
+    _sum_by_nccl()

@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 from keras_het.launch.local import watchdog
-from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.free_ports import ReservedPorts
 from keras_het.launch.local.gpus import deal_gpus, environment_of
 from keras_het.launch.local.worker_environment import (
     ADDRESS,
+    Emulation,
     service_environment,
     worker_environment,
 )

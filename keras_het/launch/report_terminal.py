@@ -2,27 +2,60 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import tensorflow as tf
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from keras_het.launch.report.plain_text import (
-    UNKNOWN,
-    change_text,
-    count,
-    milliseconds,
-    number,
-    plain,
-)
 from keras_het.planning.diagnosis.recording import PHASES
 from keras_het.planning.diagnosis.what_if import PHASE_REPAIRS
+from keras_het.telemetry.event_files import READ_ERRORS, Run, read_run, runs_below
 from keras_het.tensorboard import views
-from keras_het.tensorboard.log_content import LogContent
+from keras_het.tensorboard.log_content import LogContent, NoSetupError
+from keras_het.tensorboard.log_format import DIRECTORY
+
+_MOST_CHARACTERS = 300
+UNKNOWN = "–"
+_WITHOUT_DECIMALS = 100.0
+_LARGE = 1e7
+
+
+def plain(text: str) -> str:
+    """Return one line of printable characters, which cannot drive a terminal or turn the text."""
+    cut = text[: _MOST_CHARACTERS + 1]
+    line = "".join(
+        char if char.isprintable() else " " if char in "\n\r\t" else "\N{REPLACEMENT CHARACTER}"
+        for char in cut
+    )
+    return f"{line[:_MOST_CHARACTERS]}…" if len(cut) > _MOST_CHARACTERS else line
+
+
+def number(value: float | None, factor: float = 1.0) -> str:
+    """Return a number times a factor with three digits, a dash where it is unknown."""
+    if value is None or not math.isfinite(value * factor):
+        return UNKNOWN
+    shown = value * factor
+    return f"{shown:.0f}" if _WITHOUT_DECIMALS <= abs(shown) < _LARGE else f"{shown:.3g}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    return number(seconds, 1e3)
+
+
+def count(amount: int, one: str) -> str:
+    return f"{amount} {one}{'' if amount == 1 else 's'}"
+
+
+def change_text(kind: str, text: str) -> str:
+    return text if text.startswith(kind) else f"{kind}: {text}"
+
 
 _MOST_DEVICES, _MOST_CHANGES, _MOST_HARDWARE, _MOST_LINES = 24, 12, 8, 200
 # Of devices and workers, those whose repair saves most, and more than noise.
@@ -239,3 +272,52 @@ def _exchanges(latest: Mapping[str, View]) -> Table:
         for worker, each in sorted(latest.items())
     ]
     return _table(names, rows, 1)
+
+
+_MOST_NAMES = 8
+
+
+def choose_run(log_dir: str, name: str | None) -> tuple[Run, list[str]]:
+    """Return a training, by default the one written last, and the names of the others."""
+    try:
+        runs = runs_below(log_dir)
+        if not runs:
+            raise ValueError(_nothing_there(log_dir))
+        chosen = max(runs, key=lambda each: _written(runs[each]))
+        if name is not None:
+            names = [os.path.normpath(name), os.path.normpath(f"{name}/{DIRECTORY}")]
+            chosen = next((each for each in names if each in runs), "")
+            if not chosen:
+                raise ValueError(
+                    f"There is no training {name!r} in this log. There is: {listed([*runs])}."
+                )
+        others = [each for each in runs if each != chosen]
+        return Run(chosen, read_run(runs[chosen])), others
+    except NoSetupError as error:
+        more = f" Choose another with --run NAME: {listed(others)}." if others else ""
+        raise ValueError(f"The log in {chosen} cannot be read: {error}{more}") from error
+    except tf.errors.OpError as error:
+        raise OSError(f"{log_dir!r} cannot be read: {error.message}") from error
+
+
+def listed(names: list[str]) -> str:
+    shown = ", ".join(plain(each) for each in names[:_MOST_NAMES])
+    more = len(names) - _MOST_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _written(paths: list[str]) -> int:
+    try:
+        return max(tf.io.gfile.stat(path).mtime_nsec for path in paths)
+    except READ_ERRORS:  # removed meanwhile
+        return 0
+
+
+def _nothing_there(log_dir: str) -> str:
+    files = [name for _, _, names in tf.io.gfile.walk(log_dir) for name in names]
+    others = count(sum("tfevents" in name for name in files), "event file")
+    return (
+        f"There is no log of keras_het below {log_dir!r}; {others} there of other writers. A "
+        f"training writes one with keras_het.callbacks.Telemetry({log_dir!r}) among the callbacks "
+        "of model.fit, on all workers."
+    )

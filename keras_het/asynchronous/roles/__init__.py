@@ -1,1 +1,0 @@
-"""Choice of asynchronous workers from measurements."""

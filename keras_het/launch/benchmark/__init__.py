@@ -1,1 +1,0 @@
-"""`keras-het benchmark`: what a machine's devices compute alone, and what they compute together."""
