@@ -19,10 +19,9 @@ _MOST_HELLOS = 5
 
 
 class Client:
-    """Sends requests to a service, any number at a time.
+    """Sends requests to a service, any number at a time."""
 
-    What waits for an answer fails as soon as the connection breaks; `connect` opens another one.
-    """
+    # What waits for an answer fails as the connection breaks; `connect` opens another one.
 
     def __init__(
         self,

@@ -25,10 +25,9 @@ HEADER_BYTES = _FIELDS.size + _CODE_BYTES
 
 
 class Kind(enum.IntEnum):
-    """All that a message may be: its code, how many numbers it has, and the types of its vectors.
+    """All that a message may be: code, how many numbers it has, and the types of its vectors."""
 
-    None of that is the sender's choice.
-    """
+    # None of that is the sender's choice.
 
     numbers: int
     types: tuple[str, ...]
@@ -125,11 +124,9 @@ def decode(
     largest: int = LARGEST_MESSAGE,
     admit: Callable[[int], None] = lambda size: None,
 ) -> Iterator[Message]:
-    """Yield the messages that pieces make up; refuse all that are not made with the key.
-
-    `admit` is called with the bytes of a message's vectors before more is read than its first
-    piece; it may raise. Vectors lie in the piece where one is enough.
-    """
+    """Yield the messages that pieces make up; refuse all that are not made with the key."""
+    # `admit` gets the bytes of a message's vectors before more than its first piece is read, and
+    # may raise. Vectors lie in the piece where one is enough.
     for piece in pieces:
         message, lengths = _read_header(piece, key)
         types = [np.dtype(kind) for kind in message.kind.types]

@@ -62,13 +62,11 @@ _MOST_NONCES = 1024
 
 
 class Keys(NamedTuple):
-    """Keys of one connection.
+    """Keys of one connection."""
 
-    They are made from the credential (secret and who is meant), service, sender, and a random
-    number of each side that is used once: nothing that was recorded is worth anything on another
-    connection. Within one, each message has a code over its header with its number, one more than
-    the last.
-    """
+    # Made from credential (secret and who is meant), service, sender and a random number of each
+    # side that is used once: nothing recorded is worth anything on another connection. Each message
+    # has a code over its header with its number, one more than the last.
 
     proof: bytes
     """Shown by the client as it connects."""
@@ -90,11 +88,9 @@ def make_keys(
 
 
 class Nonces:
-    """Random numbers that were given out, each good for one connection.
+    """Random numbers that were given out, each good for one connection."""
 
-    So many of them are open at a time that those who know no secret, and ask for others, make a
-    client ask again at worst.
-    """
+    # So many are open that those who know no secret make a client ask again at worst.
 
     def __init__(self) -> None:
         self._open: OrderedDict[bytes, None] = OrderedDict()

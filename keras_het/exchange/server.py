@@ -24,12 +24,10 @@ _END_SECONDS = 2.0
 
 
 class Server:
-    """Answers the requests of those that know the credential of a service.
+    """Answers the requests of those that know the credential of a service."""
 
-    Metadata decide whether a connection is refused, before any message is read; others take two
-    threads each. One that makes the server hold more than `most_bytes` ends with an error: to wait
-    could keep others from what they wait for. It listens on `address`, "host:port", only.
-    """
+    # Metadata decide whether a connection is refused, before any message is read. One that makes
+    # the server hold more than `most_bytes` ends: a wait could keep others from what they wait for.
 
     def __init__(
         self,

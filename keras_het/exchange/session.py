@@ -38,10 +38,9 @@ class Budget:
 
 
 class Session:
-    """Reads requests in a thread of its own, and yields answers in the order they are ready in.
+    """Reads requests in a thread of its own, and yields answers in the order they are ready in."""
 
-    A request that waits occupies no thread.
-    """
+    # A request that waits occupies no thread.
 
     def __init__(self, keys: Keys, handle: Handle, largest_message: int, budget: Budget) -> None:
         self._keys, self._handle, self._largest = keys, handle, largest_message

@@ -26,13 +26,9 @@ MODELS = ("convnet", "transformer")
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU, or an emulated device.
+    """A GPU, or an emulated device."""
 
-    Attributes:
-        label: how a person calls it.
-        visible: what CUDA calls it, empty for an emulated device.
-        speed: relative speed of an emulated device, 0 for a GPU.
-    """
+    # `visible` is what CUDA calls a GPU, `speed` the relative speed of an emulated device.
 
     label: str
     visible: str = ""
@@ -41,13 +37,10 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One training that is timed.
+    """One training that is timed."""
 
-    Attributes:
-        mode: "plain" for Keras alone on one device, "even", "balanced", or "copies": balanced, and
-            summed through the first device instead of by NCCL.
-        devices: places among all devices.
-    """
+    # Modes: "plain" for Keras alone on one device, "even", "balanced", and "copies": balanced, and
+    # summed through the first device instead of by NCCL.
 
     model: str
     mode: str
@@ -128,13 +121,7 @@ def _environment(devices: Sequence[Device]) -> dict[str, str]:
 
 
 def headline(model: str, measured: Mapping[Trial, Mapping[str, Any]]) -> dict[str, float] | None:
-    r"""Return what all devices together compute, as parts of what they compute apart.
-
-    .. math:: \frac{s_\text{balanced}}{\sum_d s_d}, \quad \frac{s_\text{balanced}}{\max_d s_d},
-        \quad \frac{s_\text{balanced}}{s_\text{even}}
-
-    with s the samples per second. None if a trial of the model failed.
-    """
+    """Return parts of what all devices compute apart; None if a trial of the model failed."""
     of_model = {trial: each for trial, each in measured.items() if trial.model == model}
     if any("error" in each for each in of_model.values()):
         return None

@@ -66,17 +66,8 @@ def place_of(
     hostname: str = "",
     is_alone_on_host: bool = False,
 ) -> Place:
-    """Return this process's place.
-
-    Args:
-        environ: the environment.
-        hosts: host of each worker, where the user lists them.
-        hostname: what this machine calls itself.
-        is_alone_on_host: whether one process stands for all workers of its host in that list.
-
-    Raises:
-        ValueError: if the environment does not tell the place.
-    """
+    """Return this process's place among `hosts`, or among those that the environment tells."""
+    # `is_alone_on_host`: one process stands for all workers of its host in the list.
     if hosts:
         return Place(tuple(hosts), _index(environ, hosts, hostname, is_alone_on_host), "--hosts")
     if "SLURM_STEP_NODELIST" in environ:
@@ -87,12 +78,7 @@ def place_of(
 
 
 def read_hosts(text: str) -> list[str]:
-    """Return the host of each worker.
-
-    Args:
-        text: a file with `host [slots=N]` in each line, or hosts with commas, such as
-            `a,b:2,node[01-03].example`, where `:2` stands for two workers.
-    """
+    """Return the host of each worker, from a file or a text such as `a,b:2,node[01-03].example`."""
     if os.path.isfile(text):  # noqa: PTH113 - which raises no error for names that are too long
         try:
             content = Path(text).read_text(encoding="utf-8")
@@ -157,11 +143,9 @@ def _unreadable(hosts: str) -> ValueError:
 
 
 def _place_in_slurm(environ: Mapping[str, str]) -> Place:
-    """Find the place by the node's name and the task's number on it.
-
-    Ranks follow `--distribution`. In a heterogeneous job the nodes of a step are sorted by name;
-    here its components stand one after the other, so that the last one can be asynchronous.
-    """
+    """Find the place by the node's name and the task's number on it."""
+    # Nodes of a heterogeneous job are sorted by name; here its components stand one after the
+    # other, so that the last one can be asynchronous.
     nodes = expand_hosts(environ["SLURM_STEP_NODELIST"])
     numbers: list[int] = []
     for each in _text(environ, "SLURM_STEP_TASKS_PER_NODE").split(","):
@@ -298,13 +282,7 @@ _TYPES = ("worker", "async")
 
 @dataclass(frozen=True)
 class OwnWorkers:
-    """This machine's workers.
-
-    Args:
-        first_index: number of the first one among the workers of all machines.
-        tf_configs: TF_CONFIG of each.
-        is_async: whether they train outside of the synchronous group.
-    """
+    """This machine's workers, the first of them with its number among all machines' workers."""
 
     first_index: int
     tf_configs: tuple[str, ...]
@@ -314,11 +292,7 @@ class OwnWorkers:
 def own_workers(
     environ: Mapping[str, str], num_gpus: int, num_async_workers: int = 0
 ) -> OwnWorkers | None:
-    """Return the workers that begin with the task of TF_CONFIG; None if it has no other machine.
-
-    Raises:
-        ValueError: if not exactly as many entries as GPUs are this machine's.
-    """
+    """Return the workers that begin with the task of TF_CONFIG; None if it has no other machine."""
     config = read_cluster_config(environ)
     if config is None or len({_host(each) for each in _addresses(config)}) < 2:
         return None

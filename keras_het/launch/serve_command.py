@@ -25,12 +25,9 @@ _VARIABLES = ("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHO
 
 
 def share_freed_memory() -> bool:
-    """Let all threads allocate from one arena, which keeps freed memory.
-
-    By default glibc has separate memory for each of many threads, so successive messages allocate
-    memory again and again; and it returns freed memory to the system, which has to fill it with
-    zeros for the next message. Call it before any threads exist.
-    """
+    """Let all threads allocate from one arena, which keeps freed memory."""
+    # By default glibc has memory for each of many threads, so that successive messages allocate
+    # again and again, and returns it to the system, which fills it with zeros for the next one.
     if not sys.platform.startswith("linux") or any(name in os.environ for name in _VARIABLES):
         return False
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)

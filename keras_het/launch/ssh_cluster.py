@@ -26,17 +26,7 @@ _PASSED = ("KERAS_", "NCCL_", "TF_", "XLA_", "PYTHONUNBUFFERED")
 
 
 class SshCluster(LocalCluster):
-    """The same command as several workers, each on its host and in this directory there.
-
-    Args:
-        command: program and arguments of each worker; the program is a Python interpreter.
-        hosts: host of each worker.
-        port: port of the first worker of each host.
-        each_has_gpu: whether each worker sees one GPU of its host only.
-        env: variables for all workers, in addition to those of this process whose names begin like
-            those of Keras, TensorFlow, XLA and NCCL.
-        options: as of a LocalCluster.
-    """
+    """The same command as several workers, each on its host and in this directory there."""
 
     def __init__(
         self,

@@ -149,12 +149,9 @@ class Pace:
 def balanced_shares(
     samples: Sequence[float], seconds: Sequence[float], shares: Sequence[float]
 ) -> list[float] | None:
-    """Return new shares of the workers, or None if the present ones are as good.
-
-    A share falls by half at most, and one that was too small for a sample grows: a worker that was
-    slow for a moment, or is fast again, is found out at a later exchange. All machines get the same
-    bits. Workers without a share get none.
-    """
+    """Return new shares of the workers, or None if the present ones are as good."""
+    # A share falls by half at most, and one too small for a sample grows: who was slow for a moment
+    # is found out later. All machines get the same bits. Workers without a share get none.
     known = [number for number, used in enumerate(samples) if used > 0 and seconds[number] > 0]
     unknown = [number for number, share in enumerate(shares) if share > 0 and not samples[number]]
     if not known or len(known) + len(unknown) < 2:

@@ -24,12 +24,10 @@ _STATE = "state/"
 
 
 class PeriodicExchange:
-    """Exchanges between workers that train independently, on the schedule of a synchronous rule.
+    """Exchanges between workers that train independently, on the schedule of a synchronous rule."""
 
-    All workers call its methods after the same steps. Sums run in one background thread, one after
-    another, and therefore begin in the same order everywhere; no worker waits for a sum before the
-    step at which the rule merges it.
-    """
+    # Sums run in one background thread, and therefore begin in the same order everywhere; no worker
+    # waits for a sum before the step at which the rule merges it.
 
     def __init__(
         self, model: keras.Model, strategy: HeterogeneousStrategy, rule: SynchronousRule
@@ -145,15 +143,10 @@ class _Pending:
 
 
 class Fragment:
-    r"""Variables exchanged together, in one packed sum over the workers.
+    """Variables exchanged together, in one packed sum over the workers."""
 
-    Moving statistics :math:`s_i` travel with them and become their mean over the samples
-    :math:`n_i` that the workers have used since the last exchange,
-
-    .. math:: s_i \leftarrow \frac{\sum_j n_j s_j}{\sum_j n_j}.
-
-    Values that no worker has changed since then, such as frozen weights, keep their bits.
-    """
+    # Moving statistics s_i travel with them and become their mean over the samples n_i since the
+    # last exchange, sum(n_i s_i) / sum(n_i). What no worker has changed keeps its bits.
 
     def __init__(
         self,

@@ -32,16 +32,9 @@ NO_GPU = "-1"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a worker is.
+    """Where a worker is."""
 
-    Attributes:
-        node: Ray's name of the node.
-        address: host and port at which the worker will listen.
-        service_address: those of the parameter service, if the worker becomes its leader.
-        is_async: whether the node's label puts its workers outside of the synchronous group.
-        gpus: names of the node's GPUs, None where Ray has already chosen this worker's.
-        cpus: number of CPUs of the node.
-    """
+    # The service is beside a worker that becomes its leader; without `gpus`, Ray has chosen one.
 
     node: str
     address: str
@@ -52,17 +45,9 @@ class Place:
 
 
 def environments(places: Sequence[Place], threads: int | None) -> list[dict[str, str]]:
-    """Return the variables of each worker.
-
-    A worker that has asked Ray for no GPU takes that of its place among the workers of its node.
-
-    Args:
-        places: of each worker, in Ray's order.
-        threads: CPU threads of each worker, None to deal out the CPUs of a node among its workers.
-
-    Raises:
-        ValueError: if no worker is left for the synchronous group.
-    """
+    """Return the variables of each worker."""
+    # A worker that has asked Ray for no GPU takes that of its place among the workers of its node.
+    # `threads`: of each worker, None to deal out the CPUs of a node.
     order = sorted(range(len(places)), key=lambda worker: places[worker].is_async)
     num_async = sum(place.is_async for place in places)
     if num_async == len(places):
@@ -108,13 +93,7 @@ class Cluster(Backend):
 
 @dataclasses.dataclass
 class ClusterConfig(BackendConfig):
-    """Configuration of `Cluster`.
-
-    Args:
-        threads: CPU threads of each worker, None to deal out the CPUs of its node.
-        progress: the actor that knows how far backups have come.
-        run: name of the run.
-    """
+    """Configuration of `Cluster`; without `threads` the CPUs of a node are dealt out."""
 
     threads: int | None = None
     progress: Any = None
@@ -176,11 +155,7 @@ _ROUTINE = re.compile(
 
 
 class EachOnce:
-    """Filter of the lines that Ray shows: what Ray Train repeats, and what TensorFlow logs, is out.
-
-    Args:
-        show: what shows a batch of lines of a process.
-    """
+    """Filter of the lines that Ray shows, without what Ray Train repeats and TensorFlow logs."""
 
     def __init__(self, show: Callable[[Batch], None]) -> None:
         self._show = show

@@ -23,12 +23,7 @@ _has_ended = threading.Event()
 
 
 class OnWorker:
-    """Context of the training function: what its errors mean to the trainer.
-
-    Args:
-        progress: the actor that knows how far backups have come.
-        run: name of the run, the same for all groups of workers.
-    """
+    """Context of the training function: what its errors mean to the trainer."""
 
     def __init__(self, progress: Any, run: str) -> None:
         self._progress, self._run = progress, run
@@ -67,11 +62,7 @@ def _without_this(trace: TracebackType | None) -> TracebackType | None:
 
 
 def stop_and_wait(seconds: float) -> bool:
-    """Stop the training of this worker at the next step, all workers alike.
-
-    Returns:
-        Whether it has ended, so that its state is saved; False if there was no step to wait for.
-    """
+    """Stop this worker at the next step, as all others; return whether it has ended and saved."""
     return stop() and _has_ended.wait(seconds)
 
 
@@ -140,11 +131,7 @@ _SECONDS_TO_ANSWER = 10.0
 
 
 class StopTogether(ControllerCallback, WorkerGroupCallback):
-    """Lets a group save before Ray ends it to make a larger or a smaller one.
-
-    Args:
-        grace_seconds: the longest time to wait for the group's next step and its backup.
-    """
+    """Lets a group save before Ray ends it to make a larger or a smaller one."""
 
     def __init__(self, grace_seconds: float) -> None:
         self._grace_seconds = grace_seconds
@@ -184,16 +171,10 @@ def _import() -> None:
 
 
 class Losses(FailurePolicy):
-    """Ends a training whose script fails, or which comes to nothing however often it starts.
+    """Ends a training whose script fails, or which comes to nothing however often it starts."""
 
-    Backups of steps that an earlier group has already saved are no progress: an error that comes
-    back at the same step ends the training, too.
-
-    Args:
-        failure_config: of Ray Train.
-        most: how often workers may be lost in a row without progress in between.
-        progress: the actor that knows how far the backups have come.
-    """
+    # Backups of steps that an earlier group has saved are no progress: an error that comes back at
+    # the same step ends the training, too.
 
     def __init__(self, failure_config: FailureConfig, most: float, progress: Any) -> None:
         super().__init__(failure_config)

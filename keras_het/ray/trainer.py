@@ -37,11 +37,9 @@ _SECONDS_TO_ANSWER = 2.0
 
 
 class PresentNodes(ElasticScalingPolicy):
-    """Ray Train's policy, without nodes that are gone or about to leave.
+    """Ray Train's policy, without nodes that are gone or about to leave."""
 
-    What Ray has reserved may be 20 seconds old, and a group that asks for a lost node waits in
-    vain.
-    """
+    # What Ray has reserved may be 20 seconds old: a group that asks for a lost node waits in vain.
 
     def _count_possible_workers(self, reserved_resources: dict[str, Any]) -> int:
         leaving = state.get_draining_nodes()
@@ -197,12 +195,7 @@ def run_on_ray(
     address: str,
     resources_per_worker: Mapping[str, float] | None,
 ) -> None:
-    """Run a script, or a module after "-m", with its arguments on workers of Ray.
-
-    Raises:
-        TrainFunctionError: if it fails.
-        MaxFailuresExceededError: if workers are lost again and again without progress.
-    """
+    """Run a script, or a module after "-m", with its arguments on workers of Ray."""
     ray.init(address=address, log_to_driver=True)
     script, *arguments = target
     is_module = script == "-m"

@@ -50,11 +50,9 @@ def start_summation(
     membership: Membership,
     check: Callable[[], None],
 ) -> SummationGroup | None:
-    """Start this worker's service and join those of all machines; all workers must call it.
-
-    The service listens on a free port. `check` raises, while others are waited for, if one is lost.
-    Where workers are summed by host, the first one of each host contributes; others return None.
-    """
+    """Start this worker's service and join those of all machines; all workers must call it."""
+    # `check` raises, while others are waited for, if one is lost. Where workers are summed by host,
+    # the first one of each contributes; others return None.
     names = [address.rpartition(":")[0] for address in membership.workers.values()]
     spare = () if membership.config is None else membership.config.summation_machines
     worker, num_workers = extended.layout.worker_index, extended.layout.num_workers
@@ -92,13 +90,9 @@ def _measured_rates(
     proof: bytes,
     gather: Callable[[np.ndarray], np.ndarray],
 ) -> list[float]:
-    r"""Measure the links of all to the first two members, one after another; all must call it.
-
-    .. math:: r_i = \max_j m_{ij}, \quad m_{ij} = \min(r_i, r_j)
-
-    Of two machines the slower link tells. The fastest one counts as fast as the second fastest, and
-    so does one that is up to a quarter slower, as what else the machines do disturbs a measurement.
-    """
+    """Measure the links of all to the first two members, one after another; all must call it."""
+    # r_i = max_j m_ij with m_ij = min(r_i, r_j): of two machines the slower link tells. What else
+    # machines do disturbs a measurement: one up to a quarter slower counts as fast as the fastest.
     speeds = np.zeros([len(machines)] * 2)
     for near, far in itertools.combinations(range(len(machines)), 2):
         if near > 1:
@@ -127,11 +121,10 @@ def check_is_no_summation_machine(config: ClusterConfig | None) -> None:
 
 
 class SummationGroup:
-    """Summation over the workers, each partition on the machine that the plan assigns it to.
+    """Summation over the workers, each partition on the machine that the plan assigns it to."""
 
-    Partitions that this worker sums itself need no message. All workers build the same graphs in
-    the same order, and so agree on the place of every partition without communicating.
-    """
+    # All workers build the same graphs in the same order, and so agree on the place of every
+    # partition without communicating.
 
     def __init__(
         self,
@@ -205,10 +198,8 @@ class SummationGroup:
 
     @staticmethod
     def can_sum(value: Summand) -> bool:
-        """Whether a value suits a group: dense float32 of known shape, in a `tf.function`.
-
-        Graphs that never run do not count: Keras infers shapes in one, differently on each worker.
-        """
+        """Whether a value suits a group: dense float32 of known shape, in a `tf.function`."""
+        # Keras infers shapes in a graph that never runs, differently on each worker.
         return (
             isinstance(value, tf.Tensor)
             and not tf.executing_eagerly()
@@ -218,10 +209,8 @@ class SummationGroup:
         )
 
     def sum(self, values: Sequence[tf.Tensor], workers_sum: bool = True) -> list[tf.Tensor]:
-        """Sum tensors for which `can_sum` is true over all workers; in a graph.
-
-        Unless `workers_sum`, only the spare machines sum, as parameter servers.
-        """
+        """Sum tensors for which `can_sum` is true over all workers; in a graph."""
+        # Unless `workers_sum`, only the spare machines sum, as parameter servers.
         with tf.device("CPU:0"):
             vector = pack(values)
             place = self._find_place(int(vector.shape[0]), workers_sum)
@@ -238,10 +227,8 @@ class SummationGroup:
         return tf.ensure_shape(private_api.run_independently(total), vector.shape)
 
     def _find_place(self, num_elements: int, workers_sum: bool) -> _Place:
-        """Return the place of the next sum of the graph under construction.
-
-        A retraced step takes the places of the one before, which does not run at the same time.
-        """
+        """Return the place of the next sum of the graph under construction."""
+        # A retraced step takes the places of the one before, which does not run at the same time.
         key = (*self._next_position(), num_elements, workers_sum)
         if key not in self._places:
             self._places[key] = self._make_place(num_elements, workers_sum)

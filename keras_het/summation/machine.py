@@ -23,22 +23,12 @@ MOST_SLOTS = 2**16
 
 
 class Sums:
-    r"""Sums over workers, one slot for each partition, of any length.
+    """Sums over workers, one slot for each partition, of any length."""
 
-    In step t, worker i contributes :math:`x_i`; the last to arrive adds up
-    :math:`x_1 + x_2 + \dots + x_n`, in the order of the workers, so that the result has the same
-    bits regardless of the order of arrival. Everybody gets the same future of the sum.
-
-    A contribution that would leave a slot without a sum is refused and changes nothing: one of
-    another run, from a worker that does not wait for the step before, or of another length than
-    the first of its step. A repeated one, whose answer was lost, counts once. A slot keeps its last
-    sum for that, and the one before until all workers have contributed to the last: none can be
-    further ahead of another, whose contribution it needs to continue.
-
-    Reference:
-        Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in
-        Heterogeneous GPU/CPU Clusters", OSDI 2020, section 3 (Summation Service).
-    """
+    # The last contribution adds all up in the order of the workers: the same bits in any order of
+    # arrival. One that would leave a slot without a sum is refused: of another run, ahead of the
+    # step, or of another length. A repeated one counts once. A slot keeps its last sum for that,
+    # and the one before until all have contributed to the last (Jiang et al., OSDI 2020, 3).
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
@@ -72,10 +62,7 @@ class Sums:
     def contribute(
         self, run: int, slot: int, worker: int, step: int, values: Vector
     ) -> Future[Message]:
-        """Contribute to a step (from 1) of a slot; `values` must not change until the sum is there.
-
-        What is not due is a `ValueError`, and has no effect.
-        """
+        """Contribute to a step (from 1) of a slot; `values` must stay until the sum is there."""
         with self._lock:
             place = self._slots.get(slot) or _Slot(self._num_workers)
             self._check(run, slot, worker, step, values, place)

@@ -15,11 +15,9 @@ _FIRST_PARTS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The machine (workers first) that sums each partition of a vector, and the order of sending.
+    """The machine (workers first) that sums each partition of a vector, and their order."""
 
-    `waits` has the numbers of those whose sums must be back before a partition is sent; the bytes
-    of the plan are elements here.
-    """
+    # `waits`: whose sums must be back before a partition is sent. Bytes of the plan are elements.
 
     sizes: tuple[int, ...]
     owners: tuple[int, ...]
@@ -35,12 +33,9 @@ def place_partitions(
     workers_sum: bool = True,
     in_flight: int = 1,
 ) -> Placement:
-    """Cut a vector so that every machine sums exactly what `plan_summation` assigns to it.
-
-    Partitions follow each other in the vector such that at any position all machines are equally
-    far through theirs: every link is busy from the first partition (the front layers) to the last.
-    `in_flight` are those in flight to the machine that sums the most.
-    """
+    """Cut a vector so that every machine sums exactly what `plan_summation` assigns to it."""
+    # At any position all machines are equally far through their partitions: every link is busy from
+    # the front layers to the last. `in_flight`: to the machine that sums the most.
     plan = plan_summation(num_elements, worker_rates, spare_rates)
     if not workers_sum:
         plan = dataclasses.replace(
@@ -62,11 +57,8 @@ def place_partitions(
 
 
 def cut(elements: int, largest: int, num_first: int) -> list[int]:
-    """Cut a machine's part of the vector into messages, smaller ones first.
-
-    Those in flight together arrive together: if the first were as large as others, its link would
-    be idle for that long.
-    """
+    """Cut a machine's part of the vector into messages, smaller ones first."""
+    # Those in flight together arrive together: its link would be idle during large first ones.
     first = [largest // _FIRST_PARTS] * num_first
     if not all(first) or elements < sum(first) + largest:
         first = []
@@ -76,10 +68,8 @@ def cut(elements: int, largest: int, num_first: int) -> list[int]:
 
 
 def share_in_flight(machine_bytes: Sequence[int], most: int) -> tuple[int, ...]:
-    r"""Share messages in flight among machines, :math:`\max(1, F x_m / \max_j x_j)`.
-
-    Messages that share a link get equal parts of it; so all machines finish at the same time.
-    """
+    r"""Share messages in flight among machines, :math:`\max(1, F x_m / \max_j x_j)`."""
+    # Messages that share a link get equal parts of it; so all machines finish at the same time.
     largest = max(machine_bytes)
     return tuple(max(1, round(most * own / largest)) for own in machine_bytes)
 
@@ -87,13 +77,10 @@ def share_in_flight(machine_bytes: Sequence[int], most: int) -> tuple[int, ...]:
 def _waits(
     sizes: Sequence[int], owners: Sequence[int], num_machines: int, flights: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    r"""Return, for each partition, those that must be back before it is sent.
-
-    For its own machine, this is the partition F before it, which keeps F in flight. For another
-    machine m, which sums :math:`x_m` elements, it is the last that ends a window :math:`w_m = F_m
-    \max_{p \in m} s_p / x_m` before the position where this one starts: connections share links
-    regardless of how much each still has to carry.
-    """
+    """Return, for each partition, those that must be back before it is sent."""
+    # Of its own machine, the partition F before it, which keeps F in flight. Of another machine m,
+    # which sums x_m elements, the last that ends a window F_m max(s_p of m) / x_m before this one's
+    # start: connections share links regardless of how much each still has to carry.
     through = [_Progress() for _ in range(num_machines)]
     for number, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
         through[owner].add(number, size)

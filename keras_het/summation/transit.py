@@ -34,12 +34,10 @@ class Route(NamedTuple):
 
 
 class Transit:
-    """Sends vectors and collects their sums, in a thread of its own.
+    """Sends vectors and collects their sums, in a thread of its own."""
 
-    No thread of TensorFlow waits here: workers that begin their sums in different orders would wait
-    for each other once all threads of each do. Threads of Python also add numbers below the normal
-    ones, whoever contributes last. The machines are in the order of the placement's owners.
-    """
+    # No thread of TensorFlow waits here: workers that begin their sums in different orders would
+    # wait for each other once all threads of each do. Threads of Python also add subnormal numbers.
 
     def __init__(self, machines: Sequence[Machine]) -> None:
         self._machines = machines

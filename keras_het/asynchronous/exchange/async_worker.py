@@ -47,11 +47,7 @@ _LONGEST_WAIT_SECONDS = 0.5  # for a report that a lost service may never answer
 
 
 class AsyncWorker(Participant):
-    """A worker that takes batches of the epoch at its own pace, without holding up others.
-
-    Its message travels while it computes the next `period` steps; then it continues from the answer
-    plus its own progress in the meantime. What it does without a service is in `ExchangeEngine`.
-    """
+    """A worker that takes batches of the epoch at its own pace, without holding up others."""
 
     _engine: ExchangeEngine
     _ledger: LedgerConnection
@@ -301,10 +297,8 @@ class AsyncWorker(Participant):
         return batch
 
     def _ask_ahead(self) -> None:
-        """Ask for the next batch while training on the last part of the current one.
-
-        Not for one that would be left over: Keras ends a pass after as many steps as batches.
-        """
+        """Ask for the next batch while training on the last part of the current one."""
+        # Keras ends a pass after as many steps as batches: another one would be left over.
         claims = self._claims
         if claims is None or claims.is_exhausted or self._engine.is_lost:
             return

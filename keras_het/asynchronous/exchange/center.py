@@ -42,13 +42,10 @@ _LONGEST_FAREWELL_SECONDS = 1.0  # a lost service may not answer
 
 
 class Center:
-    """The center and the sample ledger for the task that leads the service, here or elsewhere.
+    """The center and the sample ledger for the task that leads the service, here or elsewhere."""
 
-    Messages to a service elsewhere travel while the group computes. What the group does without it
-    is in `ExchangeEngine`; a restarted service gets the group's weights. `tasks` are those of the
-    addresses that run `keras-het parameter-server`, `own` the parts of this process if it holds
-    all.
-    """
+    # `tasks` are the addresses that run `keras-het parameter-server`, `own` the parts of this
+    # process if it holds all.
 
     _awaits_center = False
 

@@ -225,11 +225,9 @@ class VectorExchange:
         return weights
 
     def _combined(self, pending: Pending, answer: Answer, weights: list[Vector]) -> list[Vector]:
-        """Combine an answer with the current weights.
-
-        A part whose push was too stale restarts from the center with the worker's own progress;
-        after the end of training it stays unchanged: the final center follows.
-        """
+        """Combine an answer with the current weights."""
+        # A part whose push was too stale restarts from the center with the worker's own progress;
+        # after the end of training it stays unchanged: the final center follows.
         statuses, versions = answer.statuses, answer.versions
         _check_answered(answer)
         self._warn_if(Status.CLOSED in statuses, _TOO_LATE)
@@ -258,10 +256,8 @@ class VectorExchange:
             _logger.warning(text)
 
     def meet_again(self) -> None:
-        """Wait until all parts answer after a loss; a push in flight is sent again.
-
-        Parts that took it keep their answers: new ones would be the center after others' pushes.
-        """
+        """Wait until all parts answer after a loss; a push in flight is sent again."""
+        # Parts that took it keep their answers: new ones would be the center after others' pushes.
         if self.pending is None:
             self.pull()
             return
@@ -307,11 +303,9 @@ def _lost(answer: Answer) -> ServiceLostError:
 
 
 class ReturnWatch:
-    """A thread that polls after each loss until there is an answer; no step waits for it.
+    """A thread that polls after each loss until there is an answer; no step waits for it."""
 
-    If the questions are answered but the messages that follow are not (a link that carries only
-    small ones), each further loss doubles the pause before the next question.
-    """
+    # A link may carry questions and no weights: each further loss doubles the pause.
 
     def __init__(self, ask: Callable[[], object], timeout_seconds: float) -> None:
         self._ask = ask

@@ -32,15 +32,10 @@ class Pace(NamedTuple):
 
 
 class PushPace:
-    r"""The pace of this task, from its latest steps and exchanges.
+    """The pace of this task, from its latest steps and exchanges."""
 
-    An exchange that takes e seconds, during c of which the task itself is busy, should hide behind
-    computation and cost a tenth of it at most: pushes are at least :math:`\max(e, 10 c)` seconds
-    apart. A task that needs the answer to continue is busy all the time, c = e.
-
-    Where devices work ahead, the host does not know how long a step takes. An exchange waits for
-    them first, and the steps since the last one count together: their time is no part of e.
-    """
+    # Pushes are max(e, 10 c) seconds apart: an exchange of e seconds, for c of which this task is
+    # busy, hides behind computation and costs a tenth of it at most. Whoever waits has c = e.
 
     def __init__(
         self,
@@ -141,11 +136,8 @@ def choose_period(
     limits: tuple[float, int],
     least: int = 1,
 ) -> int:
-    """Return the steps of one participant between two exchanges, for about equal push rates.
-
-    Who was silent for longer than the first of the `limits` does not count; the other limits the
-    period. `least` are the steps of the slowest.
-    """
+    """Return the steps of one participant between two exchanges, for about equal push rates."""
+    # Limits: the silence in seconds after which a participant does not count, the longest period.
     paces, is_known = _known(paces)
     counts = is_known & (np.asarray(silence) < limits[0])
     counts[participant] = is_known[participant]

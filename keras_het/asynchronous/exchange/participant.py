@@ -34,11 +34,9 @@ if TYPE_CHECKING:
 
 
 class PartitionedVector:
-    """Variables, read and written as the partitions of one vector, a list of float32 vectors.
+    """Variables, read and written as the partitions of one vector, a list of float32 vectors."""
 
-    Rounding errors of 16-bit variables are kept separately, so `read` returns the written values:
-    otherwise workers would send the rounding as a change, and each would repeat it.
-    """
+    # Rounding of 16-bit variables is kept apart: workers would send and repeat it as a change.
 
     def __init__(
         self,
@@ -70,11 +68,10 @@ class PartitionedVector:
 
 
 class StatisticsAveraging(ElasticAveraging):
-    """Elastic averaging that keeps a worker's statistics between its own and the center's.
+    """Elastic averaging that keeps a worker's statistics between its own and the center's."""
 
-    What it has learned while the answer traveled is kept, and a variance may have fallen by more
-    than the pull: hence the bound. To the service this is elastic averaging under the same name.
-    """
+    # A variance may have fallen by more than the pull while the answer traveled: hence the bound.
+    # To the service this is elastic averaging, under the same name.
 
     def receive(self, weights: Vector, sent_weights: Vector, answer: Vector) -> Vector:
         if self.alpha == 1:  # only this worker moves the center, which equals its message
@@ -116,10 +113,9 @@ class HybridOptions:
 
 
 class ModelVectors:
-    """The parts of a model that are shared with the parameter service.
+    """The parts of a model that are shared with the parameter service."""
 
-    The rule combines trainable weights; moving statistics (other float state) are averaged.
-    """
+    # The rule combines trainable weights; moving statistics (other float state) are averaged.
 
     def __init__(
         self, model: keras.Model, strategy: HeterogeneousStrategy, partition_bytes: int
@@ -142,11 +138,9 @@ class ModelVectors:
 
 
 class GradientSum(keras.optimizers.Optimizer):
-    r"""An optimizer that sums gradients, :math:`s \leftarrow s + g`, and leaves the weights.
+    r"""An optimizer that sums gradients, :math:`s \leftarrow s + g`, and leaves the weights."""
 
-    So any number of steps forms one large batch, whose mean gradient the service applies at its own
-    rate. The rate here has no effect: `MeanGradient.check_rate` refuses another.
-    """
+    # Any number of steps forms one large batch, for which the service has its own rate.
 
     def __init__(self) -> None:
         super().__init__(learning_rate=_RATE, name="gradient_sum")
@@ -307,10 +301,8 @@ class Participant(abc.ABC):
         tf.reshape(self.strategy.experimental_local_results(value)[0], [-1])[:1].numpy()
 
     def passes_before(self, epoch: int) -> tuple[bool, ...]:
-        """Return, for each pass over the data before an epoch, whether it was iterated.
-
-        Keras creates two iterators for each epoch and uses the first.
-        """
+        """Return, for each pass over the data before an epoch, whether it was iterated."""
+        # Keras creates two iterators for each epoch and uses the first.
         return (True,) * self.first_pass + (True, False) * epoch
 
     @abc.abstractmethod

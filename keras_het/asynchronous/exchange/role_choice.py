@@ -54,10 +54,9 @@ _PARTS = 4
 
 
 class RoleChoice:
-    """Measurement while the whole cluster trains synchronously, then a decision for all.
+    """Measurement while the whole cluster trains synchronously, then a decision for all."""
 
-    The leader's plan applies to all workers, because machines could round differently.
-    """
+    # The leader's plan applies to all workers, because machines could round differently.
 
     def __init__(
         self,
@@ -160,10 +159,8 @@ def noise_scale_of(steps: Sequence[StepTimes]) -> float | None:
 
 
 def environment_of(config: ClusterConfig, roles: Sequence[str]) -> dict[str, str] | None:
-    """Return the TF_CONFIG of this process in the cluster with these roles.
-
-    Tasks that do not train keep their places: evaluator and summation machines.
-    """
+    """Return the TF_CONFIG of this process in the cluster with these roles."""
+    # Tasks that do not train keep their places: evaluator and summation machines.
     addresses = config.sync_group_addresses
     jobs: dict[str, list[str]] = {"worker": [], "async": []}
     task: dict[str, Any] | None = None
@@ -183,10 +180,7 @@ def environment_of(config: ClusterConfig, roles: Sequence[str]) -> dict[str, str
 
 
 def start_again(strategy: HeterogeneousStrategy, plan: RolePlan) -> None:
-    """Restart this process's script in its new role, or end it if it is left out.
-
-    The training of the measured steps is discarded.
-    """
+    """Restart this process's script in its new role, or end it if it is left out."""
     environment = environment_of(config_of(strategy), plan.roles)
     leave_together(lambda: strategy)
     sys.stdout.flush()
@@ -200,10 +194,8 @@ def start_again(strategy: HeterogeneousStrategy, plan: RolePlan) -> None:
 
 
 def measure_link_rates(strategy: HeterogeneousStrategy) -> tuple[float, ...]:
-    """Measure one worker's link to the leader after another; all workers must call it.
-
-    The leader's own link is assumed to be as fast as the fastest of the others.
-    """
+    """Measure one worker's link to the leader after another; all workers must call it."""
+    # The leader's own link is assumed to be as fast as the fastest of the others.
     proof = credential(read_secret(), _ABOUT)
     address = config_of(strategy).service_address()
     server, rate = None, 0.0
@@ -237,11 +229,9 @@ def measure_exchange(
     steps: Sequence[StepTimes],
     clock: Callable[[], float] = time.perf_counter,
 ) -> ExchangeTimes:
-    """Measure weight reads and collectives; all workers must call it.
-
-    An all-reduce on an otherwise idle cluster would say too little. Nothing is written: weights of
-    64 bits would lose some of them.
-    """
+    """Measure weight reads and collectives; all workers must call it."""
+    # An all-reduce on an idle cluster would say too little. Nothing is written: weights of 64 bits
+    # would lose some of them.
     weights = ModelVectors(model, strategy, partition_bytes).weights
     readings = []
     for _ in range(1 + _READINGS):

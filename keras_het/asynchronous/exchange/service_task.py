@@ -23,12 +23,10 @@ _POLL_SECONDS = 0.05
 
 
 class ServiceTask(Participant):
-    """A task that runs the same script as the workers but serves instead of training.
+    """A task that runs the same script as the workers but serves instead of training."""
 
-    Its `fit` takes no batch and lasts until every async worker that ever connected has ended, or
-    was silent for `shutdown_timeout_seconds`; it leaves the model with the center's weights. An
-    epoch begins when all batches of the previous one have been handed out.
-    """
+    # `fit` lasts until each async worker that ever connected has ended, or was silent for
+    # `shutdown_timeout_seconds`. An epoch begins when all batches of the last one are handed out.
 
     def __init__(
         self, model: keras.Model, strategy: HeterogeneousStrategy, options: HybridOptions

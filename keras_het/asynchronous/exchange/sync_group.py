@@ -32,12 +32,10 @@ _POLL_SECONDS = 0.02
 
 
 class SyncGroup(Participant):
-    """A group that trains synchronously; its leader exchanges every `period` steps.
+    """A group that trains synchronously; its leader exchanges every `period` steps."""
 
-    One collective passes the result, and the batches that the group may take next, to the other
-    members, which add zeros: all have the same bits. The group waits for its exchange: hidden
-    behind the next step, it slowed that by as much and left weights a step staler.
-    """
+    # One collective passes result and batches to the other members, which add zeros: all have the
+    # same bits. Hidden behind the next step an exchange slowed it as much, with staler weights.
 
     _claims: GroupClaims | None
 
@@ -159,11 +157,8 @@ class SyncGroup(Participant):
             self._num_known += grant.count
 
     def _claim(self, center: Center, period: int) -> Grant:
-        """Claim batches for `period` steps, and those by which the next exchange may be late.
-
-        Keras calls back after whole executions only, within which the group cannot wait for
-        batches.
-        """
+        """Claim batches for `period` steps, and those by which the next exchange may be late."""
+        # Keras calls back after whole executions, in which the group cannot wait for batches.
         wanted = period + max(period, int(self.model.steps_per_execution)) - self._num_known
         return center.claim(self._epoch, wanted) if wanted > 0 else Grant(0, 0, False)
 

@@ -39,10 +39,9 @@ class UnknownTrainingError(ServiceLostError):
 
 
 class Channel:
-    """The channel to a process of the service: this one, where `handle` is called, or another.
+    """The channel to a process of the service: this one, where `handle` is called, or another."""
 
-    `timeout_seconds` is for each answer, and for connecting; 0 for no limit.
-    """
+    # `timeout_seconds` is for each answer, and for connecting; 0 for no limit.
 
     def __init__(self, address: str, handle: Handle, timeout_seconds: float = 0.0) -> None:
         self.address, self._handle, self.timeout_seconds = address, handle, timeout_seconds
@@ -112,10 +111,7 @@ def result_of(answer: Future[Message], channel: Channel, seconds: float | None =
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """Raise `ServiceLostError` where there is no service, or one that does not know the training.
-
-    A refusal of this participant remains a `PermissionError`.
-    """
+    """Raise `ServiceLostError` without a service, or for one that does not know the training."""
     try:
         yield
     except PermissionError as error:

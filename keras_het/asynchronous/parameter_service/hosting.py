@@ -67,10 +67,9 @@ class ServiceSpec:
 
 
 class HostedParts:
-    """Some partitions of center and moving statistics; the first process also has the ledger.
+    """Some partitions of center and moving statistics; the first process also has the ledger."""
 
-    Rules are those of the spec unless a process has them itself: its own need not be in `RULES`.
-    """
+    # Rules are those of the spec unless a process has its own, which need not be in `RULES`.
 
     def __init__(
         self,
@@ -177,10 +176,8 @@ class ServingProcess:
         return self._offered is not None
 
     def serve_one(self) -> bool:
-        """Wait for a training and serve it to its end; return whether there was one.
-
-        A restarted leader offers again, which ends the training that it abandoned.
-        """
+        """Wait for a training and serve it to its end; return whether there was one."""
+        # A restarted leader offers again, which ends the training that it abandoned.
         self._say(f"waiting for a training at {self.address}")
         while (parts := self._take_offered()) is None:
             if self._is_stopped():

@@ -52,13 +52,10 @@ class TrainingFacts(NamedTuple):
 
 
 class SampleLedger:
-    """Ledger that hands out each global batch of an epoch once and counts the samples used.
+    """Ledger that hands out each global batch of an epoch once and counts the samples used."""
 
-    Participants take batches at their own pace. An epoch is over when all its batches have been
-    handed out; a participant is never more than one epoch ahead of the sync group. A batch held by
-    a killed one is not handed out again: `claimed` minus `used` shows the loss. A report has a
-    number: one whose answer was lost is sent again and counts once.
-    """
+    # A participant is never more than one epoch ahead of the sync group. A batch held by a killed
+    # one is not handed out again: `claimed` minus `used` shows the loss.
 
     def __init__(self, num_participants: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -181,12 +178,10 @@ class LedgerFacts:
 
 
 class LedgerConnection:
-    """One participant's connection to a `SampleLedger`; the channel knows which one it is.
+    """One participant's connection to a `SampleLedger`; the channel knows which one it is."""
 
-    Reports of samples have numbers. One whose answer was lost is repeated unchanged before the
-    next; some of an earlier process of the same worker may still be in flight, so that numbers
-    begin some way above the last one that the ledger knows.
-    """
+    # A report without an answer is repeated unchanged before the next. Some of an earlier process
+    # of this worker may be in flight: numbers begin well above the last one that is known.
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

@@ -188,10 +188,9 @@ class UpdateRule(Rule, abc.ABC):
 
 
 class SendsGradient(UpdateRule):
-    """The worker sends a mean gradient, `seen` less its weights, and continues from the center.
+    """The worker sends a mean gradient, `seen` less its weights, and continues from the center."""
 
-    Steps taken while the answer travels are discarded: the next gradient is that of the center.
-    """
+    # Steps taken while the answer travels are discarded: the next gradient is that of the center.
 
     uses_gradients: ClassVar[bool] = True
     center_is_weights: ClassVar[bool] = True

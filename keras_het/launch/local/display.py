@@ -19,11 +19,9 @@ _ERASE_LINE = "\r\x1b[2K"
 
 
 class Display:
-    """Printer of the workers' lines, in colour on a terminal and plain otherwise.
+    """Printer of the workers' lines, in colour on a terminal and plain otherwise."""
 
-    A state of a progress bar is replaced by what comes next on a terminal, and omitted otherwise.
-    When a stream is closed (`| head`), its lines are dropped and the workers continue.
-    """
+    # When a stream is closed (`| head`), its lines are dropped and the workers continue.
 
     def __init__(
         self, stdout: TextIO, stderr: TextIO, only_chief: bool = False, tf_logs: bool = False
@@ -119,11 +117,8 @@ class WorkerLogs:
             file.write(f"{label}\n" if label else "")
 
     def write(self, worker_index: int, line: OutputLine) -> None:
-        """Write one line, without colours; overwritten states of progress bars are omitted.
-
-        After an error nothing more is written to that file, but the worker's output is still read:
-        a worker with a full pipe would stall.
-        """
+        """Write one line, without colours; overwritten states of progress bars are omitted."""
+        # After an error the output is still read: a worker with a full pipe would stall.
         with self._lock:
             file = self._files.get(worker_index)
             if file is None or not line.is_final:

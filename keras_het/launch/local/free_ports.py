@@ -12,12 +12,10 @@ _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class ReservedPorts:
-    """Distinct free TCP ports on 127.0.0.1.
+    """Distinct free TCP ports on 127.0.0.1."""
 
-    Each is held on TCP until `release`, when the worker may bind it, and on UDP until `close`, as a
-    lock: clusters that start at the same time never get the same port. Ports that the system
-    assigns to outgoing connections are avoided for the same reason.
-    """
+    # Each is held on TCP until `release`, and on UDP until `close`, as a lock: clusters that start
+    # at the same time never get the same port, nor one that the system gives to connections.
 
     def __init__(self, count: int) -> None:
         self._tcp: list[socket.socket] = []

@@ -13,14 +13,8 @@ AUTO = "auto"
 
 
 def present_gpus(environ: Mapping[str, str] = os.environ, module: Any = None) -> list[str]:
-    """Return what CUDA calls the GPUs of this machine, or those that the environment leaves.
-
-    Parts of a divided GPU (MIG) count, and the GPU itself does not: CUDA shows no more than one of
-    its parts to a process.
-
-    Raises:
-        NvmlMissingError: if NVIDIA's management library does not answer.
-    """
+    """Return what CUDA calls the GPUs of this machine, or those that the environment leaves."""
+    # Parts of a divided GPU (MIG) count, not the GPU itself: CUDA shows one part to a process.
     if environ.get(VISIBLE) is not None:
         given = [each.strip() for each in environ[VISIBLE].split(",") if each.strip()]
         # CUDA sees none from the first -1 on
@@ -36,11 +30,9 @@ def present_gpus(environ: Mapping[str, str] = os.environ, module: Any = None) ->
 def deal_gpus(
     environ: Mapping[str, str], num_workers: int, num_async_workers: int, are_emulated: bool
 ) -> list[str]:
-    """Return the GPUs that each local worker may see; no items if there are none.
-
-    Each gets as many as the others, or one more. Emulated devices are CPUs, and a group has devices
-    of one type: async workers go without before a group does. NCCL lets no two workers share one.
-    """
+    """Return the GPUs that each local worker may see; no items if there are none."""
+    # Emulated devices are CPUs, and a group has devices of one type: async workers go without
+    # before a group does. NCCL lets no two workers share one.
     try:
         present = present_gpus(environ)
     except NvmlMissingError:
@@ -54,17 +46,7 @@ def deal_gpus(
 
 
 def choose_gpus(wanted: str, present: Sequence[str], num_async_workers: int = 0) -> list[str]:
-    """Return the GPU of each worker.
-
-    Args:
-        wanted: "auto" for all that are present, a number of them, or with a comma their places
-            among them or their UUIDs.
-        present: names of the GPUs.
-        num_async_workers: how many of the workers train outside of the synchronous group.
-
-    Raises:
-        ValueError: if there are no such GPUs, or too few.
-    """
+    """Return the GPU of each worker: "auto" for all, a number, or places or UUIDs with commas."""
     if wanted == AUTO:
         chosen = list(present)
     elif wanted.isdecimal():

@@ -391,11 +391,8 @@ def assign_cpus(
     pin: bool | None = None,
     usable: float = math.inf,
 ) -> tuple[tuple[tuple[int, ...], ...] | None, tuple[int, ...]]:
-    """Return the CPUs that each worker is bound to, None for unbound ones, and its threads.
-
-    All CPUs are dealt out round robin, or `cpus_per_worker` to each. A quota below the number of
-    CPUs is divided too, into threads: the system would throttle more.
-    """
+    """Return the CPUs that each worker is bound to, None for unbound ones, and its threads."""
+    # A quota below the number of CPUs is divided into threads: the system would throttle more.
     if cpus_per_worker is not None and not 1 <= cpus_per_worker <= len(cpus):
         raise ValueError(
             "Each worker needs at least one CPU and at most all of them. Received: "

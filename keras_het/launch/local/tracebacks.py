@@ -95,10 +95,8 @@ def _of_group(lines: Sequence[str]) -> UncaughtError | None:
 
 
 def _message(lines: Sequence[str]) -> tuple[str, int]:
-    """Return an error in one line, and how many lines of its message that takes.
-
-    A first line that only introduces the error gets what comes next.
-    """
+    """Return an error in one line, and how many lines of its message that takes."""
+    # A first line that only introduces the error gets what comes next.
     text = _OF_OP.sub("", _error_text(lines[0])).rstrip()
     call = _IN_CALL.match(text)
     if call:
@@ -128,10 +126,7 @@ def _message(lines: Sequence[str]) -> tuple[str, int]:
 
 
 class TracebackFilter:
-    """Filter of standard error: frames of the first worker that fails, of others the error alone.
-
-    With `shown` it is decided whose frames are shown.
-    """
+    """Filter of standard error: frames of the first worker that fails, else the error alone."""
 
     def __init__(self, keep_logs: bool = False, shown: int | None = None) -> None:
         self.shown, self.hidden = shown, set[int]()

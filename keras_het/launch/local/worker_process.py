@@ -36,11 +36,10 @@ class OutputLine:
 
 
 class LineSplitter:
-    r"""Splitter of a stream of UTF-8 bytes at `\n`, `\r\n` and `\r`.
+    r"""Splitter of a stream of UTF-8 bytes at `\n`, `\r\n` and `\r`."""
 
-    A terminal shows only the last of several texts separated by `\r`, so the earlier ones are not
-    final. Backspaces are dropped: Keras prints them only to go back to the start of the line.
-    """
+    # A terminal shows only the last of several texts separated by `\r`: the others are not final.
+    # Keras prints backspaces only to go back to the start of the line.
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -131,11 +130,10 @@ def signal_name(number: int) -> str:
 
 
 class WorkerProcess:
-    """A worker in its own session, so that a signal reaches everything it started.
+    """A worker in its own session, so that a signal reaches everything it started."""
 
-    With `opening`, the first line of its standard input, signals follow there as numbers: the
-    process stands for a worker on another machine.
-    """
+    # With `opening`, the first line of its standard input, signals follow there as numbers: the
+    # process stands for a worker on another machine.
 
     def __init__(
         self,
