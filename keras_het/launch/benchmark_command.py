@@ -21,7 +21,15 @@ from keras_het.launch.benchmark_trials import (
     to_dict,
 )
 from keras_het.launch.doctor.facts import gather
-from keras_het.launch.grammar import Commands, add_command, argument, positive_integer, speeds_of
+from keras_het.launch.grammar import (
+    Commands,
+    Option,
+    add_command,
+    add_options,
+    argument,
+    positive_integer,
+    speeds_of,
+)
 from keras_het.launch.local.gpus import present_gpus
 from keras_het.telemetry.hardware import NvmlMissingError
 
@@ -43,53 +51,45 @@ Exit code: 1 if a trial failed.
 # Of all trials together, without the time that processes take to start.
 _SECONDS_FOR_GPUS, _SECONDS_EMULATED = 400.0, 24.0
 _EMULATED = (2.0, 1.0)
+_models = argument(
+    ",".join(MODELS), lambda text: tuple(text.split(",")), lambda chosen: set(chosen) <= set(MODELS)
+)
+_OPTIONS = (
+    Option(
+        "--models A,B",
+        f"which models to train (default: {','.join(MODELS)})",
+        _models,
+        MODELS,
+    ),
+    Option(
+        "--batch-size N",
+        "samples of a step for each device (default: 64 on GPUs, 8 on emulated devices)",
+        positive_integer,
+    ),
+    Option(
+        "--seconds S",
+        "measured seconds of each trial (default: what makes 10 minutes in all)",
+        positive_integer,
+    ),
+    Option(
+        "--precision",
+        "dtype policy of the models (default: float32)",
+        default="float32",
+        more={"choices": ("float32", "mixed_float16", "mixed_bfloat16")},
+    ),
+    Option(
+        "--emulate A,B,...",
+        "emulate devices with these relative speeds (default without GPUs: 2,1)",
+        speeds_of,
+    ),
+    Option("--output DIRECTORY", "where the file and the picture go (default: here)", Path, Path()),
+)
 
 
 def add_benchmark_command(commands: Commands) -> None:
     summary = "measure this machine's devices alone and together"
     parser = add_command(commands, "benchmark", run_benchmark, summary, _DESCRIPTION, _EPILOG)
-    parser.add_argument(
-        "--models",
-        type=argument(
-            ",".join(MODELS),
-            lambda text: tuple(text.split(",")),
-            lambda chosen: set(chosen) <= set(MODELS),
-        ),
-        default=MODELS,
-        metavar="A,B",
-        help=f"which models to train (default: {','.join(MODELS)})",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=positive_integer,
-        metavar="N",
-        help="samples of a step for each device (default: 64 on GPUs, 8 on emulated devices)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=positive_integer,
-        metavar="S",
-        help="measured seconds of each trial (default: what makes 10 minutes in all)",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("float32", "mixed_float16", "mixed_bfloat16"),
-        default="float32",
-        help="dtype policy of the models (default: float32)",
-    )
-    parser.add_argument(
-        "--emulate",
-        type=speeds_of,
-        metavar="A,B,...",
-        help="emulate devices with these relative speeds (default without GPUs: 2,1)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path(),
-        metavar="DIRECTORY",
-        help="where the file and the picture go (default: here)",
-    )
+    add_options(parser, _OPTIONS)
 
 
 def run_benchmark(options: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from keras_het.launch.grammar import Commands, add_command, not_negative
+from keras_het.launch.grammar import Commands, Option, add_command, add_options, not_negative
 
 _DESCRIPTION = """\
 Says what is on this machine, what keras_het would do with it, and what is wrong, with its fix:
@@ -24,23 +24,23 @@ examples:
 
 Exit code: 1 if training would fail, else 0, also with warnings.
 """
+_OPTIONS = (
+    Option("--json", "print the report as JSON"),
+    Option("--log-dir DIRECTORY", "where training will write: is there room", Path),
+    Option(
+        "--wait-seconds S",
+        "how long to wait for the doctors of the other machines (default: 30; 0: only see whether "
+        "their addresses can be reached)",
+        not_negative,
+        30.0,
+    ),
+)
 
 
 def add_doctor_command(commands: Commands) -> None:
     summary = "say what is on this machine, what is wrong, and how to fix it"
     parser = add_command(commands, "doctor", run_doctor, summary, _DESCRIPTION, _EPILOG)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument(
-        "--log-dir", type=Path, metavar="DIRECTORY", help="where training will write: is there room"
-    )
-    parser.add_argument(
-        "--wait-seconds",
-        type=not_negative,
-        default=30.0,
-        metavar="S",
-        help="how long to wait for the doctors of the other machines (default: 30; 0: only see "
-        "whether their addresses can be reached)",
-    )
+    add_options(parser, _OPTIONS)
 
 
 def run_doctor(options: argparse.Namespace) -> int:

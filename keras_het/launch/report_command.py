@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from keras_het.launch.grammar import Commands, add_command
+from keras_het.launch.grammar import Commands, Option, add_command, add_options
 from keras_het.launch.local.display import discard, printable
 
 _DESCRIPTION = """\
@@ -21,24 +21,18 @@ examples:
   keras-het report logs --html report.html
   keras-het report logs --run second --trace trace.json     open it in https://ui.perfetto.dev
 """
+_OPTIONS = (
+    Option("--html FILE", "write the page of TensorBoard's tab with the log in it", Path),
+    Option("--trace FILE", "write a trace that Perfetto opens", Path),
+    Option("--run NAME", "which training, of several (default: the latest one)"),
+)
 
 
 def add_report_command(commands: Commands) -> None:
     summary = "tell the story of a training from its log"
     parser = add_command(commands, "report", run_report, summary, _DESCRIPTION, _EPILOG)
     parser.add_argument("log_dir", metavar="LOGDIR", help="directory of the log")
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write the page of TensorBoard's tab with the log in it",
-    )
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write a trace that Perfetto opens"
-    )
-    parser.add_argument(
-        "--run", metavar="NAME", help="which training, of several (default: the latest one)"
-    )
+    add_options(parser, _OPTIONS)
 
 
 def run_report(options: argparse.Namespace) -> int:

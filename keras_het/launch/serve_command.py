@@ -13,8 +13,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keras_het.launch.grammar import Commands, add_command
 from keras_het.seen_versions import KERAS_BACKEND, NEEDED_BACKEND, check_keras_backend
+from keras_het.launch.grammar import Commands, Option, add_command, add_options
 
 if TYPE_CHECKING:
     from keras_het.strategy.cluster.cluster_config import ClusterConfig
@@ -41,6 +41,16 @@ def share_freed_memory() -> bool:
     return all([set_option(option, value) == 1 for option, value in options.items()])
 
 
+_OPTIONS = (
+    Option("--once", "end after one training"),
+    Option(
+        "--import MODULE",
+        "import a module, as with python -m, that registers a rule of your own",
+        more={"dest": "module"},
+    ),
+)
+
+
 def add_serve_commands(commands: Commands) -> None:
     serve = add_command(
         commands,
@@ -52,21 +62,14 @@ def add_serve_commands(commands: Commands) -> None:
         "TF_CONFIG and the secret KERAS_HET_SECRET or KERAS_HET_SECRET_FILE. Ends "
         "with Ctrl-C or SIGTERM.",
     )
-    serve.add_argument("--once", action="store_true", help="end after one training")
-    serve.add_argument(
-        "--import",
-        dest="module",
-        metavar="MODULE",
-        help="import a module, as with python -m, that registers a rule of your own",
-    )
+    add_options(serve, _OPTIONS)
     add_command(
         commands,
         "summation-server",
         sum_gradients,
         "sum gradients on a spare machine (job summation in TF_CONFIG)",
         "Sums gradients on the CPUs of a machine that trains nothing. Reads TF_CONFIG and the "
-        "secret "
-        "KERAS_HET_SECRET or KERAS_HET_SECRET_FILE. Ends with Ctrl-C or SIGTERM.",
+        "secret KERAS_HET_SECRET or KERAS_HET_SECRET_FILE. Ends with Ctrl-C or SIGTERM.",
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from keras_het.launch.grammar import Commands, add_command
+from keras_het.launch.grammar import Commands, Option, add_command, add_options
 
 if TYPE_CHECKING:
     from keras_het.loader.validation.tfdv_adapter import Schema, Statistics
@@ -24,6 +24,19 @@ examples:
 Exit code: 0 if all is right, 1 if there are anomalies or distances above their thresholds, 2 for
 wrong usage.
 """
+_OPTIONS = (
+    Option("--schema FILE", "schema (default: inferred from the reference)"),
+    Option("--write-schema FILE", "write the schema used"),
+    Option(
+        "--categorical FEATURE",
+        "integer feature of TFRecord files whose values are categories; may be repeated",
+        default=[],
+        more={"action": "append"},
+    ),
+    Option("--numeric-ranges", "infer ranges of numbers, too"),
+    Option("--reference NAME", "what others are compared with (default: most rows)"),
+    Option("--epoch N", "of directories, from 1 (default: the last one)", int),
+)
 
 
 def add_validate_command(commands: Commands) -> None:
@@ -37,20 +50,8 @@ def add_validate_command(commands: Commands) -> None:
         "or a directory that keras_het.callbacks.DataValidation has written; NAME=DATA names it.",
         _EPILOG,
     )
-    add = parser.add_argument
-    add("data", nargs="+", metavar="[NAME=]DATA", help="what to look at")
-    add("--schema", metavar="FILE", help="schema (default: inferred from the reference)")
-    add("--write-schema", metavar="FILE", help="write the schema used")
-    add(
-        "--categorical",
-        action="append",
-        default=[],
-        metavar="FEATURE",
-        help="integer feature of TFRecord files whose values are categories; may be repeated",
-    )
-    add("--numeric-ranges", action="store_true", help="infer ranges of numbers, too")
-    add("--reference", metavar="NAME", help="what others are compared with (default: most rows)")
-    add("--epoch", type=int, metavar="N", help="of directories, from 1 (default: the last one)")
+    parser.add_argument("data", nargs="+", metavar="[NAME=]DATA", help="what to look at")
+    add_options(parser, _OPTIONS)
 
 
 def run_validate(options: argparse.Namespace) -> int:

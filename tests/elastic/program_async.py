@@ -10,12 +10,11 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 EPOCHS, NUM_SAMPLES, BATCH = 8, 480, 12
 
 
-def train(config: dict[str, Any]) -> None:
+def train(config):
     import keras
     import numpy as np
 
@@ -33,7 +32,7 @@ def train(config: dict[str, Any]) -> None:
         model.compile(keras.optimizers.SGD(0.05), "mse")
 
     class Watch(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        def on_train_batch_end(self, batch, logs=None):
             if not strategy.is_async_worker:
                 return
             with (folder / "async-steps").open("a") as file:
@@ -54,7 +53,7 @@ def train(config: dict[str, Any]) -> None:
         np.savez(folder / "weights.npz", *model.get_weights())
 
 
-def main(folder: Path) -> None:
+def main(folder):
     import ray
     from ray import cloudpickle
     from ray.cluster_utils import Cluster

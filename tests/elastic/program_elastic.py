@@ -28,7 +28,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ SHARED = "shared"
 ALWAYS = ("always", "start")
 
 
-def model_and_data() -> tuple[Any, list[Any], list[Any]]:
+def model_and_data():
     import keras
     import numpy as np
 
@@ -56,13 +55,13 @@ def model_and_data() -> tuple[Any, list[Any], list[Any]]:
     return model, [np.eye(NUM_SAMPLES, dtype=np.float32), features], [target, target]
 
 
-def mean_output(y: Any, p: Any) -> Any:
+def mean_output(y, p):
     import keras
 
     return keras.ops.mean(p, axis=-1)
 
 
-def fit(model: Any, x: Any, y: Any, callbacks: list[Any], folder: Path | None = None) -> Any:
+def fit(model, x, y, callbacks, folder=None):
     """Train; with a folder, with callbacks of Keras whose results depend on all epochs."""
     import keras
 
@@ -86,7 +85,7 @@ def fit(model: Any, x: Any, y: Any, callbacks: list[Any], folder: Path | None = 
     return history
 
 
-def train(config: dict[str, Any]) -> None:
+def train(config):
     import keras
     import numpy as np
     import ray
@@ -100,7 +99,7 @@ def train(config: dict[str, Any]) -> None:
     once = folder / "died"
     keras.utils.set_random_seed(0)
 
-    def die_in(phase: str, index: int) -> None:
+    def die_in(phase, index):
         dies = config.get("dies")
         if (dies == phase and index == 1 and not once.exists()) or (dies, phase) == ALWAYS:
             once.touch()
@@ -122,13 +121,13 @@ def train(config: dict[str, Any]) -> None:
         model, x, y = model_and_data()
 
     class Watched(keras.callbacks.Callback):
-        def on_train_begin(self, logs: Any = None) -> None:
+        def on_train_begin(self, logs=None):
             die_in("begin of fit", index)
 
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        def on_train_batch_begin(self, batch, logs=None):
             die_in("first step", index)
 
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        def on_train_batch_end(self, batch, logs=None):
             step = int(self.model.optimizer.iterations.numpy())
             with (folder / f"steps-{index}").open("a") as file:
                 file.write(
@@ -143,17 +142,17 @@ def train(config: dict[str, Any]) -> None:
                 die_in("last step", index)
             wait_for(lambda: not (folder / "slow").exists(), 1.0)
 
-        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        def on_test_batch_end(self, batch, logs=None):
             die_in("validation", index)
 
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        def on_epoch_end(self, epoch, logs=None):
             die_in("end of an epoch", index)
 
     elastic = keras_het.callbacks.ElasticBackup(str(where), save_freq=config.get("save_freq", 3))
     if config.get("dies") == "save" and strategy.is_chief:
         complete = backup_folder.BackupFolder._complete
 
-        def dying(self: Any, aside: Path, path: Path) -> None:
+        def dying(self, aside, path):
             if path.name.startswith("backup-3-"):
                 die_in("save", 1)
             complete(self, aside, path)
@@ -169,12 +168,12 @@ def train(config: dict[str, Any]) -> None:
         aside.rename(folder / "weights.npz")
 
 
-def wait_until(condition: Callable[[], bool], what: str = "") -> None:
+def wait_until(condition, what=""):
     if not wait_for(condition, LONGEST_SECONDS):
         raise TimeoutError(f"waited {LONGEST_SECONDS} s for {what or condition}")
 
 
-def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+def wait_for(condition, seconds):
     """Wait for a condition, and return whether it became true in time."""
     deadline = time.monotonic() + seconds
     while not (is_true := condition()) and time.monotonic() < deadline:
@@ -185,27 +184,20 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 class Disturbance:
     """What is done to a cluster while it trains."""
 
-    def __init__(
-        self,
-        cluster: Any,
-        nodes: list[Any],
-        other: OtherHost | None,
-        folder: Path,
-        running: threading.Thread,
-    ) -> None:
+    def __init__(self, cluster, nodes, other, folder, running):
         self.cluster, self.nodes, self.other = cluster, nodes, other
         self.folder, self.running = folder, running
         self.ended: set[int] = set()
 
-    def groups(self) -> set[int]:
+    def groups(self):
         pids = (self.folder / "steps-0").read_text().splitlines()
         return {json.loads(line)[0] for line in pids}
 
-    def wait_for_steps(self) -> None:
+    def wait_for_steps(self):
         """Wait until a group has trained some steps of its own."""
         path = self.folder / "steps-0"
 
-        def has_trained() -> bool:
+        def has_trained():
             lines = path.read_text().splitlines() if path.exists() else []
             rows = [json.loads(line) for line in lines if line.endswith("]")]
             recent = rows[-STEPS_BETWEEN_EVENTS:]
@@ -215,7 +207,7 @@ class Disturbance:
         wait_until(lambda: has_trained() or not self.running.is_alive(), "steps of a new group")
         (self.folder / "slow").unlink(missing_ok=True)
 
-    def run(self, event: str) -> None:
+    def run(self, event):
         self.wait_for_steps()
         print("event", event, time.time(), flush=True)
         self.ended = self.groups()
@@ -224,19 +216,19 @@ class Disturbance:
             (self.folder / "slow").touch()  # Ray takes up to 20 seconds to see it
         getattr(self, kind)(*argument.split())
 
-    def kill(self, *workers: str) -> None:
+    def kill(self, *workers):
         rows = [(self.folder / f"steps-{each}").read_text().splitlines()[-1] for each in workers]
         for row in rows:
             os.kill(json.loads(row)[0], signal.SIGKILL)
 
-    def lose(self, node: str = "-1") -> None:
+    def lose(self, node="-1"):
         self.cluster.remove_node(self.nodes.pop(int(node)), allow_graceful=False)
 
-    def terminate(self) -> None:
+    def terminate(self):
         process = self.nodes.pop().all_processes["raylet"][0].process
         process.send_signal(signal.SIGTERM)
 
-    def drain(self) -> None:
+    def drain(self):
         from ray._private import worker
         from ray.core.generated import autoscaler_pb2
 
@@ -247,15 +239,15 @@ class Disturbance:
             int((time.time() + LONGEST_SECONDS) * 1000),
         )
 
-    def add(self) -> None:
+    def add(self):
         self.nodes.append(add_node(self.cluster))
 
-    def lose_store(self) -> None:
+    def lose_store(self):
         """Lose what the head node knows; a driver of Ray ends its process then."""
         self.cluster.head_node.kill_gcs_server(check_alive=False)
         self.running.join(LONGEST_SECONDS)
 
-    def link(self, state: str) -> None:
+    def link(self, state):
         """Have the other host's cable pulled out, or put in and its node started again."""
         (request := self.folder / f"link-{state}").touch()
         wait_until(lambda: not request.exists())
@@ -265,13 +257,13 @@ class Disturbance:
             (self.folder / "slow").touch()
             self.other.start()
 
-    def lose_and_add(self) -> None:
+    def lose_and_add(self):
         """Lose a node that is needed, and give another one when training has stopped."""
         before = len((self.folder / "steps-0").read_text().splitlines())
         self.lose()
         seen = [before, time.monotonic()]
 
-        def stands_still() -> bool:
+        def stands_still():
             now = len((self.folder / "steps-0").read_text().splitlines())
             if now != seen[0]:
                 seen[:] = [now, time.monotonic()]
@@ -284,7 +276,7 @@ class Disturbance:
 STORE_BYTES = 80 * 2**20
 
 
-def add_node(cluster: Any) -> Any:
+def add_node(cluster):
     about = {"num_cpus": 4, "resources": {"het": 1}, "object_store_memory": STORE_BYTES}
     return cluster.add_node(**about, node_ip_address=cluster.head_node.node_ip_address)
 
@@ -292,28 +284,26 @@ def add_node(cluster: Any) -> Any:
 class OtherHost:
     """A node on another host, started as a user does."""
 
-    def __init__(self, cluster_address: str, own_address: str, *prefix: str) -> None:
+    def __init__(self, cluster_address, own_address, *prefix):
         options = [f"--address={cluster_address}", f"--node-ip-address={own_address}"]
         options += ["--num-cpus=4", '--resources={"het": 1}', "--block"]
         options += [f"--object-store-memory={STORE_BYTES}"]
         self._command = [*prefix, str(Path(sys.executable).with_name("ray")), "start", *options]
         self.start()
 
-    def start(self) -> None:
+    def start(self):
         self._process = subprocess.Popen(self._command)
 
-    def wait(self) -> None:
+    def wait(self):
         self._process.wait(LONGEST_SECONDS)
 
-    def stop(self) -> None:
+    def stop(self):
         self._process.terminate()
         self.wait()
 
 
 @contextlib.contextmanager
-def local_cluster(
-    num_nodes: int, on_head: int, hosts: list[str]
-) -> Iterator[tuple[Any, list[Any], OtherHost | None]]:
+def local_cluster(num_nodes, on_head, hosts):
     import ray
     from ray.cluster_utils import Cluster
 
@@ -336,7 +326,7 @@ def local_cluster(
         cluster.shutdown()
 
 
-def main(folder: Path, config: dict[str, Any]) -> int:
+def main(folder, config):
     from ray import cloudpickle
     from ray.train import RunConfig
 
@@ -355,7 +345,7 @@ def main(folder: Path, config: dict[str, Any]) -> int:
             run_config=RunConfig(storage_path=str(folder / "results")),
         )
 
-        def fit() -> None:
+        def fit():
             try:
                 found = trainer.fit()
             except BaseException as error:

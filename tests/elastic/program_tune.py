@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 
-def train(config: dict[str, Any]) -> None:
+def train(config):
     import keras
     import numpy as np
 
@@ -36,7 +35,7 @@ def train(config: dict[str, Any]) -> None:
     )
 
 
-def trial(config: dict[str, Any]) -> None:
+def trial(config):
     from ray.train import RunConfig
     from ray.tune.integration.ray_train import TuneReportCallback
 
@@ -52,7 +51,7 @@ def trial(config: dict[str, Any]) -> None:
     ).fit()
 
 
-def main(folder: Path) -> None:
+def main(folder):
     import ray
     from ray import cloudpickle, tune
 

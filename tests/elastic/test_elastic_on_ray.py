@@ -10,16 +10,14 @@ import sys
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 import psutil
 import pytest
-from _namespaces import Hosts, limited_hosts, why_not
+from _namespaces import limited_hosts, why_not
 from program_async import EPOCHS as ASYNC_EPOCHS
 from program_elastic import BATCH, EPOCHS, NUM_SAMPLES, RATE
 
@@ -37,15 +35,11 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 pytestmark = pytest.mark.timeout(2 * SECONDS)
-Run = Callable[..., subprocess.CompletedProcess[str]]
-Weights = Callable[[], list[np.ndarray]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    def run(
-        prefix: Sequence[str] = (), program: Path = PROGRAM, **config: Any
-    ) -> subprocess.CompletedProcess[str]:
+def run(tmp_path):
+    def run(prefix=(), program=PROGRAM, **config):
         options = json.dumps({"nodes": 3, **config})
         command = [*prefix, sys.executable, str(program), str(tmp_path), options]
         environment = {**os.environ, **ENVIRONMENT}
@@ -70,7 +64,7 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def reap(session: int) -> None:
+def reap(session):
     """End what is left of a program's session; Ray's processes may have sessions of their own."""
     for process in psutil.process_iter():
         try:
@@ -80,12 +74,12 @@ def reap(session: int) -> None:
             continue
 
 
-def memory_folders(folder: Path) -> list[Path]:
+def memory_folders(folder):
     digest = hashlib.sha256(str(folder / "shared").encode()).hexdigest()
     return list(Path("/dev/shm").glob(f"keras_het-*-{digest[:8]}"))
 
 
-def rows(folder: Path) -> list[list[Any]]:
+def rows(folder):
     found = [
         json.loads(line)
         for path in folder.glob("steps-*")
@@ -113,13 +107,13 @@ np.savez(sys.argv[2], *model.get_weights())
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weights]:
+def undisturbed(tmp_path_factory):
     """Waits for one device that trains alone, beside the test, and returns its weights."""
     path = tmp_path_factory.mktemp("alone") / "weights.npz"
     command = [sys.executable, "-c", ONE_DEVICE, str(PROGRAM.parent), str(path)]
     with subprocess.Popen(command) as process:
 
-        def weights() -> list[np.ndarray]:
+        def weights():
             assert process.wait(SECONDS) == 0
             return list(np.load(path).values())
 
@@ -127,7 +121,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weights]:
         process.kill()
 
 
-def assert_exact(folder: Path, undisturbed: Weights) -> None:
+def assert_exact(folder, undisturbed):
     weights = list(np.load(folder / "weights.npz").values())
     (kernel,) = [each for each in weights if each.shape == (NUM_SAMPLES, 1)]
     uses = -kernel.ravel() * BATCH / RATE
@@ -136,7 +130,7 @@ def assert_exact(folder: Path, undisturbed: Weights) -> None:
         np.testing.assert_allclose(own, expected, atol=1e-5)
 
 
-def sizes_of_groups(folder: Path) -> list[int]:
+def sizes_of_groups(folder):
     """Number of workers of each group that has trained, in their order."""
     sizes: list[int] = []
     last = None
@@ -159,9 +153,7 @@ LOSSES = [
 
 @pytest.mark.quick("a-worker")
 @pytest.mark.parametrize(("config", "sizes"), LOSSES)
-def test_workers_and_machines_come_and_go(
-    run: Run, tmp_path: Path, undisturbed: Weights, config: dict[str, Any], sizes: list[int]
-) -> None:
+def test_workers_and_machines_come_and_go(run, tmp_path, undisturbed, config, sizes):
     result = run(**config)
     assert result.returncode == 0, result.stdout
     assert_exact(tmp_path, undisturbed)
@@ -178,7 +170,7 @@ def test_workers_and_machines_come_and_go(
 
 
 @pytest.mark.full
-def test_an_error_of_the_script_ends_all_at_once(run: Run, tmp_path: Path) -> None:
+def test_an_error_of_the_script_ends_all_at_once(run, tmp_path):
     result = run(fails=10)
     assert result.returncode == 1, result.stdout
     last = result.stdout.rstrip().rsplit("TrainFunctionError: Traceback", 1)[-1]
@@ -210,9 +202,7 @@ EVENTS = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("config", EVENTS)
-def test_every_loss_is_exact(
-    run: Run, tmp_path: Path, undisturbed: Weights, config: dict[str, Any]
-) -> None:
+def test_every_loss_is_exact(run, tmp_path, undisturbed, config):
     result = run(**config)
     assert result.returncode == 0, result.stdout
     assert_exact(tmp_path, undisturbed)
@@ -224,7 +214,7 @@ def test_every_loss_is_exact(
 
 
 @pytest.mark.full
-def test_callbacks_go_on_as_if_nothing_had_happened(run: Run, tmp_path: Path) -> None:
+def test_callbacks_go_on_as_if_nothing_had_happened(run, tmp_path):
     """The loss comes in the fourth of seven epochs; the weights of the first one are the best."""
     (alone := tmp_path / "alone").mkdir()
     command = [sys.executable, "-c", ONE_DEVICE, str(PROGRAM.parent), str(alone / "weights.npz")]
@@ -250,7 +240,7 @@ def test_callbacks_go_on_as_if_nothing_had_happened(run: Run, tmp_path: Path) ->
             np.testing.assert_allclose(own, one, atol=1e-5, err_msg=name)
 
 
-def arrays_in(path: Path) -> list[np.ndarray]:
+def arrays_in(path):
     if path.suffix == ".npz":
         return list(np.load(path).values())
     found: list[np.ndarray] = []
@@ -263,9 +253,7 @@ def arrays_in(path: Path) -> list[np.ndarray]:
 
 @pytest.mark.full
 @pytest.mark.network_namespaces
-def test_a_machine_is_cut_off_and_comes_back(
-    run: Run, tmp_path: Path, undisturbed: Weights
-) -> None:
+def test_a_machine_is_cut_off_and_comes_back(run, tmp_path, undisturbed):
     if reason := why_not():
         pytest.skip(reason)
     with limited_hosts([1000.0, 1000.0]) as hosts, ThreadPoolExecutor(1) as pool:
@@ -283,7 +271,7 @@ def test_a_machine_is_cut_off_and_comes_back(
     assert sizes_of_groups(tmp_path) == [3, 2, 3], result.stdout
 
 
-def plug_when_asked(hosts: Hosts, folder: Path, states: Sequence[str]) -> None:
+def plug_when_asked(hosts, folder, states):
     deadline = time.monotonic() + SECONDS
     for state in states:
         while not (request := folder / f"link-{state}").exists() and time.monotonic() < deadline:
@@ -293,9 +281,7 @@ def plug_when_asked(hosts: Hosts, folder: Path, states: Sequence[str]) -> None:
 
 
 @pytest.mark.full
-def test_training_goes_on_in_another_cluster_when_the_head_is_lost(
-    run: Run, tmp_path: Path, undisturbed: Weights
-) -> None:
+def test_training_goes_on_in_another_cluster_when_the_head_is_lost(run, tmp_path, undisturbed):
     result = run(events=["lose_store"])
     assert "Failed to connect to GCS" in result.stdout
     before = {row[0]: row[2] for row in rows(tmp_path)}
@@ -307,7 +293,7 @@ def test_training_goes_on_in_another_cluster_when_the_head_is_lost(
 
 
 @pytest.mark.full
-def test_a_slow_node_trains_asynchronously_and_is_lost(run: Run, tmp_path: Path) -> None:
+def test_a_slow_node_trains_asynchronously_and_is_lost(run, tmp_path):
     result = run(program=ASYNC_PROGRAM)
     assert result.returncode == 0, result.stdout
     assert json.loads((tmp_path / "reported").read_text())["epoch"] == ASYNC_EPOCHS
@@ -320,7 +306,7 @@ def test_a_slow_node_trains_asynchronously_and_is_lost(run: Run, tmp_path: Path)
 
 
 @pytest.mark.full
-def test_tune_sees_each_epoch(run: Run, tmp_path: Path) -> None:
+def test_tune_sees_each_epoch(run, tmp_path):
     result = run(program=TUNE_PROGRAM)
     assert result.returncode == 0, result.stdout
     told = json.loads((tmp_path / "told").read_text())
@@ -330,16 +316,14 @@ def test_tune_sees_each_epoch(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(4))
-def test_twenty_generations_leave_nothing_behind(
-    run: Run, tmp_path: Path, undisturbed: Weights, part: int
-) -> None:
+def test_twenty_generations_leave_nothing_behind(run, tmp_path, undisturbed, part):
     result = run(events=[f"kill {event % 3}" for event in range(part, part + 5)])
     assert result.returncode == 0, result.stdout
     assert_exact(tmp_path, undisturbed)
 
 
 @pytest.mark.full
-def test_workers_lost_again_and_again_end_the_training(run: Run, tmp_path: Path) -> None:
+def test_workers_lost_again_and_again_end_the_training(run, tmp_path):
     result = run(dies="always")
     assert result.returncode == 1, result.stdout
     assert (

@@ -29,14 +29,14 @@ from keras_het.ray.group import LeavingError, TrainFunctionError
 LOST = RuntimeError("the actor died")
 
 
-def places(*rows: tuple[str, bool, tuple[str, ...] | None]) -> list[Place]:
+def places(*rows):
     return [
         Place(node, f"{node}:{port}", f"{node}:{port + 100}", is_async, gpus, cpus=8)
         for port, (node, is_async, gpus) in enumerate(rows, 1000)
     ]
 
 
-def test_workers_take_the_gpus_of_their_node_in_turn() -> None:
+def test_workers_take_the_gpus_of_their_node_in_turn():
     found = environments(
         places(("a", False, ("G0", "G1")), ("b", False, ()), ("a", False, ("G0", "G1"))), threads=3
     )
@@ -47,23 +47,23 @@ def test_workers_take_the_gpus_of_their_node_in_turn() -> None:
     assert [each["task"] for each in configs] == [{"type": "worker", "index": n} for n in range(3)]
 
 
-def test_the_cpus_of_a_node_are_dealt_out() -> None:
+def test_the_cpus_of_a_node_are_dealt_out():
     rows = [("a", False, ()), ("b", False, ()), ("a", False, ())]
     threads = [each["TF_NUM_INTRAOP_THREADS"] for each in environments(places(*rows), None)]
     assert threads == ["4", "8", "4"]
 
 
-def test_a_gpu_that_ray_has_chosen_stays() -> None:
+def test_a_gpu_that_ray_has_chosen_stays():
     (found,) = environments(places(("a", False, None)), threads=1)
     assert "CUDA_VISIBLE_DEVICES" not in found
 
 
-def test_a_worker_beyond_the_gpus_of_its_node_computes_on_the_cpu() -> None:
+def test_a_worker_beyond_the_gpus_of_its_node_computes_on_the_cpu():
     found = environments(places(("a", False, ("G0",)), ("a", False, ("G0",))), threads=1)
     assert [each.get("CUDA_VISIBLE_DEVICES") for each in found] == ["G0", "-1"]
 
 
-def test_workers_of_slow_nodes_are_outside_of_the_synchronous_group() -> None:
+def test_workers_of_slow_nodes_are_outside_of_the_synchronous_group():
     found = environments(places(("a", True, ()), ("b", False, ()), ("c", False, ())), threads=1)
     configs = [json.loads(each["TF_CONFIG"]) for each in found]
     assert configs[0]["cluster"] == {"worker": ["b:1001", "c:1002"], "async": ["a:1000"]}
@@ -76,34 +76,34 @@ def test_workers_of_slow_nodes_are_outside_of_the_synchronous_group() -> None:
     assert len({each["KERAS_HET_SECRET"] for each in found}) == 1
 
 
-def test_slow_nodes_alone_are_refused() -> None:
+def test_slow_nodes_alone_are_refused():
     with pytest.raises(ValueError, match="no worker is left for the synchronous group"):
         environments(places(("a", True, ())), threads=1)
 
 
 @pytest.fixture
-def losses(monkeypatch: pytest.MonkeyPatch) -> tuple[group.Losses, group.Progress]:
+def losses(monkeypatch):
     far = group.Progress()
     monkeypatch.setattr(group.ray, "get", lambda result: result)
     actor = SimpleNamespace(furthest=SimpleNamespace(remote=far.furthest))
     return group.Losses(FailureConfig(), 2, actor), far
 
 
-def decide(policy: group.Losses, *errors: Exception) -> FailureDecision:
+def decide(policy, *errors):
     return policy.make_decision(WorkerGroupError("lost", dict(enumerate(errors))))
 
 
 RETRY, RAISE = FailureDecision.RETRY, FailureDecision.RAISE
 
 
-def test_losses_count_without_progress_in_between(losses: Any) -> None:
+def test_losses_count_without_progress_in_between(losses):
     policy, far = losses
     assert [decide(policy, LOST) for _ in range(2)] == [RETRY] * 2
     far.note_saved("a", 0, 5)
     assert [decide(policy, LOST) for _ in range(3)] == [RETRY, RETRY, RAISE]
 
 
-def test_steps_that_were_saved_before_are_no_progress(losses: Any) -> None:
+def test_steps_that_were_saved_before_are_no_progress(losses):
     policy, far = losses
     for place in ((0, 3), (1, 2)):
         far.note_saved("a", *place)
@@ -113,7 +113,7 @@ def test_steps_that_were_saved_before_are_no_progress(losses: Any) -> None:
     assert [decide(policy, LOST) for _ in range(2)] == [RETRY, RAISE]
 
 
-def test_steps_of_the_next_fit_are_progress(losses: Any) -> None:
+def test_steps_of_the_next_fit_are_progress(losses):
     policy, far = losses
     far.note_saved("first", 9, 0)
     for step in range(9):
@@ -121,13 +121,13 @@ def test_steps_of_the_next_fit_are_progress(losses: Any) -> None:
         assert [decide(policy, LOST) for _ in range(2)] == [RETRY, RETRY]
 
 
-def test_machines_that_leave_in_order_do_not_count(losses: Any) -> None:
+def test_machines_that_leave_in_order_do_not_count(losses):
     policy, _ = losses
     assert {decide(policy, LeavingError(), LeavingError()) for _ in range(9)} == {RETRY}
     assert [decide(policy, LOST, LeavingError()) for _ in range(3)] == [RETRY, RETRY, RAISE]
 
 
-def test_a_loss_is_one_line_of_the_log(losses: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_is_one_line_of_the_log(losses, caplog):
     decide(losses[0], LeavingError("left"), RuntimeError("the actor died\nWorker info:\n  ip=1"))
     assert caplog.messages == [
         "Another group of workers continues from the newest backup, after worker 0: LeavingError: "
@@ -135,22 +135,20 @@ def test_a_loss_is_one_line_of_the_log(losses: Any, caplog: pytest.LogCaptureFix
     ]
 
 
-def test_a_group_may_wait_for_machines_for_long(losses: Any) -> None:
+def test_a_group_may_wait_for_machines_for_long(losses):
     policy, _ = losses
     waits = ControllerError(WorkerGroupStartupTimeoutError(num_workers=3))
     assert {policy.make_decision(waits) for _ in range(9)} == {RETRY}
     assert policy.make_decision(ControllerError(ValueError("of ours"))) == RAISE
 
 
-def raised_by_a_worker(error: Exception) -> Exception:
+def raised_by_a_worker(error):
     with pytest.raises(Exception) as found, group.OnWorker(None, "run"):  # type: ignore[arg-type]
         raise error
     return found.value
 
 
-def test_a_taken_port_is_no_error_of_the_script(
-    losses: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_taken_port_is_no_error_of_the_script(losses, monkeypatch):
     from keras_het.strategy.cluster.arrival import wait_for_peers
 
     policy, _ = losses
@@ -164,20 +162,20 @@ def test_a_taken_port_is_no_error_of_the_script(
     assert decide(policy, raised_by_a_worker(RuntimeError("of the script"))) == RAISE
 
 
-def test_an_error_of_the_script_ends_all_also_beside_losses(losses: Any) -> None:
+def test_an_error_of_the_script_ends_all_also_beside_losses(losses):
     policy, _ = losses
     assert decide(policy, LOST, TrainFunctionError("Traceback")) == RAISE
 
 
 @pytest.mark.parametrize(("given", "most"), [(0, 3), (5, 5), (-1, math.inf)])
-def test_the_limit_of_losses_is_that_of_ray_train(given: int, most: float) -> None:
+def test_the_limit_of_losses_is_that_of_ray_train(given, most):
     run_config = RunConfig(failure_config=FailureConfig(max_failures=given))
     trainer = KerasTrainer(lambda: None, 2, run_config=run_config)
     assert trainer._most_losses == most
     assert run_config.failure_config.max_failures == given
 
 
-def test_a_node_that_does_not_listen_is_not_present() -> None:
+def test_a_node_that_does_not_listen_is_not_present():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -191,7 +189,7 @@ def test_a_node_that_does_not_listen_is_not_present() -> None:
     assert not trainer._answers(node)
 
 
-def test_workers_are_counted_on_nodes_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_counted_on_nodes_that_stay(monkeypatch):
     nodes = [{"NodeID": name} for name in ("present", "leaving", "silent")]
     monkeypatch.setattr(trainer.ray, "nodes", lambda: nodes)
     monkeypatch.setattr(trainer.state, "get_draining_nodes", lambda: {"leaving": 0})
@@ -202,7 +200,7 @@ def test_workers_are_counted_on_nodes_that_stay(monkeypatch: pytest.MonkeyPatch)
     assert policy._count_possible_workers({**held, "gone": {"het": 2.0}}) == 2
 
 
-def test_only_a_whole_group_is_asked_to_save() -> None:
+def test_only_a_whole_group_is_asked_to_save():
     asked: list[Any] = []
     whole = SimpleNamespace(execute_async=lambda function: asked.append(function))
     leaves = SimpleNamespace(errors={}, get_preemption_info=lambda: object())
@@ -218,9 +216,7 @@ def test_only_a_whole_group_is_asked_to_save() -> None:
     assert len(asked) == 2
 
 
-def test_a_script_runs_from_a_copy_where_its_machine_has_none(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_runs_from_a_copy_where_its_machine_has_none(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer.sys, "argv", [])
     monkeypatch.setattr(trainer.sys, "path", [*trainer.sys.path])
     source = b"import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(__name__)"
@@ -247,11 +243,11 @@ LOGGED = [
 WAITS = "Retrying to start: not enough resources."
 
 
-def test_the_log_of_a_training_on_ray_has_a_line_for_each_event() -> None:
+def test_the_log_of_a_training_on_ray_has_a_line_for_each_event():
     shown: list[str] = []
     log = cluster.EachOnce(lambda batch: shown.extend(batch["lines"]))
 
-    def say(actor: str | None, *lines: str, is_err: bool = True, pid: int | str = 7) -> None:
+    def say(actor, *lines, is_err=True, pid=7):
         log({"actor_name": actor, "pid": pid, "is_err": is_err, "lines": list(lines)})
 
     for _ in range(2):
@@ -272,11 +268,11 @@ def test_the_log_of_a_training_on_ray_has_a_line_for_each_event() -> None:
     assert shown == [*a_group, *a_group, "1", "1", "2", "2"]
 
 
-def test_frames_are_shown_of_the_first_worker_of_a_group_that_fails() -> None:
+def test_frames_are_shown_of_the_first_worker_of_a_group_that_fails():
     shown: list[str] = []
     log = cluster.EachOnce(lambda batch: shown.extend(batch["lines"]))
 
-    def say(actor: str, pid: int, *lines: str) -> None:
+    def say(actor, pid, *lines):
         log({"actor_name": actor, "pid": pid, "is_err": True, "lines": list(lines)})
 
     for number in range(2):
@@ -286,7 +282,7 @@ def test_frames_are_shown_of_the_first_worker_of_a_group_that_fails() -> None:
     assert shown == 2 * [BEGINS[3], *LOGGED[1:], LOGGED[-1]]
 
 
-def test_the_log_is_shortened_once_and_silence_stays() -> None:
+def test_the_log_is_shortened_once_and_silence_stays():
     dispatcher = cluster.ray_logging.global_worker_stdstream_dispatcher
     cluster.shorten_log()
     assert dispatcher.handlers == []

@@ -5,9 +5,6 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +12,7 @@ import pytest
 from keras_het.launch.local.free_ports import ReservedPorts
 from keras_het.launch.local.local_cluster import LocalCluster
 from keras_het.launch.local.worker_environment import secret_names
-from keras_het.launch.local.worker_process import WorkerProcess, WorkerResult
+from keras_het.launch.local.worker_process import WorkerProcess
 
 TIMEOUT = 60.0
 
@@ -30,7 +27,7 @@ index = config["task"]["index"]
 class Launcher:
     """The command line, running in a process of its own."""
 
-    def __init__(self, arguments: list[str], env: dict[str, str]) -> None:
+    def __init__(self, arguments, env):
         command = [sys.executable, "-m", "keras_het", *arguments]
         # what the launcher would say it does not pass on
         secrets = secret_names(os.environ, [])
@@ -39,33 +36,33 @@ class Launcher:
         self._process = WorkerProcess(0, command, environment, lambda *_: None, lambda index: None)
         self.process_id = self._process.process_id
 
-    def wait_for_output(self, *texts: str) -> None:
+    def wait_for_output(self, *texts):
         for text in texts:
             if not self._process.wait_for_output(text, TIMEOUT):
                 stdout, stderr = self._process.text("stdout"), self._process.text("stderr")
                 pytest.fail(f"no {text!r} in:\n{stdout}\n{stderr}")
 
-    def printed_process_ids(self) -> list[int]:
+    def printed_process_ids(self):
         """Process ids that the workers printed behind `ready`."""
         lines = re.findall(r"ready((?: \d+)+)", self._process.text("stdout"))
         return [int(number) for line in lines for number in line.split()]
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         self._process.send_signal(number)
 
-    def finish(self, timeout: float = TIMEOUT) -> WorkerResult:
+    def finish(self, timeout=TIMEOUT):
         if not self._process.join(timeout):
             stdout, stderr = self._process.text("stdout"), self._process.text("stderr")
             pytest.fail(f"the launcher did not end:\n{stdout}\n{stderr}")
         return self._process.result()
 
-    def end(self) -> None:
+    def end(self):
         self._process.send_signal(9)
         self._process.join(TIMEOUT)
 
 
 @pytest.fixture
-def ports() -> Iterator[tuple[str, ...]]:
+def ports():
     """Three addresses of this machine at which nothing listens."""
     with ReservedPorts(3) as reserved:
         reserved.release()
@@ -73,10 +70,10 @@ def ports() -> Iterator[tuple[str, ...]]:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Callable[[str], str]:
+def script(tmp_path):
     """Writes a worker's script and returns its path."""
 
-    def write(source: str) -> str:
+    def write(source):
         path = tmp_path / "worker_script.py"
         path.write_text(_PREAMBLE + textwrap.dedent(source))
         return str(path)
@@ -85,7 +82,7 @@ def script(tmp_path: Path) -> Callable[[str], str]:
 
 
 @pytest.fixture
-def train_script(script: Callable[[str], str]) -> str:
+def train_script(script):
     """Path of a training that says the number of workers, a worker's GPUs and its weights."""
     return script(
         """
@@ -104,11 +101,11 @@ def train_script(script: Callable[[str], str]) -> str:
 
 
 @pytest.fixture
-def launch() -> Iterator[Callable[..., Launcher]]:
+def launch():
     """Starts the command line; ends it, whatever happens, at the end of the test."""
     started: list[Launcher] = []
 
-    def start(*arguments: str, **env: str) -> Launcher:
+    def start(*arguments, **env):
         started.append(Launcher(list(arguments), env))
         return started[-1]
 
@@ -118,14 +115,14 @@ def launch() -> Iterator[Callable[..., Launcher]]:
 
 
 @pytest.fixture
-def cluster_of(script: Callable[[str], str]) -> Iterator[Callable[..., LocalCluster]]:
+def cluster_of(script):
     """Makes a started LocalCluster from a script's source; closes it at the end of the test.
 
     Where the script prints "ready", all workers have done so.
     """
     clusters: list[LocalCluster] = []
 
-    def start(source: str, num_workers: int | None = None, **options: Any) -> LocalCluster:
+    def start(source, num_workers=None, **options):
         cluster = LocalCluster([sys.executable, script(source)], num_workers, **options)
         clusters.append(cluster)
         cluster.start()
@@ -139,15 +136,15 @@ def cluster_of(script: Callable[[str], str]) -> Iterator[Callable[..., LocalClus
 
 
 @pytest.fixture
-def assert_gone() -> Callable[[list[int]], None]:
-    def is_alive(process_id: int) -> bool:
+def assert_gone():
+    def is_alive(process_id):
         try:
             # An orphan that nobody reaped yet (no init process in some containers) is gone too.
             return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
 
-    def check(process_ids: list[int]) -> None:
+    def check(process_ids):
         deadline = time.monotonic() + 10
         while alive := [each for each in process_ids if is_alive(each)]:
             assert time.monotonic() < deadline, f"survivors: {alive}"

@@ -2,10 +2,9 @@
 
 import dataclasses
 import json
-from typing import Any
 
 from keras_het.launch.doctor.examination import run_checks
-from keras_het.launch.doctor.facts import Facts, Finding, Gpu
+from keras_het.launch.doctor.facts import Facts, Gpu
 from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts
 from keras_het.strategy.cluster.cluster_config import read_cluster_config
 
@@ -36,15 +35,15 @@ ALONE = Facts(
 WITH_GPU = dataclasses.replace(ALONE, tensorflow=CUDA_BUILD, gpus=(A100,), driver="550.54")
 
 
-def having(base: Facts, environ: dict[str, str] | None = None, **changes: Any) -> Facts:
+def having(base, environ=None, **changes):
     return dataclasses.replace(base, environ={**base.environ, **(environ or {})}, **changes)
 
 
-def tf_config(cluster: dict[str, list[str]], task: str = "worker", index: int = 0) -> str:
+def tf_config(cluster, task="worker", index=0):
     return json.dumps({"cluster": cluster, "task": {"type": task, "index": index}})
 
 
-def in_cluster(text: str, environ: dict[str, str] | None = None, **changes: Any) -> Facts:
+def in_cluster(text, environ=None, **changes):
     environ = {"TF_CONFIG": text, **(environ or {})}
     try:
         config, wrong = read_cluster_config(environ), ""
@@ -53,5 +52,5 @@ def in_cluster(text: str, environ: dict[str, str] | None = None, **changes: Any)
     return having(ALONE, environ, cluster=config, cluster_problem=wrong, **changes)
 
 
-def found(given: Facts, check: str) -> list[Finding]:
+def found(given, check):
     return [finding for finding in run_checks(given) if finding.check == check]

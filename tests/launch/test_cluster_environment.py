@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from keras_het.launch.cluster_environment import Place, expand_hosts, place_of, read_hosts
 
 
-def slurm(node: str, local: int, nodes: str, tasks: str, **more: str) -> dict[str, str]:
+def slurm(node, local, nodes, tasks, **more):
     return {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_NODELIST": nodes,
@@ -23,7 +20,7 @@ def slurm(node: str, local: int, nodes: str, tasks: str, **more: str) -> dict[st
     }
 
 
-def trainer(rank: int, number: str = "3", first: str = "train-node-0-0.train") -> dict[str, str]:
+def trainer(rank, number="3", first="train-node-0-0.train"):
     return {
         "PET_NNODES": number,
         "PET_NPROC_PER_NODE": "auto",
@@ -33,7 +30,7 @@ def trainer(rank: int, number: str = "3", first: str = "train-node-0-0.train") -
     }
 
 
-def open_mpi(rank: int, size: int, local: int) -> dict[str, str]:
+def open_mpi(rank, size, local):
     return {
         "OMPI_COMM_WORLD_RANK": str(rank),
         "OMPI_COMM_WORLD_SIZE": str(size),
@@ -96,9 +93,7 @@ PLACES: dict[str, tuple[dict[str, str], str, str, list[str], int]] = {
 @pytest.mark.parametrize(
     ("environ", "hosts", "hostname", "expected", "index"), PLACES.values(), ids=PLACES
 )
-def test_the_place_of_a_process(
-    environ: dict[str, str], hosts: str, hostname: str, expected: list[str], index: int
-) -> None:
+def test_the_place_of_a_process(environ, hosts, hostname, expected, index):
     place = place_of(environ, read_hosts(hosts) if hosts else (), hostname)
     assert (list(place.hosts), place.index) == (expected, index)
 
@@ -111,9 +106,7 @@ def test_the_place_of_a_process(
         (open_mpi(1, 2, 0), "10.0.0.1:4,10.0.0.2:2", "b", ["10.0.0.1"] * 4 + ["10.0.0.2"] * 2, 4),
     ],
 )
-def test_one_process_stands_for_the_workers_of_its_host(
-    environ: dict[str, str], hosts: str, hostname: str, expected: list[str], index: int
-) -> None:
+def test_one_process_stands_for_the_workers_of_its_host(environ, hosts, hostname, expected, index):
     place = place_of(environ, read_hosts(hosts) if hosts else (), hostname, True)
     assert (list(place.hosts), place.index) == (expected, index)
 
@@ -152,14 +145,12 @@ BROKEN: dict[str, tuple[dict[str, str], str, str]] = {
 
 
 @pytest.mark.parametrize(("environ", "hosts", "message"), BROKEN.values(), ids=BROKEN)
-def test_environments_that_do_not_tell_the_place(
-    environ: dict[str, str], hosts: str, message: str
-) -> None:
+def test_environments_that_do_not_tell_the_place(environ, hosts, message):
     with pytest.raises(ValueError, match=message):
         place_of(environ, read_hosts(hosts) if hosts else (), "h")
 
 
-def test_every_worker_of_a_host_has_a_port_and_one_above_it() -> None:
+def test_every_worker_of_a_host_has_a_port_and_one_above_it():
     place = Place(("a", "b", "a"), 1, "test")
     assert place.addresses(700) == ["a:700", "b:700", "a:702"]
     place = place.with_workers(2)
@@ -176,11 +167,11 @@ def test_every_worker_of_a_host_has_a_port_and_one_above_it() -> None:
         ("127.0.0.[1-2]", ["127.0.0.1", "127.0.0.2"]),
     ],
 )
-def test_lists_of_hosts_as_slurm_writes_them(text: str, hosts: list[str]) -> None:
+def test_lists_of_hosts_as_slurm_writes_them(text, hosts):
     assert expand_hosts(text) == hosts == read_hosts(text)
 
 
-def test_a_file_of_hosts_has_mpiruns_form(tmp_path: Path) -> None:
+def test_a_file_of_hosts_has_mpiruns_form(tmp_path):
     path = tmp_path / "hosts.txt"
     path.write_text("# two machines\na slots=2  # fast\n\nb[1-2]\n")
     assert read_hosts(str(path)) == ["a", "a", "b1", "b2"]
@@ -205,20 +196,18 @@ TOO_MANY += ["a:" + "9" * 5000, f"n[{'9' * 5000}]", "n[2-1]"]
 
 
 @pytest.mark.parametrize("hosts", TOO_MANY, ids=range(len(TOO_MANY)))
-def test_a_number_of_hosts_that_cannot_be_meant_is_refused_at_once(hosts: str) -> None:
+def test_a_number_of_hosts_that_cannot_be_meant_is_refused_at_once(hosts):
     with pytest.raises(ValueError, match=r"These are not valid hosts\. Received: "):
         read_hosts(hosts.rstrip(","))
 
 
 # The command: TF_CONFIG, and the script in its place.
 
-Launch = Callable[..., Any]
-Script = Callable[[str], str]
 ONE_WORKER = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
 PRINT = 'print(json.dumps(config), sys.argv[1:], os.environ["KERAS_BACKEND"], os.getpid())'
 
 
-def test_the_script_takes_the_place_of_the_command(launch: Launch, script: Script) -> None:
+def test_the_script_takes_the_place_of_the_command(launch, script):
     place = slurm("n2", 1, "n[1-2]", "2(x2)")
     launched = launch("worker", "--port", "700", script(PRINT), "--gpus", "x", **place)
     result = launched.finish()
@@ -231,7 +220,7 @@ def test_the_script_takes_the_place_of_the_command(launch: Launch, script: Scrip
     assert result.stdout == f"{config} ['--gpus', 'x'] tensorflow {launched.process_id}"
 
 
-def test_the_last_workers_may_be_asynchronous(launch: Launch, script: Script) -> None:
+def test_the_last_workers_may_be_asynchronous(launch, script):
     arguments = ["--hosts", "a,b,c", "--async-workers", "2", script(PRINT)]
     config, _ = json.JSONDecoder().raw_decode(
         launch("worker", *arguments, RANK="2").finish().stdout
@@ -240,7 +229,7 @@ def test_the_last_workers_may_be_asynchronous(launch: Launch, script: Script) ->
     assert config["task"] == {"type": "async", "index": 1}
 
 
-def test_a_tf_config_is_used_as_it_is(launch: Launch, script: Script) -> None:
+def test_a_tf_config_is_used_as_it_is(launch, script):
     text = '{"cluster":{"chief":["a:1"],"worker":["b:1"]},"task":{"type":"chief","index":0}}'
     path = script('print(os.environ["TF_CONFIG"])')
     result = launch("worker", path, TF_CONFIG=text, **slurm("n1", 0, "n1", "1")).finish()
@@ -267,9 +256,7 @@ def test_a_tf_config_is_used_as_it_is(launch: Launch, script: Script) -> None:
         (["--python", "no-such-python"], slurm("n1", 0, "n1", "1"), "No such file"),
     ],
 )
-def test_mistakes_are_wrong_usage(
-    launch: Launch, script: Script, arguments: list[str], environ: dict[str, str], message: str
-) -> None:
+def test_mistakes_are_wrong_usage(launch, script, arguments, environ, message):
     result = launch(
         "worker", *arguments, script(PRINT), CUDA_VISIBLE_DEVICES="0", **environ
     ).finish()
@@ -280,9 +267,7 @@ def test_mistakes_are_wrong_usage(
     ("hosts", "expected"),
     [("a,b", ["a:9", "a:11", "b:9", "b:11"]), ("a:3,b:2", ["a:9", "a:11", "a:13", "b:9", "b:11"])],
 )
-def test_one_task_on_a_host_starts_a_worker_for_each_gpu(
-    launch: Launch, script: Script, hosts: str, expected: list[str]
-) -> None:
+def test_one_task_on_a_host_starts_a_worker_for_each_gpu(launch, script, hosts, expected):
     path = script('print(config["cluster"]["worker"], os.environ["CUDA_VISIBLE_DEVICES"])')
     options = ["--port", "9", "--hosts", hosts, "--gpus", "auto"]
     environ = {"CUDA_VISIBLE_DEVICES": "4,5", "RANK": "1", "MY_TOKEN": "x"}
@@ -295,14 +280,14 @@ def test_one_task_on_a_host_starts_a_worker_for_each_gpu(
     assert "not passed" not in result.stderr
 
 
-def test_each_task_of_slurm_takes_its_gpu(launch: Launch, script: Script) -> None:
+def test_each_task_of_slurm_takes_its_gpu(launch, script):
     path = script('print(index, os.environ["CUDA_VISIBLE_DEVICES"], os.getpid())')
     place = slurm("n2", 1, "n[1-2]", "1,2")
     launched = launch("worker", "--gpus", "auto", path, CUDA_VISIBLE_DEVICES="4,5", **place)
     assert launched.finish().stdout == f"2 5 {launched.process_id}"
 
 
-def test_workers_of_one_host_meet_on_it(launch: Launch, script: Script) -> None:
+def test_workers_of_one_host_meet_on_it(launch, script):
     path = script('print(config["cluster"]["worker"][0][:9])')
     options = ["--hosts", "a", "--gpus", "auto", path]
     result = launch("worker", *options, CUDA_VISIBLE_DEVICES="4,5", RANK="0").finish()

@@ -2,10 +2,8 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -16,10 +14,6 @@ from keras_het.launch.command_line import main
 from keras_het.launch.doctor.addresses import public_addresses
 from keras_het.launch.local.worker_environment import secret_names
 
-Launch = Callable[..., Any]
-Script = Callable[[str], str]
-AssertGone = Callable[[list[int]], None]
-
 # Each worker has a child, prints both process ids, and waits for ever.
 WAIT_WITH_CHILD = """
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
@@ -29,7 +23,7 @@ while True:
 """
 
 
-def test_prefixes_and_keeps_the_streams_apart(launch: Launch, script: Script) -> None:
+def test_prefixes_and_keeps_the_streams_apart(launch, script):
     path = script('print("out", *sys.argv[1:]); print("err", index, file=sys.stderr)')
     result = launch("run", "--workers", "3", path, "--workers", "9", "-m").finish()
     assert result.exit_code == 0
@@ -41,16 +35,14 @@ def test_prefixes_and_keeps_the_streams_apart(launch: Launch, script: Script) ->
     ]
 
 
-def test_module_form(launch: Launch, script: Script) -> None:
+def test_module_form(launch, script):
     folder = str(Path(script("print(__name__, sys.argv[1:])")).parent)
     path = launch("run", "-w", "1", "-m", "worker_script", "--x", PYTHONPATH=folder)
     assert path.finish().stdout == "[worker 0] __main__ ['--x']"
 
 
 @pytest.mark.parametrize("separator", [[], ["--"]])
-def test_emulation_is_labelled_everywhere(
-    launch: Launch, script: Script, tmp_path: Path, separator: list[str]
-) -> None:
+def test_emulation_is_labelled_everywhere(launch, script, tmp_path, separator):
     path = script('print(os.environ["KERAS_HET_EMULATED_DEVICES"])')
     logs = tmp_path / "logs"
     options = ["--emulate-ms-per-sample", "8", "--emulate-ms-per-step", "5", "--log-dir", str(logs)]
@@ -72,7 +64,7 @@ def test_emulation_is_labelled_everywhere(
         assert second == device
 
 
-def test_names_the_failed_worker_and_why(launch: Launch, script: Script) -> None:
+def test_names_the_failed_worker_and_why(launch, script):
     path = script(
         """
         if index == 1:
@@ -95,8 +87,8 @@ def test_names_the_failed_worker_and_why(launch: Launch, script: Script) -> None
 
 @pytest.mark.parametrize(("group", "exit_code"), [(0, 0), (5, 5)])
 def test_an_async_workers_failure_is_told_and_is_not_that_of_the_training(
-    launch: Launch, script: Script, group: int, exit_code: int
-) -> None:
+    launch, script, group, exit_code
+):
     path = script(
         """
         if config["task"]["type"] == "async":
@@ -111,9 +103,7 @@ def test_an_async_workers_failure_is_told_and_is_not_that_of_the_training(
     assert (result.stderr.splitlines()[-1] == f"[keras-het] {trained}") == (group == 0)
 
 
-def test_an_async_worker_that_finds_nobody_ends_with_the_group(
-    launch: Launch, script: Script, tmp_path: Path
-) -> None:
+def test_an_async_worker_that_finds_nobody_ends_with_the_group(launch, script, tmp_path):
     path = script(
         """
         import pathlib, time
@@ -141,9 +131,7 @@ def test_an_async_worker_that_finds_nobody_ends_with_the_group(
     assert result.stderr.splitlines()[-1].endswith("this is not counted as a failure.")
 
 
-def test_secrets_are_not_passed_to_workers_unless_they_are_to_be(
-    launch: Launch, script: Script
-) -> None:
+def test_secrets_are_not_passed_to_workers_unless_they_are_to_be(launch, script):
     secrets = {"HF_TOKEN": "1", "AWS_SECRET_ACCESS_KEY": "2", "MY_PASSWORD": "3"}
     path = script("print(*sorted(set(os.environ) & set(sys.argv[1:])))")
     options = ["run", "-w", "1", "--pass-env", "AWS_*", "--pass-env", "MY_PASSWORD"]
@@ -158,15 +146,13 @@ def test_secrets_are_not_passed_to_workers_unless_they_are_to_be(
     assert "AWS" not in told and "PASSWORD" not in told and told.endswith("(see --pass-env).")
 
 
-def test_what_looks_like_a_secret() -> None:
+def test_what_looks_like_a_secret():
     secrets = ["GH_TOKEN", "PGPASSWORD", "S3_SECRET_KEY", "apikey"]
     others = ["GOOGLE_APPLICATION_CREDENTIALS", "MAX_TOKENS", "TOKENIZERS_PARALLELISM"]
     assert secret_names([*others, *secrets], ()) == secrets
 
 
-def test_a_public_address_is_warned_of_in_the_first_line(
-    script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_public_address_is_warned_of_in_the_first_line(script, monkeypatch, capsys):
     path = script("")
     for public in ((), ("8.8.8.8",)):
         monkeypatch.setattr(run_command, "public_addresses", lambda public=public: public)
@@ -177,7 +163,7 @@ def test_a_public_address_is_warned_of_in_the_first_line(
         assert ("also on 8.8.8.8" in output) == bool(public)
 
 
-def test_addresses_that_the_internet_may_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_that_the_internet_may_reach(monkeypatch):
     texts = ["127.0.0.1", "10.0.0.3", "192.168.1.2", "169.254.3.4", "8.8.4.4", "::1", "fd00::1"]
     texts += ["fe80::1%eth0", "2606:4700::1111"]
     families = [socket.AF_INET6 if ":" in text else socket.AF_INET for text in texts]
@@ -208,9 +194,7 @@ raise ValueError("the root cause")
 
 
 @pytest.mark.parametrize("ending", ["exits", "killed"])
-def test_a_cause_that_exits_after_its_victim_is_told(
-    launch: Launch, script: Script, tmp_path: Path, ending: str
-) -> None:
+def test_a_cause_that_exits_after_its_victim_is_told(launch, script, tmp_path, ending):
     marker = str(tmp_path / "marker")
     path = script(CAUSE_AND_VICTIM)
     result = launch("run", "--workers", "2", path, marker, ending).finish()
@@ -221,9 +205,7 @@ def test_a_cause_that_exits_after_its_victim_is_told(
     assert cause.endswith(f"{Path(path).name}:{Path(path).read_text().count(chr(10))})")
 
 
-def test_the_traceback_of_the_cause_is_the_last_one(
-    launch: Launch, script: Script, tmp_path: Path
-) -> None:
+def test_the_traceback_of_the_cause_is_the_last_one(launch, script, tmp_path):
     path = script(
         """
         import time, traceback
@@ -249,9 +231,7 @@ def test_the_traceback_of_the_cause_is_the_last_one(
     assert lines[-1].startswith("[keras-het] worker 1 failed first: ValueError: the root cause (")
 
 
-def test_a_worker_that_ends_before_the_others_is_the_cause(
-    launch: Launch, script: Script, tmp_path: Path
-) -> None:
+def test_a_worker_that_ends_before_the_others_is_the_cause(launch, script, tmp_path):
     path = script(
         """
         import pathlib
@@ -279,7 +259,7 @@ def test_a_worker_that_ends_before_the_others_is_the_cause(
     assert cause.startswith("[keras-het] worker 1 ended its script first, without an error")
 
 
-def test_another_backend_of_keras_is_the_script_to_set(launch: Launch, script: Script) -> None:
+def test_another_backend_of_keras_is_the_script_to_set(launch, script):
     """Without a word each worker would train alone where the script does not set it."""
     path = script(
         "print(os.environ['KERAS_BACKEND']); os.environ['KERAS_BACKEND'] = 'tensorflow'\n"
@@ -292,16 +272,14 @@ def test_another_backend_of_keras_is_the_script_to_set(launch: Launch, script: S
     assert "KERAS_BACKEND=tensorflow keras-het run" in result.stderr
 
 
-def test_the_backend_that_is_needed_is_no_news(launch: Launch, script: Script) -> None:
+def test_the_backend_that_is_needed_is_no_news(launch, script):
     path = script("print(os.environ['KERAS_BACKEND'])")
     for given in ("", "tensorflow"):
         result = launch("run", "-w", "1", path, KERAS_BACKEND=given).finish()
         assert (result.stdout, result.stderr) == ("[worker 0] tensorflow", "")
 
 
-def test_killed_worker_is_named_and_the_others_end(
-    launch: Launch, script: Script, assert_gone: AssertGone
-) -> None:
+def test_killed_worker_is_named_and_the_others_end(launch, script, assert_gone):
     launcher = launch("run", "--workers", "3", script(WAIT_WITH_CHILD))
     launcher.wait_for_output(*(f"[worker {index}] ready" for index in range(3)))
     process_ids = launcher.printed_process_ids()
@@ -320,9 +298,7 @@ def test_killed_worker_is_named_and_the_others_end(
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
-def test_signals_end_everything(
-    launch: Launch, script: Script, assert_gone: AssertGone, number: signal.Signals, code: int
-) -> None:
+def test_signals_end_everything(launch, script, assert_gone, number, code):
     # the launcher takes over what is ignored, as under nohup
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
@@ -341,7 +317,7 @@ def test_signals_end_everything(
     assert_gone(launcher.printed_process_ids())
 
 
-def test_what_nohup_ignores_ends_nothing(launch: Launch, script: Script) -> None:
+def test_what_nohup_ignores_ends_nothing(launch, script):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         launcher = launch("run", "--workers", "1", script(WAIT_WITH_CHILD))
@@ -358,9 +334,7 @@ def test_what_nohup_ignores_ends_nothing(launch: Launch, script: Script) -> None
 MUCH = 'sys.stdout.buffer.write("\u2501 much\\n".encode() * 40_000)'
 
 
-def test_a_log_on_a_full_disk_ends_no_training(
-    launch: Launch, script: Script, tmp_path: Path
-) -> None:
+def test_a_log_on_a_full_disk_ends_no_training(launch, script, tmp_path):
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "worker-0.log").symlink_to("/dev/full")
@@ -370,15 +344,13 @@ def test_a_log_on_a_full_disk_ends_no_training(
     assert "No space left" in result.stderr
 
 
-def test_what_the_terminal_cannot_show_ends_no_training(launch: Launch, script: Script) -> None:
+def test_what_the_terminal_cannot_show_ends_no_training(launch, script):
     result = launch("run", "-w", "1", script(MUCH), PYTHONIOENCODING="ascii").finish()
     assert result.exit_code == 0
     assert "[worker 0] ? much" in result.stdout
 
 
-def test_workers_die_with_a_killed_launcher(
-    launch: Launch, script: Script, assert_gone: AssertGone
-) -> None:
+def test_workers_die_with_a_killed_launcher(launch, script, assert_gone):
     launcher = launch("run", "--workers", "2", script(WAIT_WITH_CHILD))
     launcher.wait_for_output("[worker 0] ready", "[worker 1] ready")
     process_ids = launcher.printed_process_ids()
@@ -408,9 +380,7 @@ def test_workers_die_with_a_killed_launcher(
         ),
     ],
 )
-def test_help_fits_on_a_screen(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], beginning: str
-) -> None:
+def test_help_fits_on_a_screen(capsys, arguments, beginning):
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 0
@@ -448,9 +418,7 @@ def test_help_fits_on_a_screen(
         (["run", "-w", "1", "-m"], "-m needs a MODULE"),
     ],
 )
-def test_wrong_arguments(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_wrong_arguments(capsys, arguments, message):
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
     assert exit_info.value.code == 2
@@ -467,8 +435,6 @@ def test_wrong_arguments(
         (["--workers", "99999999999"], "error: .*at most .*ulimit -n"),
     ],
 )
-def test_what_only_shows_at_the_start(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_what_only_shows_at_the_start(capsys, arguments, message):
     assert main(["run", "-w", "1", *arguments, __file__]) == 2
     assert re.search(message, capsys.readouterr().err)

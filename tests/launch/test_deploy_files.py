@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,11 +16,11 @@ yaml = pytest.importorskip("yaml")
 FILES = Path(__file__).parents[2] / "recipes" / "deploy"
 
 
-def read(name: str) -> Any:
+def read(name):
     return yaml.safe_load((FILES / name).read_text())
 
 
-def test_a_jobset_lists_the_names_of_its_pods() -> None:
+def test_a_jobset_lists_the_names_of_its_pods():
     jobset = read("jobset.yaml")
     name, jobs = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
     pods = [
@@ -44,7 +43,7 @@ def test_a_jobset_lists_the_names_of_its_pods() -> None:
     assert found == list(range(len(pods)))
 
 
-def test_a_trainjob_names_its_pods_by_number() -> None:
+def test_a_trainjob_names_its_pods_by_number():
     runtime, job = yaml.safe_load_all((FILES / "trainjob.yaml").read_text())
     assert job["spec"]["runtimeRef"] == {
         "kind": runtime["kind"],
@@ -63,7 +62,7 @@ def test_a_trainjob_names_its_pods_by_number() -> None:
     assert places[0].hosts[-1] == f"{name}-node-0-{number - 1}.{name}"
 
 
-def test_a_rayjob_has_a_resource_for_each_worker() -> None:
+def test_a_rayjob_has_a_resource_for_each_worker():
     spec = read("rayjob.yaml")["spec"]
     groups = spec["rayClusterSpec"]["workerGroupSpecs"]
     least, most = spec["entrypoint"].partition("--workers ")[2].split()[0].split(":")
@@ -78,7 +77,7 @@ def test_a_rayjob_has_a_resource_for_each_worker() -> None:
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "unequal.sbatch"])
-def test_batch_scripts_are_bash_and_start_workers(name: str) -> None:
+def test_batch_scripts_are_bash_and_start_workers(name):
     subprocess.run(["bash", "-n", str(FILES / name)], check=True, timeout=60)
     (line,) = re.findall(r"keras-het (worker .*)", (FILES / name).read_text())
     with pytest.raises(SystemExit, match="2"):  # no such file here: the options are understood

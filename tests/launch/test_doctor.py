@@ -10,10 +10,8 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import fake_nvml
 import pytest
@@ -45,8 +43,6 @@ from keras_het.launch.doctor.facts import (
     NOTE,
     OK,
     WARNING,
-    Facts,
-    Finding,
     Gpu,
     count_gpu_boards,
     list_gpus,
@@ -55,12 +51,12 @@ from keras_het.launch.doctor.links import Measurement
 from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts, ask_tensorflow
 
 
-def problem(given: Facts, check: str) -> Finding:
+def problem(given, check):
     (finding,) = (each for each in found(given, check) if each.level in (WARNING, FAULT))
     return finding
 
 
-def is_well(given: Facts, check: str) -> bool:
+def is_well(given, check):
     return all(finding.level in (OK, NOTE) for finding in found(given, check))
 
 
@@ -207,15 +203,15 @@ def test_a_folder_for_logs_that_is_full_or_forbidden(monkeypatch, tmp_path):
     assert "--log-dir" in full[0].fix and "TMPDIR" in full[1].fix
 
 
-def hiding(text: str, *gpus: Gpu, **changes: Any) -> Facts:
+def hiding(text, *gpus, **changes):
     return having(WITH_GPU, {"CUDA_VISIBLE_DEVICES": text}, gpus=gpus or (A100,), **changes)
 
 
-def with_versions(**changes: str) -> Facts:
+def with_versions(**changes):
     return having(ALONE, tensorflow=dataclasses.replace(CPU_BUILD, **changes))
 
 
-def using(*gpus: str, log: str = "") -> TensorFlowFacts:
+def using(*gpus, log=""):
     return dataclasses.replace(CUDA_BUILD, gpus=gpus, replicas=min(len(gpus), 1), log=log)
 
 
@@ -309,10 +305,10 @@ def test_of_gpus_that_tensorflow_does_not_use_one_check_says_why():
 
 
 @pytest.fixture
-def package(tmp_path: Path) -> Callable[..., dict[str, str]]:
+def package(tmp_path):
     """Writes packages that stand in for TensorFlow and Keras; returns the environment for them."""
 
-    def write(tensorflow: str, keras: str = "__version__ = '3.15.1'") -> dict[str, str]:
+    def write(tensorflow, keras="__version__ = '3.15.1'"):
         for name, source in (("tensorflow", tensorflow), ("keras", keras)):
             (tmp_path / f"{name}.py").write_text(textwrap.dedent(source))
         path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
@@ -404,7 +400,7 @@ def test_what_it_would_do(cluster, task, expected):
 class AsciiTerminal(io.StringIO):
     encoding = "ascii"
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
@@ -429,7 +425,7 @@ def test_the_report_for_people(monkeypatch):
 
 
 @pytest.fixture
-def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def this_machine(monkeypatch):
     """What is not asked again: TensorFlow."""
     monkeypatch.setattr(facts, "ask_tensorflow", lambda environ: CPU_BUILD)
     monkeypatch.delenv("TF_CONFIG", raising=False)

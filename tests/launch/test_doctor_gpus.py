@@ -10,18 +10,18 @@ from doctor_facts import A100, GTX_750, WITH_GPU, found, having
 from fake_nvml import FakeNvml
 from fake_nvml import Gpu as FakeGpu
 
-from keras_het.launch.doctor.facts import NOTE, Facts, list_gpus
+from keras_het.launch.doctor.facts import NOTE, list_gpus
 from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts
 
 
-def listed(monkeypatch: pytest.MonkeyPatch, module: FakeNvml) -> Facts:
+def listed(monkeypatch, module):
     monkeypatch.setitem(sys.modules, "pynvml", module)
     given = having(WITH_GPU, **list_gpus())
     assert module.opened == 0
     return given
 
 
-def test_each_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_card_is_named(monkeypatch):
     module = FakeNvml(
         FakeGpu("H100", "GPU-a", capability=(9, 0)),
         FakeGpu("V100", "GPU-b", (FakeGpu(uuid="MIG-1"),), capability=(7, 0)),
@@ -35,7 +35,7 @@ def test_each_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second.endswith("7.0, 40 GiB, divided into 1 parts (MIG).")
 
 
-def test_a_driver_that_says_little() -> None:
+def test_a_driver_that_says_little():
     unknown = dataclasses.replace(GTX_750, capability=(0, 0))
     given = having(WITH_GPU, gpus=(unknown,), tensorflow=TensorFlowFacts())
     (driver,), (card,) = found(given, "driver"), found(given, "cards")
@@ -47,9 +47,7 @@ def test_a_driver_that_says_little() -> None:
     ("capabilities", "is_told"),
     [([(8, 0), (7, 5)], True), ([(8, 0), (9, 0)], False), ([(8, 0), (0, 0)], False)],
 )
-def test_cards_of_which_some_have_tensor_float_32(
-    capabilities: list[tuple[int, int]], is_told: bool
-) -> None:
+def test_cards_of_which_some_have_tensor_float_32(capabilities, is_told):
     gpus = [
         dataclasses.replace(A100, index=index, name=f"card {index}", capability=capability)
         for index, capability in enumerate(capabilities)

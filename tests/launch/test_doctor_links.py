@@ -8,7 +8,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,7 +15,7 @@ from doctor_facts import A100, ALONE, CUDA_BUILD, TWO, in_cluster, tf_config
 
 from keras_het.launch.doctor import addresses, links
 from keras_het.launch.doctor.examination import report_on
-from keras_het.launch.doctor.facts import FAULT, NOTE, OK, WARNING, Facts, Finding
+from keras_het.launch.doctor.facts import FAULT, NOTE, OK, WARNING
 from keras_het.launch.doctor.links import Link, Measurement, describe_node, measure_links
 
 
@@ -37,7 +36,7 @@ NODE = describe_node(ALONE)
 LINK = Link("worker 1", "b:1", addresses.LISTENS, True, False, 2e-4, 1.1e9, 0.01, NODE)
 
 
-def of_links(link: Link, waited: float = 30.0) -> list[Finding]:
+def of_links(link, waited=30.0):
     given = in_cluster(tf_config(TWO))
     return list(report_on(given, (), Measurement((link,), waited)).findings)
 
@@ -132,7 +131,7 @@ def test_nodes_whose_cards_differ_in_tensor_float_32(there, said):
         assert said in finding.text and "enable_tensor_float_32_execution" in finding.fix
 
 
-def doctors_at_once(*given: Facts, wait: float = 20.0) -> list[Measurement]:
+def doctors_at_once(*given, wait=20.0):
     with ThreadPoolExecutor(len(given)) as pool:
         return list(pool.map(measure_links, given, [wait] * len(given)))
 
@@ -166,7 +165,7 @@ def test_a_node_without_a_doctor_is_given_up(ports):
     assert measure_links(ALONE, 5.0) == Measurement()
 
 
-def doctors(wait: int, *environments: dict[str, str]) -> list[tuple[int, dict[str, Any]]]:
+def doctors(wait, *environments):
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "keras_het", "doctor", "--json", "--wait-seconds", str(wait)],

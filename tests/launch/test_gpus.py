@@ -1,7 +1,6 @@
 """A worker for each GPU: which GPUs there are, which are chosen, and what each worker gets."""
 
 import sys
-from pathlib import Path
 
 import pytest
 from fake_nvml import DRIVER_NOT_LOADED, FakeNvml, Gpu
@@ -23,7 +22,7 @@ DIVIDED = Gpu(uuid="GPU-d", parts=(Gpu(uuid="MIG-1"), Gpu(uuid="MIG-2")))
         ("GPU-b,GPU-c", ["GPU-b", "GPU-cc"]),
     ],
 )
-def test_some_of_the_gpus_are_chosen(wanted: str, chosen: list[str]) -> None:
+def test_some_of_the_gpus_are_chosen(wanted, chosen):
     assert choose_gpus(wanted, PRESENT) == chosen
 
 
@@ -40,12 +39,12 @@ def test_some_of_the_gpus_are_chosen(wanted: str, chosen: list[str]) -> None:
         ("1,1", PRESENT, "its own GPU. Received: --gpus 1,1"),
     ],
 )
-def test_gpus_that_cannot_be_chosen(wanted: str, present: list[str], message: str) -> None:
+def test_gpus_that_cannot_be_chosen(wanted, present, message):
     with pytest.raises(ValueError, match=message):
         choose_gpus(wanted, present)
 
 
-def test_parts_of_a_divided_gpu_take_its_place() -> None:
+def test_parts_of_a_divided_gpu_take_its_place():
     module = FakeNvml(Gpu(uuid="GPU-a"), DIVIDED)
     assert present_gpus({}, module) == ["GPU-a", "MIG-1", "MIG-2"]
     assert module.opened == 0
@@ -54,14 +53,12 @@ def test_parts_of_a_divided_gpu_take_its_place() -> None:
 @pytest.mark.parametrize(
     ("visible", "present"), [("1, GPU-x", ["1", "GPU-x"]), ("", []), ("2,-1,3", ["2"]), ("-1", [])]
 )
-def test_what_the_environment_leaves_is_not_asked_of_the_driver(
-    visible: str, present: list[str]
-) -> None:
+def test_what_the_environment_leaves_is_not_asked_of_the_driver(visible, present):
     module = FakeNvml(init_error=DRIVER_NOT_LOADED)
     assert present_gpus({"CUDA_VISIBLE_DEVICES": visible}, module) == present
 
 
-def test_local_workers_divide_the_gpus() -> None:
+def test_local_workers_divide_the_gpus():
     three = {"CUDA_VISIBLE_DEVICES": "0,2,3"}
     assert deal_gpus(three, 2, 1, False) == ["0,3", "2"]
     assert deal_gpus(three, 4, 1, False) == ["0", "2", "3", ""]
@@ -70,16 +67,14 @@ def test_local_workers_divide_the_gpus() -> None:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
+def script(tmp_path):
     path = tmp_path / "script.py"
     names = ["CUDA_VISIBLE_DEVICES", "TF_FORCE_GPU_ALLOW_GROWTH"]
     path.write_text(f"import os\nprint('sees', *(os.environ[name] for name in {names}))\n")
     return path
 
 
-def test_each_worker_sees_its_own_gpu(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_each_worker_sees_its_own_gpu(script, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(Gpu(uuid="GPU-a"), DIVIDED))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert main(["run", "--gpus", "auto", str(script)]) == 0
@@ -110,14 +105,7 @@ def test_each_worker_sees_its_own_gpu(
     ],
     ids=["dealt", "too few", "emulated"],
 )
-def test_local_workers_share_no_gpu(
-    script: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    arguments: list[str],
-    seen: list[str],
-    message: str,
-) -> None:
+def test_local_workers_share_no_gpu(script, monkeypatch, capfd, arguments, seen, message):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(Gpu(uuid="GPU-a"), DIVIDED))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert main(["run", *arguments, str(script)]) == 0
@@ -136,28 +124,20 @@ def test_local_workers_share_no_gpu(
         (["auto", "--emulate-speeds", "2,1"], "--gpus starts one worker for each GPU"),
     ],
 )
-def test_mistakes_are_one_line(
-    script: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
-) -> None:
+def test_mistakes_are_one_line(script, monkeypatch, capsys, arguments, message):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert code_of(["run", "--gpus", *arguments, str(script)]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_without_a_driver_the_fix_is_told(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_driver_the_fix_is_told(script, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(init_error=DRIVER_NOT_LOADED))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert code_of(["run", "--gpus", "auto", str(script)]) == 2
     assert "--gpus: NVIDIA's management library does not answer" in capsys.readouterr().err
 
 
-def code_of(arguments: list[str]) -> int:
+def code_of(arguments):
     try:
         return main(arguments)
     except SystemExit as exit:

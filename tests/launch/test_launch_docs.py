@@ -18,18 +18,18 @@ COMMANDS: dict[str, argparse.ArgumentParser] = next(
 )
 
 
-def options_of(command: str) -> set[str]:
+def options_of(command):
     return {name for action in COMMANDS[command]._actions for name in action.option_strings}
 
 
-def test_the_guide_names_options_that_there_are() -> None:
+def test_the_guide_names_options_that_there_are():
     documented = set(re.findall(r"--[a-z][a-z-]+", (DOCS / "guides/run.md").read_text()))
     # `--epochs` is the documented script's own.
     assert documented - options_of("run") == {"--epochs"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_page_of_commands_has_all_of_them_and_their_options(command: str) -> None:
+def test_the_page_of_commands_has_all_of_them_and_their_options(command):
     page = (DOCS / "reference/command_line.md").read_text()
     (section,) = re.findall(
         rf"^## keras-het {command}$(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE
@@ -38,7 +38,7 @@ def test_the_page_of_commands_has_all_of_them_and_their_options(command: str) ->
     assert documented == options_of(command) - {"-h", "--help"}
 
 
-def test_the_documented_label_is_the_label() -> None:
+def test_the_documented_label_is_the_label():
     label = f"[keras-het] {Emulation((4, 2, 1)).describe()}\n"
     assert label in (DOCS / "guides/run.md").read_text()
 
@@ -46,7 +46,7 @@ def test_the_documented_label_is_the_label() -> None:
 @pytest.mark.parametrize(
     "page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS.parent))
 )
-def test_what_the_launcher_prints_is_shown_with_its_prefixes(page: Path) -> None:
+def test_what_the_launcher_prints_is_shown_with_its_prefixes(page):
     for block in re.findall(r"```\n(\$ keras-het run.*?)```", page.read_text(), re.DOTALL):
         for line in block.splitlines()[1:]:
             assert re.match(r"\[(keras-het|worker \d+)\] |\.\.\.$", line), line
@@ -57,7 +57,7 @@ def test_what_the_launcher_prints_is_shown_with_its_prefixes(page: Path) -> None
     [README, *sorted(DOCS.rglob("*.md"))],
     ids=lambda page: str(page.relative_to(DOCS.parent)),
 )
-def test_what_is_on_no_index_is_installed_from_a_checkout(page: Path) -> None:
+def test_what_is_on_no_index_is_installed_from_a_checkout(page):
     assert not re.search(r"pip install .*keras-het", page.read_text())
 
 
@@ -66,5 +66,5 @@ def test_what_is_on_no_index_is_installed_from_a_checkout(page: Path) -> None:
     ["TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "PYTHONUNBUFFERED", "KERAS_BACKEND"]
     + [f"KERAS_HET_{name}" for name in ("EMULATED_DEVICES", "SERVICE_ADDRESS", "SECRET")],
 )
-def test_variables_are_documented(name: str) -> None:
+def test_variables_are_documented(name):
     assert f"`{name}`" in (DOCS / "reference/environment.md").read_text()

@@ -3,7 +3,6 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,9 +13,6 @@ from keras_het.launch.local import free_ports
 from keras_het.launch.local.free_ports import ReservedPorts
 from keras_het.launch.local.worker_environment import Emulation
 
-MakeCluster = Callable[..., LocalCluster]
-AssertGone = Callable[[list[int]], None]
-
 TIMEOUT = 60.0
 WAIT_FOR_EVER = """
 print("ready", flush=True)
@@ -25,7 +21,7 @@ while True:
 """
 
 
-def test_results_have_exit_codes_and_output(cluster_of: MakeCluster) -> None:
+def test_results_have_exit_codes_and_output(cluster_of):
     cluster = cluster_of(
         r"""
         sys.stdout.write(f"10%\r20%\r\x1b[1mout {index}\x1b[0m\n")
@@ -44,9 +40,7 @@ def test_results_have_exit_codes_and_output(cluster_of: MakeCluster) -> None:
     assert not cluster.failures
 
 
-def test_workers_can_listen_on_their_own_address_and_reach_each_other(
-    cluster_of: MakeCluster,
-) -> None:
+def test_workers_can_listen_on_their_own_address_and_reach_each_other(cluster_of):
     cluster = cluster_of(
         """
         import socket
@@ -74,7 +68,7 @@ def test_workers_can_listen_on_their_own_address_and_reach_each_other(
     assert cluster.wait(TIMEOUT)[0].stdout == "listening\nhello"
 
 
-def test_environment_of_each_worker(cluster_of: MakeCluster, tmp_path: Path) -> None:
+def test_environment_of_each_worker(cluster_of, tmp_path):
     cluster = cluster_of(
         """
         names = ["TF_CONFIG", "ALL", "OWN", "KERAS_HET_EMULATED_DEVICES"]
@@ -95,7 +89,7 @@ def test_environment_of_each_worker(cluster_of: MakeCluster, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
-def test_pinned_workers_run_on_their_cpus_and_we_on_ours(cluster_of: MakeCluster) -> None:
+def test_pinned_workers_run_on_their_cpus_and_we_on_ours(cluster_of):
     before = os.sched_getaffinity(0)
     cpus = sorted(before)
     cluster = cluster_of("print(sorted(os.sched_getaffinity(0)))", 3, pin=True, cpus_per_worker=1)
@@ -105,9 +99,7 @@ def test_pinned_workers_run_on_their_cpus_and_we_on_ours(cluster_of: MakeCluster
     assert os.sched_getaffinity(0) == before
 
 
-def test_threads_of_workers_respect_a_quota(
-    cluster_of: MakeCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_of_workers_respect_a_quota(cluster_of, monkeypatch):
     monkeypatch.setattr("keras_het.launch.local.local_cluster.own_cpus", lambda: range(9))
     monkeypatch.setattr("keras_het.launch.local.local_cluster.usable_cpus", lambda: 5.5)
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -115,7 +107,7 @@ def test_threads_of_workers_respect_a_quota(
     assert [result.stdout for result in cluster.wait(TIMEOUT)] == ["2", "2"]
 
 
-def test_an_async_worker_that_fails_ends_nobody(cluster_of: MakeCluster) -> None:
+def test_an_async_worker_that_fails_ends_nobody(cluster_of):
     script = """
     print(os.environ["KERAS_HET_SERVICE_ADDRESS"], len(os.environ["KERAS_HET_SECRET"]))
     print(json.dumps(config))
@@ -143,13 +135,8 @@ def test_an_async_worker_that_fails_ends_nobody(cluster_of: MakeCluster) -> None
 )
 @pytest.mark.parametrize("by_worker", [False, True])
 def test_workers_get_one_secret_that_is_the_users_if_there_is_one(
-    cluster_of: MakeCluster,
-    monkeypatch: pytest.MonkeyPatch,
-    outside: dict[str, str],
-    env: dict[str, str],
-    names: list[str],
-    by_worker: bool,
-) -> None:
+    cluster_of, monkeypatch, outside, env, names, by_worker
+):
     for name in ("KERAS_HET_SECRET", "KERAS_HET_SECRET_FILE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in outside.items():
@@ -170,7 +157,7 @@ def test_workers_get_one_secret_that_is_the_users_if_there_is_one(
     assert not env or first == env
 
 
-def test_a_worker_that_ignores_sigterm_is_killed(cluster_of: MakeCluster) -> None:
+def test_a_worker_that_ignores_sigterm_is_killed(cluster_of):
     ignores = "if index == 1:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     cluster = cluster_of(ignores + WAIT_FOR_EVER, 3, grace_seconds=1.0)
     cluster.kill(0)
@@ -181,7 +168,7 @@ def test_a_worker_that_ignores_sigterm_is_killed(cluster_of: MakeCluster) -> Non
     assert cluster.failures == (results[0],)
 
 
-def test_survivors_can_be_watched(cluster_of: MakeCluster) -> None:
+def test_survivors_can_be_watched(cluster_of):
     cluster = cluster_of(
         """
         # Blocked, so that it waits for sigwait if it comes first.
@@ -204,7 +191,7 @@ def test_survivors_can_be_watched(cluster_of: MakeCluster) -> None:
     assert results[0].stdout == "ready\nnoticed"
 
 
-def test_stop_request_forwards_the_signal_and_then_stronger_ones(cluster_of: MakeCluster) -> None:
+def test_stop_request_forwards_the_signal_and_then_stronger_ones(cluster_of):
     seen: list[int] = []
     cluster = cluster_of(
         """
@@ -226,7 +213,7 @@ def test_stop_request_forwards_the_signal_and_then_stronger_ones(cluster_of: Mak
     assert (cluster.stopped_by, seen, cluster.failures) == (signal.SIGINT, [signal.SIGINT], ())
 
 
-def test_second_stop_request_does_not_wait(cluster_of: MakeCluster) -> None:
+def test_second_stop_request_does_not_wait(cluster_of):
     cluster = cluster_of(
         """
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -243,7 +230,7 @@ def test_second_stop_request_does_not_wait(cluster_of: MakeCluster) -> None:
     assert cluster.wait(TIMEOUT)[0].exit_code == -signal.SIGKILL
 
 
-def test_close_leaves_no_process_behind(cluster_of: MakeCluster, assert_gone: AssertGone) -> None:
+def test_close_leaves_no_process_behind(cluster_of, assert_gone):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     cluster = cluster_of(
         """
@@ -262,9 +249,7 @@ def test_close_leaves_no_process_behind(cluster_of: MakeCluster, assert_gone: As
     cluster.close()
 
 
-def test_a_finished_workers_children_end_with_it(
-    cluster_of: MakeCluster, assert_gone: AssertGone
-) -> None:
+def test_a_finished_workers_children_end_with_it(cluster_of, assert_gone):
     cluster = cluster_of(
         """
         child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
@@ -277,7 +262,7 @@ def test_a_finished_workers_children_end_with_it(
     assert_gone([int(result.stdout)])
 
 
-def test_only_the_last_lines_are_kept_and_told(cluster_of: MakeCluster) -> None:
+def test_only_the_last_lines_are_kept_and_told(cluster_of):
     cluster = cluster_of('print(*range(100), sep="\\n")', 1, keep_lines=2)
     with pytest.raises(TimeoutError, match=r"Worker 0 ended without printing 'x'(.|\n)*: 98\n"):
         cluster.wait_for_output(0, "x", TIMEOUT)
@@ -286,7 +271,7 @@ def test_only_the_last_lines_are_kept_and_told(cluster_of: MakeCluster) -> None:
         cluster.start()
 
 
-def test_wrong_use() -> None:
+def test_wrong_use():
     with pytest.raises(ValueError, match=r"at least 1 worker\. Received: num_workers=0"):
         LocalCluster(["x"], 0)
     with pytest.raises(ValueError, match=r"one speed for each worker.*2 speeds .* and 3 workers"):
@@ -300,12 +285,12 @@ def test_wrong_use() -> None:
         pass
 
 
-def bind(port: int) -> None:
+def bind(port):
     with socket.socket() as own:
         own.bind(("127.0.0.1", port))
 
 
-def test_ports_are_distinct_and_held_until_released() -> None:
+def test_ports_are_distinct_and_held_until_released():
     with ReservedPorts(20) as reserved:
         assert len(set(reserved.ports)) == 20
         assert reserved.addresses == tuple(f"127.0.0.1:{port}" for port in reserved.ports)
@@ -316,9 +301,7 @@ def test_ports_are_distinct_and_held_until_released() -> None:
             bind(port)
 
 
-def test_two_clusters_never_share_a_port_even_after_release(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_clusters_never_share_a_port_even_after_release(monkeypatch):
     with ReservedPorts(1) as first:
         first.release()
         taken = first.ports[0]
@@ -330,7 +313,7 @@ def test_two_clusters_never_share_a_port_even_after_release(
             assert second.ports == (free,)
 
 
-def test_gives_everything_back_when_there_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gives_everything_back_when_there_are_not_enough(monkeypatch):
     with ReservedPorts(1) as spare:
         only = spare.ports[0]
     monkeypatch.setattr(free_ports, "_candidate", lambda: only)
@@ -339,7 +322,7 @@ def test_gives_everything_back_when_there_are_not_enough(monkeypatch: pytest.Mon
     bind(only)
 
 
-def test_ports_are_outside_the_range_of_outgoing_connections() -> None:
+def test_ports_are_outside_the_range_of_outgoing_connections():
     try:
         lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:

@@ -21,7 +21,7 @@ from keras_het.launch.local.tracebacks import TracebackFilter, uncaught_error
 from keras_het.launch.local.worker_process import LineSplitter, OutputLine, WorkerResult, strip_ansi
 
 
-def split(*chunks: bytes) -> list[tuple[str, bool]]:
+def split(*chunks):
     splitter = LineSplitter()
     lines: list[OutputLine] = []
     for chunk in chunks:
@@ -47,42 +47,42 @@ def split(*chunks: bytes) -> list[tuple[str, bool]]:
         (b"\xc3", [("\ufffd", True)]),
     ],
 )
-def test_known_outputs(data: bytes, expected: list[tuple[str, bool]]) -> None:
+def test_known_outputs(data, expected):
     assert split(data) == expected
     assert split(*(bytes([byte]) for byte in data)) == expected
 
 
 @given(st.text(alphabet="ab€\r\n\b", max_size=30), st.lists(st.integers(0, 60), max_size=5))
-def test_cuts_do_not_matter(text: str, cuts: list[int]) -> None:
+def test_cuts_do_not_matter(text, cuts):
     data = text.encode()
     edges = [0, *sorted(cuts), len(data)]
     assert split(*(data[a:b] for a, b in itertools.pairwise(edges))) == split(data)
 
 
 @given(st.lists(st.text(alphabet="ab ", max_size=5), max_size=5))
-def test_plain_lines_come_back(lines: list[str]) -> None:
+def test_plain_lines_come_back(lines):
     data = "".join(f"{line}\n" for line in lines).encode()
     assert split(data) == [(line, True) for line in lines]
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
 @pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _plain_environment(monkeypatch):
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "40")
 
 
-def final(text: str) -> OutputLine:
+def final(text):
     return OutputLine(text, True)
 
 
-def test_plain_output_has_prefixes_only() -> None:
+def test_plain_output_has_prefixes_only():
     stdout, stderr = io.StringIO(), io.StringIO()
     display = Display(stdout, stderr)
     display.show(0, "stdout", final("\x1b[1m[bold] text\x1b[0m " + "x" * 200))
@@ -93,13 +93,13 @@ def test_plain_output_has_prefixes_only() -> None:
     assert stderr.getvalue() == "[worker 1] warning\n[keras-het] one\n[keras-het] two\n"
 
 
-def test_tables_in_plain_output_keep_their_tabs() -> None:
+def test_tables_in_plain_output_keep_their_tabs():
     stdout = io.StringIO()
     Display(stdout, io.StringIO()).show(0, "stdout", final("a\tb\x0c\x07"))
     assert stdout.getvalue() == "[worker 0] a\tb\x0c\x07\n"
 
 
-def test_only_chief() -> None:
+def test_only_chief():
     stdout = io.StringIO()
     display = Display(stdout, io.StringIO(), only_chief=True)
     display.show(1, "stdout", final("hidden"))
@@ -107,7 +107,7 @@ def test_only_chief() -> None:
     assert stdout.getvalue() == "[worker 0] shown\n"
 
 
-def screen(text: str) -> list[str]:
+def screen(text):
     """What a terminal shows: the erase sequence clears the line it is on."""
     lines = []
     for line in text.split("\n"):
@@ -115,7 +115,7 @@ def screen(text: str) -> list[str]:
     return lines
 
 
-def test_terminal_has_colours() -> None:
+def test_terminal_has_colours():
     stdout = Terminal()
     display = Display(stdout, Terminal())
     display.show(0, "stdout", final("text"))
@@ -123,7 +123,7 @@ def test_terminal_has_colours() -> None:
     assert screen(stdout.getvalue()) == ["[worker 0] text", ""]
 
 
-def test_terminal_redraws_progress_in_place() -> None:
+def test_terminal_redraws_progress_in_place():
     stdout = Terminal()
     display = Display(stdout, Terminal())
     display.show(0, "stdout", OutputLine("10%", False))
@@ -136,7 +136,7 @@ def test_terminal_redraws_progress_in_place() -> None:
     assert screen(stdout.getvalue()) == ["[worker 1] between", "[worker 0] done", ""]
 
 
-def test_terminal_cuts_progress_to_one_line() -> None:
+def test_terminal_cuts_progress_to_one_line():
     stdout = Terminal()
     Display(stdout, Terminal()).show(0, "stdout", OutputLine("x" * 100, False))
     (line,) = screen(stdout.getvalue())
@@ -144,7 +144,7 @@ def test_terminal_cuts_progress_to_one_line() -> None:
     assert line.endswith("…")
 
 
-def test_a_closed_reader_does_not_stop_the_workers() -> None:
+def test_a_closed_reader_does_not_stop_the_workers():
     read_end, write_end = os.pipe()
     os.close(read_end)
     with os.fdopen(write_end, "w") as stdout:
@@ -156,7 +156,7 @@ def test_a_closed_reader_does_not_stop_the_workers() -> None:
     assert stderr.getvalue() == "[worker 0] kept\n"
 
 
-def test_logs_have_no_colours_and_no_progress(tmp_path: Path) -> None:
+def test_logs_have_no_colours_and_no_progress(tmp_path):
     with WorkerLogs(tmp_path, [0, 1], "EMULATION") as logs:
         logs.write(0, OutputLine("50%", False))
         logs.write(0, final("\x1b[1mdone\x1b[0m"))
@@ -169,7 +169,7 @@ PACKAGE = Path(keras_het.__file__).parent
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
-def lines(text: str) -> list[str]:
+def lines(text):
     return textwrap.dedent(text).strip("\n").splitlines()
 
 
@@ -245,7 +245,7 @@ CHAINED = [
         (IN_THE_LIBRARY, "ValueError: The workers do not agree", "/home/me/train.py:13"),
     ],
 )
-def test_the_error_that_ended_a_worker(output: list[str], error: str, place: str | None) -> None:
+def test_the_error_that_ended_a_worker(output, error, place):
     found = uncaught_error(output)
     assert found is not None
     assert found.text == error
@@ -265,7 +265,7 @@ CAPTURED = [
 @pytest.mark.parametrize(
     ("error", "output"), [pytest.param(h[2], output, id=h[0]) for h, output in CAPTURED]
 )
-def test_what_python_and_its_libraries_print(error: str, output: str) -> None:
+def test_what_python_and_its_libraries_print(error, output):
     printed = [strip_ansi(line) for line in output.splitlines()]
     assert str(uncaught_error(printed)) == error
     assert shown(TracebackFilter(keep_logs=True), 0, printed) == printed
@@ -296,24 +296,22 @@ def test_what_python_and_its_libraries_print(error: str, output: str) -> None:
         (-11, "a warning\nFatal Python error: Segmentation fault\n", "killed by SIGSEGV"),
     ],
 )
-def test_a_worker_that_ends_without_a_traceback(
-    code: int, printed: str, reason: str | None
-) -> None:
+def test_a_worker_that_ends_without_a_traceback(code, printed, reason):
     failed = WorkerResult(0, code, False, 1.0, "", printed)
     reason = reason or f"killed by SIGABRT: {printed.splitlines()[0]}"
     assert describe_failures([failed], False) == f"worker 0 failed: {reason}"
 
 
 @pytest.mark.parametrize("output", [[], ["nothing wrong"], OWN[:4]])
-def test_no_error(output: list[str]) -> None:
+def test_no_error(output):
     assert uncaught_error(output) is None
 
 
-def shown(tracebacks: TracebackFilter, worker: int, output: list[str]) -> list[str]:
+def shown(tracebacks, worker, output):
     return [line for line in output if tracebacks.shows(worker, line)]
 
 
-def test_frames_are_shown_of_the_first_worker_that_fails() -> None:
+def test_frames_are_shown_of_the_first_worker_that_fails():
     tracebacks = TracebackFilter()
     assert shown(tracebacks, 1, ["before", *OWN, "after"]) == ["before", *OWN, "after"]
     assert shown(tracebacks, 0, LOST) == LOST[-1:]
@@ -322,14 +320,14 @@ def test_frames_are_shown_of_the_first_worker_that_fails() -> None:
     assert (tracebacks.shown, tracebacks.hidden) == (1, {0, 2})
 
 
-def test_tracebacks_of_several_workers_do_not_mix() -> None:
+def test_tracebacks_of_several_workers_do_not_mix():
     tracebacks = TracebackFilter()
     pairs = ((worker, line) for line in OWN for worker in (3, 1))
     seen = [(worker, line) for worker, line in pairs if tracebacks.shows(worker, line)]
     assert seen == [*((3, line) for line in OWN), (1, OWN[-1])]
 
 
-def test_what_tensorflow_logs_of_its_start_is_hidden_unless_wanted() -> None:
+def test_what_tensorflow_logs_of_its_start_is_hidden_unless_wanted():
     logged = [
         "I0000 00:00:1795642906.107   15351 port.cc:153] oneDNN custom operations are on.",
         "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
@@ -350,7 +348,7 @@ FOLLOWS = "Another worker has received {}: all workers end here.\n"
     ("name", "code"), [("SIGTERM", 143), ("SIGTERM", -15), ("SIGINT", -2), ("SIGHUP", -1)]
 )
 @pytest.mark.parametrize("is_last", [True, False])
-def test_the_worker_that_received_a_signal_is_named(name: str, code: int, is_last: bool) -> None:
+def test_the_worker_that_received_a_signal_is_named(name, code, is_last):
     """It may leave after the others, when the launcher is already ending all."""
     follows = FOLLOWS.format(name)
     # by the launcher's signal, if that came first
@@ -368,7 +366,7 @@ def test_the_worker_that_received_a_signal_is_named(name: str, code: int, is_las
     assert "BackupAndRestore" in cause
 
 
-def test_of_two_errors_the_first_is_the_cause() -> None:
+def test_of_two_errors_the_first_is_the_cause():
     results = [
         WorkerResult(index, 1, False, 2.0 - index, "", "\n".join(output))
         for index, output in enumerate([OWN, CHAINED])
@@ -378,9 +376,7 @@ def test_of_two_errors_the_first_is_the_cause() -> None:
     assert cause == "worker 1 failed first: KeyError: 'rows'"
 
 
-def test_other_errors_whose_frames_were_hidden_are_in_files(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_other_errors_whose_frames_were_hidden_are_in_files(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     results = [
         WorkerResult(index, 1, False, float(index), "out", "\n".join(output))
@@ -393,7 +389,7 @@ def test_other_errors_whose_frames_were_hidden_are_in_files(
 
 
 @pytest.mark.parametrize("code", [1, -15])
-def test_an_error_goes_before_the_signal_that_follows_it(code: int) -> None:
+def test_an_error_goes_before_the_signal_that_follows_it(code):
     error = 'Traceback (most recent call last):\n  File "a.py", line 2, in f\nValueError: no rows\n'
     failed = WorkerResult(0, 1, False, 1.0, "", error, 0.5)
     failed = dataclasses.replace(failed, exit_code=code, was_ended=code < 0)

@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_nvml import FakeNvml, Gpu
 
-from keras_het.launch.cluster_environment import OwnWorkers, own_workers
+from keras_het.launch.cluster_environment import own_workers
 from keras_het.launch.command_line import main
 from keras_het.launch.local.free_ports import ReservedPorts
 
 WORKERS = ["a:1", "a:2", "b:1", "b:2", "b:3", "c:1"]
 
 
-def tf_config(index: int, job: str = "worker", **jobs: list[str]) -> dict[str, str]:
+def tf_config(index, job="worker", **jobs):
     task = {"type": job, "index": index}
     return {"TF_CONFIG": json.dumps({"cluster": jobs or {"worker": WORKERS}, "task": task})}
 
 
-def indices(own: OwnWorkers | None) -> list[int]:
+def indices(own):
     assert own is not None
     return [json.loads(each)["task"]["index"] for each in own.tf_configs]
 
 
 @pytest.mark.parametrize(("index", "gpus"), [(0, 2), (2, 3), (5, 1)])
-def test_the_entries_of_this_machine_are_its_workers(index: int, gpus: int) -> None:
+def test_the_entries_of_this_machine_are_its_workers(index, gpus):
     own = own_workers(tf_config(index), gpus)
     assert indices(own) == list(range(index, index + gpus))
     assert own and own.first_index == index and not own.is_async
 
 
-def test_the_users_json_is_kept() -> None:
+def test_the_users_json_is_kept():
     given = {
         "cluster": {"chief": ["a:1"], "worker": ["b:1", "b:2"]},
         "task": {"type": "worker", "index": "0", "trial": "7"},
@@ -49,7 +46,7 @@ def test_the_users_json_is_kept() -> None:
         assert json.loads(text) == expected
 
 
-def test_machines_of_async_workers_have_their_own_entries() -> None:
+def test_machines_of_async_workers_have_their_own_entries():
     own = own_workers(
         tf_config(1, "async", **{"worker": ["a:1", "a:2"], "async": ["b:1", "c:1"]}), 1
     )
@@ -61,7 +58,7 @@ def test_machines_of_async_workers_have_their_own_entries() -> None:
     [{}, {"TF_CONFIG": "{}"}, tf_config(0, worker=["127.0.0.1:1", "127.0.0.1:2"])],
     ids=["none", "empty", "one machine"],
 )
-def test_other_configurations_are_not_of_several_machines(environ: dict[str, str]) -> None:
+def test_other_configurations_are_not_of_several_machines(environ):
     assert own_workers(environ, 2) is None
 
 
@@ -81,23 +78,21 @@ BROKEN: dict[str, tuple[dict[str, str], int, str]] = {
 
 
 @pytest.mark.parametrize(("environ", "gpus", "message"), BROKEN.values(), ids=BROKEN)
-def test_other_numbers_of_entries_are_refused(
-    environ: dict[str, str], gpus: int, message: str
-) -> None:
+def test_other_numbers_of_entries_are_refused(environ, gpus, message):
     with pytest.raises(ValueError, match=message):
         own_workers(environ, gpus)
 
 
-def test_async_workers_are_listed_by_tf_config() -> None:
+def test_async_workers_are_listed_by_tf_config():
     with pytest.raises(ValueError, match="Received: --async-workers 1 too"):
         own_workers(tf_config(0), 2, 1)
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+def machine(monkeypatch):
     """A machine with two GPUs and a TF_CONFIG."""
 
-    def make(environ: dict[str, str]) -> None:
+    def make(environ):
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(Gpu(uuid="GPU-a"), Gpu(uuid="GPU-b")))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         for name, value in environ.items():
@@ -106,12 +101,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]
     return make
 
 
-def test_workers_have_their_numbers_in_the_whole_cluster(
-    machine: Callable[[dict[str, str]], None],
-    script: Callable[[str], str],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_workers_have_their_numbers_in_the_whole_cluster(machine, script, tmp_path, capfd):
     machine(tf_config(1, worker=["a:1", "b:1", "b:2", "c:1"]))
     path = script(
         """
@@ -134,11 +124,7 @@ def test_workers_have_their_numbers_in_the_whole_cluster(
     assert "replaced" not in captured.err
 
 
-def test_a_failure_among_async_workers_does_not_end_the_others(
-    machine: Callable[[dict[str, str]], None],
-    script: Callable[[str], str],
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_failure_among_async_workers_does_not_end_the_others(machine, script, capfd):
     machine(tf_config(0, "async", **{"worker": ["a:1"], "async": ["b:1", "b:2"]}))
     path = script(
         """
@@ -154,11 +140,7 @@ def test_a_failure_among_async_workers_does_not_end_the_others(
     assert "worker 1 failed first: exit code 3" in captured.err
 
 
-def test_a_wrong_number_is_wrong_usage(
-    machine: Callable[[dict[str, str]], None],
-    script: Callable[[str], str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_wrong_number_is_wrong_usage(machine, script, capsys):
     machine(tf_config(2))
     assert main(["run", "--gpus", "auto", script("")]) == 2
     assert "[keras-het] error: --gpus: TF_CONFIG must list one worker" in capsys.readouterr().err
@@ -168,13 +150,7 @@ def test_a_wrong_number_is_wrong_usage(
     ("arguments", "config"),
     [(["--workers", "2"], tf_config(0)), (["--gpus", "2"], tf_config(0, worker=["a:1"]))],
 )
-def test_a_tf_config_that_is_replaced_is_told_once(
-    machine: Callable[[dict[str, str]], None],
-    script: Callable[[str], str],
-    capfd: pytest.CaptureFixture[str],
-    arguments: list[str],
-    config: dict[str, str],
-) -> None:
+def test_a_tf_config_that_is_replaced_is_told_once(machine, script, capfd, arguments, config):
     machine(config)
     assert main(["run", *arguments, script('print(config["cluster"]["worker"][0][:9])')]) == 0
     captured = capfd.readouterr()
@@ -183,7 +159,7 @@ def test_a_tf_config_that_is_replaced_is_told_once(
 
 
 @pytest.mark.full
-def test_two_launchers_train_one_model(launch: Callable[..., Any], train_script: str) -> None:
+def test_two_launchers_train_one_model(launch, train_script):
     with ReservedPorts(3) as reserved:
         reserved.release()
         addresses = [f"localhost:{reserved.ports[0]}"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,21 +12,21 @@ from keras_het.launch.command_line import main
 
 
 @pytest.fixture
-def ray_script(tmp_path: Path) -> str:
+def ray_script(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("")
     return str(path)
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | None], list[Any]]:
+def asked(monkeypatch):
     """Stands in for the training on Ray, which ends with an error or without."""
     script = pytest.importorskip("keras_het.ray.trainer", reason="needs Ray: the extra `ray`")
 
-    def end_with(error: BaseException | None) -> list[Any]:
+    def end_with(error):
         calls: list[Any] = []
 
-        def run_on_ray(*arguments: Any) -> None:
+        def run_on_ray(*arguments):
             calls.append(arguments)
             if error is not None:
                 raise error
@@ -39,7 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | None], l
     return end_with
 
 
-def test_a_script_is_given_to_ray_with_its_arguments(asked: Any, ray_script: str) -> None:
+def test_a_script_is_given_to_ray_with_its_arguments(asked, ray_script):
     calls = asked(None)
     options = ["--workers", "2:4", "--resources", "het=1,CPU=0.5"]
     assert main(["run", "--ray", "head:6379", *options, ray_script, "--epochs", "3"]) == 0
@@ -56,9 +54,7 @@ Arguments received by L.call():
   • training=True"""
 
 
-def test_the_last_line_is_the_cause(
-    asked: Any, ray_script: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_line_is_the_cause(asked, ray_script, capsys):
     import keras_het.ray
 
     asked(keras_het.ray.TrainFunctionError(OF_KERAS))
@@ -77,14 +73,7 @@ def test_the_last_line_is_the_cause(
         ("SystemExit", 130, "continues from the newest backup of ElasticBackup."),
     ],
 )
-def test_exit_codes(
-    asked: Any,
-    ray_script: str,
-    capsys: pytest.CaptureFixture[str],
-    make_error: str,
-    exit_code: int,
-    last_line: str,
-) -> None:
+def test_exit_codes(asked, ray_script, capsys, make_error, exit_code, last_line):
     import keras_het.ray
 
     kind = getattr(keras_het.ray, make_error, getattr(builtins, make_error, None))
@@ -93,9 +82,7 @@ def test_exit_codes(
     assert capsys.readouterr().err.rstrip().endswith(last_line)
 
 
-def test_without_ray_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ray_script: str
-) -> None:
+def test_without_ray_it_says_what_to_install(monkeypatch, capsys, ray_script):
     for name in [each for each in sys.modules if each.startswith("keras_het.ray")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -117,18 +104,14 @@ def test_without_ray_it_says_what_to_install(
         ["--python", "python3"],
     ],
 )
-def test_what_ray_decides_is_refused(
-    capsys: pytest.CaptureFixture[str], ray_script: str, option: list[str]
-) -> None:
+def test_what_ray_decides_is_refused(capsys, ray_script, option):
     with pytest.raises(SystemExit) as ended:
         main(["run", "--ray", "--workers", "2", *option, ray_script])
     assert ended.value.code == 2
     assert option[0] in capsys.readouterr().err
 
 
-def test_the_number_of_workers_is_needed(
-    capsys: pytest.CaptureFixture[str], ray_script: str
-) -> None:
+def test_the_number_of_workers_is_needed(capsys, ray_script):
     with pytest.raises(SystemExit):
         main(["run", "--ray", "head:6379", ray_script])
     assert "--workers 2:4" in capsys.readouterr().err

@@ -12,10 +12,8 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -59,7 +57,7 @@ pytestmark = [pytest.mark.full, pytest.mark.network_namespaces]
 class Slurm:
     """A controller and two nodes, each on a host of its own."""
 
-    def __init__(self, hosts: Any, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, hosts, folder, stack):
         self._hosts, self._folder = hosts, folder
         self._environment = {**os.environ, "PATH": SEARCH, "SLURM_CONF": str(folder / "slurm.conf")}
         addresses = {"controller": hosts.address(0)}
@@ -91,7 +89,7 @@ class Slurm:
             self._start(stack, index, "slurmd", "-D", "-N", node)
         self.wait_until(lambda: self.call("sinfo", "-h", "-o%D%t") == "2idle\n", "idle nodes")
 
-    def srun(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    def srun(self, *arguments, **environment):
         """Start a step on the nodes; its output is one stream."""
         return subprocess.Popen(
             self._command(0, "srun", *arguments),
@@ -101,12 +99,12 @@ class Slurm:
             text=True,
         )
 
-    def call(self, *command: str) -> str:
+    def call(self, *command):
         command = tuple(self._command(0, *command))
         called = subprocess.run(command, env=self._environment, capture_output=True, text=True)
         return called.stdout
 
-    def wait_until(self, is_true: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    def wait_until(self, is_true, what, seconds=60):
         end = time.monotonic() + seconds
         while not is_true():
             if time.monotonic() > end:
@@ -114,19 +112,19 @@ class Slurm:
                 pytest.fail(f"no {what}:\n{logs}")
             time.sleep(0.2)
 
-    def _command(self, host: int, *command: str) -> list[str]:
+    def _command(self, host, *command):
         """A command on a host that knows the others by name; its mounts are its own."""
         mount = f'mount --bind {self._folder}/hosts /etc/hosts && exec "$@"'
         enter = ["nsenter", f"--net=/run/netns/{self._hosts.names[host]}", "unshare", "--mount"]
         return [*enter, "sh", "-c", mount, "sh", *command]
 
-    def _start(self, stack: ExitStack, host: int, *command: str) -> None:
+    def _start(self, stack, host, *command):
         with (self._folder / f"{command[0]}-{host}.log").open("w") as log:
             process = subprocess.Popen(
                 self._command(host, *command), env=self._environment, stdout=log, stderr=log
             )
 
-        def end() -> None:
+        def end():
             process.terminate()
             try:
                 process.wait(20)
@@ -138,7 +136,7 @@ class Slurm:
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def slurm(tmp_path_factory):
     missing = [name for name in PROGRAMS if shutil.which(name, path=SEARCH) is None]
     if missing:
         pytest.skip(
@@ -155,7 +153,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         made.wait_until(lambda: made.call("squeue", "-h") == "", "end of all jobs")
 
 
-def worker(*arguments: str) -> list[str]:
+def worker(*arguments):
     return [sys.executable, "-m", "keras_het", "worker", *arguments]
 
 
@@ -168,9 +166,7 @@ def worker(*arguments: str) -> list[str]:
     ],
     ids=["blocks", "in circles", "heterogeneous"],
 )
-def test_each_worker_is_where_the_others_look_for_it(
-    slurm: Slurm, tmp_path: Path, options: list[str]
-) -> None:
+def test_each_worker_is_where_the_others_look_for_it(slurm, tmp_path, options):
     script = tmp_path / "script.py"
     script.write_text(
         "import json, os\n"
@@ -212,7 +208,7 @@ print("trained", strategy.num_workers, *model.get_weights()[0].ravel(), flush=Tr
 """
 
 
-def on_one_device() -> list[float]:
+def on_one_device():
     x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
     y = x.sum(axis=1) + 1
     weights, bias = np.ones(4), 0.0
@@ -223,7 +219,7 @@ def on_one_device() -> list[float]:
     return [float(each) for each in weights]
 
 
-def test_workers_train_as_one_device(slurm: Slurm, tmp_path: Path) -> None:
+def test_workers_train_as_one_device(slurm, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     step = slurm.srun("-N2", *worker(str(script)))
@@ -235,7 +231,7 @@ def test_workers_train_as_one_device(slurm: Slurm, tmp_path: Path) -> None:
     np.testing.assert_allclose(trained, on_one_device(), rtol=1e-5)
 
 
-def test_a_signal_from_slurm_saves_a_backup(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_signal_from_slurm_saves_a_backup(slurm, tmp_path):
     script, backup = tmp_path / "train.py", tmp_path / "backup"
     script.write_text(TRAIN)
     command = worker("--gpus", "auto", str(script), str(backup))
@@ -253,7 +249,7 @@ def test_a_signal_from_slurm_saves_a_backup(slurm: Slurm, tmp_path: Path) -> Non
     assert backup.exists()
 
 
-def submit(slurm: Slurm, folder: Path, text: str, script: str) -> tuple[str, Path]:
+def submit(slurm, folder, text, script):
     """Submit a batch script of recipes/deploy, and return its job and its output."""
     (folder / "job.sbatch").write_text(text)
     (folder / "train.py").write_text(script)
@@ -286,7 +282,7 @@ with open(f"{task['type']}-{task['index']}.json", "w") as file:
 """
 
 
-def test_nodes_without_gpus_train_outside_of_the_group(slurm: Slurm, tmp_path: Path) -> None:
+def test_nodes_without_gpus_train_outside_of_the_group(slurm, tmp_path):
     """The script of recipes/deploy for unequal nodes, with fewer of them and of their GPUs."""
     text = (DEPLOY / "unequal.sbatch").read_text().replace("--nodes=3", "--nodes=1")
     text = text.replace("--nodes=2 --ntasks-per-node=4", "--nodes=1 --ntasks-per-node=2")
@@ -294,7 +290,7 @@ def test_nodes_without_gpus_train_outside_of_the_group(slurm: Slurm, tmp_path: P
         slurm, tmp_path, text.replace("--async-workers 3", "--async-workers 1"), HYBRID
     )
 
-    def has_ended() -> bool:
+    def has_ended():
         told = slurm.call("scontrol", "show", "job", job)
         return bool(re.search("JobState=(COMPLETED|FAILED|CANCELLED)", told))
 
@@ -309,9 +305,7 @@ def test_nodes_without_gpus_train_outside_of_the_group(slurm: Slurm, tmp_path: P
     assert len({str(each["weights"]) for each in found.values()}) == 1
 
 
-def test_the_batch_script_waits_for_its_next_turn_after_the_signal(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_the_batch_script_waits_for_its_next_turn_after_the_signal(slurm, tmp_path):
     """That of recipes/deploy, without GPUs and with a script that saves nothing."""
     text = re.sub(r"--gpus(-per-node=2| auto)", "", (DEPLOY / "train.sbatch").read_text())
     script = (
@@ -325,7 +319,7 @@ def test_the_batch_script_waits_for_its_next_turn_after_the_signal(
     slurm.wait_until(lambda: out.exists() and out.read_text().count("ready") == 4, "workers")
     slurm.call("scancel", "--signal=TERM", job)
 
-    def is_queued_again() -> bool:
+    def is_queued_again():
         told = slurm.call("scontrol", "show", "job", job)
         return "Restarts=1" in told and "JobState=PENDING" in told
 

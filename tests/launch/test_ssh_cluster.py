@@ -8,18 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from keras_het.launch.command_line import main
 from keras_het.launch.local.free_ports import ReservedPorts
-
-Launch = Callable[..., Any]
-Script = Callable[[str], str]
 
 # Runs the command on this machine, in a session of its own, as a server would.
 FAKE_SSH = f"""#!{sys.executable}
@@ -42,7 +37,7 @@ while True:
 
 
 @pytest.fixture
-def path_of_ssh(tmp_path: Path) -> str:
+def path_of_ssh(tmp_path):
     """PATH with a program `ssh` that reaches this machine only."""
     program = tmp_path / "bin" / "ssh"
     program.parent.mkdir()
@@ -52,14 +47,14 @@ def path_of_ssh(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def run(launch: Launch, path_of_ssh: str) -> Launch:
-    def start(*arguments: str, **env: str) -> Any:
+def run(launch, path_of_ssh):
+    def start(*arguments, **env):
         return launch("run", "--hosts", *arguments, PATH=path_of_ssh, **env)
 
     return start
 
 
-def test_each_host_runs_its_workers(run: Launch, script: Script, tmp_path: Path) -> None:
+def test_each_host_runs_its_workers(run, script, tmp_path):
     hosts = tmp_path / "hosts.txt"
     hosts.write_text("a slots=2\nb\n")
     path = script(
@@ -93,7 +88,7 @@ def test_each_host_runs_its_workers(run: Launch, script: Script, tmp_path: Path)
     assert result.stderr.count("TF_CONFIG of the environment is replaced") == 1
 
 
-def test_async_workers_get_the_address_and_the_secret(run: Launch, script: Script) -> None:
+def test_async_workers_get_the_address_and_the_secret(run, script):
     path = script(
         """
         names = ["KERAS_HET_SERVICE_ADDRESS", "KERAS_HET_SECRET"]
@@ -109,7 +104,7 @@ def test_async_workers_get_the_address_and_the_secret(run: Launch, script: Scrip
     assert len({line.split()[-1] for line in lines}) == 1 and len(lines[0].split()[-1]) == 64
 
 
-def test_all_end_when_one_fails(run: Launch, script: Script, assert_gone: Any) -> None:
+def test_all_end_when_one_fails(run, script, assert_gone):
     path = script("if index == 1:\n    raise ValueError('the cause')\n" + WAIT_FOR_EVER)
     launcher = run("a,b,c", path)
     result = launcher.finish()
@@ -119,9 +114,7 @@ def test_all_end_when_one_fails(run: Launch, script: Script, assert_gone: Any) -
     assert_gone(launcher.printed_process_ids())
 
 
-def test_a_worker_that_ignores_sigterm_is_killed(
-    run: Launch, script: Script, assert_gone: Any
-) -> None:
+def test_a_worker_that_ignores_sigterm_is_killed(run, script, assert_gone):
     path = script("signal.signal(signal.SIGTERM, signal.SIG_IGN)" + WAIT_FOR_EVER)
     launcher = run("a,b", "--grace-seconds", "0", path)
     launcher.wait_for_output("[worker 0] ready", "[worker 1] ready")
@@ -130,7 +123,7 @@ def test_a_worker_that_ignores_sigterm_is_killed(
     assert_gone(launcher.printed_process_ids())
 
 
-def test_a_signal_is_forwarded_and_what_follows_is_shown(run: Launch, script: Script) -> None:
+def test_a_signal_is_forwarded_and_what_follows_is_shown(run, script):
     path = script(
         """
         try:
@@ -149,9 +142,7 @@ def test_a_signal_is_forwarded_and_what_follows_is_shown(run: Launch, script: Sc
     assert {"[worker 0] saved 0", "[worker 1] saved 1"} <= set(result.stdout.splitlines())
 
 
-def test_workers_end_with_a_killed_launcher(
-    run: Launch, script: Script, assert_gone: Any, tmp_path: Path
-) -> None:
+def test_workers_end_with_a_killed_launcher(run, script, assert_gone, tmp_path):
     path = script(
         """
         def end(*_):
@@ -172,7 +163,7 @@ def test_workers_end_with_a_killed_launcher(
     assert all((tmp_path / f"ended-{index}").exists() for index in range(2))
 
 
-def test_a_host_that_cannot_be_reached_is_told(run: Launch, script: Script) -> None:
+def test_a_host_that_cannot_be_reached_is_told(run, script):
     result = run("a,away", script(WAIT_FOR_EVER)).finish()
     assert result.exit_code == 255
     assert "worker 1 failed first: exit code 255" in result.stderr
@@ -189,9 +180,7 @@ def test_a_host_that_cannot_be_reached_is_told(run: Launch, script: Script) -> N
         (["--hosts", "a,b", "--async-workers", "2"], "Leave at least one for the sync group"),
     ],
 )
-def test_mistakes_are_wrong_usage(
-    script: Script, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_mistakes_are_wrong_usage(script, capsys, arguments, message):
     try:
         code = main(["run", *arguments, script("")])
     except SystemExit as exit:
@@ -219,7 +208,7 @@ exec {ssh} -F none -p {port} -i {folder}/user -o IdentitiesOnly=yes -o HostName=
 
 
 @pytest.fixture
-def path_to_server(tmp_path: Path) -> Iterator[str]:
+def path_to_server(tmp_path):
     """PATH with a program `ssh` that reaches a real server, whatever the host is called."""
     ssh = shutil.which("ssh")
     if SERVER is None or ssh is None:
@@ -249,7 +238,7 @@ def path_to_server(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.full
-def test_workers_train_by_ssh(launch: Launch, train_script: str, path_to_server: str) -> None:
+def test_workers_train_by_ssh(launch, train_script, path_to_server):
     with ReservedPorts(1) as reserved:
         reserved.release()
         options = ["--hosts", "127.0.0.1:2", "--port", str(reserved.ports[0])]
@@ -261,9 +250,7 @@ def test_workers_train_by_ssh(launch: Launch, train_script: str, path_to_server:
 
 @pytest.mark.full
 @pytest.mark.parametrize("end", ["killed launcher", "killed connections", "signal"])
-def test_nothing_stays_beyond_a_connection(
-    launch: Launch, script: Script, path_to_server: str, assert_gone: Any, end: str
-) -> None:
+def test_nothing_stays_beyond_a_connection(launch, script, path_to_server, assert_gone, end):
     launcher = launch("run", "--hosts", "a,b", script(WAIT_FOR_EVER), PATH=path_to_server)
     launcher.wait_for_output("[worker 0] ready", "[worker 1] ready")
     own = psutil.Process(launcher.process_id)

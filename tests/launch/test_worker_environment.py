@@ -16,7 +16,7 @@ from keras_het.launch.local.worker_environment import (
 )
 
 
-def test_what_is_written_is_what_a_worker_reads() -> None:
+def test_what_is_written_is_what_a_worker_reads():
     from keras_het.strategy.measure.emulated_device import read_emulated_devices
 
     emulation = Emulation((4.0, 2.0, 1.0), seconds_per_sample=0.008, fixed_seconds=0.5)
@@ -30,18 +30,18 @@ def test_what_is_written_is_what_a_worker_reads() -> None:
 
 
 @pytest.mark.parametrize("speeds", [(), (0.0,), (1.0, -1.0), (float("nan"),), (float("inf"),)])
-def test_refuses_bad_speeds(speeds: tuple[float, ...]) -> None:
+def test_refuses_bad_speeds(speeds):
     with pytest.raises(ValueError, match=r"positive finite speeds.*Received: speeds="):
         Emulation(speeds)
 
 
 @pytest.mark.parametrize("name", ["seconds_per_sample", "fixed_seconds"])
-def test_refuses_bad_times(name: str) -> None:
+def test_refuses_bad_times(name):
     with pytest.raises(ValueError, match=rf"`{name}` must be finite and at least 0"):
         Emulation((1.0,), **{name: -1.0})
 
 
-def test_environment_keeps_what_the_user_set() -> None:
+def test_environment_keeps_what_the_user_set():
     inherited = {
         "TF_NUM_INTRAOP_THREADS": "7",
         "PYTHONUNBUFFERED": "",
@@ -61,14 +61,14 @@ def test_environment_keeps_what_the_user_set() -> None:
     }
 
 
-def test_a_secret_that_the_user_gave_is_kept() -> None:
+def test_a_secret_that_the_user_gave_is_kept():
     given = service_environment("127.0.0.1:9", {"KERAS_HET_SECRET_FILE": "secret.txt"})
     assert given == {"KERAS_HET_SERVICE_ADDRESS": "127.0.0.1:9"}
     one, two = (service_environment("127.0.0.1:9", {}) for _ in range(2))
     assert one["KERAS_HET_SECRET"] != two["KERAS_HET_SECRET"]
 
 
-def test_environment_defaults() -> None:
+def test_environment_defaults():
     from keras_het.strategy.measure.emulated_device import read_emulated_devices
 
     own = worker_environment(0, ["127.0.0.1:1"], 1, {}, Emulation((2.0,)))
@@ -87,7 +87,7 @@ needs_affinity = pytest.mark.skipif(
 
 
 @needs_affinity
-def test_known_assignments() -> None:
+def test_known_assignments():
     assert assign_cpus(2, [0, 1, 2, 5]) == (((0, 2), (1, 5)), (2, 2))
     assert assign_cpus(2, [0, 1, 2]) == (((0, 2), (1,)), (2, 1))
     assert assign_cpus(3, [0, 1]) == (None, (1, 1, 1))
@@ -98,8 +98,8 @@ def test_known_assignments() -> None:
     assert assign_cpus(2, [0, 1, 2], 2, pin=True) == (((0, 1), (2, 0)), (2, 2))
 
 
-def test_a_quota_is_divided_into_threads() -> None:
-    def threads(usable: float, **options: int) -> tuple[int, ...]:
+def test_a_quota_is_divided_into_threads():
+    def threads(usable, **options):
         return assign_cpus(3, range(10), usable=usable, **options)[1]
 
     assert threads(10.0) == (4, 3, 3)
@@ -111,7 +111,7 @@ def test_a_quota_is_divided_into_threads() -> None:
 
 @needs_affinity
 @given(st.integers(1, 9), st.integers(1, 9))
-def test_every_cpu_is_dealt_once_and_every_worker_has_one(workers: int, cpus: int) -> None:
+def test_every_cpu_is_dealt_once_and_every_worker_has_one(workers, cpus):
     cpu_sets, sizes = assign_cpus(workers, range(cpus), pin=True)
     assert cpu_sets is not None
     dealt = [cpu for own in cpu_sets for cpu in own]
@@ -123,12 +123,12 @@ def test_every_cpu_is_dealt_once_and_every_worker_has_one(workers: int, cpus: in
 
 
 @pytest.mark.parametrize("cpus_per_worker", [0, 3])
-def test_refuses_impossible_numbers(cpus_per_worker: int) -> None:
+def test_refuses_impossible_numbers(cpus_per_worker):
     with pytest.raises(ValueError, match=rf"cpus_per_worker={cpus_per_worker}; expected 1 to 2"):
         assign_cpus(1, [0, 1], cpus_per_worker)
 
 
-def test_says_when_the_system_cannot_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_when_the_system_cannot_pin(monkeypatch):
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
     assert assign_cpus(1, [0])[0] is None
     with pytest.raises(ValueError, match="cannot bind processes to CPUs"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ import pytest
 from keras_het.planning.diagnosis.recording import Change, Device
 from keras_het.planning.pipeline import Timeline
 from keras_het.telemetry import event_files
-from keras_het.telemetry.event_files import Run, read_log
+from keras_het.telemetry.event_files import read_log
 from keras_het.telemetry.event_log import EventLog
 from keras_het.tensorboard import log_format
 
@@ -21,30 +19,30 @@ DEVICES = tuple(Device(f"worker {n} GPU 0", n, "GPU", f"host{n}", "Model") for n
 HARDWARE = ("hw.power", "hw.temperature")
 
 
-def block(first: int, steps: int, replicas: int = 3) -> Any:
+def block(first, steps, replicas=3):
     """Values that say which step, row and replica they are of."""
     step = np.arange(first, first + steps)[:, None, None]
     row = np.arange(5)[None, :, None] / 10
     return step + row + np.arange(replicas) / 100
 
 
-def write(folder: Path, first: int, steps: int, size: int = 5, **settings: Any) -> None:
+def write(folder, first, steps, size=5, **settings):
     log = EventLog(folder / "telemetry", DEVICES, HARDWARE, **settings)
     for start in range(first, first + steps, size):
         log.write_steps(start, block(start, min(size, first + steps - start)))
     log.close()
 
 
-def only_run(folder: Path) -> Run:
+def only_run(folder):
     (run,) = read_log(folder)
     return run
 
 
-def files(folder: Path) -> list[Path]:
+def files(folder):
     return sorted((folder / "telemetry").iterdir())
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_what_is_written_is_read(tmp_path):
     log = EventLog(tmp_path / "telemetry", DEVICES, HARDWARE)
     log.write_steps(7, block(7, 4))
     log.write_hardware(9, [[100, np.nan], [200, 60], [300, 70]])
@@ -77,12 +75,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     log.close()
 
 
-def test_nothing_is_created_before_the_first_write(tmp_path: Path) -> None:
+def test_nothing_is_created_before_the_first_write(tmp_path):
     EventLog(tmp_path / "telemetry", DEVICES).close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_values_of_another_shape_are_refused(tmp_path: Path) -> None:
+def test_values_of_another_shape_are_refused(tmp_path):
     log = EventLog(tmp_path, DEVICES, HARDWARE)
     with pytest.raises(ValueError, match="block does not fit"):
         log.write_steps(0, block(0, 4, replicas=2))
@@ -91,7 +89,7 @@ def test_values_of_another_shape_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])
-def test_later_steps_have_rows_of_several(tmp_path: Path, size: int) -> None:
+def test_later_steps_have_rows_of_several(tmp_path, size):
     write(tmp_path, 0, 799, size, keep_steps=100)
     content = only_run(tmp_path).content
     steps, every = content.recording.steps, content.every
@@ -110,7 +108,7 @@ def test_later_steps_have_rows_of_several(tmp_path: Path, size: int) -> None:
         np.testing.assert_allclose(content.highest[row, 0], part[-1], rtol=1e-6)
 
 
-def test_a_log_grows_with_the_logarithm_of_its_steps(tmp_path: Path) -> None:
+def test_a_log_grows_with_the_logarithm_of_its_steps(tmp_path):
     sizes = []
     for steps in (3200, 6400, 12_800):
         folder = tmp_path / str(steps)
@@ -129,7 +127,7 @@ def test_a_log_grows_with_the_logarithm_of_its_steps(tmp_path: Path) -> None:
     assert sizes[2] - sizes[1] < 1.2 * (sizes[1] - sizes[0])
 
 
-def test_changes_are_all_kept(tmp_path: Path) -> None:
+def test_changes_are_all_kept(tmp_path):
     log = EventLog(tmp_path / "telemetry", DEVICES, HARDWARE, keep_steps=100)
     for step in range(0, 600, 3):
         log.write_steps(step, block(step, 3))
@@ -139,7 +137,7 @@ def test_changes_are_all_kept(tmp_path: Path) -> None:
     assert [each.step for each in recording.changes] == list(range(0, 600, 3))
 
 
-def test_a_resumed_training_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
+def test_a_resumed_training_replaces_the_steps_that_it_repeats(tmp_path):
     write(tmp_path, 0, 40)
     log = EventLog(tmp_path / "telemetry", DEVICES, HARDWARE)
     log.write_steps(23, block(23, 10) + 1000)
@@ -150,7 +148,7 @@ def test_a_resumed_training_replaces_the_steps_that_it_repeats(tmp_path: Path) -
     assert recording.compute[23, 0] == pytest.approx(1023)
 
 
-def test_rows_of_a_resumed_training_go_on_as_they_were(tmp_path: Path) -> None:
+def test_rows_of_a_resumed_training_go_on_as_they_were(tmp_path):
     write(tmp_path, 0, 300, keep_steps=100)
     write(tmp_path, 233, 300, keep_steps=100)
     content = only_run(tmp_path).content
@@ -161,16 +159,14 @@ def test_rows_of_a_resumed_training_go_on_as_they_were(tmp_path: Path) -> None:
     assert np.all(steps[1:] - steps[:-1] <= every[:-1])
 
 
-def test_a_clock_that_was_put_back_changes_no_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_was_put_back_changes_no_order(tmp_path, monkeypatch):
     write(tmp_path, 0, 10)
     monkeypatch.setattr(event_files.time, "time", lambda: 1.0)
     write(tmp_path, 5, 10)
     np.testing.assert_array_equal(only_run(tmp_path).recording.steps, np.arange(15))
 
 
-def test_other_devices_after_a_resume(tmp_path: Path) -> None:
+def test_other_devices_after_a_resume(tmp_path):
     write(tmp_path, 0, 10)
     newer = (DEVICES[2], Device("worker 3 CPU 0", 3))
     log = EventLog(tmp_path / "telemetry", newer, HARDWARE[1:])
@@ -186,7 +182,7 @@ def test_other_devices_after_a_resume(tmp_path: Path) -> None:
     assert list(recording.hardware) == ["hw.temperature"]
 
 
-def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+def test_files_of_others_are_left_alone(tmp_path):
     import tensorflow as tf
 
     write(tmp_path / "run", 0, 10)
@@ -197,7 +193,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     assert only_run(tmp_path).name == "run/telemetry"
 
 
-def test_a_newer_version_is_read_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_version_is_read_and_named(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(log_format, "VERSION", 2)
         write(tmp_path, 0, 10)
@@ -206,13 +202,13 @@ def test_a_newer_version_is_read_and_named(tmp_path: Path, monkeypatch: pytest.M
     assert ["version 2" in message for message in run.content.messages] == [True]
 
 
-def test_no_log_directory(tmp_path: Path) -> None:
+def test_no_log_directory(tmp_path):
     with pytest.raises(FileNotFoundError, match="There is no log directory"):
         read_log(tmp_path / "none")
     assert read_log(tmp_path) == []
 
 
-def train_a_while(log: EventLog) -> None:
+def train_a_while(log):
     for step in range(0, 30, 10):
         log.write_steps(step, block(step, 10))
         log.write_scalars(step, {"heterogeneous/step_seconds": 0.5})
@@ -220,9 +216,7 @@ def train_a_while(log: EventLog) -> None:
     log.close()
 
 
-def test_a_full_disk_makes_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_makes_one_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(event_files.os.path, "join", lambda *parts: "/dev/full")
     with caplog.at_level(logging.WARNING, "keras_het"):
         train_a_while(EventLog(tmp_path, DEVICES))
@@ -234,7 +228,7 @@ def test_a_full_disk_makes_one_warning(
     assert len(caplog.records) == 2, "a directory that cannot be made"
 
 
-def test_a_removed_log_makes_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_removed_log_makes_one_warning(tmp_path, caplog):
     log = EventLog(tmp_path / "telemetry", DEVICES)
     log.write_steps(0, block(0, 10))
     log.flush()

@@ -7,9 +7,7 @@ import math
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import fake_nvml
 import numpy as np
@@ -29,28 +27,28 @@ A100, TITAN = "NVIDIA A100-SXM4-40GB", "NVIDIA TITAN V"
 
 
 @pytest.fixture(autouse=True)
-def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_of_this_machine(monkeypatch):
     """Neither its driver, nor the TensorFlow that another test has imported."""
     cuda_has(monkeypatch)
     tensorflow_has(monkeypatch, None)
 
 
-def cuda_has(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
+def cuda_has(monkeypatch, *uuids):
     monkeypatch.setattr(device_names, "cuda_uuids", lambda: list(uuids))
 
 
-def tensorflow_has(monkeypatch: pytest.MonkeyPatch, gpus: list[tuple[int, str]] | None) -> None:
+def tensorflow_has(monkeypatch, gpus):
     monkeypatch.setattr(device_names, "tensorflow_gpus", lambda: gpus)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu, **options: Any) -> FakeNvml:
+def install(monkeypatch, *gpus, **options):
     module = FakeNvml(*gpus, **options)
     monkeypatch.setitem(sys.modules, "pynvml", module)
     cuda_has(monkeypatch, *(gpu.uuid.partition("-")[2] for gpu in gpus))
     return module
 
 
-def values(sampler: HardwareSampler, row: int = 0) -> dict[str, float]:
+def values(sampler, row=0):
     return dict(zip(sampler.names, sampler.sample()[row].tolist(), strict=True))
 
 
@@ -282,20 +280,20 @@ RATES = [
 ]
 
 
-def write(folder: Path, **files: object) -> None:
+def write(folder, **files):
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name.replace("__", ".")).write_text(f"{text}\n")
 
 
-def sampler_in(tmp_path: Path, membership: str) -> HardwareSampler:
+def sampler_in(tmp_path, membership):
     path = tmp_path / "membership"
     path.write_text(membership)
     return HardwareSampler(["CPU:0"], tmp_path, path)
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def clock(monkeypatch):
     now = SimpleNamespace(seconds=100.0, cpu=5.0)
     monkeypatch.setattr(hardware.time, "monotonic", lambda: now.seconds)
     monkeypatch.setattr(hardware.time, "process_time", lambda: now.cpu)
@@ -351,7 +349,7 @@ def test_a_quota_of_version_2(tmp_path, clock, cpus, used, stopped, throttled, b
 
 
 def test_a_quota_of_version_1(tmp_path, clock):
-    def use(nanoseconds: int) -> None:
+    def use(nanoseconds):
         write(tmp_path / "cpu" / "own", cpu__stat=f"nr_periods 1\nthrottled_time {nanoseconds}")
         write(tmp_path / "cpuacct" / "own", cpuacct__usage=nanoseconds)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +13,10 @@ from keras_het.launch.report_terminal import console_for, show
 from keras_het.launch.report_trace import write_trace
 from keras_het.planning.diagnosis.recording import Device, PipelineRecord, StageRecord
 from keras_het.planning.pipeline import Event, Timeline
-from keras_het.telemetry.event_files import Run, read_log
+from keras_het.telemetry.event_files import read_log
 from keras_het.telemetry.event_log import EventLog
 from keras_het.tensorboard import log_format
-from keras_het.tensorboard.log_content import LogContent, Value, log_content
+from keras_het.tensorboard.log_content import Value, log_content
 from keras_het.tensorboard.log_format import parse_plan, parse_timeline, plan_text
 
 DEVICES = tuple(Device(f"worker 0 CPU {n}", 0) for n in range(2))
@@ -35,16 +34,16 @@ PLAN = PipelineRecord(
 )
 
 
-def write_steps(log: EventLog, first: int, steps: int) -> None:
+def write_steps(log, first, steps):
     log.write_steps(first, np.ones((steps, 5, 2), np.float32))
 
 
-def only_run(folder: Path) -> Run:
+def only_run(folder):
     (run,) = read_log(folder)
     return run
 
 
-def test_a_plan_and_passes_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_a_plan_and_passes_are_read_as_they_were_written(tmp_path):
     log = EventLog(tmp_path / "telemetry", DEVICES)
     write_steps(log, 0, 5)
     log.write_plan(2, PLAN)
@@ -60,7 +59,7 @@ def test_a_plan_and_passes_are_read_as_they_were_written(tmp_path: Path) -> None
     np.testing.assert_array_equal(run.recording.samples, np.ones(5))
 
 
-def test_a_log_without_a_plan_has_none(tmp_path: Path) -> None:
+def test_a_log_without_a_plan_has_none(tmp_path):
     log = EventLog(tmp_path / "telemetry", DEVICES)
     write_steps(log, 0, 5)
     log.close()
@@ -70,7 +69,7 @@ def test_a_log_without_a_plan_has_none(tmp_path: Path) -> None:
     np.testing.assert_array_equal(run.recording.samples, np.full(5, 2))
 
 
-def test_another_fit_in_the_same_folder_has_its_own_plan_or_none(tmp_path: Path) -> None:
+def test_another_fit_in_the_same_folder_has_its_own_plan_or_none(tmp_path):
     folder = tmp_path / "telemetry"
     first = EventLog(folder, DEVICES)
     first.write_plan(0, PLAN)
@@ -100,7 +99,7 @@ def test_another_fit_in_the_same_folder_has_its_own_plan_or_none(tmp_path: Path)
         plan_text(PLAN).replace("0.3", "NaN").encode(),
     ],
 )
-def test_a_damaged_plan_costs_the_plan_only(plan: bytes) -> None:
+def test_a_damaged_plan_costs_the_plan_only(plan):
     values = [
         Value(log_format.SETUP, 0, 1.0, log_format.setup_text(DEVICES, ()).encode()),
         Value(log_format.STEPS, 0, 2.0, np.ones((5, 5, 2), np.float32)),
@@ -113,7 +112,7 @@ def test_a_damaged_plan_costs_the_plan_only(plan: bytes) -> None:
     assert len(content.recording.steps) == 5
 
 
-def test_members_of_newer_versions_are_left_out() -> None:
+def test_members_of_newer_versions_are_left_out():
     text = plan_text(PLAN).replace('"text"', '"new":1,"text"')
     assert parse_plan(text) == PLAN
 
@@ -123,7 +122,7 @@ EVIL = "<b>stage\x1b[31m  layers</b>"
 
 
 @pytest.fixture
-def content(tmp_path: Path) -> LogContent:
+def content(tmp_path):
     log = EventLog(tmp_path / "telemetry", DEVICES)
     log.write_plan(0, PipelineRecord(f"{EVIL}\n0      a .. c", PLAN.stages, PASSES))
     block = np.zeros((STEPS, 5, 2), np.float32)
@@ -136,7 +135,7 @@ def content(tmp_path: Path) -> LogContent:
     return run.content
 
 
-def test_the_plan_is_shown_as_text(content: LogContent) -> None:
+def test_the_plan_is_shown_as_text(content):
     stream = io.StringIO()
     show("run", content, console_for(stream, 100))
     text = stream.getvalue()
@@ -147,7 +146,7 @@ def test_the_plan_is_shown_as_text(content: LogContent) -> None:
     assert "53.3 samples/s" in text
 
 
-def test_the_trace_has_the_measured_passes(content: LogContent, tmp_path: Path) -> None:
+def test_the_trace_has_the_measured_passes(content, tmp_path):
     path = tmp_path / "trace.json"
     assert write_trace(path, content) is None
     written = json.loads(path.read_text())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -25,13 +23,13 @@ from keras_het.tensorboard.log_format import parse_timeline
 BATCH, STEPS = 12, 8
 
 
-def plan_of(schedule: str = "1f1b") -> PipelinePlan:
+def plan_of(schedule="1f1b"):
     """Two stages, the second on two devices; the fourth device has nothing to do."""
     stages = (Stage(0, 2, (0,), (0,) * 4, recomputed=(0,)), Stage(2, 4, (2, 1), (0, 1, 0, 0)))
     return PipelinePlan(stages, 4, schedule, 0.0, (0.0,) * 4)
 
 
-def build() -> keras.Model:
+def build():
     layers = [
         keras.layers.Dense(8, activation="relu"),
         keras.layers.Dropout(0.3, seed=1),
@@ -43,15 +41,13 @@ def build() -> keras.Model:
     return model
 
 
-def build_small() -> keras.Model:
+def build_small():
     model = keras.Sequential([keras.Input([6]), keras.layers.Dense(2), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     return model
 
 
-def train(
-    devices: Any, callbacks: list[keras.callbacks.Callback], plan: PipelinePlan, build: Any = build
-) -> tuple[keras_het.PipelineStrategy, keras.Model, keras.callbacks.History]:
+def train(devices, callbacks, plan, build=build):
     strategy = keras_het.PipelineStrategy(None, plan.num_micro_batches, devices, plan=plan)
     keras.utils.set_random_seed(4)
     with strategy.scope():
@@ -63,12 +59,12 @@ def train(
     return strategy, model, history
 
 
-def same_weights(one: keras.Model, other: keras.Model) -> bool:
+def same_weights(one, other):
     pairs = zip(one.get_weights(), other.get_weights(), strict=True)
     return all(np.array_equal(mine, theirs) for mine, theirs in pairs)
 
 
-def assert_passes_of_a_step(strategy: keras_het.PipelineStrategy, plan: PipelinePlan) -> None:
+def assert_passes_of_a_step(strategy, plan):
     """Each pass once, on the device that the plan says, in an order that the data allow."""
     measured = strategy.measured_timeline
     assert measured is not None
@@ -92,7 +88,7 @@ def assert_passes_of_a_step(strategy: keras_het.PipelineStrategy, plan: Pipeline
             assert begin_of[one] <= begin_of[other]
 
 
-def test_the_same_weights_with_and_without(logical_devices: Any, tmp_path: Path) -> None:
+def test_the_same_weights_with_and_without(logical_devices, tmp_path):
     stages = (Stage(0, 1, (0,), (0, 0)), Stage(1, 2, (1,), (0, 0)))
     plan = PipelinePlan(stages, 2, "1f1b", 0.0, (0.0, 0.0))
     devices = logical_devices[:2]
@@ -109,7 +105,7 @@ def test_the_same_weights_with_and_without(logical_devices: Any, tmp_path: Path)
 
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_times_of_each_device(logical_devices: Any, schedule: str, tmp_path: Path) -> None:
+def test_times_of_each_device(logical_devices, schedule, tmp_path):
     plan = plan_of(schedule)
     _, expected, _ = train(logical_devices, [], plan)
     telemetry = Telemetry(tmp_path)
@@ -148,7 +144,7 @@ def test_times_of_each_device(logical_devices: Any, schedule: str, tmp_path: Pat
 
 
 @pytest.mark.full
-def test_a_model_that_was_trained_before_is_measured_from_then_on(logical_devices: Any) -> None:
+def test_a_model_that_was_trained_before_is_measured_from_then_on(logical_devices):
     plan = plan_of()
     strategy, model, _ = train(logical_devices, [], plan)
     assert strategy.measured_timeline is None
@@ -159,7 +155,7 @@ def test_a_model_that_was_trained_before_is_measured_from_then_on(logical_device
     np.testing.assert_array_equal(telemetry.recording().steps, np.arange(2 * STEPS, 3 * STEPS - 1))
 
 
-def test_a_process_without_a_stage_only_waits() -> None:
+def test_a_process_without_a_stage_only_waits():
     plan = PipelinePlan((Stage(0, 2, (0,), (0, 0)),), 2, "1f1b", 0.0, (0.0, 0.0))
     phases = PhaseTimes(ReplicaLayout((1, 1), 1))
     phases.begin(keras.Model(), ["CPU:0"])

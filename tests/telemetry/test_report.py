@@ -10,8 +10,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,14 +28,14 @@ from keras_het.tensorboard import log_format, views
 from keras_het.tensorboard.log_content import LogContent
 
 
-def content_of(recording: Recording, *exchanges: dict[str, Any]) -> LogContent:
+def content_of(recording, *exchanges):
     every = np.ones(len(recording.steps), np.int64)
     rows = np.stack([getattr(recording, name) for name in (*PHASES, "shares")], axis=1)
     return LogContent(recording, every, rows.astype(np.float32), exchanges)
 
 
 @pytest.fixture(scope="module")
-def balanced() -> LogContent:
+def balanced():
     exchanges = [
         {"worker": 2, "staleness": 3, "samples_per_second": 80.0, "step": 40},
         {"worker": 2, "staleness": 2, "exchange_seconds": 0.04, "step": 120},
@@ -46,13 +44,13 @@ def balanced() -> LogContent:
     return content_of(balanced_recording(), *exchanges)
 
 
-def shown(content: LogContent, width: int | None = None) -> str:
+def shown(content, width=None):
     stream = io.StringIO()
     show("telemetry", content, console_for(stream, width))
     return stream.getvalue()
 
 
-def row_of(text: str, place: int) -> list[str]:
+def row_of(text, place):
     """The numbers of a device in the table, without percentages."""
     lines = text.partition("Means of a step")[2].splitlines()
     line = next(each for each in lines if each.split()[:1] == [str(place)])
@@ -63,7 +61,7 @@ def row_of(text: str, place: int) -> list[str]:
 # the terminal
 
 
-def test_devices_have_the_numbers_of_recent_steps(balanced: LogContent) -> None:
+def test_devices_have_the_numbers_of_recent_steps(balanced):
     text, recording = shown(balanced), balanced.recording
     found = re.search(r"Means of a step \(steps (\d+) to (\d+)\)", text)
     assert found is not None
@@ -78,7 +76,7 @@ def test_devices_have_the_numbers_of_recent_steps(balanced: LogContent) -> None:
     assert "8 of 16 GB" in text
 
 
-def test_cpus_in_use_have_no_digits_that_nobody_needs() -> None:
+def test_cpus_in_use_have_no_digits_that_nobody_needs():
     steps = len(balanced_recording().hardware_steps)
     used = {"process.cpu.usage": [0.0775, 1.314, 2.0, 31.4], "keras_het.cpu.budget": [1, 2, 8, 64]}
     hardware = {name: np.array([used[name]] * steps, float) for name in used}
@@ -87,7 +85,7 @@ def test_cpus_in_use_have_no_digits_that_nobody_needs() -> None:
         assert f"CPUs in use: {expected}\n" in text
 
 
-def test_the_terminal_says_it_all(balanced: LogContent) -> None:
+def test_the_terminal_says_it_all(balanced):
     text = shown(balanced)
     assert text.index("Add LoaderTuner on worker 0.") < text.index("What a step would take")
     assert re.search(r"\n  worker 0 not slow +\d+ ms +-\d+ %", text)
@@ -103,7 +101,7 @@ def test_the_terminal_says_it_all(balanced: LogContent) -> None:
     assert re.search(r"\n *2 +120 +– +2 +40 *\n *x +10 +– +– +– *\n", exchanges)
 
 
-def test_balance_is_compared_with_even_shares(balanced: LogContent) -> None:
+def test_balance_is_compared_with_even_shares(balanced):
     gain = views.diagnosis(balanced)["gain"]
     assert 1.3 < gain < 1.6
     assert f"{gain:.2f} times the samples/s" in shown(balanced)
@@ -113,7 +111,7 @@ def test_balance_is_compared_with_even_shares(balanced: LogContent) -> None:
     assert "Balance: " not in shown(content_of(Training(n=1, steps=40).record()))
 
 
-def test_one_log_has_one_step_time(tmp_path: Path) -> None:
+def test_one_log_has_one_step_time(tmp_path):
     """By the wall clock, with stalls: in the tab, the report and Prometheus."""
     recording = Training(n=2, steps=90, per_worker=1, warm_up=False).record()
     other, waited = recording.other.copy(), recording.input.copy()
@@ -144,7 +142,7 @@ def test_one_log_has_one_step_time(tmp_path: Path) -> None:
     assert "Between epochs: 4 s in 2 pauses; no part of a step" in text
 
 
-def metrics_of(recording: Recording) -> list[Any]:
+def metrics_of(recording):
     endpoint = PrometheusEndpoint(lambda: recording, 0, "127.0.0.1")
     try:
         return list(endpoint.collect())
@@ -152,18 +150,18 @@ def metrics_of(recording: Recording) -> list[Any]:
         endpoint.close()
 
 
-def test_a_change_says_its_kind_once() -> None:
+def test_a_change_says_its_kind_once():
     assert change_text("shares", "shares 3 5 (boa: x)") == "shares 3 5 (boa: x)"
     assert change_text("loader", "2 threads") == "loader: 2 threads"
 
 
-def test_a_narrow_terminal_is_not_overrun(balanced: LogContent) -> None:
+def test_a_narrow_terminal_is_not_overrun(balanced):
     lines = shown(balanced, 80).splitlines()
     assert max(map(len, lines)) <= 80
     assert any("compute" in line and "input" in line and "other" in line for line in lines)
 
 
-def test_many_devices_are_those_that_cost_most() -> None:
+def test_many_devices_are_those_that_cost_most():
     fault = Fault("compute", size=2.0, device=33)
     text = shown(content_of(Training(n=40, steps=60, faults=(fault,)).record()))
     assert "and 16 others; --html FILE shows all" in text
@@ -172,7 +170,7 @@ def test_many_devices_are_those_that_cost_most() -> None:
     assert len(places) == 24 and places == sorted(places, key=int)
 
 
-def test_names_cannot_drive_the_terminal_or_the_encoding() -> None:
+def test_names_cannot_drive_the_terminal_or_the_encoding():
     assert plain("a\x1b[31mb\nc\u202ed\ud800") == "a\ufffd[31mb c\ufffdd\ufffd"
     assert plain("x" * 10_000) == "x" * 300 + "…"
     recording = Training(n=2, steps=30).record()
@@ -189,14 +187,14 @@ def test_names_cannot_drive_the_terminal_or_the_encoding() -> None:
 # the trace
 
 
-def written_trace(tmp_path: Path, content: LogContent) -> tuple[int | None, list[dict[str, Any]]]:
+def written_trace(tmp_path, content):
     first = trace.write_trace(tmp_path / "trace.json", content)
     written = json.loads((tmp_path / "trace.json").read_text(), parse_constant=pytest.fail)
     check_trace(written)
     return first, written["traceEvents"]
 
 
-def test_a_trace_has_a_slice_for_each_phase(tmp_path: Path, balanced: LogContent) -> None:
+def test_a_trace_has_a_slice_for_each_phase(tmp_path, balanced):
     first, events = written_trace(tmp_path, balanced)
     assert first is None
     slices = [each for each in events if each["ph"] == "X"]
@@ -224,7 +222,7 @@ def test_a_trace_has_a_slice_for_each_phase(tmp_path: Path, balanced: LogContent
     assert counters["share worker 0 GPU 0"] == 2
 
 
-def test_the_changes_of_a_trace_are_in_order(tmp_path: Path, balanced: LogContent) -> None:
+def test_the_changes_of_a_trace_are_in_order(tmp_path, balanced):
     changes = tuple(Change(step, "shares", f"at {step}") for step in (120, 40, 41))
     recording = dataclasses.replace(balanced.recording, changes=changes)
     _, events = written_trace(tmp_path, content_of(recording))
@@ -232,9 +230,7 @@ def test_the_changes_of_a_trace_are_in_order(tmp_path: Path, balanced: LogConten
     assert steps == [40, 41, 120]
 
 
-def test_a_long_trace_has_the_latest_steps(
-    tmp_path: Path, balanced: LogContent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_trace_has_the_latest_steps(tmp_path, balanced, monkeypatch):
     monkeypatch.setattr(trace, "MOST_SLICES", 4 * 4 * 10)
     first, events = written_trace(tmp_path, balanced)
     assert first == 150
@@ -244,12 +240,12 @@ def test_a_long_trace_has_the_latest_steps(
 # odd recordings
 
 
-def odd_recording(seed: int) -> Recording:
+def odd_recording(seed):
     """Whatever a log may hold: unknown, infinite, negative and huge values, few steps, gaps."""
     random = np.random.default_rng(seed)
     rows, n = int(random.choice([0, 1, 2, 19, 70])), int(random.choice([1, 2, 7]))
 
-    def values(scale: float) -> Any:
+    def values(scale):
         result = scale * random.random((rows, n))
         odd = random.random((rows, n)) < random.choice([0.0, 0.05, 0.9])
         pool = random.choice([np.nan, np.inf, -1.0, 0.0, 3e38, 1e-30], size=(rows, n))
@@ -271,13 +267,13 @@ def odd_recording(seed: int) -> Recording:
 
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.quick(*map(str, range(12)))
-def test_whatever_is_in_a_recording_is_shown(seed: int, tmp_path: Path) -> None:
+def test_whatever_is_in_a_recording_is_shown(seed, tmp_path):
     content = content_of(odd_recording(seed))
     assert not {"nan", "none", "inf"} & {*re.findall("[a-z]+", shown(content).lower())}
     written_trace(tmp_path, content)
 
 
-def test_unknown_columns_are_dashes() -> None:
+def test_unknown_columns_are_dashes():
     recording = balanced_recording(60)
     compute = recording.compute.copy()
     compute[:, 1] = np.nan
@@ -290,7 +286,7 @@ def test_unknown_columns_are_dashes() -> None:
 
 
 @pytest.fixture(scope="module")
-def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def log_dir(tmp_path_factory):
     root = tmp_path_factory.mktemp("logs")
     write_log(root / "second", Training(n=2, steps=30, seed=1).record()).close()
     log = write_log(root / "first", balanced_recording())
@@ -301,9 +297,7 @@ def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_the_command_writes_all(
-    log_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_all(log_dir, tmp_path, capsys):
     files = [tmp_path / "report.html", tmp_path / "trace.json"]
     options = ["--html", str(files[0]), "--trace", str(files[1])]
     assert main(["report", str(log_dir), *options]) == 0
@@ -318,14 +312,12 @@ def test_the_command_writes_all(
 
 
 @pytest.mark.parametrize("name", ["second", "second/telemetry", "./second/"])
-def test_a_training_is_chosen_by_its_name(
-    log_dir: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_is_chosen_by_its_name(log_dir, name, capsys):
     assert main(["report", str(log_dir), "--run", name]) == 0
     assert capsys.readouterr().out.startswith("second/telemetry\n2 replicas, 30 steps")
 
 
-def test_a_log_of_one_step_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_of_one_step_says_so(tmp_path, capsys):
     write_log(tmp_path, Training(n=2, steps=1).record()).close()
     assert main(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -334,30 +326,26 @@ def test_a_log_of_one_step_says_so(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("lines", [["worker 1 is slow."], []])
-def test_a_verdict_that_does_not_know_all_says_so(
-    balanced: LogContent, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verdict_that_does_not_know_all_says_so(balanced, lines, monkeypatch):
     found = {**views.diagnosis(balanced), "verdict": lines, "missing": ["no clock of a GPU"]}
     monkeypatch.setattr(views, "diagnosis", lambda content: found)
     start = "The verdict does not know all" if lines else "No verdict"
     assert f"{start}: no clock of a GPU." in shown(balanced)
 
 
-def event_file(folder: Path) -> Path:
+def event_file(folder):
     (path,) = (folder / "telemetry").iterdir()
     return path
 
 
-def error(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def error(capsys, *arguments):
     assert main(["report", *map(str, arguments)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     return " ".join(captured.err.split())
 
 
-def test_a_directory_without_a_log_is_refused_with_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_without_a_log_is_refused_with_what_to_do(tmp_path, capsys):
     (tmp_path / "train").mkdir()
     with tf.io.TFRecordWriter(str(tmp_path / "train" / "events.out.tfevents.1.host")) as writer:
         writer.write(b"")
@@ -368,9 +356,7 @@ def test_a_directory_without_a_log_is_refused_with_what_to_do(
 
 
 @pytest.mark.parametrize("size", [0, 40, 100])
-def test_a_log_without_its_first_record_is_refused(
-    tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_without_its_first_record_is_refused(tmp_path, size, capsys):
     write_log(tmp_path, Training(n=2, steps=10).record()).close()
     path = event_file(tmp_path)
     path.write_bytes(path.read_bytes()[:size])
@@ -379,15 +365,13 @@ def test_a_log_without_its_first_record_is_refused(
     assert "missing or torn" in text
 
 
-def test_a_foreign_file_with_our_name_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_foreign_file_with_our_name_is_refused(tmp_path, capsys):
     name = f"{log_format.FILE_PREFIX}1{log_format.FILE_SUFFIX}"
     (tmp_path / name).write_bytes(np.random.default_rng(0).bytes(5000))
     assert "cannot be read" in error(capsys, tmp_path)
 
 
-def test_a_directory_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_there_is_refused_at_once(tmp_path):
     code = (
         "import sys\nfrom keras_het.launch.command_line import main\n"
         "print(main(['report', sys.argv[1]]), 'tensorflow' in sys.modules)"
@@ -420,13 +404,7 @@ def test_a_directory_that_is_not_there_is_refused_at_once(tmp_path: Path) -> Non
     ],
     ids=["file", "run", "page", "trace"],
 )
-def test_what_is_not_there_is_refused(
-    log_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    texts: list[str],
-) -> None:
+def test_what_is_not_there_is_refused(log_dir, tmp_path, capsys, arguments, texts):
     (tmp_path / "file").write_text("")
     names = {"file": tmp_path / "file", "logs": log_dir, "folder": tmp_path}
     told = error(capsys, *(each.format(**names) for each in arguments))
@@ -434,7 +412,7 @@ def test_what_is_not_there_is_refused(
 
 
 @pytest.mark.full
-def test_a_closed_pipe_is_no_error(log_dir: Path) -> None:
+def test_a_closed_pipe_is_no_error(log_dir):
     command = [sys.executable, "-m", "keras_het", "report", str(log_dir)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None

@@ -15,7 +15,7 @@ FIELDS = {
 METADATA = {"process_name", "thread_name"}
 
 
-def check_trace(content: dict[str, Any]) -> None:
+def check_trace(content):
     """Fail where a trace in the form of an object breaks a rule.
 
     Args:
@@ -56,11 +56,11 @@ def check_trace(content: dict[str, Any]) -> None:
             assert all(is_number(value) for value in event["args"].values()), event
 
 
-def nanoseconds(microseconds: Any) -> int:
+def nanoseconds(microseconds):
     """A time as Perfetto keeps it."""
     assert is_number(microseconds) and microseconds >= 0
     return round(microseconds * 1000)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value):
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from step_recordings import Fault, Training
 
-from keras_het.planning.diagnosis.recording import PHASES, Change, Recording
+from keras_het.planning.diagnosis.recording import PHASES, Change
 from keras_het.telemetry.event_log import EventLog
 
 
-def write_log(folder: Path, recording: Recording, **settings: Any) -> EventLog:
+def write_log(folder, recording, **settings):
     """Write a recording as a log, in blocks of ten steps; return the log, still open."""
     names = tuple(recording.hardware)
     log = EventLog(folder / "telemetry", recording.devices, names, **settings)
@@ -29,7 +27,7 @@ def write_log(folder: Path, recording: Recording, **settings: Any) -> EventLog:
     return log
 
 
-def balanced_recording(steps: int = 160) -> Recording:
+def balanced_recording(steps=160):
     """Two fast devices and two slow ones, whose shares follow after a quarter of the steps."""
     shares = np.full((steps, 4), 32)
     shares[steps // 4 :] = [48, 48, 16, 16]

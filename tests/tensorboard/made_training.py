@@ -8,9 +8,7 @@ writes one, to be looked at with TensorBoard.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +27,7 @@ GLOBAL_BATCH = 64
 SECONDS_PER_SAMPLE = 0.0008
 
 
-def devices_of(replicas: int) -> tuple[Device, ...]:
+def devices_of(replicas):
     names = list(MODELS)
     return tuple(
         Device(f"worker {n // 2} GPU {n % 2}", n // 2, "GPU", f"node{n // 2:02}", names[n // 2 % 3])
@@ -37,7 +35,7 @@ def devices_of(replicas: int) -> tuple[Device, ...]:
     )
 
 
-def times(devices: tuple[Device, ...], steps: int) -> Any:
+def times(devices, steps):
     """Times and shares, [steps, 5, replicas]: even shares, balanced ones after a fifth.
 
     After 70 % of the steps the second device throttles, and is given less after 80 %.
@@ -64,7 +62,7 @@ def times(devices: tuple[Device, ...], steps: int) -> Any:
     return np.stack([compute, wait, sync, other, shares], axis=1).astype(np.float32)
 
 
-def hardware(devices: tuple[Device, ...], step: int, steps: int) -> Any:
+def hardware(devices, step, steps):
     part = step / max(steps, 1)
     sample = np.empty((len(devices), len(HARDWARE)), np.float32)
     sample[:, 0] = 0.9 - 0.1 * np.arange(len(devices)) / len(devices)
@@ -74,7 +72,7 @@ def hardware(devices: tuple[Device, ...], step: int, steps: int) -> Any:
     return sample
 
 
-def changes(steps: int) -> list[Change]:
+def changes(steps):
     return [
         Change(steps // 5, "shares", "Shares follow the devices' speed: a step takes 58 % less."),
         Change(steps // 2, "loader", "8 parallel calls instead of 4: worker 0 waited for input."),
@@ -82,7 +80,7 @@ def changes(steps: int) -> list[Change]:
     ]
 
 
-def values(replicas: int, steps: int) -> Iterator[Value]:
+def values(replicas, steps):
     """All that a log of the training holds, as a data provider gives it."""
     devices = devices_of(replicas)
     setup = log_format.setup_text(devices, HARDWARE).encode()
@@ -99,9 +97,7 @@ def values(replicas: int, steps: int) -> Iterator[Value]:
         yield Value(log_format.CHANGES, change.step, 2.0 + change.step, text)
 
 
-def write(
-    folder: Path, replicas: int, steps: int, measured_every: int = 1, **settings: Any
-) -> None:
+def write(folder, replicas, steps, measured_every=1, **settings):
     """Write the log of a training into a folder, of which every so manyth step was measured."""
     from keras_het.telemetry.event_log import EventLog
 
@@ -144,7 +140,7 @@ GENERATIONS = (
 )
 
 
-def machines(hosts: Sequence[str]) -> tuple[Device, ...]:
+def machines(hosts):
     """The GPUs of some hosts, one for each worker."""
     return tuple(
         Device(f"worker {n} GPU 0", n, "GPU", host, "H100", f"GPU-{host}")
@@ -152,7 +148,7 @@ def machines(hosts: Sequence[str]) -> tuple[Device, ...]:
     )
 
 
-def balanced(hosts: Sequence[str], steps: int) -> Any:
+def balanced(hosts, steps):
     """Times and shares of machines that finish together, [steps, 5, replicas]."""
     speed = np.array([SPEEDS.get(host, 2) for host in hosts], float)
     shares = np.round(GLOBAL_BATCH * speed / speed.sum())
@@ -164,7 +160,7 @@ def balanced(hosts: Sequence[str], steps: int) -> Any:
     return np.stack(parts, axis=1).astype(np.float32)
 
 
-def write_generations(folder: Path, generations: Any = GENERATIONS, steps: int = 300) -> None:
+def write_generations(folder, generations=GENERATIONS, steps=300):
     """Write the log of a training that lost a machine, and then got a new one."""
     from keras_het.telemetry.event_log import EventLog
 

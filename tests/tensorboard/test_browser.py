@@ -12,9 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import made_training
 import pytest
@@ -31,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 SECONDS = 90
 
 
-def until(condition: Callable[[], Any], what: str) -> Any:
+def until(condition, what):
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         if found := condition():
@@ -43,7 +40,7 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 class Browser:
     """Chromium with the plugin's page, by the selectors of its elements."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         from selenium import webdriver
         from selenium.webdriver.chrome.service import Service
 
@@ -58,34 +55,34 @@ class Browser:
             options.add_argument(argument)
         self.driver = webdriver.Chrome(options, Service(str(DRIVER)))
 
-    def open(self, address: str) -> None:
+    def open(self, address):
         self.driver.get(address)
         self.ready()
 
-    def script(self, text: str, *arguments: Any) -> Any:
+    def script(self, text, *arguments):
         return self.driver.execute_script(text, *arguments)
 
-    def text(self, selector: str) -> str:
+    def text(self, selector):
         found = self.script(
             "return document.querySelector(arguments[0])?.innerText ?? ''", selector
         )
         return str(found)
 
-    def element(self, selector: str) -> Any:
+    def element(self, selector):
         return self.driver.find_element("css selector", selector)
 
-    def is_shown(self, selector: str) -> bool:
+    def is_shown(self, selector):
         return bool(
             self.script("return !!document.querySelector(arguments[0])?.clientHeight", selector)
         )
 
-    def ready(self) -> None:
+    def ready(self):
         until(
             lambda: self.text("[role=status]").startswith(("Updated", "Written")),
             "the page is complete",
         )
 
-    def choose(self, label: str, value: str) -> None:
+    def choose(self, label, value):
         self.script(
             "const select = document.querySelector(`select[aria-label='${arguments[0]}']`);"
             "select.value = arguments[1]; select.dispatchEvent(new Event('change'));",
@@ -94,7 +91,7 @@ class Browser:
         )
         self.ready()
 
-    def colors(self, plot: int) -> int:
+    def colors(self, plot):
         """Number of colours in the middle row of a plot, to see that something is drawn."""
         return int(
             self.script(
@@ -106,7 +103,7 @@ class Browser:
             )
         )
 
-    def complaints(self) -> list[str]:
+    def complaints(self):
         """Messages of the console that are about the page: TensorBoard's own are not."""
         return [
             entry["message"]
@@ -114,7 +111,7 @@ class Browser:
             if re.search("plugin|file://|Content Security Policy", entry["message"])
         ]
 
-    def requests(self) -> list[str]:
+    def requests(self):
         """Addresses of what was asked for since the last call, answered or not."""
         messages = [
             json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
@@ -127,7 +124,7 @@ class Browser:
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[Browser]:
+def started():
     pytest.importorskip("selenium")
     made = Browser()
     yield made
@@ -135,7 +132,7 @@ def started() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def browser(started: Browser) -> Browser:
+def browser(started):
     """The browser with an empty page, and nothing in its console."""
     started.driver.get("about:blank")
     started.complaints()
@@ -143,7 +140,7 @@ def browser(started: Browser) -> Browser:
 
 
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def logs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("logs")
     made_training.write(folder / "a", 6, 1000)
     made_training.write(folder / "b", 40, 400)
@@ -152,19 +149,19 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address(logs: Path) -> Iterator[str]:
+def address(logs):
     """The tab alone, served in this process."""
     with served(application_of(logs)) as start:
         yield start
 
 
 @pytest.fixture(scope="module")
-def page(logs: Path) -> str:
+def page(logs):
     return page_of(logs, "a")
 
 
 @contextlib.contextmanager
-def served(application: Any) -> Iterator[str]:
+def served(application):
     server = make_server("127.0.0.1", 0, application, threaded=True)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -176,7 +173,7 @@ def served(application: Any) -> Iterator[str]:
         server.server_close()
 
 
-def page_of(folder: Path, run: str) -> str:
+def page_of(folder, run):
     """The address of the page that `keras-het report` writes of a training."""
     path = folder / "report.html"
     assert main(["report", str(folder), "--run", run, "--html", str(path)]) == 0
@@ -184,14 +181,14 @@ def page_of(folder: Path, run: str) -> str:
 
 
 @pytest.fixture(params=["address", "page"])
-def shell(browser: Browser, request: pytest.FixtureRequest) -> str:
+def shell(browser, request):
     """The tab and the page of a report: each is open."""
     browser.open(request.getfixturevalue(request.param))
     return str(request.param)
 
 
 @pytest.mark.usefixtures("shell")
-def test_the_page_shows_a_training(browser: Browser) -> None:
+def test_the_page_shows_a_training(browser):
     assert browser.text(".range") == "steps 0 to 999"
     assert browser.text(".verdict .first")
     assert "faster" in browser.text(".facts") or "as fast" in browser.text(".facts")
@@ -207,7 +204,7 @@ def test_the_page_shows_a_training(browser: Browser) -> None:
 
 
 @pytest.mark.full
-def test_steps_that_were_not_measured_are_drawn_as_such(browser: Browser, tmp_path: Path) -> None:
+def test_steps_that_were_not_measured_are_drawn_as_such(browser, tmp_path):
     from selenium.webdriver.common.action_chains import ActionChains
 
     made_training.write(tmp_path, 4, 100, measured_every=4)
@@ -229,7 +226,7 @@ def test_steps_that_were_not_measured_are_drawn_as_such(browser: Browser, tmp_pa
 
 
 @pytest.mark.full
-def test_a_training_that_went_on_with_other_devices(browser: Browser, tmp_path: Path) -> None:
+def test_a_training_that_went_on_with_other_devices(browser, tmp_path):
     made_training.write_generations(tmp_path)
     with served(application_of(tmp_path)) as start:
         for address in (start, page_of(tmp_path, "telemetry")):
@@ -246,7 +243,7 @@ def test_a_training_that_went_on_with_other_devices(browser: Browser, tmp_path: 
 
 
 @pytest.mark.full
-def test_zoom_hover_and_keyboard(browser: Browser, shell: str) -> None:
+def test_zoom_hover_and_keyboard(browser, shell):
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 
@@ -284,9 +281,7 @@ def test_zoom_hover_and_keyboard(browser: Browser, shell: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("theme", ["dark", "light"])
-def test_the_page_needs_nothing_and_has_the_theme_of_the_system(
-    browser: Browser, page: str, theme: str
-) -> None:
+def test_the_page_needs_nothing_and_has_the_theme_of_the_system(browser, page, theme):
     feature = {"name": "prefers-color-scheme", "value": theme}
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
     try:
@@ -302,7 +297,7 @@ def test_the_page_needs_nothing_and_has_the_theme_of_the_system(
 
 
 @pytest.mark.full
-def test_choices(browser: Browser, shell: str) -> None:
+def test_choices(browser, shell):
     browser.choose("Quantity", "hw.temperature")
     until(lambda: "°C" in browser.text(".legend"), "the unit of a temperature")
     browser.choose("Value of a column", "highest")
@@ -318,7 +313,7 @@ def test_choices(browser: Browser, shell: str) -> None:
 
 
 @pytest.mark.full
-def test_one_step_and_no_training(browser: Browser, address: str, tmp_path: Path) -> None:
+def test_one_step_and_no_training(browser, address, tmp_path):
     browser.open(address)
     browser.choose("Run", "one step/telemetry")
     until(lambda: browser.text(".range") == "step 0", "the run with one step")
@@ -333,7 +328,7 @@ def test_one_step_and_no_training(browser: Browser, address: str, tmp_path: Path
 
 
 @pytest.mark.full
-def test_what_a_log_says_is_shown_as_text(browser: Browser, tmp_path: Path) -> None:
+def test_what_a_log_says_is_shown_as_text(browser, tmp_path):
     from keras_het.planning.diagnosis.recording import Change, Device
     from keras_het.telemetry.event_log import EventLog
 
@@ -354,7 +349,7 @@ def test_what_a_log_says_is_shown_as_text(browser: Browser, tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_a_server_that_fails_is_named(browser: Browser, address: str) -> None:
+def test_a_server_that_fails_is_named(browser, address):
     browser.open(address)
     browser.script("window.fetch = async () => new Response('out of memory', {status: 500})")
     browser.script("[...document.querySelectorAll('.top button')].at(-1).click()")
@@ -362,7 +357,7 @@ def test_a_server_that_fails_is_named(browser: Browser, address: str) -> None:
 
 
 @pytest.mark.full
-def test_a_large_training_without_a_network(browser: Browser, tmp_path: Path) -> None:
+def test_a_large_training_without_a_network(browser, tmp_path):
     made_training.write(tmp_path, 200, 5000)
     with served(application_of(tmp_path)) as start:
         browser.requests()
@@ -399,9 +394,7 @@ return lost;
 
 
 @pytest.mark.full
-def test_a_narrow_window_loses_nothing(
-    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_narrow_window_loses_nothing(browser, tmp_path, monkeypatch):
     """All that is wider than a telephone can be scrolled to, in the tab and on the page."""
     model = "NVIDIA-GeForce-RTX-2080-Ti-of-a-name-that-is-longer-than-the-window-is-wide"
     monkeypatch.setattr(made_training, "MODELS", {model: 1.0, "other": 3.0, "third": 6.0})
@@ -421,7 +414,7 @@ def test_a_narrow_window_loses_nothing(
 
 
 @contextlib.contextmanager
-def tensorboard(folder: Path, *arguments: str) -> Iterator[str]:
+def tensorboard(folder, *arguments):
     """TensorBoard itself, as users start it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
@@ -452,7 +445,7 @@ def tensorboard(folder: Path, *arguments: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def entry_point(tmp_path, monkeypatch):
     """The entry point, also where the package was installed before it had one."""
     import importlib.metadata
 
@@ -469,9 +462,7 @@ def entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("load_fast", "dark"), [("auto", False), ("false", True)])
-def test_the_tab_in_tensorboard(
-    browser: Browser, tmp_path: Path, entry_point: None, load_fast: str, dark: bool
-) -> None:
+def test_the_tab_in_tensorboard(browser, tmp_path, entry_point, load_fast, dark):
     folder = tmp_path / "logs"
     made_training.write(folder, 3, 3000, keep_steps=1000)
     with tensorboard(folder, f"--load_fast={load_fast}") as start:

@@ -14,7 +14,6 @@ import shutil
 import struct
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import made_training
@@ -32,7 +31,6 @@ from keras_het.telemetry.event_files import read_log
 from keras_het.tensorboard import log_format, views
 from keras_het.tensorboard.plugin import Histories
 
-Capture = pytest.CaptureFixture[str]
 RUNS = ("replicas/telemetry", "stages/telemetry")
 STEPS = 120
 QUANTITIES = ("wall", "compute", "input", "sync", "other", "share", "hw.temperature")
@@ -51,25 +49,25 @@ MOST_SECONDS, MOST_KIB = 2.0, 2**20
 # a log, and what is done to it
 
 
-def framed(data: bytes, length: int | None = None) -> bytes:
+def framed(data, length=None):
     """A record, which may claim another length than it has."""
     begin = struct.pack("<Q", len(data) if length is None else length)
     crcs = [struct.pack("<I", masked_crc32c(each)) for each in (begin, data)]
     return b"".join([begin, crcs[0], data, crcs[1]])
 
 
-def record(tag: str, value: Any, step: int = 60, wall_time: float = 2e9) -> bytes:
+def record(tag, value, step=60, wall_time=2000000000.0):
     """A record that is whole, whatever it says."""
     return record_of(tag, tf.make_tensor_proto(value), step, wall_time)
 
 
-def record_of(tag: str, tensor: Any, step: int = 60, wall_time: float = 2e9) -> bytes:
+def record_of(tag, tensor, step=60, wall_time=2000000000.0):
     summary = tf.compat.v1.Summary(value=[tf.compat.v1.Summary.Value(tag=tag, tensor=tensor)])
     event = tf.compat.v1.Event(step=step, wall_time=wall_time, summary=summary)
     return framed(event.SerializeToString())
 
 
-def claiming(tag: str, shape: list[int]) -> bytes:
+def claiming(tag, shape):
     """A record with one value, of which the shape says that there are many."""
     tensor = tf.make_tensor_proto(np.float32(0.5))
     for size in shape:
@@ -77,11 +75,11 @@ def claiming(tag: str, shape: list[int]) -> bytes:
     return record_of(tag, tensor)
 
 
-def block(value: float = 0.01, steps: int = 5) -> Any:
+def block(value=0.01, steps=5):
     return np.full((steps, len(log_format.ROWS), 3), value, np.float32)
 
 
-def setup(devices: Any, **more: Any) -> bytes:
+def setup(devices, **more):
     content = {"version": 1, "devices": devices, "hardware": [], **more}
     return json.dumps(content).replace('"1e999"', "1e999").encode()
 
@@ -130,33 +128,33 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 HOSTILE_LENGTHS = (2**20, 2**31, 2**40, 2**62, 2**64 - 1)
 
 
-def begins(content: bytes) -> list[int]:
+def begins(content):
     found = [0]
     while found[-1] < len(content):
         found.append(found[-1] + 16 + struct.unpack_from("<Q", content, found[-1])[0])
     return found[:-1]
 
 
-def flipped(content: bytes, draw: random.Random) -> bytes:
+def flipped(content, draw):
     changed = bytearray(content)
     for _ in range(draw.choice((1, 1, 2, 8))):
         changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
     return bytes(changed)
 
 
-def other_length(content: bytes, draw: random.Random) -> bytes:
+def other_length(content, draw):
     place = draw.choice(begins(content))
     length = draw.choice((0, 1, 100, 2**31, 2**62, draw.randrange(len(content))))
     return content[:place] + struct.pack("<Q", length) + content[place + 8 :]
 
 
-def cut(content: bytes, draw: random.Random) -> bytes:
+def cut(content, draw):
     """Torn inside a record: a log whose last records were never written is a log."""
     whole = {0, *begins(content)}
     return content[: draw.choice([n for n in range(len(content)) if n not in whole])]
 
 
-def overwritten(content: bytes, draw: random.Random) -> bytes:
+def overwritten(content, draw):
     begin, size = draw.randrange(len(content)), draw.choice((1, 16, 300, 5000))
     new = draw.choice((bytes(size), draw.randbytes(size), b"\xff" * size, b""))
     if content[begin : begin + size] == new[: len(content) - begin]:
@@ -164,7 +162,7 @@ def overwritten(content: bytes, draw: random.Random) -> bytes:
     return content[:begin] + new + content[begin + size :]
 
 
-def inserted(content: bytes, draw: random.Random) -> bytes:
+def inserted(content, draw):
     place = draw.randrange(len(content))
     return content[:place] + draw.randbytes(draw.choice((1, 40, 4000))) + content[place:]
 
@@ -172,7 +170,7 @@ def inserted(content: bytes, draw: random.Random) -> bytes:
 DAMAGE = (flipped, other_length, cut, overwritten, inserted)
 
 
-def mutated(content: bytes, seed: int) -> tuple[str, bytes]:
+def mutated(content, seed):
     draw = random.Random(seed)
     if seed % 2:
         way = draw.choice(DAMAGE)
@@ -188,7 +186,7 @@ def mutated(content: bytes, seed: int) -> tuple[str, bytes]:
 class Views:
     """All that the tab's routes answer about a training, and how the report of it ends."""
 
-    def __init__(self, folder: Path, run: str, capture: Capture) -> None:
+    def __init__(self, folder, run, capture):
         self.cpu_seconds = 0.0
         client = Client(application_of(folder))
         self.runs = [each["name"] for each in client.get(f"{START}/runs").json["runs"]]
@@ -207,14 +205,14 @@ class Views:
         self.code = self._timed(lambda: main(arguments))
         self.printed = "".join(capture.readouterr())
 
-    def _timed(self, call: Callable[[], Any]) -> Any:
+    def _timed(self, call):
         start = time.process_time()
         result = call()
         self.cpu_seconds = max(self.cpu_seconds, time.process_time() - start)
         return result
 
     @staticmethod
-    def _cells(answer: dict[str, Any]) -> dict[int, Any]:
+    def _cells(answer):
         """The values of each step."""
         values = np.frombuffer(base64.b64decode(answer["values"]), "<f4")
         cells = values.reshape(answer["rows"], -1).T
@@ -227,14 +225,14 @@ class Views:
 
 
 @pytest.fixture(scope="module")
-def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def intact(tmp_path_factory):
     folder = tmp_path_factory.mktemp("intact")
     made_training.write(folder / "replicas", 3, STEPS, keep_steps=80)
     test_pipeline_view.write(folder / "stages")
     return folder
 
 
-def wrong(seen: Views, right: Views) -> list[str]:
+def wrong(seen, right):
     found = [] if {*seen.runs} <= {*RUNS} else [f"runs {seen.runs}"]
     for route, steps in seen.steps.items():
         if "hw." in route:  # a sample stands for all steps up to the next one
@@ -249,7 +247,7 @@ def wrong(seen: Views, right: Views) -> list[str]:
     return found
 
 
-def check(intact: Path, seeds: range, tmp_path: Path, capture: Capture) -> None:
+def check(intact, seeds, tmp_path, capture):
     right = {run: Views(intact, run, capture) for run in RUNS}
     assert [len(views.routes) for views in right.values()] == [len(ROUTES), len(ROUTES) - 1]
     assert {views.code for views in right.values()} == {0}
@@ -269,21 +267,19 @@ def check(intact: Path, seeds: range, tmp_path: Path, capture: Capture) -> None:
     assert after - before < MOST_KIB
 
 
-def test_no_view_of_a_damaged_log_is_wrong(intact: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_no_view_of_a_damaged_log_is_wrong(intact, tmp_path, capsys):
     check(intact, range(0, 400, 21), tmp_path, capsys)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(800)
 @pytest.mark.parametrize("first", [0, 200])
-def test_400_damaged_logs(intact: Path, tmp_path: Path, capsys: Capture, first: int) -> None:
+def test_400_damaged_logs(intact, tmp_path, capsys, first):
     check(intact, range(first, first + 200), tmp_path, capsys)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_made_to_do_harm_costs_nothing_else(
-    intact: Path, tmp_path: Path, name: str
-) -> None:
+def test_what_is_made_to_do_harm_costs_nothing_else(intact, tmp_path, name):
     shutil.copytree(intact, tmp_path / "logs")
     right, _ = read_log(intact)
     (path,) = (tmp_path / "logs" / RUNS[0]).iterdir()
@@ -300,9 +296,7 @@ def test_what_is_made_to_do_harm_costs_nothing_else(
 
 
 @pytest.mark.parametrize("length", HOSTILE_LENGTHS)
-def test_a_record_that_claims_to_be_long_ends_its_file(
-    intact: Path, tmp_path: Path, length: int
-) -> None:
+def test_a_record_that_claims_to_be_long_ends_its_file(intact, tmp_path, length):
     shutil.copytree(intact, tmp_path / "logs")
     right, _ = read_log(intact)
     (path,) = (tmp_path / "logs" / RUNS[0]).iterdir()
@@ -311,10 +305,8 @@ def test_a_record_that_claims_to_be_long_ends_its_file(
     np.testing.assert_array_equal(run.recording.wall, right.recording.wall)
 
 
-def test_an_error_of_ours_is_an_answer_that_says_so(
-    intact: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: Any) -> None:
+def test_an_error_of_ours_is_an_answer_that_says_so(intact, monkeypatch):
+    def fail(*arguments):
         raise MemoryError("6 GiB")
 
     monkeypatch.setattr(views, "overview", fail)

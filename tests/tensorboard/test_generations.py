@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
-from typing import Any
 
 import made_training
 import numpy as np
@@ -17,24 +15,23 @@ from keras_het.planning.diagnosis.steps import throughput
 from keras_het.telemetry import event_log
 from keras_het.telemetry.event_files import read_log
 from keras_het.tensorboard import views
-from keras_het.tensorboard.log_content import LogContent
 
 LATER = ["worker 0 GPU 0", "worker 1 GPU 0", "worker 2 GPU 0", "worker 1 GPU 0 (until step 299)"]
 
 
-def content_of(folder: Path) -> LogContent:
+def content_of(folder):
     (run,) = read_log(folder)
     assert run.content.messages == ()
     return run.content
 
 
 @pytest.fixture
-def content(tmp_path: Path) -> LogContent:
+def content(tmp_path):
     made_training.write_generations(tmp_path)
     return content_of(tmp_path)
 
 
-def test_devices_are_matched_by_identity(content: LogContent) -> None:
+def test_devices_are_matched_by_identity(content):
     recording = content.recording
     assert [device.name for device in recording.devices] == LATER
     hosts = [device.host for device in recording.devices]
@@ -49,7 +46,7 @@ def test_devices_are_matched_by_identity(content: LogContent) -> None:
                 assert np.isnan(found).all()
 
 
-def test_restarts_are_marked_with_who_takes_part(content: LogContent) -> None:
+def test_restarts_are_marked_with_who_takes_part(content):
     assert [str(each.text) for each in content.recording.changes] == [
         "restart with 2 workers, 2 replicas: 1 gone",
         "restart with 3 workers, 3 replicas: 1 new",
@@ -58,7 +55,7 @@ def test_restarts_are_marked_with_who_takes_part(content: LogContent) -> None:
     assert [each.step for each in content.recording.generations] == [0, 300, 600]
 
 
-def test_speed_is_that_of_all_who_took_part(content: LogContent) -> None:
+def test_speed_is_that_of_all_who_took_part(content):
     answer = views.overview(content, content)
     parts = [balanced(hosts, 300)[:, :4].sum(axis=1).mean() for _, hosts in GENERATIONS]
     assert answer["step_seconds"] == pytest.approx(np.mean(parts), rel=1e-4)
@@ -68,7 +65,7 @@ def test_speed_is_that_of_all_who_took_part(content: LogContent) -> None:
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_the_verdict_is_about_the_newest_generation(content: LogContent, number: int) -> None:
+def test_the_verdict_is_about_the_newest_generation(content, number):
     """Of the steps that are looked at; against the others devices would look slower or faster."""
     first, hosts = GENERATIONS[number]
     part = views.between(content, 0, first + 300)
@@ -81,16 +78,14 @@ def test_the_verdict_is_about_the_newest_generation(content: LogContent, number:
     assert views.heat_map(part, "compute", "median") is not None
 
 
-def test_a_verdict_that_waits_says_since_when(tmp_path: Path) -> None:
+def test_a_verdict_that_waits_says_since_when(tmp_path):
     made_training.write_generations(tmp_path, [(0, ("fast", "slow"))])
     made_training.write_generations(tmp_path, [(300, ("fast",))], steps=10)
     (reason,) = views.diagnosis(content_of(tmp_path))["missing"]
     assert reason.endswith("10 of 20 (since the restart in step 300)")
 
 
-def test_the_same_devices_in_another_process_are_another_generation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_devices_in_another_process_are_another_generation(tmp_path, monkeypatch):
     for number, first in enumerate((0, 300, 200)):
         monkeypatch.setattr(event_log, "_PROCESS", str(number))
         made_training.write_generations(tmp_path, [(first, ("fast", "slow"))])
@@ -102,9 +97,7 @@ def test_the_same_devices_in_another_process_are_another_generation(
     assert len(recording.devices) == 2 and len(recording.steps) == 500
 
 
-def test_a_log_from_before_identities_is_matched_by_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_from_before_identities_is_matched_by_names(tmp_path, monkeypatch):
     machines = made_training.machines
     monkeypatch.setattr(event_log, "_PROCESS", "")
     monkeypatch.setattr(
@@ -119,7 +112,7 @@ def test_a_log_from_before_identities_is_matched_by_names(
     assert wall.samples_per_second > 0
 
 
-def test_the_report_shows_one_training(tmp_path: Path, capsys: pytest.CaptureFixture[Any]) -> None:
+def test_the_report_shows_one_training(tmp_path, capsys):
     made_training.write_generations(tmp_path, GENERATIONS[:2])
     page, trace = tmp_path / "report.html", tmp_path / "trace.json"
     assert main(["report", str(tmp_path), "--html", str(page), "--trace", str(trace)]) == 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import made_training
@@ -30,7 +28,7 @@ STAGES = (
 STEPS = 40
 
 
-def passes(stretch: float, kinds: tuple[str, ...]) -> Timeline:
+def passes(stretch, kinds):
     """Passes one after the other on all devices, the same for each kind."""
     events: list[list[Event]] = [[], [], []]
     begins = itertools.count()
@@ -47,7 +45,7 @@ PREDICTED = passes(1.0, ("forward", "recompute", "backward", "transfer"))
 MEASURED = passes(1.5, ("forward", "backward"))
 
 
-def write(folder: Path, devices: tuple[Device, ...] = DEVICES, name: str = "block_1") -> None:
+def write(folder, devices=DEVICES, name="block_1"):
     log = EventLog(folder / "telemetry", devices)
     stages = (STAGES[0], dataclasses.replace(STAGES[1], layers=(name,)))
     log.write_plan(0, PipelineRecord("stage  layers", stages, PREDICTED))
@@ -60,14 +58,14 @@ def write(folder: Path, devices: tuple[Device, ...] = DEVICES, name: str = "bloc
 
 
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def logs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("logs")
     write(folder / "stages")
     made_training.write(folder / "replicas", 3, 100)
     return folder
 
 
-def test_the_plan_and_the_passes_of_the_latest_step(logs: Path) -> None:
+def test_the_plan_and_the_passes_of_the_latest_step(logs):
     client = Client(application_of(logs))
     answer: Any = client.get(f"{START}/pipeline?run=stages/telemetry").json
     assert [stage["devices"] for stage in answer["stages"]] == [[0], [2, 1]]
@@ -87,7 +85,7 @@ def test_the_plan_and_the_passes_of_the_latest_step(logs: Path) -> None:
     assert overview["samples_per_second"] == pytest.approx(64 / 0.016, rel=1e-3)
 
 
-def test_a_log_of_whole_replicas_has_no_pipeline(logs: Path) -> None:
+def test_a_log_of_whole_replicas_has_no_pipeline(logs):
     client = Client(application_of(logs))
     answer: Any = client.get(f"{START}/pipeline?run=replicas/telemetry").json
     assert answer["stages"] == [] and answer["predicted"] is None
@@ -95,7 +93,7 @@ def test_a_log_of_whole_replicas_has_no_pipeline(logs: Path) -> None:
     assert not overview["pipeline"]
 
 
-def test_the_diagnosis_says_nothing_of_whole_replicas(logs: Path) -> None:
+def test_the_diagnosis_says_nothing_of_whole_replicas(logs):
     content = next(run.content for run in read_log(logs) if run.name.startswith("stages"))
     answer = views.diagnosis(content)
     assert answer["what_if"] is None and answer["gain"] is None
@@ -103,7 +101,7 @@ def test_the_diagnosis_says_nothing_of_whole_replicas(logs: Path) -> None:
     json.dumps(answer, allow_nan=False)
 
 
-def test_what_is_drawn_is_bounded(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_drawn_is_bounded(logs, monkeypatch):
     content = next(run.content for run in read_log(logs) if run.name.startswith("stages"))
     monkeypatch.setattr(views, "_MOST_PASSES", 6)
     answer = views.pipeline(content)["predicted"]
@@ -113,7 +111,7 @@ def test_what_is_drawn_is_bounded(logs: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def page(started: Any, logs: Path) -> Iterator[Any]:  # noqa: F811
+def page(started, logs):  # noqa: F811
     started.driver.get("about:blank")
     started.complaints()
     with served(application_of(logs)) as start:
@@ -123,7 +121,7 @@ def page(started: Any, logs: Path) -> Iterator[Any]:  # noqa: F811
 
 @pytest.mark.full
 @pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
-def test_the_tab_shows_the_plan_and_a_step(page: Any) -> None:
+def test_the_tab_shows_the_plan_and_a_step(page):
     from selenium.webdriver.common.action_chains import ActionChains
 
     page.choose("Run", "stages/telemetry")
@@ -159,7 +157,7 @@ def test_the_tab_shows_the_plan_and_a_step(page: Any) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
-def test_names_of_layers_are_shown_as_text(started: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_names_of_layers_are_shown_as_text(started, tmp_path):  # noqa: F811
     evil = "<img src=x onerror=document.title='evil'>"
     write(tmp_path, tuple(Device(evil, n) for n in range(3)), evil)
     with served(application_of(tmp_path)) as start:

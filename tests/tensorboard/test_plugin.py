@@ -34,7 +34,7 @@ START = "/data/plugin/keras_het"
 class Reader:
     """What TensorBoard has read of the logs below a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = str(folder)
         self._read = plugin_event_multiplexer.EventMultiplexer(
             tensor_size_guidance={"keras_het": 0}
@@ -42,35 +42,35 @@ class Reader:
         self.provider = data_provider.MultiplexerDataProvider(self._read, self._folder)
         self.read_new()
 
-    def read_new(self) -> None:
+    def read_new(self):
         self._read.AddRunsFromDirectory(self._folder)
         with contextlib.suppress(Exception):  # TensorBoard continues, too
             self._read.Reload()
 
     @property
-    def application(self) -> Any:
+    def application(self):
         """TensorBoard's application with the plugin."""
         context = base_plugin.TBContext(logdir=self._folder, data_provider=self.provider)
         return application.TensorBoardWSGI([HetPlugin(context)], data_provider=self.provider)
 
 
-def application_of(folder: Path) -> Any:
+def application_of(folder):
     return Reader(folder).application
 
 
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def logs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("logs")
     made_training.write(folder / "run", 3, 200)
     return folder
 
 
 @pytest.fixture(scope="module")
-def client(logs: Path) -> Client:
+def client(logs):
     return Client(application_of(logs))
 
 
-def test_the_tab_is_active_where_there_is_data(client: Client, tmp_path: Path) -> None:
+def test_the_tab_is_active_where_there_is_data(client, tmp_path):
     listed = client.get("/data/plugins_listing").json["keras_het"]
     assert listed["enabled"]
     assert listed["tab_name"] == "Heterogeneous"
@@ -91,7 +91,7 @@ def test_the_tab_is_active_where_there_is_data(client: Client, tmp_path: Path) -
         "lanes?run=run/telemetry",
     ],
 )
-def test_routes(client: Client, route: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_routes(client, route, caplog):
     answer = client.get(f"{START}/{route}")
     assert answer.status_code == 200
     assert answer.json
@@ -99,7 +99,7 @@ def test_routes(client: Client, route: str, caplog: pytest.LogCaptureFixture) ->
     assert "In 3.0, this warning" not in caplog.text
 
 
-def test_a_log_is_shown_while_it_grows_and_after_a_restart(tmp_path: Path) -> None:
+def test_a_log_is_shown_while_it_grows_and_after_a_restart(tmp_path):
     reader = Reader(tmp_path)
     client = Client(reader.application)
     devices = made_training.devices_of(3)
@@ -118,7 +118,7 @@ def test_a_log_is_shown_while_it_grows_and_after_a_restart(tmp_path: Path) -> No
     np.testing.assert_allclose(shares[[9, 10]], [block[9, 4, 0] + 20, block[0, 4, 0] + 30])
 
 
-def test_a_training_is_read_again_only_when_it_has_grown(tmp_path: Path) -> None:
+def test_a_training_is_read_again_only_when_it_has_grown(tmp_path):
     reader = Reader(tmp_path)
     histories, context = plugin_module.Histories(reader.provider), RequestContext()
     log = EventLog(tmp_path / "telemetry", made_training.devices_of(2))
@@ -132,7 +132,7 @@ def test_a_training_is_read_again_only_when_it_has_grown(tmp_path: Path) -> None
     assert [len(each.recording.steps) for each in found] == [10, 10, 20, 20]
 
 
-def test_what_is_read_at_once_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_at_once_is_bounded(tmp_path, monkeypatch):
     made_training.write(tmp_path, 2, 1000)
     histories = plugin_module.Histories(Reader(tmp_path).provider)
     monkeypatch.setattr(plugin_module, "_MOST_BYTES", 10 * made_training.BLOCK * 5 * 2 * 4)
@@ -140,12 +140,12 @@ def test_what_is_read_at_once_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(content.recording.steps) == 10 * made_training.BLOCK
 
 
-def test_a_series_that_tensorboard_cannot_read_costs_itself_only(tmp_path: Path) -> None:
+def test_a_series_that_tensorboard_cannot_read_costs_itself_only(tmp_path):
     made_training.write(tmp_path, 2, 40)
     provider = Reader(tmp_path).provider
     read = provider.read_tensors
 
-    def fail(*arguments: Any, run_tag_filter: Any, **options: Any) -> Any:
+    def fail(*arguments, run_tag_filter, **options):
         if "keras_het/hardware" in run_tag_filter.tags:
             raise MemoryError("3.6 TiB")
         return read(*arguments, run_tag_filter=run_tag_filter, **options)
@@ -156,7 +156,7 @@ def test_a_series_that_tensorboard_cannot_read_costs_itself_only(tmp_path: Path)
     assert content.messages == ("keras_het/hardware cannot be read: MemoryError('3.6 TiB')",)
 
 
-def test_lanes_are_of_few_devices(tmp_path: Path) -> None:
+def test_lanes_are_of_few_devices(tmp_path):
     made_training.write(tmp_path, 30, 20)
     every = ",".join(map(str, range(30)))
     answer: Any = Client(application_of(tmp_path)).get(
@@ -188,9 +188,7 @@ def test_lanes_are_of_few_devices(tmp_path: Path) -> None:
         ("static/__init__.py", 404),
     ],
 )
-def test_refusals(
-    client: Client, route: str, status: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_refusals(client, route, status, caplog):
     answer = client.get(f"{START}/{route}")
     assert answer.status_code == status
     assert answer.content_type.startswith("text/plain")
@@ -199,13 +197,13 @@ def test_refusals(
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 @pytest.mark.parametrize("route", ["runs", "overview?run=run/telemetry", "static/index.js"])
-def test_only_reading_is_allowed(client: Client, method: str, route: str) -> None:
+def test_only_reading_is_allowed(client, method, route):
     answer = client.open(f"{START}/{route}", method=method)
     assert answer.status_code == 405
     assert answer.headers["Allow"] == "GET, HEAD"
 
 
-def test_files_of_the_page(client: Client) -> None:
+def test_files_of_the_page(client):
     folder = ROOT / "keras_het" / "tensorboard" / "static"
     kinds = {".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
     for path in folder.iterdir():
@@ -214,7 +212,7 @@ def test_files_of_the_page(client: Client) -> None:
         assert answer.content_type.startswith(kinds[path.suffix])
 
 
-def test_the_page_loads_nothing_from_elsewhere_and_runs_no_text() -> None:
+def test_the_page_loads_nothing_from_elsewhere_and_runs_no_text():
     folder = ROOT / "keras_het" / "tensorboard" / "static"
     for path in folder.glob("*.js"):
         text = path.read_text("utf-8")
@@ -225,7 +223,7 @@ def test_the_page_loads_nothing_from_elsewhere_and_runs_no_text() -> None:
             assert (folder / imported).is_file()
 
 
-def test_what_tensorboard_imports_at_its_start_is_light() -> None:
+def test_what_tensorboard_imports_at_its_start_is_light():
     code = (
         "import sys, keras_het.tensorboard.loader as loader\n"
         "ours = {name for name in sys.modules if name.startswith('keras_het.')}\n"
@@ -248,7 +246,7 @@ def test_what_tensorboard_imports_at_its_start_is_light() -> None:
     assert second == "[]"
 
 
-def test_the_entry_point_names_the_loader() -> None:
+def test_the_entry_point_names_the_loader():
     text = (ROOT / "pyproject.toml").read_text("utf-8")
     found = re.search(r"tensorboard_plugins\]\n(\w+) = \"(.+)\"", text)
     assert found is not None
@@ -257,7 +255,7 @@ def test_the_entry_point_names_the_loader() -> None:
     assert point.name == HetPlugin.plugin_name
 
 
-def test_the_loader_keeps_steps_unless_the_user_says_how_many() -> None:
+def test_the_loader_keeps_steps_unless_the_user_says_how_many():
     flags = SimpleNamespace(samples_per_plugin={"images": 3})
     HetLoader().fix_flags(flags)
     assert flags.samples_per_plugin == {"images": 3, "keras_het": 30_000}
@@ -266,10 +264,8 @@ def test_the_loader_keeps_steps_unless_the_user_says_how_many() -> None:
     assert flags.samples_per_plugin == {"keras_het": 9}
 
 
-def test_a_fault_of_ours_stops_no_tensorboard(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(context: Any) -> None:
+def test_a_fault_of_ours_stops_no_tensorboard(monkeypatch, caplog):
+    def fail(context):
         raise RuntimeError("no numpy")
 
     monkeypatch.setattr(plugin_module, "HetPlugin", fail)

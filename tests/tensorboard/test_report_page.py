@@ -8,8 +8,6 @@ import gzip
 import hashlib
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import made_training
 import pytest
@@ -24,7 +22,7 @@ from keras_het.tensorboard.report_page import report_page
 EVIL = "</script><!--<script>alert(1)</script><img src=x onerror=alert(1)>\u2028\ud800"
 
 
-def embedded(page: str) -> Any:
+def embedded(page):
     """What the log in a page says."""
     found = re.search(r'<script id="log" type="application/gzip">([A-Za-z0-9+/=]*)</script>', page)
     assert found is not None
@@ -33,21 +31,21 @@ def embedded(page: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def logs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("logs")
     made_training.write(folder / "run", 3, 700)
     return folder
 
 
-def test_the_page_has_what_the_tab_is_answered(logs: Path) -> None:
+def test_the_page_has_what_the_tab_is_answered(logs):
     (run,) = read_log(logs)
     content = embedded(report_page(run.name, run.content))
     client = Client(application_of(logs))
 
-    def answer(route: str, query: str = "") -> Any:
+    def answer(route, query=""):
         return client.get(f"{START}/{route}?run=run/telemetry{query}").json
 
-    def without_messages(found: Any) -> Any:
+    def without_messages(found):
         return {name: value for name, value in found.items() if name != "messages"}
 
     (listed,) = content["runs"]["runs"]
@@ -63,7 +61,7 @@ def test_the_page_has_what_the_tab_is_answered(logs: Path) -> None:
             assert maps[how] == without_messages(expected)
 
 
-def test_the_page_runs_its_own_scripts_only_and_loads_nothing(logs: Path) -> None:
+def test_the_page_runs_its_own_scripts_only_and_loads_nothing(logs):
     (run,) = read_log(logs)
     page = report_page(run.name, run.content)
     policy = page.partition('Content-Security-Policy" content="')[2].partition('"')[0]
@@ -79,7 +77,7 @@ def test_the_page_runs_its_own_scripts_only_and_loads_nothing(logs: Path) -> Non
     assert not re.search(r"<(link|img|iframe|base)\b|<[a-z]+ [^>]*\b(src|href)=", page)
 
 
-def test_the_modules_can_be_one() -> None:
+def test_the_modules_can_be_one():
     """The page has them in one scope, without imports."""
     page = report_page("run", log_content(made_training.values(2, 40)))
     script = page.rpartition('<script type="module">')[2].partition("</script>")[0]
@@ -89,7 +87,7 @@ def test_the_modules_can_be_one() -> None:
     assert script.endswith("render();\n")
 
 
-def test_what_a_log_says_cannot_end_an_element() -> None:
+def test_what_a_log_says_cannot_end_an_element():
     content = log_content(made_training.values(2, 200))
     recording = dataclasses.replace(
         content.recording,
@@ -108,14 +106,14 @@ def test_what_a_log_says_cannot_end_an_element() -> None:
     assert found["runs"]["runs"][0]["name"] == found["overview"]["devices"][0]["name"] == EVIL
     assert found["overview"]["messages"] == [EVIL]
 
-    def shape(text: str) -> str:
+    def shape(text):
         return re.sub(r"(application/gzip.>)[^<]*", r"\1", text)
 
     assert shape(page) == shape(plain)
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_log_with_hardly_a_step_has_a_page(steps: int) -> None:
+def test_a_log_with_hardly_a_step_has_a_page(steps):
     content = embedded(report_page("run", log_content(made_training.values(3, steps))))
     assert (content["overview"]["first"], content["overview"]["last"]) == (0, steps)
     assert content["diagnosis"]["verdict"] == []
@@ -123,7 +121,7 @@ def test_a_log_with_hardly_a_step_has_a_page(steps: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("replicas", "steps"), [(200, 5000), (1000, 300), (8, 20_000)])
-def test_the_page_of_a_large_training_is_bounded(replicas: int, steps: int) -> None:
+def test_the_page_of_a_large_training_is_bounded(replicas, steps):
     page = report_page("run", log_content(made_training.values(replicas, steps)))
     assert len(page) < 8e6
     content = embedded(page)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from typing import Any
 
 import made_training
 import numpy as np
@@ -11,20 +10,20 @@ import pytest
 
 from keras_het.planning.diagnosis.recording import PHASES, Device
 from keras_het.tensorboard import log_format, views
-from keras_het.tensorboard.log_content import LogContent, Value, log_content, windows
+from keras_het.tensorboard.log_content import Value, log_content, windows
 from keras_het.tensorboard.views import columns, edges_between
 
 
 @pytest.fixture(scope="module")
-def training() -> LogContent:
+def training():
     return log_content(made_training.values(6, 1000))
 
 
-def unpacked(answer: dict[str, Any], name: str, rows: int) -> Any:
+def unpacked(answer, name, rows):
     return np.frombuffer(base64.b64decode(answer[name]), "<f4").reshape(rows, -1)
 
 
-def test_overview(training: LogContent) -> None:
+def test_overview(training):
     answer = views.overview(training, training)
     assert (answer["first"], answer["last"], answer["thinned"]) == (0, 1000, False)
     assert answer["measured"] is None
@@ -36,7 +35,7 @@ def test_overview(training: LogContent) -> None:
     assert answer["samples_per_second"] > 0
 
 
-def test_heat_map_has_the_values_of_the_steps(training: LogContent) -> None:
+def test_heat_map_has_the_values_of_the_steps(training):
     answer = views.heat_map(views.between(training, 100, 150), "compute", "median")
     assert answer is not None
     assert answer["edges"] == list(range(100, 151))
@@ -45,14 +44,14 @@ def test_heat_map_has_the_values_of_the_steps(training: LogContent) -> None:
     assert views.heat_map(training, "no such", "median") is None
 
 
-def test_heat_map_of_hardware_holds_each_sample(training: LogContent) -> None:
+def test_heat_map_of_hardware_holds_each_sample(training):
     answer = views.heat_map(training, "hw.gpu.utilization", "median")
     assert answer is not None
     values = unpacked(answer, "values", 6)
     np.testing.assert_allclose(values[0], 0.9)
 
 
-def test_many_replicas_and_steps_become_few_rows_and_columns() -> None:
+def test_many_replicas_and_steps_become_few_rows_and_columns():
     replicas, steps = 450, 900
     block = np.zeros((steps, 5, replicas), np.float32)
     block[:, 0] = np.arange(replicas)
@@ -70,7 +69,7 @@ def test_many_replicas_and_steps_become_few_rows_and_columns() -> None:
     np.testing.assert_array_equal(values[:3, 0], [2, 5, 8])
 
 
-def test_lanes_of_chosen_devices(training: LogContent) -> None:
+def test_lanes_of_chosen_devices(training):
     answer = views.lanes(training, [4, 1, 99, -1])
     assert answer["devices"] == [4, 1]
     assert len(answer["edges"]) == 301
@@ -79,7 +78,7 @@ def test_lanes_of_chosen_devices(training: LogContent) -> None:
     assert shares[0, -1] < 64 < shares[1, -1]
 
 
-def test_steps_that_were_not_measured_are_told_from_those_that_were() -> None:
+def test_steps_that_were_not_measured_are_told_from_those_that_were():
     values = list(made_training.values(2, 60))
     marks = {0: [0, 0, 0, 1] * 5, 20: [0, 0, 1] + [1] * 17}  # and an older log has none
     values += [
@@ -103,7 +102,7 @@ def test_steps_that_were_not_measured_are_told_from_those_that_were() -> None:
     assert views.lanes(views.between(content, 23, 60), [0])["sampled"] is None
 
 
-def test_a_zoom_into_one_row_of_old_steps_shows_it() -> None:
+def test_a_zoom_into_one_row_of_old_steps_shows_it():
     values = list(made_training.values(2, 0))
     values.append(Value(log_format.thinned_tag(32), 0, 2.0, np.ones((4, 3, 5, 2), np.float32)))
     content = log_content(values)
@@ -113,7 +112,7 @@ def test_a_zoom_into_one_row_of_old_steps_shows_it() -> None:
     assert views.between(content, 0, 64).every.tolist() == [32, 32]
 
 
-def test_a_training_without_steps_says_so() -> None:
+def test_a_training_without_steps_says_so():
     content = log_content(made_training.values(2, 0))
     answer = views.overview(content, content)
     assert (answer["first"], answer["last"], answer["step_seconds"]) == (0, 0, None)
@@ -125,13 +124,13 @@ def test_a_training_without_steps_says_so() -> None:
     assert views.lanes(content, [0])["edges"] == [0, 1]
 
 
-def test_a_damaged_setup_is_named() -> None:
+def test_a_damaged_setup_is_named():
     values = [Value(log_format.SETUP, 0, 0.5, b"{}"), *made_training.values(2, 20)]
     content = log_content(values)
     assert ["Received: b'{}'" in message for message in content.messages] == [True]
 
 
-def test_diagnosis_names_a_device_and_what_it_costs(training: LogContent) -> None:
+def test_diagnosis_names_a_device_and_what_it_costs(training):
     answer = views.diagnosis(views.between(training, 700, 799))
     assert answer["verdict"]
     costs = answer["what_if"]
@@ -141,28 +140,28 @@ def test_diagnosis_names_a_device_and_what_it_costs(training: LogContent) -> Non
     assert answer["gain"] > 1
 
 
-def test_a_diagnosis_without_lines_says_what_is_missing(training: LogContent) -> None:
+def test_a_diagnosis_without_lines_says_what_is_missing(training):
     answer = views.diagnosis(views.between(training, 700, 709))
     assert answer["verdict"] == []
     (reason,) = answer["missing"]
     assert reason.startswith("not enough steps yet")
 
 
-def test_a_device_whose_speed_changes_stands_out(training: LogContent) -> None:
+def test_a_device_whose_speed_changes_stands_out(training):
     devices = views.overview(training, training)["devices"]
     spreads = [device["spread"] for device in devices]
     assert np.argmax(spreads) == 1
     assert spreads[1] > 1.5 > max(spreads[0], *spreads[2:])
 
 
-def test_the_times_of_devices_are_means_as_the_step_time_is(training: LogContent) -> None:
+def test_the_times_of_devices_are_means_as_the_step_time_is(training):
     """The report has means, too: one name, one kind of average."""
     answer = views.overview(training, training)
     sums = [sum(device[name] for name in PHASES) for device in answer["devices"]]
     assert np.mean(sums) == pytest.approx(answer["step_seconds"], rel=1e-3)
 
 
-def test_windows_ignore_what_is_unknown() -> None:
+def test_windows_ignore_what_is_unknown():
     rows = np.array([3.0, np.nan, 1.0, np.nan, np.nan, np.nan, 5.0])
     low, middle, high = windows(rows, 3).T
     np.testing.assert_array_equal(low, [1, np.nan, 5])
@@ -170,7 +169,7 @@ def test_windows_ignore_what_is_unknown() -> None:
     np.testing.assert_array_equal(high, [3, np.nan, 5])
 
 
-def test_windows_agree_with_numpy() -> None:
+def test_windows_agree_with_numpy():
     rows = np.random.default_rng(0).random((24, 3, 2))
     rows[rows < 0.2] = np.nan
     low, middle, high = np.moveaxis(windows(rows, 8), 1, 0)
@@ -189,28 +188,28 @@ def test_windows_agree_with_numpy() -> None:
         (10, 20, 4, [10, 12, 15, 18, 20]),
     ],
 )
-def test_edges_are_whole_steps(first: int, last: int, most: int, edges: list[int]) -> None:
+def test_edges_are_whole_steps(first, last, most, edges):
     assert edges_between(first, last, most).tolist() == edges
 
 
-def cut(steps: Any, every: Any, values: Any, edges: Any, how: str = "median") -> list[float]:
+def cut(steps, every, values, edges, how="median"):
     arrays = (np.array(steps), np.array(every), np.array(values, float)[:, None], np.array(edges))
     return columns(*arrays, how)[:, 0].tolist()
 
 
-def test_columns_have_the_value_of_their_steps() -> None:
+def test_columns_have_the_value_of_their_steps():
     assert cut(range(6), [1] * 6, [1, 2, 9, 4, 5, 6], [0, 3, 6]) == [2, 5]
     assert cut(range(6), [1] * 6, [1, 2, 9, 4, 5, 6], [0, 3, 6], "highest") == [9, 6]
     assert cut(range(5), [1] * 5, [1, 2, 9, 4, 6], [0, 3, 5]) == [2, 5]
 
 
-def test_a_row_of_old_steps_goes_on_in_the_columns_that_it_covers() -> None:
+def test_a_row_of_old_steps_goes_on_in_the_columns_that_it_covers():
     assert cut([0, 8, 16, 17], [8, 8, 1, 1], [1, 2, 3, 4], [0, 4, 8, 12, 16, 17, 18]) == [
         *(1, 1, 2, 2, 3, 4)
     ]
 
 
-def test_a_gap_stays_unknown() -> None:
+def test_a_gap_stays_unknown():
     values = cut([0, 1, 10], [1, 1, 1], [1, 2, 3], [0, 1, 2, 6, 10, 11])
     np.testing.assert_array_equal(values, [1, 2, np.nan, np.nan, 3])
     assert np.isnan(cut(np.zeros(0, int), np.zeros(0, int), np.zeros((0,)), [0, 1])).all()
