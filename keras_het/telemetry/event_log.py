@@ -50,15 +50,13 @@ class EventLog:
         first_step: int | None = None,
     ) -> None:
         self._directory = "" if directory is None else os.fspath(directory)
-        self._num_replicas = len(devices)
-        self._num_quantities = len(hardware_names)
         self._setup = log_format.setup_text(devices, hardware_names, _PROCESS).encode()
         self._first_step = first_step
         self._keep_steps = keep_steps
         self._file: EventFile | None = None
         # The first of the steps that do not fill a row yet, and their rows.
         self._next = 0
-        self._rows = np.zeros((0, len(log_format.ROWS), self._num_replicas), np.float32)
+        self._rows = np.zeros((0, len(log_format.ROWS), len(devices)), np.float32)
         self._latest: dict[str, int] = {}
         self._entries: dict[str, tuple[int, list[dict[str, Any]]]] = {}
         self._ended = directory is None
@@ -66,12 +64,10 @@ class EventLog:
     def write_steps(self, first_step: int, block: Any, measured: Any = None) -> None:
         """Write steps, and which of them were measured; None: all."""
         rows = np.asarray(block, np.float32)
-        self._check_shape("block", rows.shape[1:], self._rows.shape[1:])
         self._guard(lambda: self._write_rows(first_step, rows, measured))
 
     def write_hardware(self, step: int, values: Any) -> None:
         sample = np.asarray(values, np.float32)
-        self._check_shape("values", sample.shape, (self._num_replicas, self._num_quantities))
         self._guard(lambda: self._write_some(step, {log_format.HARDWARE_SAMPLES: sample}))
 
     def write_change(self, change: Change) -> None:
@@ -113,13 +109,6 @@ class EventLog:
             self._guard(self._flush)
             self._release()
             self._ended = True
-
-    def _check_shape(self, name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
-        if tuple(shape) != tuple(expected):
-            raise ValueError(
-                f"{name} does not fit the devices of the log. "
-                f"Received: last dimensions {tuple(shape)}; expected: {tuple(expected)}."
-            )
 
     def _guard(self, write: Callable[[], None]) -> None:
         with self._lock:

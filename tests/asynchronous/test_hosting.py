@@ -15,7 +15,6 @@ from keras_het.asynchronous.parameter_service.hosting import (
     _ABOUT,
     _OFFERS,
     HostedParts,
-    ServiceSpec,
     ServingProcess,
     make_offer,
 )
@@ -38,11 +37,6 @@ def asking(address, service=SERVICE, proof=PROOF, sender=0):
         yield lambda kind, *vectors: client.ask(Message(kind, (), vectors), SECONDS)
     finally:
         client.close()
-
-
-def test_a_spec_travels_as_json():
-    spec = service_spec(shapes=((3, 4), ()), state_shapes=((2,),), max_staleness=3)
-    assert ServiceSpec.from_json(spec.to_json()) == spec
 
 
 def test_parts_are_shared_and_the_first_process_has_the_ledger():

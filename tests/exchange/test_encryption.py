@@ -1,4 +1,4 @@
-"""TLS by certificates that the environment names; with an authority on both sides."""
+"""TLS between processes, and the secret and the fingerprint that tasks have in common."""
 
 import shutil
 import subprocess
@@ -8,6 +8,7 @@ from services import CREDENTIAL, TIMEOUT, Twice, connected, serving, twice
 
 from keras_het.exchange import wire
 from keras_het.exchange.client import Client
+from keras_het.exchange.secret import model_fingerprint, read_secret
 
 OPENSSL = shutil.which("openssl")
 needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="needs the program openssl")
@@ -91,3 +92,26 @@ def test_paths_that_do_not_go_together(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         wire.read_certificates(both)
     assert wire.read_certificates({}) is None
+
+
+def test_fingerprint_depends_on_everything():
+    given = (["a", "b"], [(2, 3), (4,)], ["float32"] * 2, "delta")
+    others = [
+        (["a", "c"], *given[1:]),
+        (given[0], [(3, 2), (4,)], *given[2:]),
+        (*given[:2], ["float32", "float16"], given[3]),
+        (*given[:3], "async_sgd"),
+    ]
+    assert len({model_fingerprint(*each) for each in (given, *others)}) == 5
+
+
+def test_secret(tmp_path):
+    (tmp_path / "secret").write_text("0123456789abcdef\n")
+    file = {"KERAS_HET_SECRET_FILE": str(tmp_path / "secret")}
+    text = {"KERAS_HET_SECRET": "0123456789abcdef"}
+    assert read_secret(file) == read_secret(text) == b"0123456789abcdef"
+    for environ, match in (({}, "neither"), ({**file, **text}, "both")):
+        with pytest.raises(ValueError, match=match):
+            read_secret(environ)
+    with pytest.raises(ValueError, match="at least 16 bytes"):
+        read_secret({"KERAS_HET_SECRET": "short"})

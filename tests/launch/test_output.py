@@ -59,12 +59,6 @@ def test_cuts_do_not_matter(text, cuts):
     assert split(*(data[a:b] for a, b in itertools.pairwise(edges))) == split(data)
 
 
-@given(st.lists(st.text(alphabet="ab ", max_size=5), max_size=5))
-def test_plain_lines_come_back(lines):
-    data = "".join(f"{line}\n" for line in lines).encode()
-    assert split(data) == [(line, True) for line in lines]
-
-
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -85,18 +79,12 @@ def final(text):
 def test_plain_output_has_prefixes_only():
     stdout, stderr = io.StringIO(), io.StringIO()
     display = Display(stdout, stderr)
-    display.show(0, "stdout", final("\x1b[1m[bold] text\x1b[0m " + "x" * 200))
+    display.show(0, "stdout", final("\x1b[1m[bold] text\x1b[0m\t\x07" + "x" * 200))
     display.show(1, "stdout", OutputLine("50%", False))
     display.show(1, "stderr", final("warning"))
     display.say("one\ntwo")
-    assert stdout.getvalue() == "[worker 0] [bold] text " + "x" * 200 + "\n"
+    assert stdout.getvalue() == "[worker 0] [bold] text\t\x07" + "x" * 200 + "\n"
     assert stderr.getvalue() == "[worker 1] warning\n[keras-het] one\n[keras-het] two\n"
-
-
-def test_tables_in_plain_output_keep_their_tabs():
-    stdout = io.StringIO()
-    Display(stdout, io.StringIO()).show(0, "stdout", final("a\tb\x0c\x07"))
-    assert stdout.getvalue() == "[worker 0] a\tb\x0c\x07\n"
 
 
 def test_only_chief():

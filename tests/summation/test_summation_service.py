@@ -1,8 +1,6 @@
-"""Workers and the services of their machines; `tests/exchange/test_sums.py` has the sums."""
+"""Workers and the services of their machines; `test_sums.py` has the sums."""
 
 import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -130,16 +128,3 @@ def test_a_smaller_group_tells_a_machine_its_number(machine, monkeypatch):
     monkeypatch.setenv("KERAS_HET_SECRET", "another secret, 16 bytes")
     with pytest.raises(PermissionError, match="refused this group"):
         tell_group_size([machine.address], 3)
-
-
-def test_many_workers_contribute_from_many_threads(clients):
-    def run(worker, slot):
-        return [
-            numbers([clients[worker].contribute(slot, step, np.float32([10.0**worker]))])[0]
-            for step in range(1, 11)
-        ]
-
-    with ThreadPoolExecutor(24) as pool:
-        answers = [pool.submit(run, worker, slot) for slot in range(8) for worker in range(3)]
-        assert all(answer.result(TIMEOUT) == [[111.0]] * 10 for answer in answers)
-    assert threading.active_count() < 60

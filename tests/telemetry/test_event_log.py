@@ -80,14 +80,6 @@ def test_nothing_is_created_before_the_first_write(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_values_of_another_shape_are_refused(tmp_path):
-    log = EventLog(tmp_path, DEVICES, HARDWARE)
-    with pytest.raises(ValueError, match="block does not fit"):
-        log.write_steps(0, block(0, 4, replicas=2))
-    with pytest.raises(ValueError, match="values does not fit"):
-        log.write_hardware(0, np.zeros((3, 1)))
-
-
 @pytest.mark.parametrize("size", [1, 7, 100])
 def test_later_steps_have_rows_of_several(tmp_path, size):
     write(tmp_path, 0, 799, size, keep_steps=100)

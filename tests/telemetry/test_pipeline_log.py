@@ -59,16 +59,6 @@ def test_a_plan_and_passes_are_read_as_they_were_written(tmp_path):
     np.testing.assert_array_equal(run.recording.samples, np.ones(5))
 
 
-def test_a_log_without_a_plan_has_none(tmp_path):
-    log = EventLog(tmp_path / "telemetry", DEVICES)
-    write_steps(log, 0, 5)
-    log.close()
-    run = only_run(tmp_path)
-    assert run.recording.pipeline is None
-    assert run.content.passes == ()
-    np.testing.assert_array_equal(run.recording.samples, np.full(5, 2))
-
-
 def test_another_fit_in_the_same_folder_has_its_own_plan_or_none(tmp_path):
     folder = tmp_path / "telemetry"
     first = EventLog(folder, DEVICES)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
-import logging
 import threading
 import time
 import types
@@ -331,20 +329,6 @@ def test_a_diagnosis_that_fails_ends_no_training(logical_devices, tmp_path, monk
     model.fit(make_data(), verbose=0, callbacks=[telemetry])
     assert str(telemetry.verdict).startswith("No verdict: the diagnosis failed: ZeroDivisionError")
     assert len(read_log(tmp_path)) == 1 and telemetry._background is None
-
-
-@pytest.mark.full
-def test_a_log_that_cannot_be_written_is_one_warning(logical_devices, tmp_path, caplog):
-    place = tmp_path / "file"
-    telemetry = Telemetry(place)
-    place.write_text("not a folder")  # it would have been refused before
-    _, model = make_model(logical_devices[:1])
-    with caplog.at_level(logging.WARNING, logger="keras_het"):
-        history = model.fit(make_data(), epochs=2, verbose=0, callbacks=[telemetry])
-    assert len(history.history["loss"]) == 2
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    of_log = [each for each in warnings if str(place) in each]
-    assert len(of_log) == 1, json.dumps(warnings)
 
 
 @pytest.mark.full

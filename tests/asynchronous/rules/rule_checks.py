@@ -64,11 +64,6 @@ class Center:
     def leave(self, worker):
         self._change_slots("leave", worker)
 
-    def refuse(self, worker):
-        """What the service does with a push that it refuses in its turn."""
-        assert all(self.rule.is_turn(slots, worker) for slots in self.slots)
-        self._change_slots("pass_turn", worker)
-
     def _change_slots(self, method, worker):
         change = getattr(self.rule, method)
         self.slots = [change(_frozen_slots(slots), worker) for slots in self.slots]

@@ -53,13 +53,6 @@ def in_turns():
     return Center(RoundRobinEASGD(3, 0.3), start_vector())
 
 
-def test_a_push_out_of_turn_changes_nothing(in_turns):
-    assert in_turns.are_taken(1, 2) == [False, False]
-    np.testing.assert_array_equal(in_turns.values, start_vector())
-    assert in_turns.are_taken(0, 0, 1, 2, 0, 1) == [True, False, True, True, True, True]
-    assert in_turns.version == 5
-
-
 def test_who_has_left_is_passed_over_until_it_is_back(in_turns):
     in_turns.leave(1)
     assert in_turns.are_taken(0, 2, 0, 1, 2, 0) == [True] * 3 + [False, True, True]
@@ -72,11 +65,6 @@ def test_the_turn_is_not_left_with_one_that_is_gone_when_another_returns(in_turn
     for worker in range(3):
         in_turns.leave(worker)
     assert in_turns.are_taken(1, 1, 2, 1, 2) == [True, True, False, True, True]
-
-
-def test_a_refused_push_passes_the_turn_on(in_turns):
-    in_turns.refuse(0)
-    assert in_turns.are_taken(0, 1, 2, 0, 1) == [False, True, True, True, True]
 
 
 def test_default_moving_rate():
