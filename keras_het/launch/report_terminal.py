@@ -18,7 +18,7 @@ from keras_het.planning.diagnosis.recording import PHASES
 from keras_het.planning.diagnosis.what_if import PHASE_REPAIRS
 from keras_het.telemetry.event_files import READ_ERRORS, Run, read_run, runs_below
 from keras_het.tensorboard import views
-from keras_het.tensorboard.log_content import LogContent, NoSetupError
+from keras_het.tensorboard.log_content import LogContent, UnreadableLogError
 from keras_het.tensorboard.log_format import DIRECTORY
 
 _MOST_CHARACTERS = 300
@@ -131,7 +131,7 @@ def _parts(run: str, content: LogContent, width: int) -> Iterator[RenderableType
     if latest := {str(each.get("worker")): each for each in overview["exchanges"]}:
         yield from _heading("Async workers")
         yield _exchanges(latest)
-    yield from (_text(f"Log: {message}", "yellow") for message in views.messages(content))
+    yield from (_text(f"Log: {message}", "yellow") for message in content.messages)
 
 
 def _text(text: str, style: str = "") -> Text:
@@ -293,7 +293,7 @@ def choose_run(log_dir: str, name: str | None) -> tuple[Run, list[str]]:
                 )
         others = [each for each in runs if each != chosen]
         return Run(chosen, read_run(runs[chosen])), others
-    except NoSetupError as error:
+    except UnreadableLogError as error:
         more = f" Choose another with --run NAME: {listed(others)}." if others else ""
         raise ValueError(f"The log in {chosen} cannot be read: {error}{more}") from error
     except tf.errors.OpError as error:

@@ -65,7 +65,7 @@ class _Trace:
         yield from self._counters()
         yield from self._passes()
         instant = {"ph": "i", "s": "g", "pid": self._training, "tid": self._training}
-        for message in views.messages(self._content):
+        for message in self._content.messages:
             yield {**instant, "name": f"Log: {message}", "cat": "log", "ts": 0.0, "args": {}}
         for change in sorted(self._recording.changes, key=lambda each: each.step):
             if len(self._steps) and change.step >= self._steps[0]:

@@ -5,28 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import logging
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from keras_het.planning.diagnosis.recording import Recording
 from keras_het.tensorboard import log_format
-from keras_het.tensorboard.log_content import LogContent, NoSetupError, Value, log_content
+from keras_het.tensorboard.log_content import LogContent, UnreadableLogError, Value, log_content
 
 _logger = logging.getLogger(__name__)
 
 _SCALAR, _TENSOR = 1, 2  # of tensorboard.DataClass, which TensorFlow's public API has not
 
 # What is read at once: memory takes several times as much.
-_MOST_BYTES, _MOST_RECORDS = 2**29, 1_000_000
-_FRAME = 16  # bytes of a record beside its data: the length, its checksum, that of the data
-_FLOAT, _STRING = 1, 7  # of TensorFlow's DataType
+_MOST_BYTES = 2**29
 READ_ERRORS = (OSError, tf.errors.OpError)
 """What reading or writing a file raises, on a disk or a remote file system."""
 
@@ -85,29 +80,12 @@ def _summary_value(tag: str, value: Any) -> Any:
 
 def _records(path: str) -> Iterator[bytes]:
     """Yield the records of a file up to its first damage, as TensorBoard reads them."""
-    records = tf.data.TFRecordDataset(path, buffer_size=2**18).take(_num_records(path))
-    some = records.ignore_errors().batch(100)
+    some = tf.data.TFRecordDataset(path, buffer_size=2**18).ignore_errors().batch(100)
     yield from itertools.chain.from_iterable(some.as_numpy_iterator())
 
 
-def _num_records(path: str) -> int:
-    """Count what is whole: TensorFlow crashes where a record claims to be longer than memory."""
-    with tf.io.gfile.GFile(path, "rb") as file:
-        size, end = file.size(), 0
-        for count in range(_MOST_RECORDS):
-            file.seek(end)
-            end += _FRAME + int.from_bytes(file.read(8), "little")
-            if end > size:
-                return count
-    return _MOST_RECORDS
-
-
 def _values(record: bytes) -> list[Value]:
-    try:
-        event = tf.compat.v1.Event.FromString(record)
-    except Exception as error:  # each library of protocol buffers has its own
-        _logger.debug("A record cannot be read: %r", error)
-        return []
+    event = tf.compat.v1.Event.FromString(record)
     return [
         Value(each.tag, event.step, event.wall_time, _content(each.tensor))
         for each in event.summary.value
@@ -115,15 +93,8 @@ def _values(record: bytes) -> list[Value]:
 
 
 def _content(tensor: Any) -> Any:
-    """An array of float32, or bytes; None for what a log has not."""
-    shape = [each.size for each in tensor.tensor_shape.dim]
-    if tensor.dtype == _STRING and len(tensor.string_val) == 1 and not shape:
-        return tensor.string_val[0]
-    raw = tensor.tensor_content or np.array(tensor.float_val, "<f4").tobytes()
-    # a tensor may claim a shape of which it has only one value
-    if tensor.dtype != _FLOAT or min(shape, default=0) < 0 or len(raw) != 4 * math.prod(shape):
-        return None
-    return np.frombuffer(raw, "<f4").reshape(shape) if len(shape) <= 4 else None
+    """An array, or the bytes of a text."""
+    return tensor.string_val[0] if tensor.string_val else tf.make_ndarray(tensor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +138,6 @@ def read_log(log_dir: str | os.PathLike[str]) -> list[Run]:
     """Read the logs of all trainings below a directory that can be read, by name."""
     runs = []
     for name, paths in runs_below(log_dir).items():
-        with contextlib.suppress(NoSetupError):
+        with contextlib.suppress(UnreadableLogError):
             runs.append(Run(name, read_run(paths)))
     return runs

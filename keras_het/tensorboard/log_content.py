@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 import functools
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,12 +27,7 @@ from keras_het.tensorboard import log_format
 from keras_het.tensorboard.log_format import MOST_DEVICES, ROWS, Setup, parse_plan
 
 _MEDIAN, _HIGHEST = log_format.ORDER.index("median"), log_format.ORDER.index("highest")
-_MOST_PASSES, _MOST_TEXTS = 500, 100_000
-# What a log of a training cannot have; within this, whatever it says is shown.
-_LAST_STEP = 2**50
-_LAST_TIME = 1e11  # a wall time in seconds: in the year 5138
-_LONGEST_TEXT, _LONGEST_TAG = 2**22, 60
-_LARGEST_SHARE, _LARGEST_SAMPLE, _LARGEST_BLOCK = 1e9, 1e18, 2**24
+_MOST_PASSES = 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,22 +55,8 @@ class LogContent:
     last of which was measured, int64 of shape [T, 2]."""
 
 
-class Lost:
-    """What could not be read: how many values, and why the first of them."""
-
-    number, _first = 0, ""
-
-    def add(self, value: Value, reason: str) -> None:
-        self._first = self._first or f"{value.tag[:_LONGEST_TAG]} of step {value.step}: {reason}"
-        self.number += 1
-
-    def __str__(self) -> str:
-        values = "1 value" if self.number == 1 else f"{self.number} values"
-        return f"{values} could not be read. {self._first}" if self.number else ""
-
-
-class NoSetupError(ValueError):
-    """A log does not say of which devices it is."""
+class UnreadableLogError(ValueError):
+    """A log does not say of which devices it is, or has another form."""
 
 
 def windows(rows: Any, every: int) -> Any:
@@ -92,52 +74,37 @@ def windows(rows: Any, every: int) -> Any:
     return np.stack([ordered[:, 0], middle, at(known - 1)], axis=1)
 
 
-def is_readable(value: Value) -> bool:
-    """Tell whether a value is of the kind that its tag says, with numbers that can be."""
-    content, tag = value.value, value.tag
-    if not (0 <= value.step <= _LAST_STEP and 0 <= value.time <= _LAST_TIME):  # nor NaN
-        return False
-    if tag in log_format.TEXTS:
-        return isinstance(content, bytes) and len(content) <= _LONGEST_TEXT
-    every = log_format.steps_per_row(tag)
-    if not log_format.has_numbers(tag):
-        return content is not None and not tag.startswith(log_format.THINNED)
-    if not isinstance(content, np.ndarray) or content.dtype.kind != "f":
-        return False
-    if not 0 < content.size <= _LARGEST_BLOCK:
-        return False
-    if tag == log_format.MEASURED:
-        return content.ndim == 1
-    if not every:
-        return content.ndim == 2 and not np.any(np.abs(content) > _LARGEST_SAMPLE)
-    if content.ndim != (3 if every == 1 else 4) or content.shape[-2] != len(ROWS):
-        return False
-    times, shares = content[..., :-1, :], content[..., -1, :]
-    return not (np.any(np.abs(times) > LONGEST_SECONDS) or np.any(np.abs(shares) > _LARGEST_SHARE))
-
-
 def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogContent:
     """Return what values say, of which the one written last counts where they contradict."""
+    try:
+        return _content(values, messages)
+    except UnreadableLogError:
+        raise
+    except Exception as error:
+        raise UnreadableLogError(
+            f"This log does not have the form that keras_het writes. Received: {error!r}. Read it "
+            "with the version that wrote it."
+        ) from error
+
+
+def _content(values: Iterable[Value], messages: Iterable[str]) -> LogContent:
     # A training that went back to an earlier step and was continued from there has written these
     # steps twice, perhaps on other devices.
-    notes, lost = list(messages), Lost()
-    ordered = sorted(_undamaged(values, lost), key=lambda each: each.time)
+    notes, ordered = list(messages), sorted(values, key=lambda each: each.time)
     parse_setup = functools.cache(log_format.parse_setup)  # each start has the same one
-    parsed = _parsed(ordered, log_format.SETUP, parse_setup, lost)
+    parsed = _parsed(ordered, log_format.SETUP, parse_setup)
     setups = [(each.time, each.value) for each in parsed]
     if not setups:
-        raise NoSetupError(
-            f"This log names no devices: its first record is missing or torn. {lost}".rstrip()
-        )
+        raise UnreadableLogError("This log names no devices: its first record is missing or torn.")
     newest_version = max(setup.version for _, setup in setups)
     if newest_version > log_format.VERSION:
         notes.append(
             f"This log has version {newest_version} of the format; this version of keras_het reads "
             f"version {log_format.VERSION} and may leave something out."
         )
-    pipeline, passes = _pipeline(ordered, setups[-1], lost)
+    pipeline, passes = _pipeline(ordered, setups[-1])
     begins = _begins(parsed)
-    columns = _Columns(setups, begins, lost, keeps_gone=pipeline is None)
+    columns = _Columns(setups, begins, keeps_gone=pipeline is None)
     every, steps, rows, highest, measured = _steps(
         [each for each in ordered if log_format.steps_per_row(each.tag)],
         columns,
@@ -152,11 +119,11 @@ def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogCon
         )
 
     def entries(tag: str) -> list[Value]:
-        return _parsed(ordered, tag, log_format.parse_entries, lost)
+        return _latest(_parsed(ordered, tag, json.loads))
 
     changes = [
-        Change(each.step, str(entry.get("kind", "")), str(entry.get("text", "")))
-        for each in _latest(entries(log_format.CHANGES))
+        Change(each.step, entry["kind"], entry["text"])
+        for each in entries(log_format.CHANGES)
         for entry in each.value
     ]
     recording = Recording(
@@ -168,22 +135,17 @@ def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogCon
         changes=tuple(sorted([*_restarts(begins), *changes], key=lambda each: each.step)),
         pauses=tuple(
             (each.step, float(entry["seconds"]))
-            for each in _latest(entries(log_format.PAUSES))
+            for each in entries(log_format.PAUSES)
             for entry in each.value
-            if isinstance(entry.get("seconds"), int | float)
-            and 0 <= entry["seconds"] <= LONGEST_SECONDS
         ),
         pipeline=pipeline,
         measured=None if measured.all() else measured,
         generations=columns.generations,
     )
     exchanges = tuple(
-        {**entry, "step": each.step}
-        for each in _latest(entries(log_format.ASYNC))
-        for entry in each.value
+        {**entry, "step": each.step} for each in entries(log_format.ASYNC) for entry in each.value
     )
     known = _windows(recording, every)
-    notes += [str(lost)] if lost.number else []
     return LogContent(recording, every, highest, exchanges, tuple(notes), passes, known)
 
 
@@ -198,25 +160,9 @@ def _windows(recording: Recording, every: Integers) -> Integers | None:
     return np.stack([recording.steps[first], recording.steps[last] + every[last] - 1], axis=1)
 
 
-def _undamaged(values: Iterable[Value], lost: Lost) -> Iterator[Value]:
-    for each in values:
-        if is_readable(each):
-            yield each
-        else:
-            lost.add(each, "damaged.")
-
-
-def _parsed(
-    values: Sequence[Value], tag: str, parse: Callable[[bytes], Any], lost: Lost
-) -> list[Value]:
+def _parsed(values: Sequence[Value], tag: str, parse: Callable[[bytes], Any]) -> list[Value]:
     """Return the values of a tag, in the place of each text what it says."""
-    found = []
-    for each in [each for each in values if each.tag == tag][-_MOST_TEXTS:]:
-        try:
-            found.append(dataclasses.replace(each, value=parse(each.value)))
-        except ValueError as error:
-            lost.add(each, str(error))
-    return found
+    return [dataclasses.replace(e, value=parse(e.value)) for e in values if e.tag == tag]
 
 
 def _begins(setups: Sequence[Value]) -> list[Value]:
@@ -260,11 +206,9 @@ class _Columns:
         self,
         setups: Sequence[tuple[float, Setup]],
         begins: Sequence[Value],
-        lost: Lost,
         keeps_gone: bool = True,
     ) -> None:
         self._setups = setups
-        self._lost = lost
         present = setups[-1][1].devices
         gone: dict[str, Device] = {}
         for each, following in reversed([*itertools.pairwise(begins)] if keeps_gone else []):
@@ -284,14 +228,10 @@ class _Columns:
             if (places := tuple(n for n, key in enumerate(self._keys) if key in keys))
         )
 
-    def setup_of(self, value: Value, num_replicas: int) -> Setup | None:
-        """Return the setup that was in force, None if it has not so many replicas."""
+    def setup_of(self, value: Value) -> Setup:
+        """Return the setup that was in force."""
         before = bisect.bisect_right(self._setups, value.time, key=lambda each: each[0])
-        setup = self._setups[max(before - 1, 0)][1]
-        if len(setup.devices) == num_replicas:
-            return setup
-        self._lost.add(value, f"the setup does not have {num_replicas} replicas.")
-        return None
+        return self._setups[max(before - 1, 0)][1]
 
     def take(self, array: Any, setup: Setup) -> Any:
         """Columns of an array (its last axis) in the present order; NaN where there is none."""
@@ -313,9 +253,7 @@ def _steps(
     for block in reversed(blocks):  # what was written later replaces all from its first step on
         each = log_format.steps_per_row(block.tag)
         array = np.asarray(block.value, np.float32)
-        setup = columns.setup_of(block, array.shape[-1])
-        if setup is None:
-            continue
+        setup = columns.setup_of(block)
         steps = block.step + each * np.arange(len(array))
         kept = int(np.searchsorted(steps, limit))
         array = columns.take(array[:kept], setup)
@@ -338,9 +276,8 @@ def _steps(
 
 def _hardware(values: Sequence[Value], columns: _Columns) -> dict[str, Any]:
     samples = [
-        (each, setup)
+        (each, columns.setup_of(each))
         for each in _latest(each for each in values if each.tag == log_format.HARDWARE_SAMPLES)
-        if (setup := columns.setup_of(each, len(each.value))) is not None
     ]
     arrays: dict[str, Floats] = {
         name: np.full((len(samples), len(columns.devices)), np.nan) for name in columns.hardware
@@ -355,20 +292,14 @@ def _hardware(values: Sequence[Value], columns: _Columns) -> dict[str, Any]:
 
 
 def _pipeline(
-    values: Sequence[Value], setup: tuple[float, Setup], lost: Lost
+    values: Sequence[Value], setup: tuple[float, Setup]
 ) -> tuple[PipelineRecord | None, tuple[tuple[int, bytes], ...]]:
-    plans = _parsed(values, log_format.PLAN, parse_plan, lost)
+    plans = _parsed(values, log_format.PLAN, parse_plan)
     if not plans or plans[-1].time < setup[0]:
-        return None, ()
-    record = plans[-1].value
-    devices = range(len(setup[1].devices))
-    known = all(device in devices for stage in record.stages for device in stage.devices)
-    if not known or (record.predicted and len(record.predicted.events) != len(devices)):
-        lost.add(plans[-1], "a plan with devices that the setup does not have.")
         return None, ()
     passes = _latest([each for each in values if each.tag == log_format.PASSES])
     passes = [each for each in passes if each.time >= plans[-1].time]
-    return record, tuple((each.step, each.value) for each in passes[-_MOST_PASSES:])
+    return plans[-1].value, tuple((each.step, each.value) for each in passes[-_MOST_PASSES:])
 
 
 def _latest(values: Iterable[Value]) -> list[Value]:

@@ -20,7 +20,7 @@ from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
 from keras_het.tensorboard import log_format, views
-from keras_het.tensorboard.log_content import LogContent, NoSetupError, Value, log_content
+from keras_het.tensorboard.log_content import LogContent, UnreadableLogError, Value, log_content
 
 _logger = logging.getLogger(__name__)
 _TYPES = {"js": "text/javascript", "css": "text/css", "txt": "text/plain"}
@@ -71,7 +71,7 @@ class HetPlugin(base_plugin.TBPlugin):
         first, last = _integer(request.args, "first"), _integer(request.args, "last")
         part = views.between(whole, first, last)
         answer = view(whole, part, request.args)
-        return _json(request, {**answer, "messages": views.messages(part)})
+        return _json(request, {**answer, "messages": part.messages})
 
     def _static(self, request: Any) -> Any:
         name = request.path.partition(f"/plugin/{log_format.PLUGIN}/static/")[2]
@@ -197,7 +197,7 @@ class Histories:
                 values = [*self._values(ctx, experiment, run, sorted(tags), messages)]
                 try:
                     kept = state, log_content(values, messages)
-                except NoSetupError as error:
+                except UnreadableLogError as error:
                     raise errors.NotFoundError(str(error)) from error
             self._kept[key] = kept
             self._kept.move_to_end(key)

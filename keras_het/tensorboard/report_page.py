@@ -47,7 +47,7 @@ form-action 'none'; script-src {allowed}; style-src {_hash(style)}">
 
 def _answers(run: str, content: LogContent) -> dict[str, Any]:
     """What the tab's routes answer about all steps, with fewer columns where it would be much."""
-    overview = {**views.overview(content, content), "messages": views.messages(content)}
+    overview = {**views.overview(content, content), "messages": content.messages}
     names = [each["name"] for each in overview["quantities"]]
     devices = range(len(content.recording.devices))
     map_rows = len(views.HOW) * len(names) * min(len(devices), views.MOST_ROWS)

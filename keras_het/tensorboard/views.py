@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -25,9 +24,7 @@ MOST_LANES, LANE_COLUMNS = 24, 300
 _MOST_ROWS_FOR_MEDIANS = 1_000
 _MEANS = (*PHASES, "shares")
 _MOST_CHANGES, _MOST_EXCHANGES = 500, 500
-_LONGEST_TEXT = 1_000
-_MOST_PASSES, _LONGEST_PLAN, _LONGEST_NAME = 10_000, 100_000, 200
-_LONGEST_MESSAGE = 1_000
+_MOST_PASSES = 10_000
 HOW = ("median", "highest")
 """What a heat map can show of the steps of a column, and of the replicas of a row."""
 
@@ -96,17 +93,9 @@ def overview(whole: LogContent, content: LogContent) -> dict[str, Any]:
             for name, title, unit in _quantities(recording)
         ],
         "pipeline": recording.pipeline is not None,
-        "changes": [
-            {"step": each.step, "kind": each.kind[:60], "text": each.text[:_LONGEST_TEXT]}
-            for each in recording.changes[-_MOST_CHANGES:]
-        ],
-        "exchanges": [_plain(each) for each in content.exchanges[-_MOST_EXCHANGES:]],
+        "changes": [dataclasses.asdict(each) for each in recording.changes[-_MOST_CHANGES:]],
+        "exchanges": list(content.exchanges[-_MOST_EXCHANGES:]),
     }
-
-
-def messages(content: LogContent) -> list[str]:
-    """Return what could not be read: whoever sees numbers sees what they are without."""
-    return [each[:_LONGEST_MESSAGE] for each in content.messages]
 
 
 def diagnosis(content: LogContent) -> dict[str, Any]:
@@ -157,15 +146,8 @@ def pipeline(content: LogContent) -> dict[str, Any]:
         return {"text": "", "stages": [], "devices": names, "predicted": None, "measured": None}
     latest = next(measured_timeline(content), None)
     return {
-        "text": record.text[:_LONGEST_PLAN],
-        "stages": [
-            {
-                **dataclasses.asdict(stage),
-                "layers": [each[:_LONGEST_NAME] for each in stage.layers],
-                "recomputed": [each[:_LONGEST_NAME] for each in stage.recomputed],
-            }
-            for stage in record.stages
-        ],
+        "text": record.text,
+        "stages": [dataclasses.asdict(stage) for stage in record.stages],
         "devices": names,
         "predicted": None if record.predicted is None else _timeline(record.predicted),
         "measured": latest and {"step": latest[0], **_timeline(latest[1])},
@@ -175,10 +157,7 @@ def pipeline(content: LogContent) -> dict[str, Any]:
 def measured_timeline(content: LogContent) -> Iterator[tuple[int, Timeline]]:
     """Yield steps and their passes, the latest first."""
     for step, text in reversed(content.passes):
-        with contextlib.suppress(ValueError):  # damaged
-            timeline = parse_timeline(text)
-            if len(timeline.events) == len(content.recording.devices):
-                yield step, timeline
+        yield step, parse_timeline(text)
 
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
@@ -389,11 +368,3 @@ def _number(value: Any) -> float | None:
 
 def _numbers(values: Floats) -> list[float | None]:
     return [_number(value) for value in values]
-
-
-def _plain(entry: dict[str, Any]) -> dict[str, Any]:
-    return {
-        str(key)[:60]: _number(value) if isinstance(value, int | float) else str(value)[:60]
-        for key, value in entry.items()
-        if value is not None
-    }

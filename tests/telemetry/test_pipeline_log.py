@@ -15,8 +15,6 @@ from keras_het.planning.diagnosis.recording import Device, PipelineRecord, Stage
 from keras_het.planning.pipeline import Event, Timeline
 from keras_het.telemetry.event_files import read_log
 from keras_het.telemetry.event_log import EventLog
-from keras_het.tensorboard import log_format
-from keras_het.tensorboard.log_content import Value, log_content
 from keras_het.tensorboard.log_format import parse_plan, parse_timeline, plan_text
 
 DEVICES = tuple(Device(f"worker 0 CPU {n}", 0) for n in range(2))
@@ -77,29 +75,6 @@ def test_another_fit_in_the_same_folder_has_its_own_plan_or_none(tmp_path):
     run = only_run(tmp_path)
     assert run.recording.pipeline == other
     assert [step for step, _ in run.content.passes] == [8]
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        b"{",
-        b'{"text": "", "stages": 3}',
-        b'{"text": "", "stages": [{"layers": [], "devices": ["x"], "micro_batches": [1]}]}',
-        plan_text(PLAN).replace('"devices": [1]', '"devices": [7]').replace("[1]", "[9]").encode(),
-        plan_text(PLAN).replace("0.3", "NaN").encode(),
-    ],
-)
-def test_a_damaged_plan_costs_the_plan_only(plan):
-    values = [
-        Value(log_format.SETUP, 0, 1.0, log_format.setup_text(DEVICES, ()).encode()),
-        Value(log_format.STEPS, 0, 2.0, np.ones((5, 5, 2), np.float32)),
-        Value(log_format.PLAN, 0, 3.0, plan),
-        Value(log_format.PASSES, 4, 4.0, b"nothing"),
-    ]
-    content = log_content(values)
-    assert content.recording.pipeline is None
-    assert len(content.messages) == 1
-    assert len(content.recording.steps) == 5
 
 
 def test_members_of_newer_versions_are_left_out():

@@ -124,12 +124,6 @@ def test_a_training_without_steps_says_so():
     assert views.lanes(content, [0])["edges"] == [0, 1]
 
 
-def test_a_damaged_setup_is_named():
-    values = [Value(log_format.SETUP, 0, 0.5, b"{}"), *made_training.values(2, 20)]
-    content = log_content(values)
-    assert ["Received: b'{}'" in message for message in content.messages] == [True]
-
-
 def test_diagnosis_names_a_device_and_what_it_costs(training):
     answer = views.diagnosis(views.between(training, 700, 799))
     assert answer["verdict"]
