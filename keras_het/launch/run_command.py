@@ -72,26 +72,16 @@ unshare --map-root-user --net sh -c 'ip link set lo up; keras-het run ...'
 _EXCLUDED = (
     (
         "ray",
-        (
-            *(
-                "gpus",
-                "hosts",
-                "emulate_speeds",
-                "async_workers",
-                "cpus_per_worker",
-                "pin",
-                "log_dir",
-            ),
-            *("only_chief", "tf_logs", "pass_env", "python"),
-        ),
+        "gpus hosts emulate_speeds async_workers cpus_per_worker pin log_dir only_chief tf_logs "
+        "pass_env python",
         "with --ray, Ray starts the workers",
     ),
     (
         "hosts",
-        ("workers", "emulate_speeds", "cpus_per_worker", "pin"),
+        "workers emulate_speeds cpus_per_worker pin",
         "--hosts lists the workers, on other machines",
     ),
-    ("gpus", ("workers", "emulate_speeds"), "--gpus starts one worker for each GPU"),
+    ("gpus", "workers emulate_speeds", "--gpus starts one worker for each GPU"),
 )
 # Options, and what they make no sense without.
 _NEEDED = (
@@ -241,7 +231,7 @@ def check_run(run: argparse.ArgumentParser, options: argparse.Namespace) -> None
         return [f"--{name.replace('_', '-')}" for name in found]
 
     for option, others, why in _EXCLUDED:
-        if given(option) and (found := given(*others)):
+        if given(option) and (found := given(*others.split())):
             run.error(f"{why}: leave out {found[0]}")
     for names, needed in _NEEDED:
         if (found := given(*names)) and not given(needed):

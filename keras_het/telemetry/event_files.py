@@ -16,7 +16,6 @@ from keras_het.planning.diagnosis.recording import Recording
 from keras_het.tensorboard import log_format
 from keras_het.tensorboard.log_content import LogContent, UnreadableLogError, Value, log_content
 
-_logger = logging.getLogger(__name__)
 
 _SCALAR, _TENSOR = 1, 2  # of tensorboard.DataClass, which TensorFlow's public API has not
 
