@@ -30,7 +30,7 @@ from keras_het.launch.grammar import (
     positive_integer,
     speeds_of,
 )
-from keras_het.launch.local.gpus import present_gpus
+from keras_het.launch.local.worker_environment import present_gpus
 from keras_het.telemetry.hardware import NvmlMissingError
 
 _DESCRIPTION = """\

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from keras_het import __version__
 from keras_het.launch.doctor.tensorflow_facts import answer_in, run_program
-from keras_het.launch.local.gpus import environment_of
+from keras_het.launch.local.worker_environment import environment_of
 
 _PROGRAM = "keras_het.launch.benchmark_trial_program"
 _START_SECONDS = 180.0

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from keras_het.planning.diagnosis.recording import PHASES
 from keras_het.planning.diagnosis.what_if import PHASE_REPAIRS
-from keras_het.telemetry.event_files import READ_ERRORS, Run, read_run, runs_below
+from keras_het.telemetry.event_log import READ_ERRORS, Run, read_run, runs_below
 from keras_het.tensorboard import views
 from keras_het.tensorboard.log_content import LogContent, UnreadableLogError
 from keras_het.tensorboard.log_format import DIRECTORY

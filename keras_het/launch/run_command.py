@@ -14,7 +14,7 @@ from typing import Any
 
 from keras_het.seen_versions import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.cluster_environment import OwnWorkers, own_workers, read_hosts
-from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to, public_addresses
+from keras_het.launch.doctor.facts import HOW_TO_CLOSE, open_to, public_addresses
 from keras_het.launch.grammar import (
     CLUSTER_OPTIONS,
     Commands,
@@ -31,10 +31,17 @@ from keras_het.launch.grammar import (
 )
 from keras_het.launch.local.display import Display, WorkerLogs
 from keras_het.launch.local.failure_report import describe_failures, first_to_fail, save_output
-from keras_het.launch.local.gpus import AUTO, choose_gpus, environment_of, present_gpus
 from keras_het.launch.local.local_cluster import LocalCluster
 from keras_het.launch.local.tracebacks import uncaught_error
-from keras_het.launch.local.worker_environment import QUIET_TENSORFLOW, Emulation, secret_names
+from keras_het.launch.local.worker_environment import (
+    AUTO,
+    QUIET_TENSORFLOW,
+    Emulation,
+    choose_gpus,
+    environment_of,
+    present_gpus,
+    secret_names,
+)
 from keras_het.launch.local.worker_process import (
     OutputLine,
     Stream,

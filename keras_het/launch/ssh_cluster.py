@@ -15,9 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from keras_het.launch.cluster_environment import Place
-from keras_het.launch.local.gpus import choose_gpus, environment_of, present_gpus
 from keras_het.launch.local.local_cluster import LocalCluster
-from keras_het.launch.local.worker_environment import ADDRESS, tf_config_of
+from keras_het.launch.local.worker_environment import (
+    ADDRESS,
+    choose_gpus,
+    environment_of,
+    present_gpus,
+    tf_config_of,
+)
 from keras_het.launch.local.worker_process import WorkerProcess
 
 # BatchMode: nobody is there to type a password. ServerAlive: a lost host is noticed in 45 s.

@@ -20,8 +20,13 @@ from keras_het.launch.grammar import (
     script_command,
 )
 from keras_het.launch.local.display import Display
-from keras_het.launch.local.gpus import choose_gpus, environment_of, present_gpus
-from keras_het.launch.local.worker_environment import tf_config_of, with_backend
+from keras_het.launch.local.worker_environment import (
+    choose_gpus,
+    environment_of,
+    present_gpus,
+    tf_config_of,
+    with_backend,
+)
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG, read_cluster_config
 from keras_het.telemetry.hardware import NvmlMissingError
 

@@ -15,10 +15,11 @@ import ray
 from ray._private import ray_logging
 from ray.train.backend import Backend, BackendConfig
 
-from keras_het.launch.local.gpus import environment_of, present_gpus
 from keras_het.launch.local.tracebacks import TracebackFilter
 from keras_het.launch.local.worker_environment import (
     QUIET_TENSORFLOW,
+    environment_of,
+    present_gpus,
     service_environment,
     worker_environment,
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from participant_doubles import Values, vectors_of
 
-from keras_het.asynchronous.exchange import ServiceTask, service_task
+from keras_het.asynchronous.exchange import ServiceTask, sync_group
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.parameter_service import FloatWire, TopKWire, credential
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence
@@ -73,7 +73,7 @@ def serve(monkeypatch, silences):
         # what the others go by: silent for two time-outs
         training_workers=lambda: ledger.present(Presence.TRAINING, 4.0),
     )
-    monkeypatch.setattr(service_task, "join_service", lambda task, service: center)
+    monkeypatch.setattr(sync_group, "join_service", lambda task, service: center)
     task = Task(Delta(), timeout_seconds=2.0, shutdown_timeout_seconds=60.0)
     task.start_epoch(0)
     assert task.model.stop_training

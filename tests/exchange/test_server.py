@@ -11,7 +11,8 @@ import pytest
 from services import CREDENTIAL, TIMEOUT, Twice, connected, contribution, serving, twice, wait_until
 
 from keras_het.exchange import message as messages
-from keras_het.exchange import session, wire
+from keras_het.exchange import server as server_module
+from keras_het.exchange import wire
 from keras_het.exchange.client import Client
 from keras_het.exchange.message import HEADER_BYTES, Kind, Message, encode
 from keras_het.exchange.secret import make_keys
@@ -121,7 +122,7 @@ def test_an_error_of_a_request_is_raised_where_it_was_made(client, service):
 
 
 def test_another_secret_is_refused_before_anything_is_read(server, service, recorder, monkeypatch):
-    monkeypatch.setattr(session, "decode", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(server_module, "decode", lambda *_: pytest.fail("read"))
     with pytest.raises(PermissionError, match="shared secret or the cluster differs"):
         Client(server.address, "twice", b"another").connect(TIMEOUT)
     sent, stop = [], threading.Event()

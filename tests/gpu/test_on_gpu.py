@@ -17,7 +17,7 @@ import tensorflow as tf
 from devices import DEVICES
 
 import keras_het
-from keras_het.telemetry.event_files import read_log
+from keras_het.telemetry.event_log import read_log
 
 pytestmark = pytest.mark.skipif(
     devices.TYPE != "GPU", reason="needs a GPU, and KERAS_HET_TEST_DEVICES=GPU"

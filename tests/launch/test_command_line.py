@@ -11,7 +11,7 @@ import pytest
 from keras_het import __version__
 from keras_het.launch import run_command
 from keras_het.launch.command_line import main
-from keras_het.launch.doctor.addresses import public_addresses
+from keras_het.launch.doctor.facts import public_addresses
 from keras_het.launch.local.worker_environment import secret_names
 
 # Each worker has a child, prints both process ids, and waits for ever.

@@ -6,7 +6,7 @@ import pytest
 from fake_nvml import DRIVER_NOT_LOADED, FakeNvml, Gpu
 
 from keras_het.launch.command_line import main
-from keras_het.launch.local.gpus import choose_gpus, deal_gpus, present_gpus
+from keras_het.launch.local.worker_environment import choose_gpus, deal_gpus, present_gpus
 
 PRESENT = ["GPU-a", "GPU-b", "GPU-cc"]
 DIVIDED = Gpu(uuid="GPU-d", parts=(Gpu(uuid="MIG-1"), Gpu(uuid="MIG-2")))

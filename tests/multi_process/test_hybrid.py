@@ -51,7 +51,7 @@ def test_every_sample_is_used_once_an_epoch_and_all_end_with_the_center(
 def test_telemetry_of_the_leader_knows_the_async_workers(
     start_workers: Any, tmp_path: Path
 ) -> None:
-    from keras_het.telemetry.event_files import read_log
+    from keras_het.telemetry.event_log import read_log
 
     jobs, log = {"worker": 2, "async": 1}, tmp_path / "log"
     options = {"telemetry": str(log), "epochs": MANY, "validates": False}

@@ -139,7 +139,7 @@ def test_the_passes_of_all_processes_are_known_to_all(start_workers: Any, tmp_pa
     expected[0] += [("forward", 1, 2), ("backward", 1, 2)]
     passes = [sorted(map(tuple, of_device)) for of_device in found[0]["passes"]]
     assert passes == [sorted(of_device) for of_device in expected]
-    from keras_het.telemetry.event_files import read_log  # imports TensorFlow
+    from keras_het.telemetry.event_log import read_log  # imports TensorFlow
 
     (run,) = read_log(tmp_path / "log")  # the chief's
     record = run.recording.pipeline

@@ -148,7 +148,7 @@ def test_static_split_gives_the_numbers_of_one_device(tmp_path: Path) -> None:
 
 
 def test_slow_device_writes_a_log_of_each_run(tmp_path: Path) -> None:
-    from keras_het.telemetry.event_files import read_log
+    from keras_het.telemetry.event_log import read_log
 
     recipe, speeds = (
         RECIPES / "slow_device.py",

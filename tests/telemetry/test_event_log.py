@@ -10,9 +10,8 @@ import pytest
 
 from keras_het.planning.diagnosis.recording import Change, Device
 from keras_het.planning.pipeline import Timeline
-from keras_het.telemetry import event_files
-from keras_het.telemetry.event_files import read_log
-from keras_het.telemetry.event_log import EventLog
+from keras_het.telemetry import event_log
+from keras_het.telemetry.event_log import EventLog, read_log
 from keras_het.tensorboard import log_format
 
 DEVICES = tuple(Device(f"worker {n} GPU 0", n, "GPU", f"host{n}", "Model") for n in range(3))
@@ -153,7 +152,7 @@ def test_rows_of_a_resumed_training_go_on_as_they_were(tmp_path):
 
 def test_a_clock_that_was_put_back_changes_no_order(tmp_path, monkeypatch):
     write(tmp_path, 0, 10)
-    monkeypatch.setattr(event_files.time, "time", lambda: 1.0)
+    monkeypatch.setattr(event_log.time, "time", lambda: 1.0)
     write(tmp_path, 5, 10)
     np.testing.assert_array_equal(only_run(tmp_path).recording.steps, np.arange(15))
 
@@ -209,7 +208,7 @@ def train_a_while(log):
 
 
 def test_a_full_disk_makes_one_warning(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(event_files.os.path, "join", lambda *parts: "/dev/full")
+    monkeypatch.setattr(event_log.os.path, "join", lambda *parts: "/dev/full")
     with caplog.at_level(logging.WARNING, "keras_het"):
         train_a_while(EventLog(tmp_path, DEVICES))
     (record,) = caplog.records

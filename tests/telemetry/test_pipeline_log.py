@@ -13,8 +13,7 @@ from keras_het.launch.report_terminal import console_for, show
 from keras_het.launch.report_trace import write_trace
 from keras_het.planning.diagnosis.recording import Device, PipelineRecord, StageRecord
 from keras_het.planning.pipeline import Event, Timeline
-from keras_het.telemetry.event_files import read_log
-from keras_het.telemetry.event_log import EventLog
+from keras_het.telemetry.event_log import EventLog, read_log
 from keras_het.tensorboard.log_format import parse_plan, parse_timeline, plan_text
 
 DEVICES = tuple(Device(f"worker 0 CPU {n}", 0) for n in range(2))

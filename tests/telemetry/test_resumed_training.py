@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import keras_het
 from keras_het.callbacks import BackupAndRestore, BatchBalancer, Telemetry
-from keras_het.telemetry.event_files import read_log
+from keras_het.telemetry.event_log import read_log
 
 STEPS = 12
 

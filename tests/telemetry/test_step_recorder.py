@@ -17,7 +17,7 @@ import keras_het
 from keras_het.callbacks import BatchBalancer, LoaderTuner, Telemetry
 from keras_het.callbacks import telemetry as telemetry_callback
 from keras_het.strategy.measure.phase_times import PARTS
-from keras_het.telemetry.event_files import read_log
+from keras_het.telemetry.event_log import read_log
 from keras_het.telemetry.step_recorder import StepRecorder
 
 NUMBERS = {

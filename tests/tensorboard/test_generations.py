@@ -13,7 +13,7 @@ from made_training import GENERATIONS, GLOBAL_BATCH, balanced
 from keras_het.launch.command_line import main
 from keras_het.planning.diagnosis.steps import throughput
 from keras_het.telemetry import event_log
-from keras_het.telemetry.event_files import read_log
+from keras_het.telemetry.event_log import read_log
 from keras_het.tensorboard import views
 
 LATER = ["worker 0 GPU 0", "worker 1 GPU 0", "worker 2 GPU 0", "worker 1 GPU 0 (until step 299)"]

@@ -16,8 +16,7 @@ from werkzeug.test import Client
 
 from keras_het.planning.diagnosis.recording import Device, PipelineRecord, StageRecord
 from keras_het.planning.pipeline import Event, Timeline
-from keras_het.telemetry.event_files import read_log
-from keras_het.telemetry.event_log import EventLog
+from keras_het.telemetry.event_log import EventLog, read_log
 from keras_het.tensorboard import views
 
 DEVICES = tuple(Device(f"worker {n} GPU 0", n, "GPU") for n in range(3))

@@ -15,7 +15,7 @@ from test_plugin import START, application_of
 from werkzeug.test import Client
 
 from keras_het.planning.diagnosis.recording import Change, Device
-from keras_het.telemetry.event_files import read_log
+from keras_het.telemetry.event_log import read_log
 from keras_het.tensorboard.log_content import log_content
 from keras_het.tensorboard.report_page import report_page
 

@@ -2,7 +2,6 @@
 
 from keras_het.asynchronous.exchange.async_worker import AsyncWorker
 from keras_het.asynchronous.exchange.participant import HybridOptions, Participant
-from keras_het.asynchronous.exchange.service_task import ServiceTask
-from keras_het.asynchronous.exchange.sync_group import SyncGroup
+from keras_het.asynchronous.exchange.sync_group import ServiceTask, SyncGroup
 
 __all__ = ["AsyncWorker", "HybridOptions", "Participant", "ServiceTask", "SyncGroup"]

@@ -22,7 +22,7 @@ from keras_het.asynchronous.parameter_service.wire import (
 )
 from keras_het.exchange.client import Client
 from keras_het.exchange.message import NO_ANSWER, Kind, Message, Status, Vector
-from keras_het.exchange.session import Handle, answer_to
+from keras_het.exchange.server import Handle, answer_to
 
 SERVICE = "center"
 """Name of the service of center and ledger on its server."""

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from keras_het.exchange.secret import read_secret
-from keras_het.launch.doctor import addresses
 from keras_het.launch.doctor.facts import (
     Facts,
     Finding,
+    bind_problem,
     fault,
+    holder_of,
+    is_loopback,
     note,
     ok,
     unless,
@@ -100,11 +102,11 @@ def _own_addresses(facts: Facts, config: ClusterConfig) -> dict[str, str]:
 def _own_address(facts: Facts, name: str, address: str) -> Finding:
     if not places_of(address):
         return _unknown_host("own_address", f"this machine ({name})", address)
-    problem, port = addresses.bind_problem(address), address.rpartition(":")[2]
+    problem, port = bind_problem(address), address.rpartition(":")[2]
     if problem == 0:
         return ok("own_address", f"{name} can listen at {address}.")
     if problem == errno.EADDRINUSE:
-        holder = addresses.holder_of(int(port))
+        holder = holder_of(int(port))
         return fault(
             "own_address",
             f"The port of {name} is taken{f' by {holder}' if holder else ''}. Received: "
@@ -143,7 +145,7 @@ def _loopback(config: ClusterConfig) -> Iterator[Finding]:
     """Look for addresses that only their own machine reaches, where there are several machines."""
     tasks = listening_tasks(config)
     known = {name: address for name, address in tasks.items() if places_of(address)}
-    local = {name: address for name, address in known.items() if addresses.is_loopback(address)}
+    local = {name: address for name, address in known.items() if is_loopback(address)}
     for name, address in local.items() if len(local) < len(known) else ():
         is_own = name == own_task(config)
         whose = "This machine's own name" if is_own else f"The address of {name}"

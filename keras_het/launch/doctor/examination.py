@@ -12,14 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_het import __version__
-from keras_het.launch.doctor import cluster_checks, gpu_checks, machine_checks
+from keras_het.launch.doctor import cluster_checks, machine_checks
 from keras_het.launch.doctor.facts import FAULT, NOTE, OK, WARNING, Facts, Finding
 from keras_het.launch.doctor.links import Link, Measurement, describe_node, links
 from keras_het.launch.local.display import printable
 
 SECTIONS: Mapping[str, Callable[[Facts], Iterator[Finding]]] = {
     "Software": machine_checks.software,
-    "GPUs": gpu_checks.gpus,
+    "GPUs": machine_checks.gpus,
     "Machine": machine_checks.machine,
     "Cluster": cluster_checks.cluster,
 }

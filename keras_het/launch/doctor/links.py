@@ -27,19 +27,22 @@ from keras_het.exchange.links import measure_link, send_probe, take_probe
 from keras_het.exchange.message import Kind, Message
 from keras_het.exchange.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, read_secret
 from keras_het.exchange.server import Server
-from keras_het.launch.doctor.addresses import LISTENS, UNKNOWN, UNREACHABLE, reach
 from keras_het.launch.doctor.cluster_checks import listening_tasks, other_tasks, own_task
 from keras_het.launch.doctor.facts import (
     FAULT,
+    LISTENS,
+    UNKNOWN,
+    UNREACHABLE,
     Facts,
     Finding,
     expect,
     fault,
     note,
+    reach,
     unless,
     warning,
 )
-from keras_het.launch.doctor.gpu_checks import WITHOUT_TENSOR_FLOAT_32, have_tensor_float_32
+from keras_het.launch.doctor.machine_checks import WITHOUT_TENSOR_FLOAT_32, have_tensor_float_32
 from keras_het.launch.doctor.tensorflow_facts import run_program
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG, ClusterConfig
 

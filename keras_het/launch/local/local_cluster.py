@@ -16,10 +16,11 @@ from typing import Literal
 
 from keras_het.launch.local import watchdog
 from keras_het.launch.local.free_ports import ReservedPorts
-from keras_het.launch.local.gpus import deal_gpus, environment_of
 from keras_het.launch.local.worker_environment import (
     ADDRESS,
     Emulation,
+    deal_gpus,
+    environment_of,
     service_environment,
     worker_environment,
 )
