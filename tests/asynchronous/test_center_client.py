@@ -102,7 +102,7 @@ def test_weights_that_are_not_finite_are_told_of(caplog):
     for _ in range(2):
         push(worker, [np.nan * part for part in ONES])
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
-    assert "not finite" in caplog.text and "learning rate" in caplog.text
+    assert "not be finite" in caplog.text and "learning rate" in caplog.text
 
 
 def test_the_group_beside_the_center_can_be_stale_too():
@@ -129,7 +129,7 @@ def test_a_change_that_comes_after_the_end_is_left_where_it_is(caplog):
         np.testing.assert_array_equal(flat(push(worker, ONES)), flat(weights))
     np.testing.assert_array_equal(flat(worker.pull()), 1)  # the final center
     assert service.versions == [1] * 3
-    assert caplog.text.count("Training ended before this worker's last change came") == 1
+    assert caplog.text.count("Training ended before this worker's last change arrived") == 1
 
 
 def test_a_small_gradient_is_not_rounded_away():

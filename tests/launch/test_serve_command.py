@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-from service_doubles import service_spec
 
 from keras_het.asynchronous import rules
 from keras_het.launch import serve_command
@@ -138,6 +137,8 @@ def test_how_many_trainings_are_served(monkeypatch, offers_left, once, served):
 
 
 def test_a_rule_of_ones_own_is_imported(monkeypatch, capsys, tmp_path):
+    from service_doubles import service_spec  # which takes TensorFlow along
+
     made = []
 
     class Process:
