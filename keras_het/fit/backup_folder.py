@@ -46,13 +46,10 @@ _CHUNK_BYTES = 2**20
 _FILE_BYTES, _VARIABLE_BYTES = 2**16, 2**11
 
 
+# Written under another name, flushed and renamed before the previous one goes: whenever the process
+# or the machine stops, the folder has a complete backup.
 class BackupFolder:
-    """The backups of a training: weights files of Keras that also hold the rest of its state.
-
-    A backup is written under another name, flushed to disk and renamed; the previous one is removed
-    after that. Whenever the process or the machine stops, the folder has a complete backup. The
-    name carries the SHA-256 of the content.
-    """
+    """The backups of a training: weights files of Keras that also hold the rest of its state."""
 
     _writing = threading.Lock()  # of the class: tuners copy the callbacks that have a folder
 

@@ -18,12 +18,9 @@ _COST = 0.02
 _LEAST_SECONDS = 1.0
 
 
+# Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
 class BackupInterval:
-    """Steps between backups, from their measured cost and the interruptions of the training.
-
-    Reference: Young, "A first order approximation to the optimum checkpoint interval",
-    Communications of the ACM 17(9), 1974.
-    """
+    """Steps between backups, from their measured cost and the interruptions of the training."""
 
     def __init__(self) -> None:
         # of the training, also before it was interrupted
@@ -49,12 +46,7 @@ class BackupInterval:
         self._num_steps += 1
 
     def next_after(self, cost: float, strategy: HeterogeneousStrategy) -> int:
-        """Return after how many steps the next backup follows, on all workers alike.
-
-        Args:
-            cost: seconds that the last backup took this worker.
-            strategy: compares workers; the slowest one decides.
-        """
+        """Return after how many steps the next backup follows, on all workers alike."""
         step = (time.monotonic() - self._saved_at - cost) / max(1, self._num_steps)
         rate = self._num_interruptions / max(time.time() - self._began, 1.0)
         own = np.array([[cost, step, rate]], np.float64)

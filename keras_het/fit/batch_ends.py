@@ -8,14 +8,10 @@ from typing import Any
 import keras
 
 
+# The end of an epoch reaches one callback after the other. Keras appends its History to the user's
+# callbacks, so that one knows when a step is over; a subclass may have any position.
 class BatchEnds:
-    """Record of the time at which the last callback of a `fit` has seen the end of a batch.
-
-    The end of an epoch reaches one callback after the other: the work of earlier ones at that
-    point, for example writing a checkpoint, is no part of the last step. Keras appends its
-    `History` to the user's callbacks, so this one knows when a step is over. A user-defined
-    subclass is left alone: it may have any position, and look at batches itself.
-    """
+    """Record of the time at which the last callback of a `fit` has seen the end of a batch."""
 
     def __init__(self, model: keras.Model) -> None:
         history = getattr(model, "history", None)

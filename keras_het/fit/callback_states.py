@@ -58,17 +58,10 @@ _NOT_OF_A_TRAINING = (
 """Kinds of values that a new process makes again, so that nobody misses them in a backup."""
 
 
+# Of Keras's callbacks: the attributes that their results depend on, and the rows of a CSVLogger.
+# Others: `get_state`, or attributes that are plain values, containers or objects of them.
 class CallbackStates:
-    """What the callbacks of a `fit` remember that they did not know when it began.
-
-    Of Keras's callbacks these are the attributes that their results depend on, and the rows of a
-    CSVLogger. A callback with `get_state` and `set_state` is asked. Of any other, they are its
-    attributes that are numbers, strings, arrays, variables, random generators, containers of them,
-    or objects with such attributes.
-
-    Args:
-        callbacks: all of them, after their `on_train_begin`.
-    """
+    """What the callbacks of a `fit` remember that they did not know when it began."""
 
     def __init__(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
         self._callbacks: dict[str, keras.callbacks.Callback] = {}
@@ -86,11 +79,9 @@ class CallbackStates:
         self._named: set[str] = set()
 
     def left_of(self, hook: RunningHook) -> dict[str, Any]:
-        """Return who is to end a method that is running, and after which a training resumes then.
-
-        The callback that runs it counts as one that has ended it, except at an epoch's end, for
-        which a backup holds what it remembered before.
-        """
+        """Who is to end a method that is running, and after which a training resumes then."""
+        # The callback that runs it counts as done, but for an epoch's end, for which a backup has
+        # its state before.
         if hook.name not in _MOMENTS:
             return {}
         is_run_again = hook.name == "on_epoch_end"
@@ -122,10 +113,7 @@ class CallbackStates:
         return {name: _encoded_values(callback) for name, callback in self._callbacks.items()}
 
     def export(self, earlier: Snapshot) -> dict[str, np.ndarray]:
-        """Return all that has changed since the `fit` began, by its names in a backup.
-
-        What some callbacks remembered earlier takes the place of what they remember now.
-        """
+        """Return all that has changed since the `fit` began, by its names in a backup."""
         states: dict[str, dict[str, Any]] = {}
         arrays: list[np.ndarray] = []
         for name, callback in self._callbacks.items():

@@ -64,10 +64,8 @@ def heterogeneous_strategy(model: keras.Model, callback: object) -> Any:
 
 
 def data_of_fit(model: keras.Model, strategy: HeterogeneousStrategy) -> Any:
-    """Return the distributed dataset that a running `fit` trains on, None if there is none.
-
-    The strategy's most recently iterated dataset may be that of another callback's evaluation.
-    """
+    """Return the distributed dataset that a running `fit` trains on, None if there is none."""
+    # The strategy's most recently iterated dataset may be that of another callback's evaluation.
     data = private_api.EpochLoop(model).data
     return strategy.iterated_data if data is None else data
 

@@ -44,13 +44,9 @@ class Rank(enum.IntEnum):
     SAMPLE_STEPS = 8
 
 
+# Its layers surround its own steps only; a validation or a callback's own `fit` is another session.
 class FitSession:
-    """A call of a model's `fit`, `evaluate` or `predict`, or of one of its steps on a batch.
-
-    It begins before Keras looks at the data and ends when the call does, with or without an error.
-    Its layers surround each of its own steps, even if the model's step function is replaced
-    meanwhile; a call within it, such as a validation or a callback's own `fit`, is another session.
-    """
+    """A call of a model's `fit`, `evaluate` or `predict`, or of one of its steps on a batch."""
 
     def __init__(
         self, model: keras.Model, loop: str, callbacks: Sequence[keras.callbacks.Callback] = ()
@@ -169,10 +165,8 @@ class _LayeredStep:
 
 
 def step_property(loop: str) -> property:
-    """Return a model's step function, with the layers if a session of that loop requests them.
-
-    Keras reads it before each step, so it does not matter which code sets it, or when.
-    """
+    """Return a model's step function, with the layers if a session of that loop requests them."""
+    # Keras reads it before each step, so it does not matter which code sets it, or when.
     attribute = STEP_FUNCTIONS[loop]
 
     def read(model: keras.Model) -> StepFunction | None:

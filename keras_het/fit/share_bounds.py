@@ -104,10 +104,7 @@ def start_policy(
     min_share: Bound,
     upper: Sequence[int],
 ) -> BalancePolicy:
-    """Return a policy within the bounds, which begins with the strategy's shares if it measures.
-
-    `total` counts the samples of a global batch; `upper` has the largest share of each replica.
-    """
+    """Return a policy within the bounds, which begins with the strategy's shares if it measures."""
     num_replicas = len(strategy.share_weights)
     if isinstance(policy, str):
         # A real device without a share computes a row of zeros, which takes as long as one sample:
@@ -133,13 +130,10 @@ def start_policy(
     return started
 
 
+# TensorFlow cannot continue after one replica of a collective has failed: training starts again,
+# and finds the bound.
 class MemoryBounds:
-    """Most samples that fit a replica's memory, in one small file for each that ran out of it.
-
-    They bound its shares, or its micro-batches under a strategy that computes shares in parts.
-    TensorFlow cannot continue after one replica of a collective has failed, so training must be
-    restarted; it then finds the bound. Without a directory, the error says which one to give.
-    """
+    """Most samples that fit a replica's memory, in one small file for each that ran out of it."""
 
     def __init__(self, directory: str | Path | None) -> None:
         self._directory = None if directory is None else Path(directory)
@@ -151,10 +145,7 @@ class MemoryBounds:
         return {int(each["replica"]): int(each["max_share"]) for each in known}
 
     def apply(self, strategy: HeterogeneousStrategy) -> dict[int, int]:
-        """Make micro-batches as small as is known; return the known bounds of whole shares.
-
-        All workers call it before the step is traced.
-        """
+        """Make micro-batches as small as is known; return the known bounds of whole shares."""
         known, sizes = self.read(), strategy._micro_batch_sizes
         if sizes is None:
             return known
@@ -216,10 +207,8 @@ def largest_share_that_fits(
     measured: Sequence[Mapping[str, Any]],
     micro_batch_size: int = MAX_TOTAL,
 ) -> int:
-    """Return the most samples that a replica has computed at a time, fewer than in a failed share.
-
-    That is half of those if there are none.
-    """
+    """Most samples that a replica has computed at a time, fewer than in a failed share."""
+    # half of those if nothing fitted
     *fitted, too_many = (
         -(-share // (1 + further_parts(share, micro_batch_size)))
         for share in (*(row["shares"][replica] for row in measured), failed)

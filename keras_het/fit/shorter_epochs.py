@@ -7,12 +7,10 @@ import warnings
 from typing import ClassVar
 
 
+# Keras assumes that all epochs have as many steps as its data has batches, or as the first epoch.
+# Several callbacks may expect fewer at the same time, and end in any order.
 class ShorterEpochs:
-    """Suppression of Keras's warning that data ran out while at least one object expects that.
-
-    Keras assumes that all epochs have as many steps as its data has batches, or as the first epoch
-    has steps. Several callbacks may expect fewer at the same time, and end in any order.
-    """
+    """Suppression of Keras's warning that data ran out while at least one object expects that."""
 
     _expecting: ClassVar[list[ShorterEpochs]] = []
     _quiet = contextlib.ExitStack()

@@ -254,10 +254,8 @@ def _layers(model: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
 
 
 def _weights_in_short(model: keras.Model) -> list[int]:
-    """Four numbers that tell one set of weights from another, up to rounding.
-
-    They are the norm of some of the elements, and three sums of them with random signs, float64.
-    """
+    """Four numbers that tell one set of weights from another, up to rounding."""
+    # the norm of some of the elements, and three sums of them with random signs, float64
     if not model.built or not model.weights:
         return [0] * 4
     parts = [_some(weight) for weight in model.weights]

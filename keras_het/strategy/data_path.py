@@ -196,10 +196,8 @@ class DataPath:
 
     @property
     def placement(self) -> Placement | None:
-        """How parts get to their devices, None if their step is to copy them.
-
-        An execution of several steps copies them: it takes batches that lie on the host.
-        """
+        """How parts get to their devices, None if their step is to copy them."""
+        # An execution of several steps takes batches that lie on the host.
         return None if self.draws_together else self._placement
 
     @functools.cached_property

@@ -70,12 +70,10 @@ class DriftWatch(keras.callbacks.Callback):
             found.assign(values)
 
 
+# Weights, moving statistics, optimizer state. Seeds, metrics and what a step leaves apart on
+# purpose are each replica's own; in local training workers differ, too.
 class ReplicaValues:
-    """What this worker's replicas hold of a model and must hold alike.
-
-    These are its weights, moving statistics and optimizer state. Seeds, metrics and what a step
-    leaves apart on purpose are each replica's own. In local training workers differ, too.
-    """
+    """What this worker's replicas hold of a model and must hold alike."""
 
     def __init__(self, model: keras.Model, strategy: HeterogeneousStrategy) -> None:
         session = FitSession.of(model)

@@ -25,17 +25,10 @@ _Types: TypeAlias = tuple[UnevenPerReplicaSpec, ...]
 """Types of what is present in a batch."""
 
 
+# Batches travel as a vector of Optionals, one a step: none is copied, and neither their number nor
+# their sizes are a reason to trace again.
 class Execution:
-    """A train or test function of Keras that runs all steps of an execution in one call.
-
-    Batches travel as a vector of `tf.experimental.Optional`s, one for each step: none is copied,
-    and neither their number nor their sizes are a reason to trace again.
-
-    Args:
-        data_path: where the batches come from.
-        model: says how many steps an execution has.
-        function: what Keras calls for an execution, here called in the graph for a single step.
-    """
+    """A train or test function of Keras that runs all steps of an execution in one call."""
 
     def __init__(self, data_path: DataPath, model: keras.Model, function: StepFunction) -> None:
         self._data_path, self._model, self._function = data_path, model, function

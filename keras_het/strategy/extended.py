@@ -59,14 +59,10 @@ def check_how_gradients_travel(
         )
 
 
+# Variables are updated in replica context without a merge call, so that an optimizer may update
+# them inside `tf.cond` (gradient accumulation, loss scaling).
 class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
-    """TensorFlow's collective machinery, for workers with unequal numbers of devices.
-
-    Differs from TensorFlow's class in three points: reductions are hierarchical
-    (`HierarchicalAllReduce`), replica ids are counted over workers with unequal numbers of
-    devices, and variables are updated in replica context without a merge call, so that an
-    optimizer may update them inside `tf.cond` (gradient accumulation, loss scaling).
-    """
+    """TensorFlow's collective machinery, for workers with unequal numbers of devices."""
 
     # `PeerWatch` watches the peers, and names the lost worker.
     _enable_check_health = False
@@ -194,11 +190,8 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             timer.cancel()
 
     def meet(self, values: np.ndarray) -> np.ndarray:
-        """Concatenate an array of every worker; for `agreement` only.
-
-        It has separate collectives: whatever the workers have traced and run before, those that
-        meet are in the same one.
-        """
+        """Concatenate an array of every worker; for `agreement` only."""
+        # Separate collectives: whatever workers have traced and run before, those that meet match.
         with tf.device(self._worker_device):
             return np.asarray(self._meeting.gather_between_workers(tf.constant(values)))
 
@@ -216,14 +209,10 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: str, primary_var: tf.Variable | None, **kwargs: object
     ) -> Callable[[], tf.Tensor]:
-        """Give all replicas of a new variable one value.
-
-        Workers compare their values first; the chief's value is sent only if they differ, which
-        with one random seed is rare. A variable created in a graph passes the tensor on to the
-        other replicas: TensorFlow can initialize variables before it runs the graph only if their
-        values read no other variable, and feeds nothing to the collectives of a graph that it runs
-        in the same call.
-        """
+        """Give all replicas of a new variable one value."""
+        # The chief's value is sent only if workers differ. In a graph, the tensor is passed on to
+        # the other replicas: TensorFlow initializes variables before it runs the graph only if
+        # their values read no other variable.
         places = {"replica_id": replica_id, "device": device, "primary_var": primary_var}
         create = functools.partial(super()._get_variable_creator_initial_value, **places)
 
@@ -255,10 +244,8 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
 
     @contextlib.contextmanager
     def agreeing_at_the_end(self) -> Iterator[None]:
-        """Compare the values of new variables in one collective, when all have been created.
-
-        One by one, hundreds of small variables take seconds.
-        """
+        """Compare the values of new variables in one collective, when all have been created."""
+        # One by one, hundreds of small variables take seconds.
         if self._created is not None or self.layout.num_workers == 1:
             yield
             return
@@ -271,19 +258,15 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         agreement.agree_on_values(self, created)
 
     def wait_for_departure(self) -> None:
-        """Wait until every worker leaves; return at once if there is only one.
-
-        A worker that waits in `gather_over_workers` for something else does not count as leaving.
-        """
+        """Wait until every worker leaves; return at once if there is only one."""
+        # a worker that waits in `gather_over_workers` for something else does not count
         if self._departure_barrier is not None:
             self._departure_barrier()
 
     def _use_hierarchical_all_reduce(self, replicas_per_worker: tuple[int, ...]) -> None:
-        """Replace TensorFlow's flat all-reduce.
-
-        The keys are new because TensorFlow numbers groups in the order of their creation, and a
-        worker with one device creates fewer groups than a worker with two.
-        """
+        """Replace TensorFlow's flat all-reduce."""
+        # TensorFlow numbers groups in the order of their creation, and a worker with one device
+        # makes fewer than one with two.
         self.layout = ReplicaLayout(replicas_per_worker, self._id_in_cluster)
         self._collective_keys = keys = self._new_collective_keys()
         self._cross_device_ops = self._hierarchical(self._devices, self.layout.num_replicas, keys)
@@ -306,19 +289,14 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         return 1 + int(self._collective_key_base) + self._num_key_ranges * _KEYS_PER_RANGE
 
     def use_summation(self, group: SummationGroup | None) -> None:
-        """Make the reductions of graphs traced from now on go through a summation.
-
-        Of this worker's host another one contributes if `group` is None.
-        """
+        """Make the reductions of graphs traced from now on go through a summation."""
+        # Of this worker's host another one contributes if `group` is None.
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
             operations.summation, operations.uses_summation = group, True
 
     @contextlib.contextmanager
     def reductions_within_worker(self) -> Iterator[None]:
-        """Keep the reductions of graphs traced meanwhile among this worker's replicas.
-
-        `sum_over_workers` and `gather_over_workers` still go between workers.
-        """
+        """Keep the reductions of graphs traced meanwhile among this worker's replicas."""
         operations = self._cross_device_ops
         operations.stays_within_worker = True
         try:
@@ -421,11 +399,9 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         return False
 
     def all_reduce_in_replica(self, reduce_op: tf.distribute.ReduceOp, value: Nest) -> Nest:
-        """Return the result of a replica context's `all_reduce`, without a gradient.
-
-        TensorFlow keeps the gradient functions of a graph, and with them the graph and its model,
-        until the process ends.
-        """
+        """Return the result of a replica context's `all_reduce`, without a gradient."""
+        # TensorFlow keeps gradient functions of a graph, and with them its model, until the process
+        # ends.
         return self._replica_ctx_all_reduce(reduce_op, value, private_api.CommunicationOptions())
 
     def sum_within_worker(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -488,11 +464,9 @@ def _hosts_of(spec: tf.train.ClusterSpec) -> list[int]:
 
 @contextlib.contextmanager
 def _ended_after(seconds: float) -> Iterator[None]:
-    """Kill a process that is still in this block, with a trace of where it is.
-
-    If a worker dies while it joins, TensorFlow waits for it indefinitely, and holds the interpreter
-    meanwhile: no Python thread could end that.
-    """
+    """Kill a process that is still in this block, with a trace of where it is."""
+    # TensorFlow waits indefinitely for a worker that dies while it joins, and holds the
+    # interpreter: no Python thread could end that.
     with contextlib.suppress(ValueError, OSError, RuntimeError, AttributeError):  # no real stderr
         faulthandler.dump_traceback_later(seconds, exit=True)
     try:

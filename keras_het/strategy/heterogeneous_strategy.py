@@ -375,11 +375,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     def measure_compute_times(
         self, model: keras.Model | None = None, gradients: bool = False, stops: bool = False
     ) -> None:
-        """Make the training steps of Keras measure each replica's compute time.
-
-        Every worker must call it. The step of a model that has been trained is retraced;
-        `gradients` adds squared norms for the noise scale; with `stops`, `stop_measuring` follows.
-        """
+        """Make the training steps of Keras measure each replica's compute time."""
+        # The step of a model that has been trained is traced again; `gradients` adds squared norms.
         self._compute_times.begin(model, gradients, stops)
 
     def _sample_steps(
@@ -398,10 +395,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._stop_request.sampled = self._data_path.on_input_wait = None
 
     def stop_measuring(self, model: keras.Model) -> None:
-        """End a measurement started with `stops`, and that of gradients; others' times continue.
-
-        Every worker must call it between the same two steps: a step that measures sums more values.
-        """
+        """End a measurement started with `stops`, and that of gradients; others' times continue."""
         self._compute_times.end(model)
 
     @property
@@ -421,18 +415,11 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
     @property
     def iterated_data(self) -> DistributedSteps | None:
-        """The distributed dataset that provided the latest step, None before the first step.
-
-        Its `position` is what `resume_data` needs to continue from here.
-        """
+        """The distributed dataset that provided the latest step, None before the first step."""
         return self._data_path.iterated()
 
     def resume_data(self, passes: int | Sequence[bool], step: int) -> None:
-        """Make the dataset that `fit` iterates continue in the middle of an epoch.
-
-        `passes` is a number of completed passes over the data, or the `position` of the interrupted
-        dataset; `step` counts the completed steps of the next pass.
-        """
+        """Make the dataset that `fit` iterates continue in the middle of an epoch."""
         self._data_path.resume(passes, step)
 
     @property
@@ -452,11 +439,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         leaves_loop: str | None = None,
         **options: Any,
     ) -> np.ndarray:
-        """Compare what the workers are about to do; all of them must call it.
-
-        `leaves_loop` is the message for all workers if some continue a loop that this one has left;
-        without it they arrive in any case, however late. See `agreement.agree` for the rest.
-        """
+        """Compare what the workers are about to do; all of them must call it."""
+        # `leaves_loop` is the message for all if some continue a loop that this one has left;
+        # without it they arrive in any case, however late.
         if self.num_workers == 1:
             return np.zeros([1, agreement.NUM_NOTES], np.int64)
         with contextlib.ExitStack() as stack:

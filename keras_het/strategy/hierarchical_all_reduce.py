@@ -36,11 +36,8 @@ _MOST_WORKERS_TO_GATHER = 3
 
 
 def is_joined_by_nccl(devices: Sequence[str], options: private_api.CommunicationOptions) -> bool:
-    """Whether TensorFlow's NCCL can sum between a process's devices, as `MirroredStrategy` does.
-
-    They have to be whole GPUs; unlike ones are tried first, since NCCL may wait for ever between
-    them. `CommunicationOptions(implementation=RING)` declines, and NCCL asks for no trial.
-    """
+    """Whether TensorFlow's NCCL can sum between a process's devices, as `MirroredStrategy` does."""
+    # Unlike GPUs are tried first, since NCCL may wait for ever between them. RING declines.
     names = [device.rpartition("device:")[2] for device in devices]
     if len(names) < 2 or any(name.split(":")[0] != "GPU" for name in names):
         return False
@@ -60,20 +57,12 @@ def is_joined_by_nccl(devices: Sequence[str], options: private_api.Communication
     return is_alike or is_asked_for or nccl.joins(names)
 
 
+# TensorFlow's requires the same number of devices in every process (tensorflow#47203). Here a
+# worker is one member, and moves its tensors over the network once. Dense tensors of one type
+# travel in one packed collective, large ones in one each; workers of a host are summed there
+# (`SumsByHost`).
 class HierarchicalAllReduce(private_api.CollectiveAllReduce):
-    """Sum over the local devices, all-reduce with one member per worker, copy back.
-
-    Local GPUs are summed by NCCL: each moves 2 (N - 1) / N of a value. Devices that it does not
-    join copy their values to the first one, which moves 2 (N - 1) of them.
-
-    TensorFlow's `CollectiveAllReduce` makes every device a member of the collective group and
-    requires the same number of devices in every process. Here a worker is one member, whatever
-    the number of its devices, and moves its tensors over the network once, not once per device.
-    Dense tensors of one type travel in one packed collective, large ones in one each. Where several
-    workers share a host, they are summed there before they are sent (`SumsByHost`).
-
-    Reference: tensorflow#47203 (what stock TensorFlow does with unequal numbers of devices).
-    """
+    """Sum over the local devices, all-reduce with one member per worker, copy back."""
 
     def __init__(
         self,
@@ -204,14 +193,10 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         return unpack(total, [value.shape for value in values])
 
     def _sum_of_rounded(self, value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-        r"""Sum what each worker has rounded, in the value's own type and the order of workers.
-
-        .. math:: s = \sum_w \operatorname{round}_{16}(v_w)
-
-        TensorFlow's ring would round each partial sum. Two or three workers send all to all others.
-        Where more would move as much as a ring of float32, each adds up one part, whose sum is
-        rounded before the others get it.
-        """
+        r"""Sum what each worker has rounded, in the value's own type and the order of workers."""
+        # TensorFlow's ring would round each partial sum. Two or three workers send all to all
+        # others. Where more would move as much as a ring of float32, each adds up one part, whose
+        # sum is rounded.
         launcher, number = self._launchers[0], self._group_size
         is_in_parts = number > _MOST_WORKERS_TO_GATHER
         size = value.shape.num_elements()
@@ -258,11 +243,8 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         return tf.cast(gathered, value.dtype)
 
     def new_barrier(self) -> Callable[[], tf.Tensor]:
-        """Make a function that returns when all workers have called it; it is traced already.
-
-        It counts as one of the collectives of these keys: with separate keys, nothing else would
-        match it.
-        """
+        """Make a function that returns when all workers have called it; it is traced already."""
+        # With separate keys, nothing else would match it.
         gather = tf.function(lambda value: self._launchers[0].all_gather(value, 0, self._options))
         with tf.device(self._local_devices[0]):
             own = tf.zeros([1], tf.int64)

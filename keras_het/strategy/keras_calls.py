@@ -202,12 +202,9 @@ def _add_last_ones(call: Call) -> None:
 
 
 def _built_without_a_look(call: Call) -> None:
-    """Keras learns the shapes from the specs of data that must not be looked at before an epoch.
-
-    It draws an element for them, in each `fit` and `evaluate` under a strategy and in none on one
-    device. Data that is told when its epochs begin and end, or that shuffles then, would continue
-    from where that look has left it.
-    """
+    """Keras learns the shapes from the specs of data that must not be looked at before an epoch."""
+    # It draws an element in each `fit` and `evaluate` under a strategy. Data that is told when its
+    # epochs begin and end, or that shuffles then, would continue from where that has left it.
     iterator = call.bound.arguments["iterator"]
     data = private_api.distributed_data_of(iterator)
     if isinstance(data, DistributedSteps):
@@ -363,11 +360,8 @@ def _open(owner: type, name: str, handlers: tuple[Handler, ...]) -> None:
 
 
 def _average_over_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `tf.nn.compute_average_loss` be right in Keras's steps, and in custom loops.
-
-    Without `global_batch_size` TensorFlow estimates the samples of all replicas as the replica's
-    own times the number of replicas.
-    """
+    """Let `tf.nn.compute_average_loss` be right in Keras's steps, and in custom loops."""
+    # TensorFlow takes the replica's own samples times the number of replicas for those of all.
 
     @functools.wraps(original)
     def compute_average_loss(

@@ -30,10 +30,8 @@ _logger = logging.getLogger(__name__)
 
 
 def next_collective_key_base() -> int:
-    """Return the first collective key of a new strategy.
-
-    Workers create their strategies in the same order, so they agree on it.
-    """
+    """Return the first collective key of a new strategy."""
+    # Workers create their strategies in the same order, so they agree on it.
     return _KEYS_PER_STRATEGY * next(_strategies)
 
 
@@ -150,10 +148,7 @@ def _available(device_type: str) -> tuple[str, ...]:
 
 
 def physical_devices(device_type: str) -> list[tf.config.PhysicalDevice]:
-    """Return for each logical device of a type the physical device that it is a part of.
-
-    Those that `tf.config.set_visible_devices` hides do not count.
-    """
+    """Return for each logical device of a type the physical device that it is a part of."""
     found = []
     for device in tf.config.get_visible_devices(device_type):
         parts = tf.config.get_logical_device_configuration(device)

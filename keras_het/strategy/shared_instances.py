@@ -25,14 +25,11 @@ def use_shared_instances(collectives: private_api.CollectiveAllReduce) -> None:
         launcher._instances = {}
 
 
+# TensorFlow gives every call an instance and frees none: 1.5 KB a collective of each step. The
+# calls of a group come in the same order on all workers, so those of a kind may share one; NCCL's
+# are left alone.
 class SharedInstances(private_api.CollectiveReplicaLauncher):
-    """A launcher of collectives that share an instance for each operation, type and shape.
-
-    TensorFlow gives every call a separate instance and frees none: 1.5 KB on every worker for each
-    collective of each step. The calls of a group come one after the other, in the same order on
-    all workers, so those of one kind may share an instance. NCCL's are left alone, and so are those
-    whose shape is not known when they are traced.
-    """
+    """A launcher of collectives that share an instance for each operation, type and shape."""
 
     _instances: dict[_Kind, tf.Tensor | int]
     # Sums dense tensors in place of one ring of all workers, where several share a host.

@@ -16,11 +16,7 @@ _MOST_PARTS = 8
 
 
 def is_worth_it(hosts: Sequence[int]) -> bool:
-    """Whether a sum by host puts fewer bytes on a link than one ring of all workers.
-
-    Args:
-        hosts: the host of each worker.
-    """
+    """Whether a sum by host puts fewer bytes on a link than one ring of all workers."""
     return 1 < len(set(hosts)) < len(hosts)
 
 
@@ -29,25 +25,10 @@ def num_keys(hosts: Sequence[int]) -> int:
     return 2 * len(set(hosts)) + 1
 
 
+# With W workers on H hosts, a link carries 2 (H - 1) / H of a value in each direction; 2 (W - 1) /
+# W in a ring of all. Every worker receives the same bits (Jiang et al., BytePS, OSDI 2020).
 class SumsByHost:
-    r"""Sums over the processes of each host, then over the hosts, and back.
-
-    With W workers on H hosts, a link carries :math:`2 (H - 1) / H` of a value in each direction; in
-    a ring of all workers it is :math:`2 (W - 1) / W`, and more where neighbors in the ring are not
-    on one host. Every worker receives the same bits.
-
-    Args:
-        device: the device of this worker that sends and receives.
-        hosts: the host of each worker, numbered from 0 in the order of their first workers.
-        worker: index of this worker.
-        options: TensorFlow's options of the collectives.
-        first_key: the first of `num_keys` unused group keys.
-
-    Reference:
-        Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in
-        Heterogeneous GPU/CPU Clusters", OSDI 2020: what a machine's processes have is summed before
-        it is sent.
-    """
+    r"""Sums over the processes of each host, then over the hosts, and back."""
 
     def __init__(
         self,
@@ -79,10 +60,8 @@ class SumsByHost:
     def all_reduce(
         self, value: tf.Tensor, options: private_api.CommunicationOptions | None = None
     ) -> tf.Tensor:
-        """Sum a dense tensor of every worker; all workers must call it with the same shape.
-
-        A large one is cut, so that a part can travel while hosts sum the next one.
-        """
+        """Sum a dense tensor of every worker; all workers must call it with the same shape."""
+        # A large one is cut, so that a part can travel while hosts sum the next one.
         between = functools.partial(self._between.all_reduce, control_input=None, options=options)
         size = (value.shape.num_elements() or 0) * value.dtype.size
         if size < 2 * _PART_BYTES or tf.executing_eagerly():
@@ -94,13 +73,7 @@ class SumsByHost:
     def sum_through(
         self, value: tf.Tensor, between: Callable[[tf.Tensor], tf.Tensor] | None
     ) -> tf.Tensor:
-        """Sum a tensor of every worker.
-
-        Args:
-            value: the tensor.
-            between: how the first worker of each host sums what it gets over the hosts; others do
-                not call it.
-        """
+        """Sum a tensor of every worker."""
         if self._num_here > 1:
             value = self._here.all_reduce(value)
         if self._leads and between is not None:

@@ -217,11 +217,8 @@ def _gather_dense_rows(
 def _with_equal_inner_shapes(
     strategy: HeterogeneousStrategy, parts: Sequence[tf.Tensor], name: str
 ) -> list[tf.Tensor]:
-    """Give parts without rows the inner shape of the others, which must be equal.
-
-    A model that pads to its longest sample produces different shapes for different shares. What one
-    device would have written into the missing places is not known here.
-    """
+    """Give parts without rows the inner shape of the others, which must be equal."""
+    # A model that pads to its longest sample makes different shapes for different shares.
     shapes = tf.stack([tf.shape(part, out_type=tf.int64) for part in parts])
     shapes = _gather_over_workers(strategy, shapes)
     inner, has_rows = shapes[:, 1:], shapes[:, :1] > 0

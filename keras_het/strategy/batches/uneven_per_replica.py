@@ -20,13 +20,10 @@ if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 
+# The step thus knows the size of the global batch without asking other workers. The type has an
+# unknown number of rows: a function is not traced again when shares change.
 class UnevenPerReplica(private_api.PerReplica):
-    """One component of a global batch, cut into the local replicas' shares.
-
-    A `tf.distribute.DistributedValues` that also holds the shares of all replicas, so the train
-    step knows the size of the global batch without asking the other workers. Its type has an
-    unknown number of rows: a `tf.function` is not retraced when the shares change.
-    """
+    """One component of a global batch, cut into the local replicas' shares."""
 
     def __init__(
         self, values: Sequence[Rows], sizes: tf.Tensor, devices: Sequence[str] = ()
@@ -40,11 +37,8 @@ class UnevenPerReplica(private_api.PerReplica):
 
     @property
     def values(self) -> tuple[Rows, ...]:
-        """The replicas' parts, each on its replica's device.
-
-        They move there when a loop asks for them: a function that receives the whole batch moves
-        what its replicas read.
-        """
+        """The replicas' parts, each on its replica's device."""
+        # A function that receives the whole batch moves what its replicas read.
         if self._targets and tf.executing_eagerly():
             placed = zip(self._values, self._targets, strict=True)
             self._values, self._targets = tuple(on_device(*part) for part in placed), ()
@@ -191,10 +185,7 @@ def _only_spec(specs: tuple[tf.TypeSpec, ...], num_replicas: int) -> UnevenPerRe
 
 
 def share_out(strategy: HeterogeneousStrategy, data: Nest) -> Nest:
-    """Cut a plain batch, as of `train_on_batch`, by the share weights in effect when it runs.
-
-    It is a global batch, the same on every worker.
-    """
+    """Cut a plain batch, as of `train_on_batch`, by the share weights in effect when it runs."""
     leaves = tf.nest.flatten(data)
     if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
         return data

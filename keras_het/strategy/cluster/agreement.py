@@ -61,10 +61,8 @@ def agree(
     about: str = "",
     notes: Sequence[int] = (),
 ) -> np.ndarray:
-    """Compare what all workers are about to do; all of them must call it.
-
-    Costs one gather of six numbers; only a difference triggers a second one, for the texts.
-    """
+    """Compare what all workers are about to do; all of them must call it."""
+    # One gather of six numbers; only a difference costs a second one, for the texts.
     compared = json.dumps([place, dict(described)], sort_keys=True)
     told = json.dumps(
         [place, described, opening, opening_if_only or {}, advice, hints or {}, about], default=dict
@@ -176,12 +174,9 @@ def drawn_seed() -> int | None:
 
 
 def share_random_seed(extended: HeterogeneousExtended) -> None:
-    """Give all workers one random seed if the user has set none.
-
-    An unseeded shuffle would order the samples differently on every worker. The chief draws the
-    seed, so two runs still differ. What the user has seeded is kept: an operation with its own
-    seed, and the generators of Python and NumPy that have the same state on all workers.
-    """
+    """Give all workers one random seed if the user has set none."""
+    # An unseeded shuffle would order the samples differently on every worker. What the user has
+    # seeded is kept: operations' own seeds, and Python's and NumPy's generators if equal on all.
     is_users = iterator_adapter.global_seed() is not None and drawn_seed() is None
     python = random.getstate()
     numpy: Any = np.random.get_state()
@@ -293,10 +288,8 @@ def _have_equal_content(
 
 @contextlib.contextmanager
 def patience(message: str, abort: Callable[[str], None]) -> Iterator[None]:
-    """Limit the wait for workers that continue a loop which this one has left.
-
-    Their step needs this worker, which waits for them elsewhere: neither would ever end.
-    """
+    """Limit the wait for workers that continue a loop which this one has left."""
+    # Their step needs this worker, which waits for them elsewhere: neither would ever end.
     timer = threading.Timer(PATIENCE_SECONDS, abort, [f"[[{message}]]"])
     timer.daemon = True
     timer.start()
@@ -314,10 +307,8 @@ def patience(message: str, abort: Callable[[str], None]) -> Iterator[None]:
 
 
 def pass_on(message: str) -> NoReturn:
-    """Raise the message this worker received, once the others have had time to receive it too.
-
-    They would report this worker as lost if it ended first.
-    """
+    """Raise the message this worker received, once the others have had time to receive it too."""
+    # They would report this worker as lost if it ended first.
     time.sleep(_SECONDS_TO_PASS_ON)
     raise ValueError(message) from None
 
@@ -328,10 +319,7 @@ def short_hash(content: bytes) -> str:
 
 
 def flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """The plain values in a configuration as text, without what may differ between workers.
-
-    Names that Keras numbers, seeds and folders may differ.
-    """
+    """The plain values in a configuration as text, without what may differ between workers."""
     if isinstance(value, Mapping):
         if "class_name" in value and isinstance(value.get("config"), Mapping):
             yield name, str(value["class_name"])

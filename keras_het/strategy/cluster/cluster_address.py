@@ -54,10 +54,8 @@ def places_of(address: str) -> list[tuple[socket.AddressFamily, tuple[str, int]]
 
 
 def has_left(address: str, timeout_seconds: float = 1.0) -> bool:
-    """Tell whether the process that listened at `host:port` has ended, although the host answers.
-
-    Nothing listens there any more, or a worker of another start, which waits for its peers.
-    """
+    """Tell whether the process that listened at an address has ended; its host answers."""
+    # Nothing listens there any more, or a worker of another start, which waits for its peers.
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout_seconds) as place:

@@ -40,14 +40,11 @@ CHOSEN_ROLES = "KERAS_HET_CHOSEN_ROLES"
 """Environment variable: the plan of roles with which this process was restarted."""
 
 
+# As in TensorFlow, an evaluator is a cluster of its own: one worker, and its chief. Async workers
+# and parameter services are, too, but no chiefs.
 @dataclass(frozen=True)
 class ClusterConfig:
-    """A validated cluster and the place of this process in it.
-
-    An evaluator is outside the training cluster. As in TensorFlow it forms a separate cluster: one
-    worker, index 0, and its own chief. Async workers and parameter services form separate clusters
-    too, but are not chiefs.
-    """
+    """A validated cluster and the place of this process in it."""
 
     chief: str | None
     workers: tuple[str, ...]
@@ -105,10 +102,7 @@ class ClusterConfig:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes the shared files.
-
-        The job `chief` if present, else worker 0; for async workers alone task 0 of the job `ps`.
-        """
+        """Whether this process writes the shared files."""
         if self.is_parameter_server:
             return not self.is_serving_only
         return self.worker_index == 0 and self.task_type not in ("async", "summation")

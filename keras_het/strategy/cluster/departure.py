@@ -20,12 +20,8 @@ _SECONDS_AFTER_SIGTERM = 1.0
 
 
 def leave_quickly() -> None:
-    """Make interpreter shutdown fast; called when a process begins to train.
-
-    During shutdown Python searches all objects for garbage several times, which takes seconds with
-    TensorFlow's and a model's objects. The process's end frees that memory anyway. Files are
-    flushed instead.
-    """
+    """Make interpreter shutdown fast; called when a process begins to train."""
+    # Python would search all objects for garbage several times: seconds with TensorFlow's.
     atexit.unregister(_forgo_search)
     atexit.register(_forgo_search)
 
@@ -46,13 +42,10 @@ def _is_file(kind: type) -> bool:
 
 
 def leave_together(strategy: Callable[[], Any]) -> None:
-    """Wait, before this process exits, until the other workers have finished their last step.
-
-    A collective is over for one worker while another still fetches its result from it; a worker
-    that exited then would break the last step of the others. After an error there is nothing to
-    wait for. (`sys.exit` leaves no trace that tells an error from a normal end, so its caller
-    waits.)
-    """
+    """Wait, before this process exits, until the other workers have finished their last step."""
+    # A collective is over for one worker while another still fetches its result from it. After an
+    # error there is nothing to wait for; `sys.exit` leaves no trace that tells it from a normal
+    # end.
     stop_signals.leave()
     live = strategy()
     if live is None or live.has_lost_workers or _failed():

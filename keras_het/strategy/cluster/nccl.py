@@ -52,12 +52,7 @@ def with_nccl(options: private_api.CommunicationOptions) -> private_api.Communic
 
 
 def share_a_gpu(devices: Sequence[str], gather: Callable[[np.ndarray], np.ndarray]) -> bool:
-    """Whether two of all workers' devices are one GPU, or parts of one: NCCL refuses them.
-
-    Args:
-        devices: those of this worker.
-        gather: concatenates the rows of all workers.
-    """
+    """Whether two of all workers' devices are one GPU, or parts of one: NCCL refuses them."""
     names = [each.encode() for each in identities(devices)]
     own = [int(hashlib.sha256(name).hexdigest()[:15], 16) for name in names]
     everyone = gather(np.array(own, np.int64)).tolist()
@@ -65,11 +60,8 @@ def share_a_gpu(devices: Sequence[str], gather: Callable[[np.ndarray], np.ndarra
 
 
 def choose_interface(address: str) -> None:
-    """Let NCCL use the network interface that has this worker's address.
-
-    It would take the first one that it finds, which may be a bridge of containers or a VPN. An
-    address of this machine only says nothing about the others.
-    """
+    """Let NCCL use the network interface that has this worker's address."""
+    # NCCL takes the first one that it finds, which may be a bridge of containers or a VPN.
     if INTERFACE in os.environ:
         return
     try:
@@ -84,16 +76,7 @@ def choose_interface(address: str) -> None:
 def check_answers(
     first_sum: Callable[[], object], end: Callable[[str], None], seconds: float = SECONDS
 ) -> None:
-    """Let all workers sum once by NCCL; end with one error if that does not work.
-
-    Args:
-        first_sum: sums a value of each worker.
-        end: ends collectives that wait, with a message.
-        seconds: time limit.
-
-    Raises:
-        RuntimeError: if it fails, or takes longer.
-    """
+    """Let all workers sum once by NCCL; end with one error if that does not work."""
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -123,12 +106,7 @@ def check_answers(
 
 
 def joins(devices: Sequence[str], seconds: float = SECONDS) -> bool:
-    """Whether NCCL sums between unlike GPUs of this process; tried once, in a process of its own.
-
-    Args:
-        devices: names such as "GPU:0".
-        seconds: time limit.
-    """
+    """Whether NCCL sums between unlike GPUs of this process; tried once, in another process."""
     found = "-".join([tf.__version__, *identities(devices)])
     remembered = _cache() / f"nccl-{hashlib.sha256(found.encode()).hexdigest()[:16]}.json"
     try:

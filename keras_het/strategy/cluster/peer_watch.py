@@ -32,10 +32,8 @@ _MOST_WATCHED = 3
 
 
 def neighbours(place: int, number: int, most: int = _MOST_WATCHED) -> tuple[int, ...]:
-    """Return the workers that one of `number` watches: worker 0, and those after it in a ring.
-
-    Worker 0 carries the news of any lost worker, so every worker watches it.
-    """
+    """Return the workers that one of `number` watches: worker 0, and those after it in a ring."""
+    # Worker 0 carries the news of any lost worker, so every worker watches it.
     watched = {0, *((place + offset) % number for offset in range(1, most + 1))}
     return tuple(sorted(watched - {place}))
 
@@ -72,15 +70,10 @@ class WorkerLostError(RuntimeError):
     """Another worker of the cluster died or no longer answers; the message names it."""
 
 
+# A process that has ended refuses connections, or another start greets from its place: noticed at
+# once. A silent one, as during a migration of its machine, has time to come back.
 class PeerWatch:
-    """Watch over some other workers, which aborts pending collectives if one is gone.
-
-    A worker that waits in a collective for a dead one would wait for minutes, or fail with a
-    message about sockets. The watch makes every pending collective fail and knows which worker was
-    lost, from its own peers or from the news of others. A process that has ended refuses
-    connections, or another start greets from its place, and is noticed at once; a silent one, for
-    example during a migration of its machine, has time to come back.
-    """
+    """Watch over some other workers, which aborts pending collectives if one is gone."""
 
     def __init__(
         self,
@@ -253,11 +246,9 @@ def message_in(error: BaseException) -> str | None:
 
 
 def install_report(watch: PeerWatch) -> None:
-    """Make an uncaught error about a broken connection end with the name of the lost worker.
-
-    `fit`, `evaluate` and `predict` raise `WorkerLostError` themselves; a custom loop and the calls
-    before it get TensorFlow's error, which names sockets.
-    """
+    """Make an uncaught error about a broken connection end with the name of the lost worker."""
+    # `fit` raises `WorkerLostError` itself; a custom loop gets TensorFlow's error, which names
+    # sockets.
     show = sys.excepthook
 
     def report(

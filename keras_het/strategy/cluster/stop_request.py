@@ -41,13 +41,10 @@ _Stored: TypeAlias = dict[int, tuple[keras.Variable, tf.Tensor]]
 """Variables, and the handles of what their values were, by id of the variable."""
 
 
+# A worker that stopped by itself would leave the others in a collective: its request travels in the
+# collective of the next step, after which, or a few steps later, all stop.
 class StopRequest:
-    """The stop this process was asked for, and what all workers have agreed on.
-
-    A worker that stopped by itself would leave the others in a collective. Its request therefore
-    travels in the collective of the next step, and all workers stop after that step, or a few steps
-    later where devices work ahead of their hosts.
-    """
+    """The stop this process was asked for, and what all workers have agreed on."""
 
     def __init__(self, strategy: HeterogeneousStrategy, is_alone: bool) -> None:
         # the strategy holds this, and is to be freed with its last reference
@@ -210,13 +207,11 @@ class StopRequest:
         raise stop_signals.exception(number)
 
 
+# While a step waits in its collective, weights and optimizer are those of the step before, but
+# seeds and moving statistics have advanced: the step stores these first, and another thread may
+# read the whole until the update begins.
 class UnfinishedStep:
-    """How far the running train step of this worker's first replica has come.
-
-    While a step waits in its collective, weights and optimizer are those of the step before, but
-    seeds and moving statistics have advanced. The step therefore stores their values first, in its
-    graph, and waits for no device. Another thread may read the whole until the update begins.
-    """
+    """How far the running train step of this worker's first replica has come."""
 
     def __init__(self, device: str) -> None:
         with tf.init_scope(), tf.device(device):
@@ -231,10 +226,8 @@ class UnfinishedStep:
 
     @property
     def num_before(self) -> int | None:
-        """Number of steps that the running execution has finished, if their state is to be had.
-
-        It is if the step after them has stored what it changes, and updates no weight yet.
-        """
+        """Number of steps that the running execution has finished, if their state is to be had."""
+        # to be had if the step after them has stored what it changes, and updates no weight yet
         phase = float(self._read_phase().numpy())
         return int(phase) - 1 if self._is_known and phase >= 1 and phase.is_integer() else None
 
@@ -342,10 +335,8 @@ class StepGuard:
         return result
 
     def wait_for_batch(self, is_ahead: bool) -> None:
-        """Note that the step waits for its batch, or that an execution has finished a step.
-
-        It has not if it draws all batches before its first step (`is_ahead`).
-        """
+        """Note that the step waits for its batch, or that an execution has finished a step."""
+        # not if the execution draws all batches before its first step (`is_ahead`)
         if self.is_in_step:
             if self.num_trained < self._num_drawn:
                 self.num_trained = self._num_drawn

@@ -15,11 +15,8 @@ _BITS = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32, 8: tf.uint32}
 
 
 def digest(variables: Sequence[tf.Variable]) -> bytes:
-    """Return what tells the bits of one device's variables: only these few bytes leave the device.
-
-    Variables of the same types and shapes with different bits have it in common about once in 2^64
-    cases.
-    """
+    """Return what tells the bits of one device's variables; only few bytes leave the device."""
+    # Different bits have it in common about once in 2^64 cases.
     if not variables:
         return b""
     with tf.device(variables[0].device):
@@ -43,12 +40,8 @@ def _words(value: tf.Tensor) -> tf.Tensor:
 
 @functools.cache
 def _function(bits: tf.DType) -> tf.types.experimental.ConcreteFunction:
-    r"""Return a function that adds up words, each times a factor of its place.
-
-    .. math:: d = \sum_i f_i w_i \bmod 2^{64}
-
-    It continues piece by piece: what it needs beside the variable is a few megabytes.
-    """
+    r"""Return a function that adds up words, each times a factor of its place."""
+    # sum_i f_i w_i mod 2^64, piece by piece: beside the variable it needs a few megabytes
 
     @tf.function(autograph=False)
     def digest_words(words: tf.Tensor) -> tf.Tensor:

@@ -25,11 +25,8 @@ _MOST_NAMES = 5
 def check_created_in_scope(
     strategy: HeterogeneousStrategy, variables: Sequence[EitherVariable]
 ) -> None:
-    """Raise an error if the step changes variables that are not the strategy's own.
-
-    A single local replica is the only one that changes them, and may do so if no worker has several
-    replicas: all workers must reach the same verdict.
-    """
+    """Raise an error if the step changes variables that are not the strategy's own."""
+    # A single local replica may change them if no worker has several: all reach the same verdict.
     most = max(strategy.layout.replicas_per_worker)
     shared = [_name(variable) for variable in variables if is_shared(strategy, variable)]
     if not shared:
@@ -105,12 +102,8 @@ def move_optimizer(strategy: HeterogeneousStrategy, model: keras.Model) -> None:
 
 
 def adopt_compiled(strategy: HeterogeneousStrategy, model: keras.Model) -> None:
-    """Make the variables of a model's optimizer and metrics the strategy's own, keeping values.
-
-    They are not the strategy's own if `compile` was called outside of the scope, or was given an
-    optimizer or metric from outside: every replica would count its steps and samples in the same
-    variable. Call it before a step is traced.
-    """
+    """Make the variables of a model's optimizer and metrics the strategy's own, keeping values."""
+    # Otherwise every replica would count its steps and samples in the same variable.
     holders = [*_optimizers(getattr(model, "optimizer", None)), *model.metrics]
     variables = {id(each): each for holder in holders for each in holder.variables}
     outside = [each for each in variables.values() if not _is_own(strategy, each)]

@@ -91,13 +91,10 @@ class _PendingUpdate:
     have_unique_indices: list[bool]
 
 
+# The outermost update reduces: what a custom optimizer does around its parent's `apply`, or that of
+# a nested one, sees the gradient of the whole batch and the updated weights.
 class Gradients:
-    """Gradients of a step, from the scaled loss to the update.
-
-    The outermost call of an optimizer's update reduces the gradients: whatever a custom optimizer
-    does before and after its parent's `apply`, or that of a nested one, sees the gradient of the
-    whole batch and the updated weights.
-    """
+    """Gradients of a step, from the scaled loss to the update."""
 
     def __init__(
         self,
@@ -320,11 +317,9 @@ class Gradients:
     def _sum_buckets(
         self, gradients: list[_Reduced], is_weighted: bool
     ) -> dict[tuple[int, int], tf.Tensor]:
-        """Take full buckets of dense gradients out, and sum each as soon as its members exist.
-
-        The last variables come first, whose gradients a backward pass makes first. What is left
-        travels with all else, unless gradients travel as another type.
-        """
+        """Take full buckets of dense gradients out, and sum each as soon as its members exist."""
+        # The last variables come first, whose gradients a backward pass makes first. What is left
+        # travels with all else, unless gradients travel as another type.
         extended = tf.distribute.get_strategy().extended
         sent_as, most = extended.communication_dtype, extended.bytes_per_bucket
         found = dict[tuple[int, int], tf.Tensor]()
@@ -463,10 +458,8 @@ def reduce_over_replicas(values: Nest, aggregation: str = "mean") -> Nest:
 def _prepared(
     spec: StepSpec, value: Summand, is_weighted: bool, num_leading: int | None = None
 ) -> Summand:
-    """Weight what a replica adds to a sum, or make it zero without samples if it is weighted.
-
-    Then it may be NaN (0 / 0). A condition, not a multiplication, costs nothing with samples.
-    """
+    """Weight what a replica adds to a sum, or make it zero without samples if it is weighted."""
+    # It may be NaN then (0 / 0). A condition, not a multiplication, costs nothing with samples.
     if not is_weighted:
         return spec.weighted(value)
     if isinstance(value, tf.IndexedSlices):
@@ -493,12 +486,9 @@ def _squared_norm(gradients: _Reduced) -> tf.Tensor:
 
 
 def _has_unique_indices(gradient: Summand | None) -> bool:
-    """Tell whether a gradient names each row once, as `embedding_lookup_sparse` makes it.
-
-    Optimizers square slices one by one. One device would have added those of the whole batch to one
-    slice per row, so slices of several replicas must be added too. An `Embedding` yields one slice
-    per use of a row, on one device and here.
-    """
+    """Tell whether a gradient names each row once, as `embedding_lookup_sparse` makes it."""
+    # Optimizers square slices one by one: one device has one slice per row there, so those of
+    # several replicas are added. An `Embedding` has one per use of a row, here too.
     if not isinstance(gradient, tf.IndexedSlices):
         return False
     operation = getattr(gradient.indices, "op", None)

@@ -432,16 +432,10 @@ def _tensors(structure: Nest) -> list[Leaf]:
 
 
 def at_least_one_row(spec: StepSpec, data: Nest) -> Nest:
-    """Return the replica's batch, or one row of zeros (ones on a GPU) if it has none.
-
-    Layers are not made for empty batches: cuDNN refuses some, and TensorFlow's convolutions give
-    them the wrong shape on the CPU (seen on 2.16 and 2.21). Nothing of the row counts: its
-    gradient, losses, metrics and statistics have the weight zero, and its predictions are dropped.
-
-    On a GPU it is a row of ones. Layers that mask zeros would mask a whole row of them, which
-    cuDNN's recurrent layers refuse too; and an index out of range, an error on the CPU, reads zeros
-    there.
-    """
+    """Return the replica's batch, or one row of zeros (ones on a GPU) if it has none."""
+    # Layers are not made for empty batches: cuDNN refuses some, TensorFlow's convolutions give the
+    # wrong shape on CPUs. Nothing of the row counts. On a GPU it is ones: a row that is masked as a
+    # whole is refused by cuDNN, and an index out of range, an error on CPUs, reads zeros.
     return _unless_empty(spec, data, lambda leaf: _one_row(leaf, spec.is_on_gpu))
 
 

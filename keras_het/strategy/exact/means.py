@@ -58,10 +58,8 @@ class Means:
         *args: object,
         **kwargs: object,
     ) -> Nest:
-        """Hook `tf.GradientTape.gradient`: a vector's gradient is a sum over the replica's samples.
-
-        Only for weights: gradients of samples with respect to themselves belong to each sample.
-        """
+        """Hook `tf.GradientTape.gradient`: a vector's is a sum over the replica's samples."""
+        # Gradients of samples with respect to themselves belong to each sample.
         targets = tf.nest.flatten(target)
         are_of_samples = [self._has_value_per_sample(each) for each in targets]
         has_weights = any(map(_is_variable, tf.nest.flatten(sources)))
@@ -85,11 +83,9 @@ class Means:
         return gradient * tf.cast(self._spec.weight, gradient.dtype)
 
     def _has_value_per_sample(self, target: tf.Tensor) -> bool:
-        """Tell a vector of samples from a vector of means, such as the losses of several outputs.
-
-        The number of samples is not known before the step runs, unless it runs eagerly. In Keras's
-        own step every vector comes from a loss without a reduction.
-        """
+        """Tell a vector of samples from a vector of means, as the losses of several outputs."""
+        # The number of samples is unknown before the step runs, unless eagerly. In Keras's own step
+        # every vector comes from a loss without a reduction.
         shape = getattr(target, "shape", None)
         if shape is None or shape.rank in (None, 0):
             return False
@@ -103,11 +99,8 @@ class Means:
         sample_weight: TensorLike | None = None,
         global_batch_size: tf.Tensor | int | None = None,
     ) -> tf.Tensor:
-        """Do `tf.nn.compute_average_loss` so that the weighted mean over replicas is the average.
-
-        It divides by the global batch, or by the replica's own times the number of replicas, for
-        replicas whose losses are summed.
-        """
+        """Do `tf.nn.compute_average_loss`: the weighted mean over replicas is the average."""
+        # It divides by the global batch, or by the replica's own times the number of replicas.
         loss = original(per_example_loss, sample_weight, global_batch_size)
         spec = self._spec
         factor = spec.num_replicas if global_batch_size is None else spec.inverse_weight
@@ -137,10 +130,8 @@ class Means:
             self._called = before
 
     def _check_has_mean(self, values: tf.Tensor) -> None:
-        """Name a loss that combines samples, as the quotient of two sums and a root of a mean do.
-
-        Values of samples (their number is not known when the step is traced) have a mean.
-        """
+        """Name a loss that combines samples, as the quotient of two sums and a mean's root do."""
+        # Values of samples (their number is not known when the step is traced) have a mean.
         if self._called is None or self._spec.is_whole or tf.executing_eagerly():
             return
         loss, batch = self._called
@@ -205,11 +196,9 @@ class Means:
         values: TensorLike,
         sample_weight: TensorLike | None = None,
     ) -> Any:
-        """Hook `Mean.update_state` and `Sum.update_state`.
-
-        A scalar without a weight, such as the loss in a custom `train_step`, is a mean over the
-        replica's samples: it counts as w_i of one update, so all replicas together count as one.
-        """
+        """Hook `Mean.update_state` and `Sum.update_state`."""
+        # One without a weight, as the loss in a custom `train_step`, is a mean over the replica's
+        # samples: w_i of one update.
         if sample_weight is None and len(getattr(values, "shape", ())) == 0:
             sample_weight = self._spec.weight
         return original(metric, values, sample_weight=sample_weight)

@@ -44,10 +44,9 @@ class _OneVariable:
 
 
 def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
-    """Return a model's metrics and the metrics inside them, innermost first.
-
-    Keras's steps update those of `compile` also where a model has a property `metrics` of its own.
-    """
+    """Return a model's metrics and the metrics inside them, innermost first."""
+    # Keras's steps update those of `compile` also where a model has a property `metrics` of its
+    # own.
     every = [*model.metrics, *keras.Model.metrics.fget(model)]
     return list({id(metric): metric for metric in _flatten(every)}.values())
 
@@ -123,10 +122,8 @@ class Metrics:
     def read(
         self, logs: Nest, metrics: Sequence[keras.metrics.Metric], own_state: OwnState
     ) -> list[str]:
-        """Read off the graph how numbers in the logs are made; return remarks for the user.
-
-        A metric continues from part to part of a share, so that what is made of it has no mean.
-        """
+        """Read off the graph how numbers in the logs are made; return remarks for the user."""
+        # A metric continues from part to part of a share, so that what is made of it has no mean.
         if self._spec.is_whole:
             return []
         reader, made, unknown = own_state.reader(metrics), set[str](), list[str]()

@@ -154,10 +154,9 @@ class MicroBatches:
         join_of: Callable[[tf.Tensor], Join],
         compute: Callable[[tf.Tensor], Nest],
     ) -> Nest:
-        """Join what the first part adds to sums over replicas, and what `compute` says of others.
-
-        Slices of tables are put one after the other, as those of replicas are, and so are outputs.
-        """
+        """Join what the first part adds to sums over replicas, and `compute`'s of the others."""
+        # Slices of tables are put one after the other, as those of replicas are, and so are
+        # outputs.
         leaves = tf.nest.flatten(first)
         joins = [None if each is None else _join(each, join_of) for each in leaves]
 

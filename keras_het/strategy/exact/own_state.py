@@ -321,10 +321,8 @@ class OwnState:
     def part_values(
         self, of_metrics: dict[int, tf.Tensor]
     ) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Return what the first micro-batch has changed, with the values that others start from.
-
-        `of_metrics` has those of metrics before the step, by id. Their sums continue in each part.
-        """
+        """Return what the first micro-batch has changed, with the values that others start from."""
+        # Sums of metrics continue in each part.
         before = {**of_metrics, **self.before}
         found = [(v, before.get(key, seed)) for key, (v, seed) in self._drawn.items()]
         for key, (variable, _) in self._assignments.recorded.items():
@@ -398,10 +396,8 @@ class OwnState:
         return result
 
     def _sum_of_changes(self, variable: keras.Variable, unless_equal: bool) -> StateChange:
-        """The old value plus the changes of all replicas, or plus one of them if all are equal.
-
-        Those of micro-batches are added up on their replica, beside the least and the largest.
-        """
+        """The old value plus the changes of all replicas, or plus one of them if all are equal."""
+        # Those of micro-batches are added up on their replica, beside the least and the largest.
         value = tf.convert_to_tensor(variable.value)
         before = self.before.get(id(variable))
         if before is None:  # made in this step

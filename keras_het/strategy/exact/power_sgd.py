@@ -103,15 +103,7 @@ def approximated(
     spec: StepSpec,
     replica_sum: ReplicaSum,
 ) -> Approximation:
-    """Sum gradients over all replicas, in two sums of matrices of few columns.
-
-    Args:
-        gradients: what this replica adds to the sums.
-        kept: what its worker keeps of each gradient.
-        scales: the loss scale of each gradient, a scalar; None if it never changes.
-        spec: the step.
-        replica_sum: sums over all replicas.
-    """
+    """Sum gradients over all replicas, in two sums of matrices of few columns."""
     own = replica_sum.within_worker(gradients)
     rank = kept[0].basis.shape[1]
     # the first replica speaks for its worker; to P, once it is the same for all, only the chief

@@ -121,11 +121,9 @@ class StepSpec:
 
 
 def is_positive(number: tf.Tensor) -> tf.Tensor:
-    """Compare a number of samples on the host, where a step chooses between branches.
-
-    GPUs leave 32-bit integers to their host. A copy of what they compare themselves would wait for
-    all steps that they have yet to compute.
-    """
+    """Compare a number of samples on the host, where a step chooses between branches."""
+    # GPUs leave 32-bit integers to their host; a copy of what they compare would wait for all
+    # steps.
     with tf.device("CPU:0"):
         small = tf.cast(number, tf.int32)
     return small > 0
@@ -153,11 +151,9 @@ def running_step() -> ExactStep | None:
     return getattr(_local, "step", None)
 
 
+# No gradient flows through them.
 class ReplicaSum:
-    """Sums over the replicas of a step: one collective per element type, one per large tensor.
-
-    No gradient flows through them.
-    """
+    """Sums over the replicas of a step: one collective per element type, one per large tensor."""
 
     def __init__(
         self, spec: StepSpec, assignments: Assignments, measurement: Measurement | None
@@ -188,10 +184,8 @@ class ReplicaSum:
     def __call__(
         self, values: Nest, prepare: Callable[[tf.Tensor], tf.Tensor] | None = None
     ) -> Nest:
-        """Sum a structure of tensors and `tf.IndexedSlices`; None stays.
-
-        All but these and large ones are packed in buffers, each of which `prepare` changes.
-        """
+        """Sum a structure of tensors and `tf.IndexedSlices`; None stays."""
+        # All but slices and large ones are packed in buffers, each of which `prepare` changes.
         flat = tf.nest.flatten(values)
         by_type, alone = dict[tf.DType, list[int]](), list[int]()
         for place, item in enumerate(flat):
@@ -221,10 +215,8 @@ class ReplicaSum:
         prepare: Callable[[tf.Tensor], tf.Tensor],
         is_measured: bool = False,
     ) -> list[tf.Tensor]:
-        """Sum gradients of one type, in the type in which they travel between workers.
-
-        No time is taken where others are still computed.
-        """
+        """Sum gradients of one type, in the type in which they travel between workers."""
+        # No time is taken where others are still computed.
         extended = tf.distribute.get_strategy().extended
         with extended.sending_as(extended.communication_dtype):
             (total,) = self._all_reduced([prepare(_packed(tensors))], is_measured)

@@ -27,13 +27,7 @@ _OUTSIDE = ("Collective", "Nccl", "Timestamp", "NumpyFunc", "PyFunc", "EagerPyFu
 def compiles_by_default(
     resolve: Callable[[keras.Model], bool], model: keras.Model, devices: Sequence[str]
 ) -> bool:
-    """Return what `jit_compile="auto"` means for a model that trains on these devices.
-
-    Args:
-        resolve: Keras's own answer, which is no under every strategy.
-        model: the model that is compiled.
-        devices: those that this process computes on.
-    """
+    """Return what `jit_compile="auto"` means for a model that trains on these devices."""
     if all("CPU" in device for device in devices):
         return False
     strategy, model._distribute_strategy = model._distribute_strategy, None
@@ -49,11 +43,8 @@ def is_wanted(model: keras.Model | None) -> bool:
 
 
 def num_unsettled_steps(model: keras.Model, devices: Sequence[str]) -> int:
-    """Return how many steps with a new share say nothing about the speed of these devices.
-
-    XLA compiles a step of a new size when it comes for the second time. On a GPU, convolutions try
-    several algorithms in the first.
-    """
+    """Return how many steps with a new share say nothing about the speed of these devices."""
+    # XLA compiles a new size when it comes again; convolutions on a GPU try algorithms at first.
     if is_wanted(model):
         return 2
     return int(any("GPU" in device for device in devices))
@@ -67,10 +58,8 @@ def compiled_as_a_whole(step: Callable[..., Any], model: keras.Model | None) -> 
 
 
 def compiled_update(update: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return the update of an optimizer as one function that XLA compiles.
-
-    Clusters would be many, as a variable that has been written is read outside of its cluster.
-    """
+    """Return the update of an optimizer as one function that XLA compiles."""
+    # Clusters would be many: a variable that has been written is read outside of its cluster.
 
     def run(gradients: list[Any]) -> Any:
         returned = []

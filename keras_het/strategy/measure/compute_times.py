@@ -44,12 +44,10 @@ class StepTimes:
     collective_seconds: float = 0.0
 
 
+# The shares that the chief wants travel with a step's sums: workers that decided for themselves
+# could round differently, and cut a batch differently.
 class ComputeTimes:
-    """Ring of the latest steps in host memory, written by the train step.
-
-    With the sums of a step travel the shares that the chief wants. Workers that decided for
-    themselves could round differently, and cut a batch differently.
-    """
+    """Ring of the latest steps in host memory, written by the train step."""
 
     def __init__(self, layout: ReplicaLayout, cuts: bool = False) -> None:
         self._num_replicas = num_replicas = layout.num_replicas
@@ -109,12 +107,7 @@ class ComputeTimes:
         self._tell(1, samples)
 
     def fitting(self, replica_id: int, most: int) -> tf.Tensor:
-        """Return the most samples that a replica of this worker computes at a time, in the graph.
-
-        Args:
-            replica_id: the replica.
-            most: what is known without measuring.
-        """
+        """Return the most samples that a replica here computes at a time, in the graph."""
         with tf.device("CPU:0"):
             found = tf.cast(self._told[1, replica_id], tf.int32)
             return tf.where(found > 0, tf.minimum(found, most), most)
@@ -216,20 +209,11 @@ class Reading:
     fitting: tuple[int, ...]
 
 
+# The interval between two readings depends only on compute times, identical bit by bit on all
+# workers: all read, and change shares, after the same step. `step_seconds` of the steps read last
+# is 0 if unknown, None where only some steps are measured.
 class MeasuredSteps:
-    """Record of the steps that a training measures.
-
-    Measured steps wait in a ring until they are read, so none is lost. The interval between two
-    readings depends only on compute times, which are identical bit by bit on all workers, so all
-    read, and change shares, after the same step.
-
-    Attributes:
-        rows: the latest steps, as users see them.
-        count: number of steps so far.
-        step_seconds: mean duration of the steps read last, all included; 0 if unknown, None where
-            only some steps are measured, which last longer.
-        new_shares: what steps with a new share cost.
-    """
+    """Record of the steps that a training measures."""
 
     def __init__(self, keep: int) -> None:
         self.rows: collections.deque[dict[str, Any]] = collections.deque(maxlen=keep)
@@ -246,13 +230,7 @@ class MeasuredSteps:
     def begin(
         self, times: ComputeTimes, sampled: SampledSteps | None = None, num_unsettled: int = 0
     ) -> None:
-        """Continue with the next step: those that nobody has read belong to another training.
-
-        Args:
-            times: where the steps are measured.
-            sampled: the steps of which only some are.
-            num_unsettled: measured steps of a replica with a new share whose times say nothing.
-        """
+        """Continue with the next step: those that nobody has read belong to another training."""
         self.new_shares.begin(num_unsettled)
         times.read_new()
         self._times, self._sampled, self._num_skipped = times, sampled, 0
@@ -271,11 +249,8 @@ class MeasuredSteps:
         return self._calls >= self._interval
 
     def read(self, is_last: bool = False) -> list[Reading]:
-        """Return the steps since the last call, oldest first.
-
-        The very first step waits for the second, which shows whether it loaded kernels and memory:
-        its times say nothing then.
-        """
+        """Return the steps since the last call, oldest first."""
+        # The first step waits for the second, which shows whether it loaded kernels and memory.
         steps = self._times.read_new()
         if not steps:
             return []
@@ -298,10 +273,8 @@ class MeasuredSteps:
         return readings
 
     def _groups(self, steps: Sequence[StepTimes]) -> list[list[StepTimes]]:
-        """Group short steps that were read together and had the same shares.
-
-        Their median is less noisy than each, and costs a single decision.
-        """
+        """Group short steps that were read together and had the same shares."""
+        # Their median is less noisy than each, and costs a single decision.
         if self._interval == 1:
             return [[step] for step in steps]
         by_shares = itertools.groupby(steps, lambda step: step.shares.tobytes())

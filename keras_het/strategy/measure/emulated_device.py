@@ -35,13 +35,11 @@ _slowdowns: dict[int, float] = {}
 _EXAMPLE = '[{"speed": 4.0, "fixed_seconds": 0.0, "seconds_per_sample": 0.001}]'
 
 
+# An asynchronous one works ahead of its host, as a GPU does: the host waits for it where it reads a
+# result, and in collectives.
 @dataclass(frozen=True)
 class EmulatedDevice:
-    """A device that takes at least the time its time model says for each step.
-
-    One that is asynchronous works ahead of its host, as a GPU does: the host continues while it
-    computes, and waits for it where it reads a result, and in collectives.
-    """
+    """A device that takes at least the time its time model says for each step."""
 
     speed: float
     time_model: LinearTimeModel
@@ -147,12 +145,9 @@ def slow_down(replica: int, factor: float) -> None:
     _slowdowns[replica] = float(factor)
 
 
+# A launch returns at once unless the queue is full; a copy to the host waits for all before it.
 class DeviceQueue:
-    """What an asynchronous device has yet to compute: the times at which its steps end.
-
-    A launch returns at once, unless the queue is full; a copy to the host waits for all that was
-    launched before it.
-    """
+    """What an asynchronous device has yet to compute: the times at which its steps end."""
 
     def __init__(self, depth: int = _QUEUE_DEPTH) -> None:
         self._ends: deque[float] = deque([0.0], maxlen=depth)
@@ -175,11 +170,9 @@ class DeviceQueue:
         _sleep_until(self.busy_until)
 
     def meet(self, busy_until: float) -> None:
-        """Wait for other devices in a collective, and let the host wait, too.
-
-        NCCL's operations are queued, but TensorFlow starts what depends on them only when they have
-        ended; others copy to the host.
-        """
+        """Wait for other devices in a collective, and let the host wait, too."""
+        # NCCL's operations are queued, but TensorFlow starts what depends on them only when they
+        # have ended.
         with self._lock:
             self._ends[-1] = max(self.busy_until, busy_until)
         self.wait()
@@ -206,10 +199,8 @@ def held(
     start_time: tf.Tensor,
     values: Sequence[Leaf],
 ) -> tuple[list[Leaf], tf.Tensor]:
-    """Return values when the host may continue, and how long that was to wait; in the graph.
-
-    That is when the device would have computed them, or when an asynchronous one has queued them.
-    """
+    """Return values when the host may continue, and how long that was to wait; in the graph."""
+    # when the device would have computed them, or when an asynchronous one has queued them
 
     def wait(start: np.ndarray, samples: np.ndarray) -> np.float64:
         seconds = device.time_model.seconds(int(samples)) if samples else 0.0

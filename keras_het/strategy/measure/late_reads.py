@@ -35,15 +35,10 @@ _Work: TypeAlias = tuple[tf.Tensor, Callable[[], None], "Future[Read]"]
 """A value, what to wait for before it is read, and where it goes."""
 
 
+# `lag` is 0 where a device computes no step before its host has called it. `until_computed` gives a
+# function that waits for emulated devices; real ones make a reader wait.
 class LateReads:
-    """A queue of values, one for each step.
-
-    Args:
-        lag: number of steps after which a value is needed; 0 where a device computes no step before
-            its host has called it, so that reading costs nothing.
-        until_computed: gives a function that waits for what emulated devices were called to compute
-            so far; real ones make a reader wait.
-    """
+    """A queue of values, one for each step."""
 
     def __init__(
         self, lag: int, until_computed: Callable[[], Callable[[], None]] = lambda: lambda: None

@@ -52,16 +52,7 @@ def memory_of(device: str) -> Memory | None:
 
 
 class MemoryUse:
-    """Most samples at a time that fit the memory of this worker's replicas.
-
-    Args:
-        layout: the replicas of all workers.
-        devices: the devices of this worker's.
-        cuts: whether a share that does not fit is computed in parts.
-
-    Attributes:
-        fitting: samples of each replica, int [n]; `UNKNOWN` for those of other workers.
-    """
+    """Most samples at a time that fit the memory of this worker's replicas."""
 
     def __init__(self, layout: ReplicaLayout, devices: Sequence[str], cuts: bool) -> None:
         self._cuts = cuts
@@ -79,10 +70,8 @@ class MemoryUse:
             self.fitting[replica] = self._largest[replica] = samples
 
     def note(self, shares: IntArray) -> bool:
-        """Look at the memory after a step with these shares; return whether more or less fits.
-
-        What has been computed fits. A share that is computed in parts says nothing more.
-        """
+        """Look at the memory after a step with these shares; return whether more or less fits."""
+        # What has been computed fits. A share that is computed in parts says nothing more.
         before = self.fitting.copy()
         for replica, device in self._devices.items():
             share, fits = int(shares[replica]), int(self.fitting[replica])

@@ -29,12 +29,9 @@ _UNKNOWN = -1.0
 _LONGEST_SECONDS = 1e8
 
 
+# The graph only notes what it alone knows: a step's wall time becomes the rest when it is read.
 class PhaseTimes:
-    """Ring of the latest steps in host memory, written by the train step.
-
-    The graph only notes what it alone knows, in few operations: a step's wall time becomes the rest
-    when it is read.
-    """
+    """Ring of the latest steps in host memory, written by the train step."""
 
     def __init__(self, layout: ReplicaLayout) -> None:
         self.layout, self._num_replicas = layout, layout.num_replicas
@@ -112,10 +109,8 @@ class PhaseTimes:
         return max(seconds, 0.0)
 
     def note_input_wait(self, seconds: float, of_each_later: float = 0.0) -> None:
-        """Note how long this worker waited for the batches of the step that begins.
-
-        The steps after it in the same execution, whose batches are there, wait `of_each_later`.
-        """
+        """Note how long this worker waited for the batches of the step that begins."""
+        # Later steps of the same execution, whose batches are there, wait `of_each_later`.
         if self.is_measuring:
             # an operation, because the variable's method takes longer
             waits = np.array([seconds, of_each_later])
@@ -189,10 +184,7 @@ class PhaseTimes:
         return int(tf.raw_ops.ReadVariableOp(resource=self._count.handle, dtype=tf.int64))
 
     def read_new(self) -> tuple[int, np.ndarray, np.ndarray]:
-        """The steps since the last call, oldest first, and which of them were measured.
-
-        At most the latest `CAPACITY` that were.
-        """
+        """The steps since the last call, oldest first, and which of them were measured."""
         # row k has the step before the one that wrote it: row 0 has none
         count = self._num_rows
         first, self._read = max(self._read, count - CAPACITY, 1), max(count, 1)

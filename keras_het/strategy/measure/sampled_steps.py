@@ -33,12 +33,9 @@ class _Call(NamedTuple):
     arrivals: list[tuple[float, float]]
 
 
+# What a worker notices, and what the chief can afford, travels with the flags of `StopRequest`.
 class SampledSteps:
-    """The steps of a `fit`, of which a schedule measures some.
-
-    What one worker notices, and what the chief can afford, travels with the flags of `StopRequest`:
-    all workers know it after the same step.
-    """
+    """The steps of a `fit`, of which a schedule measures some."""
 
     def __init__(
         self,

@@ -80,12 +80,9 @@ class StepClock:
         return time_when_ready(values, self._on_accelerator)
 
 
+# An asynchronous emulated device needs no clock.
 class Measurement:
-    """Clock of a step, and what it tells all workers with the sums of the step.
-
-    It also makes the step last as long as that of an emulated device. An asynchronous one needs no
-    clock for that.
-    """
+    """Clock of a step, and what it tells all workers with the sums of the step."""
 
     def __init__(self, spec: StepSpec, times: ComputeTimes, data: Nest) -> None:
         self._spec, self._times = spec, times

@@ -436,10 +436,7 @@ def _limits(given: float | Sequence[float] | None, devices: Sequence[str]) -> tu
 
 
 def _place(extended: PipelineExtended, pipeline: Pipeline, taken: Container[int]) -> None:
-    """Move the variables of each stage, and what the optimizer keeps for them, to its device.
-
-    With several replicas it is that of the first one; the others read it in every step.
-    """
+    """Move the variables of each stage, and what the optimizer keeps for them, to its device."""
     kept = slots_of(pipeline.optimizer)
     for stage, device in zip(pipeline.stages, pipeline.homes(), strict=True):
         for variable in [*stage.weights, *stage.state]:

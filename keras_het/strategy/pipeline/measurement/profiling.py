@@ -33,14 +33,9 @@ class Measured:
 
 
 def measure(units: ModelUnits, inputs: Sequence[tf.TensorSpec], devices: Sequence[str]) -> Measured:
-    """Run every layer call by itself, forward and backward, on each distinct device.
-
-    Times are lower quartiles, less what a call takes that does nothing: whatever else the
-    processor does adds to short times, and to some layers more than to others.
-
-    In a separate thread: the `tf.init_scope` of a step that is traced stops the gradient tapes of
-    its own.
-    """
+    """Run every layer call by itself, forward and backward, on each distinct device."""
+    # Lower quartiles, less what a call takes that does nothing: other work adds to short times. In
+    # a thread: the `tf.init_scope` of a step that is traced stops the tapes of its own.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(_measure, units, inputs, devices).result()
 
@@ -140,10 +135,8 @@ class _Measurement:
 def unit_bytes(
     units: ModelUnits, optimizer: keras.optimizers.Optimizer | None
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the bytes of each unit's weights, and of all it needs to train them.
-
-    A layer that is called several times counts at its first call.
-    """
+    """Return the bytes of each unit's weights, and of all it needs to train them."""
+    # A layer that is called several times counts at its first call.
     is_built = optimizer is not None and bool(optimizer.built)
     pairs = keras_graphs_adapter.variables_of_optimizer(optimizer) if is_built else []
     slots = {id(variable): sum(_bytes(s.value) for s in kept) for variable, kept in pairs}

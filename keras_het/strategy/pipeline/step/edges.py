@@ -98,10 +98,8 @@ class Edges:
     def messages(
         self, specs: dict[Token, Spec], training: bool, is_additive: bool
     ) -> Iterator[tuple[Message, int, int, int]]:
-        """Yield each message of a step with its source, its target and its number between them.
-
-        Every process yields the same.
-        """
+        """Yield each message of a step with its source, its target and its number between them."""
+        # Every process yields the same.
         numbers: dict[tuple[int, int], Iterator[int]] = collections.defaultdict(itertools.count)
         for token in sorted(self.maker):
             for m in range(self.plan.num_micro_batches):

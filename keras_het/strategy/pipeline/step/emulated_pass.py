@@ -14,12 +14,9 @@ from keras_het.planning.shares import FloatArray
 from keras_het.strategy.measure.emulated_device import EmulatedDevice
 
 
+# A device's time for a sample is divided over the layer calls in proportion to measured times.
 class Emulation:
-    """How long the emulated devices of this process take for each pass.
-
-    The time that a device takes for a sample, forward and backward through the whole model, is
-    divided over the layer calls in proportion to measured times.
-    """
+    """How long the emulated devices of this process take for each pass."""
 
     def __init__(
         self,

@@ -14,12 +14,10 @@ from keras_het.value_types import Nest
 _COUPLED = ("Circle", "Dice", "Tversky", "circle", "dice", "tversky")
 
 
+# If the loss is a mean over samples, a micro-batch goes back as soon as it is through; otherwise
+# the gradient of the whole batch's loss waits for all.
 class LossHead:
-    """The loss after a pipeline's last stage.
-
-    If it is a mean over samples, each micro-batch goes back as soon as it is through; otherwise the
-    gradient is taken of the whole batch's loss, when all micro-batches are through.
-    """
+    """The loss after a pipeline's last stage."""
 
     def __init__(
         self, units: ModelUnits, batches: MicroBatches, targets: Nest, sample_weight: Nest

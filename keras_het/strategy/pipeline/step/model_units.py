@@ -40,11 +40,9 @@ class Unit:
         return [] if self.layer is None else list(self.layer.variables)
 
 
+# Any prefix of the list may be a stage.
 class ModelUnits:
-    """Layer calls of a model and its nested models, each after those that it depends on.
-
-    Any prefix of the list may be a stage.
-    """
+    """Layer calls of a model and its nested models, each after those that it depends on."""
 
     def __init__(self, model: keras.Model) -> None:
         graph = keras_graphs_adapter.graph_of(model)

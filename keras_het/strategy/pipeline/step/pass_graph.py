@@ -21,11 +21,9 @@ from keras_het.strategy.pipeline.step.stage import PassResult
 from keras_het.value_types import Summand
 
 
+# A device runs its passes in the order of the schedule; transfers start as soon as they can.
 class PassGraph:
-    """Builds this process's passes of one step into the graph that is being traced.
-
-    A device runs its passes in the order of the schedule; transfers start as soon as they can.
-    """
+    """Builds this process's passes of one step into the graph that is being traced."""
 
     def __init__(
         self,

@@ -53,12 +53,10 @@ class PassClock:
         return end.op
 
 
+# They travel with the sum of the step after, as `PhaseTimes` does, counted from the step's begin on
+# the process's own clock.
 class PassTimes:
-    """The passes of the latest step, and where the time of each device went.
-
-    A process knows its passes only when the step's sum is done, so they travel with that of the
-    step after, as `PhaseTimes` does. Times count from the step's begin on the process's own clock.
-    """
+    """The passes of the latest step, and where the time of each device went."""
 
     def __init__(
         self, plan: PipelinePlan, places: Sequence[Place], process: int, phases: PhaseTimes

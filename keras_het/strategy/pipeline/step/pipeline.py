@@ -278,11 +278,9 @@ def square_norm(
     optimizer: keras.optimizers.Optimizer | None,
     gradients: Sequence[tuple[Summand | None, keras.Variable]],
 ) -> tf.Tensor:
-    """Return the sum of the squares of what the optimizer would clip, float64 scalar.
-
-    That is without its scale, with gradients that wait for their update, and each row of a sparse
-    gradient by itself.
-    """
+    """Return the sum of the squares of what the optimizer would clip, float64 scalar."""
+    # Without its scale, with gradients that wait for their update, each row of a sparse one by
+    # itself.
     found = [(gradient, variable) for gradient, variable in gradients if gradient is not None]
     if optimizer is None or not found:
         return tf.zeros([], tf.float64)
@@ -306,10 +304,8 @@ def apply_own_gradients(
     gradients: Sequence[tuple[Summand, keras.Variable]],
     square: tf.Tensor,
 ) -> None:
-    """Update this process's variables as an optimizer that has all gradients does.
-
-    Clipping by their norm, and `LossScaleOptimizer`'s check that they are finite, need all of them.
-    """
+    """Update this process's variables as an optimizer that has all gradients does."""
+    # Clipping by the norm, and `LossScaleOptimizer`'s check for finite ones, need all gradients.
     norm = tf.sqrt(square)
     if not gradients:
         # learning rate schedules go by the number of steps, the loss by the scale

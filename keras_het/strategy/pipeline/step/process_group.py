@@ -25,11 +25,9 @@ _SPARSE, _OUTPUTS = 1_600_000, 2_000_000
 _MOST_WEIGHTS = 2_000
 
 
+# By broadcasts in groups of two, which need not start in any order.
 class ProcessGroup:
-    """The processes of a pipeline.
-
-    Tensors travel by broadcasts in groups of two, which need not start in any order.
-    """
+    """The processes of a pipeline."""
 
     def __init__(
         self,
@@ -196,10 +194,8 @@ def _on_wire(dtype: tf.DType) -> tf.DType:
 
 
 def _bucket(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Round a number of elements up by at most a 32nd.
-
-    TensorFlow remembers an instance of a collective for each shape: not each length can have one.
-    """
+    """Round a number of elements up by at most a 32nd."""
+    # TensorFlow remembers an instance of a collective for each shape: not each length can have one.
     size = tf.maximum(size, 1)
     exponent = tf.reduce_sum(tf.cast(size >= tf.constant([2**i for i in range(1, 31)]), tf.int32))
     step = tf.maximum(tf.bitwise.left_shift(1, tf.maximum(exponent, 5) - 5), 1)

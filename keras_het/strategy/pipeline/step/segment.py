@@ -23,12 +23,10 @@ class Values:
     sums: list[tf.Tensor] = dataclasses.field(default_factory=list)
 
 
+# A layer, because Keras forgets what a layer gave to `add_loss` when it is called again, unless
+# both calls lie within that of an outer layer.
 class Segment(keras.layers.Layer):
-    """Consecutive layer calls.
-
-    It is a layer because Keras forgets what a layer gave to `add_loss` when the layer is called
-    again, unless both calls lie within that of an outer layer.
-    """
+    """Consecutive layer calls."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         super().__init__(autocast=False)
@@ -99,10 +97,8 @@ class Segment(keras.layers.Layer):
             (values.sums if loss.shape.rank else values.means).append(tf.reduce_sum(loss))
 
     def run_twice(self, weights: dict[int, tf.Tensor], values: Values, training: bool) -> None:
-        """Do what `run` does, but keep only what the calls take: the gradient repeats them.
-
-        The calls are pure functions, so dropout and batch normalization see the same again.
-        """
+        """Do what `run` does, but keep only what the calls take: the gradient repeats them."""
+        # The calls are pure functions, so dropout and batch normalization see the same again.
         variables = self.trainable_variables
         floats = [token for token in self.taken if values.tensors[token].dtype.is_floating]
         given = Values(dict(values.tensors), dict(values.masks), dict(values.state))
