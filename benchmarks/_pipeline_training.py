@@ -240,7 +240,7 @@ def _keep_measurements(known: list[Any]) -> None:
 
 def _record_plans() -> list[Any]:
     """Keep what the planner is given: nobody else knows the measurements."""
-    from keras_het.strategy.pipeline.measurement import measured_plan
+    from keras_het.strategy.pipeline import measured_plan
 
     known: list[Any] = []
     original = measured_plan.plan_pipeline

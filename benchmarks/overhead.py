@@ -339,7 +339,7 @@ def fit_of_16_block(strategy: Any, model_name: str) -> Any:
 
 def copying_ahead_block(strategy: Any, model_name: str) -> Any:
     """`fit` with copies that take time, one part of a batch after the other."""
-    from keras_het.strategy.batches.placement import Placement
+    from keras_het.strategy.batches.uneven_per_replica import Placement
 
     place, seconds = Placement.__call__, ahead_seconds(model_name)[2]
 

@@ -21,7 +21,7 @@ ROOMS = [
     *("loader.input", "loader.validation"),
     *("strategy.measure", "strategy.batches", "strategy.exact", "strategy.cluster"),
     *("summation", "strategy"),
-    *("strategy.pipeline.step", "strategy.pipeline.measurement", "strategy.pipeline"),
+    "strategy.pipeline",
     *("asynchronous", "asynchronous.rules", "asynchronous.parameter_service"),
     "asynchronous.exchange",
     "local_training",

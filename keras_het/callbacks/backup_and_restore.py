@@ -14,22 +14,12 @@ import keras
 import numpy as np
 
 from keras_het import private_api
-from keras_het.fit import callback_states
+from keras_het.fit import callback_states, resume
 from keras_het.fit.backup_folder import BackupFolder
-from keras_het.fit.backup_interval import AUTO, BackupInterval
 from keras_het.fit.callback_states import CallbackStates, Snapshot, numbers_in
-from keras_het.fit.metric_states import add_metrics, metric_values
 from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, tell
-from keras_het.fit.resume_checks import (
-    about,
-    check_batch_size,
-    restore_validation,
-    warn_of_another_optimizer,
-    warn_of_another_order,
-    warn_of_turns,
-)
-from keras_het.fit.session import FitSession
-from keras_het.fit.shorter_epochs import ShorterEpochs
+from keras_het.fit.resume import AUTO, BackupInterval
+from keras_het.fit.session import FitSession, ShorterEpochs
 from keras_het.planning.argument_checks import check_flag, check_folder, check_number, check_verbose
 
 if TYPE_CHECKING:
@@ -144,7 +134,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._forget()
         self._interval.begin()
         self._data = data_of_fit(self.model, strategy)
-        self._optimizer_at_first = about(self.model.optimizer)
+        self._optimizer_at_first = resume.about(self.model.optimizer)
         if folder.newest is not None:
             self._restore(strategy, folder)
             strategy.barrier()  # at its end, the chief deletes what others may still read
@@ -187,8 +177,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         hook, moment = position.pop("hook", {}), position.pop("moment", None)
         self._validation_passes = position.pop("validation", None)
         self._interval.resume(position)
-        check_batch_size(getattr(self._data, "global_batch_size", None), position)
-        warn_of_another_optimizer(
+        resume.check_batch_size(getattr(self._data, "global_batch_size", None), position)
+        resume.warn_of_another_optimizer(
             self._optimizer_at_first, self.model.optimizer, position.get("optimizers")
         )
         self._epoch, self._first_step = position["epoch"], position["step"]
@@ -206,7 +196,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._random_state = position.get("random_state")
         if self._pass_step:
             seeds = getattr(self._data, "seeds_of_orders", None)
-            warn_of_another_order(seeds, position.get("seeds"))
+            resume.warn_of_another_order(seeds, position.get("seeds"))
         self._last_batch_seen = max(0, position["step"] - 1)
         self._resumed = _Resumed(
             folder=None if state else folder,
@@ -228,7 +218,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if resumed.folder is not None:
             resumed.folder.restore(self.model)
         if resumed.metrics is not None:
-            add_metrics(self.model, self._strategy(), resumed.metrics)
+            resume.add_metrics(self.model, self._strategy(), resumed.metrics)
         if self._states is not None:
             self._states.restore(resumed.remembered)
             self._states.end_hook(resumed.hook)
@@ -288,14 +278,16 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         # A signal may end the training during validation, which is then repeated. Keras resets the
         # metrics now, and the data may be those of training. Who saves later may be alone.
         if self._validation_passes:  # else none has begun
-            restore_validation(self._loop.validation_data, self._validation_passes)
+            resume.restore_validation(self._loop.validation_data, self._validation_passes)
             self._validation_passes = None
         validation = self._passes_of_validation()
         position = {**self._position(is_iterator_left=True), "validation": validation}
         self._before_validation = position, self._gathered_metrics()
         self._earlier = self._states.snapshot() if self._states is not None else {}
         if not self._has_told_of_turns:
-            self._has_told_of_turns = warn_of_turns(self._loop, self._data, position["pass_step"])
+            self._has_told_of_turns = resume.warn_of_turns(
+                self._loop, self._data, position["pass_step"]
+            )
 
     def on_test_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Save if training ends during validation."""
@@ -357,7 +349,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         else:
             # others' metrics are missing, and a running step has changed its own
             is_known = strategy.num_workers == 1 and not is_in_step
-            self._metrics = metric_values(self.model) if is_known else None
+            self._metrics = resume.metric_values(self.model) if is_known else None
             position = {**position, **self._interruption(hook, position["step"])}
 
         loop = self._loop
@@ -454,7 +446,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             return self._before_validation[1]
         if strategy.is_async_worker or strategy.num_async_workers or not self._position()["step"]:
             return None
-        own = metric_values(self.model)
+        own = resume.metric_values(self.model)
         return strategy.extended.gather_over_workers(own) if strategy.num_workers > 1 else own
 
     def _write(
@@ -465,7 +457,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _state_of(self, position: Mapping[str, Any]) -> dict[str, Any]:
         # read here: a position is noted in every step, and must not wait for a device
         logs = numbers_in(self._logs) if position["step"] else None
-        optimizers = [self._optimizer_at_first, about(self.model.optimizer)]
+        optimizers = [self._optimizer_at_first, resume.about(self.model.optimizer)]
         more = {"logs": logs, "optimizers": optimizers, "validation": self._passes_of_validation()}
         text = json.dumps({**more, **self._interval.position(), **position})
         state = {"position": np.array(text), **self._service_state()}

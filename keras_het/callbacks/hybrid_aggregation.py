@@ -30,8 +30,7 @@ from keras_het.fit.model_strategy import (
     say_nothing_is_exchanged,
     tell,
 )
-from keras_het.fit.session import FitSession, Rank, StepFunction
-from keras_het.fit.shorter_epochs import ShorterEpochs
+from keras_het.fit.session import FitSession, Rank, ShorterEpochs, StepFunction
 from keras_het.planning import RolePlan
 from keras_het.planning.argument_checks import check_number, check_one_of, check_verbose, expect
 from keras_het.stability import experimental

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 
@@ -182,3 +184,59 @@ def step_property(loop: str) -> property:
         vars(model)[attribute] = function
 
     return property(read, write)
+
+
+# The end of an epoch reaches one callback after the other. Keras appends its History to the user's
+# callbacks, so that one knows when a step is over; a subclass may have any position.
+class BatchEnds:
+    """Record of the time at which the last callback of a `fit` has seen the end of a batch."""
+
+    def __init__(self, model: keras.Model) -> None:
+        history = getattr(model, "history", None)
+        self._history = history if type(history) is keras.callbacks.History else None
+        self._last = (-1, 0.0)
+        if self._history is not None:
+            self._history.on_train_batch_end = self._note
+
+    def begin_epoch(self) -> None:
+        self._last = (-1, 0.0)
+
+    def time_of(self, batch: int) -> float | None:
+        """Return when a batch was over, in seconds of `time.perf_counter`; None if unknown."""
+        number, seconds = self._last
+        return seconds if number >= batch else None
+
+    def release(self) -> None:
+        if self._history is not None:
+            vars(self._history).pop("on_train_batch_end", None)
+
+    def _note(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        # Keras may call this in another thread, and late
+        self._last = batch, time.perf_counter()
+
+
+# Keras assumes that all epochs have as many steps as its data has batches, or as the first epoch.
+# Several callbacks may expect fewer at the same time, and end in any order.
+class ShorterEpochs:
+    """Suppression of Keras's warning that data ran out while at least one object expects that."""
+
+    _expecting: ClassVar[list[ShorterEpochs]] = []
+    _quiet = contextlib.ExitStack()
+
+    def expect(self) -> None:
+        """Expect shorter epochs from now on, until `end`; idempotent."""
+        if self in self._expecting:
+            return
+        if not self._expecting:
+            self._quiet.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="Your input ran out of data")
+        self._expecting.append(self)
+
+    def end(self) -> bool:
+        """Restore the warnings; return whether shorter epochs were expected."""
+        if self not in self._expecting:
+            return False
+        self._expecting.remove(self)
+        if not self._expecting:
+            self._quiet.close()
+        return True

@@ -16,8 +16,12 @@ from keras_het.loader.input.data_pass import Claims
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.loader.order.pipeline_form import with_order_of_epoch, with_repeatable_order
 from keras_het.planning import ReplicaLayout
-from keras_het.strategy.batches.placement import Placement, is_worthwhile
-from keras_het.strategy.batches.uneven_per_replica import wrap_shares, wrapped_spec
+from keras_het.strategy.batches.uneven_per_replica import (
+    Placement,
+    is_worthwhile,
+    wrap_shares,
+    wrapped_spec,
+)
 from keras_het.strategy.cluster import agreement
 from keras_het.value_types import Nest
 

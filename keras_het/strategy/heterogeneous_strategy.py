@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.fit.resume import TrainingState
 from keras_het.fit.session import FitSession
 from keras_het.fit.share_bounds import MicroBatchSize, read_micro_batch_size
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
@@ -27,7 +28,6 @@ from keras_het.strategy import keras_calls
 from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
 from keras_het.strategy.cluster import agreement
 from keras_het.strategy.cluster.cluster_config import ClusterConfig
-from keras_het.strategy.cluster.departure import leave_quickly, leave_together
 from keras_het.strategy.cluster.peer_watch import (
     PeerWatch,
     check_seconds,
@@ -36,7 +36,12 @@ from keras_het.strategy.cluster.peer_watch import (
     read_peer_timeout,
 )
 from keras_het.strategy.cluster.stop_request import StopRequest
-from keras_het.strategy.cluster.stop_signals import SIGNALS, stop_signals
+from keras_het.strategy.cluster.stop_signals import (
+    SIGNALS,
+    leave_quickly,
+    leave_together,
+    stop_signals,
+)
 from keras_het.strategy.data_path import DataPath, with_own_batches
 from keras_het.strategy.drift import check_on_drift
 from keras_het.strategy.exact.keras_hooks import keras_hooks, own_function
@@ -61,7 +66,6 @@ from keras_het.strategy.membership import (
     watch_peers,
     watch_summation,
 )
-from keras_het.strategy.training_state import TrainingState
 from keras_het.summation import Summation, read_gradient_reduction
 from keras_het.summation.group import check_is_no_summation_machine, start_summation
 from keras_het.value_types import Nest

@@ -12,8 +12,7 @@ from keras_het import private_api
 from keras_het.packed_variables import pack, unpack
 from keras_het.strategy.cluster import nccl
 from keras_het.strategy.exact.step import travels_alone
-from keras_het.strategy.shared_instances import use_shared_instances
-from keras_het.strategy.sums_by_host import SumsByHost
+from keras_het.strategy.sums_by_host import SumsByHost, use_shared_instances
 from keras_het.summation.group import SummationGroup
 from keras_het.value_types import Nest, Summand
 

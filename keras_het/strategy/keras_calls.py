@@ -34,7 +34,7 @@ from keras_het.strategy.exact.created_in_scope import explain_scope_errors, move
 from keras_het.strategy.exact.step import current_step
 from keras_het.strategy.exact.xla import compiles_by_default, is_wanted
 from keras_het.strategy.executions import Execution
-from keras_het.strategy.measure.unread_logs import keep_unread, keras_passes_unread_logs
+from keras_het.strategy.measure.late_reads import keep_unread, keras_passes_unread_logs
 from keras_het.value_types import Leaf, TensorLike
 
 if TYPE_CHECKING:

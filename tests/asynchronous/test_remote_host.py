@@ -16,7 +16,7 @@ from keras_het.asynchronous.parameter_service.client import ServiceLostError
 from keras_het.asynchronous.rules import AsyncSGD, Delta
 from keras_het.callbacks import BackupAndRestore
 from keras_het.exchange.message import Kind
-from keras_het.strategy.training_state import TrainingState
+from keras_het.fit.resume import TrainingState
 
 
 def serve(rule=None, **options):

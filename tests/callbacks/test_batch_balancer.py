@@ -17,8 +17,7 @@ from keras_het.callbacks import BatchBalancer
 from keras_het.fit.share_bounds import MemoryBounds, start_policy
 from keras_het.planning import BalancePlan
 from keras_het.strategy.measure import compute_times
-from keras_het.strategy.measure.compute_times import MeasuredSteps, StepTimes
-from keras_het.strategy.measure.new_shares import NewShares
+from keras_het.strategy.measure.compute_times import MeasuredSteps, NewShares, StepTimes
 
 
 class Zigzag:

@@ -17,7 +17,7 @@ from small_training import NUM_BATCHES, data, flat, make_model
 import keras_het
 from keras_het.callbacks import ElasticBackup, elastic_backup
 from keras_het.fit.backup_folder import RUN, BackupFolder, memory_folder, remove_memory_folders
-from keras_het.fit.shorter_epochs import ShorterEpochs
+from keras_het.fit.session import ShorterEpochs
 
 EPOCHS = 3
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import keras_het
 from keras_het.callbacks import LoaderTuner, loader_tuner
-from keras_het.fit import batch_ends
+from keras_het.fit import session
 from keras_het.loader.input.step_iterator import StepIterator
 from keras_het.loader.iterators import live_iterator
 
@@ -36,7 +36,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (loader_tuner, batch_ends, live_iterator):
+    for module in (loader_tuner, session, live_iterator):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 

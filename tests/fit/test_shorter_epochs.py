@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from keras_het.fit.shorter_epochs import ShorterEpochs
+from keras_het.fit.session import ShorterEpochs
 
 
 def warns():

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_het
-from keras_het.strategy.cluster import agreement, departure
+from keras_het.strategy.cluster import agreement, stop_signals
 
 SAMPLES = 64
 
@@ -25,7 +25,7 @@ class Stop(keras.callbacks.Callback):
 
 case = sys.argv[1]
 if case == "barrier":
-    departure._LONGEST_WAIT_SECONDS = 1.0
+    stop_signals._LONGEST_WAIT_SECONDS = 1.0
 else:
     agreement.PATIENCE_SECONDS = 3.0
 strategy = keras_het.HeterogeneousStrategy()

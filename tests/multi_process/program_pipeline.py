@@ -24,7 +24,7 @@ from pipeline_training import Outcome, floatx, plan_of, train
 from recording import run_each
 
 import keras_het
-from keras_het.strategy.pipeline.step.model_units import ModelUnits
+from keras_het.strategy.pipeline.model_units import ModelUnits
 
 IS_CLUSTER = "TF_CONFIG" in os.environ
 DEVICES = ("CPU:0", "CPU:1")

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_het.strategy.pipeline.step.edges import Message, Messages, Spec
+from keras_het.strategy.pipeline.edges import Message, Messages, Spec
 
 
 class Transport:

@@ -15,7 +15,7 @@ from pipeline_training import DEVICES, Outcome, assert_same, floatx, plan_of, tr
 
 import keras_het
 from keras_het.planning.pipeline import PipelinePlan
-from keras_het.strategy.pipeline.step.model_units import ModelUnits
+from keras_het.strategy.pipeline.model_units import ModelUnits
 
 L = keras.layers
 

@@ -12,7 +12,7 @@ from pipeline_training import DEVICES, floatx, plan_of
 
 import keras_het
 from keras_het.planning.pipeline import PipelinePlan
-from keras_het.strategy.pipeline.step.model_units import ModelUnits
+from keras_het.strategy.pipeline.model_units import ModelUnits
 
 L = keras.layers
 EXAMPLES, QUICK = 40, (3,)

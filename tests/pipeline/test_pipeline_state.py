@@ -13,8 +13,8 @@ from pipeline_training import DEVICES, floatx, plan_of
 
 import keras_het
 from keras_het.planning.pipeline import Stage as PlannedStage
-from keras_het.strategy.pipeline.step.model_units import ModelUnits
-from keras_het.strategy.pipeline.step.stage import Stage
+from keras_het.strategy.pipeline.model_units import ModelUnits
+from keras_het.strategy.pipeline.stage import Stage
 
 L, ops = keras.layers, keras.ops
 ROWS = 8

@@ -15,8 +15,7 @@ import pytest
 
 from keras_het.launch.local.free_ports import ReservedPorts
 from keras_het.strategy.cluster import arrival
-from keras_het.strategy.cluster.arrival import wait_for_peers
-from keras_het.strategy.cluster.cluster_address import has_left
+from keras_het.strategy.cluster.arrival import has_left, wait_for_peers
 
 TIMEOUT = 30.0
 

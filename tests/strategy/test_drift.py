@@ -12,8 +12,7 @@ import pytest
 import tensorflow as tf
 
 from keras_het import HeterogeneousStrategy
-from keras_het.strategy.drift import DriftWatch
-from keras_het.strategy.exact.bit_digest import digest
+from keras_het.strategy.drift import DriftWatch, digest
 
 X = np.random.default_rng(3).normal(size=(24, 5)).astype("float32")
 EPOCHS = 3

@@ -9,7 +9,7 @@ from pathlib import Path
 LEAVES = """
 import atexit, gc, sys
 atexit.register(lambda: print("searches:", gc.isenabled(), gc.get_freeze_count() > 1000))
-from keras_het.strategy.cluster.departure import leave_quickly
+from keras_het.strategy.cluster.stop_signals import leave_quickly
 
 leave_quickly()
 leave_quickly()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from keras_het.strategy.cluster.cluster_address import has_left
+from keras_het.strategy.cluster.arrival import has_left
 from keras_het.strategy.cluster.peer_watch import PeerWatch, neighbours
 
 NUMBER = 64

@@ -127,7 +127,7 @@ def test_unlike_gpus_are_tried_once(python, caplog, script, expected, why):
     for _ in range(2):
         assert nccl.joins(["GPU:0", "GPU:1"], seconds=0.5 if "sleep" in script else 60) is expected
     assert python.starts.read_text().splitlines() == [
-        "-m keras_het.strategy.cluster.nccl_program GPU:0 GPU:1"
+        "-m keras_het.strategy.cluster.nccl GPU:0 GPU:1"
     ]
     assert why in caplog.text
     (remembered,) = (python.cache / "keras_het").iterdir()
@@ -139,6 +139,6 @@ def test_unlike_gpus_are_tried_once(python, caplog, script, expected, why):
 
 @pytest.mark.full
 def test_the_program_fails_where_there_is_no_gpu():
-    command = [sys.executable, "-m", "keras_het.strategy.cluster.nccl_program", "GPU:0", "GPU:1"]
+    command = [sys.executable, "-m", "keras_het.strategy.cluster.nccl", "GPU:0", "GPU:1"]
     ended = subprocess.run(command, capture_output=True, timeout=120, check=False, text=True)
     assert ended.returncode == 1, ended.stderr

@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 from keras_het import HeterogeneousStrategy
-from keras_het.strategy.batches import placement
-from keras_het.strategy.batches.placement import Placement
+from keras_het.strategy.batches import uneven_per_replica
+from keras_het.strategy.batches.uneven_per_replica import Placement
 from keras_het.strategy.measure.memory_use import Memory
 
 SECONDS = 60.0
@@ -23,7 +23,7 @@ x, y = rng.normal(size=[44, 3]), rng.normal(size=[44, 1])
 @pytest.fixture(autouse=True)
 def ahead(monkeypatch, logical_devices):
     """What was copied while a step was computed, by the last characters of its device."""
-    monkeypatch.setenv(placement.SWITCH, "1")
+    monkeypatch.setenv(uneven_per_replica.SWITCH, "1")
     copied, copy = [], Placement.ahead
 
     def ahead(self, parts):
@@ -79,7 +79,7 @@ INPUTS = {
 def test_the_numbers_are_the_same(kind, ahead, monkeypatch):
     found = trained(INPUTS[kind])
     assert len(ahead) >= 4 and {tuple(each) for each in ahead} == {DEVICES}
-    monkeypatch.setenv(placement.SWITCH, "0")
+    monkeypatch.setenv(uneven_per_replica.SWITCH, "0")
     ahead.clear()
     for ours, expected in zip(found, trained(INPUTS[kind]), strict=True):
         np.testing.assert_array_equal(ours, expected)
@@ -170,7 +170,7 @@ def test_graphs_and_executions_take_batches_from_the_host(ahead):
 @pytest.mark.parametrize("free", [10_000, 10])
 def test_where_memory_is_short_a_step_copies_its_own_batch(free, monkeypatch):
     memory = Memory(current=0, peak=9_000 - free, limit=10_000)
-    monkeypatch.setattr(placement, "memory_of", lambda _: memory)
+    monkeypatch.setattr(uneven_per_replica, "memory_of", lambda _: memory)
     parts = [[tf.ones([4, 3])], [tf.ones([2, 3])]]
     found = Placement(DEVICES).ahead(parts)
     assert (found is parts) == (free == 10)
@@ -192,7 +192,7 @@ def test_text_and_integers_of_32_bits_stay_on_the_host():
     ],
 )
 def test_copies_are_made_where_there_are_gpus(setting, devices, expected, monkeypatch):
-    monkeypatch.delenv(placement.SWITCH)
+    monkeypatch.delenv(uneven_per_replica.SWITCH)
     if setting is not None:
-        monkeypatch.setenv(placement.SWITCH, setting)
-    assert placement.is_worthwhile(devices) == expected
+        monkeypatch.setenv(uneven_per_replica.SWITCH, setting)
+    assert uneven_per_replica.is_worthwhile(devices) == expected

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from keras_het.strategy.measure import unread_logs
-from keras_het.strategy.measure.unread_logs import StepLogs, UnreadLogs
+from keras_het.strategy.measure import late_reads
+from keras_het.strategy.measure.late_reads import StepLogs, UnreadLogs
 
 NUMBERS = {"loss": 1.5, "mae": 2.0}
 
@@ -24,7 +24,7 @@ def unread() -> UnreadLogs:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """How often somebody has waited for the device."""
     found: list[None] = []
-    monkeypatch.setattr(unread_logs, "until_computed", lambda: lambda: found.append(None))
+    monkeypatch.setattr(late_reads, "until_computed", lambda: lambda: found.append(None))
     return found
 
 

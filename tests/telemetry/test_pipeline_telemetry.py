@@ -14,10 +14,10 @@ from keras_het.callbacks import Telemetry
 from keras_het.planning import ReplicaLayout
 from keras_het.planning.pipeline import PipelinePlan, Stage
 from keras_het.strategy.measure.phase_times import PhaseTimes
-from keras_het.strategy.pipeline.step.edges import Place
-from keras_het.strategy.pipeline.step.micro_batches import MicroBatches
-from keras_het.strategy.pipeline.step.pass_times import PassClock, PassTimes
-from keras_het.telemetry.event_log import read_log
+from keras_het.strategy.pipeline.edges import Place
+from keras_het.strategy.pipeline.micro_batches import MicroBatches
+from keras_het.strategy.pipeline.pass_times import PassClock, PassTimes
+from keras_het.telemetry.event_files import read_log
 from keras_het.tensorboard.log_format import parse_timeline
 
 BATCH, STEPS = 12, 8

@@ -33,7 +33,7 @@ from keras_het.strategy.cluster.cluster_config import (
     ClusterConfig,
     config_of,
 )
-from keras_het.strategy.cluster.departure import leave_together
+from keras_het.strategy.cluster.stop_signals import leave_together
 from keras_het.strategy.measure.compute_times import StepTimes
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from keras_het.launch.doctor.facts import (
     unless,
     warning,
 )
-from keras_het.strategy.cluster.cluster_address import places_of
+from keras_het.strategy.cluster.arrival import places_of
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG, ClusterConfig
 
 _LISTENING_JOBS = ("chief", "worker", "ps", "summation")

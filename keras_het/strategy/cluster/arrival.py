@@ -17,9 +17,11 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
-from keras_het.strategy.cluster.cluster_address import GREETING, places_of
-
 _logger = logging.getLogger(__name__)
+
+GREETING = b"keras_het waits\n"
+"""Sent at once by a worker that waits for its peers; TensorFlow's server sends something else."""
+_GREETING_SECONDS = 0.5
 
 _FIRST_MESSAGE_SECONDS = 10.0
 _SECONDS_BETWEEN_ROUNDS = 0.2
@@ -187,3 +189,41 @@ def _is_connected(attempt: socket.socket) -> bool:
         # A port of this machine without a listener may be given to the connection attempt itself.
         return bool(attempt.getsockname() != attempt.getpeername())
     return False
+
+
+def places_of(address: str) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
+    """Resolve `host:port` to socket addresses; empty while the host's name is unknown."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    places = [(family, (str(place[0]), int(place[1]))) for family, _, _, _, place in found]
+    return list(dict.fromkeys(places))
+
+
+def has_left(address: str, timeout_seconds: float = 1.0) -> bool:
+    """Tell whether the process that listened at an address has ended; its host answers."""
+    # Nothing listens there any more, or a worker of another start, which waits for its peers.
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout_seconds) as place:
+            place.settimeout(_GREETING_SECONDS)
+            return place.recv(len(GREETING)) == GREETING
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+
+
+def free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host.strip("[]"), 0))
+        except OSError as error:
+            raise OSError(
+                f"A service cannot listen on {host!r}, this worker's host in TF_CONFIG: {error}. "
+                "Give the address by which the others reach this machine."
+            ) from error
+        return int(probe.getsockname()[1])

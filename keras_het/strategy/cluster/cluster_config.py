@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from keras_het.strategy.cluster.cluster_address import check_address
-
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
@@ -38,6 +36,7 @@ GROUP_PROCESSES = "KERAS_HET_GROUP_PROCESSES"
 """Environment variable of async workers: process ids of the sync group, if all are on one host."""
 CHOSEN_ROLES = "KERAS_HET_CHOSEN_ROLES"
 """Environment variable: the plan of roles with which this process was restarted."""
+_MAXIMUM_PORT = 65535
 
 
 # As in TensorFlow, an evaluator is a cluster of its own: one worker, and its chief. Async workers
@@ -438,3 +437,37 @@ def _read_rpc_layer(rpc_layer: object) -> str:
 
 def _task_name(job: str, index: int) -> str:
     return f"/job:{job}/replica:0/task:{index}"
+
+
+def check_address(address: object, where: str) -> str:
+    if not isinstance(address, str):
+        raise _address_error(address, where, "it is not a string")
+    if "://" in address:
+        raise _address_error(address, where, "it has a scheme; leave out everything up to '://'")
+    if address != "".join(address.split()):
+        raise _address_error(address, where, "it contains white space")
+    host, separator, port = address.rpartition(":")
+    if not separator or not port or address.endswith("]"):
+        raise _address_error(address, where, "it has no port; add one, for example ':12345'")
+    if not host:
+        raise _address_error(address, where, "it has no host; add a name or an IP address")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise _address_error(address, where, "an IPv6 host needs brackets, '[::1]:12345'")
+    _check_port(port, address, where)
+    return address
+
+
+def _check_port(port: str, address: str, where: str) -> None:
+    if not (port.isascii() and port.isdigit()):
+        raise _address_error(address, where, f"its port {port!r} is not a number")
+    if not 1 <= int(port) <= _MAXIMUM_PORT:
+        raise _address_error(
+            address, where, f"its port {port} is out of range, expected 1 to {_MAXIMUM_PORT}"
+        )
+
+
+def _address_error(address: object, where: str, problem: str) -> ValueError:
+    return ValueError(
+        f"{where} has a bad address: {problem}. Received: {address!r}; expected 'host:port' as in "
+        "'host-a:12345'."
+    )

@@ -122,7 +122,7 @@ def joins(devices: Sequence[str], seconds: float = SECONDS) -> bool:
             )
         return does_join
     _logger.warning("Trying NCCL between %s, once for these GPUs.", ", ".join(devices))
-    command = [sys.executable, "-m", "keras_het.strategy.cluster.nccl_program", *devices]
+    command = [sys.executable, "-m", "keras_het.strategy.cluster.nccl", *devices]
     environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     environment["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
     try:
@@ -147,3 +147,25 @@ def joins(devices: Sequence[str], seconds: float = SECONDS) -> bool:
 def _cache() -> Path:
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "keras_het"
+
+
+def sum_between(devices: list[str]) -> float:
+    """Sum 1 on every device; return what the first one has."""
+    strategy = tf.distribute.MirroredStrategy(
+        devices, cross_device_ops=tf.distribute.NcclAllReduce(num_packs=1)
+    )
+
+    @tf.function
+    def total() -> tf.Tensor:
+        def one() -> tf.Tensor:
+            return tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([1024]))
+
+        return strategy.experimental_local_results(strategy.run(one))[0][0]
+
+    return float(total())
+
+
+if __name__ == "__main__":
+    received = sum_between(sys.argv[1:])
+    if received != len(sys.argv) - 1:
+        sys.exit(f"Received: the sum {received} of {len(sys.argv) - 1} ones.")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
-from keras_het.strategy.cluster.cluster_address import has_left
+from keras_het.strategy.cluster.arrival import has_left
 from keras_het.strategy.cluster.stop_signals import stop_signals
 
 _logger = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.fit.session import STEP_FUNCTIONS, Batches, FitSession, Rank, StepFunction
-from keras_het.strategy.cluster.departure import call_for
-from keras_het.strategy.cluster.stop_signals import SIGNALS, stop_signals
+from keras_het.strategy.cluster.stop_signals import SIGNALS, call_for, stop_signals
 from keras_het.strategy.measure.emulated_device import until_computed
 from keras_het.strategy.measure.late_reads import LAG, LateReads, Read
 from keras_het.value_types import Nest

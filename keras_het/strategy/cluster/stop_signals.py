@@ -1,13 +1,12 @@
-"""Ctrl-C and SIGTERM: the first ends training in an orderly way, the second at once.
-
-TensorFlow takes over SIGTERM when a process joins a cluster, and ignores it. Python calls handlers
-only in the main thread, between two of its instructions: not while a collective waits for another
-worker. A separate thread therefore handles what must not wait.
-"""
+"""Signals, and the end of a worker's script: the first signal ends training in an orderly way."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
+import gc
+import io
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keras_het.ignored_errors import ignore_errors
 
@@ -223,3 +222,63 @@ def _makes_an_exception(frame: FrameType | None) -> bool:
 
 stop_signals = StopSignals()
 """The signals of this process."""
+
+
+_LONGEST_WAIT_SECONDS = 10.0
+_SECONDS_AFTER_SIGTERM = 1.0
+
+
+def leave_quickly() -> None:
+    """Make interpreter shutdown fast; called when a process begins to train."""
+    # Python would search all objects for garbage several times: seconds with TensorFlow's.
+    atexit.unregister(_forgo_search)
+    atexit.register(_forgo_search)
+
+
+def _forgo_search() -> None:
+    for each in gc.get_objects():
+        kind: Any = type(each)
+        if _is_file(kind):
+            with contextlib.suppress(Exception):
+                each.flush()
+    gc.freeze()
+    gc.disable()
+
+
+@functools.cache  # for a million objects of few types
+def _is_file(kind: type) -> bool:
+    return issubclass(kind, io.IOBase)
+
+
+def leave_together(strategy: Callable[[], Any]) -> None:
+    """Wait, before this process exits, until the other workers have finished their last step."""
+    # A collective is over for one worker while another still fetches its result from it. After an
+    # error there is nothing to wait for; `sys.exit` leaves no trace that tells it from a normal
+    # end.
+    stop_signals.leave()
+    live = strategy()
+    if live is None or live.has_lost_workers or _failed():
+        return
+    hurries = stop_signals.exit_code_in_place_of_error() == 128 + signal.SIGTERM
+    call_for(
+        _SECONDS_AFTER_SIGTERM if hurries else _LONGEST_WAIT_SECONDS,
+        live.extended.wait_for_departure,
+    )
+    live._stop_watching()  # a worker that exits first is not lost
+
+
+def call_for(seconds: float, function: Callable[[], object]) -> None:
+    """Call a function in another thread, and stop waiting for its end after some time."""
+
+    def call() -> None:
+        with contextlib.suppress(Exception):
+            function()
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def _failed() -> bool:
+    """Tell whether the interpreter is ending because of an exception."""
+    return getattr(sys, "last_value", None) is not None

@@ -20,22 +20,23 @@ from keras_het.strategy.extended import HeterogeneousExtended
 from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 from keras_het.strategy.measure.phase_times import PhaseTimes
 from keras_het.strategy.membership import choose_devices
-from keras_het.strategy.pipeline.measurement.measured_plan import (
+from keras_het.strategy.pipeline.edges import Place
+from keras_het.strategy.pipeline.measured_plan import (
     Processes,
     Wishes,
     check_plan,
     make_plan,
+    measure,
+    slowed,
 )
-from keras_het.strategy.pipeline.measurement.profiling import measure, slowed
-from keras_het.strategy.pipeline.step.edges import Place
-from keras_het.strategy.pipeline.step.emulated_pass import Emulation
-from keras_het.strategy.pipeline.step.model_units import (
+from keras_het.strategy.pipeline.model_units import (
     ModelUnits,
     check_can_be_cut,
     check_inputs,
 )
-from keras_het.strategy.pipeline.step.pipeline import Pipeline, slots_of
-from keras_het.strategy.pipeline.step.process_group import GROUPS, ProcessGroup
+from keras_het.strategy.pipeline.pass_times import Emulation
+from keras_het.strategy.pipeline.pipeline import Pipeline, slots_of
+from keras_het.strategy.pipeline.process_group import GROUPS, ProcessGroup
 from keras_het.value_types import Nest
 
 

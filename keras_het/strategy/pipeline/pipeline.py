@@ -14,15 +14,13 @@ from keras_het import keras_graphs_adapter
 from keras_het.planning.pipeline.plan import PipelinePlan
 from keras_het.strategy.exact.own_state import tell
 from keras_het.strategy.measure.phase_times import PhaseTimes
-from keras_het.strategy.pipeline.step.edges import Edges, Messages, Place, Spec
-from keras_het.strategy.pipeline.step.emulated_pass import Emulation
-from keras_het.strategy.pipeline.step.loss_head import LossHead, join
-from keras_het.strategy.pipeline.step.micro_batches import MicroBatches
-from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token
-from keras_het.strategy.pipeline.step.pass_graph import PassGraph
-from keras_het.strategy.pipeline.step.pass_times import PassClock, PassTimes
-from keras_het.strategy.pipeline.step.process_group import ProcessGroup
-from keras_het.strategy.pipeline.step.stage import Stage
+from keras_het.strategy.pipeline.edges import Edges, Messages, Place, Spec
+from keras_het.strategy.pipeline.micro_batches import LossHead, MicroBatches, join
+from keras_het.strategy.pipeline.model_units import ModelUnits, Token
+from keras_het.strategy.pipeline.pass_graph import PassGraph
+from keras_het.strategy.pipeline.pass_times import Emulation, PassClock, PassTimes
+from keras_het.strategy.pipeline.process_group import ProcessGroup
+from keras_het.strategy.pipeline.stage import Stage
 from keras_het.value_types import Nest, Summand
 
 _KINDS = ("train", "test", "predict")

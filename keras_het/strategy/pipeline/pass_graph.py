@@ -10,14 +10,11 @@ import tensorflow as tf
 
 from keras_het.planning.pipeline.plan import stage_order
 from keras_het.strategy.exact.own_state import StateChange
-from keras_het.strategy.pipeline.step.edges import COLLECTOR, HEAD, Edges, Message, Messages, Place
-from keras_het.strategy.pipeline.step.emulated_pass import Emulation
-from keras_het.strategy.pipeline.step.loss_head import LossHead
-from keras_het.strategy.pipeline.step.micro_batches import MicroBatches
-from keras_het.strategy.pipeline.step.model_units import Token
-from keras_het.strategy.pipeline.step.pass_times import Pass, PassClock
-from keras_het.strategy.pipeline.step.segment import Values
-from keras_het.strategy.pipeline.step.stage import PassResult
+from keras_het.strategy.pipeline.edges import COLLECTOR, HEAD, Edges, Message, Messages, Place
+from keras_het.strategy.pipeline.micro_batches import LossHead, MicroBatches
+from keras_het.strategy.pipeline.model_units import Token
+from keras_het.strategy.pipeline.pass_times import Emulation, Pass, PassClock
+from keras_het.strategy.pipeline.stage import PassResult, Values
 from keras_het.value_types import Summand
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 import keras_het
-from keras_het.fit import backup_interval
-from keras_het.fit.backup_interval import BackupInterval
+from keras_het.fit import resume
+from keras_het.fit.resume import BackupInterval
 
 
 class Clock:
@@ -41,7 +41,7 @@ def test_steps_until_the_next_backup(
     logical_devices: list[str],
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(backup_interval, "time", clock)
+    monkeypatch.setattr(resume, "time", clock)
     interval = BackupInterval()
     interval.begin()
     if interruptions:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from keras_het.planning.pipeline.plan import PipelinePlan
-from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token
-from keras_het.strategy.pipeline.step.process_group import ProcessGroup
-from keras_het.strategy.pipeline.step.stage import Stage
+from keras_het.strategy.pipeline.model_units import ModelUnits, Token
+from keras_het.strategy.pipeline.process_group import ProcessGroup
+from keras_het.strategy.pipeline.stage import Stage
 
 HEAD, COLLECTOR = -1, -2
 """Take the model's outputs as stages do: for the gradient of the loss, and for all else."""

@@ -1,1 +1,0 @@
-"""One step of a pipeline in the graph: stages, their passes, and what travels between them."""
