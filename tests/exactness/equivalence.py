@@ -50,6 +50,17 @@ def three_replicas() -> HeterogeneousStrategy:
     return HeterogeneousStrategy(devices=DEVICES)
 
 
+@functools.cache
+def in_parts(size: Any = 2, number: int = 3) -> HeterogeneousStrategy:
+    """The same with shares that are computed in parts of so many samples at most."""
+    return HeterogeneousStrategy(devices=DEVICES[:number], micro_batch_size=size)
+
+
+whole_and_in_parts = pytest.mark.parametrize(
+    "replicas", [three_replicas, in_parts], ids=["whole", "parts"]
+)
+
+
 class StepLogs(keras.callbacks.Callback):
     """Keeps the logs of every call of `on_train_batch_end`, as the progress bar gets them."""
 

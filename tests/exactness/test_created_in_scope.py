@@ -52,16 +52,6 @@ def test_layers_built_outside_of_the_scope(names):
         model.fit(three_replicas().distribute(batches()), verbose=0)
 
 
-def test_weights_added_outside_of_the_scope():
-    layer = keras.layers.Dense(5)
-    model = model_around(layer)
-    layer.enable_lora(2)
-    with three_replicas().scope():
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-    with pytest.raises(ValueError, match=MESSAGE.format("lora_kernel_a")):
-        model.fit(three_replicas().distribute(batches()), verbose=0)
-
-
 def added_after(strategy, x):
     with strategy.scope():
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])

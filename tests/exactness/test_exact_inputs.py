@@ -17,6 +17,7 @@ from equivalence import (
     masked_words,
     needs_no_xla,
     three_replicas,
+    whole_and_in_parts,
 )
 
 from keras_het.strategy.cluster import agreement
@@ -148,25 +149,6 @@ def test_predictions_of_different_widths_are_refused():
         tagged(strategy, [[1, 2], [3], [6, 7, 8], [1]])
 
 
-class Scores(keras.Model):
-    """Predicts a loss of each sample."""
-
-    def predict_step(self, data):
-        loss = keras.losses.MeanSquaredError(reduction=None)
-        sums = keras.losses.MeanSquaredError(reduction="sum")
-        return loss(data, 2 * data), tf.map_fn(lambda row: sums(row, 2 * row), data)
-
-
-def test_losses_of_samples_are_predictions_like_others():
-    strategy = three_replicas()
-    strategy.set_share_weights((4, 2, 1))
-    with strategy.scope():
-        model = Scores()
-    x, _ = arrays(7)
-    for predicted in model.predict(x, verbose=0):
-        np.testing.assert_allclose(predicted, (x**2).mean(axis=1), rtol=1e-5)
-
-
 @needs_no_xla
 @pytest.mark.quick("adam")
 @pytest.mark.parametrize(
@@ -214,8 +196,9 @@ def test_text_through_a_preprocessing_layer():
 
 
 @pytest.mark.full
+@whole_and_in_parts
 @pytest.mark.parametrize("layer", ["LSTM", "GRU"])
-def test_recurrent_layers_with_masks(layer):
+def test_recurrent_layers_with_masks(layer, replicas):
     def build():
         model = keras.Sequential(
             [
@@ -228,7 +211,7 @@ def test_recurrent_layers_with_masks(layer):
         model.compile(adam(), "mse")
         return model
 
-    assert_equivalent(Trial(build, masked_words, predict=False))
+    assert_equivalent(Trial(build, masked_words, predict=False), strategy=replicas())
 
 
 class SumOfParts(keras.Model):

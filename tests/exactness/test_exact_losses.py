@@ -9,12 +9,12 @@ import tensorflow as tf
 from equivalence import (
     ALL_SHARES,
     IS_QUICK,
-    ONLY_WHOLE_BATCHES,
     Trial,
     arrays,
     assert_equivalent,
     batches,
     dense_model,
+    whole_and_in_parts,
 )
 
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum", None)
@@ -58,28 +58,31 @@ def masked_model(reduction, mask_zero=True, metric=True):
 
 
 @pytest.mark.full
+@whole_and_in_parts
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_every_reduction(reduction):
+def test_every_reduction(reduction, replicas):
     build = functools.partial(
         dense_model, keras.losses.MeanSquaredError(reduction=reduction), sgd, metrics=["mae"]
     )
-    assert_equivalent(Trial(build))
+    assert_equivalent(Trial(build), strategy=replicas())
 
 
-@pytest.mark.quick("None")
+@pytest.mark.quick("None-whole")
+@whole_and_in_parts
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_every_reduction_with_sample_weights(reduction):
+def test_every_reduction_with_sample_weights(reduction, replicas):
     loss = keras.losses.MeanSquaredError(reduction=reduction)
     build = functools.partial(dense_model, loss, sgd, weighted_metrics=["mae"])
-    assert_equivalent(Trial(build, weighted_batches))
+    assert_equivalent(Trial(build, weighted_batches), strategy=replicas())
 
 
-@pytest.mark.quick("per time step-mean_with_sample_weight")
+@pytest.mark.quick("per time step-mean_with_sample_weight-whole")
+@whole_and_in_parts
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("weights", [None, "per sample", "per time step"])
-def test_every_reduction_with_masks(reduction, weights):
+def test_every_reduction_with_masks(reduction, weights, replicas):
     build = functools.partial(masked_model, reduction)
-    assert_equivalent(Trial(build, functools.partial(sequences, weights)))
+    assert_equivalent(Trial(build, functools.partial(sequences, weights)), strategy=replicas())
 
 
 @pytest.mark.full
@@ -108,10 +111,11 @@ DISTRIBUTE = {
 }
 
 
-@pytest.mark.quick("sum_over_batch_size-plain")
+@pytest.mark.quick("sum_over_batch_size-plain-whole")
+@whole_and_in_parts
 @pytest.mark.parametrize("distribute", DISTRIBUTE)
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
-def test_class_weight(reduction, distribute):
+def test_class_weight(reduction, distribute, replicas):
     loss = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
     build = functools.partial(classifier, loss, weighted_metrics=["accuracy"])
     # Keras maps the dataset that it is given
@@ -121,17 +125,7 @@ def test_class_weight(reduction, distribute):
         options={"class_weight": {0: 5.0, 1: 0.5, 2: 1.0}},
         distribute=DISTRIBUTE[distribute],
     )
-    assert_equivalent(plain)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
-def test_ignored_class(reduction):
-    # ignore_class makes a mask of the losses themselves
-    loss = functools.partial(
-        keras.losses.SparseCategoricalCrossentropy, ignore_class=1, reduction=reduction
-    )
-    assert_equivalent(Trial(functools.partial(classifier, loss()), classes))
+    assert_equivalent(plain, strategy=replicas())
 
 
 @pytest.mark.skipif(
@@ -142,40 +136,10 @@ def test_loss_that_reduces_on_its_own():
     assert_equivalent(Trial(functools.partial(classifier, loss), classes))
 
 
-@pytest.mark.full
-def test_losses_of_keras():
-    names = (
-        "BinaryCrossentropy",
-        "CosineSimilarity",
-        "Huber",
-        "KLDivergence",
-        "LogCosh",
-        "MeanAbsolutePercentageError",
-        "Poisson",
-        "SquaredHinge",
-    )
-
-    def build():
-        inputs = keras.Input((5,))
-        outputs = {name: keras.layers.Dense(3, "softmax", name=name)(inputs) for name in names}
-        model = keras.Model(inputs, outputs)
-        model.compile(
-            keras.optimizers.SGD(0.01), {name: getattr(keras.losses, name)() for name in names}
-        )
-        return model
-
-    def data():
-        x, y = arrays(outputs=3)
-        target = np.abs(y) + 0.1
-        rows = tf.data.Dataset.from_tensor_slices((x, dict.fromkeys(names, target)))
-        return rows.batch(8, ONLY_WHOLE_BATCHES)
-
-    assert_equivalent(Trial(build, data))
-
-
-@pytest.mark.quick("sum")
+@pytest.mark.quick("sum-whole")
+@whole_and_in_parts
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
-def test_regularization_losses(reduction):
+def test_regularization_losses(reduction, replicas):
     def layers():
         return [
             keras.layers.Dense(
@@ -187,7 +151,8 @@ def test_regularization_losses(reduction):
         ]
 
     loss = keras.losses.MeanSquaredError(reduction=reduction)
-    assert_equivalent(Trial(functools.partial(dense_model, loss, sgd, layers)))
+    trial = Trial(functools.partial(dense_model, loss, sgd, layers))
+    assert_equivalent(trial, strategy=replicas())
 
 
 class MeanPenalty(keras.layers.Layer):
@@ -227,15 +192,16 @@ class PenaltyOfWeights(ConstantPenalty):
         return inputs * self.scale
 
 
-@pytest.mark.quick("PenaltyOfSamples")
+@pytest.mark.quick("PenaltyOfSamples-whole")
+@whole_and_in_parts
 @pytest.mark.parametrize(
     "penalty",
     [MeanPenalty, ConstantPenalty, PenaltyOfSamples, PenaltyOfValues, PenaltyOfWeights],
 )
-def test_add_loss(penalty):
+def test_add_loss(penalty, replicas):
     layers = [lambda: keras.layers.Dense(4), penalty]
     build = functools.partial(dense_model, "mse", sgd, lambda: [make() for make in layers])
-    assert_equivalent(Trial(build))
+    assert_equivalent(Trial(build), strategy=replicas())
 
 
 @pytest.mark.full

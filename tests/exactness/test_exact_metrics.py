@@ -40,38 +40,6 @@ class DictResult(RelativeDeviation):
         return {"error": self.error / self.size, "size": self.size}
 
 
-def binary_data():
-    x, y = arrays()
-    weight = np.linspace(0.1, 2.0, len(x)).astype("float32")
-    return tf.data.Dataset.from_tensor_slices((x, (y > 0.5).astype("float32"), weight)).batch(8)
-
-
-def binary_metrics():
-    m = keras.metrics
-    return [
-        "accuracy",
-        m.AUC(num_thresholds=20, name="auc"),
-        m.Precision(name="precision"),
-        m.Recall(name="recall"),
-        m.F1Score(threshold=0.5, name="f1"),
-        m.BinaryIoU(name="iou"),
-        m.TruePositives(name="tp"),
-        m.SensitivityAtSpecificity(0.5, num_thresholds=20, name="sensitivity"),
-    ]
-
-
-@pytest.mark.full
-def test_binary_metrics():
-    def build():
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, "sigmoid")])
-        model.compile(
-            sgd(), "binary_crossentropy", metrics=binary_metrics(), weighted_metrics=["accuracy"]
-        )
-        return model
-
-    assert_equivalent(Trial(build, binary_data, infer_always=True), ALL_SHARES)
-
-
 @pytest.mark.full
 def test_regression_metrics():
     def build():

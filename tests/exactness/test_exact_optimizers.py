@@ -6,7 +6,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import ALL_SHARES, Trial, arrays, assert_equivalent, dense_model
+from equivalence import (
+    ALL_SHARES,
+    Trial,
+    arrays,
+    assert_equivalent,
+    dense_model,
+    whole_and_in_parts,
+)
 
 O = keras.optimizers  # noqa: E741 - short for the table below
 
@@ -133,11 +140,13 @@ def test_optimizer(name):
     assert_equivalent(Trial(build, evaluate=False, predict=False))
 
 
-@pytest.mark.quick("ema_overwrite_frequency", "gradient_accumulation_steps")
+@pytest.mark.quick("ema_overwrite_frequency-whole", "gradient_accumulation_steps-whole")
+@whole_and_in_parts
 @pytest.mark.parametrize("name", SETTINGS)
-def test_setting(name):
+def test_setting(name, replicas):
     build = functools.partial(dense_model, "mse", SETTINGS[name])
-    assert_equivalent(Trial(build, evaluate=False, predict=False), ALL_SHARES)
+    trial = Trial(build, evaluate=False, predict=False)
+    assert_equivalent(trial, ALL_SHARES, strategy=replicas())
 
 
 def test_loss_scale_goes_down_when_one_replica_overflows():
@@ -193,9 +202,10 @@ def test_frozen_layers():
     assert_equivalent(Trial(functools.partial(dense_model, "mse", None, layers)))
 
 
-@pytest.mark.quick("clip1")
+@pytest.mark.quick("clip1-whole")
+@whole_and_in_parts
 @pytest.mark.parametrize("clip", [{}, {"clipnorm": 0.05}, {"global_clipnorm": 0.1}])
-def test_embeddings(clip):
+def test_embeddings(clip, replicas):
     # the gradient of an embedding is tf.IndexedSlices
     def build():
         model = keras.Sequential(
@@ -213,12 +223,14 @@ def test_embeddings(clip):
         x, y = arrays(features=3)
         return tf.data.Dataset.from_tensor_slices(((x * 10).astype("int32") % 7, y)).batch(8)
 
-    assert_equivalent(Trial(build, data, evaluate=False, predict=False))
+    trial = Trial(build, data, evaluate=False, predict=False)
+    assert_equivalent(trial, strategy=replicas())
 
 
 @pytest.mark.full
+@whole_and_in_parts
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_mixed_precision(policy):
+def test_mixed_precision(policy, replicas):
     # Half precision keeps 11 bits (bfloat16: 8), and each replica rounds its own share's sums: one
     # rounding is 5e-4 (4e-3) of the value, and six steps add some of them.
     rtol, atol = {"mixed_float16": (2e-2, 4e-3), "mixed_bfloat16": (1e-1, 3e-2)}[policy]
@@ -233,7 +245,7 @@ def test_mixed_precision(policy):
         finally:
             keras.config.set_dtype_policy(before)
 
-    assert_equivalent(Trial(build), ALL_SHARES, rtol=rtol, atol=atol)
+    assert_equivalent(Trial(build), ALL_SHARES, rtol, atol, replicas())
 
 
 def test_double_precision():

@@ -11,6 +11,7 @@ from equivalence import (
     arrays,
     assert_equivalent,
     batches,
+    in_parts,
     said,
     three_replicas,
 )
@@ -446,10 +447,10 @@ class DerivedLogs(LowLevelStep):
     """Numbers made of results, of losses and of samples."""
 
     def train_step(self, data):
-        logs = super().train_step(data)
         x, y = data
         y_pred = self(x, training=True)
         loss, numbers = self.compute_loss(y=y, y_pred=y_pred), keras.ops.cast(x > 0, x.dtype)
+        logs = super().train_step(data)
         return {
             **logs,
             "perplexity": keras.ops.exp(logs["loss"]),
@@ -515,6 +516,21 @@ STEPS = {
 def test_a_step_of_ones_own(name):
     model, options, compared, shares = STEPS[name]
     assert_equivalent(Trial(compiled(model, **options), **compared), shares)
+
+
+# The others read after the update what it changes, or sum over replicas before it.
+IN_PARTS = (
+    *("of the guide", "low level", "functional loss", "loss object", "own compute_loss"),
+    *("derived logs", "two optimizers", "VectorLossStep", "ScaledVectorStep"),
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_a_step_of_ones_own_in_parts(name):
+    model, options, compared, _ = STEPS[name]
+    trial = Trial(compiled(model, **options), **compared)
+    assert_equivalent(trial, strategy=in_parts())
 
 
 class BranchesOnResult(GuideStep):

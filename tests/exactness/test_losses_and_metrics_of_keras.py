@@ -50,6 +50,10 @@ ARGUMENTS = {
 VARIANTS = {
     "SparseCategoricalCrossentropy-ignore_class": {"ignore_class": 0},
     "SparseCategoricalCrossentropy-ignore_class-logits": {"ignore_class": -1, "from_logits": True},
+    "SparseCategoricalCrossentropy-ignore_class-weighted": {
+        "ignore_class": 1,
+        "reduction": "mean_with_sample_weight",
+    },
     "Dice-axis": {"axis": (1, 2)},
     "Tversky-axis": {"axis": (1, 2)},
     "IoU-ignore_class": {**ARGUMENTS["IoU"], "ignore_class": 2},

@@ -1,6 +1,5 @@
 """Shares that are computed in parts give what one device gives, or a replica for each part."""
 
-import functools
 import subprocess
 import sys
 
@@ -12,153 +11,24 @@ from devices import DEVICES
 from equivalence import (
     IS_QUICK,
     Trial,
-    arrays,
     assert_equivalent,
     assert_same_outcome,
     batches,
     build_seeded,
     dense_model,
+    in_parts,
     masked_words,
     said,
     values_of,
 )
 from keras import ops
-from test_own_state import Counters, Extremes, Sums
+from test_exact_own_steps import Base, compiled
 
 import keras_het
 from keras_het import HeterogeneousStrategy
 
 SHARES = ((3, 0, 5), (5, 2, 1))
 pytestmark = pytest.mark.usefixtures("double_precision")
-
-
-@functools.cache
-def in_parts(size=2, devices=3):
-    return HeterogeneousStrategy(DEVICES[:devices], micro_batch_size=size)
-
-
-def assert_exact(build, data=batches, size=2, rtol=1e-9, **options):
-    trial = Trial(build, data, **{"predict": False, "infer_always": not IS_QUICK, **options})
-    assert_equivalent(trial, SHARES, rtol, rtol / 100, strategy=in_parts(size))
-
-
-class Activities(keras.layers.Layer):
-    """Losses of both kinds, as scalars and as values of samples."""
-
-    def call(self, x):
-        self.add_loss(0.1 * ops.mean(ops.square(x)))
-        self.add_loss(0.01 * ops.sum(ops.square(x), axis=1))
-        return x
-
-
-class Step(keras.Model):
-    """A step of one's own, as in the guides."""
-
-    def __init__(self):
-        super().__init__()
-        self.hidden = keras.layers.Dense(4, "tanh", kernel_regularizer="l2")
-        self.head = keras.layers.Dense(1)
-        self.build((None, 5))
-
-    def build(self, shape):
-        self.hidden.build(shape)
-        self.head.build((None, 4))
-        self.built = True
-
-    def call(self, x, training=False):
-        return self.head(self.hidden(x))
-
-    def gradients(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            y_pred = self(x, training=True)
-            loss = self.compute_loss(y=y, y_pred=y_pred)
-        return y, y_pred, loss, tape.gradient(loss, self.trainable_variables)
-
-
-class GuideStep(Step):
-    def train_step(self, data):
-        y, y_pred, loss, gradients = self.gradients(data)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        for metric in self.metrics:
-            args = (loss,) if metric.name == "loss" else (y, y_pred)
-            metric.update_state(*args)
-        return {
-            **{m.name: m.result() for m in self.metrics},
-            "spread": ops.mean(ops.square(y_pred)),
-        }
-
-
-class OldStep(Step):
-    def train_step(self, data):
-        *_, loss, gradients = self.gradients(data)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        return {"loss": loss, "rate": self.optimizer.learning_rate}
-
-
-class Extended(Step):
-    def train_step(self, data):
-        logs = super().train_step(data)
-        return {**logs, "size": ops.mean(ops.cast(data[0] > 0, "float64"))}
-
-
-class DoublesResult(Step):
-    def train_step(self, data):
-        logs = super().train_step(data)
-        return {**logs, "double": 2 * logs["loss"], "rows": ops.shape(data[0])[0]}
-
-
-class TwoOptimizers(Step):
-    def train_step(self, data):
-        *_, loss, gradients = self.gradients(data)
-        variables = self.trainable_variables
-        self.optimizer.apply(gradients[:2], variables[:2])
-        self.second.apply(gradients[2:], variables[2:])
-        return {"loss": loss}
-
-
-def own_step(kind):
-    model = kind()
-    metrics = None if kind in (OldStep, TwoOptimizers) else ["mae"]
-    model.compile(keras.optimizers.Adam(0.05, global_clipnorm=0.3), "mse", metrics=metrics)
-    if kind is TwoOptimizers:
-        model.second = keras.optimizers.SGD(0.1)
-    return model
-
-
-def classifier(**options):
-    loss = keras.losses.BinaryCrossentropy(from_logits=True)
-    return dense_model(loss, functools.partial(sgd, 0.1), **options)
-
-
-def classes():
-    x, y = arrays()
-    return tf.data.Dataset.from_tensor_slices((x, (y > 0.5).astype("float64"))).batch(8)
-
-
-def weighted():
-    x, y = arrays()
-    weights = np.random.default_rng(3).uniform(0.0, 2.0, (len(x),))
-    return tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(8)
-
-
-def sentences(masked=True, recurrent=False):
-    model = keras.Sequential(
-        [
-            keras.Input((4,), dtype="int32"),
-            keras.layers.Embedding(9, 3, mask_zero=masked),
-            *([keras.layers.GRU(3, return_sequences=True)] if recurrent else []),
-            keras.layers.Dense(1),
-        ]
-    )
-    model.compile(keras.optimizers.Adam(0.05), "mse", weighted_metrics=["mae"])
-    return model
-
-
-def words_to_words():
-    words = np.concatenate([x for x, _ in masked_words()])
-    targets = np.random.default_rng(1).normal(size=(*words.shape, 1))
-    return tf.data.Dataset.from_tensor_slices((words, targets)).batch(8)
 
 
 def several_outputs():
@@ -174,102 +44,25 @@ def several_outputs():
 
 
 def words_to_several():
-    def targets(words, target):
-        return words, (target, target[:, 0])
-
-    return words_to_words().map(targets)
-
-
-def mse(reduction):
-    return keras.losses.MeanSquaredError(reduction=reduction)
-
-
-def with_state(layer):
-    return dense_model(
-        layers=lambda: [keras.layers.Dense(5, "tanh"), layer(name="own", dtype="float32")]
-    )
+    words = np.concatenate([x for x, _ in masked_words()])
+    targets = np.random.default_rng(1).normal(size=(*words.shape, 1))
+    return tf.data.Dataset.from_tensor_slices((words, (targets, targets[:, 0]))).batch(8)
 
 
 CASES = {
-    "regularizer_and_clipping": lambda: assert_exact(
-        lambda: dense_model(
-            optimizer=lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.1),
-            layers=lambda: [keras.layers.Dense(4, "tanh", kernel_regularizer="l2")],
-            metrics=["mae", keras.metrics.RootMeanSquaredError()],
-        )
-    ),
-    "add_loss": lambda: assert_exact(lambda: dense_model(layers=lambda: [Activities()])),
-    "auc_and_class_weight": lambda: assert_exact(
-        lambda: classifier(metrics=["accuracy", keras.metrics.AUC(20, name="auc")]),
-        classes,
-        options={"class_weight": {0: 1.0, 1: 3.0}},
-    ),
-    "sum": lambda: assert_exact(lambda: dense_model(mse("sum"), functools.partial(sgd, 0.01))),
-    "none": lambda: assert_exact(
-        lambda: dense_model(mse("none"), functools.partial(sgd, 0.01)), evaluate=False
-    ),
-    "mean": lambda: assert_exact(lambda: dense_model(mse("mean"))),
-    "sample_weight": lambda: assert_exact(
-        lambda: dense_model(weighted_metrics=["mae"], metrics=["mse"]), weighted
-    ),
-    "mean_with_sample_weight": lambda: assert_exact(
-        lambda: dense_model(mse("mean_with_sample_weight")), weighted
-    ),
-    "masks": lambda: assert_exact(functools.partial(sentences, recurrent=True), words_to_words),
-    "several_divisors": lambda: assert_exact(several_outputs, words_to_several),
-    "embedding": lambda: assert_exact(functools.partial(sentences, masked=False), words_to_words),
-    "accumulation": lambda: assert_exact(
-        lambda: dense_model(
-            optimizer=lambda: keras.optimizers.Adam(
-                0.05, gradient_accumulation_steps=2, clipvalue=0.1
-            )
-        )
-    ),
-    "loss_scale": lambda: assert_exact(
-        lambda: dense_model(
-            optimizer=lambda: keras.optimizers.LossScaleOptimizer(
-                keras.optimizers.SGD(0.1), initial_scale=8.0, dynamic_growth_steps=2
-            )
-        )
-    ),
-    "mixed_precision": lambda: assert_exact(half_precision, rtol=2e-2),
-    **{
-        kind.__name__: functools.partial(
-            assert_exact, functools.partial(own_step, kind), evaluate=False
-        )
-        for kind in (GuideStep, OldStep, Extended, TwoOptimizers, DoublesResult)
-    },
-    **{
-        layer.__name__: functools.partial(
-            assert_exact, functools.partial(with_state, layer), rtol=1e-5, evaluate=False
-        )
-        for layer in (Counters, Sums, Extremes)
-    },
-    "not_divisible": lambda: assert_exact(dense_model, size=3),
-    "one_sample_each": lambda: assert_exact(dense_model, size=1),
-    "some_replicas": lambda: assert_exact(dense_model, size=(None, 1, 2)),
+    "several divisors": (several_outputs, words_to_several, 2),
+    "not divisible": (dense_model, batches, 3),
+    "one sample each": (dense_model, batches, 1),
+    "some replicas": (dense_model, batches, (None, 1, 2)),
 }
 
 
-def half_precision():
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
-        # each part rounds to 11 bits
-        optimizer = functools.partial(keras.optimizers.LossScaleOptimizer, sgd(0.1), 256)
-        return dense_model("mse", optimizer)
-    finally:
-        keras.config.set_dtype_policy(before)
-
-
-def sgd(rate):
-    return keras.optimizers.SGD(rate)
-
-
-@pytest.mark.quick("several_divisors")
+@pytest.mark.quick("several divisors")
 @pytest.mark.parametrize("case", CASES)
 def test_parts_give_what_one_device_gives(case, caplog):
-    CASES[case]()
+    build, data, size = CASES[case]
+    trial = Trial(build, data, predict=False, infer_always=not IS_QUICK)
+    assert_equivalent(trial, SHARES, 1e-9, 1e-11, strategy=in_parts(size))
     assert not said(caplog)
 
 
@@ -389,7 +182,19 @@ def test_shares_in_parts_are_balanced():
     assert min(min(row["seconds"]) for row in balancer.measurements) > 0
 
 
-class ReadsAfterUpdate(Step):
+class Step(Base):
+    def gradients(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        return loss, tape.gradient(loss, self.trainable_variables)
+
+
+def own_step(kind):
+    return compiled(kind)()
+
+
+class ReadsAfterUpdate(Base):
     def train_step(self, data):
         logs = super().train_step(data)
         return {**logs, "norm": ops.norm(self.head.kernel)}
@@ -398,12 +203,12 @@ class ReadsAfterUpdate(Step):
 class TwoUpdates(Step):
     def train_step(self, data):
         for _ in range(2):
-            *_, loss, gradients = self.gradients(data)
+            loss, gradients = self.gradients(data)
             self.optimizer.apply(gradients, self.trainable_variables)
         return {"loss": loss}
 
 
-class BranchesOnResult(Step):
+class BranchesOnResult(Base):
     def train_step(self, data):
         loss = super().train_step(data)["loss"]
         return {"double": tf.cond(loss > 0, lambda: 2 * loss, lambda: loss)}
@@ -411,7 +216,7 @@ class BranchesOnResult(Step):
 
 class Sharpness(Step):
     def train_step(self, data):
-        *_, loss, gradients = self.gradients(data)
+        loss, gradients = self.gradients(data)
         reduced = keras_het.reduce_over_replicas(gradients)
         self.optimizer.apply(reduced, self.trainable_variables)
         return {"loss": loss}
@@ -419,7 +224,7 @@ class Sharpness(Step):
 
 class InCondition(Step):
     def train_step(self, data):
-        *_, loss, gradients = self.gradients(data)
+        loss, gradients = self.gradients(data)
 
         def update():
             self.optimizer.apply(gradients, self.trainable_variables)

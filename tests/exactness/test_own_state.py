@@ -16,6 +16,7 @@ from equivalence import (
     dense_model,
     said,
     three_replicas,
+    whole_and_in_parts,
 )
 
 ops = keras.ops
@@ -147,11 +148,12 @@ def with_state(layer, **options):
     return dense_model(layers=hidden, **options)
 
 
-@pytest.mark.quick("Counters")
+@pytest.mark.quick("Counters-whole")
+@whole_and_in_parts
 @pytest.mark.parametrize("name", LAYERS)
-def test_state_is_that_of_one_device(name, caplog):
+def test_state_is_that_of_one_device(name, replicas, caplog):
     trial = Trial(lambda: with_state(LAYERS[name]), evaluate=False, predict=False)
-    assert_equivalent(trial, ALL_SHARES)
+    assert_equivalent(trial, ALL_SHARES, strategy=replicas())
     assert not said(caplog)
 
 

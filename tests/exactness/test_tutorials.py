@@ -211,49 +211,7 @@ def multi_worker_with_ctl(strategy, folder):
     return [*map(float, results), *multi_worker_model.get_weights()]
 
 
-def input_of_all_kinds(strategy, folder):
-    """`input`: element specs, iterators, functions over datasets, values from functions."""
-    del folder
-    x, y = images()
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
-    dist_dataset = strategy.experimental_distribute_dataset(dataset)
-    results = []
-
-    @tf.function(input_signature=[dist_dataset.element_spec])
-    def step_with_signature(inputs):
-        def total(samples, labels):
-            return tf.reduce_sum(samples) + tf.reduce_sum(tf.cast(labels, tf.float32))
-
-        return strategy.reduce("SUM", strategy.run(total, args=inputs), axis=None)
-
-    for batch in dist_dataset:
-        results.append(step_with_signature(batch))
-    iterator = iter(dist_dataset)
-    for _ in range(2):
-        results.append(step_with_signature(iterator.get_next()))
-
-    @tf.function
-    def steps(iterator):
-        found = 0.0
-        for _ in tf.range(10):
-            optional_data = iterator.get_next_as_optional()
-            if not optional_data.has_value():
-                break
-            per_replica = strategy.run(
-                lambda s, _: tf.reduce_sum(s), args=optional_data.get_value()
-            )
-            found += strategy.reduce("SUM", per_replica, axis=None)
-        return found
-
-    results.append(steps(iter(dist_dataset)))
-    values = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(float(context.replica_id_in_sync_group == 0))
-    )
-    results.append(strategy.reduce("SUM", strategy.run(lambda v: v, args=(values,)), axis=None))
-    return [float(result) for result in results]
-
-
-TUTORIALS = (custom_training, save_and_load, multi_worker_with_ctl, input_of_all_kinds)
+TUTORIALS = (custom_training, save_and_load, multi_worker_with_ctl)
 
 
 @pytest.mark.quick("4_1_1-multi_worker_with_ctl")

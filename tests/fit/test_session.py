@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from pathlib import Path
 
 import keras
@@ -12,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import keras_het
-from keras_het.fit.session import FitSession, Rank
+from keras_het.fit.session import FitSession, Rank, ShorterEpochs
 from keras_het.strategy.keras_calls import SessionCallback
 
 X = np.ones((8, 3), "float32")
@@ -280,3 +281,43 @@ def test_a_steady_step_passes_few_files(logical_devices):
     finally:
         sys.setprofile(before)
     assert 1 <= len(files) <= 8, sorted(files)
+
+
+def warns():
+    """Whether Keras's warning comes through, among others that always do."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.warn("Your input ran out of data; interrupting training.", stacklevel=1)
+        warnings.warn("Something else", stacklevel=1)
+    messages = [str(each.message) for each in caught]
+    assert "Something else" in messages
+    return len(messages) == 2
+
+
+@pytest.fixture
+def everything_warns():
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        yield
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_last_one_to_end_lets_it_through(everything_warns, order):
+    both = [ShorterEpochs(), ShorterEpochs()]
+    before = list(warnings.filters)
+    assert warns()
+    for each in both:
+        each.expect()
+        assert not warns()
+    assert both[order[0]].end()
+    assert not warns()
+    assert both[order[1]].end()
+    assert warns()
+    assert list(warnings.filters) == before
+
+
+def test_to_expect_twice_is_to_expect_once(everything_warns):
+    epochs = ShorterEpochs()
+    epochs.expect()
+    epochs.expect()
+    assert epochs.end() and not epochs.end()
+    assert warns()
