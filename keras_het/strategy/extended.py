@@ -81,7 +81,8 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self._on_join = on_join
         self._communication_dtype: tf.DType | None = None
         self._created: list[list[tf.Variable]] | None = None
-        self._bytes_per_bucket = int(communication_options.bytes_per_pack)
+        # Gradients of that size are summed before the others exist; 0 if all travel at once.
+        self.bytes_per_bucket = int(communication_options.bytes_per_pack)
         self._power_sgd: PowerSGD | None = None
         self._requested_devices = tuple(devices)
         self._communication_options = communication_options
@@ -356,15 +357,6 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         if self._created is not None and tf.executing_eagerly():
             self._created.append(list(self._local_results(variable)))
         return variable
-
-    @property
-    def bytes_per_bucket(self) -> int:
-        """Gradients of that size are summed before the others exist; 0 if all travel at once."""
-        return self._bytes_per_bucket
-
-    @bytes_per_bucket.setter
-    def bytes_per_bucket(self, size: int) -> None:
-        self._bytes_per_bucket = size
 
     @property
     def communication_dtype(self) -> tf.DType | None:

@@ -21,16 +21,15 @@ from keras_het.fit.share_bounds import MicroBatchSize, read_micro_batch_size
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout
+from keras_het.planning.argument_checks import check_number
 from keras_het.planning.replica_layout import weights_of_replicas
 from keras_het.planning.shares import Weights
 from keras_het.seen_versions import check_keras_backend
 from keras_het.strategy import keras_calls
 from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
 from keras_het.strategy.cluster import agreement
-from keras_het.strategy.cluster.cluster_config import ClusterConfig
 from keras_het.strategy.cluster.peer_watch import (
     PeerWatch,
-    check_seconds,
     install_report,
     naming_lost_workers,
     read_peer_timeout,
@@ -50,7 +49,6 @@ from keras_het.strategy.exact.xla import compiled_as_a_whole
 from keras_het.strategy.extended import HeterogeneousExtended, check_how_gradients_travel
 from keras_het.strategy.measure.compute_times import ComputeTimes
 from keras_het.strategy.measure.emulated_device import (
-    EmulatedDevice,
     read_emulated_devices,
     warn_of_emulated_devices,
     warn_that_nothing_waits,
@@ -160,14 +158,14 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         on_drift: str = "warn",
     ) -> None:
         check_keras_backend(keras.backend.backend())
-        check_seconds("startup_timeout_seconds", startup_timeout_seconds)
+        check_number("startup_timeout_seconds", startup_timeout_seconds, above=0)
         patience = read_peer_timeout(peer_timeout_seconds)
         summation = read_gradient_reduction(gradient_reduction)
         how = (communication_options, communication_dtype, powersgd_rank)
         check_how_gradients_travel(*how, summation)
         self._on_drift = check_on_drift(on_drift)
         self._collective_key_base = next_collective_key_base()
-        self._emulated_devices = read_emulated_devices()
+        self.emulated_devices = read_emulated_devices()
         self._has_warned = False
         membership = find_cluster(cluster_resolver)
         check_is_no_summation_machine(membership.config)
@@ -187,10 +185,10 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         )
         if membership.config is not None or membership.num_workers > 1:
             leave_quickly()
-        self._cluster_config = membership.config
+        self.cluster_config = membership.config
         self._data_path = DataPath(self, weights_of_replicas(share_weights, self.layout))
         self._micro_batch_sizes = read_micro_batch_size(micro_batch_size, self.num_replicas_in_sync)
-        self._compute_times = ComputeTimes(self.layout, micro_batch_size == "auto")
+        self.compute_times = ComputeTimes(self.layout, micro_batch_size == "auto")
         self.extended.send_gradients_as(communication_dtype)
         self.extended.send_low_rank(powersgd_rank)
         self._training_state = TrainingState()
@@ -232,7 +230,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         )
 
     def _warn_of_emulation(self, num_devices: int) -> None:
-        warn_of_emulated_devices(self._emulated_devices, num_devices)
+        warn_of_emulated_devices(self.emulated_devices, num_devices)
 
     def _begin_watching(self, membership: Membership, patience_seconds: float) -> None:
         stop_signals.install(private_api.abort_collectives)
@@ -262,36 +260,31 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     @property
     def is_chief(self) -> bool:
         """Whether this worker writes to shared paths."""
-        if self._cluster_config is not None:
-            return self._cluster_config.is_chief or self._cluster_config.is_evaluator
+        if self.cluster_config is not None:
+            return self.cluster_config.is_chief or self.cluster_config.is_evaluator
         return self.worker_index == 0
-
-    @property
-    def cluster_config(self) -> ClusterConfig | None:
-        """The whole cluster as TF_CONFIG describes it, None without a description."""
-        return self._cluster_config
 
     @property
     def is_async_worker(self) -> bool:
         """Whether this process trains outside of the sync group (job `async`)."""
-        return self._cluster_config is not None and self._cluster_config.is_async_worker
+        return self.cluster_config is not None and self.cluster_config.is_async_worker
 
     @property
     def is_parameter_server(self) -> bool:
         """Whether this process holds the parameter service of async workers and trains nothing."""
-        return self._cluster_config is not None and self._cluster_config.is_parameter_server
+        return self.cluster_config is not None and self.cluster_config.is_parameter_server
 
     @property
     def _first_seed_stream(self) -> int:
         """First of this group's streams of random numbers; async workers draw from others."""
-        if self._cluster_config is None or not self.is_async_worker:
+        if self.cluster_config is None or not self.is_async_worker:
             return 0
-        return _SEED_STREAMS_PER_GROUP * (1 + self._cluster_config.task_index)
+        return _SEED_STREAMS_PER_GROUP * (1 + self.cluster_config.task_index)
 
     @property
     def num_async_workers(self) -> int:
         """Number of workers outside of the sync group."""
-        return 0 if self._cluster_config is None else len(self._cluster_config.async_workers)
+        return 0 if self.cluster_config is None else len(self.cluster_config.async_workers)
 
     @property
     def has_lost_workers(self) -> bool:
@@ -303,11 +296,6 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """The cluster resolver, as in `MultiWorkerMirroredStrategy`."""
         return self.extended._cluster_resolver
-
-    @property
-    def emulated_devices(self) -> tuple[EmulatedDevice, ...] | None:
-        """The emulated devices of this worker's replicas, or None if they are real."""
-        return self._emulated_devices
 
     @property
     def share_weights(self) -> tuple[float, ...]:
@@ -367,21 +355,16 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """
         return self._data_path.distribute_files(filenames, reader, global_batch_size, **options)
 
-    @property
-    def compute_times(self) -> ComputeTimes:
-        """The compute times of the latest training steps, if `measure_compute_times` is on."""
-        return self._compute_times
-
     def _measure_phases(self, model: keras.Model, sampled: int) -> None:
-        self._data_path.on_input_wait = self._compute_times.phases.note_input_wait
-        self._compute_times.phases.begin(model, self.extended.worker_devices, sampled)
+        self._data_path.on_input_wait = self.compute_times.phases.note_input_wait
+        self.compute_times.phases.begin(model, self.extended.worker_devices, sampled)
 
     def measure_compute_times(
         self, model: keras.Model | None = None, gradients: bool = False, stops: bool = False
     ) -> None:
         """Make the training steps of Keras measure each replica's compute time."""
         # The step of a model that has been trained is traced again; `gradients` adds squared norms.
-        self._compute_times.begin(model, gradients, stops)
+        self.compute_times.begin(model, gradients, stops)
 
     def _sample_steps(
         self, session: FitSession | None, earlier: SampledSteps | None = None
@@ -400,7 +383,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
     def stop_measuring(self, model: keras.Model) -> None:
         """End a measurement started with `stops`, and that of gradients; others' times continue."""
-        self._compute_times.end(model)
+        self.compute_times.end(model)
 
     @property
     def current_shares(self) -> tuple[int, ...]:
@@ -505,7 +488,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         kind = private_api.keras_step_kind(step) if args and not kwargs else None
         model = private_api.model_of_step(step) if kind is not None else None
         if kind is None:
-            if self._emulated_devices is not None and not self._has_warned:
+            if self.emulated_devices is not None and not self._has_warned:
                 self._has_warned = True
                 warn_that_nothing_waits()
         else:
@@ -542,13 +525,13 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     @property
     def _steps_are_timed(self) -> bool:
         """Whether the training steps that are traced now read the clock."""
-        times = self._compute_times
+        times = self.compute_times
         return (times.is_measuring or times.phases.is_measuring) and not times.is_sampled_out
 
     @property
     def _works_ahead(self) -> bool:
         """Whether a device of this worker computes while its host continues."""
-        emulated = self._emulated_devices or ()
+        emulated = self.emulated_devices or ()
         return any("CPU" not in device for device in self.extended.worker_devices) or any(
             each.asynchronous for each in emulated
         )
@@ -558,7 +541,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return (
             self.num_replicas_in_sync > 1
             or self.is_async_worker
-            or self._emulated_devices is not None
+            or self.emulated_devices is not None
             or self._steps_are_timed
             or self._micro_batch_sizes is not None
             # its `cond` must not merge replicas, not even one

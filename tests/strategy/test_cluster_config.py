@@ -69,18 +69,10 @@ def test_forms_that_tensorflow_accepts() -> None:
 MALFORMED = {
     "invalid JSON": (
         "{'cluster': 1}",
-        r"not valid JSON: .* at line 1, column 2.*\{'cluster': 1\}.*double quotes",
+        r"not valid JSON: .* line 1 column 2.*\{'cluster': 1\}.*double quotes",
     ),
-    "missing brace": (
-        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}',
-        r"Its brackets do not match: it has 3 '\{' and 2 '\}'\. Expected for example",
-    ),
-    "missing bracket": (
-        '{"cluster": {"worker": ["a[:1"}}',
-        r"Its brackets do not match: it has 1 '\[' and 0 '\]'\.",
-    ),
-    "nested": ("[" * 10_000, r"nested too deeply\. Received: TF_CONFIG='\["),
-    "trailing comma": ('{"cluster": {},\n}', r"at line [12], column"),
+    "nested": ("[" * 10_000, r"not valid JSON: .*Received: TF_CONFIG='\["),
+    "trailing comma": ('{"cluster": {},\n}', r"line [12] column"),
     "not an object": ("[1, 2]", r"must be a JSON object. Received: '\[1, 2\]' \(list\)"),
     "repeated key": (
         '{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}',
@@ -95,10 +87,9 @@ MALFORMED = {
         {"cluster": TWO_WORKERS, "task": "worker"},
         "\"task\" must be an object. Received: 'worker'",
     ),
-    "typo clusters": ({"clusters": TWO_WORKERS}, r'\[\'clusters\'\].*Did you mean "cluster"'),
-    "typo id": (
+    "unknown key of a task": (
         {"cluster": TWO_WORKERS, "task": {"type": "worker", "id": 0}},
-        r'\[\'id\'\].*Did you mean "index" instead of "id"',
+        r"\['id'\]; expected only \['type', 'index'",
     ),
     "unknown key": (config_of(TWO_WORKERS, model_dir="x"), r"unknown keys.*\['model_dir'\]"),
     "task without type": (
@@ -121,7 +112,7 @@ MALFORMED = {
     ),
     "chief counted": (
         config_of({"chief": ["c:1"], **TWO_WORKERS}, index=2),
-        r"expected 0 to 1.*The chief is not counted",
+        r"expected 0 to 1.*a chief is not counted",
     ),
     "index negative": (config_of(TWO_WORKERS, index=-1), "whole number.*Received: -1"),
     "index float": (config_of(TWO_WORKERS, index=1.0), r"Received: 1.0 \(float\)"),
@@ -130,7 +121,7 @@ MALFORMED = {
     "index null": (config_of(TWO_WORKERS, index=None), "Received: None"),
     "second evaluator": (
         config_of({**TWO_WORKERS, "evaluator": ["e:1"]}, "evaluator", 1),
-        "out of range.*index=1; expected 0 to 0.*one evaluator at most",
+        "out of range.*index=1; expected 0 to 0",
     ),
     "duplicate address": (
         config_of({"worker": ["a:1", "a:1"]}),
@@ -179,7 +170,7 @@ MALFORMED = {
     ),
     "unknown job": (
         config_of({"workers": ["a:1"]}),
-        r"unknown job. Received: 'workers'.*Did you mean \"worker\"",
+        "unknown job. Received: 'workers'; expected only the jobs",
     ),
     "rpc_layer": (config_of(TWO_WORKERS, rpc_layer=3), '"rpc_layer" must be a string'),
 }

@@ -142,7 +142,7 @@ def test_the_time_out_in_the_environment_is_checked(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KERAS_HET_PEER_TIMEOUT_SECONDS", text)
-    with pytest.raises(ValueError, match="KERAS_HET_PEER_TIMEOUT_SECONDS must be a positive"):
+    with pytest.raises(ValueError, match="KERAS_HET_PEER_TIMEOUT_SECONDS must be a number above 0"):
         read_peer_timeout(None)
     assert read_peer_timeout(7) == 7.0
 

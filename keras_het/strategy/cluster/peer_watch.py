@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import re
 import sys
@@ -13,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
+from keras_het.planning.argument_checks import check_number
 from keras_het.strategy.cluster.arrival import has_left
 from keras_het.strategy.cluster.stop_signals import stop_signals
 
@@ -39,31 +39,15 @@ def neighbours(place: int, number: int, most: int = _MOST_WATCHED) -> tuple[int,
 
 
 def read_peer_timeout(given: float | None) -> float:
-    if given is not None:
-        return check_seconds("peer_timeout_seconds", given)
-    text = os.environ.get(PEER_TIMEOUT, "").strip()
-    if not text:
-        return _DEFAULT_PATIENCE_SECONDS
-    try:
-        return check_seconds(PEER_TIMEOUT, float(text))
-    except ValueError:
-        raise ValueError(
-            f"{PEER_TIMEOUT} must be a positive number of seconds. Received: {text!r}. Expected "
-            f"for example {PEER_TIMEOUT}=30."
-        ) from None
-
-
-def check_seconds(name: str, seconds: float) -> float:
-    if (
-        isinstance(seconds, bool)
-        or not isinstance(seconds, (int, float))
-        or not (0 < seconds < math.inf)
-    ):
-        raise ValueError(
-            f"`{name}` must be a positive number of seconds. Received: {seconds!r}. Expected for "
-            "example 30."
-        )
-    return float(seconds)
+    name, value = "peer_timeout_seconds", given
+    if given is None:
+        name, value = PEER_TIMEOUT, os.environ.get(PEER_TIMEOUT, "").strip()
+        if not value:
+            return _DEFAULT_PATIENCE_SECONDS
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    check_number(name, value, above=0)
+    return float(value)
 
 
 class WorkerLostError(RuntimeError):

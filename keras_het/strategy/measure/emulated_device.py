@@ -27,8 +27,6 @@ _logger = logging.getLogger(__name__)
 
 KERAS_HET_EMULATED_DEVICES = "KERAS_HET_EMULATED_DEVICES"
 
-_KEYS = ("speed", "fixed_seconds", "seconds_per_sample")
-_ASYNCHRONOUS = "asynchronous"
 # About as many steps as the thousand kernels that CUDA queues.
 _QUEUE_DEPTH = 8
 _slowdowns: dict[int, float] = {}
@@ -80,39 +78,20 @@ def read_emulated_devices(
     if not text.strip():
         return None
     try:
-        devices = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _error(
-            f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}", text
+        return tuple(_device(**each) for each in json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"The environment variable {KERAS_HET_EMULATED_DEVICES} must be a JSON list with an "
+            f"object for each local replica: {error}. Received: {text!r}; expected for example "
+            f"{_EXAMPLE}. Unset it to use the devices as they are, or let `keras-het run --speeds` "
+            "set it."
         ) from error
-    if not isinstance(devices, list) or not devices:
-        raise _error("must be a JSON list with one object for each local replica", text)
-    return tuple(_read_device(device, index, text) for index, device in enumerate(devices))
 
 
-def _read_device(device: object, index: int, text: str) -> EmulatedDevice:
-    if not isinstance(device, dict) or set(device) - {_ASYNCHRONOUS} != set(_KEYS):
-        raise _error(f"must hold objects with the keys {list(_KEYS)}; device {index} is not", text)
-    for key in _KEYS:
-        if isinstance(device[key], bool) or not isinstance(device[key], (int, float)):
-            raise _error(f"must hold numbers; device {index} has {key}={device[key]!r}", text)
-    asynchronous = device.get(_ASYNCHRONOUS, False)
-    if not isinstance(asynchronous, bool):
-        problem = f"device {index} has {_ASYNCHRONOUS}={asynchronous!r}"
-        raise _error(f"must say true or false of {_ASYNCHRONOUS}; {problem}", text)
-    try:
-        model = LinearTimeModel(float(device["fixed_seconds"]), float(device["seconds_per_sample"]))
-        return EmulatedDevice(float(device["speed"]), model, asynchronous)
-    except ValueError as error:
-        raise _error(f"describes device {index} wrongly: {error}", text) from error
-
-
-def _error(problem: str, text: str) -> ValueError:
-    return ValueError(
-        f"The environment variable {KERAS_HET_EMULATED_DEVICES} {problem}. Received: {text!r}; "
-        f"expected for example {_EXAMPLE}. Unset it to use the devices as they are, or let "
-        "`keras-het run --emulate-speeds` set it."
-    )
+def _device(
+    speed: float, fixed_seconds: float, seconds_per_sample: float, asynchronous: bool = False
+) -> EmulatedDevice:
+    return EmulatedDevice(speed, LinearTimeModel(fixed_seconds, seconds_per_sample), asynchronous)
 
 
 def warn_of_emulated_devices(

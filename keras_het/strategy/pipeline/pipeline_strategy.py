@@ -186,7 +186,7 @@ class PipelineStrategy(HeterogeneousStrategy):
         owners = [place.process for place in self._places]
         counts = tuple(owners.count(process) for process in range(self.num_workers))
         # a "replica" of these times is a device
-        self._compute_times.phases = PhaseTimes(ReplicaLayout(counts, self.worker_index))
+        self.compute_times.phases = PhaseTimes(ReplicaLayout(counts, self.worker_index))
         self._num_pipelines = 0
         self._timeline: Timeline | None = None
         if self.num_workers > 1:
@@ -282,7 +282,7 @@ class PipelineStrategy(HeterogeneousStrategy):
         return [] if pipeline is None else [unit.name for unit in pipeline.units.units]
 
     def _measure_phases(self, model: keras.Model, sampled: int) -> None:
-        phases = self._compute_times.phases
+        phases = self.compute_times.phases
         self._data_path.on_input_wait = phases.note_input_wait
         phases.begin(model, self._own_devices, sampled, host="CPU:0")
 
@@ -340,7 +340,7 @@ class PipelineStrategy(HeterogeneousStrategy):
                     self._places,
                     self._new_group(),
                     emulation,
-                    self._compute_times.phases,
+                    self.compute_times.phases,
                 )
                 _place(self.extended, pipeline, taken)
             vars(model)[_ATTRIBUTE] = pipeline
@@ -362,8 +362,8 @@ class PipelineStrategy(HeterogeneousStrategy):
         ]
         devices, emulation = self._own_devices, None
         measured = measure(units, specs, devices)
-        if self._emulated_devices is not None:
-            emulated = dict(zip(devices, self._emulated_devices, strict=True))
+        if self.emulated_devices is not None:
+            emulated = dict(zip(devices, self.emulated_devices, strict=True))
             times = measured.forward_seconds[:, 0], measured.backward_seconds[:, 0]
             emulation = Emulation(emulated, *times)
             measured = slowed(measured, emulation, devices, rows)
