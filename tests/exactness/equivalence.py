@@ -61,6 +61,16 @@ whole_and_in_parts = pytest.mark.parametrize(
 )
 
 
+class CountsTraces(keras.layers.Layer):
+    """Python runs in it only while a step is traced."""
+
+    traces = 0
+
+    def call(self, inputs):
+        type(self).traces += 1
+        return inputs
+
+
 class StepLogs(keras.callbacks.Callback):
     """Keeps the logs of every call of `on_train_batch_end`, as the progress bar gets them."""
 

@@ -275,18 +275,19 @@ def normalized(scope, of_unknown_length):
 
 
 @pytest.mark.full
-def test_the_end_of_data_of_unknown_length_is_no_step(double_precision):
+def test_the_end_of_data_of_unknown_length_is_no_step(double_precision, caplog):
     """On one device Keras does then what needs no data, such as normalizing a weight."""
     steps, expected = normalized(contextlib.nullcontext, False)
     assert steps == 6
     # Keras 3.16 begins no further step on one device either.
     assert (normalized(contextlib.nullcontext, True)[0] > steps) != IS_KERAS_3_16
     strategy = three_replicas()
-    for shares in [(1, 0, 0), (1, 0, 1)]:
+    for shares in [(1, 0, 0), (3, 0, 1)]:
         strategy.set_share_weights(shares)
         found_steps, found = normalized(strategy.scope, True)
         assert found_steps == steps
         assert_all_close(found, expected, rtol=1e-9, atol=1e-11)
+    assert not said(caplog)
 
 
 @pytest.mark.full

@@ -11,7 +11,6 @@ from collections import Counter
 
 import keras
 import pytest
-import tensorflow as tf
 from devices import DEVICES
 from equivalence import (
     Trial,
@@ -22,31 +21,12 @@ from equivalence import (
     masked_words,
     three_replicas,
 )
+from test_exact_own_steps import GuideStep
+from test_exact_own_steps import compiled as compiled_step
 
 from keras_het import HeterogeneousStrategy
 from keras_het.strategy.exact import xla
 from keras_het.strategy.exact.xla import SWITCH, compiles_by_default, num_unsettled_steps
-
-
-class OwnStep(keras.Model):
-    """A step of the user's own, with an update that reads the gradient's norm."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-            scaled = self.optimizer.scale_loss(loss)
-        gradients = tape.gradient(scaled, self.trainable_variables)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss}
-
-
-def own_step():
-    inputs = keras.Input((5,))
-    outputs = keras.layers.Dense(1)(keras.layers.Dense(4, "tanh")(inputs))
-    model = OwnStep(inputs, outputs)
-    model.compile(keras.optimizers.Adam(0.05), "mse", jit_compile=True)
-    return model
 
 
 def words():
@@ -76,7 +56,7 @@ def synchronized():
 compiled = functools.partial(dense_model, jit_compile=True)
 MODELS = {
     "dense": Trial(compiled, predict=True, evaluate=True),
-    "own step": Trial(own_step),
+    "own step": Trial(compiled_step(GuideStep, jit_compile=True)),
     "sparse gradients and a mask": Trial(words, data=masked_words),
     "a loss scale": Trial(scaled_loss),
     "clipped": Trial(clipped),

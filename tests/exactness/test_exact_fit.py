@@ -11,6 +11,7 @@ import tensorflow as tf
 from equivalence import (
     ALL_SHARES,
     SHARES,
+    CountsTraces,
     Trial,
     arrays,
     assert_all_close,
@@ -86,16 +87,6 @@ def test_shares_that_change(when):
         )
 
     assert_equivalent(Trial(dense_model, fit=fit, evaluate=False, predict=False), [(4, 2, 1)])
-
-
-class CountsTraces(keras.layers.Layer):
-    """Python runs in it only while a step is traced."""
-
-    traces = 0
-
-    def call(self, inputs):
-        type(self).traces += 1
-        return inputs
 
 
 class NoteTraces(ChangeShares):
@@ -264,19 +255,6 @@ def test_batches_of_replicas_refuse_what_cannot_apply():
         model.fit(data, verbose=0)
     with pytest.raises(ValueError, match="use equal shares"):
         next(iter(data))
-
-
-def unknown_cardinality():
-    return batches(34).filter(lambda x, y: True)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("steps", [2, 3])
-@pytest.mark.parametrize("data", [functools.partial(batches, 34), unknown_cardinality])
-def test_steps_per_execution(steps, data):
-    # 34 samples are 5 steps: the last execution is shorter
-    build = functools.partial(dense_model, steps_per_execution=steps, metrics=["mae"])
-    assert_equivalent(Trial(build, data))
 
 
 @pytest.mark.full

@@ -140,30 +140,6 @@ class KernelNorm(keras.metrics.Metric):
         return keras.ops.norm(self.kernel())
 
 
-class Steps(keras.metrics.Metric):
-    """Counts steps, which each replica does."""
-
-    def __init__(self, aggregation):
-        super().__init__(name="steps")
-        self.steps = self.add_variable((), "zeros", aggregation=aggregation, name="steps")
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        self.steps.assign_add(1.0)
-
-    def result(self):
-        return self.steps + 0.0
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("aggregation", ["mean", "only_first_replica"])
-def test_state_that_is_not_summed(aggregation):
-    def build():
-        return dense_model(metrics=[Steps(aggregation)])
-
-    expected = assert_equivalent(Trial(build, predict=False), ALL_SHARES)
-    assert expected.history["steps"] == [3.0, 3.0]
-
-
 class RateInLogs(keras.Sequential):
     def get_metrics_result(self):
         rate = keras.ops.convert_to_tensor(self.optimizer.learning_rate)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from devices import DEVICES
 from equivalence import (
     IS_QUICK,
+    CountsTraces,
     Trial,
     assert_equivalent,
     assert_same_outcome,
@@ -114,9 +115,9 @@ class Codes(keras.layers.Layer):
     def build(self, shape):
         self.dropout.build(shape)
 
-    def call(self, x, training=False):
+    def call(self, x):
         ones = ops.ones_like(ops.repeat(x[:, :1], 16, axis=1))
-        dropped = self.dropout(ones, training=training)
+        dropped = self.dropout(ones, training=True)
         codes = ops.sum(dropped * ops.cast(2.0 ** np.arange(16), dropped.dtype), axis=1)
         self.least.assign(ops.minimum(self.least, ops.min(codes)))
         self.most.assign(ops.maximum(self.most, ops.max(codes)))
@@ -127,12 +128,20 @@ def with_codes():
     return dense_model(layers=lambda: [Codes(name="codes")])
 
 
-def test_parts_drop_different_units():
+LOOPS = {
+    "fit": lambda model, data: model.fit(data, verbose=0),
+    "predict": lambda model, data: model.predict(data, verbose=0),
+}
+
+
+@pytest.mark.quick("fit")
+@pytest.mark.parametrize("loop", LOOPS)
+def test_parts_drop_different_units(loop):
     seeds = []
     for size in (1, 4):
         with HeterogeneousStrategy(DEVICES[:1], micro_batch_size=size).scope():
             model = with_codes()
-        model.fit(batches(4, size=4), verbose=0)  # one step: another one draws others anyhow
+        LOOPS[loop](model, batches(4, size=4))  # one step: another one draws others anyhow
         codes = model.get_layer("codes")
         assert np.array(codes.least) < np.array(codes.most)
         seeds.append(np.array(codes.dropout.seed_generator.state))
@@ -147,27 +156,22 @@ def test_share_within_the_bound_is_not_cut():
     assert_same_outcome(actual, expected, 0.0, 0.0)
     for got, want in zip(values_of(b.weights), values_of(a.weights), strict=True):
         np.testing.assert_array_equal(got, want)
-
-
-class CountsTraces(keras.layers.Layer):
-    traces = 0
-
-    def call(self, x):
-        type(self).traces += 1
-        return x
+    predicted = [each.predict(batches(4, size=4), verbose=0) for each in (a, b)]
+    np.testing.assert_array_equal(*predicted)
 
 
 @pytest.mark.full
-def test_other_shares_do_not_trace_again():
+@pytest.mark.parametrize("loop", LOOPS)
+def test_other_shares_do_not_trace_again(loop):
     strategy = in_parts()
     strategy.set_share_weights((1, 1, 1))
     with strategy.scope():
         model = dense_model(layers=lambda: [CountsTraces()])
-    model.fit(strategy.distribute(batches()), verbose=0)
+    LOOPS[loop](model, batches())
     traces = CountsTraces.traces
     for shares in ((5, 0, 1), (0, 0, 1)):
         strategy.set_share_weights(shares)
-        model.fit(strategy.distribute(batches()), verbose=0)
+        LOOPS[loop](model, batches())
     assert CountsTraces.traces == traces
 
 

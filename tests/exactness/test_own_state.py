@@ -185,30 +185,6 @@ def test_predictions_change_state_as_on_one_device():
     assert_all_close(replicated, single, rtol=1e-5)
 
 
-class OfTensorFlow(keras.layers.Layer):
-    """Has a variable of TensorFlow, which sums what is added."""
-
-    def __init__(self):
-        super().__init__(name="own")
-        sums = tf.VariableAggregation.SUM
-        self.rows = tf.Variable(0.0, trainable=False, aggregation=sums)
-
-    def call(self, inputs):
-        self.rows.assign_add(tf.cast(tf.shape(inputs)[0], tf.float32))
-        return inputs
-
-
-@pytest.mark.full
-def test_variables_of_tensorflow_keep_their_aggregation():
-    strategy = three_replicas()
-    strategy.set_share_weights((4, 2, 1))
-    with strategy.scope():
-        model = dense_model(layers=lambda: [OfTensorFlow()])
-    model.fit(*arrays(14), batch_size=7, verbose=0)
-    counted = strategy.experimental_local_results(model.get_layer("own").rows)
-    assert [float(each) for each in counted] == [14.0] * 3
-
-
 class Branched(State):
     """Assigns within a branch: the graph of the step does not have what."""
 
@@ -297,6 +273,7 @@ UPDATES = {
     "total": (lambda kept, y: kept + ops.sum(y), "sum", False),
     "chosen": (lambda kept, y: kept + tf.reduce_sum(tf.boolean_mask(y, y > 0)), "sum", False),
     "steps_of_first": (lambda kept, y: kept + 1.0, "only_first_replica", False),
+    "steps_of_all": (lambda kept, y: kept + 1.0, "mean", False),
     "moving": (lambda kept, y: 0.5 * kept + ops.mean(y), "mean", False),
 }
 
@@ -384,18 +361,6 @@ def test_children_of_metrics_of_keras_say_nothing(caplog):
     x, _ = arrays(8)
     y = np.eye(2, dtype="float32")[(x[:, 0] > 0).astype(int)]
     model.evaluate(x, y, batch_size=4, verbose=0)
-    assert not said(caplog)
-
-
-@pytest.mark.full
-def test_weights_that_keras_normalizes_are_those_of_one_device(caplog):
-    def build():
-        normalized = keras.layers.Dense(
-            4, "tanh", kernel_regularizer="l2", activity_regularizer="l2"
-        )
-        return dense_model(layers=lambda: [keras.layers.SpectralNormalization(normalized)])
-
-    assert_equivalent(Trial(build, options={"validation_data": arrays(10)}), ALL_SHARES)
     assert not said(caplog)
 
 

@@ -4,7 +4,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from devices import DEVICES
 from equivalence import (
     arrays,
     batches,
@@ -17,10 +16,9 @@ from equivalence import (
 )
 from keras import ops
 from test_exact_inputs import Tagger
-from test_micro_batches import Codes, CountsTraces, KeepsVariable, Sharpness, own_step
+from test_micro_batches import KeepsVariable, Sharpness, own_step
 from test_own_state import Averages, Counters, Extremes, Sums, with_state
 
-from keras_het import HeterogeneousStrategy
 from keras_het.strategy.cluster import agreement
 
 SHARES = ((3, 0, 5), (5, 2, 1), (0, 0, 1))
@@ -317,72 +315,6 @@ def test_moving_statistics_are_the_mean_over_parts():
     variances = sum(size * part.var(0) for size, part in zip(sizes, parts, strict=True))
     np.testing.assert_allclose(mean, 0.5 * means, rtol=1e-9)
     np.testing.assert_allclose(variance, 0.5 + 0.5 * variances, rtol=1e-9)
-
-
-class Drops(Codes):
-    def call(self, x, training=False):
-        return super().call(x, training=True)
-
-
-@pytest.mark.full
-@in_float64
-def test_parts_drop_different_units():
-    seeds = []
-    for size in (1, 4):
-        with HeterogeneousStrategy(DEVICES[:1], micro_batch_size=size).scope():
-            model = dense_model(layers=lambda: [Drops(name="codes")])
-        model.predict(arrays(4)[0], batch_size=4, verbose=0)
-        codes = model.get_layer("codes")
-        assert np.array(codes.least) < np.array(codes.most)
-        seeds.append(np.array(codes.dropout.seed_generator.state))
-    np.testing.assert_array_equal(*seeds)
-
-
-def graph_of(strategy):
-    """The operations of a prediction for 8 samples, and what it returns."""
-    keras.backend.clear_session()
-    keras.utils.set_random_seed(7)
-    operations = []
-
-    class Looks(keras.Model):
-        def predict_step(self, data):
-            operations.append(tf.compat.v1.get_default_graph())
-            return super().predict_step(data)
-
-        def call(self, x):
-            return self.drops(x)
-
-    with strategy.scope():
-        model = Looks()
-        model.drops = Drops(name="codes")
-        model.drops.build((None, 5))
-    outputs = model.predict(arrays(8)[0], batch_size=8, verbose=0)
-    return [each.type for each in operations[0].get_operations()], outputs
-
-
-@pytest.mark.full
-def test_a_share_within_the_bound_is_not_cut():
-    (plain, expected), (bounded, actual) = (
-        graph_of(HeterogeneousStrategy(DEVICES[:2], micro_batch_size=size)) for size in (None, 4)
-    )
-    np.testing.assert_array_equal(actual, expected)
-    added = {"While", "StatelessWhile", "TensorListPushBack", "TensorListConcatV2"}
-    assert not added & set(plain)
-    assert added & set(bounded)
-
-
-@pytest.mark.full
-def test_other_shares_do_not_trace_again():
-    strategy = in_parts()
-    strategy.set_share_weights((1, 1, 1))
-    with strategy.scope():
-        model = dense_model(layers=lambda: [CountsTraces()])
-    model.predict(batches(), verbose=0)
-    traces = CountsTraces.traces
-    for shares in ((5, 0, 1), (0, 0, 1)):
-        strategy.set_share_weights(shares)
-        model.predict(batches(), verbose=0)
-    assert CountsTraces.traces == traces
 
 
 class MeanOfBatch(Described):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import Trial, arrays, assert_equivalent, dense_model, three_replicas
+from test_zero_share_from_the_start import OwnStep
 
 ops, layers = keras.ops, keras.layers
 sgd = functools.partial(keras.optimizers.SGD, 0.05, momentum=0.5)
@@ -267,16 +268,6 @@ def subclassed():
     model = Subclassed()
     model(np.zeros((2, 5), "float32"))
     return model
-
-
-class OwnStep(keras.Sequential):
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = ops.mean(ops.square(self(x, training=True) - y)) + sum(self.losses)
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        return {"loss": loss}
 
 
 def own_step():

@@ -87,16 +87,8 @@ def train(
 
 def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-9) -> None:
     """Weights, optimizer state, logs and predictions are those of one device."""
-    for name in ("weights", "optimizer"):
-        for one, other in zip(getattr(found, name), getattr(expected, name), strict=True):
-            np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance, err_msg=name)
-    assert found.history.keys() == expected.history.keys()
-    for key, values in expected.history.items():
-        np.testing.assert_allclose(
-            found.history[key], values, rtol=tolerance, atol=tolerance, err_msg=key
-        )
-    np.testing.assert_allclose(found.evaluation, expected.evaluation, rtol=tolerance)
-    for one, other in zip(
-        keras.tree.flatten(found.predictions), keras.tree.flatten(expected.predictions), strict=True
-    ):
-        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+    from equivalence import compare_structures  # programs of tests do without
+
+    for name in ("weights", "optimizer", "history", "evaluation", "predictions"):
+        both = getattr(found, name), getattr(expected, name)
+        compare_structures(*both, tolerance, tolerance, name)

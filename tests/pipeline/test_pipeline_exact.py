@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 from pipeline_models import MODELS, compiled
-from pipeline_training import DEVICES, Outcome, assert_same, floatx, plan_of, train
+from pipeline_training import DEVICES, Outcome, assert_same, plan_of, train
 
 import keras_het
 from keras_het.planning.pipeline import PipelinePlan
 from keras_het.strategy.pipeline.micro_batches import is_mean_over_samples
 from keras_het.strategy.pipeline.model_units import ModelUnits
 
-
-@pytest.fixture(autouse=True)
-def exact_numbers(logical_devices: Any) -> Iterator[None]:
-    with floatx("float64"):
-        yield
+pytestmark = pytest.mark.usefixtures("double_precision", "logical_devices")
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,7 @@ from keras_het.planning.pipeline import PipelinePlan
 from keras_het.strategy.pipeline.model_units import ModelUnits
 
 L = keras.layers
-
-
-@pytest.fixture(autouse=True)
-def exact_numbers(logical_devices: Any) -> Iterator[None]:
-    with floatx("float64"):
-        yield
+pytestmark = pytest.mark.usefixtures("double_precision", "logical_devices")
 
 
 def plan_for(model: keras.Model) -> PipelinePlan:

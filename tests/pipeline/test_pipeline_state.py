@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import keras
 import numpy as np
 import pytest
-from pipeline_training import DEVICES, floatx, plan_of
+from pipeline_training import DEVICES, plan_of
 
 import keras_het
 from keras_het.planning.pipeline import Stage as PlannedStage
@@ -18,12 +18,7 @@ from keras_het.strategy.pipeline.stage import Stage
 
 L, ops = keras.layers, keras.ops
 ROWS = 8
-
-
-@pytest.fixture(autouse=True)
-def exact_numbers(logical_devices: Any) -> Iterator[None]:
-    with floatx("float64"):
-        yield
+pytestmark = pytest.mark.usefixtures("double_precision", "logical_devices")
 
 
 def strategy_of(

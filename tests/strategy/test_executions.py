@@ -129,18 +129,6 @@ def test_callbacks_and_numbers_are_those_of_keras(shares, way):
     np.testing.assert_allclose(predicted, expected_predictions, rtol=1e-6)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("shares", "way"), CASES)
-def test_numbers_are_those_of_single_steps(shares, way):
-    data, options = WAYS[way]
-    if "steps_per_epoch" in options:
-        pytest.skip("Keras exceeds them to fill an execution")
-    models = [built(SHARES[shares], steps) for steps in (K, 1)]
-    for model in models:
-        every_loop(model, data, **options)
-    assert_same_weights(*models)
-
-
 @pytest.fixture
 def calls(monkeypatch):
     """Calls of a graph from Python, and steps that are started from Python."""

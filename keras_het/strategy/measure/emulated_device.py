@@ -83,8 +83,8 @@ def read_emulated_devices(
         raise ValueError(
             f"The environment variable {KERAS_HET_EMULATED_DEVICES} must be a JSON list with an "
             f"object for each local replica: {error}. Received: {text!r}; expected for example "
-            f"{_EXAMPLE}. Unset it to use the devices as they are, or let `keras-het run --speeds` "
-            "set it."
+            f"{_EXAMPLE}. Unset it to use the devices as they are, or let `keras-het run "
+            "--emulate-speeds` set it."
         ) from error
 
 
