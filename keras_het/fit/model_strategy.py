@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import keras
 import tensorflow as tf
@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _logger = logging.getLogger(__name__)
+
+
+class OwnStrategy(tf.distribute.Strategy):
+    """Base of the strategies of this package."""
+
+    # by class names: why a callback does not work under the strategy
+    _refused_callbacks: ClassVar[dict[str, str]] = {}
 
 
 def tell(message: object, strategy: object, verbose: int) -> None:
@@ -41,7 +48,7 @@ def distribute_strategy(model: keras.Model) -> tf.distribute.Strategy:
 
 def heterogeneous_strategy(model: keras.Model, callback: object) -> Any:
     strategy = distribute_strategy(model)
-    if not hasattr(strategy, "measure_compute_times"):
+    if not isinstance(strategy, OwnStrategy):
         name = type(callback).__name__
         given = type(strategy).__name__
         given = "no strategy" if given.startswith("_") else f"a {given}"  # TensorFlow's default one
@@ -51,7 +58,7 @@ def heterogeneous_strategy(model: keras.Model, callback: object) -> Any:
             "Make strategy = keras_het.HeterogeneousStrategy(), build and compile the model within "
             f"`with strategy.scope():`, or leave {name} out."
         )
-    refused: dict[str, str] = getattr(strategy, "_refused_callbacks", {})
+    refused = strategy._refused_callbacks
     for kind in type(callback).__mro__:
         if kind.__name__ in refused:
             strategy_name = type(strategy).__name__
@@ -83,11 +90,11 @@ def check_keeps_weights(optimizer: keras.optimizers.Optimizer | None, callback: 
 def local_replicas(model: keras.Model) -> dict[int, str]:
     """Return the devices of the replicas of this process, by their numbers."""
     strategy = distribute_strategy(model)
-    layout = getattr(strategy, "layout", None)
     try:
         devices = strategy.extended.worker_devices
     except RuntimeError:  # there is no strategy
         found = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
         devices = [found[0].name]
-    numbers = range(len(devices)) if layout is None else layout.local_replicas
+    is_own = isinstance(strategy, OwnStrategy)
+    numbers = strategy.layout.local_replicas if is_own else range(len(devices))
     return dict(zip(numbers, devices, strict=True))

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.fit.model_strategy import OwnStrategy
 from keras_het.fit.resume import TrainingState
 from keras_het.fit.session import FitSession
 from keras_het.fit.share_bounds import MicroBatchSize, read_micro_batch_size
@@ -71,7 +72,7 @@ from keras_het.value_types import Nest
 _SEED_STREAMS_PER_GROUP = 1000
 
 
-class HeterogeneousStrategy(tf.distribute.Strategy):
+class HeterogeneousStrategy(OwnStrategy):
     r"""Synchronous training over devices of different speeds, with the numbers of one device.
 
     Use it like any `tf.distribute.Strategy`, around stock Keras code. Replica i of N gets

@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.fit.model_strategy import tell
+from keras_het.fit.model_strategy import OwnStrategy, tell
 from keras_het.fit.session import STEP_FUNCTIONS, FitSession, Rank, step_property
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.seen_versions import check_keras_backend, import_part
@@ -91,7 +91,7 @@ Handler = Callable[[Call], AbstractContextManager[None] | None]
 def strategy_of(model: keras.Model | None) -> HeterogeneousStrategy | None:
     """Return the strategy of a model if it is one of ours."""
     strategy = getattr(model, "distribute_strategy", None)
-    return strategy if hasattr(strategy, "agree") else None
+    return strategy if isinstance(strategy, OwnStrategy) else None
 
 
 def refuse_models_outside(strategy: HeterogeneousStrategy) -> None:
@@ -373,8 +373,8 @@ def _average_over_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
         if step is not None:
             return step.means.average(original, per_example_loss, sample_weight, global_batch_size)
         context = tf.distribute.get_replica_context()
-        layout = getattr(getattr(context, "strategy", None), "layout", None)
-        has_shares = layout is not None and layout.num_replicas > 1
+        strategy = None if context is None else context.strategy
+        has_shares = isinstance(strategy, OwnStrategy) and strategy.layout.num_replicas > 1
         if global_batch_size is None and has_shares:
             per_example_loss = tf.convert_to_tensor(per_example_loss)
             if per_example_loss.shape.rank != 0:  # TensorFlow explains what is wrong with a scalar

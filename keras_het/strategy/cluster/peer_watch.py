@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
+from typing import Any, cast
 
 from keras_het.planning.argument_checks import check_number
 from keras_het.strategy.cluster.arrival import has_left
@@ -39,7 +40,7 @@ def neighbours(place: int, number: int, most: int = _MOST_WATCHED) -> tuple[int,
 
 
 def read_peer_timeout(given: float | None) -> float:
-    name, value = "peer_timeout_seconds", given
+    name, value = "peer_timeout_seconds", cast(Any, given)
     if given is None:
         name, value = PEER_TIMEOUT, os.environ.get(PEER_TIMEOUT, "").strip()
         if not value:

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.fit.model_strategy import OwnStrategy
 from keras_het.value_types import EitherVariable
 
 if TYPE_CHECKING:
@@ -71,9 +72,12 @@ def _explained(
 
 def _mixed(strategy: tf.distribute.Strategy) -> str | None:
     pair = (strategy, tf.distribute.get_strategy())
-    if not any(_is_ours(each) for each in pair):
+    if not any(isinstance(each, OwnStrategy) for each in pair):
         return None
-    names = [str(each) if _is_ours(each) else type(each).__name__.lstrip("_") for each in pair]
+    names = [
+        str(each) if isinstance(each, OwnStrategy) else type(each).__name__.lstrip("_")
+        for each in pair
+    ]
     return (
         "A model, its optimizer and its metrics must belong to one strategy. Received: one of "
         f"{names[0]} where {names[1]} is in use. Create and compile all of them in the same "
@@ -82,17 +86,13 @@ def _mixed(strategy: tf.distribute.Strategy) -> str | None:
 
 
 def _without_replica(variable: tf.Variable) -> str | None:
-    if not _is_ours(variable.distribute_strategy):
+    if not isinstance(variable.distribute_strategy, OwnStrategy):
         return None
     return (
         "Gradients are taken by each replica. Received: a gradient or update of "
         f"{variable.name} in strategy.scope(), but not in strategy.run. Make the step a function "
         "and call strategy.run(step, args=...), or train with model.fit."
     )
-
-
-def _is_ours(strategy: tf.distribute.Strategy) -> bool:
-    return hasattr(strategy, "measure_compute_times")
 
 
 def move_optimizer(strategy: HeterogeneousStrategy, model: keras.Model) -> None:
