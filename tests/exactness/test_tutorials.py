@@ -43,7 +43,7 @@ def create_model():
     )
 
 
-def custom_training(strategy, folder, epoch_of=None):
+def custom_training(strategy, folder):
     """`custom_training`: losses and metrics of one's own, checkpoints, several loops."""
     x, y = images()
     train = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
@@ -158,63 +158,10 @@ def save_and_load(strategy, folder):
     ]
 
 
-def multi_worker_with_ctl(strategy, folder):
-    """`multi_worker_with_ctl`: steps of an iterator in a function, checkpoints of the position."""
-    x, y = images()
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(BATCH)
-    multi_worker_dataset = strategy.experimental_distribute_dataset(dataset)
-    with strategy.scope():
-        multi_worker_model = create_model()
-        optimizer = keras.optimizers.RMSprop(learning_rate=0.001)
-        train_accuracy = keras.metrics.SparseCategoricalAccuracy(name="train_accuracy")
-
-    @tf.function
-    def train_step(iterator):
-        def step_fn(inputs):
-            samples, labels = inputs
-            with tf.GradientTape() as tape:
-                predictions = multi_worker_model(samples, training=True)
-                per_example_loss = keras.losses.SparseCategoricalCrossentropy(
-                    from_logits=True, reduction="none"
-                )(labels, predictions)
-                loss = tf.nn.compute_average_loss(per_example_loss)
-                if multi_worker_model.losses:
-                    loss += tf.nn.scale_regularization_loss(tf.add_n(multi_worker_model.losses))
-            grads = tape.gradient(loss, multi_worker_model.trainable_variables)
-            optimizer.apply_gradients(
-                zip(grads, multi_worker_model.trainable_variables, strict=True)
-            )
-            train_accuracy.update_state(labels, predictions)
-            return loss
-
-        per_replica_losses = strategy.run(step_fn, args=(next(iterator),))
-        return strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None)
-
-    epoch = tf.Variable(initial_value=tf.constant(0, tf.int64), name="epoch")
-    step_in_epoch = tf.Variable(initial_value=tf.constant(0, tf.int64), name="step_in_epoch")
-    checkpoint = tf.train.Checkpoint(
-        model=multi_worker_model, epoch=epoch, step_in_epoch=step_in_epoch
-    )
-    manager = tf.train.CheckpointManager(checkpoint, directory=str(folder), max_to_keep=1)
-    results = []
-    while int(epoch) < 2:
-        iterator = iter(multi_worker_dataset)
-        total_loss = 0.0
-        while int(step_in_epoch) < 4:
-            total_loss += train_step(iterator)
-            step_in_epoch.assign_add(1)
-        results += [total_loss, train_accuracy.result()]
-        train_accuracy.reset_state()
-        manager.save()
-        epoch.assign_add(1)
-        step_in_epoch.assign(0)
-    return [*map(float, results), *multi_worker_model.get_weights()]
+TUTORIALS = (custom_training, save_and_load)
 
 
-TUTORIALS = (custom_training, save_and_load, multi_worker_with_ctl)
-
-
-@pytest.mark.quick("4_1_1-multi_worker_with_ctl")
+@pytest.mark.quick("4_1_1-custom_training")
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda tutorial: tutorial.__name__)
 @pytest.mark.parametrize("shares", SHARES, ids=lambda shares: "_".join(map(str, shares)))
 def test_a_tutorial_gives_what_one_device_gives(logical_devices, tutorial, shares, tmp_path):

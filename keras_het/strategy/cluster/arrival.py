@@ -1,10 +1,8 @@
 """A wait for the other workers, ahead of TensorFlow's, which is silent and cannot be stopped.
 
-A waiting worker listens at its own address, where TensorFlow will listen, and greets who connects:
-a peer of an earlier start learns that the process before is gone. An address that accepts
-a connection belongs to a worker that has arrived, whether it still waits or has moved on. A worker
-moves on after it has seen all others: one whose TensorFlow answers before this worker listens is a
-rest of an earlier start. Standard library only.
+A waiting worker listens where TensorFlow will, and greets who connects: a peer of an earlier start
+learns that the process before is gone. One moves on after it has seen all others: a worker whose
+TensorFlow answers before this one listens is a rest of an earlier start. Standard library only.
 """
 
 from __future__ import annotations

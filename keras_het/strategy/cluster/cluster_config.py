@@ -1,10 +1,7 @@
-"""TF_CONFIG, read and checked before TensorFlow sees it.
+"""TF_CONFIG, read and checked before TensorFlow sees it, which hangs or fails far from the cause.
 
-TensorFlow accepts many contradictory configurations and then hangs or fails far from the cause, so
-every rule is checked here and every message says what was received, what was expected and how to
-fix it. Standard library only.
-
-Reference: https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable
+Standard library only. Reference:
+https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable
 """
 
 from __future__ import annotations

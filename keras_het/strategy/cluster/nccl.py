@@ -1,10 +1,8 @@
 """NCCL: which GPUs sum by it, and whether it answers.
 
-TensorFlow sums between GPUs of several workers through the hosts' memory unless it is asked for
-NCCL. NCCL may wait for ever: for a network interface that does not reach the others, or between
-cards that it cannot join. No error comes then, and TensorFlow cannot continue in that process. So
-the first sum between workers has a time limit, and unlike cards of one process are tried in
-another one.
+NCCL may wait for ever, for an interface that does not reach the others or between cards that it
+cannot join, and TensorFlow cannot continue in that process. So the first sum between workers has a
+time limit, and unlike cards of one process are tried in another one.
 """
 
 from __future__ import annotations

@@ -1,31 +1,21 @@
 """Installation of the exact step's hooks into Keras while a step is traced, and their removal.
 
-Nothing is changed at import, and nothing stays changed after `HeterogeneousStrategy.run` has
-returned. While installed, the hooks do nothing outside of an exact step, so a second model that
-trains in another thread is not affected.
+While installed, the hooks do nothing outside of an exact step: a second model that trains in
+another thread is not affected.
 
-Replicas of one process are threads that take turns: another one continues at each collective, in
-the forward pass too (`BatchNormalization(synchronized=True)`, a loss whose divisor is summed). What
-a replica writes before its turn ends and reads when it continues must be its own; what Keras keeps
-per thread must be that of the thread that called `fit`. Found in Keras 3.14, by checking all
+Replicas of one process are threads that take turns at each collective, in the forward pass too.
+What a replica writes before its turn ends and reads when it continues must be its own; what Keras
+keeps per thread must be that of the thread that called `fit`. Found in Keras 3.14, by checking all
 assignments to attributes outside of `__init__` and `build`, and all of `global_state`:
 
 * `Layer._losses` and the two masks of a `DropoutRNNCell` would be mixed: each replica has its own.
-* `_called`, `built`, `_parent_path`, `supports_jit`, `_return_attention_scores`, the caches of
-  optimizers, what `CompileLoss` and `CompileMetrics` build: each replica writes the same, or reads
-  it before its turn ends. So are `activation` of a layer that is recomputed and
-  `_convert_input_args` of a `DataLayer`. TensorFlow's steps do not use `_loss_ids` and
-  `_losses_override`.
-* Tensors (`_keras_mask`) and variables are each replica's own; `own_state` and `metrics` combine
-  the variables.
-* Call context, name scopes, autocast, stateless and symbolic scopes: opened and closed by the
-  replica itself. Dtype policy, numbers in names, custom objects, flash attention, the filter of
-  tracebacks would be those of a new thread: `as_replica` copies them.
+* Of other attributes each replica writes the same, or reads them before its turn ends.
+* Scopes are opened and closed by the replica itself. Dtype policy, numbers in names, custom
+  objects, flash attention, filters of tracebacks would be a new thread's: `as_replica` copies them.
 * Each replica would make a generator of unspecified seeds, an error: all share one.
 
-This holds for Keras's steps and for user-defined functions in `strategy.run`, except for a
-`tf.function` given to it, which is traced in TensorFlow's threads. Not kept apart: what a custom
-layer or metric writes to its attributes before a collective and reads after it.
+Not kept apart: what a custom layer or metric writes to its attributes before a collective and reads
+after it, and a `tf.function` given to `strategy.run`, which is traced in TensorFlow's threads.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Logs of the cluster instead of each worker's own.
 
-A metric's `result()` is computed inside the step from the state that the replica has gathered. The
-states of all replicas are summed (or averaged, as each variable's `aggregation` says) in one
-collective, and the results are recomputed from the sums, so the progress bar on every worker shows
-what one device would show. Another number in the logs is computed again from the results, sums and
-means of all samples, where the graph says how it is made of them. What the graph does not say is
-combined as the mean over samples, and so are values of samples, along their first dimension.
+States of metrics are summed over replicas (or averaged, as each variable's `aggregation` says) in
+one collective, and results recomputed from the sums. Another number in the logs is computed again
+from results, sums and means of all samples, where the graph says how it is made of them; else it is
+the mean over samples, and so are values of samples.
 """
 
 from __future__ import annotations

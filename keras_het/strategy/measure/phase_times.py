@@ -1,11 +1,8 @@
 """Where the time of each step goes on each replica, for all workers to know.
 
 A step lasts from the end of the collective of the step before to the end of its own. A replica
-knows its parts only then, so they travel with the sums of the step after: no step has another
-collective than without measurement.
-
-Where only some steps are measured, one of them stands for itself and the plain ones before it: they
-have its parts, of which the rest makes all of them last as long as they did together.
+knows its parts only then, so they travel with the sums of the step after. Where only some steps are
+measured, one stands for itself and the plain ones before it: all together last as long as they did.
 """
 
 from __future__ import annotations
