@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -198,38 +198,36 @@ class BackupFolder:
         content = io.BytesIO()
         seeds = {f"{_SEED}{n}": seed.value.numpy() for n, seed in enumerate(_seeds(model))}
         np.savez(content, **{**state, **seeds, _NUM_WEIGHTS: np.array(len(model.weights))})
-        with self._writing:
-            aside = self.path / _ASIDE
-            try:
-                self._make_room(aside)
-                _reserve(aside, _bytes_needed(model) + content.tell())
-                model.save_weights(str(aside), overwrite=True)
-                if not is_valid():
-                    aside.unlink()
-                    return False
-                with h5py.File(aside, "r+") as file:
-                    file[_STATE] = np.frombuffer(content.getvalue(), np.uint8)
-                _to_disk(aside)
-                number = number or max(self._found(), default=0) + 1
-                name = f"backup-{number}-{_sha256(aside)}.weights.h5"
-                self._complete(aside, self.path / name)
-            except (OSError, RuntimeError) as error:  # h5py raises both for failed writes
-                with contextlib.suppress(OSError):
-                    aside.unlink(missing_ok=True)
-                raise self._error(error, aside) from error
+        with self._aside() as aside:
+            _reserve(aside, _bytes_needed(model) + content.tell())
+            model.save_weights(str(aside), overwrite=True)
+            if not is_valid():
+                aside.unlink()
+                return False
+            with h5py.File(aside, "r+") as file:
+                file[_STATE] = np.frombuffer(content.getvalue(), np.uint8)
+            _to_disk(aside)
+            number = number or max(self._found(), default=0) + 1
+            self._complete(aside, f"backup-{number}-{_sha256(aside)}.weights.h5")
         return True
 
     def adopt(self, name: str, content: IO[bytes]) -> None:
         """Write a backup that another folder has, under its name."""
+        with self._aside() as aside:
+            with aside.open("wb") as file:
+                shutil.copyfileobj(content, file, _CHUNK_BYTES)
+            _to_disk(aside)
+            self._complete(aside, name)
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[Path]:
+        """Give the path of a file that is not a backup yet; remove it after an error."""
         with self._writing:
             aside = self.path / _ASIDE
             try:
                 self._make_room(aside)
-                with aside.open("wb") as file:
-                    shutil.copyfileobj(content, file, _CHUNK_BYTES)
-                _to_disk(aside)
-                self._complete(aside, self.path / name)
-            except OSError as error:
+                yield aside
+            except (OSError, RuntimeError) as error:  # h5py raises both for failed writes
                 with contextlib.suppress(OSError):
                     aside.unlink(missing_ok=True)
                 raise self._error(error, aside) from error
@@ -250,9 +248,9 @@ class BackupFolder:
         is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
         return is_own and not about.st_mode & 0o077
 
-    def _complete(self, aside: Path, path: Path) -> None:
+    def _complete(self, aside: Path, name: str) -> None:
         """Give a written backup its name, and remove those that are not kept."""
-        present = self._found()
+        path, present = self.path / name, self._found()
         aside.rename(path)
         _to_disk(self.path)
         self._whole = [*self._whole, path][-self._num_kept :]

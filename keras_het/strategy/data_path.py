@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -14,8 +13,7 @@ import tensorflow as tf
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.input.data_pass import Claims
 from keras_het.loader.input.distributed_steps import DistributedSteps
-from keras_het.loader.order.pipeline_form import with_order_of_epoch, with_repeatable_order
-from keras_het.planning import ReplicaLayout
+from keras_het.loader.order.keras_arrays import with_order_of_epoch, with_repeatable_order
 from keras_het.strategy.batches.uneven_per_replica import (
     Placement,
     is_worthwhile,
@@ -37,6 +35,10 @@ class DataPath:
 
     def __init__(self, strategy: HeterogeneousStrategy, weights: tuple[float, ...]) -> None:
         self._strategy = weakref.ref(strategy)
+        self.layout, self.devices = strategy.layout, strategy.extended.worker_devices
+        local = self.layout.local_replicas
+        self.own_replicas = slice(local.start, local.stop)
+        self._placement = Placement(self.devices) if is_worthwhile(self.devices) else None
         self.weights = weights
         self.on_input_wait: Callable[[float], None] | None = None
         # Seconds that the batches drawn so far for one execution were waited for, if all of them
@@ -112,7 +114,7 @@ class DataPath:
     def _build(self, kind: Callable[..., _Steps], *sources: object, **options: object) -> _Steps:
         dataset = kind(
             *sources,
-            layout=self._get_strategy().layout,
+            layout=self.layout,
             weights=lambda: self.weights,
             wrap=_Wrapper(self),
             **options,
@@ -186,28 +188,11 @@ class DataPath:
     def _is_compared(self) -> bool:
         return self.claims_source is None and self._get_strategy().num_workers > 1
 
-    @functools.cached_property
-    def layout(self) -> ReplicaLayout:
-        return self._get_strategy().layout
-
-    @functools.cached_property
-    def devices(self) -> tuple[str, ...]:
-        return self._get_strategy().extended.worker_devices
-
-    @functools.cached_property
-    def _placement(self) -> Placement | None:
-        return Placement(self.devices) if is_worthwhile(self.devices) else None
-
     @property
     def placement(self) -> Placement | None:
         """How parts get to their devices, None if their step is to copy them."""
         # An execution of several steps takes batches that lie on the host.
         return None if self.draws_together else self._placement
-
-    @functools.cached_property
-    def own_replicas(self) -> slice:
-        local = self.layout.local_replicas
-        return slice(local.start, local.stop)
 
     def _get_strategy(self) -> HeterogeneousStrategy:
         strategy = self._strategy()

@@ -269,7 +269,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         copies = []
         for device in self._local_devices:
             with tf.device(device):
-                copies.append(_identity(value))
+                copies.append(tf.nest.map_structure(tf.identity, value, expand_composites=True))
         return private_api.regroup(tuple(copies), wrap_class=private_api.Mirrored)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HierarchicalAllReduce:
@@ -298,11 +298,3 @@ def _divide(value: Summand, divisor: int) -> Summand:
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(value.values / divisor, value.indices, value.dense_shape)
     return value / tf.cast(divisor, value.dtype)
-
-
-def _identity(value: Summand) -> Summand:
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.identity(value.values), tf.identity(value.indices), value.dense_shape
-        )
-    return tf.identity(value)

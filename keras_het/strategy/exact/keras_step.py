@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.loader.order.rows import count_rows, has_rows
 from keras_het.strategy.batches.gathered_rows import (
     OutputsOfParts,
     check_predictions,
@@ -409,13 +410,8 @@ def _carried_request(strategy: HeterogeneousStrategy) -> StopRequest | None:
 
 def _num_rows(data: Nest) -> tf.Tensor:
     """Number of samples of a batch that bypassed the strategy's data path."""
-    for leaf in tf.nest.flatten(data):
-        if isinstance(leaf, tf.RaggedTensor):
-            return tf.cast(leaf.nrows(), tf.int64)
-        if isinstance(leaf, tf.SparseTensor):
-            return leaf.dense_shape[0]
-        if len(getattr(leaf, "shape", ())) > 0:
-            return tf.cast(tf.shape(leaf)[0], tf.int64)
+    for leaf in filter(has_rows, tf.nest.flatten(data)):
+        return count_rows(leaf)
     raise ValueError(
         "Cannot tell how many samples the batch has, so that its gradient cannot be weighted. "
         f"Received: {data}. Expected a structure with at least one tensor of shape [samples, ...]."
