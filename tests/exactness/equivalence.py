@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import devices
@@ -45,13 +45,13 @@ Fit = Callable[[Any, list[Any]], Any]
 
 
 @functools.cache
-def three_replicas() -> HeterogeneousStrategy:
+def three_replicas():
     """The strategy of one process with three replicas; all tests share it."""
     return HeterogeneousStrategy(devices=DEVICES)
 
 
 @functools.cache
-def in_parts(size: Any = 2, number: int = 3) -> HeterogeneousStrategy:
+def in_parts(size=2, number=3):
     """The same with shares that are computed in parts of so many samples at most."""
     return HeterogeneousStrategy(devices=DEVICES[:number], micro_batch_size=size)
 
@@ -74,11 +74,11 @@ class CountsTraces(keras.layers.Layer):
 class StepLogs(keras.callbacks.Callback):
     """Keeps the logs of every call of `on_train_batch_end`, as the progress bar gets them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.logs: list[dict[str, Any]] = []
+        self.logs = []
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch, logs=None):
         self.logs.append({"batch": batch, **{k: np.array(v) for k, v in (logs or {}).items()}})
 
 
@@ -121,7 +121,7 @@ class Trial:
     replica_state: bool = True
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def train(self, model: Any, data: Any, inference: bool) -> Outcome:
+    def train(self, model, data, inference):
         recorder = StepLogs()
         if self.fit is None:
             result = model.fit(data, epochs=2, verbose=0, callbacks=[recorder], **self.options)
@@ -140,12 +140,12 @@ class Trial:
         )
 
 
-def said(caplog: Any) -> list[str]:
+def said(caplog):
     """The messages of keras_het."""
     return [r.getMessage() for r in caplog.records if r.name.startswith("keras_het")]
 
 
-def optimizer_variables(model: Any) -> list[Any]:
+def optimizer_variables(model):
     optimizers = [
         value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)
     ]
@@ -154,27 +154,23 @@ def optimizer_variables(model: Any) -> list[Any]:
     return [variable for optimizer in unique.values() for variable in optimizer.variables]
 
 
-def values_of(variables: Sequence[Any]) -> list[np.ndarray]:
+def values_of(variables):
     return [np.array(variable) for variable in variables]
 
 
-def batches(
-    samples: int = 22, features: int = 5, outputs: int = 1, size: int = 8, seed: int = 0
-) -> tf.data.Dataset:
+def batches(samples=22, features=5, outputs=1, size=8, seed=0):
     """Global batches of a regression task; the last one is partial (22 = 8 + 8 + 6)."""
     return tf.data.Dataset.from_tensor_slices(arrays(samples, features, outputs, seed)).batch(size)
 
 
-def arrays(
-    samples: int = 22, features: int = 5, outputs: int = 1, seed: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
+def arrays(samples=22, features=5, outputs=1, seed=0):
     random = np.random.default_rng(seed)
     x = random.normal(size=(samples, features)).astype("float32")
     y = random.normal(size=(samples, outputs)).astype("float32") + 0.5
     return x, y
 
 
-def masked_words() -> tf.data.Dataset:
+def masked_words():
     """Global batches of sentences of one to four words, zeros behind them."""
     random = np.random.default_rng(7)
     words = random.integers(1, 9, (22, 4)).astype("int32")
@@ -182,28 +178,28 @@ def masked_words() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((words, arrays()[1])).batch(8)
 
 
-def reset(model: Any, initial: Sequence[np.ndarray]) -> None:
+def reset(model, initial):
     """Puts a model that has been trained back to its start, without a new trace."""
     for variable, value in zip(all_variables(model), initial, strict=True):
         variable.assign(value)
 
 
-def all_variables(model: Any) -> list[Any]:
+def all_variables(model):
     return [*model.variables, *optimizer_variables(model)]
 
 
-def build_seeded(build: Callable[[], Any]) -> Any:
+def build_seeded(build):
     keras.utils.set_random_seed(7)
     return build()
 
 
 def assert_equivalent(
-    trial: Trial,
-    shares: Sequence[Sequence[float]] = SHARES,
-    rtol: float = RTOL,
-    atol: float = ATOL,
-    strategy: HeterogeneousStrategy | None = None,
-) -> Outcome:
+    trial,
+    shares=SHARES,
+    rtol=RTOL,
+    atol=ATOL,
+    strategy=None,
+):
     """Fails unless training over every one of `shares` gives what one device gives.
 
     Returns:
@@ -241,13 +237,13 @@ def assert_equivalent(
     return expected
 
 
-def build_optimizers(model: Any) -> None:
+def build_optimizers(model):
     """Creates the optimizer's variables before training, so that they can be put back."""
     if model.built and getattr(model, "optimizer", None) is not None:
         model.optimizer.build(model.trainable_variables)
 
 
-def assert_trained(outcome: Outcome, start: Sequence[np.ndarray]) -> None:
+def assert_trained(outcome, start):
     moved = [
         np.abs(np.float64(a) - np.float64(b)).max(initial=0.0)
         for a, b in zip(outcome.weights, start, strict=False)
@@ -257,7 +253,7 @@ def assert_trained(outcome: Outcome, start: Sequence[np.ndarray]) -> None:
     assert outcome.steps, "no step was logged"
 
 
-def assert_same_outcome(actual: Outcome, expected: Outcome, rtol: float, atol: float) -> None:
+def assert_same_outcome(actual, expected, rtol, atol):
     assert len(actual.steps) == len(expected.steps)
     for got, want in zip(actual.steps, expected.steps, strict=True):
         assert got.keys() == want.keys(), (got, want)
@@ -274,26 +270,22 @@ def assert_same_outcome(actual: Outcome, expected: Outcome, rtol: float, atol: f
         compare_structures(actual.predictions, expected.predictions, rtol, atol, "predict")
 
 
-def compare_lists(
-    actual: Sequence[Any], expected: Sequence[Any], rtol: float, atol: float, what: str
-) -> None:
+def compare_lists(actual, expected, rtol, atol, what):
     assert len(actual) == len(expected), f"number of {what}s"
     for position, (got, want) in enumerate(zip(actual, expected, strict=True)):
         close(got, want, rtol, atol, f"{what} {position} of shape {np.shape(want)}")
 
 
-def assert_all_close(
-    actual: Sequence[Any], expected: Sequence[Any], rtol: float = RTOL, atol: float = ATOL
-) -> None:
+def assert_all_close(actual, expected, rtol=RTOL, atol=ATOL):
     compare_lists(actual, expected, rtol, atol, "value")
 
 
-def compare_structures(actual: Any, expected: Any, rtol: float, atol: float, what: str) -> None:
+def compare_structures(actual, expected, rtol, atol, what):
     keras.tree.assert_same_structure(actual, expected)
     compare_lists(keras.tree.flatten(actual), keras.tree.flatten(expected), rtol, atol, what)
 
 
-def close(actual: Any, expected: Any, rtol: float, atol: float, what: str) -> None:
+def close(actual, expected, rtol, atol, what):
     if isinstance(expected, tf.RaggedTensor):
         np.testing.assert_array_equal(actual.row_splits, expected.row_splits, what)
         actual, expected = actual.flat_values, expected.flat_values
@@ -306,7 +298,7 @@ def close(actual: Any, expected: Any, rtol: float, atol: float, what: str) -> No
         )
 
 
-def assert_replicas_agree(strategy: Any, model: Any) -> None:
+def assert_replicas_agree(strategy, model):
     for variable in [*model.weights, *optimizer_variables(model)]:
         first, *others = [np.array(v) for v in strategy.experimental_local_results(variable.value)]
         for other in others:
@@ -321,12 +313,12 @@ def assert_replicas_agree(strategy: Any, model: Any) -> None:
 
 
 def dense_model(
-    loss: Any = "mse",
-    optimizer: Any = None,
-    layers: Sequence[Any] | None = None,
-    features: int = 5,
-    **compile_options: Any,
-) -> Any:
+    loss="mse",
+    optimizer=None,
+    layers=None,
+    features=5,
+    **compile_options,
+):
     """A small network, compiled; `layers` are built again by a callable where given."""
     hidden = layers() if callable(layers) else [keras.layers.Dense(4, activation="tanh")]
     model = keras.Sequential([keras.Input((features,)), *hidden, keras.layers.Dense(1)])

@@ -5,11 +5,7 @@ share what they draw from: a queue of batches, a shuffle that reshuffles, a gene
 that makes one iterator more, looks at an element or reads too far ahead changes later epochs.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
 import numpy as np
@@ -27,38 +23,38 @@ WEIGHTS = {0: 1.0, 1: 2.0}
 class Seen(keras.callbacks.Callback):
     """The mean code of each batch, epoch by epoch, validations apart."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.epochs: list[list[float]] = []
-        self.validations: list[list[float]] = []
+        self.epochs = []
+        self.validations = []
         self._sum = 0.0
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch, logs=None):
         self._begin(self.epochs)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch, logs=None):
         self._note(self.epochs[-1], logs)
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs=None):
         self._begin(self.validations)
 
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_test_batch_end(self, batch, logs=None):
         self._note(self.validations[-1], logs)
 
-    def _begin(self, kept: list[list[float]]) -> None:
+    def _begin(self, kept):
         kept.append([])
         self._sum = 0.0
 
-    def _note(self, kept: list[float], logs: Any) -> None:
+    def _note(self, kept, logs):
         total = float(logs["loss"]) * (len(kept) + 1)
         kept.append(total - self._sum)
         self._sum = total
 
 
-def seen(train: Callable[[Any, Any], None], strategy: Any) -> tuple[Any, Any]:
+def seen(train, strategy):
     keras.utils.set_random_seed(7)
 
-    def build() -> Any:
+    def build():
         zeros = keras.layers.Dense(1, kernel_initializer="zeros")
         model = keras.Sequential([keras.Input((2,)), zeros])
         model.compile(keras.optimizers.SGD(0.0), "mae")
@@ -74,7 +70,7 @@ def seen(train: Callable[[Any, Any], None], strategy: Any) -> tuple[Any, Any]:
     return callback.epochs, callback.validations
 
 
-def assert_same_order(train: Callable[[Any, Any], None]) -> None:
+def assert_same_order(train):
     """Compares what one device sees with what two unequal replicas see."""
     strategy = HeterogeneousStrategy(devices=DEVICES[:2], share_weights=[3, 1])
     expected, actual = seen(train, None), seen(train, strategy)
@@ -87,34 +83,32 @@ def assert_same_order(train: Callable[[Any, Any], None]) -> None:
     assert np.ptp([*itertools.chain(*expected[0])]) > 0.01
 
 
-def samples(ids: Any) -> tuple[np.ndarray, np.ndarray]:
+def samples(ids):
     return np.ones((len(ids), 2), "float32"), CODES[np.asarray(ids)][:, None]
 
 
 class Sequence(keras.utils.PyDataset):
     """Batches of five, or of infinitely many, that change when an epoch ends (or begins)."""
 
-    def __init__(
-        self, length: int | None = 5, first: int = 0, reshuffles: str = "end", **options: Any
-    ) -> None:
+    def __init__(self, length=5, first=0, reshuffles="end", **options):
         super().__init__(**options)
         self.ids = np.arange(first, first + 5 * BATCH)
         self._length, self._reshuffles = length, reshuffles
         self._random = np.random.RandomState(3)
 
     @property
-    def num_batches(self) -> int | None:
+    def num_batches(self):
         return self._length
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         start = BATCH * (index % 5)
         return samples(self.ids[start : start + BATCH])
 
-    def on_epoch_begin(self) -> None:
+    def on_epoch_begin(self):
         if "begin" in self._reshuffles:
             self._random.shuffle(self.ids)
 
-    def on_epoch_end(self) -> None:
+    def on_epoch_end(self):
         if "end" in self._reshuffles:
             self._random.shuffle(self.ids)
 
@@ -132,8 +126,8 @@ SEQUENCES = {
 
 @pytest.mark.quick("two_threads")
 @pytest.mark.parametrize("kind", SEQUENCES)
-def test_sequences_that_are_shuffled_and_reshuffle(kind: str) -> None:
-    def train(model: Any, seen: Any) -> None:
+def test_sequences_that_are_shuffled_and_reshuffle(kind):
+    def train(model, seen):
         data, other = Sequence(**SEQUENCES[kind]), Sequence(first=100, **SEQUENCES[kind])
         for _ in range(2):
             model.fit(data, epochs=2, validation_data=other, verbose=0, callbacks=[seen])
@@ -144,8 +138,8 @@ def test_sequences_that_are_shuffled_and_reshuffle(kind: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", SEQUENCES)
-def test_infinite_sequences(kind: str) -> None:
-    def train(model: Any, seen: Any) -> None:
+def test_infinite_sequences(kind):
+    def train(model, seen):
         kept = {"reshuffles": "", **SEQUENCES[kind]}
         model.fit(
             Sequence(None, **kept),
@@ -165,8 +159,8 @@ def test_infinite_sequences(kind: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("steps", [2, 7])
 @pytest.mark.parametrize("kind", [kind for kind in SEQUENCES if kind != "short_queue"])
-def test_epochs_of_other_lengths_than_the_sequence(kind: str, steps: int) -> None:
-    def train(model: Any, seen: Any) -> None:
+def test_epochs_of_other_lengths_than_the_sequence(kind, steps):
+    def train(model, seen):
         data = Sequence(reshuffles="", **SEQUENCES[kind])
         options = {"epochs": 4, "steps_per_epoch": steps, "shuffle": False, "verbose": 0}
         model.fit(data, callbacks=[seen], **options)
@@ -176,8 +170,8 @@ def test_epochs_of_other_lengths_than_the_sequence(kind: str, steps: int) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["in_this_thread", "one_thread"])  # Keras's threads race it
-def test_a_sequence_that_reshuffles_at_the_begin(kind: str) -> None:
-    def train(model: Any, seen: Any) -> None:
+def test_a_sequence_that_reshuffles_at_the_begin(kind):
+    def train(model, seen):
         data = Sequence(reshuffles="begin end", **SEQUENCES[kind])
         model.fit(data, epochs=3, validation_data=data, verbose=0, callbacks=[seen])
 
@@ -186,15 +180,15 @@ def test_a_sequence_that_reshuffles_at_the_begin(kind: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", SEQUENCES)
-def test_sequences_with_class_weights(kind: str) -> None:
-    def train(model: Any, seen: Any) -> None:
+def test_sequences_with_class_weights(kind):
+    def train(model, seen):
         data = Sequence(**SEQUENCES[kind])
         model.fit(data, epochs=3, class_weight=WEIGHTS, verbose=0, callbacks=[seen])
 
     assert_same_order(train)
 
 
-def test_a_sequence_builds_a_model_that_is_not_built() -> None:
+def test_a_sequence_builds_a_model_that_is_not_built():
     strategy = HeterogeneousStrategy(devices=DEVICES[:2], share_weights=[0, 1])
     with strategy.scope():
         model = keras.Sequential([keras.layers.Dense(3, kernel_regularizer="l2")])
@@ -204,27 +198,27 @@ def test_a_sequence_builds_a_model_that_is_not_built() -> None:
     assert model.layers[0].kernel.shape == (2, 3)
 
 
-def drawn_batches(number: int | None = 5) -> Iterator[Any]:
+def drawn_batches(number=5):
     """Draws from NumPy's generator: each look at it shows."""
     for _ in itertools.count() if number is None else range(number):
         yield samples(np.random.randint(0, 1000, BATCH))
 
 
-def on_demand(dataset: Any) -> Any:
+def on_demand(dataset):
     """Without the prefetch that tf.data's autotuner puts at the end, as far as it likes."""
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
 
 
-def from_generator(number: int | None = 5) -> Any:
+def from_generator(number=5):
     signature = (tf.TensorSpec([None, 2]), tf.TensorSpec([None, 1]))
     return on_demand(
         tf.data.Dataset.from_generator(lambda: drawn_batches(number), output_signature=signature)
     )
 
 
-GENERATORS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+GENERATORS = {
     "given": (lambda: drawn_batches(None), {"steps_per_epoch": 3}),
     "given_finite": (lambda: drawn_batches(), {}),
     "from_generator": (from_generator, {}),
@@ -236,10 +230,10 @@ GENERATORS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 @pytest.mark.quick("from_generator")
 @pytest.mark.parametrize("kind", GENERATORS)
-def test_generators_are_started_once_an_epoch(kind: str) -> None:
+def test_generators_are_started_once_an_epoch(kind):
     make, options = GENERATORS[kind]
 
-    def train(model: Any, seen: Any) -> None:
+    def train(model, seen):
         model.fit(make(), epochs=3, verbose=0, callbacks=[seen], **options)
 
     assert_same_order(train)
@@ -247,13 +241,13 @@ def test_generators_are_started_once_an_epoch(kind: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("reads", ["validates_between", "trains_again"])
-def test_fits_that_share_one_generator(reads: str) -> None:
-    def train(model: Any, seen: Any) -> None:
+def test_fits_that_share_one_generator(reads):
+    def train(model, seen):
         endless, signature = (
             drawn_batches(None),
             (tf.TensorSpec([None, 2]), tf.TensorSpec([None, 1])),
         )
-        options: dict[str, Any] = {"steps_per_epoch": 3, "verbose": 0, "callbacks": [seen]}
+        options = {"steps_per_epoch": 3, "verbose": 0, "callbacks": [seen]}
         data = tf.data.Dataset.from_generator(lambda: endless, output_signature=signature)
         data = on_demand(data)
         if reads == "validates_between":
@@ -264,13 +258,13 @@ def test_fits_that_share_one_generator(reads: str) -> None:
     assert_same_order(train)
 
 
-def shuffled(number: int = 40, **options: Any) -> Any:
+def shuffled(number=40, **options):
     samples_of_all = tf.data.Dataset.from_tensor_slices(samples(np.arange(number)))
     return on_demand(samples_of_all).shuffle(number, **{"seed": 1, **options})
 
 
-def fits_in_a_row(make: Callable[[], Any], **options: Any) -> Callable[[Any, Any], None]:
-    def train(model: Any, seen: Any) -> None:
+def fits_in_a_row(make, **options):
+    def train(model, seen):
         data = make()
         steps = {"steps": 2} if "steps_per_epoch" in options else {}
         for _ in range(2):
@@ -280,18 +274,18 @@ def fits_in_a_row(make: Callable[[], Any], **options: Any) -> Callable[[Any, Any
     return train
 
 
-def with_validation(make: Callable[[], Any], **options: Any) -> Callable[[Any, Any], None]:
-    def train(model: Any, seen: Any) -> None:
+def with_validation(make, **options):
+    def train(model, seen):
         data = {"x": make(), "validation_data": make()}
         model.fit(**data, epochs=5, verbose=0, callbacks=[seen], **options)
 
     return train
 
 
-def one_shuffle(parts: Callable[[Any], list[Any]]) -> Callable[[Any, Any], None]:
+def one_shuffle(parts):
     """Trains on one part of a shuffled dataset, validates on another, then trains on a third."""
 
-    def train(model: Any, seen: Any) -> None:
+    def train(model, seen):
         first, validation, second = parts(shuffled(64))
         options = {"validation_data": validation, "verbose": 0, "callbacks": [seen]}
         model.fit(first, epochs=3, **options)
@@ -301,7 +295,7 @@ def one_shuffle(parts: Callable[[Any], list[Any]]) -> Callable[[Any, Any], None]
 
 
 INFINITE = {"steps_per_epoch": 3}
-DATA_SETS: dict[str, Callable[[Any, Any], None]] = {
+DATA_SETS = {
     "fits": fits_in_a_row(lambda: shuffled().batch(BATCH)),
     "class_weights": fits_in_a_row(lambda: shuffled().batch(BATCH), class_weight=WEIGHTS),
     "class_weights_infinite": fits_in_a_row(
@@ -357,5 +351,5 @@ DATA_SETS: dict[str, Callable[[Any, Any], None]] = {
 
 @pytest.mark.quick("infinite_validation")
 @pytest.mark.parametrize("kind", DATA_SETS)
-def test_shuffled_data_sets(kind: str) -> None:
+def test_shuffled_data_sets(kind):
     assert_same_order(DATA_SETS[kind])

@@ -1,7 +1,5 @@
 """A backup is there as a whole, or is an error that names the file, wherever a save ends."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

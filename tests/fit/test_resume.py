@@ -12,7 +12,7 @@ class Clock:
 
     now = 0.0
 
-    def time(self) -> float:
+    def time(self):
         return self.now
 
     monotonic = time
@@ -32,14 +32,14 @@ class Clock:
     ],
 )
 def test_steps_until_the_next_backup(
-    cost: float,
-    step: float,
-    interruptions: int,
-    seconds: float,
-    expected_steps: int,
-    monkeypatch: pytest.MonkeyPatch,
-    logical_devices: list[str],
-) -> None:
+    cost,
+    step,
+    interruptions,
+    seconds,
+    expected_steps,
+    monkeypatch,
+    logical_devices,
+):
     clock = Clock()
     monkeypatch.setattr(resume, "time", clock)
     interval = BackupInterval()

@@ -1,7 +1,5 @@
 """A session knows its call of Keras, and its layers are around every step of that alone."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import warnings

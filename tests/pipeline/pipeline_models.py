@@ -1,29 +1,24 @@
 """Models that a pipeline has to cut, and data for them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import keras
 import numpy as np
 from pipeline_training import ROWS
 
 L = keras.layers
-MODELS: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any, Any]]]] = {}
+MODELS = {}
 
 
-def generator() -> np.random.Generator:
+def generator():
     return np.random.default_rng(0)
 
 
-def images() -> tuple[Any, Any, Any]:
+def images():
     random = generator()
     x = random.normal(size=(ROWS, 6, 6, 3))
     return x, random.integers(0, 4, ROWS), random.uniform(0.5, 2, ROWS)
 
 
-def tokens() -> tuple[Any, Any, Any]:
+def tokens():
     random = generator()
     x = random.integers(0, 9, (ROWS, 5)).astype("int32")
     return x, random.integers(0, 4, ROWS), random.uniform(0.5, 2, ROWS)
@@ -32,14 +27,14 @@ def tokens() -> tuple[Any, Any, Any]:
 class Penalty(L.Layer):
     """Gives `add_loss` a mean over samples, and one value per sample."""
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs):
         self.add_loss(1e-3 * keras.ops.mean(keras.ops.square(inputs)))
         axes = tuple(range(1, len(inputs.shape)))
         self.add_loss(1e-4 * keras.ops.mean(keras.ops.abs(inputs), axis=axes))
         return inputs
 
 
-def compiled(model: keras.Model, **options: Any) -> keras.Model:
+def compiled(model, **options):
     optimizer = keras.optimizers.Adam(
         keras.optimizers.schedules.ExponentialDecay(1e-2, 5, 0.9),
         global_clipnorm=0.05,
@@ -58,7 +53,7 @@ def compiled(model: keras.Model, **options: Any) -> keras.Model:
     return model
 
 
-def convnet() -> keras.Model:
+def convnet():
     """A skip over all cuts, a nested model, regularizers of both kinds, added losses."""
     inputs = keras.Input([6, 6, 3])
     a = L.Conv2D(4, 3, padding="same", activation="relu", kernel_regularizer="l2")(inputs)
@@ -73,7 +68,7 @@ def convnet() -> keras.Model:
     return compiled(keras.Model(inputs, L.Dense(4, activation="softmax")(pooled)))
 
 
-def masked() -> keras.Model:
+def masked():
     """Integers and masks cross cuts; the embedding's gradient is sparse."""
     inputs = keras.Input([5], dtype="int32")
     x = L.Embedding(9, 6, mask_zero=True)(inputs)
@@ -82,7 +77,7 @@ def masked() -> keras.Model:
     return compiled(keras.Model(inputs, L.Dense(4, activation="softmax")(x)))
 
 
-def masked_outputs() -> keras.Model:
+def masked_outputs():
     """The divisor of the loss is the number of tokens in the whole batch."""
     inputs = keras.Input([5], dtype="int32")
     x = L.Embedding(9, 6, mask_zero=True)(inputs)
@@ -93,12 +88,12 @@ def masked_outputs() -> keras.Model:
     )
 
 
-def token_labels() -> tuple[Any, Any, Any]:
+def token_labels():
     x = tokens()[0]
     return x, generator().integers(0, 4, (ROWS, 5)), None
 
 
-def several() -> keras.Model:
+def several():
     """Two inputs, three outputs of different depth and loss, one of them without a loss."""
     left, right = keras.Input([4], name="left"), keras.Input([3], name="right")
     early = L.Dense(2, name="early")(left)
@@ -115,17 +110,17 @@ def several() -> keras.Model:
     )
 
 
-def several_data() -> tuple[Any, Any, Any]:
+def several_data():
     random = generator()
     x = {"left": random.normal(size=(ROWS, 4)), "right": random.normal(size=(ROWS, 3))}
     shapes = {"early": (ROWS, 2), "late": (ROWS, 1), "hidden": (ROWS, 5)}
     return x, {name: random.normal(size=shape) for name, shape in shapes.items()}, None
 
 
-def own_loss() -> keras.Model:
+def own_loss():
     """A loss of the user's that compares the samples of a batch with each other."""
 
-    def spread(y: Any, predictions: Any) -> Any:
+    def spread(y, predictions):
         return keras.ops.var(predictions) + keras.ops.mean(
             keras.ops.square(predictions[:, 0] - keras.ops.cast(y, predictions.dtype))
         )
@@ -138,7 +133,7 @@ def own_loss() -> keras.Model:
     )
 
 
-def vectors() -> tuple[Any, Any, Any]:
+def vectors():
     return generator().normal(size=(ROWS, 4)), generator().normal(size=ROWS), None
 
 

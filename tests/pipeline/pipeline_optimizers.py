@@ -1,10 +1,5 @@
 """Optimizers whose update a pipeline has to make as one device does, and a small model for them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import keras
 import numpy as np
 from pipeline_training import ROWS
@@ -12,19 +7,19 @@ from pipeline_training import ROWS
 L, optimizers = keras.layers, keras.optimizers
 
 
-def scaled() -> keras.optimizers.Optimizer:
+def scaled():
     """For float32, a scale that is too large at first: steps are skipped until it is not."""
     inner = optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.1, gradient_accumulation_steps=2)
     return optimizers.LossScaleOptimizer(inner, initial_scale=2.0**127, dynamic_growth_steps=3)
 
 
-def decaying() -> keras.optimizers.Optimizer:
+def decaying():
     optimizer = optimizers.AdamW(0.01, weight_decay=0.1)
     optimizer.exclude_from_weight_decay(var_names=["bias"])
     return optimizer
 
 
-OPTIMIZERS: dict[str, Callable[[], Any]] = {
+OPTIMIZERS = {
     "decay": decaying,
     "accumulation": lambda: optimizers.Adam(
         0.01, gradient_accumulation_steps=2, global_clipnorm=0.05, weight_decay=0.01
@@ -38,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 EMBEDDED = ("accumulation", "clipnorm", "adafactor")
 
 
-def perceptron(optimizer: str | None, embeds: bool = False) -> keras.Model:
+def perceptron(optimizer, embeds=False):
     """Frozen layers, layers of equal names in nested models, and a last stage without weights.
 
     With weight decay also regularizers of weights and of outputs.
@@ -63,7 +58,7 @@ def perceptron(optimizer: str | None, embeds: bool = False) -> keras.Model:
     return model
 
 
-def normalizing() -> keras.Model:
+def normalizing():
     """Moving averages and random generators in several stages."""
     inputs = keras.Input([4])
     x = L.Dropout(0.3)(L.BatchNormalization(momentum=0.8)(L.Dense(5)(inputs)))
@@ -73,7 +68,7 @@ def normalizing() -> keras.Model:
     return model
 
 
-def rows(embeds: bool = False) -> tuple[Any, Any, Any]:
+def rows(embeds=False):
     random = np.random.default_rng(0)
     x = random.integers(0, 5, (ROWS, 4)) if embeds else random.normal(size=(ROWS, 4))
     return x, 50 * random.normal(size=(ROWS, 3)), None

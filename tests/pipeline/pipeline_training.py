@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 from devices import DEVICES
 
-import keras_het
 from keras_het.planning.pipeline import PipelinePlan, Stage
 
 ROWS = 38  # the last batch of 12 has 2: fewer than micro-batches
 
 
 @contextlib.contextmanager
-def floatx(name: str) -> Iterator[None]:
+def floatx(name):
     before = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx(name)
     keras.config.set_dtype_policy(name)
@@ -30,12 +28,12 @@ def floatx(name: str) -> Iterator[None]:
 
 
 def plan_of(
-    bounds: Sequence[int],
-    replicas: Sequence[Sequence[int]],
-    routes: Sequence[Sequence[int]],
-    schedule: str = "1f1b",
-    recomputed: Sequence[Sequence[int]] = (),
-) -> PipelinePlan:
+    bounds,
+    replicas,
+    routes,
+    schedule="1f1b",
+    recomputed=(),
+):
     """A plan of stages between bounds."""
     again = [*map(tuple, recomputed), *[()] * len(replicas)]
     stages = tuple(
@@ -57,20 +55,20 @@ class Outcome:
     predictions: Any
 
     @property
-    def weights(self) -> list[np.ndarray]:
+    def weights(self):
         return [np.array(value) for value in self.model.get_weights()]
 
     @property
-    def optimizer(self) -> list[np.ndarray]:
+    def optimizer(self):
         return [np.array(value) for value in self.model.optimizer.variables]
 
 
 def train(
-    build: Callable[[], keras.Model],
-    data: tuple[Any, Any, Any],
-    strategy: keras_het.PipelineStrategy | None = None,
-    **options: Any,
-) -> Outcome:
+    build,
+    data,
+    strategy=None,
+    **options,
+):
     """Build, fit, evaluate and predict."""
     x, y, weight = data
     with strategy.scope() if strategy is not None else contextlib.nullcontext():
@@ -85,7 +83,7 @@ def train(
     return Outcome(model, history, evaluation, model.predict(x, batch_size=ROWS // 2, verbose=0))
 
 
-def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-9) -> None:
+def assert_same(found, expected, tolerance=1e-9):
     """Weights, optimizer state, logs and predictions are those of one device."""
     from equivalence import compare_structures  # programs of tests do without
 

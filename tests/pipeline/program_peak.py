@@ -3,11 +3,8 @@
 Arguments: "never" or "always" to recompute; number of stages.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
-from typing import Any
 
 import keras
 import numpy as np
@@ -19,29 +16,29 @@ L = keras.layers
 BLOCKS, WIDTH, SIZE, ROWS, MICRO_BATCHES = 8, 24, 32, 192, 8
 
 
-def peak() -> int:
+def peak():
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class AtFirstStep(keras.callbacks.Callback):
     """Looks when the step is traced, before it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.before = 0
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch, logs=None):
         self.before = self.before or peak()
 
 
-def main() -> None:
+def main():
     recompute, stages = sys.argv[1], int(sys.argv[2])
     cpu = tf.config.list_physical_devices("CPU")[0]
     logical = [tf.config.LogicalDeviceConfiguration()] * stages
     tf.config.set_logical_device_configuration(cpu, logical)
     cuts = [f"normal_{BLOCKS * i // stages - 1}" for i in range(1, stages)]
     strategy = keras_het.PipelineStrategy(cuts, MICRO_BATCHES, recompute=recompute)
-    layers: list[Any] = [keras.Input([SIZE, SIZE, WIDTH])]
+    layers = [keras.Input([SIZE, SIZE, WIDTH])]
     for i in range(BLOCKS):
         layers += [L.Conv2D(WIDTH, 3, padding="same"), L.Activation("tanh")]
         layers.append(L.LayerNormalization(name=f"normal_{i}"))

@@ -1,18 +1,14 @@
 """Fit, evaluate and predict in a pipeline have the numbers of one device."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import keras
 import numpy as np
 import pytest
 from pipeline_models import MODELS, compiled
-from pipeline_training import DEVICES, Outcome, assert_same, plan_of, train
+from pipeline_training import DEVICES, assert_same, plan_of, train
 
 import keras_het
-from keras_het.planning.pipeline import PipelinePlan
 from keras_het.strategy.pipeline.micro_batches import is_mean_over_samples
 from keras_het.strategy.pipeline.model_units import ModelUnits
 
@@ -20,12 +16,12 @@ pytestmark = pytest.mark.usefixtures("double_precision", "logical_devices")
 
 
 @functools.cache
-def on_one_device(name: str) -> Outcome:
+def on_one_device(name):
     build, data = MODELS[name]
     return train(build, data())
 
 
-def plans(name: str) -> dict[str, PipelinePlan]:
+def plans(name):
     """Three stages; two stages of two unequal replicas; one stage on three devices."""
     units = ModelUnits(on_one_device(name).model)
     end, shared = len(units.units), units.together
@@ -50,18 +46,18 @@ def plans(name: str) -> dict[str, PipelinePlan]:
 @pytest.mark.quick("own_loss-three stages")
 @pytest.mark.parametrize("layout", ["three stages", "replicas"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_pipeline_trains_as_one_device(name: str, layout: str) -> None:
+def test_a_pipeline_trains_as_one_device(name, layout):
     check(name, layout)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["one stage", "recomputed", "gpipe", "whole batches"])
 @pytest.mark.parametrize("name", MODELS)
-def test_other_plans_train_as_one_device(name: str, layout: str) -> None:
+def test_other_plans_train_as_one_device(name, layout):
     check(name, layout)
 
 
-def check(name: str, layout: str) -> None:
+def check(name, layout):
     expected = on_one_device(name)
     plan = plans(name)[layout]
     strategy = keras_het.PipelineStrategy(None, plan.num_micro_batches, DEVICES, plan=plan)
@@ -71,7 +67,7 @@ def check(name: str, layout: str) -> None:
 
 
 @pytest.mark.full
-def test_a_measured_plan_trains_as_one_device() -> None:
+def test_a_measured_plan_trains_as_one_device():
     strategy = keras_het.PipelineStrategy(num_micro_batches=3, devices=DEVICES)
     build, data = MODELS["convnet"]
     assert_same(train(build, data(), strategy), on_one_device("convnet"))
@@ -80,7 +76,7 @@ def test_a_measured_plan_trains_as_one_device() -> None:
 
 
 @pytest.mark.full
-def test_inputs_are_converted_as_on_one_device() -> None:
+def test_inputs_are_converted_as_on_one_device():
     build, data = MODELS["own_loss"]
     x, y, _ = data()
     columns = x.astype("int32")[..., None], y, None
@@ -90,7 +86,7 @@ def test_inputs_are_converted_as_on_one_device() -> None:
 
 
 @pytest.mark.full
-def test_the_user_names_the_layers_to_cut_behind() -> None:
+def test_the_user_names_the_layers_to_cut_behind():
     strategy = keras_het.PipelineStrategy(["dense", "dense_1"], 4, DEVICES)
     build, data = MODELS["own_loss"]
     keras.backend.clear_session()
@@ -98,14 +94,14 @@ def test_the_user_names_the_layers_to_cut_behind() -> None:
     assert strategy.plan is not None and len(strategy.plan.stages) == 3
 
 
-def distance(y: Any, prediction: Any) -> Any:
+def distance(y, prediction):
     return keras.ops.mean(keras.ops.square(y - prediction))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("loss", ["mse", distance])
-def test_a_tensor_that_a_model_returns_twice(loss: Any) -> None:
-    def build() -> keras.Model:
+def test_a_tensor_that_a_model_returns_twice(loss):
+    def build():
         inputs = keras.Input([4])
         x = keras.layers.Dense(2, name="both")(keras.layers.Dense(3, "tanh")(inputs))
         options = {"loss": [loss, "mae"], "metrics": None, "weighted_metrics": None}
@@ -131,7 +127,7 @@ def test_a_tensor_that_a_model_returns_twice(loss: Any) -> None:
         (["mse", distance], False),
     ],
 )
-def test_a_mean_over_samples_is_known(loss: Any, expected: bool) -> None:
+def test_a_mean_over_samples_is_known(loss, expected):
     losses = loss if isinstance(loss, list) else [loss]
     x = keras.Input((3,))
     model = keras.Model(x, [keras.layers.Dense(2)(x) for _ in losses])

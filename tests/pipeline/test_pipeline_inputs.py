@@ -1,10 +1,6 @@
 """Batches of other kinds than dense numbers go through a pipeline as through one device."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
@@ -21,25 +17,25 @@ X = np.random.default_rng(0).random((12, 4)).astype("float32")
 WORDS = np.array([["a"], ["b"], ["c"]] * 4)
 
 
-def sparse() -> tuple[Any, Any, Any]:
+def sparse():
     return keras.Input((4,), sparse=True), L.Dense(3), tf.sparse.from_dense(X * (X > 0.5))
 
 
-def text() -> tuple[Any, Any, Any]:
+def text():
     layer = keras.Sequential(
         [L.StringLookup(vocabulary=["a", "b"]), L.Embedding(3, 2), L.Flatten()]
     )
     return keras.Input((1,), dtype="string"), layer, WORDS
 
 
-def truth() -> tuple[Any, Any, Any]:
+def truth():
     layer = L.Lambda(lambda t: keras.ops.cast(t, "float32"))
     return keras.Input((4,), dtype="bool"), layer, X > 0.5
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("make", [sparse, text, truth])
-def test_inputs(make: Callable[[], tuple[Any, Any, Any]]) -> None:
+def test_inputs(make):
     found = []
     strategy = keras_het.PipelineStrategy(["middle"], 2, DEVICES[:2])
     for scope in (strategy.scope(), contextlib.nullcontext()):
@@ -55,9 +51,9 @@ def test_inputs(make: Callable[[], tuple[Any, Any, Any]]) -> None:
         np.testing.assert_allclose(ours, one_device, rtol=1e-4, atol=1e-5)
 
 
-def test_an_optional_input_that_is_missing() -> None:
+def test_an_optional_input_that_is_missing():
     class Sum(L.Layer):
-        def call(self, one: Any, other: Any = None) -> Any:
+        def call(self, one, other=None):
             return one if other is None else one + other
 
     strategy = keras_het.PipelineStrategy(num_micro_batches=2, devices=DEVICES[:1])
@@ -69,7 +65,7 @@ def test_an_optional_input_that_is_missing() -> None:
 
 
 @pytest.mark.full
-def test_layers_that_were_quantized_since() -> None:
+def test_layers_that_were_quantized_since():
     strategy = keras_het.PipelineStrategy(["middle"], 2, DEVICES[:2])
     with strategy.scope():
         inputs = keras.Input((4,))
@@ -85,18 +81,18 @@ class Transport:
 
     process = 1
 
-    def receive(self, rank: int, dtype: tf.DType, source: int, number: int) -> tf.Tensor:
+    def receive(self, rank, dtype, source, number):
         value = tf.compat.v1.placeholder(dtype, [None] * rank)
         return value
 
 
 class Edges:
-    def messages(self, *_: Any) -> Any:
+    def messages(self, *_):
         for number, kind in enumerate(("tensor", "mask")):
             yield Message(kind, 3, 0, 1), 0, 1, number
 
 
-def test_received_tensors_have_known_sizes() -> None:
+def test_received_tensors_have_known_sizes():
     specs = {3: Spec(tf.float32, tf.TensorShape([None, 5, 8]), 2)}
     with tf.Graph().as_default():
         messages = Messages(Edges(), Transport(), specs, 0)

@@ -1,12 +1,9 @@
 """Recomputation lowers the peak of memory that a training reaches."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -26,7 +23,7 @@ SETTINGS = {
 LEAST_SAVED = 0.25
 
 
-def grown_bytes(recompute: str, stages: int) -> int:
+def grown_bytes(recompute, stages):
     done = subprocess.run(
         [sys.executable, str(PROGRAM), recompute, str(stages)],
         env={**os.environ, **SETTINGS},
@@ -39,16 +36,16 @@ def grown_bytes(recompute: str, stages: int) -> int:
 
 
 @pytest.mark.full
-def test_recomputation_lowers_peak_memory() -> None:
+def test_recomputation_lowers_peak_memory():
     kept, again = (grown_bytes(recompute, 4) for recompute in ("never", "always"))
     assert again <= (1 - LEAST_SAVED) * kept, f"{again / 1e6:.0f} of {kept / 1e6:.0f} MB"
 
 
 def test_fit_plans_with_measured_activations_and_backward_passes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """It measures while it traces its step, which stops gradient tapes."""
-    found: list[Any] = []
+    found = []
     measure = pipeline_strategy.measure
     monkeypatch.setattr(
         pipeline_strategy, "measure", lambda *given: found.append(measure(*given)) or found[-1]

@@ -1,27 +1,22 @@
 """All that an optimizer may do besides a plain step, and all that may happen between fits."""
 
-from __future__ import annotations
-
 import functools
-from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
 import pytest
 from pipeline_optimizers import EMBEDDED, OPTIMIZERS, perceptron, rows
-from pipeline_training import DEVICES, Outcome, assert_same, floatx, plan_of, train
+from pipeline_training import DEVICES, assert_same, floatx, plan_of, train
 
 import keras_het
 from keras_het import callbacks
-from keras_het.planning.pipeline import PipelinePlan
 from keras_het.strategy.pipeline.model_units import ModelUnits
 
 L = keras.layers
 pytestmark = pytest.mark.usefixtures("double_precision", "logical_devices")
 
 
-def plan_for(model: keras.Model) -> PipelinePlan:
+def plan_for(model):
     """Four stages, the last one without weights, one of them on two devices."""
     end = len(ModelUnits(model).units)
     bounds = [0, 2, end - 3, end - 1, end]
@@ -29,7 +24,7 @@ def plan_for(model: keras.Model) -> PipelinePlan:
     return plan_of(bounds, [[1], [0, 3], [2], [1]], [one, two, one, one])
 
 
-def check(name: str | None, embeds: bool = False, tolerance: float = 1e-9) -> Outcome:
+def check(name, embeds=False, tolerance=1e-9):
     """Train with an optimizer on one device and in a pipeline; return what one device has."""
     build = functools.partial(perceptron, name, embeds)
     expected = train(build, rows(embeds))
@@ -40,12 +35,12 @@ def check(name: str | None, embeds: bool = False, tolerance: float = 1e-9) -> Ou
 
 @pytest.mark.quick("decay")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_does_what_it_does_on_one_device(name: str) -> None:
+def test_an_optimizer_does_what_it_does_on_one_device(name):
     check(name)
 
 
 @pytest.mark.full
-def test_a_step_whose_gradients_overflow_is_skipped() -> None:
+def test_a_step_whose_gradients_overflow_is_skipped():
     with floatx("float32"):
         optimizer = check(None, tolerance=1e-4).model.optimizer
     assert 2 <= optimizer.inner_optimizer._iterations.numpy() <= 6, "of 8 steps"
@@ -53,12 +48,12 @@ def test_a_step_whose_gradients_overflow_is_skipped() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", EMBEDDED)
-def test_sparse_gradients_are_clipped_as_on_one_device(name: str) -> None:
+def test_sparse_gradients_are_clipped_as_on_one_device(name):
     check(name, embeds=True)
 
 
 @pytest.mark.full
-def test_half_precision_skips_the_same_steps() -> None:
+def test_half_precision_skips_the_same_steps():
     with floatx("float32"):
         keras.config.set_dtype_policy("mixed_float16")
         optimizer = check("clipnorm", tolerance=5e-3).model.optimizer
@@ -68,21 +63,21 @@ def test_half_precision_skips_the_same_steps() -> None:
 class Life:
     """A model that has much done to it, in a pipeline or on one device."""
 
-    def __init__(self, strategy: keras_het.PipelineStrategy | None, folder: Path) -> None:
+    def __init__(self, strategy, folder):
         self._strategy, self._folder = strategy, folder
-        self.seen: list[Any] = []
+        self.seen = []
 
-    def see(self, model: keras.Model) -> None:
+    def see(self, model):
         self.seen += model.get_weights()
         self.seen += [keras.ops.convert_to_numpy(v) for v in model.optimizer.variables]
 
-    def fit(self, model: keras.Model, **options: Any) -> None:
+    def fit(self, model, **options):
         x, y, _ = rows()
         history = model.fit(x, y, batch_size=19, verbose=0, shuffle=False, **options).history
         self.seen += list(history.values())
         self.see(model)
 
-    def live(self, long: bool) -> None:
+    def live(self, long):
         x, y, _ = rows()
         keras.utils.set_random_seed(3)
         model = perceptron("clipnorm")
@@ -124,7 +119,7 @@ class Life:
 @pytest.mark.full
 @pytest.mark.quick("short")
 @pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
-def test_much_is_done_to_a_model(tmp_path: Path, long: bool) -> None:
+def test_much_is_done_to_a_model(tmp_path, long):
     keras.backend.clear_session()
     alone = Life(None, tmp_path)
     alone.live(long)
@@ -137,7 +132,7 @@ def test_much_is_done_to_a_model(tmp_path: Path, long: bool) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
 
 
-def model_under(strategy: keras_het.PipelineStrategy) -> keras.Model:
+def model_under(strategy):
     keras.utils.set_random_seed(3)
     with strategy.scope():
         model = keras.Sequential([keras.Input([4]), L.Dense(3, name="one"), L.Dense(1)])
@@ -145,32 +140,30 @@ def model_under(strategy: keras_het.PipelineStrategy) -> keras.Model:
     return model
 
 
-def fit(model: keras.Model, **options: Any) -> Any:
+def fit(model, **options):
     random = np.random.default_rng(0)
     x, y = random.normal(size=(24, 4)), random.normal(size=(24, 1))
     return model.fit(x, y, batch_size=4, verbose=0, shuffle=False, **options)
 
 
 @pytest.fixture
-def strategy(logical_devices: Any) -> keras_het.PipelineStrategy:
+def strategy(logical_devices):
     return keras_het.PipelineStrategy(["one"], 2, DEVICES)
 
 
 @pytest.mark.full
-def test_the_loader_is_tuned(strategy: keras_het.PipelineStrategy) -> None:
+def test_the_loader_is_tuned(strategy):
     fit(model_under(strategy), callbacks=[callbacks.LoaderTuner()])
 
 
 class Stops(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch, logs=None):
         if batch == 4:
             raise InterruptedError
 
 
 @pytest.mark.full
-def test_training_goes_on_within_an_epoch(
-    strategy: keras_het.PipelineStrategy, tmp_path: Path
-) -> None:
+def test_training_goes_on_within_an_epoch(strategy, tmp_path):
     model = model_under(strategy)
     fit(model, epochs=2)
     backup = callbacks.BackupAndRestore(tmp_path, save_freq=3)

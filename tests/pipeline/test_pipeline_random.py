@@ -1,7 +1,5 @@
 """Random models under random plans train as on one device."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -11,14 +9,13 @@ import pytest
 from pipeline_training import DEVICES, floatx, plan_of
 
 import keras_het
-from keras_het.planning.pipeline import PipelinePlan
 from keras_het.strategy.pipeline.model_units import ModelUnits
 
 L = keras.layers
 EXAMPLES, QUICK = 40, (3,)
 
 
-def random_model(seed: int) -> keras.Model:
+def random_model(seed):
     """Skips, shared layers, operations, nested models; one or two inputs and outputs."""
     random = np.random.default_rng(seed)
     inputs = [keras.Input([int(random.integers(3, 5))]) for _ in range(random.integers(1, 3))]
@@ -55,7 +52,7 @@ def random_model(seed: int) -> keras.Model:
     return model
 
 
-def random_plan(model: keras.Model, seed: int) -> PipelinePlan:
+def random_plan(model, seed):
     """Up to four stages on up to four devices, any routes, any layers computed again."""
     random = np.random.default_rng([seed, 1])
     units = ModelUnits(model)
@@ -66,7 +63,7 @@ def random_plan(model: keras.Model, seed: int) -> PipelinePlan:
     bounds = [0, *chosen, end]
     micro_batches = int(random.integers(1, 5))
     devices = random.permutation(4).tolist()
-    replicas: list[list[int]] = []
+    replicas = []
     for stage in range(number):
         most = min(len(devices) - (number - stage - 1), micro_batches)
         replicas.append([devices.pop() for _ in range(random.integers(1, most + 1))])
@@ -81,7 +78,7 @@ def random_plan(model: keras.Model, seed: int) -> PipelinePlan:
     return plan_of(bounds, replicas, routes, schedule, recomputed)
 
 
-def random_data(model: keras.Model, seed: int) -> tuple[Any, Any]:
+def random_data(model, seed):
     """A few rows for a model's inputs and outputs."""
     random = np.random.default_rng([seed, 2])
     rows = int(random.integers(6, 16))
@@ -92,7 +89,7 @@ def random_data(model: keras.Model, seed: int) -> tuple[Any, Any]:
     return x, y
 
 
-def train(seed: int) -> list[Any]:
+def train(seed):
     """All that a fit, an evaluation and a prediction leave."""
     keras.utils.set_random_seed(seed)
     model = random_model(seed)
@@ -106,7 +103,7 @@ def train(seed: int) -> list[Any]:
 
 @pytest.mark.quick(*map(str, QUICK))
 @pytest.mark.parametrize("seed", range(EXAMPLES))
-def test_a_random_model_trains_as_on_one_device(logical_devices: Any, seed: int) -> None:
+def test_a_random_model_trains_as_on_one_device(logical_devices, seed):
     with floatx("float64"):
         expected = train(seed)
         plan = random_plan(random_model(seed), seed)

@@ -1,11 +1,7 @@
 """What a pipeline cannot do is refused with what was received and what to do instead."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
@@ -19,56 +15,54 @@ L = keras.layers
 pytestmark = pytest.mark.usefixtures("logical_devices")
 
 
-def compiled(model: keras.Model, **options: Any) -> keras.Model:
+def compiled(model, **options):
     model.compile("sgd", "mse", **{"jit_compile": False, **options})
     return model
 
 
-def sequential(*layers: Any, **options: Any) -> keras.Model:
+def sequential(*layers, **options):
     layers = layers or (L.Dense(3, name="one"), L.Dense(3, name="two"), L.Dense(1, name="three"))
     return compiled(keras.Sequential([keras.Input([4]), *layers]), **options)
 
 
-def model_under(
-    strategy: keras_het.PipelineStrategy, build: Callable[[], keras.Model] = sequential
-) -> keras.Model:
+def model_under(strategy, build=sequential):
     with strategy.scope():
         return build()
 
 
-def fit(model: keras.Model, shape: tuple[int, ...] = (4,), **options: Any) -> None:
+def fit(model, shape=(4,), **options):
     model.fit(np.ones([4, *shape]), np.ones([4, 1]), verbose=0, **options)
 
 
 class Own(keras.Model):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = L.Dense(1)
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs):
         return self.layer(inputs)
 
 
 class OwnStep(keras.Sequential):
-    def train_step(self, data: Any) -> Any:
+    def train_step(self, data):
         return super().train_step(data)
 
 
 class OwnLoss(keras.Sequential):
-    def compute_loss(self, *args: Any, **options: Any) -> Any:
+    def compute_loss(self, *args, **options):
         return super().compute_loss(*args, **options)
 
 
-def subclassed(kind: type[keras.Sequential]) -> keras.Model:
+def subclassed(kind):
     return compiled(kind([keras.Input([4]), L.Dense(1)]))
 
 
-def stateful() -> keras.Model:
+def stateful():
     layers = [keras.Input(batch_shape=(4, 2, 3)), L.LSTM(3, stateful=True), L.Dense(1)]
     return compiled(keras.Sequential(layers))
 
 
-MODELS: dict[str, tuple[Callable[[], keras.Model], str]] = {
+MODELS = {
     "own call": (lambda: compiled(Own()), "Received: Own .*Python code. Build it with keras.Model"),
     "own train step": (lambda: subclassed(OwnStep), "would not run train_step. Received: OwnStep"),
     "own loss": (lambda: subclassed(OwnLoss), "would not run compute_loss. Received: OwnLoss"),
@@ -84,20 +78,20 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], str]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_that_cannot_be_cut(name: str) -> None:
+def test_a_model_that_cannot_be_cut(name):
     build, message = MODELS[name]
     model = model_under(keras_het.PipelineStrategy(num_micro_batches=2, devices=DEVICES), build)
     with pytest.raises(ValueError, match=message):
         fit(model, (2, 3) if name == "stateful" else (4,))
 
 
-def test_a_sequential_model_without_an_input_shape_is_built_by_fit() -> None:
+def test_a_sequential_model_without_an_input_shape_is_built_by_fit():
     strategy = keras_het.PipelineStrategy(num_micro_batches=2, devices=DEVICES[:1])
     fit(model_under(strategy, lambda: compiled(keras.Sequential([L.Dense(1)]))))
     assert strategy.plan is not None
 
 
-ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+ARGUMENTS = {
     "a text": ({"split_after": "one"}, "split_after must be a list .* Received: 'one'"),
     "numbers": ({"split_after": [1]}, r"Received: \[1\]"),
     "no plan": ({"plan": ["one"]}, r"plan must be a .*PipelinePlan.*Received: plan=\['one'\]"),
@@ -114,14 +108,14 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments(name: str) -> None:
+def test_arguments(name):
     options, message = ARGUMENTS[name]
     with pytest.raises(ValueError, match=message):
         keras_het.PipelineStrategy(**{"devices": DEVICES, **options})
 
 
 ONE, TWO = (0, 0), (0, 1)
-PLANS: dict[str, tuple[Any, str]] = {
+PLANS = {
     "unknown layer": (["four"], "Received: 'four', .* Choose among: one, two, three"),
     "a name that Keras makes up": (["dense_7"], "name the layers you cut after, as in Dense"),
     "last layer": (["three"], "Received: 'three', the model's last layer"),
@@ -137,7 +131,7 @@ PLANS: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_a_strategy_says_what_it_is() -> None:
+def test_a_strategy_says_what_it_is():
     strategy = keras_het.PipelineStrategy(["one"], 2, DEVICES)
     start = f"<PipelineStrategy: worker 0 of 1, devices [{', '.join(DEVICES)}] here, "
     assert repr(strategy) == f"{start}no plan before the first step>"
@@ -145,13 +139,13 @@ def test_a_strategy_says_what_it_is() -> None:
     assert repr(strategy) == f"{start}2 stages>"
 
 
-def planned(plan: Any) -> keras_het.PipelineStrategy:
+def planned(plan):
     given = {"split_after" if isinstance(plan, list) else "plan": plan}
     return keras_het.PipelineStrategy(num_micro_batches=2, devices=DEVICES, **given)
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_plans(name: str) -> None:
+def test_plans(name):
     plan, message = PLANS[name]
     model = model_under(planned(plan))
     with pytest.raises(ValueError, match=message):
@@ -159,7 +153,7 @@ def test_plans(name: str) -> None:
 
 
 @pytest.mark.parametrize("plan", [["first"], plan_of([0, 1, 3], [[0], [1]], [ONE, ONE])])
-def test_a_cut_between_uses_of_one_weight(plan: Any) -> None:
+def test_a_cut_between_uses_of_one_weight(plan):
     strategy = planned(plan)
     with strategy.scope():
         inputs = keras.Input([4])
@@ -170,14 +164,14 @@ def test_a_cut_between_uses_of_one_weight(plan: Any) -> None:
         fit(model)
 
 
-def test_devices_without_enough_memory_are_named() -> None:
+def test_devices_without_enough_memory_are_named():
     strategy = keras_het.PipelineStrategy(["one"], 2, DEVICES[:2], device_memory_bytes=[1e9, 10.0])
     model = model_under(strategy)
     with pytest.raises(ValueError, match=rf"Received.*{DEVICES[1]}.* B"):
         fit(model)
 
 
-OUTPUTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+OUTPUTS = {
     "matrix": (lambda h: keras.ops.matmul(h, keras.ops.transpose(h)), r"output of shape \[2, 2\]"),
     "scalar": (lambda h: {"rows": h, "mean": keras.ops.mean(h)}, r"output\['mean'\] of shape \[\]"),
     "tiled": (lambda h: [h, keras.ops.tile(h, (2, 1))], r"output\[1\] of shape \[4, 3\] for 2"),
@@ -185,7 +179,7 @@ OUTPUTS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_outputs_without_a_row_for_each_sample(name: str) -> None:
+def test_outputs_without_a_row_for_each_sample(name):
     function, received = OUTPUTS[name]
     strategy = keras_het.PipelineStrategy(num_micro_batches=2, devices=DEVICES[:1])
     with strategy.scope():
@@ -195,8 +189,8 @@ def test_outputs_without_a_row_for_each_sample(name: str) -> None:
         model.predict(np.ones([8, 4]), verbose=0)
 
 
-def test_a_loop_of_the_users_own() -> None:
-    def own(value: float) -> float:
+def test_a_loop_of_the_users_own():
+    def own(value):
         return value
 
     strategy = keras_het.PipelineStrategy(devices=DEVICES)
@@ -204,7 +198,7 @@ def test_a_loop_of_the_users_own() -> None:
         strategy.run(own, args=(1.0,))
 
 
-def test_async_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_workers(monkeypatch):
     addresses = [f"127.0.0.1:{port}" for port in (4001, 4002, 4003)]
     cluster = {"worker": addresses[:1], "async": addresses[1:2], "ps": addresses[2:]}
     task = {"type": "worker", "index": 0}
@@ -222,7 +216,7 @@ def test_async_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda callback: type(callback).__name__,
 )
-def test_callbacks_that_need_whole_models(callback: keras.callbacks.Callback) -> None:
+def test_callbacks_that_need_whole_models(callback):
     model = model_under(keras_het.PipelineStrategy(["one"], 2, DEVICES))
     name = type(callback).__name__
     with pytest.raises(ValueError, match=f"{name} does not work .* Received: {name} .* Leave it"):

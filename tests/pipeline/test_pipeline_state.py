@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import keras
 import numpy as np
@@ -22,28 +21,28 @@ pytestmark = pytest.mark.usefixtures("double_precision", "logical_devices")
 
 
 def strategy_of(
-    bounds: list[int],
-    replicas: list[list[int]],
-    routes: list[tuple[int, ...]],
-    recomputed: tuple[Any, ...] = (),
-) -> keras_het.PipelineStrategy:
+    bounds,
+    replicas,
+    routes,
+    recomputed=(),
+):
     plan = plan_of(bounds, replicas, routes, recomputed=recomputed)
     return keras_het.PipelineStrategy(None, plan.num_micro_batches, DEVICES, plan=plan)
 
 
-def normalizing() -> keras.Model:
+def normalizing():
     layers = [L.Dense(4), L.BatchNormalization(momentum=0.8), L.Dense(3), L.Dropout(0.4)]
     model = keras.Sequential([keras.Input([5]), *layers, L.GaussianNoise(0.1), L.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", jit_compile=False)
     return model
 
 
-def values(rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+def values(rows=ROWS):
     random = np.random.default_rng(0)
     return random.normal(size=(rows, 5)), random.normal(size=(rows, 1))
 
 
-def trained(strategy: Any, steps: int = 2) -> list[np.ndarray]:
+def trained(strategy, steps=2):
     """Weights, state and random generators after some steps."""
     keras.utils.set_random_seed(3)
     with contextlib.nullcontext() if strategy is None else strategy.scope():
@@ -53,20 +52,20 @@ def trained(strategy: Any, steps: int = 2) -> list[np.ndarray]:
     return [keras.ops.convert_to_numpy(v) for v in [*model.variables, *model.optimizer.variables]]
 
 
-def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+def assert_equal(found, expected):
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.full
-def test_one_micro_batch_is_normalized_and_dropped_as_on_one_device() -> None:
+def test_one_micro_batch_is_normalized_and_dropped_as_on_one_device():
     expected = trained(None)
     again = ([], [3, 4, 5])
     assert_equal(trained(strategy_of([0, 1, 6], [[2], [1]], [(0,), (0,)], again)), expected)
 
 
 @pytest.mark.full
-def test_layers_that_are_computed_again_see_the_same_random_numbers() -> None:
+def test_layers_that_are_computed_again_see_the_same_random_numbers():
     bounds, replicas, routes = [0, 3, 6], [[2, 0], [1]], [(0, 1, 0), (0, 0, 0)]
     plain = trained(strategy_of(bounds, replicas, routes))
     again = trained(strategy_of(bounds, replicas, routes, ([0, 1, 2], [3, 4])))
@@ -77,7 +76,7 @@ def test_layers_that_are_computed_again_see_the_same_random_numbers() -> None:
             np.testing.assert_array_equal(one, other)
 
 
-def test_moving_averages_take_the_mean_over_micro_batches() -> None:
+def test_moving_averages_take_the_mean_over_micro_batches():
     x, _ = values()
     kernel, bias, _, _, mean, variance, *_ = trained(
         strategy_of([0, 2, 6], [[2, 0], [1]], [(0, 1), (0, 0)]), 1
@@ -90,7 +89,7 @@ def test_moving_averages_take_the_mean_over_micro_batches() -> None:
     np.testing.assert_allclose(variance, 0.8 + 0.2 * variances, rtol=1e-9)
 
 
-def test_micro_batches_have_random_numbers_of_their_own() -> None:
+def test_micro_batches_have_random_numbers_of_their_own():
     """The metric has one bit for each element that is kept."""
     strategy = strategy_of([0, 1, 2], [[1], [2, 0]], [(0, 0), (1, 0)])
     codes = 2.0 ** np.arange(ROWS * 5).reshape(ROWS, 5)
@@ -99,7 +98,7 @@ def test_micro_batches_have_random_numbers_of_their_own() -> None:
         layer = L.Dense(5, use_bias=False, kernel_initializer="identity")
         model = keras.Sequential([keras.Input([5]), layer, L.Dropout(0.5, seed=4)])
 
-        def kept(codes: Any, found: Any) -> Any:
+        def kept(codes, found):
             return keras.ops.mean(codes * found, axis=-1)
 
         model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[kept], jit_compile=False)
@@ -111,9 +110,9 @@ def test_micro_batches_have_random_numbers_of_their_own() -> None:
     assert len(set(masks)) == 4 and all(0 < mask < 2**20 - 1 for mask in masks)
 
 
-def bytes_on_devices(variables: Iterable[keras.Variable]) -> dict[str, int]:
+def bytes_on_devices(variables):
     """How many bytes of variables each device holds, by its short name."""
-    sizes: dict[str, int] = {}
+    sizes = {}
     for variable in variables:
         name = variable.value.device.rpartition("/device:")[2]
         size = variable.value.dtype.size * variable.value.shape.num_elements()
@@ -121,7 +120,7 @@ def bytes_on_devices(variables: Iterable[keras.Variable]) -> dict[str, int]:
     return sizes
 
 
-def test_a_device_holds_what_its_stages_train() -> None:
+def test_a_device_holds_what_its_stages_train():
     strategy = strategy_of([0, 2, 4], [[1], [3]], [(0, 0)] * 2)
     with strategy.scope():
         layers = [L.Dense(10), L.BatchNormalization(), L.Dense(20, "relu"), L.Dense(5)]
@@ -141,13 +140,13 @@ class Counts(L.Dense):
 
     calls = 0
 
-    def call(self, inputs: Any, *args: Any, **options: Any) -> Any:
+    def call(self, inputs, *args, **options):
         Counts.calls += 1
         return super().call(inputs, *args, **options)
 
 
 @pytest.mark.full
-def test_layers_are_not_called_more_often_for_more_micro_batches() -> None:
+def test_layers_are_not_called_more_often_for_more_micro_batches():
     calls = {}
     for number in (4, 16):
         strategy = strategy_of([0, 1, 2], [[1], [2, 0]], [(0,) * number, (0, 1) * (number // 2)])
@@ -180,24 +179,24 @@ class Own(L.Layer):
         "is_used": ("bool", "none", lambda v, x: True),
     }
 
-    def __init__(self, names: Any = tuple(updates), **options: Any) -> None:
+    def __init__(self, names=tuple(updates), **options):
         super().__init__(**options)
         self.names = names
 
-    def build(self, shape: Any) -> None:
+    def build(self, shape):
         for name in self.names:
             dtype, aggregation, _ = self.updates[name]
             kept = self.add_weight((), "zeros", dtype, trainable=False, aggregation=aggregation)
             setattr(self, name, kept)
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs):
         for name in self.names:
             variable = getattr(self, name)
             variable.assign(self.updates[name][2](variable, inputs))
         return inputs
 
 
-def own_state(strategy: Any) -> dict[str, float]:
+def own_state(strategy):
     keras.utils.set_random_seed(3)
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         layer = Own()
@@ -212,7 +211,7 @@ def own_state(strategy: Any) -> dict[str, float]:
 
 @pytest.mark.quick("recomputed")
 @pytest.mark.parametrize("recomputed", [([], []), ([0, 1], [2])], ids=["kept", "recomputed"])
-def test_state_of_layers_is_that_of_one_device(recomputed: Any, caplog: Any) -> None:
+def test_state_of_layers_is_that_of_one_device(recomputed, caplog):
     plan = strategy_of([0, 2, 3], [[2], [1]], [(0,) * 4] * 2, recomputed)
     found, expected = own_state(plan), own_state(None)
     assert found["rows"] == 33
@@ -224,15 +223,15 @@ def test_state_of_layers_is_that_of_one_device(recomputed: Any, caplog: Any) -> 
 class Spread(L.Layer):
     """The rows of a micro-batch depend on each other."""
 
-    def build(self, shape: Any) -> None:
+    def build(self, shape):
         self.spread = self.add_weight((), "zeros", trainable=False, name="spread")
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs):
         self.spread.assign(ops.sum(ops.square(inputs - ops.mean(inputs, axis=0))))
         return inputs
 
 
-def test_state_about_which_nothing_is_known_is_named(caplog: Any) -> None:
+def test_state_about_which_nothing_is_known_is_named(caplog):
     with strategy_of([0, 1, 2], [[2], [1]], [(0,) * 4] * 2).scope():
         model = keras.Sequential([keras.Input([5]), Spread(name="own"), L.Dense(1)])
         model.compile("sgd", "mse", jit_compile=False)
@@ -241,7 +240,7 @@ def test_state_about_which_nothing_is_known_is_named(caplog: Any) -> None:
     assert any("own/spread': the mean over samples" in message for message in messages)
 
 
-def test_a_weight_that_a_layer_assigns_is_refused() -> None:
+def test_a_weight_that_a_layer_assigns_is_refused():
     with strategy_of([0, 1, 2], [[2], [1]], [(0,) * 4] * 2).scope():
         normalized = L.SpectralNormalization(L.Dense(3, name="inner"))
         model = keras.Sequential([keras.Input([5]), normalized, L.Dense(1)])
@@ -250,7 +249,7 @@ def test_a_weight_that_a_layer_assigns_is_refused() -> None:
         model.fit(*values(), batch_size=8, verbose=0)
 
 
-def traced_stage(layer: L.Layer) -> Stage:
+def traced_stage(layer):
     units = ModelUnits(keras.Sequential([keras.Input([3]), layer]))
     stage = Stage(units, PlannedStage(0, len(units.units), (0, 1), (0, 1)))
     state = [variable.value for variable in stage.state]
@@ -259,7 +258,7 @@ def traced_stage(layer: L.Layer) -> Stage:
     return stage
 
 
-def test_a_maximum_is_refused_where_each_process_would_have_its_own() -> None:
+def test_a_maximum_is_refused_where_each_process_would_have_its_own():
     with pytest.raises(ValueError, match=r"Received: .*variable_?\d*\. Give split_after="):
         traced_stage(Own(["rows", "largest"])).check_may_be_shared(True)
     for layer in (L.BatchNormalization(), L.Dropout(0.5), Own(["rows", "total", "root", "steps"])):

@@ -1,12 +1,8 @@
 """Workers that were started differently, or read another order, are told so."""
 
-from __future__ import annotations
-
 import random
 import threading
 import types
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import numpy as np
@@ -20,11 +16,11 @@ from keras_het.strategy.cluster import agreement
 class Gathering:
     """Stands for the collectives of some workers, each in a thread."""
 
-    def __init__(self, num_workers: int) -> None:
-        self._values: list[Any] = [None] * num_workers
+    def __init__(self, num_workers):
+        self._values = [None] * num_workers
         self._all_here = threading.Barrier(num_workers)
 
-    def gather(self, worker: int, own: np.ndarray) -> np.ndarray:
+    def gather(self, worker, own):
         self._values[worker] = own
         self._all_here.wait(20)
         everyone = np.concatenate(self._values)
@@ -35,25 +31,25 @@ class Gathering:
 class Worker:
     """Stands for `HeterogeneousExtended` of one worker."""
 
-    def __init__(self, gathering: Gathering, index: int, device_type: str = "CPU") -> None:
+    def __init__(self, gathering, index, device_type="CPU"):
         self._gathering = gathering
         self._local_device_type = device_type
         self.communication_dtype = None
-        self.power_sgd: Any = None
+        self.power_sgd = None
         self.layout = ReplicaLayout((1, 1, 1), index)
 
-    def meet(self, own: np.ndarray) -> np.ndarray:
+    def meet(self, own):
         return self._gathering.gather(self.layout.worker_index, own)
 
     gather_over_workers = meet
 
 
-def told(calls: Sequence[Callable[[Worker], Any]], types: Sequence[str] = ("CPU",) * 3) -> str:
+def told(calls, types=("CPU",) * 3):
     """What all workers are told, "" if nothing; fails unless it is the same."""
     gathering = Gathering(len(calls))
-    messages: list[str] = ["missing"] * len(calls)
+    messages = ["missing"] * len(calls)
 
-    def run(index: int) -> None:
+    def run(index):
         try:
             calls[index](Worker(gathering, index, types[index]))
             messages[index] = ""
@@ -69,15 +65,15 @@ def told(calls: Sequence[Callable[[Worker], Any]], types: Sequence[str] = ("CPU"
     return messages[0]
 
 
-def started_with(weights: list[float]) -> Callable[[Worker], Any]:
+def started_with(weights):
     return lambda worker: agreement.check_agreement(worker, weights)
 
 
-def test_equal_settings_agree() -> None:
+def test_equal_settings_agree():
     assert told([started_with([4, 2, 1]), started_with([4.0, 2.0, 1.0])]) == ""
 
 
-def test_different_shares() -> None:
+def test_different_shares():
     equal, other = started_with([4, 2, 1]), started_with([1, 1, 1])
     message = told([equal, other, equal])
     assert message.startswith(
@@ -87,14 +83,14 @@ def test_different_shares() -> None:
     assert "type of device" not in message
 
 
-def test_different_device_types() -> None:
+def test_different_device_types():
     message = told([started_with([1, 1, 1])] * 3, ["CPU", "CPU", "GPU"])
     assert "type of device CPU on the chief and worker 1, GPU on worker 2" in message
     assert 'joins as a summation machine (job "summation")' in message
 
 
-def test_different_ranks() -> None:
-    def check(worker: Worker) -> None:
+def test_different_ranks():
+    def check(worker):
         index = worker.layout.worker_index
         worker.power_sgd = types.SimpleNamespace(rank=4) if index else None
         agreement.check_agreement(worker, [1, 1, 1])
@@ -103,21 +99,21 @@ def test_different_ranks() -> None:
     assert "powersgd_rank None on the chief, 4 on workers 1 and 2. Start all workers" in message
 
 
-def does(place: str, **described: str) -> Callable[[Worker], Any]:
+def does(place, **described):
     return lambda worker: agreement.agree(worker, place, described, opening="They differ")
 
 
-def test_workers_that_come_to_different_places() -> None:
+def test_workers_that_come_to_different_places():
     message = told([does("model.fit", epochs="2"), does("strategy.barrier()"), does("model.fit")])
     assert "model.fit on the chief and worker 2, strategy.barrier() on worker 1" in message
 
 
-def test_what_only_one_worker_has() -> None:
+def test_what_only_one_worker_has():
     message = told([does("model.fit"), does("model.fit", layer="Dense"), does("model.fit")])
     assert "They differ: layer none on the chief and worker 2, Dense on worker 1." in message
 
 
-def test_many_differences_and_long_values_are_cut() -> None:
+def test_many_differences_and_long_values_are_cut():
     names = [f"item {number}" for number in range(9)]
     one = does("model.fit", **{name: "a" * 500 for name in names})
     other = does("model.fit", **{name: "a" * 499 + "b" for name in names})
@@ -128,10 +124,10 @@ def test_many_differences_and_long_values_are_cut() -> None:
     assert first != second.removesuffix(" on worker 1")
 
 
-def test_everybody_learns_the_notes_of_all() -> None:
-    notes: list[Any] = [None] * 2
+def test_everybody_learns_the_notes_of_all():
+    notes = [None] * 2
 
-    def note(worker: Worker) -> None:
+    def note(worker):
         index = worker.layout.worker_index
         notes[index] = agreement.agree(worker, "here", {}, notes=[index + 5, -1])
 
@@ -140,16 +136,16 @@ def test_everybody_learns_the_notes_of_all() -> None:
         np.testing.assert_array_equal(everyone, [[5, -1, 0, 0], [6, -1, 0, 0]])
 
 
-def creates(value: Any, name: str = "kernel") -> Callable[[Worker], Any]:
+def creates(value, name="kernel"):
     return lambda worker: agreement.has_equal_value(worker, tf.constant(value), name)
 
 
-def test_variables_of_different_shapes() -> None:
+def test_variables_of_different_shapes():
     message = told([creates([1.0, 2.0]), creates([1.0]), creates([1.0, 2.0])])
     assert "(kernel): type float32 [2] on the chief and worker 2, float32 [1] on" in message
 
 
-def test_learning_rates_that_differ_are_no_initial_values() -> None:
+def test_learning_rates_that_differ_are_no_initial_values():
     message = told([creates(each, "learning_rate") for each in (0.1, 0.5)])
     assert "(learning_rate): value 0.1 on the chief, 0.5 on worker 1" in message
     assert told([creates(0.1, "learning_rate")] * 2) == ""
@@ -159,10 +155,10 @@ def test_learning_rates_that_differ_are_no_initial_values() -> None:
     ("values", "are_equal"),
     [([[1.0], [1.0]], True), ([[1.0], [2.0]], False), ([["a"], ["b"]], False), ([3, 3], True)],
 )
-def test_values_of_variables(values: list[Any], are_equal: bool) -> None:
-    found: list[bool] = []
+def test_values_of_variables(values, are_equal):
+    found = []
 
-    def create(worker: Worker) -> None:
+    def create(worker):
         value = tf.constant(values[worker.layout.worker_index])
         found.append(agreement.has_equal_value(worker, value, "kernel"))
 
@@ -171,10 +167,10 @@ def test_values_of_variables(values: list[Any], are_equal: bool) -> None:
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_new_variables_have_the_chiefs_values(differs: bool) -> None:
-    copies: list[list[list[tf.Variable]]] = [[] for _ in range(3)]
+def test_new_variables_have_the_chiefs_values(differs):
+    copies = [[] for _ in range(3)]
 
-    def create(worker: Worker) -> None:
+    def create(worker):
         index = worker.layout.worker_index
         of_worker = index if differs else 0
         values = [tf.zeros([3]), tf.constant(5.0 + of_worker), tf.constant([[of_worker, 1]])]
@@ -189,8 +185,8 @@ def test_new_variables_have_the_chiefs_values(differs: bool) -> None:
                 np.testing.assert_array_equal(variable.numpy(), expected)
 
 
-def test_new_variables_of_different_shapes() -> None:
-    def creates(*shapes: list[int]) -> Callable[[Worker], None]:
+def test_new_variables_of_different_shapes():
+    def creates(*shapes):
         created = [[tf.Variable(tf.zeros(shape))] for shape in shapes]
         return lambda worker: agreement.agree_on_values(worker, created)
 
@@ -203,22 +199,22 @@ def test_new_variables_of_different_shapes() -> None:
 class Cluster:
     """Stands for `HeterogeneousExtended`: what each of three workers contributes to a gather."""
 
-    def __init__(self, everyone: Callable[[np.ndarray], list[np.ndarray]]) -> None:
+    def __init__(self, everyone):
         self._everyone = everyone
 
-    def gather_over_workers(self, own: np.ndarray) -> np.ndarray:
+    def gather_over_workers(self, own):
         return np.concatenate(self._everyone(own))
 
 
 @pytest.fixture
-def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    used: list[int] = []
+def seeds(monkeypatch):
+    used = []
     monkeypatch.setattr(keras.utils, "set_random_seed", used.append)
     monkeypatch.setattr(agreement, "_drawn_seeds", set())
     return used
 
 
-def share_seed(monkeypatch: pytest.MonkeyPatch, own_is_set: bool, others_are_set: Any) -> None:
+def share_seed(monkeypatch, own_is_set, others_are_set):
     monkeypatch.setattr(
         agreement.iterator_adapter, "global_seed", lambda: 5 if own_is_set else None
     )
@@ -227,30 +223,24 @@ def share_seed(monkeypatch: pytest.MonkeyPatch, own_is_set: bool, others_are_set
     agreement.share_random_seed(Cluster(lambda own: [everyone[0], own, everyone[1]]))
 
 
-def test_without_a_seed_all_take_the_one_of_the_chief(
-    monkeypatch: pytest.MonkeyPatch, seeds: list[int]
-) -> None:
+def test_without_a_seed_all_take_the_one_of_the_chief(monkeypatch, seeds):
     share_seed(monkeypatch, False, (0, 0))
     assert seeds == [123]
 
 
 @pytest.mark.parametrize(("own", "others"), [(True, (1, 1)), (False, (0, 1)), (True, (0, 0))])
-def test_a_seed_of_the_user_stays(
-    monkeypatch: pytest.MonkeyPatch, seeds: list[int], own: bool, others: tuple[int, int]
-) -> None:
+def test_a_seed_of_the_user_stays(monkeypatch, seeds, own, others):
     share_seed(monkeypatch, own, others)
     assert seeds == []
 
 
 @pytest.mark.parametrize("which", ["python", "numpy", "none"])
-def test_a_generator_that_all_have_seeded_stays(
-    monkeypatch: pytest.MonkeyPatch, which: str
-) -> None:
+def test_a_generator_that_all_have_seeded_stays(monkeypatch, which):
     monkeypatch.setattr(agreement, "_drawn_seeds", set())
     tf.random.set_seed(None)
     before = random.getstate(), repr(np.random.get_state())
 
-    def answer(own: np.ndarray) -> list[np.ndarray]:
+    def answer(own):
         other = own.copy()
         other[2] += which != "python"
         other[3] += which != "numpy"
@@ -265,7 +255,7 @@ def test_a_generator_that_all_have_seeded_stays(
         tf.random.set_seed(None)
 
 
-def test_the_drawn_seed_differs_between_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drawn_seed_differs_between_runs(monkeypatch):
     drawn = []
     monkeypatch.setattr(agreement.iterator_adapter, "global_seed", lambda: 5)
     for _ in range(4):

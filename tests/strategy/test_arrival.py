@@ -1,7 +1,5 @@
 """Workers wait for each other, say for whom, and not for ever."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import select
@@ -9,7 +7,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -21,35 +18,35 @@ TIMEOUT = 30.0
 
 
 @pytest.fixture
-def addresses() -> Iterator[tuple[str, ...]]:
+def addresses():
     with ReservedPorts(8) as ports:
         ports.release()
         yield ports.addresses
 
 
-def peers_of(place: int, addresses: tuple[str, ...]) -> dict[str, str]:
+def peers_of(place, addresses):
     return {f"worker {i}": at for i, at in enumerate(addresses) if i != place}
 
 
-def serve(address: str) -> socket.socket:
+def serve(address):
     host, port = address.split(":")
     return socket.create_server((host, int(port)))
 
 
-def speak(server: socket.socket) -> None:
+def speak(server):
     with contextlib.suppress(OSError):
         while True:
             server.accept()[0].sendall(b"as TensorFlow's server does")
 
 
-def test_all_come_at_once_however_many(addresses: tuple[str, ...]) -> None:
-    def come(place: int) -> None:
+def test_all_come_at_once_however_many(addresses):
+    def come(place):
         left[place] = wait_for_peers(addresses[place], peers_of(place, addresses), TIMEOUT)
         # TensorFlow's server has the place from now on
         servers.append(serve(addresses[place]))
 
-    left: dict[int, float] = {}
-    servers: list[socket.socket] = []
+    left = {}
+    servers = []
     threads = [threading.Thread(target=come, args=(place,)) for place in range(len(addresses))]
     for thread in threads:
         thread.start()
@@ -61,9 +58,7 @@ def test_all_come_at_once_however_many(addresses: tuple[str, ...]) -> None:
     assert all(0 < seconds <= TIMEOUT for seconds in left.values())
 
 
-def test_who_is_missing_is_named(
-    addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_is_missing_is_named(addresses, monkeypatch, caplog):
     monkeypatch.setattr(arrival, "_FIRST_MESSAGE_SECONDS", 0.5)
     with (
         caplog.at_level(logging.WARNING),
@@ -80,9 +75,7 @@ def test_who_is_missing_is_named(
 
 
 @pytest.mark.full
-def test_who_answers_before_this_worker_listens_is_of_an_earlier_start(
-    addresses: tuple[str, ...], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_answers_before_this_worker_listens_is_of_an_earlier_start(addresses, caplog):
     own, old, waiting = addresses[:3]
     servers = [serve(old), serve(waiting)]
     threading.Thread(target=speak, args=servers[:1], daemon=True).start()
@@ -94,7 +87,7 @@ def test_who_answers_before_this_worker_listens_is_of_an_earlier_start(
     )
     assert f"worker 1 ({old}) still runs from an earlier start" in str(raised.value)
 
-    def restart() -> None:
+    def restart():
         servers[0].shutdown(socket.SHUT_RDWR)
         servers[0].close()
         servers.append(serve(old))
@@ -108,8 +101,8 @@ def test_who_answers_before_this_worker_listens_is_of_an_earlier_start(
 
 
 def test_who_greets_is_of_another_start_than_who_listened_there(
-    addresses: tuple[str, ...],
-) -> None:
+    addresses,
+):
     own, other, running = addresses[:3]
     waits = threading.Thread(target=wait_for_peers, args=(own, {"worker 1": other}, TIMEOUT))
     waits.start()
@@ -124,7 +117,7 @@ def test_who_greets_is_of_another_start_than_who_listened_there(
         assert not has_left(running)
 
 
-def test_a_connection_that_is_reset_at_once_is_not_that_of_a_worker() -> None:
+def test_a_connection_that_is_reset_at_once_is_not_that_of_a_worker():
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as attempt:
         attempt.connect(server.getsockname())
         accepted, _ = server.accept()
@@ -135,15 +128,13 @@ def test_a_connection_that_is_reset_at_once_is_not_that_of_a_worker() -> None:
         assert not arrival._is_connected(attempt)
 
 
-def test_who_was_restarted_alone_ends_after_the_others(
-    addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_was_restarted_alone_ends_after_the_others(addresses, monkeypatch, caplog):
     monkeypatch.setattr(arrival, "_SECONDS_TO_RESTART", 0.5)
     own, old, late = addresses[:3]
     server = serve(old)
     threading.Thread(target=speak, args=[server], daemon=True).start()
 
-    def end() -> None:
+    def end():
         while "still running from an earlier start" not in caplog.text:
             time.sleep(0.01)
         server.shutdown(socket.SHUT_RDWR)
@@ -157,18 +148,18 @@ def test_who_was_restarted_alone_ends_after_the_others(
     ends.join()
 
 
-def test_a_name_that_is_not_known_yet_is_waited_for(addresses: tuple[str, ...]) -> None:
+def test_a_name_that_is_not_known_yet_is_waited_for(addresses):
     with pytest.raises(TimeoutError, match=r"worker 1 \(no\.such\.host\.invalid:1\)"):
         wait_for_peers(addresses[0], {"worker 1": "no.such.host.invalid:1"}, 0.5)
 
 
-def test_many_missing_ones_are_not_all_listed(addresses: tuple[str, ...]) -> None:
+def test_many_missing_ones_are_not_all_listed(addresses):
     many = {f"worker {i}": f"127.0.0.1:{i}" for i in range(1, 20)}
     with pytest.raises(TimeoutError, match=r"worker 8 \(127.0.0.1:8\) and 11 more did not"):
         wait_for_peers(addresses[0], many, 0.1)
 
 
-def test_the_own_place_is_free_again(addresses: tuple[str, ...]) -> None:
+def test_the_own_place_is_free_again(addresses):
     with pytest.raises(TimeoutError):
         wait_for_peers(addresses[0], {"worker 1": addresses[1]}, 0.1)
     host, port = addresses[0].split(":")
@@ -176,16 +167,14 @@ def test_the_own_place_is_free_again(addresses: tuple[str, ...]) -> None:
 
 
 def test_a_further_strategy_finds_its_port_in_use_by_its_own_process(
-    addresses: tuple[str, ...],
-) -> None:
+    addresses,
+):
     own, other = addresses[:2]
     with serve(own), serve(other):
         assert wait_for_peers(own, {"worker 1": other}, TIMEOUT, listens=False) > 0
 
 
-def test_a_port_that_another_program_uses_is_named(
-    addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_that_another_program_uses_is_named(addresses, monkeypatch):
     monkeypatch.setattr(arrival, "_SECONDS_TO_END", 0.1)
     with (
         serve(addresses[0]),
@@ -194,9 +183,7 @@ def test_a_port_that_another_program_uses_is_named(
         wait_for_peers(addresses[0], peers_of(0, addresses), TIMEOUT)
 
 
-def test_a_port_of_a_program_that_is_ending_is_waited_for(
-    addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_of_a_program_that_is_ending_is_waited_for(addresses, monkeypatch):
     monkeypatch.setattr(arrival, "_SECONDS_TO_END", TIMEOUT)
     ending = serve(addresses[0])
     waits = threading.Event()

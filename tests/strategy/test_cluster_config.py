@@ -1,5 +1,4 @@
 import json
-from typing import Any
 
 import pytest
 from depth import examples
@@ -9,14 +8,12 @@ from hypothesis import strategies as st
 from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
 
 
-def read(config: Any) -> ClusterConfig | None:
+def read(config):
     text = config if isinstance(config, str) else json.dumps(config)
     return read_cluster_config({"TF_CONFIG": text})
 
 
-def config_of(
-    cluster: Any, task_type: Any = "worker", index: Any = 0, **others: Any
-) -> dict[str, Any]:
+def config_of(cluster, task_type="worker", index=0, **others):
     return {"cluster": cluster, "task": {"type": task_type, "index": index}, **others}
 
 
@@ -24,20 +21,20 @@ TWO_WORKERS = {"worker": ["a:1", "b:2"]}
 
 
 @pytest.mark.parametrize("text", ["", "  ", "{}", '{"cluster": {}}'])
-def test_no_cluster_means_one_process(text: str) -> None:
+def test_no_cluster_means_one_process(text):
     assert read(text) is None
     assert read_cluster_config({}) is None
     assert read({"cluster": {}, "task": {"type": "worker", "index": 0}}) is None
 
 
-def test_reads_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_the_process_environment(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", json.dumps(config_of(TWO_WORKERS, index=1)))
     config = read_cluster_config()
     assert config is not None
     assert config.worker_index == 1
 
 
-def test_evaluator_is_a_cluster_of_its_own() -> None:
+def test_evaluator_is_a_cluster_of_its_own():
     listed = read(config_of({**TWO_WORKERS, "evaluator": ["e:5"]}, "evaluator"))
     assert listed.is_evaluator
     assert (listed.num_workers, listed.worker_index, listed.is_chief) == (1, 0, True)
@@ -50,13 +47,13 @@ def test_evaluator_is_a_cluster_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("worker_index", [-1, 2])
-def test_worker_out_of_range(worker_index: int) -> None:
+def test_worker_out_of_range(worker_index):
     config = read(config_of(TWO_WORKERS))
     with pytest.raises(ValueError, match=rf"no worker {worker_index}.*expected 0 to 1"):
         config.address_of(worker_index)
 
 
-def test_forms_that_tensorflow_accepts() -> None:
+def test_forms_that_tensorflow_accepts():
     assert read(config_of(TWO_WORKERS, index="1")).task_index == 1
     assert read(config_of({"worker": {"1": "b:2", "0": "a:1"}})).workers == ("a:1", "b:2")
     assert read(config_of(TWO_WORKERS, rpc_layer="grpc")).rpc_layer == "grpc"
@@ -177,7 +174,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed(name: str) -> None:
+def test_malformed(name):
     config, message = MALFORMED[name]
     with pytest.raises(ValueError, match=f"(?s){message}"):
         read(config)
@@ -188,9 +185,9 @@ _address = st.builds("{}:{}".format, _host, st.integers(1, 65535))
 
 
 @st.composite
-def valid_configs(draw: st.DrawFn) -> dict[str, Any]:
+def valid_configs(draw):
     addresses = draw(st.lists(_address, min_size=1, max_size=7, unique=True))
-    cluster: dict[str, Any] = {}
+    cluster = {}
     for job in ("chief", "evaluator"):
         if len(addresses) > 1 and draw(st.booleans()):
             cluster[job] = [addresses.pop()]
@@ -205,7 +202,7 @@ def valid_configs(draw: st.DrawFn) -> dict[str, Any]:
 
 @examples(150)
 @given(valid_configs())
-def test_agrees_with_tensorflow(config: dict[str, Any]) -> None:
+def test_agrees_with_tensorflow(config):
     tf = pytest.importorskip("tensorflow")
     from tensorflow.python.distribute import multi_worker_util
 
@@ -242,7 +239,7 @@ def test_agrees_with_tensorflow(config: dict[str, Any]) -> None:
         max_leaves=8,
     )
 )
-def test_never_fails_in_another_way(config: Any) -> None:
+def test_never_fails_in_another_way(config):
     try:
         result = read(config)
     except ValueError as error:

@@ -1,9 +1,5 @@
 """A step sends nothing to the host: on a GPU the host would wait for all steps before."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import keras
 import numpy as np
 import pytest
@@ -17,7 +13,7 @@ from keras_het.launch.benchmark_trial_program import copies_to_host, steps_of
 
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_steps_copy_nothing_to_the_host(num_devices: int) -> None:
+def test_steps_copy_nothing_to_the_host(num_devices):
     strategy = keras_het.HeterogeneousStrategy(devices=DEVICES[1 : 1 + num_devices])
     with strategy.scope():
         inputs = keras.Input((4,))
@@ -25,7 +21,7 @@ def test_steps_copy_nothing_to_the_host(num_devices: int) -> None:
         model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dropout(0.1)(hidden)))
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
-    loops: dict[str, Any] = {
+    loops = {
         "fit": lambda: model.fit(x, x[:, :1], batch_size=8, verbose=0),
         "evaluate": lambda: model.evaluate(x, x[:, :1], batch_size=8, verbose=0),
         "predict": lambda: model.predict(x, batch_size=8, verbose=0),

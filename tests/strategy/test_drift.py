@@ -1,10 +1,6 @@
 """Replicas of one process that have drifted apart are told after the epoch, and made equal."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
@@ -18,7 +14,7 @@ X = np.random.default_rng(3).normal(size=(24, 5)).astype("float32")
 EPOCHS = 3
 
 
-def make_model(strategy: HeterogeneousStrategy) -> Any:
+def make_model(strategy):
     keras.utils.set_random_seed(4)
     layers = keras.layers
     with strategy.scope():
@@ -30,20 +26,20 @@ def make_model(strategy: HeterogeneousStrategy) -> Any:
     return model
 
 
-def copies(model: Any, variable: Any) -> list[np.ndarray]:
+def copies(model, variable):
     local = model.distribute_strategy.experimental_local_results(variable.value)
     return [np.asarray(copy) for copy in local]
 
 
-def differing(model: Any) -> list[str]:
+def differing(model):
     held = [*model.weights, *model.optimizer.variables]
     return [v.path for v in held if len({copy.tobytes() for copy in copies(model, v)}) > 1]
 
 
-def changing(model: Any, find: Callable[[Any], Any], replica: int, size: float) -> Any:
+def changing(model, find, replica, size):
     """A callback that changes a variable on one replica, before the first epoch ends."""
 
-    def change(epoch: int, logs: Any) -> None:
+    def change(epoch, logs):
         if epoch == 0:
             variable = find(model)
             local = model.distribute_strategy.experimental_local_results(variable.value)
@@ -52,7 +48,7 @@ def changing(model: Any, find: Callable[[Any], Any], replica: int, size: float) 
     return keras.callbacks.LambdaCallback(on_epoch_end=change)
 
 
-def told(model: Any, caplog: pytest.LogCaptureFixture, callbacks: Any = ()) -> list[str]:
+def told(model, caplog, callbacks=()):
     caplog.clear()
     options = {"epochs": EPOCHS, "verbose": 0, "callbacks": list(callbacks)}
     with caplog.at_level(logging.WARNING, "keras_het"):
@@ -105,15 +101,15 @@ def test_nothing_is_compared_where_nobody_wants_it(logical_devices, caplog):
 class Apart(keras.Model):
     """Keeps the latest inputs' mean of each replica, of which a warning of the step tells."""
 
-    def build(self, shape: Any) -> None:
+    def build(self, shape):
         self.dense = keras.layers.Dense(1)
         self.dense.build(shape)
         self.seen = self.add_weight(shape=(), trainable=False, name="seen")
 
-    def call(self, x: Any) -> Any:
+    def call(self, x):
         return self.dense(x)
 
-    def train_step(self, data: Any) -> Any:
+    def train_step(self, data):
         self.dense.bias.assign(tf.reduce_mean(data[0])[None])
         return super().train_step(data)
 

@@ -1,5 +1,4 @@
 import json
-from typing import Any
 
 import pytest
 
@@ -13,18 +12,18 @@ from keras_het.strategy.measure.emulated_device import (
 ONE = {"speed": 4.0, "fixed_seconds": 0.5, "seconds_per_sample": 0.001}
 
 
-def read(value: Any) -> tuple[EmulatedDevice, ...] | None:
+def read(value):
     text = value if isinstance(value, str) else json.dumps(value)
     return read_emulated_devices({"KERAS_HET_EMULATED_DEVICES": text})
 
 
-def test_unset_means_real_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unset_means_real_devices(monkeypatch):
     monkeypatch.delenv("KERAS_HET_EMULATED_DEVICES", raising=False)
     assert read_emulated_devices() is None
     assert read(" ") is None
 
 
-def test_reads_one_device_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_one_device_a_replica(monkeypatch):
     expected = (
         EmulatedDevice(4.0, LinearTimeModel(0.5, 0.001)),
         EmulatedDevice(1.0, LinearTimeModel(0.0, 0.004)),
@@ -35,13 +34,13 @@ def test_reads_one_device_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_emulated_devices() == expected
 
 
-def test_each_part_of_a_share_has_the_fixed_time() -> None:
+def test_each_part_of_a_share_has_the_fixed_time():
     (device,) = read([ONE]) or ()
     times = device.in_parts(10).time_model
     assert [times.seconds(10), times.seconds(25)] == pytest.approx([0.51, 1.525])
 
 
-def test_description_says_emulated(caplog: pytest.LogCaptureFixture) -> None:
+def test_description_says_emulated(caplog):
     warn_of_emulated_devices(read([ONE, {**ONE, "fixed_seconds": 0.0}]), 2)
     assert caplog.messages[0].splitlines() == [
         "local replica 0: EMULATED device of speed 4: a step takes at least "
@@ -64,6 +63,6 @@ def test_description_says_emulated(caplog: pytest.LogCaptureFixture) -> None:
         ([{**ONE, "seconds_per_sample": float("nan")}], "`seconds_per_sample` must be finite"),
     ],
 )
-def test_malformed(value: Any, message: str) -> None:
+def test_malformed(value, message):
     with pytest.raises(ValueError, match=f"KERAS_HET_EMULATED_DEVICES .*{message}.*Received"):
         read(value)

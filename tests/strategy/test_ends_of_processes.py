@@ -1,10 +1,7 @@
 """The end of a process is short and loses nothing; signals concern the one that gets them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 LEAVES = """
 import atexit, gc, sys
@@ -25,7 +22,7 @@ sys.exit(7)
 """
 
 
-def test_files_are_written_and_the_exit_code_is_kept(tmp_path: Path) -> None:
+def test_files_are_written_and_the_exit_code_is_kept(tmp_path):
     path = tmp_path / "file.txt"
     ended = subprocess.run(
         [sys.executable, "-c", LEAVES, str(path)], capture_output=True, text=True, timeout=120
@@ -58,7 +55,7 @@ threading.Event().wait(30)
 """
 
 
-def test_a_process_that_was_just_forked_ends_by_its_own_signal() -> None:
+def test_a_process_that_was_just_forked_ends_by_its_own_signal():
     done = subprocess.run(
         [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120, check=False
     )

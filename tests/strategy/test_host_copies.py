@@ -5,8 +5,6 @@ and conditions in the host's memory. Integers of 64 bits that were computed on t
 there. Logical CPUs stand for GPUs; the host is CPU:0.
 """
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Calls of Keras pass through our handlers for our models, and through nothing for all others."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import Path
 

@@ -1,13 +1,9 @@
 """Values, and logs, are read in the order of their steps, and waited for only when they are due."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +16,11 @@ from keras_het.strategy.measure.late_reads import LateReads, StepLogs, UnreadLog
 class OnDevice:
     """A value that can be read when its step has been computed."""
 
-    def __init__(self, value: float, error: Exception | None = None) -> None:
+    def __init__(self, value, error=None):
         self._value, self._error = value, error
         self.is_computed, self.read_by = threading.Event(), ""
 
-    def numpy(self) -> np.ndarray:
+    def numpy(self):
         assert self.is_computed.wait(60)
         self.read_by = threading.current_thread().name
         if self._error is not None:
@@ -32,11 +28,11 @@ class OnDevice:
         return np.array(self._value)
 
 
-def taken(reads: LateReads, all_of_them: bool = False) -> list[float]:
+def taken(reads, all_of_them=False):
     return [float(read.value) for read in reads.take(all_of_them)]
 
 
-def test_a_value_is_waited_for_when_its_device_is_so_many_steps_behind() -> None:
+def test_a_value_is_waited_for_when_its_device_is_so_many_steps_behind():
     reads, values = LateReads(2), [OnDevice(number) for number in range(4)]
     for value in values[:2]:
         reads.add(value)
@@ -53,7 +49,7 @@ def test_a_value_is_waited_for_when_its_device_is_so_many_steps_behind() -> None
     assert taken(reads, all_of_them=True) == []
 
 
-def test_without_a_lag_the_value_is_there_at_once() -> None:
+def test_without_a_lag_the_value_is_there_at_once():
     reads, value = LateReads(0), OnDevice(7)
     value.is_computed.set()
     reads.add(value)
@@ -61,7 +57,7 @@ def test_without_a_lag_the_value_is_there_at_once() -> None:
     assert value.read_by == "MainThread"
 
 
-def test_an_error_of_a_step_is_raised_where_its_value_is_due() -> None:
+def test_an_error_of_a_step_is_raised_where_its_value_is_due():
     reads, values = LateReads(1), [OnDevice(0, ValueError("lost")), OnDevice(1)]
     for value in values:
         value.is_computed.set()
@@ -71,14 +67,14 @@ def test_an_error_of_a_step_is_raised_where_its_value_is_due() -> None:
     assert taken(reads, all_of_them=True) == [1]
 
 
-def test_values_of_a_training_that_has_ended_are_forgotten() -> None:
+def test_values_of_a_training_that_has_ended_are_forgotten():
     reads = LateReads(3)
     reads.add(OnDevice(0))
     reads.clear()
     assert taken(reads, all_of_them=True) == []
 
 
-def test_the_thread_ends_with_the_last_reference() -> None:
+def test_the_thread_ends_with_the_last_reference():
     reads, value = LateReads(1), OnDevice(0)
     value.is_computed.set()
     reads.add(value)
@@ -94,19 +90,19 @@ def test_the_thread_ends_with_the_last_reference() -> None:
 NUMBERS = {"loss": 1.5, "mae": 2.0}
 
 
-def unread() -> UnreadLogs:
+def unread():
     return UnreadLogs(StepLogs({name: tf.constant(value) for name, value in NUMBERS.items()}))
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+def waits(monkeypatch):
     """How often somebody has waited for the device."""
-    found: list[None] = []
+    found = []
     monkeypatch.setattr(late_reads, "until_computed", lambda: lambda: found.append(None))
     return found
 
 
-LOOKS: dict[str, Callable[[Any], Any]] = {
+LOOKS = {
     "items": lambda logs: dict(logs.items()),
     "item": lambda logs: {name: logs[name] for name in logs},
     "get": lambda logs: {name: logs.get(name) for name in NUMBERS},
@@ -127,13 +123,13 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_who_looks_finds_numbers(look: str, waits: list[None]) -> None:
+def test_who_looks_finds_numbers(look, waits):
     found = LOOKS[look](unread())
     assert dict(found) == NUMBERS and all(type(value) is float for value in found.values())
     assert waits
 
 
-def test_names_are_no_reason_to_wait(waits: list[None]) -> None:
+def test_names_are_no_reason_to_wait(waits):
     logs = unread()
     assert logs and len(logs) == 2 and "loss" in logs
     assert isinstance(logs, dict) and not waits

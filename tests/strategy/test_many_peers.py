@@ -1,11 +1,8 @@
 """Sixty-four workers that watch each other: few messages each, and all hear of a loss."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,9 +16,9 @@ TIMEOUT = 30.0
 class Worker:
     """A stand-in for a worker: a real watch, and answers from a table."""
 
-    def __init__(self, cluster: Cluster, place: int) -> None:
+    def __init__(self, cluster, place):
         self.place = place
-        self.aborted_by: list[str] = []
+        self.aborted_by = []
         self.aborts = threading.Event()
         self.watch = PeerWatch(
             {cluster.task(other): f"host:{other}" for other in neighbours(place, NUMBER)},
@@ -33,7 +30,7 @@ class Worker:
         )
         self.watch.share_news(cluster.tell, cluster.wait_for_news)
 
-    def abort(self, message: str) -> None:
+    def abort(self, message):
         self.aborted_by.append(message)
         self.aborts.set()
 
@@ -41,42 +38,42 @@ class Worker:
 class Cluster:
     """Its worker 0 keeps the news, as that of TensorFlow does."""
 
-    def __init__(self) -> None:
-        self.dead: set[int] = set()
-        self.silent: set[int] = set()
-        self.news: str | None = None
+    def __init__(self):
+        self.dead = set()
+        self.silent = set()
+        self.news = None
         self.has_news = threading.Event()
         self.workers = [Worker(self, place) for place in range(NUMBER)]
 
-    def tell(self, message: str) -> None:
+    def tell(self, message):
         if 0 not in self.dead | self.silent and self.news is None:
             self.news = message
             self.has_news.set()
 
-    def wait_for_news(self) -> str | None:
+    def wait_for_news(self):
         self.has_news.wait()
         return self.news
 
     @staticmethod
-    def task(place: int) -> str:
+    def task(place):
         return f"/job:worker/replica:0/task:{place}"
 
-    def ask(self, task: str, timeout: float) -> bool:
+    def ask(self, task, timeout):
         place = int(task.rsplit(":", 1)[1])
         return place not in self.dead | self.silent
 
-    def start(self) -> None:
+    def start(self):
         for worker in self.workers:
             worker.watch.start()
 
-    def lose(self, place: int, kind: str) -> None:
+    def lose(self, place, kind):
         lost = self.workers[place]
         lost.watch.stop()
         getattr(self, kind).add(place)
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster():
     made = Cluster()
     yield made
     made.has_news.set()  # ends those that wait for it
@@ -90,7 +87,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.quick("37-dead", "0-silent")
 @pytest.mark.parametrize("kind", ["dead", "silent"])
 @pytest.mark.parametrize("place", [0, 37])
-def test_everybody_hears_who_was_lost(cluster: Cluster, place: int, kind: str) -> None:
+def test_everybody_hears_who_was_lost(cluster, place, kind):
     cluster.start()
     cluster.lose(place, kind)
     for worker in cluster.workers:
@@ -104,7 +101,7 @@ def test_everybody_hears_who_was_lost(cluster: Cluster, place: int, kind: str) -
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5, 64, 1000])
-def test_everybody_is_watched_by_three_and_the_first_by_all(number: int) -> None:
+def test_everybody_is_watched_by_three_and_the_first_by_all(number):
     watched = {place: neighbours(place, number) for place in range(number)}
     assert all(place not in others for place, others in watched.items())
     by = Counter(other for others in watched.values() for other in others)
@@ -112,7 +109,7 @@ def test_everybody_is_watched_by_three_and_the_first_by_all(number: int) -> None
     assert {by[place] for place in range(1, number)} == {min(3, number - 1)}
 
 
-def test_who_listened_at_a_port_that_refuses_has_left() -> None:
+def test_who_listened_at_a_port_that_refuses_has_left():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert not has_left(address)

@@ -1,13 +1,9 @@
 """Who is lost is found by asking, and told once."""
 
-from __future__ import annotations
-
 import itertools
 import queue
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -33,15 +29,15 @@ class UnavailableError(Exception):
 
 
 def make_watch(
-    is_healthy: Callable[[str, float], bool] = lambda task, timeout: True,
-    abort: Callable[[str], None] = lambda message: None,
-    **options: Any,
-) -> PeerWatch:
+    is_healthy=lambda task, timeout: True,
+    abort=lambda message: None,
+    **options,
+):
     options = {"interval_seconds": 0.001, "has_left": lambda address: True, **options}
     return PeerWatch(PEERS, is_healthy, abort, **options)
 
 
-def test_a_worker_that_refuses_connections_is_lost_in_the_second_round() -> None:
+def test_a_worker_that_refuses_connections_is_lost_in_the_second_round():
     answers = iter([False, True, False, False])
     watch = make_watch(lambda task, timeout: next(answers) if task == SECOND else True)
     assert [watch.check() for _ in range(3)] == [None, None, None]
@@ -52,8 +48,8 @@ def test_a_worker_that_refuses_connections_is_lost_in_the_second_round() -> None
     assert "host-b" not in message
 
 
-def test_a_worker_in_whose_place_is_another_process_is_lost_at_once() -> None:
-    def ask(task: str, timeout: float) -> bool:
+def test_a_worker_in_whose_place_is_another_process_is_lost_at_once():
+    def ask(task, timeout):
         if task == FIRST:
             raise ProcessLookupError
         return True
@@ -65,18 +61,16 @@ def test_a_worker_in_whose_place_is_another_process_is_lost_at_once() -> None:
 
 @pytest.mark.parametrize("silent", [{FIRST}, set(PEERS)], ids=["one", "all"])
 @pytest.mark.parametrize("connecting", [0.0, 1.0], ids=["stopped", "unplugged"])
-def test_a_silent_worker_is_lost_when_patience_is_at_its_end(
-    monkeypatch: pytest.MonkeyPatch, silent: set[str], connecting: float
-) -> None:
+def test_a_silent_worker_is_lost_when_patience_is_at_its_end(monkeypatch, silent, connecting):
     """However long it takes to ask: a connection to an unplugged machine is not even refused."""
     now = [100.0]
     monkeypatch.setattr(peer_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
-    def ask(task: str, timeout: float) -> bool:
+    def ask(task, timeout):
         now[0] += timeout if task in silent else 0.0
         return task not in silent
 
-    def has_left(address: str) -> bool:
+    def has_left(address):
         now[0] += connecting
         return False
 
@@ -89,13 +83,11 @@ def test_a_silent_worker_is_lost_when_patience_is_at_its_end(
 
 
 @pytest.mark.parametrize("while_asking", [False, True])
-def test_the_watchs_own_pause_is_not_the_silence_of_others(
-    monkeypatch: pytest.MonkeyPatch, while_asking: bool
-) -> None:
+def test_the_watchs_own_pause_is_not_the_silence_of_others(monkeypatch, while_asking):
     now = [100.0]
     monkeypatch.setattr(peer_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
-    def ask(task: str, timeout: float) -> bool:
+    def ask(task, timeout):
         now[0] += 60.0 if while_asking else 0.0
         return False
 
@@ -104,7 +96,7 @@ def test_the_watchs_own_pause_is_not_the_silence_of_others(
     assert watch.check() is None
 
 
-def test_one_answer_ends_a_silence() -> None:
+def test_one_answer_ends_a_silence():
     answers = itertools.cycle([False, False, True])
     watch = make_watch(
         lambda task, timeout: next(answers) if task == FIRST else True,
@@ -115,7 +107,7 @@ def test_one_answer_ends_a_silence() -> None:
     assert [watch.check() for _ in range(30)] == [None] * 30
 
 
-def test_all_lost_workers_are_named() -> None:
+def test_all_lost_workers_are_named():
     watch = make_watch(lambda task, timeout: task == FIRST)
     watch.check()
     message = watch.check()
@@ -123,10 +115,10 @@ def test_all_lost_workers_are_named() -> None:
     assert message.startswith("Lost chief 0 (host-a:1), worker 1 (host-c:3): ")
 
 
-def test_the_first_news_abort() -> None:
-    aborted: queue.Queue[str] = queue.Queue()
+def test_the_first_news_abort():
+    aborted = queue.Queue()
     watch = make_watch(abort=aborted.put)
-    news: queue.Queue[str | None] = queue.Queue()
+    news = queue.Queue()
     for _ in range(3):
         watch.share_news(lambda message: None, news.get)
     for message in (None, "Lost worker 7"):  # of a worker 0 that is gone none come
@@ -138,25 +130,23 @@ def test_the_first_news_abort() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
-def test_the_time_out_in_the_environment_is_checked(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_out_in_the_environment_is_checked(text, monkeypatch):
     monkeypatch.setenv("KERAS_HET_PEER_TIMEOUT_SECONDS", text)
     with pytest.raises(ValueError, match="KERAS_HET_PEER_TIMEOUT_SECONDS must be a number above 0"):
         read_peer_timeout(None)
     assert read_peer_timeout(7) == 7.0
 
 
-def test_the_time_out_is_the_environments_or_half_a_minute(monkeypatch: Any) -> None:
+def test_the_time_out_is_the_environments_or_half_a_minute(monkeypatch):
     monkeypatch.delenv("KERAS_HET_PEER_TIMEOUT_SECONDS", raising=False)
     assert read_peer_timeout(None) == 30.0
     monkeypatch.setenv("KERAS_HET_PEER_TIMEOUT_SECONDS", "2.5")
     assert read_peer_timeout(None) == 2.5
 
 
-def test_what_is_found_aborts_collectives_and_is_told_once() -> None:
-    aborted: queue.Queue[str] = queue.Queue()
-    told: queue.Queue[str] = queue.Queue()
+def test_what_is_found_aborts_collectives_and_is_told_once():
+    aborted = queue.Queue()
+    told = queue.Queue()
     watch = make_watch(lambda task, timeout: task != FIRST, aborted.put)
     watch.share_news(told.put, lambda: None)
     watch.start()
@@ -168,10 +158,10 @@ def test_what_is_found_aborts_collectives_and_is_told_once() -> None:
     assert aborted.empty() and told.empty()
 
 
-def test_a_stopped_watch_asks_no_more() -> None:
+def test_a_stopped_watch_asks_no_more():
     asked = threading.Event()
 
-    def is_healthy(task: str, timeout: float) -> bool:
+    def is_healthy(task, timeout):
         asked.set()
         return True
 
@@ -184,11 +174,11 @@ def test_a_stopped_watch_asks_no_more() -> None:
     assert watch.wait_for_loss(0.0) is None
 
 
-def test_the_thread_does_not_keep_the_process_alive() -> None:
+def test_the_thread_does_not_keep_the_process_alive():
     assert make_watch()._thread.daemon
 
 
-def test_a_broken_connection_becomes_one_error_that_names_the_worker() -> None:
+def test_a_broken_connection_becomes_one_error_that_names_the_worker():
     watch = make_watch(lambda task, timeout: task != SECOND)
 
     watch.start()
@@ -200,7 +190,7 @@ def test_a_broken_connection_becomes_one_error_that_names_the_worker() -> None:
     assert raised.value.__suppress_context__
 
 
-def test_other_errors_pass_unchanged() -> None:
+def test_other_errors_pass_unchanged():
     watch = make_watch(lambda task, timeout: False)
 
     with pytest.raises(ZeroDivisionError, match="of the user"), naming_lost_workers(watch):
@@ -208,8 +198,8 @@ def test_other_errors_pass_unchanged() -> None:
 
 
 def test_an_error_while_all_workers_answer_passes_unchanged(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     watch = make_watch()
     monkeypatch.setattr(watch, "wait_for_loss", lambda: None)
 

@@ -1,7 +1,5 @@
 """A batch is on its devices before its step begins; logical CPUs stand for GPUs."""
 
-from __future__ import annotations
-
 import threading
 
 import keras

@@ -1,12 +1,7 @@
 """On devices that work ahead of their hosts few steps are measured, and the others read nothing."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -30,7 +25,7 @@ STEP_SECONDS = SAMPLE_SECONDS * BATCH / 2
 
 
 @pytest.fixture
-def strategy(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+def strategy(monkeypatch, request):
     """Two devices, which work ahead of their hosts unless a test says otherwise."""
     speeds, asynchronous = getattr(request, "param", ((1, 1), True))
     devices = [
@@ -48,14 +43,12 @@ def strategy(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     return keras_het.HeterogeneousStrategy(devices=DEVICES[1:3])
 
 
-def data(steps: int) -> tf.data.Dataset:
+def data(steps):
     x = np.random.default_rng(0).normal(size=(BATCH * steps, 4)).astype("float32")
     return tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True))).batch(BATCH)
 
 
-def trained(
-    strategy: Any, callbacks: Any = (), steps: int = STEPS, verbose: int = 0, **compiled: Any
-) -> Any:
+def trained(strategy, callbacks=(), steps=STEPS, verbose=0, **compiled):
     keras.utils.set_random_seed(3)
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
@@ -64,7 +57,7 @@ def trained(
     return model
 
 
-def test_a_queue_takes_launches_and_makes_copies_wait() -> None:
+def test_a_queue_takes_launches_and_makes_copies_wait():
     device = DeviceQueue(depth=2)
     started = time.time()
     device.launch(0.05, started)
@@ -78,7 +71,7 @@ def test_a_queue_takes_launches_and_makes_copies_wait() -> None:
     assert time.time() >= started + 0.3
 
 
-def test_few_steps_are_measured_and_their_numbers_are_those_of_all(strategy: Any) -> None:
+def test_few_steps_are_measured_and_their_numbers_are_those_of_all(strategy):
     balancer = BatchBalancer("even")
     trained(strategy, [balancer])
     numbers = [row["step"] for row in balancer.measurements]
@@ -90,12 +83,10 @@ def test_few_steps_are_measured_and_their_numbers_are_those_of_all(strategy: Any
 
 
 @pytest.mark.full
-def test_only_the_measured_function_has_clocks(
-    strategy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_measured_function_has_clocks(strategy, monkeypatch):
     clocks, traced = [], StepClock.__init__
 
-    def tracing(clock: Any, *arguments: Any) -> None:
+    def tracing(clock, *arguments):
         clocks.append(clock)
         traced(clock, *arguments)
 
@@ -104,7 +95,7 @@ def test_only_the_measured_function_has_clocks(
     assert len(clocks) == 2  # on two replicas
 
 
-CALLBACKS: dict[str, Callable[[Path], list[Any]]] = {
+CALLBACKS = {
     "none": lambda folder: [],
     "balancer": lambda folder: [BatchBalancer("even")],
     "telemetry": lambda folder: [keras_het.callbacks.Telemetry(folder)],
@@ -129,9 +120,7 @@ CALLBACKS: dict[str, Callable[[Path], list[Any]]] = {
 
 @pytest.mark.quick("all")
 @pytest.mark.parametrize("callbacks", CALLBACKS)
-def test_a_plain_step_reads_nothing_from_a_device(
-    strategy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, callbacks: str
-) -> None:
+def test_a_plain_step_reads_nothing_from_a_device(strategy, monkeypatch, tmp_path, callbacks):
     reads = Reads(monkeypatch.setattr)
     trained(strategy, [*CALLBACKS[callbacks](tmp_path), reads])
     assert not reads.in_plain_steps
@@ -139,9 +128,7 @@ def test_a_plain_step_reads_nothing_from_a_device(
     assert bool(reads.measured) == measures and len(reads.measured) < STEPS
 
 
-def test_a_progress_bar_shows_late_numbers_and_reads_nothing(
-    strategy: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_progress_bar_shows_late_numbers_and_reads_nothing(strategy, monkeypatch, capsys):
     reads = Reads(monkeypatch.setattr)
     model = trained(strategy, [reads], verbose=1)
     assert not reads.in_plain_steps
@@ -150,9 +137,9 @@ def test_a_progress_bar_shows_late_numbers_and_reads_nothing(
     assert f"loss: {model.history.history['loss'][-1]:.4f}" in last
 
 
-def test_who_looks_at_logs_finds_those_of_the_step(strategy: Any, tmp_path: Path) -> None:
-    def logged(strategy: Any) -> list[float]:
-        found: list[float] = []
+def test_who_looks_at_logs_finds_those_of_the_step(strategy, tmp_path):
+    def logged(strategy):
+        found = []
         look = keras.callbacks.LambdaCallback(
             on_train_batch_end=lambda batch, logs: found.append(logs["loss"]),
             on_epoch_end=lambda epoch, logs: found.append(logs["loss"]),
@@ -165,10 +152,8 @@ def test_who_looks_at_logs_finds_those_of_the_step(strategy: Any, tmp_path: Path
     np.testing.assert_allclose(found, logged(tf.distribute.get_strategy()), rtol=1e-5)
 
 
-def test_tensorboard_writes_the_logs_of_the_steps_that_it_writes(
-    strategy: Any, tmp_path: Path
-) -> None:
-    losses: list[float] = []
+def test_tensorboard_writes_the_logs_of_the_steps_that_it_writes(strategy, tmp_path):
+    losses = []
     look = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: losses.append(logs["loss"])
     )
@@ -187,7 +172,7 @@ def test_tensorboard_writes_the_logs_of_the_steps_that_it_writes(
 
 @pytest.mark.quick("4")
 @pytest.mark.parametrize("execution", [1, 4])
-def test_weights_are_those_of_one_device(strategy: Any, execution: int) -> None:
+def test_weights_are_those_of_one_device(strategy, execution):
     alone = trained(tf.distribute.get_strategy(), steps=20).get_weights()
     balancer = BatchBalancer("static", weights=[3, 1])
     found = trained(strategy, [balancer], 20, steps_per_execution=execution).get_weights()
@@ -196,7 +181,7 @@ def test_weights_are_those_of_one_device(strategy: Any, execution: int) -> None:
 
 
 @pytest.mark.full
-def test_measured_steps_have_their_numbers_among_executions(strategy: Any) -> None:
+def test_measured_steps_have_their_numbers_among_executions(strategy):
     balancer, telemetry = BatchBalancer("even"), keras_het.callbacks.Telemetry()
     trained(strategy, [balancer, telemetry], steps=STEPS + 2, steps_per_execution=4)
     numbers = [row["step"] for row in balancer.measurements]
@@ -212,17 +197,17 @@ def test_measured_steps_have_their_numbers_among_executions(strategy: Any) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", [((3, 1), True)], indirect=True)
-def test_shares_follow_speeds_and_a_change_of_speed(strategy: Any) -> None:
+def test_shares_follow_speeds_and_a_change_of_speed(strategy):
     balancer = BatchBalancer()
 
     class Until(keras.callbacks.Callback):
         """Trains until the first share is as expected."""
 
-        def __init__(self, expected: int) -> None:
+        def __init__(self, expected):
             super().__init__()
             self.expected = expected
 
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        def on_train_batch_end(self, batch, logs=None):
             if abs(balancer.plans[-1].shares[0] - self.expected) <= 1:
                 self.model.stop_training = True
 
@@ -237,7 +222,7 @@ def test_shares_follow_speeds_and_a_change_of_speed(strategy: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", [((1, 1), False)], indirect=True)
-def test_devices_that_do_not_work_ahead_are_measured_in_all_steps(strategy: Any) -> None:
+def test_devices_that_do_not_work_ahead_are_measured_in_all_steps(strategy):
     balancer = BatchBalancer("even")
     trained(strategy, [balancer], steps=20)
     assert [row["step"] for row in balancer.measurements] == list(range(20))
@@ -246,21 +231,21 @@ def test_devices_that_do_not_work_ahead_are_measured_in_all_steps(strategy: Any)
 class LateBatches(keras.utils.PyDataset):
     """Batches that come when the device has long been empty, and its host waits for them."""
 
-    def __init__(self, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, strategy, monkeypatch):
         super().__init__()
         self._strategy, self._waiting = strategy, -1
         wait = StepIterator.__next__
 
-        def noting(iterator: StepIterator) -> Any:
+        def noting(iterator):
             self._waiting = iterator.step
             return wait(iterator)
 
         monkeypatch.setattr(StepIterator, "__next__", noting)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return STEPS
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, index):
         deadline = time.monotonic() + 60
         while self._waiting >= 0 and not self._is_awaited(index):  # else Keras looks at shapes
             assert time.monotonic() < deadline
@@ -269,13 +254,13 @@ class LateBatches(keras.utils.PyDataset):
         x = np.full((BATCH, 4), index, "float32")
         return x, x[:, :1]
 
-    def _is_awaited(self, index: int) -> bool:
+    def _is_awaited(self, index):
         pending = self._strategy._stop_request.sampled._reads._pending
         return self._waiting >= index and all(read.done() for read in pending)
 
 
 @pytest.mark.full
-def test_rows_stand_for_all_steps_and_their_times_add_up(strategy: Any) -> None:
+def test_rows_stand_for_all_steps_and_their_times_add_up(strategy):
     telemetry = keras_het.callbacks.Telemetry()
     model = trained(strategy, [telemetry], steps=4)
     x = np.ones((BATCH * STEPS, 4), "float32")
@@ -295,15 +280,13 @@ def test_rows_stand_for_all_steps_and_their_times_add_up(strategy: Any) -> None:
 
 
 @pytest.mark.full
-def test_a_device_that_is_empty_waits_for_its_input(
-    strategy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_is_empty_waits_for_its_input(strategy, monkeypatch):
     telemetry, noted = keras_het.callbacks.Telemetry(), []
     model = trained(strategy, steps=4)
     phases = strategy.compute_times.phases
     note = phases.note_input_wait
 
-    def noting(seconds: float, **options: Any) -> None:
+    def noting(seconds, **options):
         noted.append(seconds)
         note(seconds, **options)
 
@@ -316,7 +299,7 @@ def test_a_device_that_is_empty_waits_for_its_input(
 
 
 @pytest.mark.full
-def test_an_epoch_without_a_measured_step_has_the_latest_numbers(strategy: Any) -> None:
+def test_an_epoch_without_a_measured_step_has_the_latest_numbers(strategy):
     model = trained(strategy, steps=4)
     x = np.ones((BATCH * 5, 4), "float32")
     telemetry = keras_het.callbacks.Telemetry()
