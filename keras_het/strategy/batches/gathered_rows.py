@@ -6,7 +6,7 @@ import contextlib
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -16,9 +16,6 @@ from keras_het.ignored_errors import ignore_errors
 from keras_het.loader.order.rows import is_sliceable
 from keras_het.strategy.batches.uneven_per_replica import with_rows
 from keras_het.value_types import Leaf, Nest, Rows
-
-if TYPE_CHECKING:
-    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _JOINS = "predict joins the rows of all replicas and micro-batches"
 _RULE = (
@@ -33,6 +30,7 @@ _PADS = (
     "as of a model that pads to the longest sample of each. Pad to a fixed width before or in the "
     "model, or let it return a tf.RaggedTensor."
 )
+_Gather: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
 _checked_eagerly: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
@@ -100,26 +98,18 @@ def _traced(function: Callable[[Nest], Nest], data: Nest, rows: int) -> Nest:
     return found[-1]
 
 
-def gather_rows(
-    strategy: HeterogeneousStrategy,
-    value: tf.distribute.DistributedValues | Rows | None,
-    total: tf.Tensor,
-    name: str,
-) -> Rows | None:
-    local = strategy.experimental_local_results(value)
-    is_whole = strategy.layout.num_replicas == 1 and strategy._micro_batch_sizes is None
-    if is_whole or local[0] is None:
-        return local[0]
+def gather_rows(local: Sequence[Rows], gather: _Gather, total: tf.Tensor, name: str) -> Rows:
+    """Join the parts of this worker's replicas, and those of other workers, which `gather` has."""
     if isinstance(local[0], tf.RaggedTensor):
-        rows = _gather_ragged_rows(strategy, tf.concat(local, axis=0))
+        rows = _gather_ragged_rows(tf.concat(local, axis=0), gather)
         count = rows.nrows(tf.int32)
     elif isinstance(local[0], tf.SparseTensor):
         dense = [tf.sparse.to_dense(part) for part in local]
-        rows = tf.sparse.from_dense(_gather_dense_rows(strategy, dense, name))
+        rows = tf.sparse.from_dense(_gather_dense_rows(dense, gather, name))
         count = tf.cast(rows.dense_shape[0], tf.int32)
     else:
         _check_rank(local[0], name)
-        rows = _gather_dense_rows(strategy, local, name)
+        rows = _gather_dense_rows(local, gather, name)
         count = tf.shape(rows)[0]
     with tf.device("CPU:0"):  # 32 bits: see `is_positive`
         total = tf.cast(total, tf.int32)
@@ -191,36 +181,29 @@ def _required(condition: tf.Tensor, message: list[Any]) -> contextlib.AbstractCo
     return tf.control_dependencies([check])
 
 
-def _gather_ragged_rows(
-    strategy: HeterogeneousStrategy, ragged: tf.RaggedTensor
-) -> tf.RaggedTensor:
-    lengths = _gather_over_workers(strategy, ragged.row_lengths())
-    values = ragged.values
-    if isinstance(values, tf.RaggedTensor):
-        values = _gather_ragged_rows(strategy, values)
-    else:
-        values = _gather_over_workers(strategy, values)
+def _gather_ragged_rows(ragged: tf.RaggedTensor, gather: _Gather) -> tf.RaggedTensor:
+    lengths, values = gather(ragged.row_lengths()), ragged.values
+    is_nested = isinstance(values, tf.RaggedTensor)
+    values = _gather_ragged_rows(values, gather) if is_nested else gather(values)
     return tf.RaggedTensor.from_row_lengths(values, lengths)
 
 
-def _gather_dense_rows(
-    strategy: HeterogeneousStrategy, parts: Sequence[tf.Tensor], name: str
-) -> tf.Tensor:
+def _gather_dense_rows(parts: Sequence[tf.Tensor], gather: _Gather, name: str) -> tf.Tensor:
     shapes = [part.shape for part in parts]
     # eagerly every local shape is known, but not those of the other workers
     is_eager = tf.executing_eagerly() and shapes[0].rank > 1
     if is_eager or not all(shape.rank and shape[1:].is_fully_defined() for shape in shapes):
-        parts = _with_equal_inner_shapes(strategy, parts, name)
-    return _gather_over_workers(strategy, tf.concat(parts, axis=0))
+        parts = _with_equal_inner_shapes(parts, gather, name)
+    return gather(tf.concat(parts, axis=0))
 
 
 def _with_equal_inner_shapes(
-    strategy: HeterogeneousStrategy, parts: Sequence[tf.Tensor], name: str
+    parts: Sequence[tf.Tensor], gather: _Gather, name: str
 ) -> list[tf.Tensor]:
     """Give parts without rows the inner shape of the others, which must be equal."""
     # A model that pads to its longest sample makes different shapes for different shares.
     shapes = tf.stack([tf.shape(part, out_type=tf.int64) for part in parts])
-    shapes = _gather_over_workers(strategy, shapes)
+    shapes = gather(shapes)
     inner, has_rows = shapes[:, 1:], shapes[:, :1] > 0
     common = tf.reduce_max(tf.where(has_rows, inner, 0), axis=0)
     message = [
@@ -239,9 +222,3 @@ def _reshaped_if_empty(part: tf.Tensor, inner: tf.Tensor) -> tf.Tensor:
     if not tf.executing_eagerly() and part.shape.rank:
         result.set_shape([None, *part.shape[1:]])
     return result
-
-
-def _gather_over_workers(strategy: HeterogeneousStrategy, value: tf.Tensor) -> tf.Tensor:
-    if strategy.num_workers == 1:
-        return value
-    return strategy.extended.gather_rows_over_workers(value)

@@ -121,10 +121,16 @@ def run_predict_step(
         flags = request.contribution(True, tf.int64)
         request.record(strategy.extended.sum_over_workers(flags))
     total = strategy.experimental_local_results(total)[0]
-    rows = [
-        gather_rows(strategy, leaf, total, name_of(path))
-        for path, leaf in keras.tree.flatten_with_path(outputs)
-    ]
+    is_whole = strategy.layout.num_replicas == 1 and strategy._micro_batch_sizes is None
+
+    def joined(path: tuple[object, ...], leaf: Leaf) -> Leaf:
+        local = strategy.experimental_local_results(leaf)
+        if is_whole or local[0] is None:
+            return local[0]
+        gather = strategy.extended.gather_rows_over_workers
+        return gather_rows(local, gather, total, name_of(path))
+
+    rows = [joined(*each) for each in keras.tree.flatten_with_path(outputs)]
     return keras.tree.pack_sequence_as(outputs, rows)
 
 
