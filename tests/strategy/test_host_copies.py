@@ -9,7 +9,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from copies_to_host import conditions
 from copies_to_host import graphs_of as collected_graphs
+from devices import DEVICES
 
 import keras_het
 from keras_het.callbacks import BatchBalancer, Telemetry
@@ -139,3 +141,30 @@ def test_what_keras_copies_is_copied_once_for_each_replica(logical_devices, copi
         replicated = build()
     expected = copies_of(fit, alone)
     assert expected and len(copies_of(fit, replicated)) <= 2 * len(expected)
+
+
+@pytest.mark.quick("2")
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_steps_copy_nothing_to_the_host(num_devices):
+    strategy = keras_het.HeterogeneousStrategy(devices=DEVICES[1 : 1 + num_devices])
+    with strategy.scope():
+        inputs = keras.Input((4,))
+        hidden = keras.layers.BatchNormalization()(keras.layers.Dense(3)(inputs))
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dropout(0.1)(hidden)))
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+    loops = {
+        "fit": lambda: model.fit(x, x[:, :1], batch_size=8, verbose=0),
+        "evaluate": lambda: model.evaluate(x, x[:, :1], batch_size=8, verbose=0),
+        "predict": lambda: model.predict(x, batch_size=8, verbose=0),
+    }
+    for name, loop in loops.items():
+        graphs = collected_graphs(loop)
+        steps = steps_of(graphs)
+        assert steps
+        assert not copies_to_host(steps), name
+        decided = list(conditions(graphs))
+        assert bool(decided) == (num_devices > 1)
+        for branch, decision in decided:
+            # a GPU compares these on its host, and others on itself
+            assert decision.attr["T"].type == tf.int32.as_datatype_enum, (name, branch)
