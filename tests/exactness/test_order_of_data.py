@@ -124,66 +124,39 @@ SEQUENCES = {
 }
 
 
-@pytest.mark.quick("two_threads")
+FITS = {
+    "shuffled": ({}, {"epochs": 2}),
+    "class_weights": ({}, {"epochs": 2, "class_weight": WEIGHTS}),
+    "infinite": (
+        {"length": None, "reshuffles": ""},
+        {"epochs": 4, "steps_per_epoch": 3, "validation_steps": 2, "validation_freq": 2},
+    ),
+    "shorter": ({"reshuffles": ""}, {"epochs": 4, "steps_per_epoch": 2, "shuffle": False}),
+    "longer": ({"reshuffles": ""}, {"epochs": 4, "steps_per_epoch": 7, "shuffle": False}),
+    "begin": ({"reshuffles": "begin end"}, {"epochs": 3}),
+}
+
+
+@pytest.mark.quick("shuffled-two_threads")
 @pytest.mark.parametrize("kind", SEQUENCES)
-def test_sequences_that_are_shuffled_and_reshuffle(kind):
+@pytest.mark.parametrize("fit", FITS)
+def test_sequences(fit, kind):
+    # Between such epochs Keras waits only 0.1 s for what its thread still puts in a queue.
+    if fit in ("shorter", "longer") and kind == "short_queue":
+        return
+    if fit == "begin" and kind not in ("in_this_thread", "one_thread"):  # Keras's threads race it
+        return
+    about, options = FITS[fit]
+    options = {"verbose": 0, **options}
+
     def train(model, seen):
-        data, other = Sequence(**SEQUENCES[kind]), Sequence(first=100, **SEQUENCES[kind])
-        for _ in range(2):
-            model.fit(data, epochs=2, validation_data=other, verbose=0, callbacks=[seen])
-        model.evaluate(data, verbose=0, callbacks=[seen])
-
-    assert_same_order(train)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", SEQUENCES)
-def test_infinite_sequences(kind):
-    def train(model, seen):
-        kept = {"reshuffles": "", **SEQUENCES[kind]}
-        model.fit(
-            Sequence(None, **kept),
-            epochs=4,
-            steps_per_epoch=3,
-            validation_data=Sequence(None, first=100, **kept),
-            validation_steps=2,
-            validation_freq=2,
-            verbose=0,
-            callbacks=[seen],
-        )
-
-    assert_same_order(train)
-
-
-# not the short queue: between such epochs Keras waits only 0.1 s for what its thread still puts in
-@pytest.mark.full
-@pytest.mark.parametrize("steps", [2, 7])
-@pytest.mark.parametrize("kind", [kind for kind in SEQUENCES if kind != "short_queue"])
-def test_epochs_of_other_lengths_than_the_sequence(kind, steps):
-    def train(model, seen):
-        data = Sequence(reshuffles="", **SEQUENCES[kind])
-        options = {"epochs": 4, "steps_per_epoch": steps, "shuffle": False, "verbose": 0}
-        model.fit(data, callbacks=[seen], **options)
-
-    assert_same_order(train)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["in_this_thread", "one_thread"])  # Keras's threads race it
-def test_a_sequence_that_reshuffles_at_the_begin(kind):
-    def train(model, seen):
-        data = Sequence(reshuffles="begin end", **SEQUENCES[kind])
-        model.fit(data, epochs=3, validation_data=data, verbose=0, callbacks=[seen])
-
-    assert_same_order(train)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", SEQUENCES)
-def test_sequences_with_class_weights(kind):
-    def train(model, seen):
-        data = Sequence(**SEQUENCES[kind])
-        model.fit(data, epochs=3, class_weight=WEIGHTS, verbose=0, callbacks=[seen])
+        data = Sequence(**about, **SEQUENCES[kind])
+        if fit in ("shuffled", "infinite", "begin"):
+            options["validation_data"] = Sequence(first=100, **about, **SEQUENCES[kind])
+        for _ in range(2 if fit == "shuffled" else 1):
+            model.fit(data, callbacks=[seen], **options)
+        if fit == "shuffled":
+            model.evaluate(data, verbose=0, callbacks=[seen])
 
     assert_same_order(train)
 
