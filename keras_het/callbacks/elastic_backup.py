@@ -22,6 +22,7 @@ from keras_het.callbacks.backup_and_restore import BackupAndRestore
 from keras_het.fit.backup_folder import RUN, BackupFolder, memory_folder, remove_other_runs
 from keras_het.fit.model_strategy import tell
 from keras_het.fit.resume import AUTO
+from keras_het.stability import experimental
 
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy

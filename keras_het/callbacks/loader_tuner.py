@@ -14,13 +14,12 @@ from typing import IO, Any
 
 from keras_het.fit.model_strategy import local_replicas
 from keras_het.fit.session import BatchEnds, Batches, FitSession, Rank, StepFunction
-from keras_het.loader.host.budget import HostBudget
-from keras_het.loader.host.cpus import available_memory
-from keras_het.loader.inspection.inspection import PipelineReport, show
-from keras_het.loader.iterators.knobs import Knobs
-from keras_het.loader.iterators.live_iterator import LiveIterator
-from keras_het.loader.tuning.input_wait_meter import InputWaitMeter
-from keras_het.loader.tuning.session import Move, TuningSession
+from keras_het.loader.host_budget import HostBudget
+from keras_het.loader.host_threads import available_memory
+from keras_het.loader.input.tuning_session import Move, TuningSession
+from keras_het.loader.iterators.inspection import PipelineReport, show
+from keras_het.loader.iterators.live_iterator import InputWaitMeter, LiveIterator
+from keras_het.loader.iterators.tunable import Knobs
 from keras_het.planning.argument_checks import check_flag, check_number, check_one_of, check_verbose
 from keras_het.planning.loader import LoaderController, LoaderPlan, TunerController
 from keras_het.strategy.keras_calls import SessionCallback

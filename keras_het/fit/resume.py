@@ -28,7 +28,7 @@ class TrainingState:
     export: Callable[[], State | None] | None = None
     restored: State | None = None
     export_times: Callable[[], str] | None = None
-    """What the balancer knows of its devices, as JSON; see `planning.balance.known_times`."""
+    """What the balancer knows of its devices, as JSON; see `planning.time_model`."""
     restored_times: str = ""
     num_hybrid_runs: int = 0
     role_trials_left: int = 3
@@ -121,7 +121,7 @@ def _parts(variable: keras.Variable) -> tuple[tf.Variable, ...]:
     return tuple(getattr(variable.value, "values", (variable.value,)))
 
 
-_logger = logging.getLogger("keras_het")
+_logger = logging.getLogger(__name__)
 
 
 def about(optimizer: Any) -> list[Any]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from keras_het.seen_versions import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.cluster_environment import OwnWorkers, own_workers, read_hosts
 from keras_het.launch.doctor.facts import HOW_TO_CLOSE, open_to, public_addresses
 from keras_het.launch.grammar import (

@@ -13,8 +13,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keras_het.seen_versions import KERAS_BACKEND, NEEDED_BACKEND, check_keras_backend
 from keras_het.launch.grammar import Commands, Option, add_command, add_options
+from keras_het.seen_versions import KERAS_BACKEND, NEEDED_BACKEND, check_keras_backend
 
 if TYPE_CHECKING:
     from keras_het.strategy.cluster.cluster_config import ClusterConfig

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.input.data_pass import Claims
 from keras_het.loader.input.distributed_steps import DistributedSteps
-from keras_het.loader.order.keras_arrays import with_order_of_epoch, with_repeatable_order
+from keras_het.loader.order.pipeline_form import with_order_of_epoch, with_repeatable_order
 from keras_het.strategy.batches.uneven_per_replica import (
     Placement,
     is_worthwhile,

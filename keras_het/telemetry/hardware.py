@@ -14,15 +14,16 @@ import numpy as np
 import psutil
 
 from keras_het import device_names
+from keras_het.planning.diagnosis.recording import HARDWARE
 from keras_het.usable_cpus import (
     CGROUPS,
     controller_folders,
     cpu_seconds_of,
     memory_of,
+    own_cpus,
+    quota_of,
     statistic_of,
 )
-from keras_het.planning.diagnosis.recording import HARDWARE
-from keras_het.usable_cpus import own_cpus, quota_of
 
 _UNAVAILABLE = (psutil.Error, OSError, RuntimeError, ValueError, AttributeError)
 """What psutil raises where a container hides a value, or the system does not have it."""

@@ -22,7 +22,6 @@ from keras_het.planning.diagnosis.recording import (
     PipelineRecord,
     Recording,
 )
-from keras_het.planning.diagnosis.steps import LONGEST_SECONDS
 from keras_het.tensorboard import log_format
 from keras_het.tensorboard.log_format import MOST_DEVICES, ROWS, Setup, parse_plan
 

@@ -43,10 +43,10 @@ TOLD = {
     "single_batches": ["do not agree on model.train_on_batch: rows of x 24 on the chief"],
     "balancer": ["that work together [] on the chief and worker 2, ['BatchBalancer'] on worker 1"],
     "different_calls": [
-        "different places",
+        "different points",
         "model.fit on the chief and worker 2, model.evaluate on",
     ],
-    "barrier": ["different places", "strategy.barrier() on worker 1"],
+    "barrier": ["different points", "strategy.barrier() on worker 1"],
     "stop_after_an_epoch": [
         "do not train on together: model.stop_training False on the chief and worker 2, True on"
     ],

@@ -17,7 +17,7 @@ from keras_het.strategy.measure.phase_times import PhaseTimes
 from keras_het.strategy.pipeline.edges import Place
 from keras_het.strategy.pipeline.micro_batches import MicroBatches
 from keras_het.strategy.pipeline.pass_times import PassClock, PassTimes
-from keras_het.telemetry.event_files import read_log
+from keras_het.telemetry.event_log import read_log
 from keras_het.tensorboard.log_format import parse_timeline
 
 BATCH, STEPS = 12, 8

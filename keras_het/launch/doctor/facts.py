@@ -19,7 +19,7 @@ import psutil
 
 from keras_het.device_names import processor_name
 from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts, ask_tensorflow
-from keras_het.strategy.cluster.cluster_address import places_of
+from keras_het.strategy.cluster.arrival import places_of
 from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
 from keras_het.telemetry.hardware import HostValues, Nvml, NvmlMissingError
 from keras_het.usable_cpus import own_cpus, usable_cpus

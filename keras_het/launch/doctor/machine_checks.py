@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from keras_het import __version__
-from keras_het.seen_versions import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.doctor.cluster_checks import num_tasks_here
 from keras_het.launch.doctor.facts import (
     FAULT,
@@ -27,7 +26,7 @@ from keras_het.launch.doctor.facts import (
     unless,
     warning,
 )
-from keras_het.seen_versions import FIRST_UNSEEN
+from keras_het.seen_versions import FIRST_UNSEEN, KERAS_BACKEND, NEEDED_BACKEND
 
 _OLDEST = {"Keras": (3, 14), "TensorFlow": (2, 16)}
 _TENSORBOARD_WITHOUT_IT = (2, 21)

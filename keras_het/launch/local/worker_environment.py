@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from keras_het.seen_versions import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.planning.time_model import LinearTimeModel
+from keras_het.seen_versions import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.telemetry.hardware import Nvml, NvmlMissingError
 
 KERAS_HET_EMULATED_DEVICES = "KERAS_HET_EMULATED_DEVICES"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import gc
 import io
@@ -239,7 +238,7 @@ def _forgo_search() -> None:
     for each in gc.get_objects():
         kind: Any = type(each)
         if _is_file(kind):
-            with contextlib.suppress(Exception):
+            with ignore_errors("flushing a file"):
                 each.flush()
     gc.freeze()
     gc.disable()
@@ -271,7 +270,7 @@ def call_for(seconds: float, function: Callable[[], object]) -> None:
     """Call a function in another thread, and stop waiting for its end after some time."""
 
     def call() -> None:
-        with contextlib.suppress(Exception):
+        with ignore_errors("taking leave"):
             function()
 
     thread = threading.Thread(target=call, daemon=True)
