@@ -32,7 +32,7 @@ def measure_with_quotas(quick: bool) -> list[dict[str, Any]]:
     """Return one row per case and policy, or a single row with the reason for skipping them."""
     reason = why_not()
     if reason:
-        return [{"case": "cpu quotas", "policy": "boa", "skipped": reason}]
+        return [{"case": "cpu quotas", "policy": "min_max", "skipped": reason}]
     cases = list(CASES)[:1] if quick else list(CASES)
     return [row for case in cases for row in measure_case(case, quick)]
 
@@ -135,7 +135,7 @@ def worker() -> None:
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self.ends.append(time.perf_counter())
 
-    runs: dict[str, list[float]] = {"even": [], "proportional": [], "boa": []}
+    runs: dict[str, list[float]] = {"even": [], "proportional": [], "min_max": []}
     for _ in range(int(rounds)):
         for policy, done in runs.items():
             strategy.set_share_weights([1, 1])

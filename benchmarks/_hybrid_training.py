@@ -119,7 +119,7 @@ def train(options: argparse.Namespace) -> None:
     rule, _, period = options.mode.partition(":")[2].partition(":")
     period = period or PERIOD
     callbacks: list[Any] = [
-        keras_het.callbacks.HybridAggregation(
+        keras_het.callbacks.AsyncWorkers(
             rule or "delta",
             period=period if period == "auto" else int(period),
             timeout_seconds=SERVICE_SECONDS,

@@ -25,7 +25,7 @@ def callback_of(mode: str) -> Any:
 
     if mode == "delayed_nesterov":
         rule = {"class_name": mode, "config": {"period": SLOWEST_PERIOD}}
-        return keras_het.callbacks.HybridAggregation(rule)
+        return keras_het.callbacks.AsyncWorkers(rule)
     is_balanced = mode == "balanced"
     return keras_het.callbacks.LocalTraining("diloco", period=PERIOD, balance=is_balanced)
 

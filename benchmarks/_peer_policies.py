@@ -1,4 +1,4 @@
-"""Peers of `BatchBalancer`'s policy "boa": policies as others have published them.
+"""Peers of `BatchBalancer`'s policy "min_max": policies as others have published them.
 
 Each is an object that `BatchBalancer` takes as a user's own. What a paper says and what had to be
 filled in is in the docstrings; numbers that the papers give are the defaults.

@@ -22,7 +22,7 @@ LOOKAHEAD = 2
 SECONDS_PER_SAMPLE = 2e-3  # of a device of speed 1
 ONCE = ((50, 100),)
 FIVE_TIMES = tuple((40 + 60 * i, 70 + 60 * i) for i in range(5))
-POLICIES = {"proportional": PEERS["proportional"], "lbb": PEERS["lbb"], "boa": BoaPolicy}
+POLICIES = {"proportional": PEERS["proportional"], "lbb": PEERS["lbb"], "min_max": BoaPolicy}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ micro-batches of 50, each of which has the device's fixed time; "reaction", in w
 becomes three times slower at twenty different steps of a run, in one process with three devices and
 in two workers with one each; "cpu quotas", in which two worker processes really compute and one is
 throttled by a cgroup; and "accuracy", the digits of scikit-learn under the even split and under
-"boa".
+"min_max".
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from keras_het.strategy.measure import emulated_device
 from keras_het.strategy.measure.emulated_device import KERAS_HET_EMULATED_DEVICES
 
 MOST_REPLICAS = 6
-POLICIES = ("even", *PEERS, "boa")
+POLICIES = ("even", *PEERS, "min_max")
 WITHIN = 1.05  # a step this close to the best one is balanced
 
 
@@ -371,7 +371,7 @@ def row_of(
 def memory_rows(
     fixed_milliseconds: float, num_steps: int, rounds: int, most: int = 50
 ) -> list[dict[str, Any]]:
-    """Samples/s of "boa" if the memory of the fastest device holds few samples."""
+    """Samples/s of "min_max" if the memory of the fastest device holds few samples."""
     fits = Cluster((4, 2, 1), 140, 2.0, fixed_milliseconds=fixed_milliseconds)
     bound = (most, None, None)
     clusters = {
@@ -385,7 +385,7 @@ def memory_rows(
     speeds: dict[str, list[float]] = {kind: [] for kind in benches}
     for _ in range(rounds):
         for kind, bench in benches.items():
-            speeds[kind].append(bench.run("boa")["samples_per_s"])
+            speeds[kind].append(bench.run("min_max")["samples_per_s"])
     true = {kind: each.seconds(each.best_shares()) for kind, each in clusters.items()}
     rows = []
     for kind, bench in benches.items():
@@ -474,7 +474,7 @@ def reaction_rows(num_phases: int, speeds: tuple[int, ...] = (4, 2, 1)) -> list[
 
 
 def accuracy_rows(seeds: int, epochs: int) -> list[dict[str, Any]]:
-    """Test accuracy of the digits after training under the even split and under "boa"."""
+    """Test accuracy of the digits after training under the even split and under "min_max"."""
     devices = [
         {"speed": s, "fixed_seconds": 0.0, "seconds_per_sample": 5e-4 / s} for s in (4, 2, 1)
     ]
@@ -482,7 +482,7 @@ def accuracy_rows(seeds: int, epochs: int) -> list[dict[str, Any]]:
     train, test = load_digits()
     rows = []
     for seed in range(seeds):
-        for policy in ("even", "boa"):
+        for policy in ("even", "min_max"):
             keras.utils.set_random_seed(seed)
             strategy = HeterogeneousStrategy(devices=["CPU:0", "CPU:1", "CPU:2"])
             with strategy.scope():

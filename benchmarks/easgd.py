@@ -53,10 +53,10 @@ from keras_het.asynchronous.parameter_service import (
     Status,
 )
 from keras_het.asynchronous.parameter_service.client import SERVICE, RemoteChannel
-from keras_het.asynchronous.rules import RoundRobinEASGD, SyncEASGD
 from keras_het.exchange.server import Server
 from keras_het.local_training import LocalSteps, adopt_variables_of_the_chief
 from keras_het.packed_variables import PackedVariables
+from keras_het.rules import RoundRobinEASGD, SyncEASGD
 from keras_het.strategy.keras_calls import SessionCallback
 
 PORT = 7000

@@ -139,7 +139,7 @@ def resized(trainer: str, num_workers: int, quick: bool) -> list[dict[str, Any]]
 def _measure(
     trainer: str, num_workers: int, case: dict[str, Any], quick: bool
 ) -> tuple[dict[str, Any], Any, Any]:
-    """Run a case in a process of its own; return its times, all events and its progress."""
+    """Run a case in a separate process; return its times, all events and its progress."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = {

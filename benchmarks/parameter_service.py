@@ -231,8 +231,8 @@ def service_server(size_mb: str, address: str, *_: str) -> None:
 
     from keras_het.asynchronous.parameter_service import ParameterService, Partitions
     from keras_het.asynchronous.parameter_service.client import SERVICE
-    from keras_het.asynchronous.rules import Delta
     from keras_het.exchange.server import Server
+    from keras_het.rules import Delta
 
     tf.config.list_logical_devices()  # its own memory is not the service's
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the present

@@ -12,7 +12,7 @@ from keras_het.seen_versions import (
 )
 
 if TYPE_CHECKING:
-    from keras_het import callbacks, loader, planning
+    from keras_het import callbacks, loader, planning, rules
     from keras_het.strategy.exact.gradients import reduce_over_replicas
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
     from keras_het.strategy.pipeline import PipelineStrategy
@@ -27,9 +27,10 @@ __all__ = [
     "loader",
     "planning",
     "reduce_over_replicas",
+    "rules",
 ]
 
-_MODULES = ("callbacks", "loader", "planning")
+_MODULES = ("callbacks", "loader", "planning", "rules")
 _MODULE_OF = {
     "HeterogeneousStrategy": "keras_het.strategy.heterogeneous_strategy",
     "reduce_over_replicas": "keras_het.strategy.exact.gradients",

@@ -1,4 +1,4 @@
-"""Names of values to which TensorFlow and Keras give no type of their own."""
+"""Names of values to which TensorFlow and Keras give no type."""
 
 from __future__ import annotations
 

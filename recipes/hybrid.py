@@ -59,7 +59,7 @@ def train(directory: Path, mode: str, rule: str, seed: int) -> None:
             metrics=["accuracy"],
         )
     (images, labels), test = load_digits()
-    hybrid = keras_het.callbacks.HybridAggregation(RULES[rule], period=PERIOD)
+    hybrid = keras_het.callbacks.AsyncWorkers(RULES[rule], period=PERIOD)
     used: dict[str, list[int]] = {}
 
     class Notes(keras.callbacks.Callback):

@@ -90,7 +90,7 @@ def main() -> None:
         return
     strategy = keras_het.HeterogeneousStrategy()
     # The policy "even" changes nothing; it is used for its measurements.
-    for name, policy in ("even", "even"), ("balanced", "boa"):
+    for name, policy in ("even", "even"), ("balanced", "min_max"):
         if strategy.is_chief:
             print(f'Three workers, BatchBalancer("{policy}"):', flush=True)
         # Without other shares, every training starts from the even split.

@@ -53,7 +53,7 @@ def train(directory: Path, steps_per_phase: int) -> None:
     (images, labels), _ = load_digits()
     # One long epoch without a smaller last batch makes a plain plot.
     order = np.arange(num_steps * BATCH_SIZE) % len(labels)
-    for name, policy in ("even", "even"), ("balanced", "boa"):
+    for name, policy in ("even", "even"), ("balanced", "min_max"):
         if strategy.is_chief:
             print(f'Three workers, BatchBalancer("{policy}"):', flush=True)
         strategy.set_share_weights([1.0] * strategy.num_workers)

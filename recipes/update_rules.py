@@ -5,7 +5,7 @@
     python recipes/update_rules.py --rule async_sgd --validate --try '{"period": 2}'
 
 Handwritten digits, emulated devices of speed 2:1:1. Synchronous rules run in LocalTraining: all
-three workers take local steps and exchange at once. Asynchronous ones run in HybridAggregation: the
+three workers take local steps and exchange at once. Asynchronous ones run in AsyncWorkers: the
 fast worker trains and hosts the parameter service, the slow ones exchange with it whenever they are
 ready. If workers wait for their turn, the first process only holds the service. Prints the test
 accuracy, mean of the seeds. A rule takes about a minute. `--validate` trains without 287 of the
@@ -125,7 +125,7 @@ def callback(setting: Setting) -> Any:
     named = {"class_name": setting.rule, "config": setting.config}
     if setting.kind == "local":
         return keras_het.callbacks.LocalTraining(named)
-    return keras_het.callbacks.HybridAggregation(named, period=setting.period)
+    return keras_het.callbacks.AsyncWorkers(named, period=setting.period)
 
 
 def hold_the_service_in_the_first_task() -> None:

@@ -29,7 +29,7 @@ TESTS_OF = {
     ),
     "keras_het/private_api.py": ("test_private_api.py", "test_private_graphs.py", "outside"),
     "keras_het/asynchronous/": (
-        *("asynchronous", "callbacks/test_hybrid_aggregation.py"),
+        *("asynchronous", "callbacks/test_async_workers.py"),
         *(f"multi_process/test_{name}.py" for name in ("hybrid", "hybrid_faults", "role_choice")),
     ),
     "keras_het/callbacks/": ("callbacks", "multi_process/test_callbacks_across_workers.py"),

@@ -116,7 +116,7 @@ OPTIONS = {
         "schema_environment": "text",
         **VERBOSE,
     },
-    "HybridAggregation": {
+    "AsyncWorkers": {
         "rule": "rule",
         "period": "whole, one or more",
         "async_batch_size": "whole, one or more",

@@ -22,7 +22,7 @@ ROOMS = [
     *("strategy.measure", "strategy.batches", "strategy.exact", "strategy.cluster"),
     *("summation", "strategy"),
     "strategy.pipeline",
-    *("asynchronous", "asynchronous.rules", "asynchronous.parameter_service"),
+    *("asynchronous", "rules", "asynchronous.parameter_service"),
     "asynchronous.exchange",
     "local_training",
     "telemetry",

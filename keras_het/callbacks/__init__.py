@@ -10,23 +10,23 @@ from keras_het.seen_versions import check_keras_backend_before_import, import_pa
 if TYPE_CHECKING:
     import keras
 
+    from keras_het.callbacks.async_workers import AsyncWorkers
     from keras_het.callbacks.backup_and_restore import BackupAndRestore
     from keras_het.callbacks.batch_balancer import BatchBalancer
     from keras_het.callbacks.bucket_tuner import BucketTuner
     from keras_het.callbacks.data_validation import DataValidation
     from keras_het.callbacks.elastic_backup import ElasticBackup
-    from keras_het.callbacks.hybrid_aggregation import HybridAggregation
     from keras_het.callbacks.loader_tuner import LoaderTuner
     from keras_het.callbacks.local_training import LocalTraining
     from keras_het.callbacks.telemetry import Telemetry
 
 __all__ = [
+    "AsyncWorkers",
     "BackupAndRestore",
     "BatchBalancer",
     "BucketTuner",
     "DataValidation",
     "ElasticBackup",
-    "HybridAggregation",
     "LoaderTuner",
     "LocalTraining",
     "Telemetry",

@@ -51,14 +51,14 @@ class BatchBalancer(SessionCallback):
     collective, as does the chief's decision: all workers change shares after the same step.
 
     Args:
-        policy: "boa" (the exact min-max program over fitted times), "even", "static", or an object
-            with the methods of `keras_het.planning.BalancePolicy`.
+        policy: "min_max" (the exact min-max program over fitted times), "even", "static", or an
+            object with the methods of `keras_het.planning.BalancePolicy`.
         max_share: largest share of each replica in samples, for instance the limit of its memory:
             one number for all, a list with one for each replica (None for no bound), or a dict from
             replica to number.
         min_share: smallest share of each replica, in the same form; only with the name of a policy.
-            By default 1 for "boa", because a device without a share computes a row of zeros anyway;
-            0 allows it to give a replica nothing.
+            By default 1 for "min_max", because a device without a share computes a row of zeros
+            anyway; 0 allows it to give a replica nothing.
         granularity: samples of which shares are multiples; one replica, normally the fastest, takes
             the rest of a batch that is no multiple. Where bounds leave no such shares, multiples of
             its largest divisor are taken that they do leave. "auto" is 1 unless all workers compute
@@ -73,7 +73,7 @@ class BatchBalancer(SessionCallback):
             `micro_batch_size` if the strategy has one.
         verbose: 1 prints every plan on the chief; plans are always logged at level INFO.
         history_size: number of steps whose measurements are kept.
-        **options: further arguments of the policy, such as `dead_band` of "boa" or `weights` of
+        **options: further arguments of the policy, such as `dead_band` of "min_max" or `weights` of
             "static".
 
     Attributes:
@@ -96,7 +96,7 @@ class BatchBalancer(SessionCallback):
 
     def __init__(
         self,
-        policy: str | BalancePolicy = "boa",
+        policy: str | BalancePolicy = "min_max",
         *,
         max_share: Bound = None,
         min_share: Bound = None,
@@ -359,7 +359,7 @@ class BatchBalancer(SessionCallback):
 
     def _tell_change(self, plan: BalancePlan) -> None:
         if self._fit is not None:
-            # a change has a step of its own: the first one after the plan
+            # a change has its own step: the first one after the plan
             text = str(plan)
             self._fit.note_change("shares", text[text.index("shares") :])
 

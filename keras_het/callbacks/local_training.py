@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from keras_het.asynchronous.rules import SynchronousRule, get
 from keras_het.fit.model_strategy import (
     check_keeps_weights,
     heterogeneous_strategy,
@@ -22,6 +21,7 @@ from keras_het.local_training import (
     balanced_shares,
 )
 from keras_het.planning.argument_checks import check_flag, check_number, check_verbose
+from keras_het.rules import SynchronousRule, get
 from keras_het.stability import experimental
 from keras_het.strategy.keras_calls import SessionCallback
 
@@ -51,7 +51,7 @@ class LocalTraining(SessionCallback):
     callback. `docs/guides/local_training.md` has the details.
 
     Args:
-        rule: name, dict or instance of a `keras_het.asynchronous.rules.SynchronousRule`:
+        rule: name, dict or instance of a `keras_het.rules.SynchronousRule`:
             "sync_easgd", "diloco", "streaming_diloco". A name has the rule's defaults; for other
             settings give the rule, such as `DiLoCo(overlap=5)`.
         period: local steps from one exchange to the next, with a rule's name. Default: the rule's,
@@ -226,7 +226,7 @@ def _synchronous(rule: str | dict[str, Any] | SynchronousRule, num_workers: int)
         raise ValueError(
             "LocalTraining needs a rule by which all workers exchange at once. Received: "
             f"{found.name!r}. Use one of diloco, streaming_diloco and sync_easgd here, and "
-            "keras_het.callbacks.HybridAggregation with workers of the job `async` for the others."
+            "keras_het.callbacks.AsyncWorkers with workers of the job `async` for the others."
         )
     return found
 
@@ -257,7 +257,7 @@ def _check_cluster(strategy: HeterogeneousStrategy) -> None:
         raise ValueError(
             "Workers of the job `async` exchange with a parameter service, not with each other. "
             f"Received: a cluster with {strategy.num_async_workers} of them. Use "
-            "keras_het.callbacks.HybridAggregation, or start all as `worker`."
+            "keras_het.callbacks.AsyncWorkers, or start all as `worker`."
         )
 
 

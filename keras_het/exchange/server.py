@@ -41,7 +41,7 @@ class Budget:
 
 
 class Session:
-    """Reads requests in a thread of its own, and yields answers in the order they are ready in."""
+    """Reads requests in a separate thread, and yields answers in the order they are ready in."""
 
     # A request that waits occupies no thread.
 

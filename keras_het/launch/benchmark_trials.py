@@ -79,7 +79,7 @@ def plan(settings: Settings) -> list[Trial]:
 
 
 def run_trial(trial: Trial, settings: Settings, run: Callable[..., Any] = run_program) -> Any:
-    """Run a trial in a process of its own; return what it measured, or `{"error": ...}`."""
+    """Run a trial in a separate process; return what it measured, or `{"error": ...}`."""
     devices = [settings.devices[place] for place in trial.devices]
     kind = "CPU" if settings.is_emulated else "GPU"
     is_plain = trial.mode == "plain" and not settings.is_emulated

@@ -99,7 +99,7 @@ CLUSTER_OPTIONS = (
     Option(
         "--async-workers N",
         "how many of the workers, the last ones, train outside of the synchronous group and "
-        "exchange with its leader (see keras_het.callbacks.HybridAggregation); those of keras-het "
+        "exchange with its leader (see keras_het.callbacks.AsyncWorkers); those of keras-het "
         "worker all need the same KERAS_HET_SECRET",
         positive_integer,
         0,

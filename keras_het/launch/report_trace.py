@@ -48,7 +48,7 @@ class _Trace:
         self._content, self._recording = content, content.recording
         self._devices = content.recording.devices
         workers = sorted({device.worker for device in self._devices})
-        # process 0 has a meaning of its own in traces
+        # process 0 has a special meaning in traces
         processes = {worker: number for number, worker in enumerate(workers, start=1)}
         self._processes = [processes[device.worker] for device in self._devices]
         self._training = len(workers) + 1
@@ -114,7 +114,7 @@ class _Trace:
                 yield _counter("samples/s", self._training, self._begins[row], value)
 
     def _passes(self) -> Iterator[Event]:
-        """Yield a pipeline's passes in threads of their own; a step's begin with its batch."""
+        """Yield a pipeline's passes in separate threads; a step's begin with its batch."""
         passes = [*views.measured_timeline(self._content)][::-1]
         for index, device in enumerate(self._devices if passes else ()):
             process, thread = self._processes[index], self._thread(index, of_passes=True)

@@ -49,7 +49,7 @@ def _dismantle(graph: func_graph.FuncGraph) -> None:
     functions = graph._functions.values()
     inner: list[Any] = [getattr(function, "graph", None) for function in functions]
     inner = [each for each in inner if isinstance(each, CondBranchFuncGraph)]
-    # the functions of others have graphs of their own
+    # the functions of others have their own graphs
     inner = [each for each in inner if each.outer_graph is graph]
     func_graph.dismantle_func_graph(graph)
     for name in ("inputs", "outputs", "structured_outputs", "_function_captures"):

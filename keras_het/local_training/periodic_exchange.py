@@ -12,9 +12,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_het.asynchronous.rules import SynchronousRule
 from keras_het.local_training.local_steps import Pace, adopt_vector_of_the_chief
 from keras_het.packed_variables import PackedVariables, shared_variables
+from keras_het.rules import SynchronousRule
 
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy

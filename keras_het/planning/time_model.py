@@ -56,7 +56,7 @@ class LinearTimeModel:
 class MicroBatchTimeModel(LinearTimeModel):
     r"""Compute time of one step of a replica that computes a large share in parts.
 
-    With m the micro-batch size, a share of n samples has p parts, each with fixed costs of its own:
+    With m the micro-batch size, a share of n samples has p parts, each with its own fixed costs:
 
     .. math::
         p(n) = \max(1, \lceil n / m \rceil), \quad

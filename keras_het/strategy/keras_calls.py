@@ -150,10 +150,10 @@ def _with_async_workers(call: Call) -> None:
     is_within = strategy._data_path.claims_source is not None
     if call.name != "fit" or not strategy.num_async_workers or config.is_evaluator or is_within:
         return
-    aggregation = import_part("keras_het.callbacks", "HybridAggregation")
+    aggregation = import_part("keras_het.callbacks", "AsyncWorkers")
     if not any(isinstance(each, aggregation) for each in call.callbacks):
         call.add_callback(aggregation(), is_first=True)
-        message = "TF_CONFIG has a job async: this fit trains as with HybridAggregation()."
+        message = "TF_CONFIG has a job async: this fit trains as with AsyncWorkers()."
         tell(message, strategy, verbose=1)
 
 

@@ -34,7 +34,7 @@ class Route(NamedTuple):
 
 
 class Transit:
-    """Sends vectors and collects their sums, in a thread of its own."""
+    """Sends vectors and collects their sums, in a separate thread."""
 
     # No thread of TensorFlow waits here: workers that begin their sums in different orders would
     # wait for each other once all threads of each do. Threads of Python also add subnormal numbers.

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _PASSES_INTERVAL_SECONDS = 10.0
 _PROCESS = uuid.uuid4().hex
 _STEPS_PER_ROW, _MOST_STEPS_PER_ROW = 4, 2**16
-# Of all else than steps, this part of them has values of its own.
+# Of all else than steps, this part of them has its own values.
 _OTHER_VALUES = 8
 _logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _logger = logging.getLogger(__name__)
 class EventLog:
     """Writes what is measured into an event file; without a directory it writes nothing."""
 
-    # The first steps are rows of their own. Then a row has the lowest, the median and the highest
+    # The first steps have their own rows. Then a row has the lowest, the median and the highest
     # value of 4 steps, and of twice as many whenever the number of steps has doubled: the log grows
     # with the logarithm of the training, and nothing in it is ever changed. A resumed training adds
     # a file. What goes wrong makes one warning and ends the log, never the training.

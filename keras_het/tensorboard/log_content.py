@@ -160,7 +160,7 @@ def _windows(recording: Recording, every: Integers) -> Integers | None:
 
 
 def _parsed(values: Sequence[Value], tag: str, parse: Callable[[bytes], Any]) -> list[Value]:
-    """Return the values of a tag, in the place of each text what it says."""
+    """Return the values of a tag, instead of each text what it says."""
     return [dataclasses.replace(e, value=parse(e.value)) for e in values if e.tag == tag]
 
 

@@ -10,8 +10,8 @@ from keras_het.asynchronous.exchange.exchange_engine import VectorExchange
 from keras_het.asynchronous.parameter_service import ParameterClient, ParameterService, credential
 from keras_het.asynchronous.parameter_service.client import SERVICE, Channel, RemoteChannel
 from keras_het.asynchronous.parameter_service.hosting import ServiceSpec
-from keras_het.asynchronous.rules import get
 from keras_het.exchange.server import Server
+from keras_het.rules import get
 
 ASYNCHRONOUS = {  # settings of each rule, for three workers
     "async_easgd": {"num_workers": 3},

@@ -11,7 +11,7 @@ from service_doubles import lose_answer
 from keras_het.asynchronous.exchange.participant import StatisticsAveraging
 from keras_het.asynchronous.parameter_service import NO_ANSWER, Answer, Status
 from keras_het.asynchronous.parameter_service.client import ServiceLostError
-from keras_het.asynchronous.rules import AsyncSGD, Delta, serialize
+from keras_het.rules import AsyncSGD, Delta, serialize
 
 
 class SumOfOnes:

@@ -8,7 +8,7 @@ from keras_het.asynchronous.exchange.exchange_engine import VectorExchange
 from keras_het.asynchronous.parameter_service import FloatWire, Partitions, Status, TopKWire
 from keras_het.asynchronous.parameter_service.client import ServiceLostError
 from keras_het.asynchronous.parameter_service.hosting import HostedParts
-from keras_het.asynchronous.rules import AsyncEASGD, AsyncSGD, Delta, RoundRobinEASGD
+from keras_het.rules import AsyncEASGD, AsyncSGD, Delta, RoundRobinEASGD
 
 PARTITIONS = Partitions(((3, 4), (5,), ()), partition_bytes=28)  # 18 elements: three of six
 ONES = PARTITIONS.cut(np.ones(18, np.float32))

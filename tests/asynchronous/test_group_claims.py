@@ -14,8 +14,8 @@ from keras_het.asynchronous.exchange.claims import Grant, GroupClaims
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.exchange.sync_group import SyncGroup
 from keras_het.asynchronous.parameter_service.sample_ledger import Stage
-from keras_het.asynchronous.rules import Delta
 from keras_het.loader.input.data_pass import ClaimedPass
+from keras_het.rules import Delta
 
 NUM_BATCHES = 200
 

@@ -19,7 +19,7 @@ from keras_het.asynchronous.parameter_service.client import (
     UnknownTrainingError,
 )
 from keras_het.asynchronous.parameter_service.sample_ledger import Stage
-from keras_het.asynchronous.rules import Delta
+from keras_het.rules import Delta
 
 
 @pytest.fixture

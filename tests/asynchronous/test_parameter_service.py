@@ -29,7 +29,10 @@ from keras_het.asynchronous.parameter_service.client import (
 )
 from keras_het.asynchronous.parameter_service.part import Push
 from keras_het.asynchronous.parameter_service.wire import spread_partitions
-from keras_het.asynchronous.rules import (
+from keras_het.exchange.client import Client
+from keras_het.exchange.message import Kind, Message
+from keras_het.exchange.server import Server
+from keras_het.rules import (
     AsyncEASGD,
     AsyncSGD,
     DelayCompensated,
@@ -37,9 +40,6 @@ from keras_het.asynchronous.rules import (
     ElasticAveraging,
     RoundRobinEASGD,
 )
-from keras_het.exchange.client import Client
-from keras_het.exchange.message import Kind, Message
-from keras_het.exchange.server import Server
 
 PARTITIONS = Partitions(((3, 4), (5,), ()), partition_bytes=28)  # 18 elements: three of six
 MANY = Partitions(((20,),), partition_bytes=8)

@@ -7,8 +7,8 @@ from service_doubles import SECRET, service_spec
 from keras_het.asynchronous.parameter_service import FloatWire, Partitions, Status, TopKWire
 from keras_het.asynchronous.parameter_service.hosting import HostedParts
 from keras_het.asynchronous.parameter_service.part import LARGEST_SAMPLES, pack_state
-from keras_het.asynchronous.rules import AsyncSGD, serialize
 from keras_het.exchange.message import Kind, Message, decode, encode
+from keras_het.rules import AsyncSGD, serialize
 
 WIRES = {"float32": FloatWire(), "float16": FloatWire("float16"), "top": TopKWire(0.4)}
 PUSHES = (Kind.PUSH, Kind.PUSH_16, Kind.PUSH_TOP)

@@ -16,7 +16,7 @@ from keras_het.asynchronous.parameter_service.part import (
     pack_state,
     unpack_state,
 )
-from keras_het.asynchronous.rules import (
+from keras_het.rules import (
     AsyncSGD,
     DelayCompensated,
     Delta,

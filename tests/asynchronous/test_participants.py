@@ -10,7 +10,7 @@ from keras_het.asynchronous.exchange import ServiceTask, sync_group
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.parameter_service import FloatWire, TopKWire, credential
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence
-from keras_het.asynchronous.rules import AsyncEASGD, AsyncSGD, Delta
+from keras_het.rules import AsyncEASGD, AsyncSGD, Delta
 
 
 class Task(ServiceTask):

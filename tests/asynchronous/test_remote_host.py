@@ -13,10 +13,10 @@ from keras_het.asynchronous.exchange import center
 from keras_het.asynchronous.exchange.center import Center
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.parameter_service.client import ServiceLostError
-from keras_het.asynchronous.rules import AsyncSGD, Delta
 from keras_het.callbacks import BackupAndRestore
 from keras_het.exchange.message import Kind
 from keras_het.fit.resume import TrainingState
+from keras_het.rules import AsyncSGD, Delta
 
 
 def serve(rule=None, **options):

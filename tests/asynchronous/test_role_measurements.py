@@ -12,7 +12,7 @@ import pytest
 from addresses import free_address
 
 import keras_het
-from keras_het.asynchronous import rules
+from keras_het import rules
 from keras_het.asynchronous.exchange import role_choice
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.exchange.role_choice import (

@@ -13,10 +13,10 @@ from devices import DEVICES
 from small_training import BATCH, NUM_BATCHES, data, flat, make_model
 
 from keras_het.callbacks import (
+    AsyncWorkers,
     BackupAndRestore,
     BatchBalancer,
     DataValidation,
-    HybridAggregation,
     LoaderTuner,
 )
 from keras_het.fit.backup_folder import BackupFolder
@@ -76,7 +76,7 @@ def train(strategy, folder, order):
     callbacks = {
         "backup": BackupAndRestore(folder, save_freq="epoch", delete_checkpoint=False),
         "balancer": BatchBalancer("even"),
-        "hybrid": HybridAggregation("delta", period=2),
+        "hybrid": AsyncWorkers("delta", period=2),
         "tuner": LoaderTuner("fixed", cooperate_with_other_jobs=False),
         "validation": DataValidation(SimpleNamespace(feature=[]), num_batches_to_check=3),
     }

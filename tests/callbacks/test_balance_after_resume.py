@@ -26,7 +26,7 @@ def emulated(monkeypatch, logical_devices):
     return monkeypatch
 
 
-def train(emulated, folder, places, interrupted_after=None, products="xyzz", policy="boa"):
+def train(emulated, folder, places, interrupted_after=None, products="xyzz", policy="min_max"):
     """Train on some of the devices; return the balancer."""
     devices = [
         {"speed": SPEEDS[place], "fixed_seconds": 0.0, "seconds_per_sample": 1e-3 / SPEEDS[place]}

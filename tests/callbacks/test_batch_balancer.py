@@ -140,7 +140,7 @@ def test_evaluation_is_not_measured(strategy):
 @pytest.mark.full
 def test_shares_of_the_strategy_are_the_first_plan(strategy):
     strategy.set_share_weights((2, 1, 1))
-    balancer = BatchBalancer("boa")
+    balancer = BatchBalancer("min_max")
     fit(balancer, 8, 1, strategy)
     assert balancer.plans[0].shares == (4, 2, 2)
     assert balancer.plans[0].reason == "shares of the strategy"
@@ -172,7 +172,7 @@ def test_static_policy(strategy, weights, shares):
 
 @pytest.mark.parametrize(("least", "expected"), [(None, 1), (0, 0), ({0: 2}, 1)])
 def test_real_devices_get_a_sample_at_least(strategy, least, expected):
-    policy = start_policy("boa", strategy, 24, {}, least, [24] * 3)
+    policy = start_policy("min_max", strategy, 24, {}, least, [24] * 3)
     for step in range(-1, 20):
         policy.propose(step)
         policy.observe(step + 1, policy.shares, np.array(policy.shares) * [0.01, 0.01, 1.0])
@@ -181,7 +181,7 @@ def test_real_devices_get_a_sample_at_least(strategy, least, expected):
 
 @pytest.mark.full
 def test_a_replica_may_be_bound_to_nothing(strategy):
-    balancer = BatchBalancer("boa", max_share={1: 0})
+    balancer = BatchBalancer("min_max", max_share={1: 0})
     fit(balancer, 24, 1, strategy)
     assert all(row["shares"][1] == 0 for row in balancer.measurements)
 
@@ -244,7 +244,7 @@ def test_mistakes(strategy, arguments, error, match):
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"dead_bnd": 0.1}, TypeError, r"\['dead_bnd'\].*'boa' has \['dead_band', "),
+        ({"dead_bnd": 0.1}, TypeError, r"\['dead_bnd'\].*'min_max' has \['dead_band', "),
         ({"policy": Zigzag(), "dead_band": 0.1}, TypeError, "brings its own settings"),
         ({"policy": Zigzag(), "min_share": 1}, TypeError, "goes with a policy's name"),
         ({"policy": Zigzag(), "granularity": 8}, TypeError, "granularity goes with a policy's"),
@@ -256,7 +256,7 @@ def test_mistakes_that_show_before_training(arguments, error, match):
 
 
 def test_two_in_one_fit(strategy, model):
-    two = [BatchBalancer("even"), BatchBalancer("boa")]
+    two = [BatchBalancer("even"), BatchBalancer("min_max")]
     with pytest.raises(ValueError, match="Leave one of them out"):
         model.fit(strategy.distribute(batches(16)), verbose=0, callbacks=two)
 
@@ -307,7 +307,7 @@ def test_a_balancer_goes_on_in_a_later_fit(strategy, model):
 
 @pytest.mark.full
 def test_a_later_fit_may_have_fewer_samples_than_replicas(model):
-    balancer = BatchBalancer("boa")
+    balancer = BatchBalancer("min_max")
     for samples in (16, 2, 16):
         model.fit(batches(samples), verbose=0, callbacks=[balancer])
     assert [sum(row["shares"]) for row in balancer.measurements] == [8, 8, 2, 8, 8]

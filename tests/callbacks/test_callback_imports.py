@@ -23,7 +23,7 @@ def test_the_loader_tuner_brings_no_parameter_service() -> None:
     run = [sys.executable, "-c", LIST_MODULES]
     loaded = subprocess.run(run, capture_output=True, text=True, timeout=120, check=True).stdout
     assert "keras_het.callbacks.loader_tuner" in loaded.split()
-    unneeded = ("keras_het.asynchronous.exchange", "keras_het.asynchronous.rules")
+    unneeded = ("keras_het.asynchronous.exchange", "keras_het.rules")
     assert not [name for name in loaded.split() if name.startswith(unneeded)]
 
 

@@ -1,4 +1,4 @@
-"""Arguments that `HybridAggregation` and `LocalTraining` refuse."""
+"""Arguments that `AsyncWorkers` and `LocalTraining` refuse."""
 
 import inspect
 from types import SimpleNamespace
@@ -9,9 +9,9 @@ import pytest
 from small_training import data, flat, make_model
 
 import keras_het
-from keras_het.asynchronous.rules import AsyncSGD, DiLoCo
-from keras_het.callbacks import BucketTuner, HybridAggregation, LocalTraining, local_training
+from keras_het.callbacks import AsyncWorkers, BucketTuner, LocalTraining, local_training
 from keras_het.fit.model_strategy import tell
+from keras_het.rules import AsyncSGD, DiLoCo
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from keras_het.fit.model_strategy import tell
 )
 def test_wrong_arguments(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        HybridAggregation(**arguments)
+        AsyncWorkers(**arguments)
 
 
 @pytest.mark.parametrize("name", ["delta", "round_robin_easgd", "async_sgd"])
@@ -39,7 +39,7 @@ def test_asynchronous_rules_are_refused(name: str) -> None:
         LocalTraining({"class_name": name, "config": config})
 
 
-@pytest.mark.parametrize("make", [LocalTraining, HybridAggregation, BucketTuner])
+@pytest.mark.parametrize("make", [LocalTraining, AsyncWorkers, BucketTuner])
 def test_one_worker_alone_trains_as_without_what_exchanges(
     logical_devices: list[str], caplog: pytest.LogCaptureFixture, make: Any
 ) -> None:

@@ -9,7 +9,7 @@ from small_training import BATCH, NUM_BATCHES, arrays, data, make_model
 import keras_het
 from keras_het.asynchronous.exchange import role_choice
 from keras_het.asynchronous.exchange.role_choice import ExchangeTimes
-from keras_het.callbacks import BatchBalancer, HybridAggregation, hybrid_aggregation
+from keras_het.callbacks import AsyncWorkers, BatchBalancer, async_workers
 from keras_het.strategy.measure.compute_times import CAPACITY
 
 MEASURED_STEPS = 4  # of 8 that it takes
@@ -33,7 +33,7 @@ def strategy(monkeypatch, logical_devices, caplog):
     caplog.set_level(logging.WARNING, "keras_het")
     strategy = keras_het.HeterogeneousStrategy(logical_devices[:2])
     several = Several(strategy)
-    monkeypatch.setattr(hybrid_aggregation, "heterogeneous_strategy", lambda *_: several)
+    monkeypatch.setattr(async_workers, "heterogeneous_strategy", lambda *_: several)
     monkeypatch.setattr(role_choice, "measure_link_rates", lambda strategy: (1e8,))
     times = ExchangeTimes(all_reduce_seconds=0.008, busy_seconds=0.004)
     monkeypatch.setattr(role_choice, "measure_exchange", lambda *_: times)
@@ -41,7 +41,7 @@ def strategy(monkeypatch, logical_devices, caplog):
 
 
 def fit(model, epochs, *others, **given):
-    hybrid = HybridAggregation(roles="auto", profile_steps=MEASURED_STEPS)
+    hybrid = AsyncWorkers(roles="auto", profile_steps=MEASURED_STEPS)
     given = given or {"x": data()}
     model.fit(**given, epochs=epochs, verbose=0, callbacks=[hybrid, *others])
 
@@ -105,7 +105,7 @@ def test_data_that_could_not_be_shared_is_refused_before_anything_is_measured(st
     unknown = data().filter(lambda x, y: True)
     model = make_model(strategy)
     with pytest.raises(ValueError, match="number of batches must be known"):
-        model.fit(unknown, verbose=0, callbacks=[HybridAggregation(roles="auto")])
+        model.fit(unknown, verbose=0, callbacks=[AsyncWorkers(roles="auto")])
     assert np.array(model.optimizer.iterations) == 0
 
 

@@ -19,7 +19,7 @@ from loader_training import (
 )
 
 import keras_het
-from keras_het.callbacks import BackupAndRestore, HybridAggregation, LoaderTuner
+from keras_het.callbacks import AsyncWorkers, BackupAndRestore, LoaderTuner
 from keras_het.loader import Knobs, tunable_pipeline
 from keras_het.planning.loader import WindowSize
 
@@ -187,9 +187,9 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize("tuner_is_first", [True, False], ids=["tuner first", "hybrid first"])
 def test_a_hybrid_training_is_observed_only(strategy, is_builder, tuner_is_first):
     """It says why, and changes nothing."""
-    alone = [HybridAggregation("delta", period=2)]
+    alone = [AsyncWorkers("delta", period=2)]
     expected = trained(strategy, seeded(is_builder), alone)
-    tuner, callbacks = beside(HybridAggregation("delta", period=2), tuner_is_first)
+    tuner, callbacks = beside(AsyncWorkers("delta", period=2), tuner_is_first)
     assert_equal(trained(strategy, seeded(is_builder), callbacks), expected)
     assert tuner.train_input_wait.steps == 3 * STEPS
     assert "async workers" in tuner.observe_only_reason

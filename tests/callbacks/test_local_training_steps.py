@@ -9,10 +9,10 @@ import tensorflow as tf
 from small_training import BATCH, SAMPLES, make_model
 
 import keras_het
-from keras_het.asynchronous.rules import DiLoCo
 from keras_het.callbacks import LocalTraining, local_training
 from keras_het.fit.session import FitSession
 from keras_het.local_training import LocalSteps, PeriodicExchange
+from keras_het.rules import DiLoCo
 
 
 class Exchange:

@@ -42,7 +42,7 @@ def train(config):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     callbacks = [
-        keras_het.callbacks.HybridAggregation(),
+        keras_het.callbacks.AsyncWorkers(),
         keras_het.callbacks.ElasticBackup(str(folder / "backup"), save_freq=5),
         Watch(),
         keras_het.ray.ReportCallback(),

@@ -71,7 +71,7 @@ def main() -> None:
 def train_hybrid(
     strategy: keras_het.HeterogeneousStrategy, model: keras.Model, data: tf.data.Dataset
 ) -> None:
-    hybrid = keras_het.callbacks.HybridAggregation("delta", period=2)
+    hybrid = keras_het.callbacks.AsyncWorkers("delta", period=2)
     used: list[int] = []
 
     class Notes(keras.callbacks.Callback):

@@ -25,7 +25,7 @@ index = config["task"]["index"]
 
 
 class Launcher:
-    """The command line, running in a process of its own."""
+    """The command line, running in a separate process."""
 
     def __init__(self, arguments, env):
         command = [sys.executable, "-m", "keras_het", *arguments]

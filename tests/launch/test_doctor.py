@@ -303,7 +303,7 @@ def test_of_gpus_that_tensorflow_does_not_use_one_check_says_why():
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in order.fix
 
 
-# TensorFlow, in a process of its own
+# TensorFlow, in a separate process
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from keras_het.asynchronous import rules
+from keras_het import rules
 from keras_het.launch import serve_command
 from keras_het.launch.command_line import main
 from keras_het.launch.serve_command import share_freed_memory
@@ -81,7 +81,7 @@ def test_processes_that_serve_or_sum_load_neither_tensorflow_nor_keras():
 import sys
 import keras_het.summation.machine
 from keras_het.asynchronous.parameter_service.hosting import ServingProcess
-from keras_het.asynchronous.rules import get
+from keras_het.rules import get
 for rule in ("delta", "round_robin_easgd", "delayed_nesterov", "sync_easgd", "diloco"):
     get(rule, num_workers=2)
 get({"class_name": "async_sgd", "config": {"learning_rate": 0.1}})
@@ -159,7 +159,7 @@ def test_a_rule_of_ones_own_is_imported(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(rules.registry, "RULES", rules.RULES.copy())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "half_rules.py").write_text(
-        "from keras_het.asynchronous.rules import Delta, register_rule\n\n"
+        "from keras_het.rules import Delta, register_rule\n\n"
         "@register_rule\nclass Half(Delta):\n    name = 'half_delta'\n"
     )
     assert main(["parameter-server", "--import", "half_rules.py"]) == 2

@@ -48,7 +48,7 @@ GresTypes=gpu
 PartitionName=all Nodes=ALL Default=YES
 """
 NODE = "NodeName={node} NodeHostname={name} NodeAddr={address} CPUs=2"
-# Null devices in the place of GPUs: the driver is not asked, and TensorFlow has no GPU to use.
+# Null devices instead of GPUs: the driver is not asked, and TensorFlow has no GPU to use.
 GPUS = "NodeName=n2 Name=gpu File={folder}/gpu[0-1]\n"
 
 pytestmark = [pytest.mark.full, pytest.mark.network_namespaces]
@@ -272,7 +272,7 @@ x = np.random.default_rng(0).normal(size=(240, 4)).astype("float32")
 with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1), "mse")
-hybrid = keras_het.callbacks.HybridAggregation()
+hybrid = keras_het.callbacks.AsyncWorkers()
 model.fit(x, x.sum(axis=1, keepdims=True), 12, 3, verbose=0, callbacks=[hybrid])
 task = json.loads(os.environ["TF_CONFIG"])["task"]
 weights = model.get_weights()[0].ravel().tolist()

@@ -48,7 +48,7 @@ def main() -> None:
     keras.utils.set_random_seed(7)
     with strategy.scope():
         model = small_model(keras.optimizers.SGD(0.01, momentum=0.9))
-    balancer = keras_het.callbacks.BatchBalancer("boa" if strategy.num_workers > 1 else "even")
+    balancer = keras_het.callbacks.BatchBalancer("min_max" if strategy.num_workers > 1 else "even")
     x, y = arrays(BATCH * STEPS // 2)
     model.fit(
         x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[balancer, SlowDown(factor), reads]

@@ -1,7 +1,7 @@
 """Program: trains with async workers and writes what each task did.
 
 Arguments: folder for the results, JSON of options: `OWN`; the others are those of
-`HybridAggregation`. "validates" is the number of batches, -1 for all of them;
+`AsyncWorkers`. "validates" is the number of batches, -1 for all of them;
 tasks of the job "without_callback" leave the callback to the strategy.
 """
 
@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 import keras_het
-from keras_het.asynchronous import rules
-from keras_het.callbacks import HybridAggregation
+from keras_het import rules
+from keras_het.callbacks import AsyncWorkers
 from keras_het.fit.session import FitSession
 
 SAMPLES, BATCH = 360, 12
@@ -83,7 +83,7 @@ class Notes(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         callbacks = FitSession.of(self.model).callbacks
-        (hybrid,) = [each for each in callbacks if isinstance(each, HybridAggregation)]
+        (hybrid,) = [each for each in callbacks if isinstance(each, AsyncWorkers)]
         self._participant = hybrid.participant
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -136,7 +136,7 @@ def main() -> None:
     x, y = arrays()
     data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(SAMPLES, seed=3).batch(BATCH)
     validation = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
-    hybrids = [HybridAggregation(rule, **options)]
+    hybrids = [AsyncWorkers(rule, **options)]
     if config.task_type == own.without_callback:
         hybrids.clear()
     notes = Notes(folder / f"{name}.step")

@@ -37,7 +37,7 @@ def main() -> None:
     random = np.random.default_rng(1)
     x = random.normal(size=(480, 4)).astype(np.float32)
     data = tf.data.Dataset.from_tensor_slices((x, x.sum(axis=1, keepdims=True))).batch(24)
-    hybrid = keras_het.callbacks.HybridAggregation(
+    hybrid = keras_het.callbacks.AsyncWorkers(
         "async_easgd", roles="auto", profile_steps=6, period=2, timeout_seconds=60
     )
     history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[hybrid])

@@ -247,7 +247,7 @@ def main() -> None:
     if local := option("local"):
         callbacks.append(keras_het.callbacks.LocalTraining(local))
     if TASK["type"] == "async" or option("hybrid"):
-        callbacks.append(keras_het.callbacks.HybridAggregation(timeout_seconds=10))
+        callbacks.append(keras_het.callbacks.AsyncWorkers(timeout_seconds=10))
     watch: Any = contextlib.nullcontext()
     if option("killed_before") and strategy.is_chief:
         watch = killed_before(option("killed_before"), backup)

@@ -61,7 +61,7 @@ def test_local_training_that_overlaps_reads_where_it_sends_and_receives(
 
 def test_a_sync_group_reads_where_it_exchanges(start_workers: Any, tmp_path: Path) -> None:
     options = {"rule": "delta", "period": PERIOD, "timeout_seconds": 60}
-    jobs, way = {"worker": 2, "async": 1}, {"callback": "HybridAggregation", "options": options}
+    jobs, way = {"worker": 2, "async": 1}, {"callback": "AsyncWorkers", "options": options}
     # slow enough that the async worker gets its part, however late it starts
     found = read_steps(start_workers, tmp_path, jobs, seconds_per_sample=0.04, **way)
     (reads, steps), *group = found

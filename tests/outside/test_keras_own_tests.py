@@ -22,7 +22,7 @@ MODULES = [
 
 
 def run_with_our_strategy(module: str, report: Path) -> tuple[dict, str]:
-    """Runs a test module of an installed package in a process of its own.
+    """Runs a test module of an installed package in a separate process.
 
     These tests reset TensorFlow's context, which no other test of the process would survive.
     """

@@ -212,7 +212,7 @@ def test_async_workers(monkeypatch):
     [
         callbacks.BatchBalancer(),
         callbacks.LocalTraining("sync_easgd"),
-        callbacks.HybridAggregation(),
+        callbacks.AsyncWorkers(),
     ],
     ids=lambda callback: type(callback).__name__,
 )

@@ -130,9 +130,9 @@ def test_wrong_lengths_are_refused(name):
 
 
 def test_policies_by_name_or_object():
-    policy = make_policy("boa", 2, 8)
+    policy = make_policy("min_max", 2, 8)
     assert make_policy(policy, 2, 8) is policy
-    with pytest.raises(ValueError, match=r"Received: policy='bao'\. Expected one of \['boa'"):
+    with pytest.raises(ValueError, match=r"Received: policy='bao'\. Expected one of \['min_max'"):
         make_policy("bao", 2, 8)
     with pytest.raises(TypeError, match="must be a name or an object with the methods"):
         make_policy(3, 2, 8)
@@ -153,9 +153,9 @@ def test_weights_of_the_static_policy():
 
 
 def test_a_plan_on_one_line():
-    plan = BalancePlan(12, "boa", (73, 37, 18), "min-max", (), 0.023, 0.0412)
+    plan = BalancePlan(12, "min_max", (73, 37, 18), "min-max", (), 0.023, 0.0412)
     assert str(plan) == (
-        "step 12: shares 73 37 18 (boa: min-max; predicted step time 41.2 -> 23.0 ms)"
+        "step 12: shares 73 37 18 (min_max: min-max; predicted step time 41.2 -> 23.0 ms)"
     )
     assert plan.gain == pytest.approx(1 - 23 / 41.2)
     assert "(10000 replicas)" in str(BalancePlan(0, "even", (1,) * 10_000, "even split"))

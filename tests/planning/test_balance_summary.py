@@ -32,8 +32,8 @@ def train(policy, steps, noise=0.0, times=None, lag=2):
 
 @pytest.mark.parametrize("noise", [0.0, 0.03])
 def test_times_are_those_of_the_devices(noise):
-    plans, rows = train(make_policy("boa", 3, BATCH), 120, noise)
-    summary = summarize("boa", plans, rows)
+    plans, rows = train(make_policy("min_max", 3, BATCH), 120, noise)
+    summary = summarize("min_max", plans, rows)
     assert summary.first == (32, 32, 32)
     assert summary.now == plans[-1].shares
     now = (FIXED + SLOPE * summary.now).max()
@@ -45,7 +45,8 @@ def test_times_are_those_of_the_devices(noise):
     np.testing.assert_allclose(summary.seconds_per_sample, expected, rtol=0.001 + noise)
     text = str(summary)
     assert (
-        f"BatchBalancer (boa): even shares would take {summary.even_seconds * 1e3:.3g} ms" in text
+        f"BatchBalancer (min_max): even shares would take {summary.even_seconds * 1e3:.3g} ms"
+        in text
     )
     assert f"{len(plans)} plans; 120 measured steps." in text
     assert text.count("\n") == (5 if not summary.reverted else 7)
@@ -61,8 +62,8 @@ def test_times_of_shares_in_parts_are_known_where_a_line_would_miss():
         }
         for step, shares in enumerate([[40, 20]] * 9 + [[10, 50]] * 9 + [[20, 40]] * 9)
     ]
-    plan = BalancePlan(0, "boa", (20, 40), "", models=models)
-    summary = summarize("boa", [plan], rows)
+    plan = BalancePlan(0, "min_max", (20, 40), "", models=models)
+    summary = summarize("min_max", [plan], rows)
     assert summary.even_seconds == pytest.approx(models[0].seconds(30), rel=0.02)
 
 
@@ -80,19 +81,19 @@ def test_shares_that_are_worse_than_even_ones_are_called_so():
 
 
 def test_before_any_measurement_it_says_so():
-    plan = make_policy("boa", 3, BATCH).propose(-1)
+    plan = make_policy("min_max", 3, BATCH).propose(-1)
     for plans in ([], [plan]):
-        text = str(summarize("boa", plans, []))
+        text = str(summarize("min_max", plans, []))
         assert "has measured nothing yet" in text
         assert "\n" not in text
 
 
 def test_a_warm_up_and_a_smaller_last_batch_do_not_count():
-    plans, rows = train(make_policy("boa", 3, BATCH), 60)
-    expected = summarize("boa", plans, rows)
+    plans, rows = train(make_policy("min_max", 3, BATCH), 60)
+    expected = summarize("min_max", plans, rows)
     rows[0]["seconds"] = [30.0, 30.0, 30.0]
     rows.append({"step": 60, "shares": [3, 2, 1], "seconds": [0.1, 0.1, 0.1]})
-    summary = summarize("boa", plans, rows)
+    summary = summarize("min_max", plans, rows)
     assert summary.now == expected.now
     assert summary.step_seconds == pytest.approx(expected.step_seconds)
     assert summary.even_seconds == pytest.approx(expected.even_seconds, rel=1e-3)
@@ -100,11 +101,11 @@ def test_a_warm_up_and_a_smaller_last_batch_do_not_count():
 
 def test_what_is_taken_back_is_told_with_its_reason():
     # Times of the whole step do not follow shares: no plan keeps its promise.
-    policy = make_policy("boa", 3, BATCH)
+    policy = make_policy("min_max", 3, BATCH)
     observe = policy.observe
     policy.observe = lambda *given: (policy.observe_step_seconds(0.5), observe(*given))
     plans, rows = train(policy, 200, 0.001)
-    summary = summarize("boa", plans, rows)
+    summary = summarize("min_max", plans, rows)
     assert summary.reverted
     assert "Reverted, because steps did not become as short as predicted" in str(summary)
     assert "500 ms a step measured, 500 ms before" in str(summary)
@@ -121,7 +122,7 @@ def test_replicas_without_measurements_count_as_free():
 
 def test_nothing_but_unknown_times():
     row = {"step": 0, "shares": [0, 0], "seconds": [np.nan, np.nan]}
-    assert "no compute times are known" in str(summarize("boa", [], [row]))
+    assert "no compute times are known" in str(summarize("min_max", [], [row]))
 
 
 def test_many_replicas_are_the_slowest_ones():
@@ -138,4 +139,4 @@ def test_many_replicas_are_the_slowest_ones():
 def test_rows_of_two_balancers_are_refused():
     rows = [{"step": 0, "shares": [1] * n, "seconds": [0.1] * n} for n in (2, 3)]
     with pytest.raises(ValueError, match="one share and one time for each replica"):
-        summarize("boa", [], rows)
+        summarize("min_max", [], rows)

@@ -12,7 +12,7 @@ from keras_het.planning.balance.plan_trial import COST, FIRST_WAIT, STEPS_OF_A_T
 
 
 def run_boa(plant, steps, seed=0, **options):
-    policy = make_policy("boa", plant.num_replicas, plant.batch, upper=plant.upper)
+    policy = make_policy("min_max", plant.num_replicas, plant.batch, upper=plant.upper)
     return simulate(policy, plant, steps, seed=seed, **options)
 
 
@@ -36,14 +36,14 @@ def test_balance_under_noise(plant, seed):
 @pytest.mark.parametrize(("milliseconds", "moves"), [(0.01, False), (1.0, True)])
 def test_steps_too_short_for_a_difference_to_matter_keep_their_shares(milliseconds, moves):
     """Half of a 0.6 ms step is nothing that anybody sees."""
-    policy = make_policy("boa", 2, 70)
+    policy = make_policy("min_max", 2, 70)
     policy.propose(-1)
     for step in range(100):
         shares = np.array(policy.shares)
         policy.observe(step, shares, shares * np.array([1.0, 2.0]) * milliseconds / 1000)
         policy.propose(step)
     assert (policy.shares != (35, 35)) == moves
-    assert make_policy("boa", 2, 70, least_gain_seconds=0.0).shares == (35, 35)
+    assert make_policy("min_max", 2, 70, least_gain_seconds=0.0).shares == (35, 35)
 
 
 DYNAMIC = [
@@ -102,7 +102,7 @@ def test_an_even_cluster_with_fixed_costs_and_partial_batches_is_left_alone():
 @pytest.mark.parametrize("factor", [10.0, 0.05])
 def test_one_outlier_changes_nothing(factor):
     plant = by_speeds("", (4, 2, 1))
-    policy = make_policy("boa", 3, plant.batch)
+    policy = make_policy("min_max", 3, plant.batch)
     random = np.random.default_rng(0)
     simulate(policy, plant, 40)
     for step in range(40, 80):
@@ -160,7 +160,7 @@ def test_it_comes_back_when_it_has_recovered():
 
 
 def test_the_time_of_a_row_of_zeros_is_no_measurement():
-    policy = make_policy("boa", 2, 64, upper=[64, 0])
+    policy = make_policy("min_max", 2, 64, upper=[64, 0])
     policy.propose(-1)
     for step in range(30):
         policy.observe(step, (64, 0), [0.064, 1e-6])
@@ -172,7 +172,7 @@ def test_the_time_of_a_row_of_zeros_is_no_measurement():
 
 
 def test_replicas_that_are_never_measured_keep_their_shares():
-    policy = make_policy("boa", 3, 90)
+    policy = make_policy("min_max", 3, 90)
     policy.propose(-1)
     for step in range(30):
         shares = np.array(policy.shares)

@@ -105,9 +105,9 @@ def test_all_plans_have_multiples(name, plant):
 @pytest.mark.parametrize("plant", STATIC, ids=lambda plant: plant.name)
 def test_auto_costs_no_balance(plant):
     """The rounding costs 2 % at most, and the dead-band allows another 2.5 %."""
-    policy = make_policy("boa", plant.num_replicas, plant.batch, upper=plant.upper)
+    policy = make_policy("min_max", plant.num_replicas, plant.batch, upper=plant.upper)
     coarse = make_policy(
-        "boa", plant.num_replicas, plant.batch, upper=plant.upper, granularity="auto"
+        "min_max", plant.num_replicas, plant.batch, upper=plant.upper, granularity="auto"
     )
     steps = [simulate(each, plant, 100).ratio_to_limit(20) for each in (policy, coarse)]
     assert steps[1] >= steps[0] / 1.045
@@ -137,6 +137,6 @@ def test_bounds_that_allow_no_multiples_make_the_granularity_finer():
 
 def test_an_unused_replica_is_tried_again_with_a_multiple():
     plant = by_speeds("", (1, 1, 1), fixed=0.001, factor=lambda t: (1, 1, 400 if t < 200 else 1))
-    run = simulate(make_policy("boa", 3, 256, granularity=8), plant, 1500)
+    run = simulate(make_policy("min_max", 3, 256, granularity=8), plant, 1500)
     assert any(plan.unused for plan in run.plans) and not run.plans[-1].unused
     assert all(are_multiples(plan.shares, 8) for plan in run.plans)

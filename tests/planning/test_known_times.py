@@ -50,7 +50,7 @@ def test_a_new_device_is_as_fast_as_those_of_its_product_on_average() -> None:
 
 
 def test_the_first_plan_is_the_optimum_for_known_times() -> None:
-    policy = make_policy("boa", 2, 100)
+    policy = make_policy("min_max", 2, 100)
     policy.recall([FAST, SLOW])
     expected = min_max_shares_linear(
         [0.002, 0.0], [0.001, 0.1 / 3], 100, np.zeros(2, int), np.full(2, 100)
@@ -61,7 +61,7 @@ def test_the_first_plan_is_the_optimum_for_known_times() -> None:
 
 
 def test_unknown_devices_have_an_even_share_at_first() -> None:
-    policy = make_policy("boa", 4, 100)
+    policy = make_policy("min_max", 4, 100)
     policy.recall([FAST, None, SLOW, None])
     shares = policy.propose(-1).shares
     assert shares[1] == shares[3] == 25 and shares[0] > 40 > 10 > shares[2]
@@ -69,16 +69,16 @@ def test_unknown_devices_have_an_even_share_at_first() -> None:
 
 
 def test_without_anything_known_the_first_plan_is_even() -> None:
-    policy = make_policy("boa", 2, 100)
+    policy = make_policy("min_max", 2, 100)
     policy.recall([None, None])
     assert policy.propose(-1).reason == "even split"
 
 
 def resumed(before, after, steps=60):
     """A training on a plant, and one that continues from it on another plant."""
-    first = make_policy("boa", before.num_replicas, before.batch)
+    first = make_policy("min_max", before.num_replicas, before.batch)
     simulate(first, before, steps)
-    again = make_policy("boa", after.num_replicas, after.batch)
+    again = make_policy("min_max", after.num_replicas, after.batch)
     again.recall(first.models[: after.num_replicas])
     return again, simulate(again, after, steps)
 
@@ -97,7 +97,7 @@ def test_a_device_that_became_slower_meanwhile_is_measured_again() -> None:
 
 
 def test_a_device_that_had_no_share_is_tried_again() -> None:
-    policy = make_policy("boa", 2, 100)
+    policy = make_policy("min_max", 2, 100)
     policy.recall([FAST, LinearTimeModel(0.2, 0.001)], [100, 0])
     plan = policy.propose(-1)
     assert plan.shares == (100, 0)

@@ -61,7 +61,7 @@ CUT = [
 
 
 def run_boa(plant, steps, seed=0):
-    policy = make_policy("boa", plant.num_replicas, plant.batch, micro_batch_sizes=plant.sizes)
+    policy = make_policy("min_max", plant.num_replicas, plant.batch, micro_batch_sizes=plant.sizes)
     return simulate(policy, plant, steps, seed=seed)
 
 
@@ -189,7 +189,7 @@ def test_bounds_that_no_share_reaches_change_nothing(plant):
     noisy = dataclasses.replace(plant, noise=0.05, spike_probability=0.01)
     runs = [
         simulate(
-            make_policy("boa", plant.num_replicas, plant.batch, upper=plant.upper, **options),
+            make_policy("min_max", plant.num_replicas, plant.batch, upper=plant.upper, **options),
             noisy,
             100,
         )
@@ -202,9 +202,9 @@ def test_the_times_survive_a_backup_and_a_log():
     times = MicroBatchTimeModel(0.01, 0.001, 0.004, 50)
     known = {"a": KnownDevice("x", times, 80), "b": KnownDevice("x", LinearTimeModel(0.0, 0.1))}
     assert known_from_json(known_to_json(known)) == known
-    plan = BalancePlan(0, "boa", (80, 20), "", models=(times, None))
+    plan = BalancePlan(0, "min_max", (80, 20), "", models=(times, None))
     assert plan.to_dict()["models"] == [dataclasses.asdict(times), None]
-    policy = make_policy("boa", 2, 100, micro_batch_sizes=[50, 1000])
+    policy = make_policy("min_max", 2, 100, micro_batch_sizes=[50, 1000])
     policy.recall([times, LinearTimeModel(0.01, 0.004)])
     assert policy.models == (times, MicroBatchTimeModel(0.01, 0.004, 0.005, 1000))
     assert policy.shares == tuple(best_shares([times, LinearTimeModel(0.01, 0.004)], 100).tolist())

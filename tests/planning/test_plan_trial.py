@@ -55,7 +55,7 @@ def test_what_has_failed_may_be_tried_again_later_and_later():
 
 def test_a_good_plan_that_came_at_a_bad_moment_gets_another_chance():
     """Another program holds up all steps just while the plan is judged."""
-    policy = make_policy("boa", 2, 16)
+    policy = make_policy("min_max", 2, 16)
     shares, disturbed, used, plans = policy.propose(-1).shares, 10, [], []
     for step in range(1200):
         seconds = np.array([0.001, 0.0013]) * shares
@@ -102,7 +102,7 @@ def test_a_change_ends_the_trial_and_makes_old_steps_no_comparison(change, secon
 def test_the_first_plan_of_a_larger_batch_is_not_compared_with_steps_of_the_smaller_one():
     """Replicas that are even at 16 samples, as fixed costs make them, are not at 64."""
     fixed, slope = np.array([4.0e-3, 2.4e-3]), np.array([0.1e-3, 0.3e-3])
-    policy = make_policy("boa", 2, 16)
+    policy = make_policy("min_max", 2, 16)
     shares, plans = policy.propose(-1).shares, []
     for step in range(300):
         if step == 50:
@@ -120,7 +120,7 @@ def test_the_first_plan_of_a_larger_batch_is_not_compared_with_steps_of_the_smal
 
 def test_where_whole_steps_do_not_follow_compute_times_shares_go_back():
     """Compute times promise 40 % for (12, 4); the steps as a whole only get longer by it."""
-    policy = make_policy("boa", 2, 16)
+    policy = make_policy("min_max", 2, 16)
     plan = policy.propose(-1)
     shares, used, plans = plan.shares, [], []
     for step in range(400):

@@ -44,7 +44,7 @@ def test_what_has_lasted_will_last():
 
 def test_what_pays_late_is_done_in_the_end():
     """Of a gain of 80 ms a step, 250 steps pay for 20 s."""
-    policy = make_policy("boa", 2, 240)
+    policy = make_policy("min_max", 2, 240)
     policy.observe_new_share_seconds(20.0)
     run = simulate(policy, by_speeds("", (2, 1)), 300)
     assert [250 <= plan.step < 280 for plan in run.changes()] == [True]
@@ -79,7 +79,7 @@ def changing(period=80):
 
 
 def run(cost, granularity=1, seed=0):
-    policy = make_policy("boa", 3, 256, granularity=granularity)
+    policy = make_policy("min_max", 3, 256, granularity=granularity)
     policy.observe_new_share_seconds(cost)
     return simulate(policy, changing(), 1200, seed=seed)
 
@@ -100,6 +100,6 @@ def test_a_noisy_training_has_fewer_shares(seed):
 
 
 def test_without_a_known_cost_plans_are_those_of_before():
-    policy, told = (make_policy("boa", 3, 256) for _ in range(2))
+    policy, told = (make_policy("min_max", 3, 256) for _ in range(2))
     told.observe_new_share_seconds(0.0)
     assert simulate(policy, changing(), 500).plans == simulate(told, changing(), 500).plans

@@ -97,7 +97,7 @@ def assert_is_shown(page: str, output: str) -> None:
     lines = iter(output.splitlines())
     for line in shown.splitlines():
         if line != "...":
-            changing = r"\d[\d.]*(?=(?:ms|s)\b| ->| ms)|(?<=shares )[\d ]+(?= \(boa: prop)"
+            changing = r"\d[\d.]*(?=(?:ms|s)\b| ->| ms)|(?<=shares )[\d ]+(?= \(min_max: prop)"
             parts = [re.escape(part) for part in re.split(changing, line)]
             pattern = re.compile(r"[\d. ]+".join(parts))
             assert any(pattern.fullmatch(each) for each in lines), line
@@ -108,7 +108,7 @@ def assert_balancing_pays(output: str, balanced: tuple[int, ...]) -> None:
 
     Beside other programs a device may look slower for a while, and another plan follows.
     """
-    pattern = r"step \d+: shares ([\d ]+) \(boa: .* ([\d.]+) -> ([\d.]+) ms"
+    pattern = r"step \d+: shares ([\d ]+) \(min_max: .* ([\d.]+) -> ([\d.]+) ms"
     plans = re.findall(pattern, output)
     assert any(
         float(after) < 0.8 * float(before)

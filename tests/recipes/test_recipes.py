@@ -99,7 +99,7 @@ def test_quickstart(tmp_path: Path) -> None:
     assert sum(samples(balanced[1])) == 56
     # The balancer was not told the speeds 4:2:1, nor these shares.
     assert np.abs(np.subtract(samples(balanced[1]), [32, 16, 8])).max() <= 4
-    assert re.search(r"step \d+: shares [\d ]+ \(boa: ", text), "plans are shown"
+    assert re.search(r"step \d+: shares [\d ]+ \(min_max: ", text), "plans are shown"
     # Emulated times are lower bounds: 18 samples take 288 ms on the slowest device.
     assert numbers(r"(\d+) ms", even[2])[0] >= 288
     assert float(even[3]) <= 56 / 0.288

@@ -55,7 +55,7 @@ def test_sums_have_the_same_bits_in_every_order_of_arrival():
 
 
 def test_no_answer_is_one_of_an_earlier_step(sums):
-    """Workers that each run ahead as far as they may, in threads of their own."""
+    """Workers that each run ahead as far as they may, in separate threads."""
     num_slots, num_steps = 8, 50
 
     def run(worker, slot):

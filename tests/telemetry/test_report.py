@@ -94,7 +94,7 @@ def test_the_terminal_says_it_all(balanced):
         "4 replicas, 160 steps",
         "NVIDIA GeForce RTX 2080 Ti",
         "Balance: even shares would take",
-        "step 40: shares 48 48 16 16 (boa: in proportion to measured speeds)",
+        "step 40: shares 48 48 16 16 (min_max: in proportion to measured speeds)",
     ):
         assert part in text
     exchanges = text.partition("Async workers")[2]
@@ -151,7 +151,7 @@ def metrics_of(recording):
 
 
 def test_a_change_says_its_kind_once():
-    assert change_text("shares", "shares 3 5 (boa: x)") == "shares 3 5 (boa: x)"
+    assert change_text("shares", "shares 3 5 (min_max: x)") == "shares 3 5 (min_max: x)"
     assert change_text("loader", "2 threads") == "loader: 2 threads"
 
 

@@ -217,7 +217,7 @@ def test_changes_are_recorded_with_their_reasons(logical_devices, tmp_path):
     model.fit(make_data(), epochs=2, verbose=0, callbacks=[BatchBalancer(), telemetry])
     changes = telemetry.recording().changes
     assert changes[0].kind == "shares"
-    assert changes[0].text == "shares 4 4 (boa: even split)", "its step is not in the text"
+    assert changes[0].text == "shares 4 4 (min_max: even split)", "its step is not in the text"
     (run,) = read_log(tmp_path)
     assert run.recording.changes == changes
     assert run.recording.steps.tolist() == list(range(2 * STEPS - 1))

@@ -73,9 +73,9 @@ def check(telemetry, even):
         ("even", {}),
         ("static", {"weights": (1, 1)}),
         ("static", {"weights": (3, 1)}),
-        ("boa", {}),
+        ("min_max", {}),
     ],
-    ids=["even", "static even", "static", "boa"],
+    ids=["even", "static even", "static", "min_max"],
 )
 def test_each_policy(train, policy, settings):
     telemetry = train(BatchBalancer(policy, **settings))
@@ -92,7 +92,7 @@ def test_without_a_balancer(train, shares):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("policy", ["even", "boa"])
+@pytest.mark.parametrize("policy", ["even", "min_max"])
 def test_a_second_fit(train, policy):
     balancer = BatchBalancer(policy)
     train(balancer)

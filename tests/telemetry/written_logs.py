@@ -34,7 +34,7 @@ def balanced_recording(steps=160):
     change = Change(
         steps // 4,
         "shares",
-        "shares 48 48 16 16 (boa: in proportion to measured speeds)",
+        "shares 48 48 16 16 (min_max: in proportion to measured speeds)",
     )
     training = Training(
         n=4,

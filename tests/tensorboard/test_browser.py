@@ -336,7 +336,7 @@ def test_what_a_log_says_is_shown_as_text(browser, tmp_path):
     log = EventLog(tmp_path / "telemetry", (Device(evil, 0, evil, evil, evil),) * 1)
     log.write_steps(0, made_training.times(made_training.devices_of(1), 100))
     log.write_change(Change(5, evil, f"as {evil}"))
-    log.write_change(Change(7, "shares", "shares 3 5 (boa: even split)"))
+    log.write_change(Change(7, "shares", "shares 3 5 (min_max: even split)"))
     log.close()
     with served(application_of(tmp_path)) as start:
         for address in (start, page_of(tmp_path, "telemetry")):

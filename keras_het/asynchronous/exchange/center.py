@@ -30,10 +30,10 @@ from keras_het.asynchronous.parameter_service.sample_ledger import (
     Presence,
     Stage,
 )
-from keras_het.asynchronous.rules import serialize
 from keras_het.exchange.message import Kind, Message, Vector
 from keras_het.exchange.server import Server
 from keras_het.ignored_errors import ignore_errors
+from keras_het.rules import serialize
 from keras_het.strategy.cluster.arrival import free_port
 from keras_het.strategy.cluster.cluster_config import config_of
 

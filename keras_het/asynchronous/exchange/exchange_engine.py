@@ -19,8 +19,8 @@ from keras_het.asynchronous.parameter_service.client import (
     PendingPush,
     ServiceLostError,
 )
-from keras_het.asynchronous.rules import UpdateRule
 from keras_het.exchange.message import NO_ANSWER, Status, Vector
+from keras_het.rules import UpdateRule
 
 LARGEST_TRIES = 100
 """Pushes of the same change if others push in between, with a bound on staleness."""

@@ -19,11 +19,11 @@ from keras_het.asynchronous.parameter_service.wire import (
     Partitions,
     Wire,
 )
-from keras_het.asynchronous.rules import ElasticAveraging, UpdateRule, serialize
 from keras_het.exchange.message import Vector
 from keras_het.exchange.secret import credential, model_fingerprint, read_secret
 from keras_het.loader.input.data_pass import Claims
 from keras_het.packed_variables import PackedVariables, shared_variables
+from keras_het.rules import ElasticAveraging, UpdateRule, serialize
 from keras_het.strategy.cluster.cluster_config import config_of
 from keras_het.strategy.measure.emulated_device import until_computed
 
@@ -225,7 +225,7 @@ class MeanGradient:
 
 
 class Participant(abc.ABC):
-    """One side of a hybrid training, driven by `keras_het.callbacks.HybridAggregation`."""
+    """One side of a hybrid training, driven by `keras_het.callbacks.AsyncWorkers`."""
 
     shows_paces = False
     paces: np.ndarray | None = None

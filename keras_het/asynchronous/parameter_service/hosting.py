@@ -17,11 +17,11 @@ from keras_het.asynchronous.parameter_service.client import SERVICE
 from keras_het.asynchronous.parameter_service.sample_ledger import LEADER, SampleLedger
 from keras_het.asynchronous.parameter_service.service import ParameterService
 from keras_het.asynchronous.parameter_service.wire import Partitions, spread_partitions, wire_named
-from keras_het.asynchronous.rules import UpdateRule, get
 from keras_het.exchange.client import Client
 from keras_het.exchange.message import Kind, Message
 from keras_het.exchange.secret import credential
 from keras_het.exchange.server import Server
+from keras_het.rules import UpdateRule, get
 
 Shapes = tuple[tuple[int, ...], ...]
 _OFFERS = "offers"

@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from keras_het.asynchronous.parameter_service.wire import check_size
-from keras_het.asynchronous.rules.update_rule import PushMeta, Slots, Update, UpdateRule
 from keras_het.exchange.message import Status, Vector
+from keras_het.rules.update_rule import PushMeta, Slots, Update, UpdateRule
 
 LARGEST_SAMPLES = 2**31
 """Largest plausible number of samples of one push."""

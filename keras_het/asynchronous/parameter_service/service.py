@@ -14,8 +14,8 @@ from keras_het.asynchronous.parameter_service.part import (
     unpack_state,
 )
 from keras_het.asynchronous.parameter_service.wire import FloatWire, Partitions, Wire
-from keras_het.asynchronous.rules import UpdateRule
 from keras_het.exchange.message import Kind, Message, Status
+from keras_het.rules import UpdateRule
 
 Result: TypeAlias = "Message | Future[Message]"
 

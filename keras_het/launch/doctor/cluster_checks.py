@@ -24,7 +24,7 @@ from keras_het.strategy.cluster.arrival import places_of
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG, ClusterConfig
 
 _LISTENING_JOBS = ("chief", "worker", "ps", "summation")
-"""Nothing listens at the addresses of the job `async`, and an evaluator is a cluster of its own."""
+"""Nothing listens at the addresses of the job `async`, and an evaluator is its own cluster."""
 
 
 def _tasks_of(config: ClusterConfig) -> dict[str, str]:

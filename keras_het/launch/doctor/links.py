@@ -113,7 +113,7 @@ def measure_links(facts: Facts, wait_seconds: float) -> Measurement:
     place = names.index(own) if own in tasks else -1
     desk = None
     if own in tasks:
-        with contextlib.suppress(OSError):  # a check of its own says why
+        with contextlib.suppress(OSError):  # a separate check says why
             desk = _Desk(tasks[own], key, describe_node(facts))
     # as in a ring: where all begin at once, each node then sends to one and hears from one
     ring = [*names[place + 1 :], *names[: max(place, 0)]]
@@ -249,7 +249,7 @@ def links(facts: Facts, measurement: Measurement) -> Iterator[Finding]:
         if link.answers:
             yield _speed(link, name)
             yield from _differences(facts, link, name)
-        elif link.reached != UNKNOWN:  # a check of its own has said that its name is not known
+        elif link.reached != UNKNOWN:  # a separate check has said that its name is not known
             yield _silent(link, name, measurement.waited_seconds)
 
 

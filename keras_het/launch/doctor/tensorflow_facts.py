@@ -61,7 +61,7 @@ class TensorFlowFacts:
 def ask_tensorflow(
     environ: Mapping[str, str], timeout_seconds: float = _LONGEST_SECONDS
 ) -> TensorFlowFacts:
-    """Import TensorFlow in a process of its own and ask it."""
+    """Import TensorFlow in a separate process and ask it."""
     fixed = {
         "TF_CPP_MIN_LOG_LEVEL": "0",  # why a GPU is left out is information only
         "TF_FORCE_GPU_ALLOW_GROWTH": "true",

@@ -159,7 +159,7 @@ class LocalCluster:
         self._ports = ReservedPorts(self.num_workers + bool(self.num_async_workers))
         self._addresses = self._ports.addresses[: self.num_workers]
         try:
-            # -I -S: the standard library only, so it starts at once. In a session of its own:
+            # -I -S: the standard library only, so it starts at once. In its own session:
             # Ctrl-C in the terminal must not end it before the workers.
             self._watchdog = subprocess.Popen(
                 [sys.executable, "-I", "-S", watchdog.__file__],

@@ -79,7 +79,7 @@ def _error(lines: Sequence[str]) -> UncaughtError | None:
     if end is None:
         return None
     text, used = _message(lines[end:])
-    # TensorFlow's message has frames of its own: where the operation was made.
+    # TensorFlow's message has its own frames: where the operation was made.
     return UncaughtError(text, _place(lines[: end + used]))
 
 

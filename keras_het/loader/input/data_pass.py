@@ -318,7 +318,7 @@ class ClaimedPass(DataPass):
                 raise RuntimeError(
                     f"Batch {self._next} was requested before its owner was known. Expected: "
                     "at most `steps_per_execution` steps between two calls of "
-                    "`HybridAggregation.on_train_batch_end`. Iterate the data by `fit` only."
+                    "`AsyncWorkers.on_train_batch_end`. Iterate the data by `fit` only."
                 )
             self._announced.append(wanted)
             self._source.order(wanted)

@@ -125,7 +125,7 @@ class DistributedSteps(Traced, adapter.DistributedDataset):
         return self._passes.before(run.number), run.first_step + run.delivered
 
     def passes_beside(self, other: object) -> tuple[Pass, ...] | None:
-        """All passes so far, as `start_at` takes them; None without a shuffle of its own."""
+        """All passes so far, as `start_at` takes them; None without its own shuffle."""
         # A running one counts as left where it is. `other` may count the passes of the same
         # shuffle.
         if getattr(other, "_passes", None) is self._passes or self._shuffle() is None:

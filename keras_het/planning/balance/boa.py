@@ -92,7 +92,7 @@ class BoaPolicy(SharePolicy):
         2020, pages 47-67.
     """
 
-    name = "boa"
+    name = "min_max"
 
     def __init__(
         self,

@@ -77,7 +77,7 @@ def advice_for(situation: Situation, suspect: Suspect) -> str:
 def _balance(situation: Situation, worker: int, since: bool) -> str:
     if not since and _helps_little(situation, worker):
         return (
-            f"Let worker {worker} train asynchronously (HybridAggregation): with balanced shares, "
+            f"Let worker {worker} train asynchronously (AsyncWorkers): with balanced shares, "
             "steps would be about as short without it."
         )
     if situation.is_balanced:
@@ -88,7 +88,8 @@ def _balance(situation: Situation, worker: int, since: bool) -> str:
     what = "Add BatchBalancer"
     if situation.changed("shares"):
         what = (
-            'Shares do not follow its speed. BatchBalancer\'s policy "boa" makes them, where no '
+            'Shares do not follow its speed. BatchBalancer\'s policy "min_max" makes them, where '
+            "no "
             "`max_share` is in the way"
         )
     gain = _gain(situation)

@@ -190,7 +190,7 @@ def steps_of(recording: Recording, rows: Integers) -> Steps:
 
 
 def comparable_rows(recording: Recording) -> Integers:
-    """Return the rows with times of their own, samples and a whole global batch."""
+    """Return the rows with their own times, samples and a whole global batch."""
     compute = np.asarray(recording.compute, np.float64)
     timed = np.isfinite(compute).any(axis=1)
     shares = np.asarray(recording.shares, np.float64)

@@ -28,7 +28,7 @@ class Pusher(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeSettings:
-    """Exchange settings of a training with async workers, as passed to `HybridAggregation`.
+    """Exchange settings of a training with async workers, as passed to `AsyncWorkers`.
 
     Args:
         period: steps of every task between two exchanges; None if each plans its own, as with

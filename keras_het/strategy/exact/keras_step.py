@@ -395,7 +395,7 @@ def _is_measured(strategy: HeterogeneousStrategy) -> bool:
         raise ValueError(
             "Compute times travel in the collective of each step, which local training does not "
             "have. Received: LocalTraining together with BatchBalancer, or after it under the same "
-            'strategy (or after a fit with HybridAggregation(roles="auto") that failed). Leave '
+            'strategy (or after a fit with AsyncWorkers(roles="auto") that failed). Leave '
             "BatchBalancer out, set shares by hand (strategy.set_share_weights), and use a "
             "strategy of "
             "its own."

@@ -142,7 +142,7 @@ def _reading(name: str) -> Callable[..., Any]:
     return reading
 
 
-# All that look at values. With an iterator of its own, `dict(logs)` calls that and `__getitem__`.
+# All that look at values. With its own iterator, `dict(logs)` calls that and `__getitem__`.
 for _name in (
     *("__getitem__", "__iter__", "__repr__", "__eq__", "__ne__", "__or__", "__ror__"),
     *("get", "items", "values", "copy", "pop", "popitem", "setdefault"),

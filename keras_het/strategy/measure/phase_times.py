@@ -1,6 +1,6 @@
 """Where the time of each step goes on each replica, for all workers to know.
 
-A step lasts from the end of the collective of the step before to the end of its own. A replica
+A step lasts from the end of the collective of the step before to its own end. A replica
 knows its parts only then, so they travel with the sums of the step after. Where only some steps are
 measured, one stands for itself and the plain ones before it: all together last as long as they did.
 """

@@ -142,7 +142,7 @@ class PipelineStrategy(HeterogeneousStrategy):
     _refused_callbacks: ClassVar = {
         "BatchBalancer": "it gives micro-batches to devices by their measured speed",
         "BucketTuner": "a process has no gradients of the whole model to cut into buckets",
-        "HybridAggregation": "async workers train whole models",
+        "AsyncWorkers": "async workers train whole models",
         "LocalTraining": "a worker has no whole model to train by itself",
     }
 
@@ -200,7 +200,7 @@ class PipelineStrategy(HeterogeneousStrategy):
             self.agree("keras_het.PipelineStrategy", described)
 
     def _new_group(self) -> ProcessGroup | None:
-        """Return the processes for one more pipeline, with messages of its own."""
+        """Return the processes for one more pipeline, with its own messages."""
         if self.num_workers == 1:
             return None
         first = _FIRST_GROUP + self._collective_key_base + GROUPS * self._num_pipelines

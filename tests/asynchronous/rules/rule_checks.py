@@ -5,7 +5,7 @@ import types
 import numpy as np
 import tensorflow as tf
 
-from keras_het.asynchronous.rules import PushMeta
+from keras_het.rules import PushMeta
 
 SIZES = (6, 6, 6)  # the parts of the center
 SIZE = sum(SIZES)

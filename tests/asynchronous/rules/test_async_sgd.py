@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 from rule_checks import SIZE, Center, Equations, follow, start_vector
 
-from keras_het.asynchronous.rules import AsyncSGD, DelayCompensated, PushMeta
-from keras_het.asynchronous.rules.server_optimizer import ELEMENTWISE
+from keras_het.rules import AsyncSGD, DelayCompensated, PushMeta
+from keras_het.rules.server_optimizer import ELEMENTWISE
 
 
 class SGDEquations(Equations):

@@ -8,8 +8,8 @@ import pytest
 from rule_checks import start_vector
 from service_doubles import ASYNCHRONOUS, make_rule
 
-from keras_het.asynchronous import rules
-from keras_het.asynchronous.rules import SynchronousRule, UpdateRule
+from keras_het import rules
+from keras_het.rules import SynchronousRule, UpdateRule
 
 SYNCHRONOUS = {
     "diloco": {"period": 4},

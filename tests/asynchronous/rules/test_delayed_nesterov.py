@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from rule_checks import SIZE, Center, ChangeEquations, Group, follow, start_vector
 
-from keras_het.asynchronous.rules import DelayedNesterov, Delta, DiLoCo
+from keras_het.rules import DelayedNesterov, Delta, DiLoCo
 
 WORKERS = 3
 

@@ -3,7 +3,7 @@
 import numpy as np
 from rule_checks import SIZE, Group, start_vector
 
-from keras_het.asynchronous.rules import DiLoCo, StreamingDiLoCo
+from keras_het.rules import DiLoCo, StreamingDiLoCo
 
 WORKERS = 3
 

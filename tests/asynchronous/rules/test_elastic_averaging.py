@@ -7,7 +7,7 @@ import pytest
 from keras.optimizers import SGD, Adam, LossScaleOptimizer, RMSprop
 from rule_checks import SIZE, Center, ElasticEquations, Group, follow, start_vector
 
-from keras_het.asynchronous.rules import (
+from keras_het.rules import (
     AsyncEASGD,
     AsyncMEASGD,
     ElasticAveraging,
@@ -15,7 +15,7 @@ from keras_het.asynchronous.rules import (
     RoundRobinEASGD,
     SyncEASGD,
 )
-from keras_het.asynchronous.rules.elastic_averaging import largest_moving_rate, overlapped_rate
+from keras_het.rules.elastic_averaging import largest_moving_rate, overlapped_rate
 
 
 @pytest.mark.parametrize(

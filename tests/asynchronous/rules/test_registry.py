@@ -5,8 +5,8 @@ import json
 import keras
 import pytest
 
-from keras_het.asynchronous import rules
-from keras_het.asynchronous.rules import AsyncSGD, Delta, DiLoCo, RoundRobinEASGD, SyncEASGD
+from keras_het import rules
+from keras_het.rules import AsyncSGD, Delta, DiLoCo, RoundRobinEASGD, SyncEASGD
 
 
 def test_by_name_and_an_instance_stays_itself():

@@ -264,7 +264,7 @@ print("alive")
 
 @pytest.mark.full
 def test_other_batch_sizes_never_crash():
-    """TensorFlow dies of SIGSEGV here without the guard, so this runs in a process of its own."""
+    """TensorFlow dies of SIGSEGV here without the guard, so this runs in a separate process."""
     run = [sys.executable, "-c", BATCH_SIZES]
     done = subprocess.run(run, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

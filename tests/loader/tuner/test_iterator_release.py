@@ -1,4 +1,4 @@
-"""Pipelines end in threads of their own: ending one may take seconds, and training continues."""
+"""Pipelines end in separate threads: ending one may take seconds, and training continues."""
 
 import threading
 

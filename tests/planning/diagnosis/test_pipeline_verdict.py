@@ -65,7 +65,7 @@ def test_no_remedy_of_data_parallel_training(
 ) -> None:
     recording = recording_of(predicted, input_seconds)
     text = " ".join(diagnose(recording).lines)
-    for remedy in ("BatchBalancer", "summation", "LocalTraining", "HybridAggregation", "share"):
+    for remedy in ("BatchBalancer", "summation", "LocalTraining", "AsyncWorkers", "share"):
         assert remedy not in text
     # the same times of whole replicas get one
     replicas = dataclasses.replace(recording, pipeline=None)

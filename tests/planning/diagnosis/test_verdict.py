@@ -274,7 +274,7 @@ def test_unequal_shares_of_equal_devices():
 
 def test_a_device_too_slow_to_wait_for_should_train_alone():
     (cause,) = diagnose(Training(4, per_worker=1, slowness=(1, 1, 1, 60)).record()).causes
-    assert "HybridAggregation" in cause.advice
+    assert "AsyncWorkers" in cause.advice
 
 
 def test_a_slow_device_among_many_should_get_fewer_samples():

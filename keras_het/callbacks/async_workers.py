@@ -23,7 +23,6 @@ from keras_het.asynchronous.exchange.role_choice import MEASURED_STEPS, RoleChoi
 from keras_het.asynchronous.parameter_service import FloatWire, TopKWire, Wire
 from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH
 from keras_het.asynchronous.parameter_service.wire import PARTITION_BYTES
-from keras_het.asynchronous.rules import RULES, ElasticAveraging, UpdateRule, get
 from keras_het.fit.model_strategy import (
     check_keeps_weights,
     heterogeneous_strategy,
@@ -33,6 +32,7 @@ from keras_het.fit.model_strategy import (
 from keras_het.fit.session import FitSession, Rank, ShorterEpochs, StepFunction
 from keras_het.planning import RolePlan
 from keras_het.planning.argument_checks import check_number, check_one_of, check_verbose, expect
+from keras_het.rules import RULES, ElasticAveraging, UpdateRule, get
 from keras_het.stability import experimental
 from keras_het.strategy.batches.uneven_per_replica import find_sizes
 from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig
@@ -50,7 +50,7 @@ _PERIOD = 8
 
 
 @experimental
-class HybridAggregation(SessionCallback):
+class AsyncWorkers(SessionCallback):
     r"""All-reduce among the fast workers, a parameter service for the slow ones.
 
     Workers with the job `worker` (and `chief`) in TF_CONFIG train synchronously as without it.
@@ -74,7 +74,7 @@ class HybridAggregation(SessionCallback):
     `KERAS_HET_SECRET`.
 
     Args:
-        rule: name, dict or instance of a `keras_het.asynchronous.rules.UpdateRule`.
+        rule: name, dict or instance of a `keras_het.rules.UpdateRule`.
         period: steps between two exchanges; for rules that send gradients, steps over which an
             async worker accumulates one. "auto" chooses one per worker from times measured in
             training, such that all exchange at about the same rate (`planning.plan_pushes`) and no
@@ -323,10 +323,10 @@ class HybridAggregation(SessionCallback):
     def _refuse_fit_within(self, inner: FitSession) -> None:
         if inner.loop == "fit" and self._participant is not None:
             raise RuntimeError(
-                "HybridAggregation exchanges weights while the model trains, and steps on other "
+                "AsyncWorkers exchanges weights while the model trains, and steps on other "
                 "data would be part of it. Received: a fit of the same model within a callback. "
                 "Train another model there, such as keras.models.clone_model gives in the scope of "
-                "a tf.distribute.OneDeviceStrategy, or call fit after that with HybridAggregation "
+                "a tf.distribute.OneDeviceStrategy, or call fit after that with AsyncWorkers "
                 "has ended."
             )
 
@@ -401,7 +401,7 @@ def _asynchronous(rule: str | dict[str, Any] | UpdateRule, num_workers: int) -> 
     found = get(rule, num_workers=num_workers)
     if not isinstance(found, UpdateRule):
         raise ValueError(
-            "HybridAggregation needs a rule in which workers exchange with a center on their own. "
+            "AsyncWorkers needs a rule in which workers exchange with a center on their own. "
             f"Received: {found.name!r}, in which all exchange at once. Use LocalTraining for it, "
             "or one of delta, async_sgd, delay_compensated, async_easgd, async_measgd and "
             "hogwild_easgd."
@@ -501,7 +501,7 @@ def _check_cluster(
         raise ValueError(
             "`keras-het parameter-server` knows registered rules only. Received: the rule "
             f"{type(rule).__name__}, which is not, and {', '.join(serving)} of the job ps, which "
-            "run no script. Decorate the rule with keras_het.asynchronous.rules.register_rule and "
+            "run no script. Decorate the rule with keras_het.rules.register_rule and "
             "start them with --import MODULE; or leave them out of TF_CONFIG: then the leader of "
             "the sync group holds the service, or all of the group with "
             'service_placement="sharded"; '

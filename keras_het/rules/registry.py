@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any, TypeVar
 
-from keras_het.asynchronous.rules.async_sgd import AsyncSGD, DelayCompensated
-from keras_het.asynchronous.rules.diloco import DelayedNesterov, DiLoCo, StreamingDiLoCo
-from keras_het.asynchronous.rules.elastic_averaging import (
+from keras_het.planning.argument_checks import expect
+from keras_het.rules.async_sgd import AsyncSGD, DelayCompensated
+from keras_het.rules.diloco import DelayedNesterov, DiLoCo, StreamingDiLoCo
+from keras_het.rules.elastic_averaging import (
     AsyncEASGD,
     AsyncMEASGD,
     ElasticAveraging,
@@ -15,8 +16,7 @@ from keras_het.asynchronous.rules.elastic_averaging import (
     RoundRobinEASGD,
     SyncEASGD,
 )
-from keras_het.asynchronous.rules.update_rule import Delta, Rule
-from keras_het.planning.argument_checks import expect
+from keras_het.rules.update_rule import Delta, Rule
 
 RuleClass = TypeVar("RuleClass", bound=type[Rule])
 RULES: dict[str, type[Rule]] = {
@@ -42,7 +42,7 @@ RULES: dict[str, type[Rule]] = {
 def register_rule(rule: RuleClass) -> RuleClass:
     """Let a rule of your own be found by its name; a decorator.
 
-    `HybridAggregation(rule=name)` and `get` find it then, and so do tasks that run no script, with
+    `AsyncWorkers(rule=name)` and `get` find it then, and so do tasks that run no script, with
     `keras-het parameter-server --import MODULE`.
 
     Args:

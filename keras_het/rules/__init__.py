@@ -1,8 +1,8 @@
 """Published rules by which the workers' weights and the center are combined."""
 
-from keras_het.asynchronous.rules.async_sgd import AsyncSGD, DelayCompensated
-from keras_het.asynchronous.rules.diloco import DelayedNesterov, DiLoCo, StreamingDiLoCo
-from keras_het.asynchronous.rules.elastic_averaging import (
+from keras_het.rules.async_sgd import AsyncSGD, DelayCompensated
+from keras_het.rules.diloco import DelayedNesterov, DiLoCo, StreamingDiLoCo
+from keras_het.rules.elastic_averaging import (
     AsyncEASGD,
     AsyncMEASGD,
     ElasticAveraging,
@@ -10,14 +10,16 @@ from keras_het.asynchronous.rules.elastic_averaging import (
     RoundRobinEASGD,
     SyncEASGD,
 )
-from keras_het.asynchronous.rules.registry import RULES, get, register_rule, serialize
-from keras_het.asynchronous.rules.update_rule import (
+from keras_het.rules.registry import RULES, get, register_rule, serialize
+from keras_het.rules.update_rule import (
     Delta,
     PushMeta,
     SynchronousRule,
     Update,
     UpdateRule,
 )
+
+__keras_het_stability__ = "experimental"
 
 __all__ = [
     "RULES",

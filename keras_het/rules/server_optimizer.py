@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.asynchronous.rules.update_rule import Slots, Update
 from keras_het.exchange.message import Vector
+from keras_het.rules.update_rule import Slots, Update
 
 Identifier: TypeAlias = str | dict[str, Any] | keras.optimizers.Optimizer
 
@@ -64,7 +64,7 @@ class ServerOptimizer:
     def for_size(self, size: int) -> _Instance:
         with self._lock:
             if size not in self._instances:
-                # In a thread of its own, which no scope of a strategy reaches into: Keras would
+                # In a separate thread, which no scope of a strategy reaches into: Keras would
                 # sum the gradients over the replicas of that strategy.
                 with ThreadPoolExecutor(1) as thread:
                     made = thread.submit(_Instance, type(self.optimizer), self._config, size)

@@ -14,10 +14,10 @@ from small_training import BATCH, NUM_BATCHES, SAMPLES, arrays, data, flat, make
 import keras_het
 from keras_het.asynchronous.parameter_service.client import RemoteChannel
 from keras_het.asynchronous.parameter_service.sample_ledger import LedgerConnection
-from keras_het.asynchronous.rules import AsyncEASGD, AsyncSGD, DelayCompensated, Delta
-from keras_het.callbacks import BatchBalancer, HybridAggregation
+from keras_het.callbacks import AsyncWorkers, BatchBalancer
 from keras_het.exchange.server import Server
 from keras_het.fit.session import FitSession, Rank
+from keras_het.rules import AsyncEASGD, AsyncSGD, DelayCompensated, Delta
 
 
 def mean_gradient(model, batches):
@@ -66,22 +66,22 @@ def test_a_job_async_is_enough(strategy, capsys, given):
     class Finds(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             callbacks = FitSession.of(model).callbacks
-            hybrids = [each for each in callbacks if isinstance(each, HybridAggregation)]
+            hybrids = [each for each in callbacks if isinstance(each, AsyncWorkers)]
             found.extend(each.participant.options for each in hybrids)
 
     callbacks = [Finds()]
     if given == "settings":
-        callbacks.append(HybridAggregation(period=5))
+        callbacks.append(AsyncWorkers(period=5))
     elif given == "CallbackList":
         callbacks = keras.callbacks.CallbackList(callbacks, True, model=model, epochs=1)
     model.fit(data(), epochs=1, verbose=0, callbacks=callbacks)
     (options,) = found
     assert options.adapts_period == (given != "settings")
-    told = capsys.readouterr().out.count("this fit trains as with HybridAggregation()")
+    told = capsys.readouterr().out.count("this fit trains as with AsyncWorkers()")
     assert told == (given != "settings")
     assert strategy._data_path.claims_source is None
     model.evaluate(data(), verbose=0)  # trains nothing
-    assert "HybridAggregation" not in capsys.readouterr().out
+    assert "AsyncWorkers" not in capsys.readouterr().out
 
 
 @pytest.mark.full
@@ -90,7 +90,7 @@ def test_gradients_of_a_training_shorter_than_a_period_count(strategy, epochs):
     model = make_model(strategy)
     before, gradient = flat(model), mean_gradient(model, NUM_BATCHES)
     rule = AsyncSGD(0.1)
-    hybrid = HybridAggregation(rule, period=100)
+    hybrid = AsyncWorkers(rule, period=100)
     model.fit(data(), epochs=epochs, verbose=0, callbacks=[hybrid])
     np.testing.assert_allclose(before - flat(model), 0.1 * gradient, rtol=1e-4, atol=1e-6)
     assert isinstance(model.optimizer, keras.optimizers.SGD)
@@ -124,13 +124,13 @@ def padded():
 )
 def test_a_fit_is_refused(strategy, hybrid, given, match):
     with pytest.raises(ValueError, match=match):
-        make_model(strategy).fit(**given(), verbose=0, callbacks=[HybridAggregation(**hybrid)])
+        make_model(strategy).fit(**given(), verbose=0, callbacks=[AsyncWorkers(**hybrid)])
 
 
 def test_averages_of_weights_are_refused(strategy):
     model = make_model(strategy, functools.partial(keras.optimizers.SGD, use_ema=True))
     with pytest.raises(ValueError, match="use_ema"):
-        model.fit(data(), verbose=0, callbacks=[HybridAggregation()])
+        model.fit(data(), verbose=0, callbacks=[AsyncWorkers()])
 
 
 class Half(Delta):
@@ -166,7 +166,7 @@ def test_an_own_rule_is_refused_on_tasks_that_run_no_script(
     monkeypatch, logical_devices, cluster, task, service
 ):
     strategy = strategy_of(monkeypatch, task, **cluster)
-    hybrid = HybridAggregation(Half(), service_placement=service)
+    hybrid = AsyncWorkers(Half(), service_placement=service)
     with pytest.raises(ValueError, match=r"Received: Half, .* own, and \S+ of the job ps"):
         make_model(strategy).fit(data(), verbose=0, callbacks=[hybrid])
 
@@ -176,7 +176,7 @@ def test_an_own_rule_is_refused_on_tasks_that_run_no_script(
 def test_an_own_rule_trains_where_the_script_runs(strategy, service):
     model = make_model(strategy)
     before = flat(model)
-    model.fit(data(), verbose=0, callbacks=[HybridAggregation(Half(), service_placement=service)])
+    model.fit(data(), verbose=0, callbacks=[AsyncWorkers(Half(), service_placement=service)])
     assert np.abs(before - flat(model)).min() > 1e-3
 
 
@@ -215,7 +215,7 @@ BESIDE = {  # what else takes samples
 @pytest.mark.parametrize("beside", BESIDE)
 def test_samples_count_when_they_are_trained_and_no_others(strategy, beside, rule):
     model, both = make_model(strategy), strategy.distribute(data())
-    hybrid = HybridAggregation(rule, period=2)
+    hybrid = AsyncWorkers(rule, period=2)
     used = Used(hybrid)
     model.fit(both, verbose=0, callbacks=[hybrid, used, *BESIDE[beside](both)])
     assert used.center.ledger.used.tolist() == [SAMPLES, 0]
@@ -262,7 +262,7 @@ MESSAGES = {RuntimeError: "fit of the same model within a callback", ValueError:
 def test_an_error_ends_the_service_and_a_fit_after_it_trains(strategy, name, rule):
     """While the error is kept, which holds what the `fit` had."""
     place, act, error = ERRORS[name]
-    model, hybrid = make_model(strategy), HybridAggregation(rule, period=2)
+    model, hybrid = make_model(strategy), AsyncWorkers(rule, period=2)
     optimizer, fails = model.optimizer, keras.callbacks.Callback()
     setattr(fails, place, lambda number, logs=None: act(model))
     others = [BatchBalancer()] if "balancer" in name else []
@@ -281,7 +281,7 @@ def test_an_error_ends_the_service_and_a_fit_after_it_trains(strategy, name, rul
     model.fit(*arrays(), batch_size=SAMPLES, verbose=0)
     np.testing.assert_allclose(before - flat(model), 0.1 * gradient, rtol=1e-4, atol=1e-6)
     before = flat(model)
-    model.fit(data(), verbose=0, callbacks=[HybridAggregation(rule, period=2)])
+    model.fit(data(), verbose=0, callbacks=[AsyncWorkers(rule, period=2)])
     assert model.optimizer is optimizer
     assert np.abs(before - flat(model)).min() > 1e-3
     assert kept.traceback
@@ -294,11 +294,9 @@ def test_arrays_train_as_a_data_set_of_them(strategy, shuffle):
     rows = tf.data.Dataset.from_tensor_slices((x, y))
     models = [make_model(strategy) for _ in range(2)]
     options = {"epochs": 2, "verbose": 0}
-    models[0].fit(
-        x, y, batch_size=BATCH, shuffle=shuffle, callbacks=[HybridAggregation()], **options
-    )
+    models[0].fit(x, y, batch_size=BATCH, shuffle=shuffle, callbacks=[AsyncWorkers()], **options)
     rows = rows.shuffle(SAMPLES, seed=0) if shuffle else rows
-    models[1].fit(rows.batch(BATCH), callbacks=[HybridAggregation()], **options)
+    models[1].fit(rows.batch(BATCH), callbacks=[AsyncWorkers()], **options)
     assert np.array(models[0].optimizer.iterations) == 2 * NUM_BATCHES
     np.testing.assert_array_equal(*map(flat, models))
 
@@ -313,10 +311,10 @@ def test_arrays_train_as_a_data_set_of_them(strategy, shuffle):
     ],
 )
 def test_the_period_is_planned_by_default_where_no_setting_counts_steps(rule, adapts):
-    options = HybridAggregation(rule)._options
+    options = AsyncWorkers(rule)._options
     assert options.adapts_period is adapts
     assert adapts or options.period == 8
-    assert not HybridAggregation(rule, period=3)._options.adapts_period
+    assert not AsyncWorkers(rule, period=3)._options.adapts_period
 
 
 @pytest.mark.full
@@ -324,7 +322,7 @@ def test_the_period_is_planned_by_default_where_no_setting_counts_steps(rule, ad
 @pytest.mark.parametrize("steps_per_execution", [1, 4])
 def test_one_worker_alone_takes_every_batch(strategy, period, steps_per_execution):
     model = make_model(strategy, steps_per_execution=steps_per_execution)
-    hybrid = HybridAggregation("delta", period=period)
+    hybrid = AsyncWorkers("delta", period=period)
     used = Used(hybrid)
     model.fit(data(), epochs=2, validation_data=data(), verbose=0, callbacks=[hybrid, used])
     assert used.center.ledger.used.tolist() == [2 * SAMPLES, 0]
@@ -360,7 +358,7 @@ def test_what_is_evaluated_beside_the_first_step_has_all_batches(strategy, place
 
     evaluates = keras.callbacks.LambdaCallback(**{place: evaluate})
     model, both = make_model(strategy), strategy.distribute(data())
-    hybrid = HybridAggregation("delta", period=2)
+    hybrid = AsyncWorkers("delta", period=2)
     claims = ClaimsTwo(hybrid)
     callbacks = [evaluates, hybrid, claims] if is_first else [hybrid, claims, evaluates]
     model.fit(both, verbose=0, callbacks=callbacks)
@@ -375,7 +373,7 @@ def test_validation_on_the_data_of_training_has_all_of_it(strategy, steps_per_ex
     """A balancer replaces the train function of a model by one that was not measured yet."""
     model = make_model(strategy, steps_per_execution=steps_per_execution)
     both = strategy.distribute(data().shuffle(NUM_BATCHES, seed=1))
-    hybrid = HybridAggregation("delta", period=2)
+    hybrid = AsyncWorkers("delta", period=2)
     claims = ClaimsTwo(hybrid)
     callbacks = [hybrid, claims]
     if beside == "evaluate":
@@ -403,7 +401,7 @@ def test_a_rate_that_a_callback_sets_is_refused_beside_gradients(strategy, rule,
     if sets == "within an epoch":
         callback = Acts(lambda model: model.optimizer.learning_rate.assign(0.5), step=0)
         period = 2
-    callbacks = [HybridAggregation(rule, period=period), callback]
+    callbacks = [AsyncWorkers(rule, period=period), callback]
     with pytest.raises(ValueError, match=rf"'{rule.name}' .* Received: 0\.5, .*Scheduler"):
         model.fit(data(), epochs=2, verbose=0, callbacks=callbacks)
     assert model.optimizer is optimizer
@@ -417,7 +415,7 @@ def test_a_rate_that_is_set_after_the_last_step_loses_no_training(strategy):
     sets = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: model.optimizer.learning_rate.assign(0.25)
     )
-    hybrid = HybridAggregation(AsyncSGD(0.1), period=100)
+    hybrid = AsyncWorkers(AsyncSGD(0.1), period=100)
     model.fit(data(), verbose=0, callbacks=[hybrid, sets])
     np.testing.assert_allclose(before - flat(model), 0.1 * gradient, rtol=1e-4, atol=1e-6)
 
@@ -431,7 +429,7 @@ def test_a_fit_without_an_epoch_changes_nothing(monkeypatch, logical_devices, ta
     model = make_model(strategy)
     before, optimizer = flat(model), model.optimizer
     strategy._training_state.restored = {"of": np.zeros(1)}
-    hybrid = HybridAggregation(rule)
+    hybrid = AsyncWorkers(rule)
     model.fit(data(), epochs=2, initial_epoch=2, verbose=0, callbacks=[hybrid])
     np.testing.assert_array_equal(flat(model), before)
     assert model.optimizer is optimizer and hybrid.participant is None

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from keras_het.asynchronous.rules.update_rule import PushMeta, SendsGradient, Slots, Update
 from keras_het.exchange.message import Vector
 from keras_het.planning.argument_checks import check_number, expect
+from keras_het.rules.update_rule import PushMeta, SendsGradient, Slots, Update
 
 if TYPE_CHECKING:
-    from keras_het.asynchronous.rules.server_optimizer import Identifier, ServerOptimizer
+    from keras_het.rules.server_optimizer import Identifier, ServerOptimizer
 
 
 @dataclasses.dataclass(eq=False)
@@ -79,7 +79,7 @@ class AsyncSGD(SendsGradient):
         self._optimizer: ServerOptimizer | None = None
         if optimizer is not None:
             # Only this brings TensorFlow into a process that serves.
-            from keras_het.asynchronous.rules.server_optimizer import ServerOptimizer
+            from keras_het.rules.server_optimizer import ServerOptimizer
 
             self._optimizer = ServerOptimizer(optimizer)
 

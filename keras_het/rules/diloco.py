@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from keras_het.asynchronous.rules.update_rule import (
+from keras_het.exchange.message import Vector
+from keras_het.planning.argument_checks import check_number
+from keras_het.rules.update_rule import (
     AllReduceSum,
     PushMeta,
     SendsChange,
@@ -17,8 +19,6 @@ from keras_het.asynchronous.rules.update_rule import (
     SynchronousRule,
     Update,
 )
-from keras_het.exchange.message import Vector
-from keras_het.planning.argument_checks import check_number
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -179,7 +179,7 @@ class DelayedNesterov(SendsChange):
 
     Args:
         period: local steps H of the slowest worker from one exchange to the next. With
-            `period="auto"` of `HybridAggregation`, the default, faster workers take more in the
+            `period="auto"` of `AsyncWorkers`, the default, faster workers take more in the
             same time (dynamic local updates).
         learning_rate: outer :math:`\eta`.
         momentum: outer :math:`\mu`, from 0 to below 1.

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from keras_het.asynchronous.rules.update_rule import (
+from keras_het.exchange.message import Vector
+from keras_het.planning.argument_checks import check_number
+from keras_het.rules.update_rule import (
     AllReduceSum,
     PushMeta,
     Slots,
@@ -16,8 +18,6 @@ from keras_het.asynchronous.rules.update_rule import (
     SynchronousRule,
     Update,
 )
-from keras_het.exchange.message import Vector
-from keras_het.planning.argument_checks import check_number
 
 if TYPE_CHECKING:
     import keras
