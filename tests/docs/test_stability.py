@@ -20,7 +20,7 @@ PARTS = {
         "planning.SummationPlan",
     ),
     "async workers": (
-        *("callbacks.AsyncWorkers", "asynchronous", "planning.advise_roles"),
+        *("callbacks.AsyncWorkers", "asynchronous", "rules", "planning.advise_roles"),
         *("planning.plan_pushes", "planning.ClusterSpeeds", "planning.ExchangeSettings"),
         *("planning.ModePrediction", "planning.PushPlan", "planning.RolePlan"),
     ),
