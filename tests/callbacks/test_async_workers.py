@@ -167,7 +167,7 @@ def test_an_own_rule_is_refused_on_tasks_that_run_no_script(
 ):
     strategy = strategy_of(monkeypatch, task, **cluster)
     hybrid = AsyncWorkers(Half(), service_placement=service)
-    with pytest.raises(ValueError, match=r"Received: Half, .* own, and \S+ of the job ps"):
+    with pytest.raises(ValueError, match=r"Received: the rule Half, .* and \S+ of the job ps"):
         make_model(strategy).fit(data(), verbose=0, callbacks=[hybrid])
 
 
