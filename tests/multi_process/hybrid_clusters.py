@@ -54,7 +54,11 @@ def run(
     options = {"epochs": EPOCHS, "timeout_seconds": 60, **options}
     tasks = environments(jobs, slow, fast)
     serving = [task for task in tasks if "worker" in jobs and '"type": "ps"' in task["TF_CONFIG"]]
-    services = start("program_serve.py", arguments=["--once"], environments=serving)
+    services = start(
+        "program_serve.py",
+        arguments=["--once", "--import", "registered_rule"],
+        environments=serving,
+    )
     workers = start(
         "program_hybrid.py",
         arguments=[folder, json.dumps(options)],

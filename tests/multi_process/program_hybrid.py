@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import registered_rule  # noqa: F401 - some tests name it
 import tensorflow as tf
 
 import keras_het

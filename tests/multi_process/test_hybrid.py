@@ -127,7 +127,7 @@ TRAININGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "delayed Nesterov": (PAIR, {**BESIDE, "rule": DELAYED}),
     "delayed Nesterov, service on two tasks": ({**GROUP, "ps": 2}, {**IN_PARTS, "rule": DELAYED}),
     "alone, round robin": (ALONE, {"rule": "round_robin_easgd"}),
-    "service on a task": ({**PAIR, "ps": 1}, IN_PARTS),
+    "service on a task": ({**PAIR, "ps": 1}, {**IN_PARTS, "rule": "own_delta"}),
     "service on two tasks": ({**GROUP, "ps": 2}, {**IN_PARTS, "rule": "async_easgd"}),
     "service of gradients": ({**PAIR, "ps": 2}, {**IN_PARTS, **GRADIENTS}),
     "service on members and a task": (
