@@ -72,7 +72,7 @@ def test_several_replicas_equal_one_device(kind):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{"micro_batch_size": 2}, {"shares": [3, 1]}])
+@pytest.mark.parametrize("options", [{"micro_batch_size": 2}, {"share_weights": [3, 1]}])
 def test_measured_steps_and_parts_equal_one_device(options):
     strategy = HeterogeneousStrategy(DEVICES[:2], **options)
     strategy.measure_compute_times()
