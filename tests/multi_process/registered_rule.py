@@ -1,6 +1,6 @@
 """A rule of one's own, for tasks that run a script and for those of `--import`."""
 
-from keras_het.asynchronous.rules import Delta, register_rule
+from keras_het.rules import Delta, register_rule
 
 
 @register_rule
