@@ -68,7 +68,7 @@ def import_part(module: str, name: str) -> Any:
         import tensorflow as tf
 
         raise ImportError(
-            f"{name} relies on what another version has moved; other parts of keras_het may work. "
+            f"{name} needs what this version has moved; other parts of keras_het may work. "
             f"Received: Keras {keras.__version__}, TensorFlow {tf.__version__}: {error}. Install "
-            "versions that were seen, with pip install --upgrade . in the checkout of keras_het."
+            "tested versions: pip install --upgrade . in the checkout of keras_het."
         ) from error

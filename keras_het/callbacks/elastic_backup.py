@@ -102,9 +102,9 @@ class ElasticBackup(BackupAndRestore):
             return super()._find_backup(strategy)
         if self._folder.path.absolute() in _used_folders:
             raise ValueError(
-                f"Received: backup_dir={self._folder.path}, which an earlier fit of this script "
-                "has used. After a loss the script runs again from the top, and each fit looks for "
-                "its own backup there. Give each fit its own folder."
+                "An earlier fit of this script has used this backup_dir: after a loss the script "
+                "runs again from the top, and each fit looks for its own backup. Received: "
+                f"backup_dir={self._folder.path}. Give each fit its own folder."
             )
         error = self._lock_folder(strategy)
         found, damage = [_Found(self._folder)], None

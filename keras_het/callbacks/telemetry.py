@@ -80,12 +80,12 @@ class Telemetry(SessionCallback):
         keep_steps: steps that the log has one by one, the first of them. Of later ones it has the
             lowest, the median and the highest value of each 4, and of twice as many whenever the
             number of steps has doubled. Less than 100 is 100.
-        progress: whether the four numbers stand in Keras's progress bar, too.
+        progress: whether Keras's progress bar shows the four numbers, too.
         prometheus_port: port on which the chief serves the metrics for Prometheus; None for none.
             Needs the extra "prometheus".
         prometheus_address: address that it listens on.
-        verbose: 1 prints the verdict on the chief at the end of `fit`, or why there is none; not
-            below an error.
+        verbose: 1 prints the verdict on the chief at the end of `fit`, or why there is none;
+            nothing if `fit` raised an error.
 
     Attributes:
         verdict: who is slow, why, and what to do, after `fit`; None before.

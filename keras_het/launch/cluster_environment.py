@@ -173,7 +173,8 @@ def _place_in_slurm(environ: Mapping[str, str]) -> Place:
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if name in environ and _number(environ, name) != len(hosts):
             raise ValueError(
-                "Slurm counts other processes than MPI. Received: SLURM_STEP_NUM_TASKS for "
+                "Slurm and MPI disagree on the number of processes. Received: "
+                "SLURM_STEP_NUM_TASKS for "
                 f"{len(hosts)}, {name}={environ[name]}; expected: the same. Start the workers "
                 f"with srun instead of mpirun, or {_HOW_TO_LIST}."
             )

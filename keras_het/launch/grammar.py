@@ -92,7 +92,7 @@ CLUSTER_OPTIONS = (
     Option(
         "--port N",
         "port of the first worker of each host; the next ones take every second port after it "
-        f"(default: {PORT}); of no use where all workers are on this machine",
+        f"(default: {PORT}); ignored where all workers are on this machine",
         positive_integer,
         PORT,
     ),

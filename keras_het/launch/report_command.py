@@ -11,8 +11,8 @@ from keras_het.launch.grammar import Commands, Option, add_command, add_options
 from keras_het.launch.local.display import discard, printable
 
 _DESCRIPTION = """\
-Tells from the log of a training which device is slow and why, where the time of a step goes, what
-it would take without each trouble, and what balancing has gained. LOGDIR is the directory that
+Reads the log of a training and says which device is slow and why, where the time of a step goes,
+what it would take without each trouble, and what balancing has gained. LOGDIR is the directory that
 keras_het.callbacks.Telemetry was given, or one above several of them.
 """
 _EPILOG = """\

@@ -127,7 +127,7 @@ _OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
         Option(
             "--gpus WHICH",
-            "one worker for each GPU: auto for all of this machine, a number, or places such as "
+            "one worker for each GPU: auto for all of this machine, a number, or indices such as "
             "0,2; each worker sees its own only",
         ),
         Option(
@@ -307,7 +307,10 @@ def run_workers(options: argparse.Namespace) -> int:
         display.show(first + worker_index, stream, line)
 
     def on_stop(number: int) -> None:
-        display.say(f"forwarding {signal_name(number)} to all workers; send it again to hurry.")
+        display.say(
+            f"forwarding {signal_name(number)} to all workers; send it again to skip the grace "
+            "period."
+        )
 
     times = options.emulate_ms_per_sample / 1e3, options.emulate_ms_per_step / 1e3
     emulation = (

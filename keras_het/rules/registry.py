@@ -40,7 +40,7 @@ RULES: dict[str, type[Rule]] = {
 
 
 def register_rule(rule: RuleClass) -> RuleClass:
-    """Let a rule of your own be found by its name; a decorator.
+    """Register a custom rule under its name; a decorator.
 
     `AsyncWorkers(rule=name)` and `get` find it then, and so do tasks that run no script, with
     `keras-het parameter-server --import MODULE`.
@@ -52,14 +52,18 @@ def register_rule(rule: RuleClass) -> RuleClass:
         The rule.
 
     Raises:
-        ValueError: if it is none, or another rule has its name.
+        ValueError: if it is not a rule, or another rule has its name.
     """
     is_rule = isinstance(rule, type) and issubclass(rule, Rule)
     expect(is_rule, "a subclass of UpdateRule or SynchronousRule", rule=rule)
     known = RULES.setdefault(rule.name, rule)
     # a cell of a notebook that runs again defines the class again
     is_free = (known.__module__, known.__qualname__) == (rule.__module__, rule.__qualname__)
-    expect(is_free, f"another one for {rule.__name__}: {known.__name__} has it", name=rule.name)
+    if not is_free:
+        raise ValueError(
+            f"{known.__name__} has this name already. Received: name={rule.name!r} of "
+            f"{rule.__name__}. Give it another name."
+        )
     RULES[rule.name] = rule
     return rule
 

@@ -111,7 +111,7 @@ class UpdateRule(Rule, abc.ABC):
         return 1
 
     def create_slots(self, center: Vector) -> Slots:
-        """Return the state that the rule begins with for a part, whose center it looks at only.
+        """Return the rule's first state for a partition; it must not change the center.
 
         Returns:
             Map from name to array: everything that a checkpoint of the part needs besides its
@@ -177,7 +177,7 @@ class UpdateRule(Rule, abc.ABC):
         """
 
     def after_absence(self, weights: Vector, start: Vector, num_workers: int) -> Vector:
-        """Return the weights to exchange after a time without the service, for others perhaps too.
+        """Return the weights to send after an outage, which other workers may have had, too.
 
         Args:
             weights: the worker's weights.

@@ -111,10 +111,11 @@ class StepWatch(DriftWatch):
         everyone: np.ndarray = strategy.agree(
             "the end of an epoch",
             {"steps": f"{batches} of epoch {epoch}", "model.stop_training": str(stops)},
-            opening="The workers do not train on together",
+            opening="The workers stopped at different steps",
             advice=_STOP_TOGETHER,
             leaves_loop=(
-                f"The workers do not train on together: worker {strategy.worker_index} has stopped "
+                f"The workers stopped at different steps: worker {strategy.worker_index} has "
+                "stopped "
                 f"at {where} (model.stop_training is set), and others continue. {_STOP_TOGETHER}"
             )
             if is_early

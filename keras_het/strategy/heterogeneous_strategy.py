@@ -91,8 +91,9 @@ class HeterogeneousStrategy(OwnStrategy):
         devices: names of this process's devices, such as ["GPU:0", "GPU:1"]; all of one type.
             Default: all GPUs, or all (logical) CPUs without a GPU; workers of a cluster without
             GPU use CPU:0.
-        share_weights: one, zero or more, per replica of all workers, such as [4, 2, 1] or {0: 4,
-            1: 2, 2: 1}. Whole samples are apportioned by largest remainder. Default: equal shares.
+        share_weights: one non-negative weight per replica of all workers, such as [4, 2, 1] or {0:
+            4, 1: 2, 2: 1}. Whole samples are apportioned by largest remainder. Default: equal
+            shares.
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`. Default: `TF_CONFIG`.
         communication_options: `tf.distribute.experimental.CommunicationOptions`. Default: NCCL
             between workers with GPUs, and between the GPUs of a worker, after a first sum within
@@ -310,7 +311,7 @@ class HeterogeneousStrategy(OwnStrategy):
         already cut the batches of the next steps (its `lookahead`: 2 or `steps_per_execution`).
 
         Args:
-            share_weights: one, zero or more, per replica of all workers.
+            share_weights: one non-negative weight per replica of all workers.
 
         Raises:
             ValueError: if the number of weights is not the number of replicas, or all are zero.

@@ -245,9 +245,9 @@ def test_mistakes(strategy, arguments, error, match):
     ("arguments", "error", "match"),
     [
         ({"dead_bnd": 0.1}, TypeError, r"\['dead_bnd'\].*'min_max' has \['dead_band', "),
-        ({"policy": Zigzag(), "dead_band": 0.1}, TypeError, "brings its own settings"),
-        ({"policy": Zigzag(), "min_share": 1}, TypeError, "goes with a policy's name"),
-        ({"policy": Zigzag(), "granularity": 8}, TypeError, "granularity goes with a policy's"),
+        ({"policy": Zigzag(), "dead_band": 0.1}, TypeError, "takes no options here"),
+        ({"policy": Zigzag(), "min_share": 1}, TypeError, "is only for a policy's name"),
+        ({"policy": Zigzag(), "granularity": 8}, TypeError, "granularity is only for a policy's"),
     ],
 )
 def test_mistakes_that_show_before_training(arguments, error, match):

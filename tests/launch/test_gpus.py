@@ -33,7 +33,7 @@ def test_some_of_the_gpus_are_chosen(wanted, chosen):
         ("0", PRESENT, "--gpus 0, where 3"),
         ("4", PRESENT, r"--gpus 4, where 3 GPU\(s\) \(GPU-a, GPU-b, GPU-cc\) can be used here"),
         ("0,3", PRESENT, "--gpus 0,3"),
-        ("GPU-", PRESENT, "expected: auto, a number, or places such as 0,2"),
+        ("GPU-", PRESENT, "expected: auto, a number, or indices such as 0,2"),
         ("all", PRESENT, "--gpus all"),
         ("", PRESENT, "See `keras-het doctor`"),
         ("1,1", PRESENT, "its own GPU. Received: --gpus 1,1"),

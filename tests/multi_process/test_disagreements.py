@@ -48,7 +48,7 @@ TOLD = {
     ],
     "barrier": ["different points", "strategy.barrier() on worker 1"],
     "stop_after_an_epoch": [
-        "do not train on together: model.stop_training False on the chief and worker 2, True on"
+        "stopped at different steps: model.stop_training False on the chief and worker 2, True on"
     ],
     "no_batch_at_all": ["shares of the first batch [3, 3, 2] on the chief and worker 2, none on"],
     "nothing_for_anybody": ["dataset is empty: model.evaluate got no batch"],

@@ -218,7 +218,7 @@ def test_a_second_signal_ends_a_worker_that_waits_for_another(
     workers.wait_for_output(0, "stuck")
     workers.wait_for_output(1, "training")
     workers.send_signal(1, number)
-    workers.wait_for_output(1, "once more ends at once")
+    workers.wait_for_output(1, "send it again to stop at once")
     workers.send_signal(1, number)
     result = workers.wait_for(1, timeout=20)  # the other one is stuck
     assert result.exit_code == code, result.output

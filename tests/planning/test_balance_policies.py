@@ -136,7 +136,7 @@ def test_policies_by_name_or_object():
         make_policy("bao", 2, 8)
     with pytest.raises(TypeError, match="must be a name or an object with the methods"):
         make_policy(3, 2, 8)
-    with pytest.raises(TypeError, match="brings its own settings"):
+    with pytest.raises(TypeError, match="takes no options here"):
         make_policy(policy, 2, 8, lower=[1, 1])
 
 

@@ -213,7 +213,7 @@ def _problem(wanted: str, present: Sequence[str]) -> str:
     seen = f"{len(present)} GPU(s) ({', '.join(present)})" if present else "no GPU"
     return (
         f"there are no such GPUs. Received: --gpus {wanted}, where {seen} can be used here; "
-        f"expected: {AUTO}, a number, or places such as 0,2 (with a comma: 0, for the first). See "
+        f"expected: {AUTO}, a number, or indices such as 0,2 (with a comma: 0, for the first). See "
         f"`keras-het doctor`, and {VISIBLE} if it is set."
     )
 

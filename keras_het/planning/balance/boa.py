@@ -406,7 +406,7 @@ def make_policy(
         settings = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
         if unknown := sorted(set(options) - set(settings)):
             raise TypeError(
-                f"These are no settings of the policy. Received: {unknown}. The policy {policy!r} "
+                f"The policy has no such options. Received: {unknown}. The policy {policy!r} "
                 f"has {settings}."
             )
         return POLICIES[policy](num_replicas, global_batch_size, **options)
@@ -418,7 +418,7 @@ def make_policy(
         )
     if options:
         raise TypeError(
-            f"A policy object brings its own settings. Received: {sorted(options)} besides "
+            f"A policy object takes no options here. Received: {sorted(options)} besides "
             f"{policy!r}. Pass them to the policy itself."
         )
     return policy

@@ -180,7 +180,7 @@ class StopSignals:
             os._exit(128 + number)
         time.sleep(_SAME_SIGNAL_SECONDS)  # a second signal sent after the message is deliberate
         if any(each.is_in_steps for each in list(self._requests)):
-            _logger.warning("%s: ends after the next step; once more ends at once.", name)
+            _logger.warning("%s: stopping after this step; send it again to stop at once.", name)
             if number == signal.SIGTERM:
                 threading.Thread(target=self._end_in_time, args=(now,), daemon=True).start()
         elif not self._was_received.wait(_PATIENCE_SECONDS):

@@ -400,7 +400,7 @@ class Gradients:
         if id(value) not in self._values_of_model and not self._spec.is_whole:
             raise ValueError(
                 "Gradients that a step keeps must be in variables that Keras knows: a tf.Variable "
-                "is each replica's own, and is not added up as the shares were when it was written."
+                "is each replica's own, and would be summed with wrong weights."
                 f" Received: {value.name!r} on {self._spec.num_replicas} replicas. Make it with "
                 "self.add_weight(shape=..., initializer='zeros', trainable=False), or let the "
                 "optimizer accumulate: keras.optimizers.Adam(gradient_accumulation_steps=2)."

@@ -108,7 +108,7 @@ def test_a_rule_of_ones_own_has_a_name_of_its_own(monkeypatch):
             "class_name": "half",
             "config": {"scale": 2.0},
         }
-    with pytest.raises(ValueError, match=r"another one for Half: Delta has it\. Received: name='d"):
+    with pytest.raises(ValueError, match=r"Delta has this name already\. Received: name='d"):
         define("delta")
     with pytest.raises(ValueError, match="must be a subclass of UpdateRule or SynchronousRule"):
         rules.register_rule(Delta())
