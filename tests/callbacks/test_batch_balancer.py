@@ -246,8 +246,8 @@ def test_mistakes(strategy, arguments, error, match):
     [
         ({"dead_bnd": 0.1}, TypeError, r"\['dead_bnd'\].*'min_max' has \['dead_band', "),
         ({"policy": Zigzag(), "dead_band": 0.1}, TypeError, "takes no options here"),
-        ({"policy": Zigzag(), "min_share": 1}, TypeError, "is only for a policy's name"),
-        ({"policy": Zigzag(), "granularity": 8}, TypeError, "granularity is only for a policy's"),
+        ({"policy": Zigzag(), "min_share": 1}, TypeError, "is only for a policy given by its name"),
+        ({"policy": Zigzag(), "granularity": 8}, TypeError, "granularity is only for a policy"),
     ],
 )
 def test_mistakes_that_show_before_training(arguments, error, match):
