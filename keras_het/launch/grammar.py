@@ -88,6 +88,13 @@ speeds_of = argument(
 )
 
 
+GRACE_OPTION = Option(
+    "--grace-seconds S",
+    "time that workers of this host have to obey a signal before a stronger one follows, for "
+    "instance to save a backup (default: 10)",
+    not_negative,
+    10.0,
+)
 CLUSTER_OPTIONS = (
     Option(
         "--port N",

@@ -16,6 +16,7 @@ from keras_het.launch.cluster_environment import OwnWorkers, own_workers, read_h
 from keras_het.launch.doctor.facts import HOW_TO_CLOSE, open_to, public_addresses
 from keras_het.launch.grammar import (
     CLUSTER_OPTIONS,
+    GRACE_OPTION,
     Commands,
     Option,
     add_command,
@@ -202,12 +203,7 @@ _OPTIONS: dict[str, tuple[Option, ...]] = {
             "show also what TensorFlow logs of its start (its warnings are shown anyway)",
         ),
         Option("--log-dir DIRECTORY", "write worker-N.log for each worker", Path),
-        Option(
-            "--grace-seconds S",
-            "time to obey a signal before a stronger one follows (default: 10)",
-            not_negative,
-            10.0,
-        ),
+        GRACE_OPTION,
     ),
 }
 

@@ -11,6 +11,7 @@ import sys
 from keras_het.launch.cluster_environment import SLURM, place_of, read_hosts
 from keras_het.launch.grammar import (
     CLUSTER_OPTIONS,
+    GRACE_OPTION,
     Commands,
     Option,
     add_command,
@@ -62,7 +63,7 @@ def add_worker_command(commands: Commands) -> None:
         "such as a,b:2,node[01-03], where :2 stands for two workers"
     )
     own = (Option("--gpus WHICH", gpus), Option("--hosts HOSTS", hosts))
-    add_options(worker, (*own, *CLUSTER_OPTIONS))
+    add_options(worker, (*own, *CLUSTER_OPTIONS, GRACE_OPTION))
     add_script(worker)
     worker.set_defaults(check=functools.partial(check_script, worker))
 
@@ -82,7 +83,8 @@ def become_worker(options: argparse.Namespace) -> int:
     else:
         is_one = _set_tf_config(environment, options)
     if not is_one:
-        command = [*run, "--gpus", options.gpus, *command[1:]]
+        grace = str(options.grace_seconds)
+        command = [*run, "--gpus", options.gpus, "--grace-seconds", grace, *command[1:]]
     sys.stdout.flush()
     os.execvpe(command[0], command, environment)
 

@@ -96,11 +96,11 @@ class BalancePlan:
 
 @runtime_checkable
 class BalancePolicy(Protocol):
-    """A decision about shares from compute times, once per step.
+    """A decision about shares from compute times.
 
-    The same calls lead to the same plans on every worker. `propose` before the first step returns
-    the first plan; after that, each step is `observe` and then `propose`. A plan comes into effect
-    some steps after it is proposed: `observe` receives the shares that were really used.
+    `propose(-1)` returns the first plan, the same on every worker. After that the chief's policy
+    alone is asked: `observe` for each measured step, one or more in a row, then `propose`. A plan
+    comes into effect some steps later: `observe` receives the shares that were really used.
     """
 
     @property
