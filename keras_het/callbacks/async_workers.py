@@ -474,8 +474,7 @@ def _check_options(options: HybridOptions) -> None:
         raise ValueError(
             f"With the rule {rule.name!r} workers send their weights, and what a top-k "
             "message leaves out would count as 0. Received: top_k_ratio. Leave it out, or use a "
-            "rule "
-            'that sends changes, such as "delta".'
+            'rule that sends changes, such as "delta".'
         )
 
 
@@ -491,9 +490,8 @@ def _check_cluster(
     if options.spreads_service and not config.has_sync_group:
         raise ValueError(
             'service_placement="sharded" gives every member of the sync group a part of the '
-            "service. "
-            "Received: a TF_CONFIG without sync group, in which the tasks of the job ps hold it. "
-            'Leave service_placement="auto".'
+            "service. Received: a TF_CONFIG without sync group, in which the tasks of the job ps "
+            'hold it. Leave service_placement="auto".'
         )
     # a task that runs no script rebuilds the rule from its name and settings
     serving = config.parameter_services[0 if config.has_sync_group else 1 :]
@@ -501,11 +499,10 @@ def _check_cluster(
         raise ValueError(
             "`keras-het parameter-server` knows registered rules only. Received: the rule "
             f"{type(rule).__name__}, which is not, and {', '.join(serving)} of the job ps, which "
-            "run no script. Decorate the rule with keras_het.rules.register_rule and "
-            "start them with --import MODULE; or leave them out of TF_CONFIG: then the leader of "
-            "the sync group holds the service, or all of the group with "
-            'service_placement="sharded"; '
-            "async workers alone keep one task ps, which runs the script."
+            "run no script. Decorate the rule with keras_het.rules.register_rule and start them "
+            "with --import MODULE; or leave them out of TF_CONFIG: then the leader of the sync "
+            'group holds the service, or all of the group with service_placement="sharded"; async '
+            "workers alone keep one task ps, which runs the script."
         )
     # a rule made for another cluster: its workers would share their state
     made_for = rule.get_config().get("num_workers")

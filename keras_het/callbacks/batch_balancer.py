@@ -120,8 +120,7 @@ class BatchBalancer(SessionCallback):
             if not isinstance(policy, str) and value != default:
                 raise TypeError(
                     f"{name} is only for a policy given by its name. Received: {name}={value!r} "
-                    "and the policy "
-                    f"{policy!r}. Give it to the policy itself."
+                    f"and the policy {policy!r}. Give it to the policy itself."
                 )
         self._given_policy, self._options = policy, options
         self._granularity, self._all_gpus = granularity, False

@@ -20,6 +20,8 @@ import psutil
 from keras_het.planning.loader import JobModel, ReadingNeed, allocate_loaders, allocate_readers
 from keras_het.usable_cpus import own_cpus, own_quotas, usable_cpus
 
+_logger = logging.getLogger(__name__)
+
 _FEWEST_CPUS = 0.1
 _MOST_READERS = 1024
 """More threads than a job has; they are assigned one by one, while its training waits."""
@@ -112,8 +114,6 @@ def _competitors(name: str, entries: Mapping[str, Entry]) -> set[str]:
         found |= more
         cpus.update(*(entries[other].cpu_set for other in more))
 
-
-_logger = logging.getLogger(__name__)
 
 _SECONDS_OF_SILENCE = 60.0
 _SECONDS_BETWEEN_UPDATES = 1.0

@@ -253,9 +253,9 @@ class TuningSession:
         if self._plain is None or self._plain[0] is not dataset:
             if any(isinstance(node, TunablePipeline) for node in adapter.upstream_of(dataset)):
                 _logger.info(
-                    "Operations after keras_het.loader.tunable_pipeline (of class_weight, or "
-                    "map, take "
-                    "and the like) make it an ordinary dataset: parallel calls stay as they are."
+                    "Operations after keras_het.loader.tunable_pipeline (of class_weight, or map, "
+                    "take and the like) make it an ordinary dataset: parallel calls stay as they "
+                    "are."
                 )
             self._plain = (dataset, plain_pipeline(dataset))
         return self._plain[1]

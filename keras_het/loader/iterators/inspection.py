@@ -180,9 +180,8 @@ def _why_nothing_is_known(iterator: tf.data.Iterator) -> str:
     return (
         "The pipeline continues where another one was, as after a move of LoaderTuner: TensorFlow "
         "records nothing of it. Give keras_het.loader.inspect a keras_het.loader.tunable_pipeline "
-        "itself. "
-        "An ordinary dataset with a seeded shuffle or a cache in memory is moved before its first "
-        "batch: give it to keras_het.loader.inspect outside of fit, or give fit a "
+        "itself. An ordinary dataset with a seeded shuffle or a cache in memory is moved before "
+        "its first batch: give it to keras_het.loader.inspect outside of fit, or give fit a "
         "keras_het.loader.tunable_pipeline."
     )
 

@@ -287,8 +287,7 @@ def statistics_of_tfrecord(pattern: str | Path, **options: Any) -> Statistics:
         except (tf.errors.DataLossError, RuntimeError, ValueError) as error:
             raise ValueError(
                 f"{path} is not a TFRecord file of tf.train.Examples: {error}. Compressed files "
-                "must "
-                "end in .gz or .zlib."
+                "must end in .gz or .zlib."
             ) from error
     return builder.finish()
 

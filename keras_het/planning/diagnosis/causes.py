@@ -30,8 +30,7 @@ _UNTHROTTLE = {
 _MEND_THE_LINK = (
     'Send gradients earlier (BucketTuner) or in fewer bytes (communication_dtype="bfloat16"), sum '
     'them on spare machines (gradient_reduction="summation"), exchange less often '
-    "(LocalTraining), or use "
-    "a faster link."
+    "(LocalTraining), or use a faster link."
 )
 _FIND_THE_LINK = (
     "Times of steps cannot tell whose link is slow, because all workers wait for it alike: run "
@@ -89,8 +88,7 @@ def _balance(situation: Situation, worker: int, since: bool) -> str:
     if situation.changed("shares"):
         what = (
             'Shares do not follow its speed. BatchBalancer\'s policy "min_max" makes them, where '
-            "no "
-            "`max_share` is in the way"
+            "no `max_share` is in the way"
         )
     gain = _gain(situation)
     brings = f"predicted {gain:.1f} times the samples/s"
