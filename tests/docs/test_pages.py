@@ -23,7 +23,7 @@ def test_a_guide_is_read_in_minutes(page: Path) -> None:
 
 
 def test_all_pages_are_read_in_an_afternoon() -> None:
-    assert sum(len(page.read_text().split()) for page in PAGES) <= 27_000
+    assert sum(len(page.read_text().split()) for page in PAGES) <= 25_500
 
 
 def pages_of(navigation: Any) -> list[str]:
