@@ -135,10 +135,9 @@ def _choices(piece: str) -> list[str]:
 def _unreadable(hosts: str) -> ValueError:
     return ValueError(
         f"These are not valid hosts. Received: {hosts!r}; expected: a file with `host [slots=N]` "
-        "in each "
-        "line, or hosts with commas, such as a,b:2,node[01-03], where :2 stands for two workers, "
-        f"at most {_MOST_HOSTS:,} in all. Correct them; what else ssh needs to reach a host "
-        "belongs in ~/.ssh/config."
+        "in each line, or hosts with commas, such as a,b:2,node[01-03], where :2 stands for two "
+        f"workers, at most {_MOST_HOSTS:,} in all. Correct them; what else ssh needs to reach a "
+        "host belongs in ~/.ssh/config."
     )
 
 
@@ -173,9 +172,8 @@ def _place_in_slurm(environ: Mapping[str, str]) -> Place:
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if name in environ and _number(environ, name) != len(hosts):
             raise ValueError(
-                "Slurm and MPI disagree on the number of processes. Received: "
-                "SLURM_STEP_NUM_TASKS for "
-                f"{len(hosts)}, {name}={environ[name]}; expected: the same. Start the workers "
+                "Slurm and MPI disagree on the number of processes. Received: SLURM_STEP_NUM_TASKS "
+                f"for {len(hosts)}, {name}={environ[name]}; expected: the same. Start the workers "
                 f"with srun instead of mpirun, or {_HOW_TO_LIST}."
             )
     return Place(hosts, hosts.index(own) + local, SLURM)

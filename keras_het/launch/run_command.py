@@ -250,8 +250,7 @@ def check_run(run: argparse.ArgumentParser, options: argparse.Namespace) -> None
     if options.emulate_speeds and options.workers not in (None, len(options.emulate_speeds)):
         run.error(
             f"--emulate-speeds has {len(options.emulate_speeds)} speeds, but --workers is "
-            f"{options.workers}: give "
-            "as many speeds as workers, or leave out --workers"
+            f"{options.workers}: give as many speeds as workers, or leave out --workers"
         )
     if not given("workers", "gpus", "hosts", "emulate_speeds"):
         _refuse_options_after_the_script(run, options)

@@ -115,8 +115,8 @@ class StepWatch(DriftWatch):
             advice=_STOP_TOGETHER,
             leaves_loop=(
                 f"The workers stopped at different steps: worker {strategy.worker_index} has "
-                "stopped "
-                f"at {where} (model.stop_training is set), and others continue. {_STOP_TOGETHER}"
+                f"stopped at {where} (model.stop_training is set), and others continue. "
+                f"{_STOP_TOGETHER}"
             )
             if is_early
             else None,

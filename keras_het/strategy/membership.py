@@ -81,10 +81,9 @@ def find_cluster(
 def _check_runs_a_script(config: ClusterConfig | None) -> None:
     if config is not None and config.is_serving_only:
         raise RuntimeError(
-            f"TF_CONFIG gives this process a part of the parameter service. Received: "
+            "TF_CONFIG gives this process a part of the parameter service. Received: "
             f"{config.task_name}. It needs no script: run `keras-het parameter-server` here, with "
-            "the same "
-            "TF_CONFIG and secret."
+            "the same TF_CONFIG and secret."
         )
 
 

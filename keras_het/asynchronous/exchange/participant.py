@@ -352,9 +352,8 @@ def check_can_be_shared(data: Any) -> None:
     num_batches = int(data.cardinality)
     if data.takes_keras_arrays:
         raise ValueError(
-            "Async workers take batches of one order of samples, in which a worker that joins "
-            "late must find the current epoch. Received: arrays that are not all dense, or that "
-            "this "
+            "Async workers take batches of one order of samples, in which a worker that joins late "
+            "must find the current epoch. Received: arrays that are not all dense, or that this "
             "version of Keras shuffles in a way that is not known, whose order Keras draws. Give "
             "fit a tf.data.Dataset with a known number of batches."
         )

@@ -140,8 +140,7 @@ def make_offer(
     except (ConnectionError, TimeoutError, NotImplementedError) as error:
         raise ConnectionError(
             f"There is no parameter service: {error} Start `keras-het parameter-server` on that "
-            "machine, with "
-            "the same TF_CONFIG and secret."
+            "machine, with the same TF_CONFIG and secret."
         ) from error
     except PermissionError as error:
         raise PermissionError(

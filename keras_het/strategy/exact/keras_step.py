@@ -397,8 +397,7 @@ def _is_measured(strategy: HeterogeneousStrategy) -> bool:
             "have. Received: LocalTraining together with BatchBalancer, or after it under the same "
             'strategy (or after a fit with AsyncWorkers(roles="auto") that failed). Leave '
             "BatchBalancer out, set shares by hand (strategy.set_share_weights), and use a "
-            "strategy of "
-            "its own."
+            "strategy of its own."
         )
     return strategy._steps_are_timed
 

@@ -362,8 +362,7 @@ def _plan(
     if sorted(set(cuts)) != cuts:
         raise ValueError(
             "split_after names layers in the order in which the model calls them, each once. "
-            "Received: "
-            f"{list(wishes.plan)}. Put them in the order of model.summary()."
+            f"Received: {list(wishes.plan)}. Put them in the order of model.summary()."
         )
     return plan_with_cuts(profile, devices, cuts, *arguments)
 
@@ -423,7 +422,6 @@ def check_plan(plan: PipelinePlan, units: ModelUnits, num_devices: int) -> None:
         ):
             raise ValueError(
                 f"Stage {number} needs a replica for each of {plan.num_micro_batches} "
-                "micro-batches, "
-                f"and one micro-batch at least for each of its {len(stage.devices)} replicas. "
-                f"Received: routes {list(stage.routes)}."
+                f"micro-batches, and one micro-batch at least for each of its {len(stage.devices)} "
+                f"replicas. Received: routes {list(stage.routes)}."
             )

@@ -430,8 +430,7 @@ def _limits(given: float | Sequence[float] | None, devices: Sequence[str]) -> tu
     if len(limits) != len(devices) or not all(limit > 0 for limit in limits):
         raise ValueError(
             "device_memory_bytes must be a positive number of bytes, or one for each of this "
-            "process's "
-            f"{len(devices)} devices {list(devices)}. Received: {given!r}."
+            f"process's {len(devices)} devices {list(devices)}. Received: {given!r}."
         )
     return tuple(map(float, limits))
 

@@ -214,9 +214,8 @@ class Stage:
         if apart:
             raise ValueError(
                 "A stage on several processes cannot have layers that keep maxima, minima, the "
-                "first replica's state or integers of unknown meaning: each process would have "
-                f"its own. Received: {', '.join(apart)}. Give split_after=[...] cuts that leave "
-                "these "
+                "first replica's state or integers of unknown meaning: each process would have its "
+                f"own. Received: {', '.join(apart)}. Give split_after=[...] cuts that leave these "
                 "layers to a stage on one process, or train under keras_het.HeterogeneousStrategy."
             )
 
