@@ -252,8 +252,7 @@ def _has_mean(leaf: Leaf) -> bool:
 _REMARK = (
     "Numbers in the logs of a step are computed from a metric's result, and the graph does not "
     "show how: {}. Each becomes the mean over samples of what the replicas have, which is not "
-    "what one "
-    "device has. Compute it with keras.ops alone from what result() returns (no branch, function "
-    "or loop of TensorFlow, no value for each sample), without run_eagerly=True, or make it the "
-    "result of a metric of your own."
+    "what one device has. Compute it with keras.ops alone from what result() returns (no branch, "
+    "function or loop of TensorFlow, no value for each sample), without run_eagerly=True, or make "
+    "it the result of a custom metric."
 )
