@@ -167,7 +167,7 @@ def test_a_fit_that_ended_early_is_not_trained_on(run: Any, tmp_path: Path) -> N
 
     first, again = ended_early(), ended_early()
     elastic_backup._listeners.pop()
-    with pytest.raises(ValueError, match="which an earlier fit of this script has used"):
+    with pytest.raises(ValueError, match="An earlier fit of this script has used this backup_dir"):
         fit(tmp_path / "backup")  # in the same process
     assert int(np.array(again.optimizer.iterations)) == NUM_BATCHES
     np.testing.assert_array_equal(flat(again), flat(first))
