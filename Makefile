@@ -75,7 +75,7 @@ OLDEST := callbacks_across_workers exact_across_workers hybrid local_training lo
   summation_across_workers
 # How iterators are saved, restored and made differs between versions of TensorFlow.
 OLDEST_LOADER := tests/callbacks/test_loader_tuner.py \
-  $(patsubst %,tests/loader/tuner/test_%.py,handover iterator_release spare_iterators)
+  $(patsubst %,tests/loader/tuner/test_%.py,handover iterator_release)
 test-oldest: .venv-oldest/installed ## Several processes and the loader controller, on the oldest TensorFlow.
 	.venv-oldest/bin/python -m pytest $(DEPTH) $(SIDE_BY_SIDE) -m "not alone" \
 	  $(OLDEST:%=tests/multi_process/test_%.py)

@@ -117,6 +117,16 @@ def test_test_runs_the_quick_tests_of_all_rooms(folder: Path) -> None:
     assert set(run.split()) >= {f"tests/{name}" for name in rooms | files}
 
 
+def test_every_file_that_a_target_names_is_there() -> None:
+    lists = "$(TESTS) $(OLDEST:%=tests/multi_process/test_%.py) $(OLDEST_LOADER) $(NIGHTLY)"
+    rules = f"include {MAKEFILE}\nshow:\n\t@echo {lists} $(ON_VERSIONS) $(ON_GPU:%=tests/%)\n"
+    command = ["make", "-s", "-f", "-", "show"]
+    done = subprocess.run(command, input=rules, capture_output=True, text=True, cwd=TESTS.parent)
+    named = done.stdout.split()
+    assert len(named) > 40
+    assert [name for name in named if not (TESTS.parent / name).exists()] == []
+
+
 def test_test_all_runs_everything(folder: Path) -> None:
     write_python(folder / "python3.11", 11)
     install_oldest(folder, 11)
