@@ -35,9 +35,12 @@ def grown_bytes(recompute, stages):
     return int(done.stdout.split("grown by")[-1])
 
 
-@pytest.mark.full
+# What is alive at once depends on how the threads of the stages meet, and so on other programs.
+@pytest.mark.alone
 def test_recomputation_lowers_peak_memory():
-    kept, again = (grown_bytes(recompute, 4) for recompute in ("never", "always"))
+    kept, again = (
+        min(grown_bytes(recompute, 4) for _ in range(3)) for recompute in ("never", "always")
+    )
     assert again <= (1 - LEAST_SAVED) * kept, f"{again / 1e6:.0f} of {kept / 1e6:.0f} MB"
 
 
