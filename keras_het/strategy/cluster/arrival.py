@@ -56,7 +56,11 @@ def wait_for_peers(
     last_seen = 0.0
     with _listening(own_address) if listens else contextlib.nullcontext() as listener:
         while True:
-            earlier &= _accepting(earlier, speaking=True)
+            ended = earlier - _accepting(earlier, speaking=True)
+            earlier -= ended
+            if ended:
+                names = {name: at for name, at in old.items() if at in ended}
+                _logger.warning("%s of an earlier start has ended.", _names(names))
             here = _accepting(missing.values()) - earlier
             missing = {name: at for name, at in missing.items() if at not in here}
             waited = time.monotonic() - began
