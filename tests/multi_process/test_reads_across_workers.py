@@ -51,7 +51,8 @@ def test_local_training_reads_where_it_exchanges(start_workers: Any, tmp_path: P
 def test_local_training_that_overlaps_reads_where_it_sends_and_receives(
     start_workers: Any, tmp_path: Path
 ) -> None:
-    options = {"rule": "diloco", "period": PERIOD, "overlap": 2}
+    config = {"period": PERIOD, "overlap": 2}
+    options = {"rule": {"class_name": "diloco", "config": config}}
     jobs, way = {"worker": 2}, {"callback": "LocalTraining", "options": options}
     for reads, steps in read_steps(start_workers, tmp_path, jobs, **way):
         sent = range(PERIOD - 1, steps, PERIOD)
