@@ -33,10 +33,12 @@ def serve(address):
     return socket.create_server((host, int(port)))
 
 
-def speak(server):
+def speak(server, connections=None):
+    connections = [] if connections is None else connections
     with contextlib.suppress(OSError):
         while True:
-            server.accept()[0].sendall(b"as TensorFlow's server does")
+            connections.append(server.accept()[0])
+            connections[-1].sendall(b"as TensorFlow's server does")
 
 
 def test_all_come_at_once_however_many(addresses):
@@ -77,8 +79,8 @@ def test_who_is_missing_is_named(addresses, monkeypatch, caplog):
 @pytest.mark.full
 def test_who_answers_before_this_worker_listens_is_of_an_earlier_start(addresses, caplog):
     own, old, waiting = addresses[:3]
-    servers = [serve(old), serve(waiting)]
-    threading.Thread(target=speak, args=servers[:1], daemon=True).start()
+    servers, connections = [serve(old), serve(waiting)], []
+    threading.Thread(target=speak, args=(servers[0], connections), daemon=True).start()
     with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError) as raised:
         wait_for_peers(own, {"worker 1": old, "worker 2": waiting}, 1.0)
     assert f"Waiting for worker 1 ({old}): still running from an earlier start" in caplog.text
@@ -88,14 +90,21 @@ def test_who_answers_before_this_worker_listens_is_of_an_earlier_start(addresses
     assert f"worker 1 ({old}) still runs from an earlier start" in str(raised.value)
 
     def restart():
+        while caplog.text.count("still running from an earlier start") < 2:
+            time.sleep(0.01)
         servers[0].shutdown(socket.SHUT_RDWR)
         servers[0].close()
+        for connection in connections:
+            connection.close()
+        # so soon that nobody has seen the port without a listener
         servers.append(serve(old))
+        threading.Thread(target=speak, args=servers[-1:], daemon=True).start()
 
-    timer = threading.Timer(1.0, restart)
-    timer.start()
-    assert wait_for_peers(own, {"worker 1": old, "worker 2": waiting}, TIMEOUT) > 0
-    timer.join()
+    restarts = threading.Thread(target=restart)
+    restarts.start()
+    with caplog.at_level(logging.WARNING):
+        assert wait_for_peers(own, {"worker 1": old, "worker 2": waiting}, TIMEOUT) > 0
+    restarts.join()
     for server in servers:
         server.close()
 
@@ -131,14 +140,16 @@ def test_a_connection_that_is_reset_at_once_is_not_that_of_a_worker():
 def test_who_was_restarted_alone_ends_after_the_others(addresses, monkeypatch, caplog):
     monkeypatch.setattr(arrival, "_SECONDS_TO_RESTART", 0.5)
     own, old, late = addresses[:3]
-    server = serve(old)
-    threading.Thread(target=speak, args=[server], daemon=True).start()
+    server, connections = serve(old), []
+    threading.Thread(target=speak, args=(server, connections), daemon=True).start()
 
     def end():
         while "still running from an earlier start" not in caplog.text:
             time.sleep(0.01)
         server.shutdown(socket.SHUT_RDWR)
         server.close()
+        for connection in connections:
+            connection.close()
 
     ends = threading.Thread(target=end)
     ends.start()

@@ -2,7 +2,8 @@
 
 A waiting worker listens where TensorFlow will, and greets who connects: a peer of an earlier start
 learns that the process before is gone. One moves on after it has seen all others: a worker whose
-TensorFlow answers before this one listens is a rest of an earlier start. Standard library only.
+TensorFlow answers before this one listens is a rest of an earlier start, until the connection to it
+ends, as it does with its process. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import selectors
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Self
 
 _logger = logging.getLogger(__name__)
 
@@ -43,10 +45,8 @@ def wait_for_peers(
 ) -> float:
     """Wait until every other worker has reached the same point."""
     missing, began, next_message = dict(peers), time.monotonic(), _FIRST_MESSAGE_SECONDS
-    earlier = (
-        _accepting(missing.values(), _FIRST_ANSWER_SECONDS, speaking=True) if listens else set()
-    )
-    old = {name: at for name, at in missing.items() if at in earlier}
+    earlier = _EarlierPeers(missing.values() if listens else ())
+    old = {name: at for name, at in missing.items() if at in earlier.connections}
     if old:
         _logger.warning(
             "Waiting for %s: still running from an earlier start. Workers start together: restart "
@@ -54,21 +54,22 @@ def wait_for_peers(
             _names(old),
         )
     last_seen = 0.0
-    with _listening(own_address) if listens else contextlib.nullcontext() as listener:
+    with (
+        earlier,
+        _listening(own_address) if listens else contextlib.nullcontext() as listener,
+    ):
         while True:
-            ended = earlier - _accepting(earlier, speaking=True)
-            earlier -= ended
-            if ended:
+            if ended := earlier.take_ended():
                 names = {name: at for name, at in old.items() if at in ended}
                 _logger.warning("%s of an earlier start has ended.", _names(names))
-            here = _accepting(missing.values()) - earlier
+            here = _accepting(missing.values()) - earlier.connections.keys()
             missing = {name: at for name, at in missing.items() if at not in here}
             waited = time.monotonic() - began
             if not missing:
                 return max(0.0, startup_timeout_seconds - waited)
-            last_seen = waited if earlier else last_seen
+            last_seen = waited if earlier.connections else last_seen
             # where one has come again, all are restarted, one after the other
-            is_alone = bool(old) and not earlier and old.keys() <= missing.keys()
+            is_alone = bool(old) and not earlier.connections and old.keys() <= missing.keys()
             if is_alone and last_seen + _SECONDS_TO_RESTART <= min(waited, startup_timeout_seconds):
                 raise TimeoutError(
                     f"{_names(old)} belonged to an earlier start, which has ended, and did not "
@@ -78,9 +79,10 @@ def wait_for_peers(
                 )
             if waited >= startup_timeout_seconds:
                 still = f"{_names(old)} still runs from an earlier start: end it. "
+                still = still if earlier.connections else ""
                 raise TimeoutError(
                     f"{_names(missing)} did not start within startup_timeout_seconds="
-                    f"{startup_timeout_seconds:g}. {still if earlier else ''}Check that the "
+                    f"{startup_timeout_seconds:g}. {still}Check that the "
                     "process runs there, that TF_CONFIG is the same on all workers but for the "
                     "index, and that no firewall closes the port."
                 )
@@ -147,34 +149,88 @@ def _bind(listener: socket.socket, place: tuple[str, int], address: str) -> None
             time.sleep(_SECONDS_BETWEEN_ROUNDS)
 
 
-def _accepting(
+class _EarlierPeers:
+    """Peers that are still running from an earlier start, each with a connection to its process."""
+
+    def __init__(self, addresses: Iterable[str]) -> None:
+        self.connections = _connect(addresses, _FIRST_ANSWER_SECONDS, speaking=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _close(self.connections.values())
+
+    def take_ended(self) -> set[str]:
+        # A successor may answer already, but the connection to the process before has ended. A new
+        # one each time, made while the last was open: gRPC ends those on which nothing arrives.
+        before, self.connections = self.connections, _connect(self.connections)
+        ended = {
+            at for at, last in before.items() if at not in self.connections or _has_ended(last)
+        }
+        _close(before.values())
+        _close(self.connections.pop(at) for at in ended & self.connections.keys())
+        return ended
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    try:
+        while connection.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _close(connections: Iterable[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()
+
+
+def _accepting(addresses: Iterable[str]) -> set[str]:
+    connections = _connect(addresses)
+    _close(connections.values())
+    return set(connections)
+
+
+def _connect(
     addresses: Iterable[str], seconds: float = _ANSWER_SECONDS, speaking: bool = False
-) -> set[str]:
-    """Return those that accept a connection; if asked, only those with TensorFlow's server."""
-    found: set[str] = set()
+) -> dict[str, socket.socket]:
+    """Connect to those that accept; if asked, only to those with TensorFlow's server."""
+    found: dict[str, socket.socket] = {}
     waiting = list(addresses)
     for first in range(0, len(waiting), _AT_ONCE):
-        found |= _accepting_at_once(waiting[first : first + _AT_ONCE], seconds, speaking)
+        found |= _connect_at_once(waiting[first : first + _AT_ONCE], seconds, speaking)
     return found
 
 
-def _accepting_at_once(addresses: Iterable[str], seconds: float, speaking: bool) -> set[str]:
-    found: set[str] = set()
+def _connect_at_once(
+    addresses: Iterable[str], seconds: float, speaking: bool
+) -> dict[str, socket.socket]:
+    found: dict[str, socket.socket] = {}
     event = selectors.EVENT_READ if speaking else selectors.EVENT_WRITE
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as open_sockets:
+    with selectors.DefaultSelector() as selector:
         for address in addresses:
             for family, place in places_of(address):
-                attempt = open_sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                attempt = socket.socket(family, socket.SOCK_STREAM)
                 attempt.setblocking(False)
                 if attempt.connect_ex(place) in (0, errno.EINPROGRESS):
                     selector.register(attempt, event, address)
+                else:
+                    attempt.close()
         end = time.monotonic() + seconds
         while selector.get_map() and time.monotonic() < end:
             for key, _ in selector.select(max(0.0, end - time.monotonic())):
                 attempt = key.fileobj  # type: ignore[assignment]
                 selector.unregister(attempt)
-                if _is_connected(attempt) and (not speaking or _is_of_tensorflow(attempt)):
-                    found.add(key.data)
+                is_one = _is_connected(attempt) and (not speaking or _is_of_tensorflow(attempt))
+                if is_one and key.data not in found:
+                    found[key.data] = attempt
+                else:
+                    attempt.close()
+        _close(key.fileobj for key in list(selector.get_map().values()))  # type: ignore[misc]
     return found
 
 
