@@ -16,7 +16,6 @@ from devices import DEVICES
 
 import keras_het
 from keras_het import callbacks, loader
-from keras_het.planning.balance.boa import POLICIES
 
 NAN = math.nan
 # Six wrong values of each kind of option; None is a seventh unless it is the default.
@@ -221,11 +220,8 @@ def others(name, option, folder):
 def options_of(name):
     """The options that signatures have, also of what takes the further ones."""
     further = {
-        "BatchBalancer": [*POLICIES.values()],
         "BackupAndRestore": [keras.callbacks.BackupAndRestore],
         "ElasticBackup": [keras.callbacks.BackupAndRestore],
-        "distribute": [loader.GlobalOrderDataset],
-        "distribute_files": [loader.FileShardedDataset],
     }
     found = {}
     for each in (function_of(name), *further.get(name, [])):
@@ -238,8 +234,7 @@ def test_each_option_has_a_row():
     assert OPTIONS.keys() >= PUBLIC.keys() - MADE_BY_US
     for name, rows in OPTIONS.items():
         own = options_of(name)
-        left_out = {"num_replicas", "global_batch_size", "weights"} - rows.keys()
-        left_out |= {"save_before_preemption", "file"} - rows.keys()
+        left_out = {"save_before_preemption", "file"} - rows.keys()
         assert own.keys() - left_out == rows.keys(), name
     assert all(len(wrong) == 6 for wrong in WRONG.values())
 

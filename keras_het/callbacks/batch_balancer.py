@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from keras_het.planning.argument_checks import check_folder, check_number, check
 from keras_het.planning.balance.min_max import Granularity, check_granularity
 from keras_het.planning.balance.summary import summarize
 from keras_het.planning.diagnosis.recording import Device
+from keras_het.planning.shares import Weights
 from keras_het.planning.time_model import (
     KnownDevice,
     known_from_json,
@@ -72,8 +73,12 @@ class BatchBalancer(SessionCallback):
             `micro_batch_size` if the strategy has one.
         verbose: 1 prints every plan on the chief; plans are always logged at level INFO.
         history_size: number of steps whose measurements are kept.
-        **options: further arguments of the policy, such as `dead_band` of "min_max" or `weights` of
-            "static".
+        weights: share of each replica relative to the others, for "static"; by default the
+            strategy's `share_weights`.
+        dead_band: smallest predicted gain for which shares change, as a fraction of a step's
+            compute time, for "min_max"; by default 0.025.
+        least_gain_seconds: the same in seconds per step; by default 0.001.
+        window: number of compute times kept for each replica, for "min_max"; by default 64.
 
     Attributes:
         plans: all `keras_het.planning.BalancePlan`s so far, oldest first; on workers other than the
@@ -85,7 +90,8 @@ class BatchBalancer(SessionCallback):
         ValueError: if the policy does not exist, or a setting of it is out of its range; by `fit`,
             if bounds contradict each other, the model does not train under a
             `keras_het.HeterogeneousStrategy`, or another `BatchBalancer` is in the same `fit`.
-        TypeError: if the policy has no such setting; by `fit`, if a bound is not a whole number.
+        TypeError: if a setting belongs to another policy; by `fit`, if a bound is not a whole
+            number.
 
     Reference:
         Yang, Kang and Youn, "BOA: batch orchestration algorithm for straggler mitigation of
@@ -103,7 +109,10 @@ class BatchBalancer(SessionCallback):
         memory_dir: str | Path | None = None,
         verbose: int = 0,
         history_size: int = 1000,
-        **options: Any,
+        weights: Weights | None = None,
+        dead_band: float | None = None,
+        least_gain_seconds: float | None = None,
+        window: int | None = None,
     ) -> None:
         super().__init__()
         check_bound("max_share", max_share)
@@ -112,8 +121,15 @@ class BatchBalancer(SessionCallback):
         check_folder("memory_dir", memory_dir, or_none=True)
         check_number("history_size", history_size, least=1, whole=True)
         check_verbose(verbose)
+        settings = {
+            "weights": weights,
+            "dead_band": dead_band,
+            "least_gain_seconds": least_gain_seconds,
+            "window": window,
+        }
+        options: dict[str, Any] = {k: value for k, value in settings.items() if value is not None}
         # A wrong name or setting fails here, for as many replicas as there are weights.
-        num_weights = np.size(options.get("weights", 0))
+        num_weights = len(weights) if isinstance(weights, Sized) else 1
         make_policy(policy, num_weights, num_weights, **options)
         own = {"min_share": (min_share, None), "granularity": (granularity, "auto")}
         for name, (value, default) in own.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -57,7 +57,11 @@ class DataPath:
         self._latest_built: weakref.ref[DistributedSteps] | None = None
 
     def distribute(
-        self, dataset: tf.data.Dataset, global_batch_size: int | None, **options: object
+        self,
+        dataset: tf.data.Dataset,
+        global_batch_size: int | None,
+        batch_map: Callable[..., Any] | Sequence[Callable[..., Any]],
+        lookahead: int | None,
     ) -> GlobalOrderDataset:
         drawn = agreement.drawn_seed()
         if self._get_strategy().num_async_workers:
@@ -66,14 +70,15 @@ class DataPath:
             # the user did not set this seed, and it must not make epochs alike
             dataset = with_order_of_epoch(dataset, (drawn + self._num_distributed) % 2**31)
             self._num_distributed += 1
-        if "lookahead" not in options:
-            options["lookahead"] = max(GlobalOrderDataset.LOOKAHEAD, self._least_lookahead)
+        if lookahead is None:
+            lookahead = max(GlobalOrderDataset.LOOKAHEAD, self._least_lookahead)
         return self._build(
             GlobalOrderDataset,
             dataset,
             global_batch_size=global_batch_size,
             claims=self._claims,
-            **options,
+            batch_map=batch_map,
+            lookahead=lookahead,
         )
 
     def claim(
@@ -99,7 +104,6 @@ class DataPath:
         self,
         filenames: Sequence[str],
         reader: Callable[[tf.Tensor], tf.data.Dataset],
-        global_batch_size: int,
         **options: object,
     ) -> FileShardedDataset:
         if self._get_strategy().num_async_workers:
@@ -107,9 +111,7 @@ class DataPath:
                 "Async workers take global batches of one order; files that each worker reads by "
                 'itself have none. Received: a cluster with a job "async". Use strategy.distribute.'
             )
-        return self._build(
-            FileShardedDataset, filenames, reader, global_batch_size=global_batch_size, **options
-        )
+        return self._build(FileShardedDataset, filenames, reader, **options)
 
     def _build(self, kind: Callable[..., _Steps], *sources: object, **options: object) -> _Steps:
         dataset = kind(

@@ -319,7 +319,12 @@ class HeterogeneousStrategy(OwnStrategy):
         self._data_path.weights = weights_of_replicas(share_weights, self.layout)
 
     def distribute(
-        self, dataset: tf.data.Dataset, global_batch_size: int | None = None, **options: object
+        self,
+        dataset: tf.data.Dataset,
+        global_batch_size: int | None = None,
+        *,
+        batch_map: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
+        lookahead: int | None = None,
     ) -> GlobalOrderDataset:
         """Give every replica its share of one global order of samples.
 
@@ -327,19 +332,26 @@ class HeterogeneousStrategy(OwnStrategy):
             dataset: dataset of single samples if `global_batch_size` is given, else of global
                 batches. Every worker passes the same dataset.
             global_batch_size: number of samples of a step over all replicas.
-            **options: additional arguments of `keras_het.loader.GlobalOrderDataset`.
+            batch_map: row-wise function of a batch (row i of the result depends on row i only), or
+                several, first to last; each worker runs them on its own rows only, which may be 0.
+            lookahead: steps by which the pipeline works ahead, and by which a change of weights is
+                late; by default 2, or `steps_per_execution` in `fit`.
 
         Returns:
             An iterable that `fit`, `evaluate`, `predict` and custom loops accept.
         """
-        return self._data_path.distribute(dataset, global_batch_size, **options)
+        return self._data_path.distribute(dataset, global_batch_size, batch_map, lookahead)
 
     def distribute_files(
         self,
         filenames: Sequence[str],
         reader: Callable[[tf.Tensor], tf.data.Dataset],
         global_batch_size: int,
-        **options: object,
+        *,
+        samples_per_file: Sequence[int] | None = None,
+        map_function: Callable[..., Any] | None = None,
+        shuffle_buffer: int = 0,
+        seed: int = 0,
     ) -> FileShardedDataset:
         """Give every worker whole files in proportion to its shares; it reads no others.
 
@@ -350,12 +362,24 @@ class HeterogeneousStrategy(OwnStrategy):
             filenames: all files, in the same order on all workers.
             reader: makes a `tf.data.Dataset` of samples from a filename (string scalar).
             global_batch_size: number of samples of a step over all replicas.
-            **options: additional arguments of `keras_het.loader.FileShardedDataset`.
+            samples_per_file: samples in each file. If None, each worker reads all files once to
+                count them, which is slow.
+            map_function: for a single sample, run in parallel by the worker that uses it.
+            shuffle_buffer: samples in the buffer in which each worker shuffles its own, 0 for none.
+            seed: seed of that shuffle.
 
         Returns:
             An iterable that `fit`, `evaluate`, `predict` and custom loops accept.
         """
-        return self._data_path.distribute_files(filenames, reader, global_batch_size, **options)
+        return self._data_path.distribute_files(
+            filenames,
+            reader,
+            global_batch_size=global_batch_size,
+            samples_per_file=samples_per_file,
+            map_function=map_function,
+            shuffle_buffer=shuffle_buffer,
+            seed=seed,
+        )
 
     def _measure_phases(self, model: keras.Model, sampled: int) -> None:
         self._data_path.on_input_wait = self.compute_times.phases.note_input_wait

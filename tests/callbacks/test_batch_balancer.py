@@ -157,9 +157,14 @@ def test_what_is_evaluated_before_the_first_step_changes_no_plan(model):
     assert [row["shares"] for row in balancer.measurements] == [[2, 0, 6]] * 3
 
 
-@pytest.mark.quick("weights0-shares0")
+@pytest.mark.quick("weights1-shares1")
 @pytest.mark.parametrize(
-    ("weights", "shares"), [({"weights": (1, 0, 3)}, (2, 0, 6)), ({}, (4, 2, 2))]
+    ("weights", "shares"),
+    [
+        ({"weights": (1, 0, 3)}, (2, 0, 6)),
+        ({"weights": {2: 3, 0: 1, 1: 0}}, (2, 0, 6)),
+        ({}, (4, 2, 2)),
+    ],
 )
 def test_static_policy(strategy, weights, shares):
     strategy.set_share_weights((2, 1, 1))
@@ -244,7 +249,7 @@ def test_mistakes(strategy, arguments, error, match):
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"dead_bnd": 0.1}, TypeError, r"\['dead_bnd'\].*'min_max' has \['dead_band', "),
+        ({"policy": "even", "window": 8}, TypeError, r"\['window'\].*'even' has \['lower'"),
         ({"policy": Zigzag(), "dead_band": 0.1}, TypeError, "takes no options here"),
         ({"policy": Zigzag(), "min_share": 1}, TypeError, "is only for a policy given by its name"),
         ({"policy": Zigzag(), "granularity": 8}, TypeError, "granularity is only for a policy"),
