@@ -119,7 +119,7 @@ def async_cluster(
 
 
 def _secret() -> dict[str, str]:
-    """Return the secret of all tasks if none is told the address of the service."""
+    """Return the secret of all tasks, unless one is given the address of the service."""
     from keras_het.launch.local.worker_environment import ADDRESS, service_environment
 
     found = service_environment("", os.environ)

@@ -19,7 +19,7 @@ counted with the median seconds of the trainer's own undisturbed step; `seconds_
 for each disturbance.
 
 Cases: `killed`, a worker is killed every 60 s, in turn, the chief too (median, `lowest`
-and `highest`); `preempted`, Ray is told that a node leaves in 30 s, and it does; `joined`,
+and `highest`); `preempted`, Ray learns that a node will leave in 30 s, and it does; `joined`,
 a node joins the two that are left.
 """
 

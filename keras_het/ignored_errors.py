@@ -1,4 +1,4 @@
-"""Errors that must end nothing, such as those of tidying up: each is a line of the log."""
+"""Errors that must end nothing, for example while tidying up: each is a line of the log."""
 
 from __future__ import annotations
 

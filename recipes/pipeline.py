@@ -6,7 +6,7 @@
 Three logical CPU devices stand for GPUs of 24 MB each. The model with its gradients and the
 optimizer's state needs about 50 MB: on one device the second line ends with an error that says how
 much is missing. Over three, each device holds its stage only, and the weights after training are
-those of one large device.
+one large device.
 """
 
 import argparse

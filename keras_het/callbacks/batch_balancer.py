@@ -44,8 +44,8 @@ class BatchBalancer(SessionCallback):
 
     With compute times :math:`t_i(b_i)` of shares :math:`b_i`, a step takes :math:`\max_i t_i(b_i)`;
     the balancer finds the shares that minimize this maximum and sum to the global batch. The global
-    batch stays the same, and every step is exact for any shares, so the results equal those of
-    training without it.
+    batch stays the same, and every step is exact for any shares, so the results equal
+    those without it.
 
     Compute times are measured inside the training step, before the collective: an all-reduce is a
     barrier, which makes step times equal on all replicas. They travel in the step's existing
@@ -193,7 +193,7 @@ class BatchBalancer(SessionCallback):
         self._begins = True
 
     def _begin(self) -> None:
-        """Apply the shares of an earlier fit, or those of a first plan, from the first step on."""
+        """Apply the shares of an earlier fit, or of a first plan, from the first step on."""
         strategy, data = self._strategy, data_of_fit(self.model, self._strategy)
         # Keras has inspected the first batch, which shows the size of the global batch.
         is_latest = data is not None and data is strategy.iterated_data

@@ -42,7 +42,7 @@ class LoaderTuner(SessionCallback):
     Loaders are added only while the device waits and the host has the resources; each move is
     confirmed by measurement and reverted if it does not pay; see docs/guides/tune_loader.md.
 
-    With `steps_per_execution` above 1, input waits are those of whole executions.
+    With `steps_per_execution` above 1, input waits cover whole executions.
 
     Args:
         controller: "tuner", "fixed" (measures but changes nothing), or a function that takes the

@@ -210,7 +210,7 @@ class LocalTraining(SessionCallback):
 
 
 def _combine_logs(strategy: HeterogeneousStrategy, logs: dict[str, float], samples: int) -> None:
-    """Average logs of a custom train step over samples; those of metrics agree already."""
+    """Average logs of a custom train step over samples; logs of metrics agree already."""
     names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
     own = np.array([[float(logs[name]) for name in names] + [samples]], np.float64)
     rows = strategy.extended.gather_over_workers(own)

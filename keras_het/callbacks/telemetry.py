@@ -218,7 +218,7 @@ class Telemetry(SessionCallback):
         logs.update(self._shown)
 
     def _watch_async_workers(self, strategy: HeterogeneousStrategy, step: int) -> None:
-        """Ask tasks of a hybrid training for their paces, and write those of async workers."""
+        """Ask tasks of a hybrid training for their paces, and write the paces of async workers."""
         fit = FitSession.of(self.model)
         others = [] if fit is None else [getattr(c, "participant", None) for c in fit.callbacks]
         participant = next((each for each in others if isinstance(each, Participant)), None)

@@ -278,7 +278,7 @@ class Server:
 
 
 class _Threads(Executor):
-    """A thread for each call, which does not keep the process from ending as those of a pool do."""
+    """A thread for each call, which lets the process end, unlike a pool's threads."""
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

@@ -127,7 +127,7 @@ class CallbackStates:
         return {_JSON: np.array(json.dumps(states)), **numbered}
 
     def restore(self, backup: Mapping[str, np.ndarray]) -> None:
-        """Give the callbacks what those of the interrupted training remembered."""
+        """Give the callbacks what the callbacks of the interrupted training remembered."""
         if _JSON not in backup:
             return
         states = json.loads(str(backup[_JSON]))

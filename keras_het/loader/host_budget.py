@@ -123,7 +123,7 @@ _NOTHING_YET = JobModel(loader_seconds=1e-6, device_seconds=1e-6)
 class HostBudget:
     """This job's file in a folder that all jobs of a user on a host share."""
 
-    # Each job writes its model and its CPUs and reads those of the others; all compute the same
+    # Each job writes its model and its CPUs and reads what the others wrote; all compute the same
     # division. The file of a process that is gone, or silent for ten minutes, does not count, nor
     # does one that another version wrote in an unreadable way.
 

@@ -58,8 +58,8 @@ class LocalSteps:
     def _refuse_training_within(self, inner: FitSession) -> None:
         if inner.loop in ("fit", "train_on_batch") and not self._is_left:
             raise RuntimeError(
-                "Every worker trains this model on its own, and its weights are not those of the "
-                f"others now. Received: {inner.loop} of the same model within a callback. Train "
+                "Every worker trains this model on its own, and its weights differ from the "
+                f"others' now. Received: {inner.loop} of the same model within a callback. Train "
                 "another model there, or this one after fit has ended."
             )
 

@@ -211,7 +211,7 @@ class Fragment:
         return weights, mean, paces, state
 
     def _own_pace(self, samples: int) -> tf.Tensor:
-        """Return this worker's samples and seconds at its places among those of all workers."""
+        """Return this worker's samples and seconds at its places in the list of all workers."""
         found = np.zeros([2, self._strategy.num_workers if self._pace else 0], np.float32)
         if self._pace is not None:
             found[:, self._strategy.worker_index] = samples, self._pace.take_seconds()

@@ -246,7 +246,7 @@ class AsyncMEASGD(ElasticAveraging):
 class RoundRobinEASGD(ElasticAveraging):
     r"""Elastic averaging in which worker i + 1 may not push before worker i has.
 
-    The equations are those of Async EASGD; the center takes pushes in the order 0, 1, ..., n - 1,
+    The equations are Async EASGD's; the center takes pushes in the order 0, 1, ..., n - 1,
     0, ... The result does not depend on message speed, but a worker that hangs holds up all
     others: use it as a baseline.
 

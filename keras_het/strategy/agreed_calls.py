@@ -37,7 +37,7 @@ _compared: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDic
 
 
 def agree_on_call(call: Call, is_short: bool) -> None:
-    """Compare a call with those of the other workers; of calls as short as a step, the first."""
+    """Compare a call with the other workers' calls; of calls as short as a step, the first."""
     strategy, model, name, given = call.strategy, call.model, call.name, call.given
     compared = _compared.setdefault(model, set())
     if given.get("_use_cached_eval_dataset") or (is_short and name in compared):

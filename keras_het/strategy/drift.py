@@ -49,7 +49,7 @@ class DriftWatch(keras.callbacks.Callback):
             self._act(found, epoch + 1)
 
     def _meet(self, notes: Sequence[int]) -> np.ndarray:
-        """Return the notes of all workers, which are those of this one."""
+        """Return the notes of all workers, which are this worker's own."""
         return np.array([notes])
 
     def _replica_values(self) -> ReplicaValues | None:
@@ -118,7 +118,7 @@ class ReplicaValues:
         ]
 
     def differences(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """Return those of all replicas, relative to the size; float64 [replicas, variables]."""
+        """Return all replicas' digests, relative to the size; float64 [replicas, variables]."""
         layout = self._strategy.layout
         own = np.zeros([max(layout.replicas_per_worker), len(values)])
         for place, (copies, value) in enumerate(zip(self._copies, values, strict=True)):

@@ -81,7 +81,7 @@ class HeterogeneousStrategy(OwnStrategy):
 
     .. math:: g = \sum_{i=1}^{N} \frac{b_i}{B} \nabla L_i, \qquad \sum_i b_i = B,
 
-    for any shares, zero included. Loss and metrics are those of the whole batch on every worker.
+    for any shares, zero included. Loss and metrics cover the whole batch on every worker.
 
     Several processes form one cluster through `TF_CONFIG` (or a cluster resolver such as
     `tf.distribute.cluster_resolver.SlurmClusterResolver`). Workers may have different numbers of
@@ -114,10 +114,10 @@ class HeterogeneousStrategy(OwnStrategy):
             `predict` too; gradients are added up before replicas exchange them. "auto" cuts only
             shares that do not fit, as a `BatchBalancer` finds out. Default: shares are never cut.
         communication_dtype: "bfloat16" or "float16": gradients travel between workers rounded
-            to that type, and are summed in their own. The numbers are then NOT those of one device.
+            to that type, and are summed in their own. The numbers are then NOT one device's.
             Default: they travel as they are.
         powersgd_rank: large gradients travel between workers as matrices of that rank, and what it
-            leaves out in later steps (PowerSGD). The numbers are then NOT those of one device.
+            leaves out in later steps (PowerSGD). The numbers are then NOT one device's.
         on_drift: what `fit` does after an epoch if replicas differ, as unlike cards may: "warn"
             names the variable, "copy" gives all the chief's values too, "ignore" does not compare.
 
@@ -246,7 +246,7 @@ class HeterogeneousStrategy(OwnStrategy):
 
     @property
     def layout(self) -> ReplicaLayout:
-        """The number of replicas of every worker, and those of this worker."""
+        """The number of replicas of every worker, and this worker's own replicas."""
         return self.extended.layout
 
     @property
@@ -356,7 +356,7 @@ class HeterogeneousStrategy(OwnStrategy):
         """Give every worker whole files in proportion to its shares; it reads no others.
 
         Every sample is used exactly once per epoch, but the order is not that of one device. A
-        worker's number of samples differs from its ideal by those of the largest file at most.
+        worker's number of samples differs from its ideal by at most the size of the largest file.
 
         Args:
             filenames: all files, in the same order on all workers.

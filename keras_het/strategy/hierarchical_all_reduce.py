@@ -28,7 +28,7 @@ _TYPES_TO_GATHER_AS = {
     tf.uint32: tf.int64,
     tf.uint64: tf.int64,
 }
-# NCCL sums other types too; those of gradients are worth a collective of each device.
+# NCCL sums other types too; the types of gradients are worth a collective of each device.
 _TYPES_FOR_NCCL = (tf.float16, tf.float32, tf.float64)
 _TYPES_TO_ROUND = {tf.float32, tf.float64}
 _MOST_WORKERS_TO_GATHER = 3

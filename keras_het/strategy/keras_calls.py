@@ -361,7 +361,7 @@ def _open(owner: type, name: str, handlers: tuple[Handler, ...]) -> None:
 
 def _average_over_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let `tf.nn.compute_average_loss` be right in Keras's steps, and in custom loops."""
-    # TensorFlow takes the replica's own samples times the number of replicas for those of all.
+    # TensorFlow takes the replica's own samples times the number of replicas for all samples.
 
     @functools.wraps(original)
     def compute_average_loss(

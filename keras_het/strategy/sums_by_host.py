@@ -24,7 +24,7 @@ def use_shared_instances(collectives: private_api.CollectiveAllReduce) -> None:
 
 
 # TensorFlow gives every call an instance and frees none: 1.5 KB a collective of each step. The
-# calls of a group come in the same order on all workers, so those of a kind may share one; NCCL's
+# calls of a group come in the same order on all workers, so calls of a kind may share one; NCCL's
 # are left alone.
 class SharedInstances(private_api.CollectiveReplicaLauncher):
     """A launcher of collectives that share an instance for each operation, type and shape."""

@@ -50,7 +50,7 @@ def start_summation(
     membership: Membership,
     check: Callable[[], None],
 ) -> SummationGroup | None:
-    """Start this worker's service and join those of all machines; all workers must call it."""
+    """Start this worker's service and join all machines' services; all workers must call it."""
     # `check` raises, while others are waited for, if one is lost. Where workers are summed by host,
     # the first one of each contributes; others return None.
     names = [address.rpartition(":")[0] for address in membership.workers.values()]

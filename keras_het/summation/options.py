@@ -35,7 +35,7 @@ class Summation:
         timeout_seconds: how long to hear nothing from a machine before asking whether it is alive.
 
     Raises:
-        ValueError: if a rate is not positive, `spare_link_rates` comes without those of the
+        ValueError: if a rate is not positive, `spare_link_rates` comes without the rates of the
             workers, or another number is out of range.
     """
 

@@ -196,7 +196,7 @@ def _key(device: Device) -> str:
 
 
 class _Columns:
-    """Brings the columns of earlier setups into one order: those of the latest one come first."""
+    """Brings the columns of earlier setups into one order: the latest setup's come first."""
 
     # Devices are known again by their identities. Those that are gone say so in their names; a plan
     # names devices by their places among the present ones, so that there it is only these.

@@ -62,7 +62,7 @@ class Setup:
 
 
 def own_files(names: Iterable[str]) -> list[str]:
-    """Return those of a directory's files that are of a log, in the order of writing."""
+    """Return the files of a log in a directory, in the order of writing."""
     return sorted(
         name for name in names if name.startswith(FILE_PREFIX) and name.endswith(FILE_SUFFIX)
     )

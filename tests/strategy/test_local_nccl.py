@@ -140,13 +140,13 @@ TWO = ("/job:worker/replica:0/task:1/device:GPU:0", "/job:worker/replica:0/task:
 def test_nccl_is_for_whole_gpus(monkeypatch, products, options, expected):
     gpus(monkeypatch, products, **options)
     monkeypatch.setattr(hierarchical_all_reduce.nccl, "joins", lambda devices: "as tried")
-    wishes = private_api.CommunicationOptions
-    assert is_joined_by_nccl(TWO, wishes()) is expected
+    options = private_api.CommunicationOptions
+    assert is_joined_by_nccl(TWO, options()) is expected
     # who asks for it needs no trial
-    assert is_joined_by_nccl(TWO, wishes(implementation=Implementation.NCCL)) is bool(expected)
-    assert not is_joined_by_nccl(TWO, wishes(implementation=Implementation.RING))
-    assert not is_joined_by_nccl(TWO[:1], wishes())
-    assert not is_joined_by_nccl((TWO[0], "/device:CPU:0"), wishes())
+    assert is_joined_by_nccl(TWO, options(implementation=Implementation.NCCL)) is bool(expected)
+    assert not is_joined_by_nccl(TWO, options(implementation=Implementation.RING))
+    assert not is_joined_by_nccl(TWO[:1], options())
+    assert not is_joined_by_nccl((TWO[0], "/device:CPU:0"), options())
 
 
 def test_cpus_need_no_nccl():

@@ -185,7 +185,7 @@ class MeanGradient:
         self._taken = 0
 
     def take(self) -> list[Vector]:
-        """Return the mean, float32 vectors like those of the weights, and start a new one."""
+        """Return the mean, float32 vectors shaped like the weights, and start a new one."""
         steps = self._steps() - self._taken
         means = [total / max(steps, 1) for total in self._vectors.read()]
         self.forget()

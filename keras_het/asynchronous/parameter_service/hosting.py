@@ -69,7 +69,7 @@ class ServiceSpec:
 class HostedParts:
     """Some partitions of center and moving statistics; the first process also has the ledger."""
 
-    # Rules are those of the spec unless a process has its own, which need not be in `RULES`.
+    # The spec names the rules unless a process has its own, which need not be in `RULES`.
 
     def __init__(
         self,

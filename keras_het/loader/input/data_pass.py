@@ -404,7 +404,7 @@ class PipelinePass(OrderedPass):
         self.orders.close()
 
     def _order_until(self, steps: int) -> None:
-        """Order the steps of this run up to a given number, but not those of a later epoch."""
+        """Order the steps of this run up to a given number, but none of a later epoch."""
         length = self.epoch_steps() if self.epoch_steps is not None else None
         if length:
             at = self.first_step + self.delivered

@@ -77,8 +77,8 @@ class FileShardedDataset(DistributedSteps):
     Every sample is used exactly once per epoch and all workers have the same number of steps, but a
     global batch is not that of one process: it joins the next samples of each worker's files. Files
     are assigned once, by the weights at construction; a worker's samples differ from its ideal by
-    at most those of the largest file. Shares follow the weights immediately at each step; when a
-    worker runs out of samples, the others use up theirs in steps of the same size.
+    at most as many as the largest file has. Shares follow the weights immediately at each step;
+    when a worker runs out of samples, the others use up theirs in steps of the same size.
 
     Args:
         filenames: all files, in the same order on all workers.

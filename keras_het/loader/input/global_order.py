@@ -57,7 +57,7 @@ class GlobalOrderDataset(DistributedSteps):
     the dataset are ignored.
 
     A replica with no row gets a batch of 0 rows. A map that draws random numbers runs for own rows
-    only, so its draws differ from those of one process.
+    only, so its draws differ from one process's.
 
     Args:
         dataset: `tf.data.Dataset` of global batches, or of single samples with
@@ -193,7 +193,7 @@ class GlobalOrderDataset(DistributedSteps):
         self.cut_again()
 
     def follow(self, form: PipelineForm) -> None:
-        """Make later passes those of another form of the same batches."""
+        """Make later passes use another form of the same batches."""
         if form is not self.form:
             self.form = form
             self._idle.clear()

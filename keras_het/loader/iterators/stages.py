@@ -58,7 +58,7 @@ class _Input(NamedTuple):
 
 def read_stages(model: ModelProto, pool_threads: int) -> tuple[PipelineStage, ...]:
     """Return the stages of a pipeline, starting at the consumer's end."""
-    # Times are those of one element, times the elements that a batch needs: iterators before a
+    # Times are for one element, times the elements that a batch needs: iterators before a
     # `repeat`, and in an `interleave`, start again with each round, so their sums say nothing.
     told = [_threads_for_calls(node) for node in model.nodes.values() if _is_in_pool(node)]
     reader = _StageReader(model.nodes, max(told, default=pool_threads))

@@ -163,7 +163,7 @@ class TunablePipeline(iterator_adapter.UnchangedElementsDataset):
         return self._current if self._is_direct else self.build_again(self.knobs)
 
     def adopt(self, knobs: Knobs, dataset: tf.data.Dataset) -> None:
-        """Make iterators from now on those of another build."""
+        """Make iterators of another build from now on."""
         # The sequence of orders of a shuffle is that of the original dataset: every iterator begins
         # there and is handed over before its first element. Pipelines without a shuffle, those with
         # a cache in memory, which belongs to one build, and those with a `repeat`, which takes

@@ -14,7 +14,7 @@ from keras_het.planning.shares import FloatArray, IntArray, apportion
 
 @dataclasses.dataclass
 class ParallelCalls:
-    """Calls of each map of own samples in the steps to be ordered, 0 for those of the user."""
+    """Calls of each map of own samples in the steps to be ordered, 0 for the user's own."""
 
     number: int = 0
 

@@ -167,7 +167,7 @@ class DataAnomalyError(ValueError):
 
     Args:
         message: the findings.
-        anomalies: those of this worker's data; empty if only others found some.
+        anomalies: anomalies in this worker's data; empty if only others found some.
     """
 
     def __init__(self, message: str, anomalies: Sequence[Anomaly] = ()) -> None:

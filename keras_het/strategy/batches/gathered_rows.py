@@ -99,7 +99,7 @@ def _traced(function: Callable[[Nest], Nest], data: Nest, rows: int) -> Nest:
 
 
 def gather_rows(local: Sequence[Rows], gather: _Gather, total: tf.Tensor, name: str) -> Rows:
-    """Join the parts of this worker's replicas, and those of other workers, which `gather` has."""
+    """Join the parts of this worker's replicas and of other workers, which `gather` has."""
     if isinstance(local[0], tf.RaggedTensor):
         rows = _gather_ragged_rows(tf.concat(local, axis=0), gather)
         count = rows.nrows(tf.int32)
@@ -128,7 +128,7 @@ class OutputsOfParts:
         self._shapes = [tf.shape(tensor) for tensor in self.first_tensors]
 
     def part_tensors(self, outputs: Nest) -> list[tf.Tensor]:
-        """Return the tensors of another part, which must be as wide as those of the first."""
+        """Return the tensors of another part, which must be as wide as the first part's."""
         return list(map(_as_wide, self._tensors(outputs), self._shapes, self._names))
 
     def joined(self, tensors: Iterable[tf.Tensor]) -> Nest:
@@ -190,7 +190,7 @@ def _gather_ragged_rows(ragged: tf.RaggedTensor, gather: _Gather) -> tf.RaggedTe
 
 def _gather_dense_rows(parts: Sequence[tf.Tensor], gather: _Gather, name: str) -> tf.Tensor:
     shapes = [part.shape for part in parts]
-    # eagerly every local shape is known, but not those of the other workers
+    # eagerly every local shape is known, but not the other workers' shapes
     is_eager = tf.executing_eagerly() and shapes[0].rank > 1
     if is_eager or not all(shape.rank and shape[1:].is_fully_defined() for shape in shapes):
         parts = _with_equal_inner_shapes(parts, gather, name)

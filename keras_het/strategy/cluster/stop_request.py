@@ -206,7 +206,7 @@ class StopRequest:
         raise stop_signals.exception(number)
 
 
-# While a step waits in its collective, weights and optimizer are those of the step before, but
+# While a step waits in its collective, weights and optimizer still belong to the step before, but
 # seeds and moving statistics have advanced: the step stores these first, and another thread may
 # read the whole until the update begins.
 class UnfinishedStep:

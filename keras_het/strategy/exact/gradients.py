@@ -487,7 +487,7 @@ def _squared_norm(gradients: _Reduced) -> tf.Tensor:
 
 def _has_unique_indices(gradient: Summand | None) -> bool:
     """Tell whether a gradient names each row once, as `embedding_lookup_sparse` makes it."""
-    # Optimizers square slices one by one: one device has one slice per row there, so those of
+    # Optimizers square slices one by one: one device has one slice per row there, so slices of
     # several replicas are added. An `Embedding` has one per use of a row, here too.
     if not isinstance(gradient, tf.IndexedSlices):
         return False

@@ -113,7 +113,7 @@ class Means:
     def sum_added(self, original: Original, model: keras.Model, loss: tf.Tensor) -> tf.Tensor:
         """Hook the reduction of a tensor given to `add_loss`: Keras sums its values."""
         total = original(model, loss)
-        # values of samples, unlike those of weights, have no number that is known in advance
+        # values of samples, unlike values of weights, have no number that is known in advance
         of_samples = (None, tf.get_static_value(self._spec.samples))
         if not loss.shape.rank or loss.shape[0] not in of_samples:
             return total

@@ -43,7 +43,7 @@ class _OneVariable:
 
 def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
     """Return a model's metrics and the metrics inside them, innermost first."""
-    # Keras's steps update those of `compile` also where a model defines its own property `metrics`.
+    # Keras's steps also update the metrics of `compile` if a model defines its own `metrics`.
     every = [*model.metrics, *keras.Model.metrics.fget(model)]
     return list({id(metric): metric for metric in _flatten(every)}.values())
 

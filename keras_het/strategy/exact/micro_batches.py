@@ -24,13 +24,13 @@ from keras_het.strategy.exact.step import Join, StepSpec, is_positive
 from keras_het.value_types import Nest
 
 _OfPart: TypeAlias = "tf.Tensor | tf.IndexedSlices | Appended | None"
-# Parts draw other random numbers than replicas and each other, also those of async workers.
+# Parts draw other random numbers than replicas and each other, also on async workers.
 _SEED_STREAMS = 100_003
 
 
 @dataclasses.dataclass(frozen=True)
 class Appended:
-    """Rows of a part, which come after those of the parts before it."""
+    """Rows of a part, which come after the rows of earlier parts."""
 
     rows: tf.Tensor
 
@@ -139,7 +139,7 @@ class MicroBatches:
         return any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in leaves)
 
     def size_of_share(self, size: tf.Tensor, samples: tf.Tensor) -> tf.Tensor:
-        """Return how many values the share has, given those of a part, alike for all samples."""
+        """Return how many values the share has, given a part's number, alike for all samples."""
         if self._have_own_lengths:
             self.refuse(
                 "a loss is a mean over values whose number differs between samples",
@@ -155,7 +155,7 @@ class MicroBatches:
         compute: Callable[[tf.Tensor], Nest],
     ) -> Nest:
         """Join what the first part adds to sums over replicas, and `compute`'s of the others."""
-        # Slices of tables are put one after the other, as those of replicas are, and so are
+        # Slices of tables are put one after the other, as with replicas, and so are
         # outputs.
         leaves = tf.nest.flatten(first)
         joins = [None if each is None else _join(each, join_of) for each in leaves]

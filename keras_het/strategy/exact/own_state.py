@@ -7,10 +7,10 @@ r"""State that a step assigns outside of its update, with the value of one devic
 * What a custom layer assigns is read off the graph (`sample_dependence`): counters of steps stay,
   counters of samples and sums are summed, means weighted, maxima compared, and whatever is computed
   from these is recomputed. If the graph says nothing (an eager step, a branch, a neighbourhood of
-  samples), the user is told, and may choose with the variable's `aggregation`: "sum" if changes
-  add up, "mean" for a mean over samples :math:`\sum_i w_i v_i`, "only_first_replica" for the value
-  of the first replica with samples. By default, float types are combined as a mean; changes of
-  integers add up unless they are equal.
+  samples), a warning says so, and the user may choose with the variable's `aggregation`: "sum" if
+  changes add up, "mean" for a mean over samples :math:`\sum_i w_i v_i`, "only_first_replica" for
+  the value of the first replica with samples. By default, float types are combined as a mean;
+  changes of integers add up unless they are equal.
 
 The rules are the same for the replicas of a step and for the micro-batches of a pipeline.
 """
@@ -262,7 +262,7 @@ class OwnState:
         """Hook TensorFlow's sums of what is assigned to `aggregation` variables: by samples."""
         # Keras's own: TensorFlow would sum or average whole values, not changes. Those of
         # optimizers (`iterations`) have one value on all replicas, and a broadcast could not run
-        # inside the `tf.cond` of a `LossScaleOptimizer`; those of layers are combined later.
+        # inside the `tf.cond` of a `LossScaleOptimizer`; changes to layers are combined later.
         is_of_first = aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
         if self._assignments.is_by_keras or (is_of_first and self._spec.kind != "predict"):
             return value
@@ -553,7 +553,7 @@ def _handle_in_graph(variable: EitherVariable) -> str | None:
 
 
 def _name(model: keras.Model, variable: EitherVariable) -> str:
-    """A variable's name, and the attribute that holds it: those of TensorFlow are often equal."""
+    """A variable's name, and the attribute that holds it: TensorFlow's names are often equal."""
     holders = [
         f" ({type(layer).__name__}.{name})"
         for layer in private_api.layers_with_state(model)

@@ -167,7 +167,7 @@ def _product(columns: tf.Tensor, basis: tf.Tensor, like: tf.Tensor) -> tf.Tensor
 
 
 def _scaled(matrix: tf.Tensor, otherwise: tf.Tensor | float) -> tf.Tensor:
-    """Scale columns to the maximum 1; replace those of zeros, which would never find anything."""
+    """Scale columns to the maximum 1; replace columns of zeros, which would never find anything."""
     largest = tf.reduce_max(tf.abs(matrix), axis=0)
     return tf.where(largest > 0, tf.math.divide_no_nan(matrix, largest), otherwise)
 

@@ -1,7 +1,7 @@
 r"""Dependence of a step's values on the replica's samples, read off its graph.
 
 State that a layer assigns is a function of the batch. To give it the value of one device, the
-aggregates over samples in it must be those of the global batch:
+aggregates over samples in it must cover the global batch:
 
 * a value that no sample affects is equal on all replicas already (a counter of steps);
 * sums over samples, and their number, are summed over replicas;

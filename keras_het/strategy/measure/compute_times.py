@@ -351,7 +351,7 @@ class NewShares:
         return max(statistics.median(self._extra), 0.0) if self._extra else 0.0
 
     def leave_out(self, shares: IntArray, seconds: FloatArray) -> None:
-        """Make those of a step's times unknown that say nothing, and learn what they cost."""
+        """Make times of a step unknown if they say nothing, and learn what they cost."""
         for replica, share in enumerate(shares.tolist() if self._num_unsettled else ()):
             new = replica, share
             first = self._first.setdefault(replica, share)

@@ -1,4 +1,4 @@
-"""Where the time of each step goes on each replica, for all workers to know.
+"""Where the time of each step goes on each replica, known to all workers.
 
 A step lasts from the end of the collective of the step before to its own end. A replica
 knows its parts only then, so they travel with the sums of the step after. Where only some steps are

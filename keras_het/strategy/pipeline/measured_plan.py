@@ -222,7 +222,7 @@ def _wait_for(result: object) -> None:
 
 
 def _needed_by_gradients(graph: tf.Graph) -> list[tf.Tensor]:
-    """Return what operations of gradients take from those of the forward pass."""
+    """Return what operations of gradients take from the forward pass."""
     found = {}
     for operation in graph.get_operations():
         for tensor in operation.inputs if _is_of_gradient(operation) else ():
@@ -246,7 +246,7 @@ _plans = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
-class Wishes:
+class PlanRequest:
     """What the user asked of a plan."""
 
     plan: PipelinePlan | Sequence[str] | None
@@ -323,12 +323,12 @@ def _exchange(
 
 
 def make_plan(
-    units: ModelUnits, measured: Measured, wishes: Wishes, processes: Processes
+    units: ModelUnits, measured: Measured, request: PlanRequest, processes: Processes
 ) -> tuple[PipelinePlan, Timeline]:
     """Measure the links, and plan; all processes must call it, and get the same plan."""
     weights, state = unit_bytes(units, units.model.optimizer)
     forward, backward = cut_bytes(units, measured.made_bytes)
-    memory = np.array([wishes.memory_bytes])
+    memory = np.array([request.memory_bytes])
     columns = processes.columns(
         np.concatenate([measured.forward_seconds, measured.backward_seconds, memory])
     )
@@ -345,24 +345,24 @@ def make_plan(
         units.together,
     )
     devices = processes.devices(columns[-1])
-    plan = functools.partial(_plan, units, profile, devices, wishes)
+    plan = functools.partial(_plan, units, profile, devices, request)
     agreed = plan() if processes.group is None else _agreed(plan, processes.group.process == 0)
     return agreed, simulate(profile, devices, agreed)
 
 
 def _plan(
-    units: ModelUnits, profile: ModelProfile, devices: Devices, wishes: Wishes
+    units: ModelUnits, profile: ModelProfile, devices: Devices, request: PlanRequest
 ) -> PipelinePlan:
-    arguments = wishes.num_micro_batches, wishes.schedule, wishes.recompute
-    if isinstance(wishes.plan, PipelinePlan):
-        return wishes.plan
-    if wishes.plan is None:
+    arguments = request.num_micro_batches, request.schedule, request.recompute
+    if isinstance(request.plan, PipelinePlan):
+        return request.plan
+    if request.plan is None:
         return plan_pipeline(profile, devices, *arguments)
-    cuts = [units.cut_behind(name) for name in wishes.plan]
+    cuts = [units.cut_after(name) for name in request.plan]
     if sorted(set(cuts)) != cuts:
         raise ValueError(
             "split_after names layers in the order in which the model calls them, each once. "
-            f"Received: {list(wishes.plan)}. Put them in the order of model.summary()."
+            f"Received: {list(request.plan)}. Put them in the order of model.summary()."
         )
     return plan_with_cuts(profile, devices, cuts, *arguments)
 

@@ -113,7 +113,7 @@ class ModelUnits:
                     pairs.add((first[id(variable)], i))
         return tuple(sorted(pairs))
 
-    def cut_behind(self, name: str) -> int:
+    def cut_after(self, name: str) -> int:
         found = [i for i, unit in enumerate(self.units) if unit.name == name]
         if not found:
             names = ", ".join(dict.fromkeys(unit.name for unit in self.units))

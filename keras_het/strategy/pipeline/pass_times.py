@@ -79,7 +79,7 @@ class PassTimes:
         self._lengths = 2 * len(self._slots)  # after the passes: of each process's step
         self._size = self._lengths + 1 + max(place.process for place in places)
         with tf.device(_HOST):
-            # the passes of this process, and those of all, after the number of the step
+            # the passes of this process, and of all processes, after the number of the step
             self._latest_own = tf.Variable(tf.zeros([self._size], tf.float64), trainable=False)
             self._latest = tf.Variable(
                 tf.fill([1 + self._size], tf.constant(-1.0, tf.float64)), trainable=False

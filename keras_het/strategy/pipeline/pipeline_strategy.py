@@ -22,8 +22,8 @@ from keras_het.strategy.measure.phase_times import PhaseTimes
 from keras_het.strategy.membership import choose_devices
 from keras_het.strategy.pipeline.edges import Place
 from keras_het.strategy.pipeline.measured_plan import (
+    PlanRequest,
     Processes,
-    Wishes,
     check_plan,
     make_plan,
     measure,
@@ -178,7 +178,8 @@ class PipelineStrategy(HeterogeneousStrategy):
         self._own_devices = choose_devices(devices, 1)
         super()._warn_of_emulation(len(self._own_devices))
         limits = _limits(device_memory_bytes, self._own_devices)
-        self._wishes = Wishes(plan or split_after, num_micro_batches, schedule, recompute, limits)
+        given = plan or split_after
+        self._request = PlanRequest(given, num_micro_batches, schedule, recompute, limits)
         self._places = self._find_places()
         self._pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
         self._latest: Callable[[], Pipeline | None] = lambda: None
@@ -352,10 +353,10 @@ class PipelineStrategy(HeterogeneousStrategy):
         self, units: ModelUnits, inputs: list[tf.Tensor]
     ) -> tuple[PipelinePlan, Emulation | None]:
         """Plan from measurements on a micro-batch of these types; a user's plan is only checked."""
-        given = self._wishes.plan
+        given = self._request.plan
         if isinstance(given, PipelinePlan):
             check_plan(given, units, len(self._places))
-        rows = max(1, -(-sum(self.current_shares) // self._wishes.num_micro_batches))
+        rows = max(1, -(-sum(self.current_shares) // self._request.num_micro_batches))
         specs = [
             tf.TensorSpec([rows, *(size or rows for size in value.shape[1:])], value.dtype)
             for value in inputs
@@ -368,7 +369,7 @@ class PipelineStrategy(HeterogeneousStrategy):
             emulation = Emulation(emulated, *times)
             measured = slowed(measured, emulation, devices, rows)
         processes = Processes(self._places, self._new_group(), self._gather)
-        plan, self._timeline = make_plan(units, measured, self._wishes, processes)
+        plan, self._timeline = make_plan(units, measured, self._request, processes)
         return plan, emulation
 
     @property
