@@ -37,7 +37,8 @@ from _report import environment, print_table, write_report
 import keras_het  # before the forks, so they need not import TensorFlow
 from keras_het.planning import plan_summation
 from keras_het.strategy.cluster.cluster_config import read_cluster_config
-from keras_het.summation import Summation, start_machine
+from keras_het.summation import Summation
+from keras_het.summation.machine import start_machine
 
 NUM_WORKERS = 4
 PORT = 7000

@@ -9,7 +9,7 @@ import logging
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -24,8 +24,10 @@ from keras_het.strategy.exact.created_in_scope import check_created_in_scope
 from keras_het.strategy.exact.power_sgd import PowerSGD
 from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
 from keras_het.strategy.sums_by_host import is_worth_it, num_keys
-from keras_het.summation.group import SummationGroup
 from keras_het.value_types import Leaf, Nest
+
+if TYPE_CHECKING:
+    from keras_het.summation.group import SummationGroup
 
 _logger = logging.getLogger(__name__)
 

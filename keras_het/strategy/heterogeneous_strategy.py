@@ -57,6 +57,7 @@ from keras_het.strategy.measure.emulated_device import (
 from keras_het.strategy.measure.sampled_steps import SampledSteps
 from keras_het.strategy.membership import (
     Membership,
+    check_is_no_summation_machine,
     choose_devices,
     find_cluster,
     next_collective_key_base,
@@ -66,7 +67,6 @@ from keras_het.strategy.membership import (
     watch_summation,
 )
 from keras_het.summation import Summation, read_gradient_reduction
-from keras_het.summation.group import check_is_no_summation_machine, start_summation
 from keras_het.value_types import Nest
 
 _SEED_STREAMS_PER_GROUP = 1000
@@ -201,6 +201,8 @@ class HeterogeneousStrategy(OwnStrategy):
             agreement.share_random_seed(self.extended)
             watch = self._peer_watch = self._peer_watch or watch_peers(membership, patience)
             if summation is not None:
+                from keras_het.summation.group import start_summation
+
                 group = start_summation(summation, self.extended, membership, watch.raise_if_lost)
                 if group is not None:
                     watch_summation(watch, group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -13,8 +13,10 @@ from keras_het.packed_variables import pack, unpack
 from keras_het.strategy.cluster import nccl
 from keras_het.strategy.exact.step import travels_alone
 from keras_het.strategy.sums_by_host import SumsByHost, use_shared_instances
-from keras_het.summation.group import SummationGroup
 from keras_het.value_types import Nest, Summand
+
+if TYPE_CHECKING:
+    from keras_het.summation.group import SummationGroup
 
 # The collective gathers float16, float32, float64, int32 and int64. Other types travel as one that
 # holds every value (uint64 wraps around, and back again).
@@ -166,7 +168,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
             return [self._sum_of_rounded(item, self.sends_as) for item in flat]
         by_type: dict[tuple[tf.DType, bool, int | None], list[int]] = {}
         for position, item in enumerate(flat):
-            by_service = self.uses_summation and SummationGroup.can_sum(item)
+            by_service = self.uses_summation and suits_summation(item)
             alone = position if travels_alone(item) and not by_service else None
             by_type.setdefault((item.dtype, by_service, alone), []).append(position)
         result = list(flat)
@@ -298,3 +300,15 @@ def _divide(value: Summand, divisor: int) -> Summand:
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(value.values / divisor, value.indices, value.dense_shape)
     return value / tf.cast(divisor, value.dtype)
+
+
+def suits_summation(value: Summand) -> bool:
+    """Whether a value can be summed by machines: dense float32 of known shape, in a function."""
+    # Keras infers shapes in a graph that never runs, differently on each worker.
+    return (
+        isinstance(value, tf.Tensor)
+        and not tf.executing_eagerly()
+        and private_api.function_being_traced(value.graph) is not None
+        and value.dtype == tf.float32
+        and bool(value.shape.num_elements())
+    )

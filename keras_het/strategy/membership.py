@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -18,7 +19,9 @@ from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluste
 from keras_het.strategy.cluster.peer_watch import PeerWatch, neighbours, short_name
 from keras_het.strategy.cluster.stop_request import StopRequest
 from keras_het.strategy.cluster.stop_signals import stop_signals
-from keras_het.summation.group import SummationGroup
+
+if TYPE_CHECKING:
+    from keras_het.summation.group import SummationGroup
 
 _KEYS_PER_STRATEGY = 100_000
 _strategies = itertools.count()
@@ -188,6 +191,16 @@ def watch_peers(membership: Membership, patience_seconds: float) -> PeerWatch:
     )
     watch.start()
     return watch
+
+
+def check_is_no_summation_machine(config: ClusterConfig | None) -> None:
+    """Refuse to train on a machine reserved for summing gradients."""
+    if config is not None and config.is_summation_machine:
+        raise RuntimeError(
+            'TF_CONFIG gives this process the job "summation": it sums gradients of the workers '
+            "and does not train. Run `keras-het summation-server` here instead of the "
+            "training script."
+        )
 
 
 def watch_summation(watch: PeerWatch, summation: SummationGroup) -> None:

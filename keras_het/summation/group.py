@@ -22,7 +22,7 @@ from keras_het.exchange.client import Client
 from keras_het.exchange.links import PROBES, measure_link, send_probe
 from keras_het.exchange.message import Kind, Message, Vector
 from keras_het.packed_variables import pack, unpack
-from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig
+from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES
 from keras_het.summation.machine import (
     SERVICE,
     SummationService,
@@ -32,7 +32,6 @@ from keras_het.summation.machine import (
 from keras_het.summation.options import MEASURED, Summation
 from keras_het.summation.placement import place_partitions
 from keras_het.summation.transit import Machine, Route, Transit
-from keras_het.value_types import Summand
 
 if TYPE_CHECKING:
     from keras_het.strategy.extended import HeterogeneousExtended
@@ -108,16 +107,6 @@ def _measured_rates(
     rates = np.maximum(found, found.T).max(axis=1)
     most = float(rates.max())
     return [most if rate > _ALIKE * most else float(rate) for rate in rates]
-
-
-def check_is_no_summation_machine(config: ClusterConfig | None) -> None:
-    """Refuse to train on a machine reserved for summing gradients."""
-    if config is not None and config.is_summation_machine:
-        raise RuntimeError(
-            'TF_CONFIG gives this process the job "summation": it sums gradients of the workers '
-            "and does not train. Run `keras-het summation-server` here instead of the "
-            "training script."
-        )
 
 
 class SummationGroup:
@@ -196,20 +185,8 @@ class SummationGroup:
             client.close()
         self._service.close()
 
-    @staticmethod
-    def can_sum(value: Summand) -> bool:
-        """Whether a value suits a group: dense float32 of known shape, in a `tf.function`."""
-        # Keras infers shapes in a graph that never runs, differently on each worker.
-        return (
-            isinstance(value, tf.Tensor)
-            and not tf.executing_eagerly()
-            and private_api.function_being_traced(value.graph) is not None
-            and value.dtype == tf.float32
-            and bool(value.shape.num_elements())
-        )
-
     def sum(self, values: Sequence[tf.Tensor], workers_sum: bool = True) -> list[tf.Tensor]:
-        """Sum tensors for which `can_sum` is true over all workers; in a graph."""
+        """Sum tensors that suit a summation over all workers; in a graph."""
         # Unless `workers_sum`, only the spare machines sum, as parameter servers.
         with tf.device("CPU:0"):
             vector = pack(values)

@@ -6,8 +6,7 @@ from depth import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_het.summation import place_partitions
-from keras_het.summation.placement import cut, share_in_flight
+from keras_het.summation.placement import cut, place_partitions, share_in_flight
 
 rates = st.floats(0.1, 10.0)
 

@@ -13,9 +13,11 @@ from devices import create_logical_devices
 from keras_het.exchange.links import LinkSpeed
 from keras_het.exchange.secret import credential
 from keras_het.strategy.cluster.peer_watch import may_be_a_lost_connection
-from keras_het.summation import Summation, SummationService
+from keras_het.strategy.hierarchical_all_reduce import suits_summation
+from keras_het.summation import Summation
 from keras_het.summation import group as group_module
 from keras_het.summation.group import SummationGroup
+from keras_het.summation.machine import SummationService
 
 PROOF = credential(b"a secret of these tests", "summation")
 RUNS = itertools.count(78)
@@ -88,25 +90,25 @@ def test_a_worker_that_traces_again_needs_no_other_place(groups, step):
 def test_graphs_that_never_run_take_no_place(groups, step):
     class InfersItsShape(keras.layers.Layer):
         def call(self, values):
-            assert not groups[0].can_sum(values)
+            assert not suits_summation(values)
             return values
 
     InfersItsShape()(keras.Input(batch_shape=(23,)))
     assert_sums([step(0), step(1)], (1, 1))
 
 
-def test_sums_are_made_in_functions_of_float32_values_of_known_shape(groups):
-    group, answers = groups[0], []
+def test_sums_are_made_in_functions_of_float32_values_of_known_shape():
+    answers = []
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
     def traced(unknown):
         known = tf.ones([3])
-        answers.extend(group.can_sum(v) for v in (known, unknown, tf.cast(known, tf.float64)))
-        tf.cond(unknown[0] > 0, lambda: answers.append(group.can_sum(tf.ones([3]))), lambda: None)
+        answers.extend(suits_summation(v) for v in (known, unknown, tf.cast(known, tf.float64)))
+        tf.cond(unknown[0] > 0, lambda: answers.append(suits_summation(tf.ones([3]))), lambda: None)
 
     traced.get_concrete_function()
     assert answers == [True, False, False, True]
-    assert not group.can_sum(tf.ones([3]))
+    assert not suits_summation(tf.ones([3]))
 
 
 def test_sums_that_wait_take_no_thread_of_tensorflow(groups):

@@ -5,8 +5,8 @@ import pytest
 
 from keras_het.launch.command_line import main
 from keras_het.strategy.cluster.cluster_config import ClusterConfig
+from keras_het.strategy.membership import check_is_no_summation_machine
 from keras_het.summation import Summation, read_gradient_reduction
-from keras_het.summation.group import check_is_no_summation_machine
 
 
 def test_what_aggregation_may_be():

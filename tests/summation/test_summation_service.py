@@ -8,9 +8,13 @@ import pytest
 from keras_het.exchange.secret import credential
 from keras_het.launch.local.free_ports import ReservedPorts
 from keras_het.strategy.cluster.cluster_config import ClusterConfig
-from keras_het.summation import SummationService, start_machine, summation_credential
 from keras_het.summation.group import SummationClient
-from keras_het.summation.machine import tell_group_size
+from keras_het.summation.machine import (
+    SummationService,
+    start_machine,
+    summation_credential,
+    tell_group_size,
+)
 
 PROOF = credential(b"a secret of these tests", "summation")
 NUM_WORKERS, RUN, TIMEOUT = 3, 77, 60.0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keras_het.exchange.message import Kind, Message
-from keras_het.summation import place_partitions
+from keras_het.summation.placement import place_partitions
 from keras_het.summation.transit import Route, Transit
 
 TIMEOUT = 30.0
