@@ -37,7 +37,7 @@ from fake_nvml import FakeNvml
 from fake_nvml import Gpu as FakeGpu
 
 from keras_het.launch.command_line import main
-from keras_het.launch.doctor import cluster_checks, facts, machine_checks
+from keras_het.launch.doctor import cluster_checks, facts, links, machine_checks
 from keras_het.launch.doctor.examination import plan_of, report_on, run_checks, show
 from keras_het.launch.doctor.facts import (
     EXTRAS,
@@ -453,7 +453,7 @@ def test_a_node_that_cannot_serve_measures_nothing(this_machine, capsys, monkeyp
     report = json.loads(capsys.readouterr().out)
     counts = collections.Counter(finding["check"] for finding in report["findings"])
     assert counts["own_address"] == counts["links"] == 1
-    assert report["links"][0]["reached"] == facts.REFUSED
+    assert report["links"][0]["reached"] == links.REFUSED
 
 
 @pytest.mark.parametrize("text", ["-1", "soon", "nan"])

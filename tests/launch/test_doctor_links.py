@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 from doctor_facts import A100, ALONE, CUDA_BUILD, TWO, in_cluster, tf_config
 
-from keras_het.launch.doctor import facts, links
+from keras_het.launch.doctor import links
 from keras_het.launch.doctor.examination import report_on
 from keras_het.launch.doctor.facts import FAULT, NOTE, OK, WARNING
 from keras_het.launch.doctor.links import Link, Measurement, describe_node, measure_links
@@ -22,18 +22,18 @@ from keras_het.launch.doctor.links import Link, Measurement, describe_node, meas
 def test_connections(monkeypatch, ports):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listening = f"127.0.0.1:{listener.getsockname()[1]}"
-        assert facts.reach(listening) == facts.LISTENS
-    assert facts.reach(ports[0]) == facts.REFUSED
+        assert links.reach(listening) == links.LISTENS
+    assert links.reach(ports[0]) == links.REFUSED
     for error, state in (
-        (socket.gaierror, facts.UNKNOWN),
-        (TimeoutError, facts.UNREACHABLE),
+        (socket.gaierror, links.UNKNOWN),
+        (TimeoutError, links.UNREACHABLE),
     ):
         monkeypatch.setattr(socket, "create_connection", Mock(side_effect=error))
-        assert facts.reach("[::1]:1") == state
+        assert links.reach("[::1]:1") == state
 
 
 NODE = describe_node(ALONE)
-LINK = Link("worker 1", "b:1", facts.LISTENS, True, False, 2e-4, 1.1e9, 0.01, NODE)
+LINK = Link("worker 1", "b:1", links.LISTENS, True, False, 2e-4, 1.1e9, 0.01, NODE)
 
 
 def of_links(link, waited=30.0):
@@ -84,8 +84,8 @@ def test_what_the_trial_of_nccl_says(said, level):
         ({"bytes_per_second": 10e6}, WARNING, "takes 10.0 s"),
         ({"answers": False, "refused": True}, FAULT, "lists other addresses"),
         ({"answers": False}, WARNING, "not a doctor"),
-        ({"answers": False, "reached": facts.REFUSED}, WARNING, "within 30 s"),
-        ({"answers": False, "reached": facts.UNREACHABLE}, FAULT, "does not answer"),
+        ({"answers": False, "reached": links.REFUSED}, WARNING, "within 30 s"),
+        ({"answers": False, "reached": links.UNREACHABLE}, FAULT, "does not answer"),
     ],
     ids=["well", "slow", "another cluster", "not a doctor", "silent", "unreachable"],
 )
@@ -96,10 +96,10 @@ def test_what_a_link_says(changes, level, words):
 
 
 def test_without_waiting_a_silent_node_is_no_problem():
-    for reached in (facts.LISTENS, facts.REFUSED):
+    for reached in (links.LISTENS, links.REFUSED):
         (finding,) = of_links(Link("worker 1", "b:1", reached), waited=0.0)
         assert finding.level in (OK, NOTE)
-    assert of_links(Link("worker 1", "b:1", facts.UNKNOWN), waited=0.0) == []
+    assert of_links(Link("worker 1", "b:1", links.UNKNOWN), waited=0.0) == []
 
 
 @pytest.mark.parametrize(
@@ -158,10 +158,10 @@ def test_doctors_of_different_clusters_refuse_each_other(ports):
 
 def test_a_node_without_a_doctor_is_given_up(ports):
     given = in_cluster(tf_config({"worker": list(ports[:2])}))
-    assert measure_links(given, 0.1).links[0].reached == facts.REFUSED
+    assert measure_links(given, 0.1).links[0].reached == links.REFUSED
     with socket.create_server(("127.0.0.1", int(ports[1].rpartition(":")[2]))):
         (link,) = measure_links(given, 0.1).links
-    assert link.reached == facts.LISTENS and not link.answers
+    assert link.reached == links.LISTENS and not link.answers
     assert measure_links(ALONE, 5.0) == Measurement()
 
 

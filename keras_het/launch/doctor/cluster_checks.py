@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import ipaddress
 import os
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+
+import psutil
 
 from keras_het.exchange.secret import read_secret
 from keras_het.launch.doctor.facts import (
     Facts,
     Finding,
-    bind_problem,
     fault,
-    holder_of,
-    is_loopback,
     note,
     ok,
     unless,
@@ -75,38 +77,51 @@ def cluster(facts: Facts) -> Iterator[Finding]:
         return
     jobs = {job: len(places) for job, places in config.as_cluster_dict().items()}
     counts = ", ".join(f"{count} of the job {job}" for job, count in jobs.items())
-    yield ok("tf_config", f"{TF_CONFIG}: this process is {own_task(config)}; tasks: {counts}.")
-    for name, address in _own_addresses(facts, config).items():
+    own, listening = own_task(config), listening_tasks(config)
+    yield ok("tf_config", f"{TF_CONFIG}: this process is {own}; tasks: {counts}.")
+    addresses = {own: listening[own]} if own in listening else {}
+    if addresses and config.is_chief and config.async_workers and not config.parameter_services:
+        addresses["the parameter service"] = config.service_address(facts.environ)
+    for name, address in addresses.items():
         yield _own_address(facts, name, address)
-    others = other_tasks(config)
     with ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(places_of, others.values()))
-    for (name, address), places in zip(others.items(), found, strict=True):
-        if not places:
+        found = pool.map(places_of, listening.values())
+    places = dict(zip(listening, found, strict=True))
+    for name, address in listening.items():
+        if name != own and not places[name]:
             yield _unknown_host("other_names", name, address)
-    yield from _loopback(config)
+    known = [name for name in listening if places[name]]
+    local = [name for name in known if all(map(_is_loopback, places[name]))]
+    # only their own machine reaches them, and there are several machines
+    for name in local if len(local) < len(known) else ():
+        whose = "This machine's own name" if name == own else f"The address of {name}"
+        yield fault(
+            "loopback",
+            f"{whose} stands for the loopback device, which other machines cannot reach. Received: "
+            f"{listening[name]}; expected: an address in the network of the others.",
+            f"Give the machine's IP address in {TF_CONFIG} on all machines, or correct its name in "
+            "/etc/hosts (Debian's 127.0.1.1).",
+        )
     if config.async_workers or config.parameter_services:
-        yield _secret(facts)
-    yield _proxy(facts, [_host(address).strip("[]") for address in others.values()])
-
-
-def _own_addresses(facts: Facts, config: ClusterConfig) -> dict[str, str]:
-    if config.task_type not in _LISTENING_JOBS:
-        return {}
-    found = {own_task(config): listening_tasks(config)[own_task(config)]}
-    if config.async_workers and not config.parameter_services and config.is_chief:
-        found["the parameter service"] = config.service_address(facts.environ)
-    return found
+        try:
+            read_secret(facts.environ)
+        except (ValueError, OSError) as error:
+            fix = "Set it in the environment of all tasks, the same for all."
+            yield fault("secret", str(error), fix)
+        else:
+            yield ok("secret", "There is a secret for the parameter service.")
+    others = [_host(address).strip("[]") for address in other_tasks(config).values()]
+    yield _proxy(facts, others)
 
 
 def _own_address(facts: Facts, name: str, address: str) -> Finding:
     if not places_of(address):
         return _unknown_host("own_address", f"this machine ({name})", address)
-    problem, port = bind_problem(address), address.rpartition(":")[2]
+    problem, port = _bind_problem(address), address.rpartition(":")[2]
     if problem == 0:
         return ok("own_address", f"{name} can listen at {address}.")
     if problem == errno.EADDRINUSE:
-        holder = holder_of(int(port))
+        holder = _holder_of(int(port))
         return fault(
             "own_address",
             f"The port of {name} is taken{f' by {holder}' if holder else ''}. Received: "
@@ -132,6 +147,35 @@ def _own_address(facts: Facts, name: str, address: str) -> Finding:
     )
 
 
+def _bind_problem(address: str) -> int:
+    """Try to listen on an address for a moment; return the number of the error, 0 if it can be."""
+    last = errno.EADDRNOTAVAIL
+    for family, place in places_of(address):
+        try:
+            socket.create_server(place, family=family).close()
+        except OSError as error:
+            last = error.errno or errno.EADDRNOTAVAIL
+            if last == errno.EADDRINUSE:
+                return last
+        else:
+            return 0
+    return last
+
+
+def _holder_of(port: int) -> str:
+    """Return the program that listens on a port of this machine, empty if it is hidden."""
+    with contextlib.suppress(psutil.Error, OSError, RuntimeError):
+        for each in psutil.net_connections("tcp"):
+            is_it = each.laddr and each.laddr.port == port and each.status == psutil.CONN_LISTEN
+            if is_it and each.pid:
+                return f"{psutil.Process(each.pid).name()} (process {each.pid})"
+    return ""
+
+
+def _is_loopback(place: tuple[socket.AddressFamily, tuple[str, int]]) -> bool:
+    return ipaddress.ip_address(place[1][0].partition("%")[0]).is_loopback
+
+
 def _unknown_host(check: str, name: str, address: str) -> Finding:
     return fault(
         check,
@@ -139,32 +183,6 @@ def _unknown_host(check: str, name: str, address: str) -> Finding:
         f"`getent hosts {_host(address)}` finds, or an IP address.",
         f"Correct it in {TF_CONFIG} on all machines, or add it to /etc/hosts or the name server.",
     )
-
-
-def _loopback(config: ClusterConfig) -> Iterator[Finding]:
-    """Look for addresses that only their own machine reaches, where there are several machines."""
-    tasks = listening_tasks(config)
-    known = {name: address for name, address in tasks.items() if places_of(address)}
-    local = {name: address for name, address in known.items() if is_loopback(address)}
-    for name, address in local.items() if len(local) < len(known) else ():
-        is_own = name == own_task(config)
-        whose = "This machine's own name" if is_own else f"The address of {name}"
-        yield fault(
-            "loopback",
-            f"{whose} stands for the loopback device, which other machines cannot reach. Received: "
-            f"{address}; expected: an address in the network of the others.",
-            f"Give the machine's IP address in {TF_CONFIG} on all machines, or correct its name in "
-            "/etc/hosts (Debian's 127.0.1.1).",
-        )
-
-
-def _secret(facts: Facts) -> Finding:
-    try:
-        read_secret(facts.environ)
-    except (ValueError, OSError) as error:
-        fix = "Set it in the environment of all tasks, the same for all."
-        return fault("secret", str(error), fix)
-    return ok("secret", "There is a secret for the parameter service.")
 
 
 def _proxy(facts: Facts, hosts: list[str]) -> Finding:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
 import functools
 import importlib.metadata
 import importlib.util
@@ -19,13 +17,11 @@ import psutil
 
 from keras_het.device_names import processor_name
 from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts, ask_tensorflow
-from keras_het.strategy.cluster.arrival import places_of
 from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
 from keras_het.telemetry.hardware import HostValues, Nvml, NvmlMissingError
 from keras_het.usable_cpus import own_cpus, usable_cpus
 
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
-LISTENS, REFUSED, UNREACHABLE, UNKNOWN = "listens", "refused", "unreachable", "unknown"
 
 
 HOW_TO_CLOSE = (
@@ -45,55 +41,6 @@ def open_to(public: Sequence[str]) -> str:
         "TensorFlow's servers listen on every interface of this machine, also on "
         f"{', '.join(public)}. Anyone who can reach a worker's port can read and write files."
     )
-
-
-def is_loopback(address: str) -> bool:
-    places = places_of(address)
-    hosts = [ipaddress.ip_address(place[0].partition("%")[0]) for _, place in places]
-    return bool(hosts) and all(host.is_loopback for host in hosts)
-
-
-def bind_problem(address: str) -> int:
-    """Try to listen on an address for a moment; return the number of the error, 0 if it can be."""
-    last = errno.EADDRNOTAVAIL
-    for family, place in places_of(address):
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # as servers do: connections of an earlier one that are still closing do not count
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(place)
-                probe.listen()
-            except OSError as error:
-                last = error.errno or errno.EADDRNOTAVAIL
-                if last == errno.EADDRINUSE:
-                    return last
-            else:
-                return 0
-    return last
-
-
-def holder_of(port: int) -> str:
-    """Return the program that listens on a port of this machine, empty if it is hidden."""
-    with contextlib.suppress(psutil.Error, OSError, RuntimeError):
-        for each in psutil.net_connections("tcp"):
-            is_it = each.laddr and each.laddr.port == port and each.status == psutil.CONN_LISTEN
-            if is_it and each.pid:
-                return f"{psutil.Process(each.pid).name()} (process {each.pid})"
-    return ""
-
-
-def reach(address: str, timeout_seconds: float = 2.0) -> str:
-    """Connect to an address; return what happened."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout_seconds).close()
-    except socket.gaierror:
-        return UNKNOWN
-    except ConnectionRefusedError:
-        return REFUSED
-    except OSError:
-        return UNREACHABLE
-    return LISTENS
 
 
 OK, NOTE, WARNING, FAULT = "ok", "note", "warning", "fault"

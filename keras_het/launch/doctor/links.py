@@ -11,6 +11,7 @@ import functools
 import hmac
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -30,15 +31,11 @@ from keras_het.exchange.server import Server
 from keras_het.launch.doctor.cluster_checks import listening_tasks, other_tasks, own_task
 from keras_het.launch.doctor.facts import (
     FAULT,
-    LISTENS,
-    UNKNOWN,
-    UNREACHABLE,
     Facts,
     Finding,
     expect,
     fault,
     note,
-    reach,
     unless,
     warning,
 )
@@ -55,6 +52,9 @@ _CALL_SECONDS = 10.0
 _DESCRIPTION_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 _NO_ANSWER = (ConnectionError, TimeoutError, NotImplementedError)
+
+
+LISTENS, REFUSED, UNREACHABLE, UNKNOWN = "listens", "refused", "unreachable", "unknown"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +135,20 @@ def _credential(config: ClusterConfig, environ: Mapping[str, str]) -> bytes:
     except (ValueError, OSError):  # the check of secrets says so
         secret = f"{SECRET_VARIABLE} or {SECRET_FILE_VARIABLE}".encode()
     return hmac.digest(secret, f"keras-het doctor {text}".encode(), "sha256")
+
+
+def reach(address: str, timeout_seconds: float = 2.0) -> str:
+    """Connect to an address; return what happened."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_seconds).close()
+    except socket.gaierror:
+        return UNKNOWN
+    except ConnectionRefusedError:
+        return REFUSED
+    except OSError:
+        return UNREACHABLE
+    return LISTENS
 
 
 class _Desk:
@@ -247,22 +261,19 @@ def links(facts: Facts, measurement: Measurement) -> Iterator[Finding]:
     for link in measurement.links:
         name = f"{link.task} ({link.address})"
         if link.answers:
-            yield _speed(link, name)
+            seconds = 100e6 / max(link.bytes_per_second, 1.0)
+            yield expect(
+                "links",
+                link.bytes_per_second >= _SLOW_BYTES_PER_SECOND,
+                f"{name}: {link.latency_seconds * 1e3:.2g} ms, {link.bytes_per_second / 1e6:.0f} "
+                "MB/s.",
+                f"The gradient of a model of 25 million weights (100 MB) takes {seconds:.1f} s.",
+                "Let it exchange less often (keras_het.callbacks.LocalTraining), or train outside "
+                'of the sync group (job "async"); see which network the address belongs to.',
+            )
             yield from _differences(facts, link, name)
         elif link.reached != UNKNOWN:  # a separate check has said that its name is not known
             yield _silent(link, name, measurement.waited_seconds)
-
-
-def _speed(link: Link, name: str) -> Finding:
-    seconds = 100e6 / max(link.bytes_per_second, 1.0)
-    return expect(
-        "links",
-        link.bytes_per_second >= _SLOW_BYTES_PER_SECOND,
-        f"{name}: {link.latency_seconds * 1e3:.2g} ms, {link.bytes_per_second / 1e6:.0f} MB/s.",
-        f"The gradient of a model of 25 million weights (100 MB) takes {seconds:.1f} s.",
-        "Let it exchange less often (keras_het.callbacks.LocalTraining), or train outside of the "
-        'sync group (job "async"); see which network the address belongs to.',
-    )
 
 
 def _silent(link: Link, name: str, waited_seconds: float) -> Finding:

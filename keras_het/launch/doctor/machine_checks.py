@@ -26,6 +26,7 @@ from keras_het.launch.doctor.facts import (
     unless,
     warning,
 )
+from keras_het.launch.local.worker_environment import KERAS_HET_EMULATED_DEVICES, VISIBLE
 from keras_het.seen_versions import FIRST_UNSEEN, KERAS_BACKEND, NEEDED_BACKEND
 
 _OLDEST = {"Keras": (3, 14), "TensorFlow": (2, 16)}
@@ -40,16 +41,29 @@ _THREADS = "TF_NUM_INTRAOP_THREADS"
 
 def software(facts: Facts) -> Iterator[Finding]:
     found = facts.tensorflow
-    cuda = f"for CUDA {found.cuda} and cuDNN {found.cudnn}" if found.cuda else "without CUDA"
-    product = f"keras_het {__version__}, TensorFlow {found.tensorflow} (built {cuda})"
+    built = f"for CUDA {found.cuda} and cuDNN {found.cudnn}" if found.cuda else "without CUDA"
+    product = f"keras_het {__version__}, TensorFlow {found.tensorflow} (built {built})"
     yield (
         fault("tensorflow_import", found.problem, found.fix)
         if found.problem
         else ok("tensorflow_import", f"{product}, Keras {found.keras}.")
     )
-    for name, text in (("TensorFlow", found.tensorflow), ("Keras", found.keras)):
-        if text:
-            yield from _version(name, text)
+    for name, version in (("TensorFlow", found.tensorflow), ("Keras", found.keras)):
+        oldest, unseen = (".".join(map(str, bounds[name])) for bounds in (_OLDEST, FIRST_UNSEEN))
+        expected = f"Received: {name} {version}; expected: from {oldest} to below {unseen}."
+        yield unless(
+            "versions",
+            not version or _numbers(version) >= _OLDEST[name],
+            f"{name} is too old. {expected}",
+            "pip install --upgrade . in the checkout of keras_het",
+            FAULT,
+        )
+        yield unless(
+            "versions",
+            _numbers(version) < FIRST_UNSEEN[name],
+            f"keras_het has not been tested with this version. {expected}",
+            f"If training fails, or its numbers differ: pip install '{name.lower()}<{unseen}'",
+        )
     backend, place = _chosen_backend(facts)
     yield expect(
         "keras_backend",
@@ -60,51 +74,27 @@ def software(facts: Facts) -> Iterator[Finding]:
         "imported; it wins over keras.json.",
         FAULT,
     )
-    yield from _extras(facts)
-    yield unless(
-        "emulation",
-        not facts.environ.get("KERAS_HET_EMULATED_DEVICES"),
-        "KERAS_HET_EMULATED_DEVICES is set: this process's devices wait, to emulate others.",
-        "Unset it to train at full speed; keras-het run --emulate-speeds sets it where it belongs.",
-    )
-
-
-def _version(name: str, text: str) -> Iterator[Finding]:
-    oldest, unseen = (".".join(map(str, bounds[name])) for bounds in (_OLDEST, FIRST_UNSEEN))
-    expected = f"Received: {name} {text}; expected: from {oldest} to below {unseen}."
-    yield unless(
-        "versions",
-        _numbers(text) >= _OLDEST[name],
-        f"{name} is too old. {expected}",
-        "pip install --upgrade . in the checkout of keras_het",
-        FAULT,
-    )
-    yield unless(
-        "versions",
-        _numbers(text) < FIRST_UNSEEN[name],
-        f"keras_het has not been tested with this version. {expected}",
-        f"If training fails, or its numbers differ: pip install '{name.lower()}<{unseen}'",
-    )
-
-
-def _extras(facts: Facts) -> Iterator[Finding]:
     board = facts.extras.get("tensorboard", "")
-    needs_it = board and _numbers(board) < _TENSORBOARD_WITHOUT_IT
     yield unless(
         "extras",
-        facts.has_pkg_resources or not needs_it,
+        facts.has_pkg_resources or not board or _numbers(board) >= _TENSORBOARD_WITHOUT_IT,
         f"TensorBoard {board} cannot start: it imports pkg_resources, which the installed "
         "setuptools no longer provides.",
         "pip install 'setuptools<82'",
     )
     installed = [f"{extra} {version}" for extra, version in facts.extras.items() if version]
     missing = [extra for extra, version in facts.extras.items() if not version]
-    if facts.extras:
-        yield note(
-            "extras",
-            f"Extras installed: {', '.join(installed) or 'none'}; not: {', '.join(missing)}.",
-            "pip install '.[NAME]' in the checkout of keras_het installs one." if missing else "",
-        )
+    yield note(
+        "extras",
+        f"Extras installed: {', '.join(installed) or 'none'}; not: {', '.join(missing)}.",
+        "pip install '.[NAME]' in the checkout of keras_het installs one." if missing else "",
+    )
+    yield unless(
+        "emulation",
+        not facts.environ.get(KERAS_HET_EMULATED_DEVICES),
+        f"{KERAS_HET_EMULATED_DEVICES} is set: this process's devices wait, to emulate others.",
+        "Unset it to train at full speed; keras-het run --emulate-speeds sets it where it belongs.",
+    )
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -196,7 +186,6 @@ def _room(name: str, folder: Path, setting: str) -> Finding:
     )
 
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 _USED_PART = 0.1
 _CUDA_BUILD = (
     "pip install '.[cuda]' in the checkout of keras_het (tensorflow-cpu has to be uninstalled "
@@ -221,8 +210,8 @@ def gpus(facts: Facts) -> Iterator[Finding]:
         _CUDA_BUILD,
     )
     text = facts.environ.get(VISIBLE)
+    shown = len(facts.gpus) if text is None else _shown(text, facts.gpus)
     if text is not None and facts.gpus:
-        shown = _shown(text, facts.gpus)
         yield expect(
             "hidden_gpus",
             shown == len(text.split(",")),
@@ -233,8 +222,36 @@ def gpus(facts: Facts) -> Iterator[Finding]:
         )
     for gpu in facts.gpus:
         yield from _card(facts, gpu)
-    yield from _tensor_float_32(facts)
-    yield from _used(facts)
+    if len(have_tensor_float_32(facts)) > 1:
+        known = [gpu for gpu in facts.gpus if gpu.capability[0]]
+        without, having = (
+            ", ".join(
+                f"{gpu.index} ({gpu.name})"
+                for gpu in known
+                if (gpu.capability >= _TENSOR_FLOAT_32) is has_it
+            )
+            for has_it in (False, True)
+        )
+        yield note(
+            "tensor_float_32",
+            f"TensorFlow multiplies float32 in TensorFloat-32 by default on GPU {having}, and not "
+            f"on GPU {without}, which does not have it: products differ by about 1e-3.",
+            WITHOUT_TENSOR_FLOAT_32,
+        )
+    if found.cuda and shown:
+        listed = f": {', '.join(found.gpus)}" if found.gpus else ", and lists none"
+        yield expect(
+            "used_gpus",
+            0 < len(found.gpus) <= found.replicas,
+            f"TensorFlow uses {found.replicas} of {shown} GPUs that it may{listed}.",
+            f"TensorFlow says: {_last(found.log)}" if found.log else "",
+            "It leaves out GPUs that are old, or that have few multiprocessors "
+            "(TF_MIN_GPU_MULTIPROCESSOR_COUNT, 8 by default)."
+            if found.gpus
+            else f"Install the libraries of CUDA {found.cuda}, for which it was built, with pip "
+            f"install 'tensorflow[and-cuda]=={found.tensorflow}', and a driver (of the machine, "
+            "where this is a container) that is not older than them.",
+        )
     names = {gpu.name for gpu in facts.gpus}
     if len(names) > 1 and facts.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         yield note(
@@ -296,45 +313,6 @@ def have_tensor_float_32(facts: Facts) -> list[bool]:
     return sorted(known) if facts.tensorflow.replicas else []
 
 
-def _tensor_float_32(facts: Facts) -> Iterator[Finding]:
-    if len(have_tensor_float_32(facts)) > 1:
-        known = [gpu for gpu in facts.gpus if gpu.capability[0]]
-        without, having = (
-            ", ".join(
-                f"{gpu.index} ({gpu.name})"
-                for gpu in known
-                if (gpu.capability >= _TENSOR_FLOAT_32) is has_it
-            )
-            for has_it in (False, True)
-        )
-        yield note(
-            "tensor_float_32",
-            f"TensorFlow multiplies float32 in TensorFloat-32 by default on GPU {having}, and not "
-            f"on GPU {without}, which does not have it: products differ by about 1e-3.",
-            WITHOUT_TENSOR_FLOAT_32,
-        )
-
-
-def _used(facts: Facts) -> Iterator[Finding]:
-    found, text = facts.tensorflow, facts.environ.get(VISIBLE)
-    expected = len(facts.gpus) if text is None else _shown(text, facts.gpus)
-    if not found.cuda or not expected:
-        return
-    names = f": {', '.join(found.gpus)}" if found.gpus else ", and lists none"
-    yield expect(
-        "used_gpus",
-        0 < len(found.gpus) <= found.replicas,
-        f"TensorFlow uses {found.replicas} of {expected} GPUs that it may{names}.",
-        f"TensorFlow says: {_last(found.log)}" if found.log else "",
-        "It leaves out GPUs that are old, or that have few multiprocessors "
-        "(TF_MIN_GPU_MULTIPROCESSOR_COUNT, 8 by default)."
-        if found.gpus
-        else f"Install the libraries of CUDA {found.cuda}, for which it was built, with pip "
-        f"install 'tensorflow[and-cuda]=={found.tensorflow}', and a driver (of the machine, where "
-        "this is a container) that is not older than them.",
-    )
-
-
 def _shown(text: str, gpus: Sequence[Gpu]) -> int:
     """Number of devices that CUDA_VISIBLE_DEVICES shows; nothing counts behind a wrong entry."""
     entries = [entry.strip() for entry in text.split(",")]
@@ -355,7 +333,6 @@ def _has_binary(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
 
 
 def _last(log: str) -> str:
-    telling = [
-        line for line in log.splitlines() if re.search(r"dlopen|[Ii]gnoring|no kernel", line)
-    ]
-    return (telling or log.splitlines())[-1]
+    lines = log.splitlines()
+    telling = [line for line in lines if re.search(r"dlopen|[Ii]gnoring|no kernel", line)]
+    return (telling or lines)[-1]
