@@ -120,10 +120,11 @@ def async_cluster(
 
 def _secret() -> dict[str, str]:
     """Return the secret of all tasks, unless one is given the address of the service."""
-    from keras_het.launch.local.worker_environment import ADDRESS, service_environment
+    from keras_het.launch.local.worker_environment import service_environment
+    from keras_het.strategy.cluster.cluster_config import SERVICE_ADDRESS
 
     found = service_environment("", os.environ)
-    return {name: value for name, value in found.items() if name != ADDRESS}
+    return {name: value for name, value in found.items() if name != SERVICE_ADDRESS}
 
 
 @contextlib.contextmanager

@@ -16,11 +16,15 @@ from rich.table import Table
 
 from keras_het import __version__
 from keras_het.launch.doctor.tensorflow_facts import answer_in, run_program
-from keras_het.launch.local.worker_environment import environment_of
+from keras_het.launch.local.worker_environment import (
+    KERAS_HET_EMULATED_DEVICES,
+    VISIBLE,
+    Emulation,
+    environment_of,
+)
 
 _PROGRAM = "keras_het.launch.benchmark_trial_program"
 _START_SECONDS = 180.0
-_EMULATED_MILLISECONDS = 4.0
 MODELS = ("convnet", "transformer")
 
 
@@ -109,15 +113,8 @@ def run_trial(trial: Trial, settings: Settings, run: Callable[..., Any] = run_pr
 def _environment(devices: Sequence[Device]) -> dict[str, str]:
     if devices[0].visible:
         return environment_of(",".join(device.visible for device in devices))
-    emulated = [
-        {
-            "speed": device.speed,
-            "fixed_seconds": 0.0,
-            "seconds_per_sample": _EMULATED_MILLISECONDS / 1e3 / device.speed,
-        }
-        for device in devices
-    ]
-    return {"KERAS_HET_EMULATED_DEVICES": json.dumps(emulated), "CUDA_VISIBLE_DEVICES": "-1"}
+    emulation = Emulation(tuple(device.speed for device in devices))
+    return {KERAS_HET_EMULATED_DEVICES: json.dumps(emulation.devices()), VISIBLE: "-1"}
 
 
 def headline(model: str, measured: Mapping[Trial, Mapping[str, Any]]) -> dict[str, float] | None:

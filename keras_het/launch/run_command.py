@@ -291,7 +291,11 @@ def run_workers(options: argparse.Namespace) -> int:
             own = own_workers(os.environ, len(gpus), options.async_workers)
         except (ValueError, NvmlMissingError) as error:
             raise ValueError(f"--gpus: {error}") from error
-    if own is None and os.environ.get(TF_CONFIG, "").strip():
+    environments = [environment_of(gpu) for gpu in gpus]
+    if own is not None:
+        pairs = zip(environments, own.tf_configs, strict=True)
+        environments = [{**environment, TF_CONFIG: text} for environment, text in pairs]
+    elif os.environ.get(TF_CONFIG, "").strip():
         display.say(_REPLACED)
     first = own.first_index if own else 0
     logs: WorkerLogs | None = None
@@ -333,7 +337,7 @@ def run_workers(options: argparse.Namespace) -> int:
         cluster = LocalCluster(
             script_command(options),
             len(gpus) or options.workers,
-            worker_env=_environments(gpus, own),
+            worker_env=environments or None,
             emulation=emulation,
             cpus_per_worker=options.cpus_per_worker,
             pin=options.pin,
@@ -365,13 +369,6 @@ def _what_they_see(
     elif dealt:
         reason = "devices are emulated" if label else "there are fewer GPUs than workers"
         yield f"the workers see no GPU, as {reason} (see --gpus auto)."
-
-
-def _environments(gpus: Sequence[str], own: OwnWorkers | None) -> list[dict[str, str]] | None:
-    environments = [environment_of(gpu) for gpu in gpus]
-    for environment, text in zip(environments, own.tf_configs if own else (), strict=False):
-        environment[TF_CONFIG] = text
-    return environments or None
 
 
 def _run_on_ray(options: argparse.Namespace, display: Display) -> int:

@@ -17,13 +17,13 @@ from typing import Any
 from keras_het.launch.cluster_environment import Place
 from keras_het.launch.local.local_cluster import LocalCluster
 from keras_het.launch.local.worker_environment import (
-    ADDRESS,
     choose_gpus,
     environment_of,
     present_gpus,
     tf_config_of,
 )
 from keras_het.launch.local.worker_process import WorkerProcess
+from keras_het.strategy.cluster.cluster_config import SERVICE_ADDRESS
 
 # BatchMode: nobody is there to type a password. ServerAlive: a lost host is noticed in 45 s.
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
@@ -46,8 +46,8 @@ class SshCluster(LocalCluster):
         self._places = Place(self.hosts, 0, "--hosts").addresses(port)
         self._each_has_gpu = each_has_gpu
         # the parameter service is beside the first worker, not on this machine
-        address = os.environ.get(ADDRESS, f"{hosts[0]}:{port + 1}")
-        own = {ADDRESS: address, "PYTHONUNBUFFERED": "1", **env}
+        address = os.environ.get(SERVICE_ADDRESS, f"{hosts[0]}:{port + 1}")
+        own = {SERVICE_ADDRESS: address, "PYTHONUNBUFFERED": "1", **env}
         no_gpus_of_ours: list[dict[str, str]] = [{} for _ in hosts]
         super().__init__(
             command, len(hosts), env=own, worker_env=no_gpus_of_ours, pin=False, **options

@@ -18,16 +18,24 @@ import keras_het
 from keras_het.launch.local.display import Display, WorkerLogs
 from keras_het.launch.local.failure_report import describe_failures, save_output
 from keras_het.launch.local.tracebacks import TracebackFilter, uncaught_error
-from keras_het.launch.local.worker_process import LineSplitter, OutputLine, WorkerResult, strip_ansi
+from keras_het.launch.local.worker_process import OutputLine, WorkerResult, output_lines, strip_ansi
+
+
+class Chunks(io.RawIOBase):
+    def __init__(self, chunks):
+        self.left = [chunk for chunk in chunks if chunk]
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        chunk = self.left.pop(0) if self.left else b""
+        buffer[: len(chunk)] = chunk
+        return len(chunk)
 
 
 def split(*chunks):
-    splitter = LineSplitter()
-    lines: list[OutputLine] = []
-    for chunk in chunks:
-        lines += splitter.feed(chunk)
-    lines += splitter.finish()
-    return [(line.text, line.is_final) for line in lines]
+    return [(line.text, line.is_final) for line in output_lines(Chunks(chunks))]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +47,7 @@ def split(*chunks):
         (b"a\r\nb\r\n", [("a", True), ("b", True)]),
         (b"1%\r2%\r3%\n", [("1%", False), ("2%", False), ("3%", True)]),
         (b"\r1%\r2%", [("1%", False), ("2%", True)]),
-        (b"1%\r2%\r", [("1%", False), ("2%", True)]),
+        (b"1%\r2%\r", [("1%", False), ("2%", False), ("2%", True)]),
         (b"1%\r2%\r\r\n", [("1%", False), ("2%", False), ("2%", True)]),
         (b"\x08\x08\x08\r1/2\x08\x08\x08\r2/2\n", [("1/2", False), ("2/2", True)]),
         ("ä€\n".encode(), [("ä€", True)]),

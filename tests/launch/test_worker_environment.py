@@ -24,7 +24,6 @@ def test_what_is_written_is_what_a_worker_reads():
         assert devices is not None
         (device,) = devices
         assert device.speed == emulation.speeds[index]
-        assert device.time_model == emulation.time_models()[index]
         assert math.isclose(device.time_model.seconds(10), 0.5 + 10 * seconds)
 
 

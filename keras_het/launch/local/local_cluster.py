@@ -17,7 +17,6 @@ from typing import Literal
 from keras_het.launch.local import watchdog
 from keras_het.launch.local.free_ports import ReservedPorts
 from keras_het.launch.local.worker_environment import (
-    ADDRESS,
     Emulation,
     deal_gpus,
     environment_of,
@@ -30,7 +29,7 @@ from keras_het.launch.local.worker_process import (
     WorkerProcess,
     WorkerResult,
 )
-from keras_het.strategy.cluster.cluster_config import GROUP_PROCESSES
+from keras_het.strategy.cluster.cluster_config import GROUP_PROCESSES, SERVICE_ADDRESS
 from keras_het.usable_cpus import own_cpus, usable_cpus
 
 _TIMEOUT_LINES = 15
@@ -294,7 +293,7 @@ class LocalCluster:
         passed = {name: os.environ[name] for name in os.environ if name not in self._withheld}
         inherited = passed | own
         if self._ports is not None and self.num_async_workers:
-            address = own.get(ADDRESS, self._ports.addresses[-1])
+            address = own.get(SERVICE_ADDRESS, self._ports.addresses[-1])
             inherited |= service_environment(address, inherited, self._secret)
         return inherited
 

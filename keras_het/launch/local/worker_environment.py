@@ -7,12 +7,14 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from keras_het.exchange.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 from keras_het.planning.time_model import LinearTimeModel
 from keras_het.seen_versions import KERAS_BACKEND, NEEDED_BACKEND
+from keras_het.strategy.cluster.cluster_config import SERVICE_ADDRESS
 from keras_het.telemetry.hardware import Nvml, NvmlMissingError
 
 KERAS_HET_EMULATED_DEVICES = "KERAS_HET_EMULATED_DEVICES"
@@ -40,28 +42,24 @@ class Emulation:
                 "Emulated devices need positive finite speeds, one for each worker. Received: "
                 f"speeds={self.speeds}. Give relative speeds such as 4,2,1."
             )
-        self.time_models()
+        self.devices()
 
-    def time_models(self) -> tuple[LinearTimeModel, ...]:
-        return tuple(
+    def devices(self) -> list[dict[str, Any]]:
+        """Return the devices as `read_emulated_devices` reads them."""
+        kind = {"asynchronous": True} if self.asynchronous else {}
+        models = [
             LinearTimeModel(self.fixed_seconds, self.seconds_per_sample / speed)
             for speed in self.speeds
-        )
+        ]
+        pairs = zip(self.speeds, models, strict=True)
+        return [{"speed": speed, **asdict(model), **kind} for speed, model in pairs]
 
     def environment_of(self, worker_index: int) -> dict[str, str]:
-        model = self.time_models()[worker_index]
-        device = {
-            "speed": self.speeds[worker_index],
-            "fixed_seconds": model.fixed_seconds,
-            "seconds_per_sample": model.seconds_per_sample,
-        }
-        if self.asynchronous:
-            device["asynchronous"] = True
-        return {KERAS_HET_EMULATED_DEVICES: json.dumps([device])}
+        return {KERAS_HET_EMULATED_DEVICES: json.dumps([self.devices()[worker_index]])}
 
     def describe(self) -> str:
         speeds = ":".join(f"{speed:g}" for speed in self.speeds)
-        times = ", ".join(f"{1000 * model.seconds_per_sample:g}" for model in self.time_models())
+        times = ", ".join(f"{1000 * each['seconds_per_sample']:g}" for each in self.devices())
         fixed = f" plus {1000 * self.fixed_seconds:g} ms a step" if self.fixed_seconds else ""
         kind = "asynchronous device" if self.asynchronous else "device"
         return (
@@ -73,8 +71,6 @@ class Emulation:
 # Hides TensorFlow's information messages, of which each worker prints some 50 lines at startup.
 QUIET_TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 _LEAST_INTEROP_THREADS = 2
-ADDRESS = "KERAS_HET_SERVICE_ADDRESS"
-_SECRET = "KERAS_HET_SECRET"
 # Not TOKENIZERS_PARALLELISM or MAX_TOKENS, nor GOOGLE_APPLICATION_CREDENTIALS, which is a path.
 _SECRETS = re.compile(r"(TOKEN|SECRET)(_|$)|PASSWORD|PASSWD|(API|ACCESS|PRIVATE)_?KEY")
 _OURS = "KERAS_HET_*"
@@ -133,9 +129,9 @@ def with_backend(environment: Mapping[str, str]) -> dict[str, str]:
 def service_environment(
     address: str, inherited: Mapping[str, str], secret: str | None = None
 ) -> dict[str, str]:
-    given = any(inherited.get(name) for name in (_SECRET, f"{_SECRET}_FILE"))
-    own = {} if given else {_SECRET: secret or secrets.token_hex(32)}
-    return {ADDRESS: address, **own}
+    given = inherited.get(SECRET_VARIABLE) or inherited.get(SECRET_FILE_VARIABLE)
+    own = {} if given else {SECRET_VARIABLE: secret or secrets.token_hex(32)}
+    return {SERVICE_ADDRESS: address, **own}
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -180,21 +176,23 @@ def choose_gpus(wanted: str, present: Sequence[str], num_async_workers: int = 0)
     if wanted == AUTO:
         chosen = list(present)
     elif wanted.isdecimal():
-        chosen = list(present[: int(wanted)])
-        if len(chosen) < int(wanted):
-            raise ValueError(_problem(wanted, present))
+        chosen = list(present[: int(wanted)]) if int(wanted) <= len(present) else []
     else:
         names = [each.strip() for each in wanted.split(",") if each.strip()]
         places = [int(each) if each.isdecimal() else _place(each, present) for each in names]
-        if not places or any(place not in range(len(present)) for place in places):
-            raise ValueError(_problem(wanted, present))
-        if len(set(places)) < len(places):
-            raise ValueError(
-                f"each worker needs its own GPU. Received: --gpus {wanted}. Name each once."
-            )
-        chosen = [present[place] for place in places]
+        are_present = all(place in range(len(present)) for place in places)
+        chosen = [present[place] for place in places] if are_present else []
     if not chosen:
-        raise ValueError(_problem(wanted, present))
+        seen = f"{len(present)} GPU(s) ({', '.join(present)})" if present else "no GPU"
+        raise ValueError(
+            f"there are no such GPUs. Received: --gpus {wanted}, where {seen} can be used here; "
+            f"expected: {AUTO}, a number, or indices such as 0,2 (with a comma: 0, for the first). "
+            f"See `keras-het doctor`, and {VISIBLE} if it is set."
+        )
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(
+            f"each worker needs its own GPU. Received: --gpus {wanted}. Name each once."
+        )
     if num_async_workers >= len(chosen):
         raise ValueError(
             f"no worker is left for the synchronous group. Received: --async-workers "
@@ -207,15 +205,6 @@ def _place(name: str, present: Sequence[str]) -> int:
     """Return the place of the GPU whose UUID begins so, as CUDA finds it; -1 if there is none."""
     found = [place for place, each in enumerate(present) if each.startswith(name)]
     return found[0] if len(found) == 1 else -1
-
-
-def _problem(wanted: str, present: Sequence[str]) -> str:
-    seen = f"{len(present)} GPU(s) ({', '.join(present)})" if present else "no GPU"
-    return (
-        f"there are no such GPUs. Received: --gpus {wanted}, where {seen} can be used here; "
-        f"expected: {AUTO}, a number, or indices such as 0,2 (with a comma: 0, for the first). See "
-        f"`keras-het doctor`, and {VISIBLE} if it is set."
-    )
 
 
 def environment_of(gpus: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """One local worker: its process group, its captured output and its end."""
 
-import codecs
 import contextlib
+import io
 import os
 import re
 import signal
@@ -16,8 +16,6 @@ from typing import Literal
 from keras_het.launch.local.tracebacks import HEADINGS
 
 _CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-_LINE_END = re.compile(r"\r\n|\n|\r(?!\n)")
-_READ_SIZE = 65536
 # A process that left the worker's group could keep the pipes open forever.
 _DRAIN_SECONDS = 5.0
 # The signals that end a worker when another has failed.
@@ -35,41 +33,20 @@ class OutputLine:
     is_final: bool
 
 
-class LineSplitter:
-    r"""Splitter of a stream of UTF-8 bytes at `\n`, `\r\n` and `\r`."""
-
+def output_lines(pipe: io.RawIOBase) -> Iterator[OutputLine]:
+    r"""Split UTF-8 text at `\n`, `\r\n` and `\r` as it arrives."""
     # A terminal shows only the last of several texts separated by `\r`: the others are not final.
     # Keras prints backspaces only to go back to the start of the line.
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._pending = ""
-        self._redrawn = ""
-
-    def feed(self, data: bytes) -> Iterator[OutputLine]:
-        self._pending += self._decoder.decode(data)
-        position = 0
-        for end in _LINE_END.finditer(self._pending):
-            # The `\n` of a `\r\n` may still be on its way.
-            if end.group() == "\r" and end.end() == len(self._pending):
-                break
-            yield from self._line(self._pending[position : end.start()], end.group() != "\r")
-            position = end.end()
-        self._pending = self._pending[position:]
-
-    def finish(self) -> Iterator[OutputLine]:
-        rest = self._pending + self._decoder.decode(b"", final=True)
-        self._pending = ""
-        if rest or self._redrawn:
-            yield from self._line(rest.removesuffix("\r"), True)
-
-    def _line(self, text: str, is_final: bool) -> Iterator[OutputLine]:
-        text = text.replace("\b", "")
+    buffer, redrawn = io.BufferedReader(pipe), ""
+    for line in io.TextIOWrapper(buffer, encoding="utf-8", errors="replace", newline=""):
+        text, is_final = line.rstrip("\r\n").replace("\b", ""), not line.endswith("\r")
         # `\r\n` at the end of a progress bar: the text on the screen is the last state.
-        shown = text or self._redrawn
-        self._redrawn = "" if is_final else shown
+        shown = text or redrawn
+        redrawn = "" if is_final else shown
         if is_final or text:
             yield OutputLine(shown, is_final)
+    if redrawn:
+        yield OutputLine(redrawn, True)
 
 
 def strip_ansi(text: str) -> str:
@@ -221,22 +198,15 @@ class WorkerProcess:
         return thread
 
     def _read(self, stream: Stream) -> None:
-        splitter, pipe = LineSplitter(), getattr(self._process, stream)
-        while data := os.read(pipe.fileno(), _READ_SIZE):
-            for line in splitter.feed(data):
-                self._take(stream, line)
-        for line in splitter.finish():
-            self._take(stream, line)
-
-    def _take(self, stream: Stream, line: OutputLine) -> None:
-        if line.is_final:
-            text = strip_ansi(line.text)
-            if stream == "stderr" and text.startswith(HEADINGS):
-                self._error_at = time.monotonic()
-            with self._changed:
-                self._lines[stream].append(text)
-                self._changed.notify_all()
-        self._on_line(self.index, stream, line)
+        for line in output_lines(getattr(self._process, stream)):
+            if line.is_final:
+                text = strip_ansi(line.text)
+                if stream == "stderr" and text.startswith(HEADINGS):
+                    self._error_at = time.monotonic()
+                with self._changed:
+                    self._lines[stream].append(text)
+                    self._changed.notify_all()
+            self._on_line(self.index, stream, line)
 
     def _wait(self) -> None:
         self._process.wait()
