@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_het import __version__
-from keras_het.launch.doctor.tensorflow_facts import answer_in, run_program
+from keras_het.launch.doctor.tensorflow_facts import answer_in, last_line, run_program
 from keras_het.launch.local.worker_environment import (
     KERAS_HET_EMULATED_DEVICES,
     VISIBLE,
@@ -105,9 +105,7 @@ def run_trial(trial: Trial, settings: Settings, run: Callable[..., Any] = run_pr
         ended = run(_PROGRAM, environ, limit, json.dumps(request))
     except subprocess.TimeoutExpired as error:
         return {"error": f"not done within {error.timeout:g} s"}
-    lines = [line for line in ended.stderr.splitlines() if line.strip()]
-    last = lines[-1] if lines else f"exit code {ended.returncode}"
-    return answer_in(ended.stdout) or {"error": last}
+    return answer_in(ended.stdout) or {"error": last_line(ended)}
 
 
 def _environment(devices: Sequence[Device]) -> dict[str, str]:
@@ -117,12 +115,19 @@ def _environment(devices: Sequence[Device]) -> dict[str, str]:
     return {KERAS_HET_EMULATED_DEVICES: json.dumps(emulation.devices()), VISIBLE: "-1"}
 
 
-def headline(model: str, measured: Mapping[Trial, Mapping[str, Any]]) -> dict[str, float] | None:
+Measured = Mapping[Trial, Mapping[str, Any]]
+
+
+def _of_model(model: str, measured: Measured) -> Measured:
+    return {trial: each for trial, each in measured.items() if trial.model == model}
+
+
+def headline(model: str, measured: Measured) -> dict[str, float] | None:
     """Return parts of what all devices compute apart; None if a trial of the model failed."""
-    of_model = {trial: each for trial, each in measured.items() if trial.model == model}
-    if any("error" in each for each in of_model.values()):
+    trials = _of_model(model, measured)
+    if any("error" in each for each in trials.values()):
         return None
-    speeds = {t: float(each["samples_per_second"]) for t, each in of_model.items()}
+    speeds = {trial: float(each["samples_per_second"]) for trial, each in trials.items()}
     alone = [speed for trial, speed in speeds.items() if trial.mode == "plain"]
     modes = {trial.mode: speed for trial, speed in speeds.items() if trial.mode != "plain"}
     balanced = modes["balanced"]
@@ -132,8 +137,6 @@ def headline(model: str, measured: Mapping[Trial, Mapping[str, Any]]) -> dict[st
         "over_even": balanced / modes.get("even", balanced),
     }
 
-
-Measured = Mapping[Trial, Mapping[str, Any]]
 
 _COPIES = "copies\nper\nstep"
 _WORDS = {
@@ -160,12 +163,12 @@ def show(settings: Settings, measured: Measured, output: TextIO) -> None:
         # as narrow as can be: names of GPUs are long
         for column in ("", "samples/s", "ms a\nstep", "shares", "peak\nMiB", "XLA", _COPIES):
             table.add_column(column, justify="left" if not column else "right")
-        for trial, each in measured.items():
-            if trial.model == model:
-                table.add_row(name_of(trial, settings), *_cells(each))
+        trials = _of_model(model, measured)
+        for trial, each in trials.items():
+            table.add_row(name_of(trial, settings), *_cells(each))
         console.print(table)
-        for trial, each in measured.items():
-            if trial.model == model and "error" in each:
+        for trial, each in trials.items():
+            if "error" in each:
                 console.print(f"{name_of(trial, settings)} failed: {each['error']}")
         if ratios := headline(model, measured):
             console.print(
@@ -227,8 +230,8 @@ def draw(folder: Path, settings: Settings, measured: Measured) -> Path | None:
     for axes, model in zip(all_axes[0], settings.models, strict=True):
         bars = {
             name_of(trial, settings): each["samples_per_second"]
-            for trial, each in measured.items()
-            if trial.model == model and "error" not in each
+            for trial, each in _of_model(model, measured).items()
+            if "error" not in each
         }
         limit = sum(speed for name, speed in bars.items() if name.endswith(" alone"))
         drawn = axes.barh(list(bars), list(bars.values()), color="#4c78a8")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from keras_het.strategy.cluster.cluster_config import TF_CONFIG, ClusterConfig, read_cluster_config
+from keras_het.strategy.cluster.cluster_config import TF_CONFIG, read_cluster_config
 
 PORT = 12345
 SLURM = "Slurm"
@@ -242,16 +242,11 @@ def _text(environ: Mapping[str, str], name: str) -> str:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    number = _count(environ.get(name, ""))
-    if number is None:
-        raise _broken(environ, name, f"a whole number up to {_MOST_HOSTS:,}")
-    return number
-
-
-def _count(text: str) -> int | None:
-    """A number of hosts or workers, None if it is none or absurd."""
+    text = environ.get(name, "")
     is_number = text.isdecimal() and len(text) <= len(str(_MOST_HOSTS))
-    return int(text) if is_number and int(text) <= _MOST_HOSTS else None
+    if not is_number or int(text) > _MOST_HOSTS:
+        raise _broken(environ, name, f"a whole number up to {_MOST_HOSTS:,}")
+    return int(text)
 
 
 def _broken(environ: Mapping[str, str], name: str, expected: str) -> ValueError:
@@ -293,7 +288,8 @@ def own_workers(
 ) -> OwnWorkers | None:
     """Return the workers that begin with the task of TF_CONFIG; None if it has no other machine."""
     config = read_cluster_config(environ)
-    if config is None or len({_host(each) for each in _addresses(config)}) < 2:
+    jobs = config.as_cluster_dict() if config else {}
+    if config is None or len({_host(each) for job in jobs.values() for each in job}) < 2:
         return None
     if num_async_workers:
         raise ValueError(
@@ -307,40 +303,28 @@ def own_workers(
             f"with task type {config.task_type!r}. List this machine's workers, one for each GPU, "
             'in the job "worker" and name the first of them as task.'
         )
-    addresses = config.as_cluster_dict()[config.task_type]
-    first = config.task_index
-    host = _host(addresses[first])
+    job, first = config.task_type, config.task_index
+    addresses, host = jobs[job], _host(jobs[job][first])
     here = [index for index, each in enumerate(addresses) if _host(each) == host]
     expected = list(range(first, first + num_gpus))
     if here != expected:
-        raise ValueError(_problem(config, here, expected))
+        left = [f"{job} {index} ({addresses[index]})" for index in here if index not in expected]
+        consequence = f" {', '.join(left)} would never start." if left else ""
+        raise ValueError(
+            f"TF_CONFIG must list one {job} of this machine for each GPU, one after the other from "
+            f"its task on.{consequence} Received: {num_gpus} GPU(s), task {job} {first} on {host}, "
+            f'and in "cluster" the indices {here} on {host}; expected: {expected}. Correct the '
+            "addresses on all machines, name this machine's first one as task, or choose other "
+            "GPUs with --gpus."
+        )
     given = json.loads(environ[TF_CONFIG])
     texts = tuple(
         json.dumps({**given, "task": {**given["task"], "index": index}}) for index in here
     )
-    if config.task_type == "async":
+    if job == "async":
         return OwnWorkers(len(config.sync_group_addresses) + first, texts, True)
     return OwnWorkers(config.worker_index, texts, False)
 
 
-def _addresses(config: ClusterConfig) -> list[str]:
-    return [each for job in config.as_cluster_dict().values() for each in job]
-
-
 def _host(address: str) -> str:
     return address.rpartition(":")[0]
-
-
-def _problem(config: ClusterConfig, here: list[int], expected: list[int]) -> str:
-    job = config.task_type
-    addresses = config.as_cluster_dict()[job]
-    host = _host(addresses[expected[0]])
-    left = [f"{job} {index} ({addresses[index]})" for index in here if index not in expected]
-    consequence = f" {', '.join(left)} would never start." if left else ""
-    return (
-        f"TF_CONFIG must list one {job} of this machine for each GPU, one after the other from its "
-        f"task on.{consequence} Received: {len(expected)} GPU(s), task {job} {expected[0]} on "
-        f'{host}, and in "cluster" the indices {here} on {host}; expected: {expected}. Correct '
-        "the addresses on all machines, name this machine's first one as task, or choose other "
-        "GPUs with --gpus."
-    )

@@ -259,19 +259,14 @@ def _balance(devices: Sequence[View], now: float, gain: float | None) -> Iterato
 
 
 def _exchanges(latest: Mapping[str, View]) -> Table:
-    def value(each: View, name: str, factor: float = 1.0) -> str:
-        found = each.get(name)
-        return number(found, factor) if isinstance(found, int | float) else UNKNOWN
-
-    names = ("worker", "last heard of\nat step", "samples\n/s", "staleness", "exchange\nms")
-    rows = [
-        (
-            *(worker.removesuffix(".0"), value(each, "step"), value(each, "samples_per_second")),
-            *(value(each, "staleness"), value(each, "exchange_seconds", 1e3)),
-        )
-        for worker, each in sorted(latest.items())
-    ]
-    return _table(names, rows, 1)
+    columns = ("worker", "last heard of\nat step", "samples\n/s", "staleness", "exchange\nms")
+    factors = {"step": 1.0, "samples_per_second": 1.0, "staleness": 1.0, "exchange_seconds": 1e3}
+    rows = []
+    for worker, each in sorted(latest.items()):
+        values = [each.get(name) for name in factors]
+        known = [value if isinstance(value, int | float) else None for value in values]
+        rows.append([worker.removesuffix(".0"), *map(number, known, factors.values())])
+    return _table(columns, rows, 1)
 
 
 _MOST_NAMES = 8

@@ -298,11 +298,9 @@ def run_workers(options: argparse.Namespace) -> int:
     elif os.environ.get(TF_CONFIG, "").strip():
         display.say(_REPLACED)
     first = own.first_index if own else 0
-    logs: WorkerLogs | None = None
 
     def on_line(worker_index: int, stream: Stream, line: OutputLine) -> None:
-        if logs is not None:
-            logs.write(first + worker_index, line)
+        logs.write(first + worker_index, line)
         display.show(first + worker_index, stream, line)
 
     def on_stop(number: int) -> None:
@@ -344,12 +342,9 @@ def run_workers(options: argparse.Namespace) -> int:
             end_on_failure=not (own and own.is_async),
             **common,
         )
-    with contextlib.ExitStack() as stack:
-        if options.log_dir is not None:
-            indices = range(first, first + cluster.num_workers)
-            logs = stack.enter_context(WorkerLogs(options.log_dir, indices, label))
-        stack.enter_context(_signals_forwarded(cluster))
-        for line in (*([label] if label else []), *_what_they_see(cluster, gpus, first, label)):
+    indices = range(first, first + cluster.num_workers)
+    with WorkerLogs(options.log_dir, indices, label) as logs, _signals_forwarded(cluster):
+        for line in _what_they_see(cluster, gpus, first, label):
             display.say(line, stream="stdout")
         with cluster:
             results = cluster.wait()
@@ -359,6 +354,8 @@ def run_workers(options: argparse.Namespace) -> int:
 def _what_they_see(
     cluster: LocalCluster, gpus: Sequence[str], first: int, label: str | None
 ) -> Iterator[str]:
+    if label:
+        yield label
     if isinstance(cluster, SshCluster):
         for index, host in enumerate(cluster.hosts):
             yield f"worker {index} is on {host}."

@@ -22,7 +22,6 @@ from keras_het.launch.local.worker_environment import (
     present_gpus,
     tf_config_of,
 )
-from keras_het.launch.local.worker_process import WorkerProcess
 from keras_het.strategy.cluster.cluster_config import SERVICE_ADDRESS
 
 # BatchMode: nobody is there to type a password. ServerAlive: a lost host is noticed in 45 s.
@@ -60,17 +59,8 @@ class SshCluster(LocalCluster):
         gpu = self.hosts[:index].count(self.hosts[index]) if self._each_has_gpu else None
         program = [self._command[0], "-m", "keras_het.launch.ssh_cluster", *self._command]
         remote = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(program)}"
-        self._add(
-            WorkerProcess(
-                index,
-                [*_SSH, self.hosts[index], remote],
-                os.environ,
-                on_line=self._on_line,
-                on_exit=lambda index: self._events.put(("exit", index)),
-                keep_lines=self._keep_lines,
-                opening=json.dumps({"environment": environment, "gpu": gpu}),
-            )
-        )
+        opening = json.dumps({"environment": environment, "gpu": gpu})
+        self._add(index, [*_SSH, self.hosts[index], remote], os.environ, opening=opening)
 
 
 _SECONDS_TO_OBEY = 10.0

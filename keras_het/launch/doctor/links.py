@@ -40,7 +40,7 @@ from keras_het.launch.doctor.facts import (
     warning,
 )
 from keras_het.launch.doctor.machine_checks import WITHOUT_TENSOR_FLOAT_32, have_tensor_float_32
-from keras_het.launch.doctor.tensorflow_facts import run_program
+from keras_het.launch.doctor.tensorflow_facts import last_line, run_program
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG, ClusterConfig
 
 SYNC_JOBS = ("chief", "worker")
@@ -232,8 +232,7 @@ def _try_nccl(facts: Facts, links: Sequence[Link]) -> str | None:
         ended = run_program(_THIS_PROGRAM, environ, _LONGEST_START_SECONDS, given)
     except subprocess.TimeoutExpired as error:
         return f"no answer within {error.timeout:g} s"
-    lines = [line for line in ended.stderr.splitlines() if line.strip()]
-    return "" if ended.returncode == 0 else (lines or [f"exit code {ended.returncode}"])[-1]
+    return last_line(ended) if ended.returncode else ""
 
 
 def _sum_by_nccl() -> None:

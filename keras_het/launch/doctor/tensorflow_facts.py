@@ -110,6 +110,12 @@ def answer_in(output: str) -> dict[str, Any] | None:
     return None
 
 
+def last_line(ended: subprocess.CompletedProcess[str]) -> str:
+    """Return what a program that failed said last, for its error."""
+    lines = [line for line in ended.stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit code {ended.returncode}"
+
+
 def _broken(stderr: str, exit_code: int) -> TensorFlowFacts:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]

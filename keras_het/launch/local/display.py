@@ -98,11 +98,15 @@ def discard(stream: object) -> None:
 
 
 class WorkerLogs:
-    """Log `worker-N.log` of each worker: both streams, in the order in which lines arrive."""
+    """Log `worker-N.log` of each worker, none without a directory: both streams, as they arrive."""
 
-    def __init__(self, directory: Path, indices: Iterable[int], label: str | None = None) -> None:
+    def __init__(
+        self, directory: Path | None, indices: Iterable[int], label: str | None = None
+    ) -> None:
         self._lock = threading.Lock()
         self._files: dict[int, TextIO] = {}
+        if directory is None:
+            return
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for index in indices:

@@ -84,9 +84,9 @@ def _cause(first: WorkerResult, results: Sequence[WorkerResult]) -> str:
     number = _request(first)
     if number and (error is None or error.text == "KeyboardInterrupt"):
         # the launcher may have sent another signal before the first one had its effect
-        told = [found[1] for each in results if (found := _FOLLOWS.search(each.stderr))]
+        sent = [found[1] for each in results if (found := _FOLLOWS.search(each.stderr))]
         return (
-            f"{name} was ended by {next(iter(told), signal_name(number))}, which keras-het did not "
+            f"{name} was ended by {next(iter(sent), signal_name(number))}, which keras-het did not "
             "send; start again: with keras_het.callbacks.BackupAndRestore training continues where "
             "it was saved"
         )

@@ -26,7 +26,7 @@ class ReservedPorts:
         except BaseException:
             self.close()
             raise
-        self.ports = tuple(held.getsockname()[1] for held in self._tcp)
+        self.ports = tuple(each.getsockname()[1] for each in self._tcp)
 
     @property
     def addresses(self) -> tuple[str, ...]:

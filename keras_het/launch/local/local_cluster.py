@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from keras_het.launch.local import watchdog
 from keras_het.launch.local.free_ports import ReservedPorts
@@ -272,19 +272,21 @@ class LocalCluster:
             environment[GROUP_PROCESSES] = ",".join(group)
         if given := self._worker_env[index].get("TF_CONFIG"):
             environment["TF_CONFIG"] = given
+        cpus = self._cpu_sets[index] if self._cpu_sets else None
+        self._add(index, self._command, environment, cpus=cpus, cwd=self._cwd)
+
+    def _add(
+        self, index: int, command: Sequence[str], environment: Mapping[str, str], **options: Any
+    ) -> None:
         worker = WorkerProcess(
             index,
-            self._command,
+            command,
             environment,
             on_line=self._on_line,
             on_exit=lambda index: self._events.put(("exit", index)),
-            cpus=self._cpu_sets[index] if self._cpu_sets else None,
-            cwd=self._cwd,
             keep_lines=self._keep_lines,
+            **options,
         )
-        self._add(worker)
-
-    def _add(self, worker: WorkerProcess) -> None:
         self._workers.append(worker)
         self._tell_watchdog("+", worker)
 

@@ -97,7 +97,8 @@ def _of_group(lines: Sequence[str]) -> UncaughtError | None:
 def _message(lines: Sequence[str]) -> tuple[str, int]:
     """Return an error in one line, and how many lines of its message that takes."""
     # A first line that only introduces the error gets what comes next.
-    text = _OF_OP.sub("", _error_text(lines[0])).rstrip()
+    named = _ERROR.match(lines[0])
+    text = _OF_OP.sub("", named["text"] if named else lines[0]).rstrip()
     call = _IN_CALL.match(text)
     if call:
         # The message of a KeyError is quoted.
@@ -149,11 +150,6 @@ class TracebackFilter:
 def _ends_traceback(line: str) -> bool:
     is_inside = line.startswith((" ", "\t", TRACEBACK, *_CHAIN)) or _MARKS.match(line)
     return bool(line) and not is_inside
-
-
-def _error_text(line: str) -> str:
-    match = _ERROR.match(line)
-    return match["text"] if match else line
 
 
 def _place(frames: Sequence[str]) -> str | None:
