@@ -70,8 +70,8 @@ def train(directory: Path, mode: str, rule: str, seed: int) -> None:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.started = self.started or time.perf_counter()
             self.ended = time.perf_counter()
-            if strategy.is_chief and hybrid.participant is not None:
-                used["samples"] = hybrid.participant.center.ledger.used.tolist()
+            if strategy.is_chief and hybrid.samples_used is not None:
+                used["samples"] = hybrid.samples_used
 
     notes = Notes()
     batches = global_batches(images, labels, BATCH_SIZE)

@@ -189,9 +189,13 @@ class AsyncWorkers(SessionCallback):
         self._starts = self._begins_pass = False
 
     @property
-    def participant(self) -> Participant | None:
-        """This task's side of the exchange; None before training or without async workers."""
-        return self._participant
+    def samples_used(self) -> list[int] | None:
+        """Samples of the epoch that each participant has trained on, the sync group first.
+
+        None before training, without async workers, and on tasks that do not lead the service.
+        """
+        center = getattr(self._participant, "center", None)
+        return None if center is None else center.ledger.used.tolist()
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Find this task's role; the service starts with the first epoch."""

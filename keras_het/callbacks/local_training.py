@@ -96,11 +96,6 @@ class LocalTraining(SessionCallback):
         self._begun_at = 0  # the first step of the running execution
         self._samples_of_epoch = 0
 
-    @property
-    def exchange(self) -> PeriodicExchange | None:
-        """This worker's side of the exchanges; None before the first epoch and after training."""
-        return self._exchange
-
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Make the training steps local; exchanges start with the first epoch."""
         strategy = heterogeneous_strategy(self.model, self)

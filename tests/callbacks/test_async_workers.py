@@ -44,10 +44,13 @@ class Used(keras.callbacks.Callback):
     def __init__(self, hybrid):
         super().__init__()
         self.hybrid = hybrid
-        self.samples = []
+        self.samples, self.total = [], None
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.total = self.hybrid.samples_used
 
     def on_epoch_begin(self, epoch, logs=None):
-        self.center = self.hybrid.participant.center
+        self.center = self.hybrid._participant.center
         client = self.center.engine.weights.transport
         push = client.start_push
 
@@ -67,7 +70,7 @@ def test_a_job_async_is_enough(strategy, capsys, given):
         def on_epoch_begin(self, epoch, logs=None):
             callbacks = FitSession.of(model).callbacks
             hybrids = [each for each in callbacks if isinstance(each, AsyncWorkers)]
-            found.extend(each.participant.options for each in hybrids)
+            found.extend(each._participant.options for each in hybrids)
 
     callbacks = [Finds()]
     if given == "settings":
@@ -218,7 +221,8 @@ def test_samples_count_when_they_are_trained_and_no_others(strategy, beside, rul
     hybrid = AsyncWorkers(rule, period=2)
     used = Used(hybrid)
     model.fit(both, verbose=0, callbacks=[hybrid, used, *BESIDE[beside](both)])
-    assert used.center.ledger.used.tolist() == [SAMPLES, 0]
+    assert used.center.ledger.used.tolist() == used.total == [SAMPLES, 0]
+    assert hybrid.samples_used is None
     assert [samples for samples in used.samples if samples] == [2 * BATCH] * 3
 
 
@@ -273,7 +277,7 @@ def test_an_error_ends_the_service_and_a_fit_after_it_trains(strategy, name, rul
         if thread.name == "keras_het-fit":
             thread.join(60)
             assert not thread.is_alive()
-    assert hybrid.participant is None and model.optimizer is optimizer
+    assert hybrid._participant is None and model.optimizer is optimizer
     server = Server(strategy.cluster_config.service_address())  # nobody listens there
     server.start()
     server.close()
@@ -337,7 +341,7 @@ class ClaimsTwo(keras.callbacks.Callback):
         self.hybrid = hybrid
 
     def on_epoch_begin(self, epoch, logs=None):
-        participant = self.hybrid.participant
+        participant = self.hybrid._participant
         self.ledger = participant.center.ledger
         address = participant.strategy.cluster_config.service_address()
         other = LedgerConnection(RemoteChannel(address, participant.credential, 1, 60.0))
@@ -432,7 +436,7 @@ def test_a_fit_without_an_epoch_changes_nothing(monkeypatch, logical_devices, ta
     hybrid = AsyncWorkers(rule)
     model.fit(data(), epochs=2, initial_epoch=2, verbose=0, callbacks=[hybrid])
     np.testing.assert_array_equal(flat(model), before)
-    assert model.optimizer is optimizer and hybrid.participant is None
+    assert model.optimizer is optimizer and hybrid._participant is None
     assert strategy._training_state.restored is None
     if task == "worker":
         model.fit(data(), verbose=0, callbacks=[hybrid])  # and the next one trains

@@ -76,8 +76,8 @@ def train_hybrid(
 
     class Notes(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: object = None) -> None:
-            if strategy.is_chief and hybrid.participant is not None:
-                used[:] = hybrid.participant.center.ledger.used.tolist()
+            if strategy.is_chief and hybrid.samples_used is not None:
+                used[:] = hybrid.samples_used
 
     history = model.fit(data, epochs=8, verbose=0, callbacks=[hybrid, Notes()]).history
     device = strategy.extended.worker_devices[0].split("device:")[-1]

@@ -85,7 +85,7 @@ class Notes(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         callbacks = FitSession.of(self.model).callbacks
         (hybrid,) = [each for each in callbacks if isinstance(each, AsyncWorkers)]
-        self._participant = hybrid.participant
+        self._participant = hybrid._participant
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.steps += 1

@@ -65,10 +65,10 @@ class Notes(keras.callbacks.Callback):
         self.steps += 1
         self._keep(f"step_{self.steps}", self.model.get_weights())
         self.samples.append(self.model.distribute_strategy.local_samples_delivered)
-        self.local.exchange.wait()
-        centers = [np.array(f.center) for f in self.local.exchange.fragments]
+        self.local._exchange.wait()
+        centers = [np.array(f.center) for f in self.local._exchange.fragments]
         self._keep(f"center_{self.steps}", centers)
-        self.results["exchanges"] = np.array(self.local.exchange.num_exchanges)
+        self.results["exchanges"] = np.array(self.local._exchange.num_exchanges)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._keep(f"epoch_{epoch}", self.model.get_weights())
