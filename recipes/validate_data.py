@@ -5,7 +5,7 @@
 
 The first line starts two workers with EMULATED devices of speed 4:1; the slow one gets the last
 fifth of each global batch. The second looks at what the first has written. Both need TensorFlow
-Data Validation, see docs/guides/validate_data.md.
+Data Validation, see docs/guides/data.md.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main() -> None:
     # What correct data looks like: types, shapes, the ten labels, pixels from 0 to 1.
     statistics = validation.statistics_of_dataset([(images, labels)], categorical=["label"])
     schema = validation.infer_schema(statistics, numeric_ranges=True)
-    # Nearly all images have the same darkest and brightest pixels: docs/guides/validate_data.md.
+    # Nearly all images have the same darkest and brightest pixels: docs/guides/data.md.
     extremes = {"x/minimum": None, "x/maximum": None}
     validation.set_comparison_thresholds(schema, categorical=0.2, numeric=0.2, of_features=extremes)
     if strategy.is_chief:

@@ -46,7 +46,7 @@ class DataValidation(SessionCallback):
 
     With `compare_shards=True`, the statistics of each replica's consumed data are accumulated and
     compared at the end of each epoch: unequal shares make unequal shards. Requires TensorFlow Data
-    Validation, see docs/guides/validate_data.md.
+    Validation, see docs/guides/data.md.
 
     Args:
         schema: `tensorflow_metadata` schema, or its path; see

@@ -16,7 +16,7 @@ from keras_het.launch.command_line import parse_arguments
 
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=name)
 # The slowest pages; a quick run has all others.
-FULL = ("docs/guides/pipeline.md",)
+FULL = ("docs/guides/large_models.md",)
 
 
 def test_blocks_are_found_and_those_that_do_not_run_give_a_reason(tmp_path: Path) -> None:

@@ -67,4 +67,4 @@ def test_what_is_on_no_index_is_installed_from_a_checkout(page):
     + [f"KERAS_HET_{name}" for name in ("EMULATED_DEVICES", "SERVICE_ADDRESS", "SECRET")],
 )
 def test_variables_are_documented(name):
-    assert f"`{name}`" in (DOCS / "reference/environment.md").read_text()
+    assert f"`{name}`" in (DOCS / "reference/command_line.md").read_text()

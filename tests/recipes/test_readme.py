@@ -53,8 +53,8 @@ def losses(output: str) -> list[float]:
 @pytest.mark.quick("README.md")
 @pytest.mark.parametrize(
     ("page", "speeds", "balanced"),
-    [(README, "4,2,1", (40, 20, 10)), (REPOSITORY / "docs/start.md", "2,1", (40, 20))],
-    ids=["README.md", "docs/start.md"],
+    [(README, "4,2,1", (40, 20, 10)), (REPOSITORY / "docs/index.md", "2,1", (40, 20))],
+    ids=["README.md", "docs/index.md"],
 )
 def test_the_example_gives_the_same_losses_on_one_device_and_several(
     page: Path, speeds: str, balanced: tuple[int, ...], tmp_path: Path
