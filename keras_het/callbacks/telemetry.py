@@ -26,7 +26,7 @@ from keras_het.planning.argument_checks import (
     expect,
 )
 from keras_het.planning.diagnosis.recording import HARDWARE, Recording
-from keras_het.planning.diagnosis.steps import throughput
+from keras_het.planning.diagnosis.statistics import throughput
 from keras_het.planning.diagnosis.verdict import Verdict, diagnose
 from keras_het.strategy.keras_calls import SessionCallback
 from keras_het.telemetry.event_log import EventLog, PipelineLog

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from keras_het.launch.report_terminal import change_text
-from keras_het.planning.diagnosis.steps import checked
+from keras_het.planning.diagnosis.statistics import checked
 from keras_het.tensorboard import views
 from keras_het.tensorboard.log_content import LogContent
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from keras_het.planning.diagnosis.recording import HARDWARE, PHASES, Recording
-from keras_het.planning.diagnosis.steps import throughput
+from keras_het.planning.diagnosis.statistics import throughput
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

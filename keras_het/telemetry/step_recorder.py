@@ -20,7 +20,7 @@ from keras_het.planning.diagnosis.recording import (
     PipelineRecord,
     Recording,
 )
-from keras_het.planning.diagnosis.steps import throughput
+from keras_het.planning.diagnosis.statistics import throughput
 from keras_het.strategy.measure.phase_times import PARTS
 
 if TYPE_CHECKING:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from keras_het.planning.diagnosis.recording import HARDWARE, PHASES, Floats, Integers, Recording
-from keras_het.planning.diagnosis.steps import choose_windows, throughput
+from keras_het.planning.diagnosis.situation import Situation
+from keras_het.planning.diagnosis.statistics import throughput
 from keras_het.planning.diagnosis.verdict import diagnose
-from keras_het.planning.diagnosis.what_if import WINDOW, gain_over_even, scores, what_if
+from keras_het.planning.diagnosis.what_if import gain_over_even, what_if
 from keras_het.planning.pipeline import Timeline
 from keras_het.tensorboard.log_content import LogContent, windows
 from keras_het.tensorboard.log_format import ROWS, parse_timeline, timeline_values
@@ -111,13 +112,13 @@ def diagnosis(content: LogContent) -> dict[str, Any]:
         return _numbers(found)
 
     with np.errstate(all="ignore"):
-        recent = choose_windows(newest, WINDOW).recent
         verdict = diagnose(newest)
-        best, own_best = map(of_all, scores(newest))
+        situation = Situation(newest)
+        best, own_best = of_all(situation.best), of_all(situation.own_best)
         costs, gain = None, np.nan
         # steps of a model in stages do not wait for the slowest replica
-        if newest.pipeline is None and recent.mean(recent.seconds) > 0:
-            costs, gain = what_if(newest, recent), gain_over_even(newest, recent)
+        if newest.pipeline is None and situation.step_seconds > 0:
+            costs, gain = what_if(situation), gain_over_even(situation)
     missing = [str(reason) for reason in verdict.missing]
     if len(recording.generations) > 1 and not verdict.lines:
         step = recording.generations[-1].step
@@ -127,7 +128,7 @@ def diagnosis(content: LogContent) -> dict[str, Any]:
         "missing": missing,
         "what_if": costs
         and {
-            "steps": [int(each) for each in recent.numbers[[0, -1]]],
+            "steps": [int(each) for each in situation.recent.numbers[[0, -1]]],
             "step_seconds": _number(costs.step_seconds),
             "by_device": of_all(costs.by_device),
             "by_worker": {str(name): _number(value) for name, value in costs.by_worker.items()},

@@ -21,7 +21,7 @@ from keras_het.launch import report_trace as trace
 from keras_het.launch.command_line import main
 from keras_het.launch.report_terminal import change_text, console_for, number, plain, show
 from keras_het.planning.diagnosis.recording import PHASES, Change, Device, Recording
-from keras_het.planning.diagnosis.steps import throughput
+from keras_het.planning.diagnosis.statistics import throughput
 from keras_het.telemetry.event_log import read_log
 from keras_het.telemetry.prometheus import PrometheusEndpoint
 from keras_het.tensorboard import log_format, views

@@ -9,11 +9,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from step_recordings import repairs_of
 
 import keras_het
 from keras_het.callbacks import BatchBalancer, Telemetry
-from keras_het.planning.diagnosis.steps import choose_windows
-from keras_het.planning.diagnosis.what_if import WINDOW, what_if
 
 BATCH, STEPS, SECONDS = 16, 60, 0.001
 # EMULATED: the second device takes three times as long for a sample.
@@ -57,7 +56,7 @@ def check(telemetry, even):
     assert slow or not even, text
     assert not slow or seconds.max() > 1.02 * balanced, text
     for cause in slow:
-        result = what_if(recording, choose_windows(recording, WINDOW).recent)
+        result = repairs_of(recording)
         saved = 1 - result.by_device[1] / result.step_seconds
         assert cause.share_of_step <= saved + 0.01
         assert "waits for it" in cause.text and "BatchBalancer" in cause.advice

@@ -11,7 +11,7 @@ import pytest
 from made_training import GENERATIONS, GLOBAL_BATCH, balanced
 
 from keras_het.launch.command_line import main
-from keras_het.planning.diagnosis.steps import throughput
+from keras_het.planning.diagnosis.statistics import throughput
 from keras_het.telemetry import event_log
 from keras_het.telemetry.event_log import read_log
 from keras_het.tensorboard import views

@@ -7,18 +7,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keras_het.planning.diagnosis.causes import (
-    LOOKS_LIKE,
-    advice_for,
-    listed,
-    named_devices,
-    text_of,
-)
+from keras_het.planning.diagnosis.causes import Cause, cause_of, fraction_of_step, listed
 from keras_het.planning.diagnosis.recording import Floats, PipelineRecord, Recording
-from keras_het.planning.diagnosis.situation import Situation, usual_seconds
-from keras_het.planning.diagnosis.steps import MIN_STEPS, Windows, choose_windows, means
-from keras_het.planning.diagnosis.suspects import Suspect, find_suspects, repaired, seconds_saved
-from keras_het.planning.diagnosis.what_if import PHASE_REPAIRS, WINDOW, what_if
+from keras_het.planning.diagnosis.situation import Situation
+from keras_het.planning.diagnosis.stages import lines_of_stages, waiting_for_input
+from keras_het.planning.diagnosis.statistics import blocks, medians
+from keras_het.planning.diagnosis.steps import step_seconds
+from keras_het.planning.diagnosis.suspect import Suspect, seconds_saved, times_without
+from keras_het.planning.diagnosis.suspects import find_suspects
+from keras_het.planning.diagnosis.what_if import PHASE_REPAIRS, what_if
+from keras_het.planning.diagnosis.windows import MIN_STEPS
 
 SILENT = 0.1
 """Fraction of a step below which a cause is not named."""
@@ -27,8 +25,6 @@ LEAST = 0.03
 _TOGETHER = 0.15
 """Fraction of a usual step that causes must cost together if none costs `SILENT` in most of the
 time: stalls do not count, nor does each phase taking a bit longer beside other programs."""
-CRITICAL = 0.2
-"""Fraction of a step above which a cause is critical; between the two it is a note."""
 EXPLAINED = 0.8
 """Fraction of the excess that the causes explain together, or the verdict says what is left."""
 MOSTLY = 0.5
@@ -36,37 +32,18 @@ MOSTLY = 0.5
 MOST_LINES = 3
 # A step this many times as long as in the best earlier steps is too long even without a suspect.
 _LONGER_THAN_BEST = 1.25
+# Batches that differ by less are compared.
+_SAME_BATCH = 0.02
 # The best of many is better than any is expected to be.
 _NOT_LUCK = 1.05
 # Score of the best device against itself below which all are slower.
 _ALL_SLOWER = 0.85
-# Of a model in stages: devices that are listed, times as long as predicted, an idle part.
-_MOST_DEVICES = 6
-_SLOWER = 1.25
-_MUCH_IDLE = 0.2
-
-
-@dataclasses.dataclass(frozen=True)
-class Cause:
-    """Something that makes steps longer."""
-
-    kind: str
-    devices: tuple[int, ...]
-    workers: tuple[int, ...]
-    severity: str
-    share_of_step: float
-    text: str
-    advice: str
-
-    @property
-    def device(self) -> int | None:
-        """Index of the worst device, None for a link."""
-        return self.devices[0] if self.devices else None
-
-    @property
-    def worker(self) -> int | None:
-        """Index of the worst device's worker, None for a link."""
-        return self.workers[0] if self.workers else None
+# What a lack of CPUs looks like without readings.
+_LOOKS_LIKE = {
+    "slow_device": "a slow device",
+    "input": "a slow pipeline",
+    "other": "slow callbacks",
+}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -83,26 +60,20 @@ class Verdict:
     __repr__ = __str__  # what a notebook shows
 
 
-def diagnose(recording: Recording, window: int = WINDOW) -> Verdict:
+def diagnose(recording: Recording) -> Verdict:
     """Say what makes recent steps longer than they have to be."""
-    # With all suspects S repaired, the recorded steps take T(S); one costs T(S without it) - T(S),
-    # over the step's time. Those that cost little are left out, unless the others explain too
-    # little of the excess: of the step's time over T(S), and over the best earlier steps.
-    if window < MIN_STEPS:
-        raise ValueError(
-            f"A diagnosis needs {MIN_STEPS} steps. Received: window={window}. Use {WINDOW}."
-        )
     with np.errstate(all="ignore"):
-        windows = choose_windows(recording, window)
-        abstention = _abstention(recording, windows)
+        situation = Situation(recording)
+        abstention = _abstention(situation)
         if abstention:
             return Verdict((), (), (abstention,))
         if recording.pipeline is not None:
-            return _of_stages(recording, recording.pipeline, windows)
-        return _verdict(Situation(recording, windows))
+            return _of_stages(situation, recording.pipeline)
+        return _of_replicas(situation)
 
 
-def _abstention(recording: Recording, windows: Windows) -> str:
+def _abstention(situation: Situation) -> str:
+    recording, windows = situation.recording, situation.windows
     if not recording.devices:
         return "no devices"
     if windows.wanted >= MIN_STEPS and windows.recent.own.max(initial=0.0) > 0:
@@ -117,28 +88,39 @@ def _abstention(recording: Recording, windows: Windows) -> str:
     return f"not enough {steps} yet: {number}"
 
 
-def _verdict(situation: Situation) -> Verdict:
+def _of_stages(situation: Situation, record: PipelineRecord) -> Verdict:
+    cause = waiting_for_input(situation)
+    causes = (cause,) if cause.share_of_step >= SILENT else ()
+    lines = [f"{cause.text} {cause.advice}" for cause in causes]
+    return Verdict((*lines, *lines_of_stages(situation, record)), causes, ())
+
+
+def _of_replicas(situation: Situation) -> Verdict:
+    # With all suspects S repaired, the recorded steps take T(S); one costs T(S without it) - T(S),
+    # over the step's time. Those that cost little are left out, unless the others explain too
+    # little of the excess: of the step's time over T(S), and over the best earlier steps.
     suspects = find_suspects(situation)
     costs, is_lasting = _costs(situation, suspects)
-    order = sorted(range(len(suspects)), key=lambda index: -costs[index])
-    ranked = [suspects[index] for index in order]
-    number = sum(cost >= SILENT for cost in costs) if is_lasting else 0
-    gap = _gap(situation, suspects, ranked[:number])
+    ranked = sorted(zip(suspects, costs, strict=True), key=lambda each: -each[1])
+    named = [suspect for suspect, cost in ranked if is_lasting and cost >= SILENT]
+    gap = _gap(situation, suspects, named)
     # What is left may be several causes that cost less than that each.
-    while gap and number < len(order) and costs[order[number]] >= LEAST:
-        number += 1
-        gap = _gap(situation, suspects, ranked[:number])
-    missing = _missing(situation, ranked[:number])
+    for suspect, cost in ranked[len(named) :]:
+        if gap and cost >= LEAST:
+            named.append(suspect)
+            gap = _gap(situation, suspects, named)
+    missing = _missing(situation, named)
     if gap:
         explained, excess = gap
         missing.append(_unexplained(situation, explained, excess))
         if explained < MOSTLY * excess or not is_lasting:
             return Verdict((), (), tuple(missing))
     elif not is_lasting:
-        without = usual_seconds(*(each[None] for each in repaired(situation, ranked[:number])))
-        if (situation.usual_seconds - without) / situation.step_seconds < _TOGETHER:
-            number = 0
-    causes = tuple(_cause(situation, suspects[index], costs[index]) for index in order[:number])
+        times, without = situation.recent.times, times_without(situation, named)
+        saved = _usual_seconds(times[None]) - _usual_seconds(without[None])
+        if saved / situation.step_seconds < _TOGETHER:
+            named = []
+    causes = tuple(cause_of(situation, *each) for each in ranked[: len(named)])
     lines = [f"{cause.text} {cause.advice}" for cause in causes[:MOST_LINES]]
     if gap:
         lines = [*lines[: MOST_LINES - 1], f"There is more: {missing[-1]}."]
@@ -153,9 +135,9 @@ def _costs(situation: Situation, suspects: Sequence[Suspect]) -> tuple[list[floa
     costs, is_lasting = [], False
     for index in range(len(suspects)):
         others = [*suspects[:index], *suspects[index + 1 :]]
-        saved = seconds_saved(situation, suspects, others) / situation.step_seconds
-        costs.append(_fraction(saved[:2].min()))
-        is_lasting |= bool(saved.min() >= SILENT)
+        saved = seconds_saved(situation, suspects, others)
+        costs.append(fraction_of_step(situation, saved[:2].min()))
+        is_lasting |= bool(saved.min() / situation.step_seconds >= SILENT)
     return costs, is_lasting
 
 
@@ -163,10 +145,13 @@ def _gap(
     situation: Situation, suspects: Sequence[Suspect], named: Sequence[Suspect]
 ) -> tuple[float, float] | None:
     """Return how many seconds too many of a step causes explain, of how many; None if enough."""
+    recent, earlier = situation.recent, situation.windows.earlier
     of_all, of_named = (seconds_saved(situation, each) for each in (suspects, named))
     least = int(of_all.argmin())
     gaps = [(float(of_named[least]), float(of_all[least]))]
-    best, now = situation.least_seconds, situation.usual_seconds
+    samples = float(medians(recent.shares.sum(axis=1)))
+    as_many = np.abs(earlier.shares.sum(axis=1) - samples) <= _SAME_BATCH * samples
+    best, now = _usual_seconds(blocks(earlier.times[as_many])), _usual_seconds(recent.times[None])
     if now > _LONGER_THAN_BEST * best:
         # Suspects may explain this and yet cost little, where noise makes steps as long.
         gaps.append((float(of_all[1]), now - _NOT_LUCK * best))
@@ -176,6 +161,11 @@ def _gap(
         if excess >= SILENT * situation.step_seconds and explained < EXPLAINED * excess
     ]
     return min(large, key=lambda gap: gap[0] / gap[1], default=None)
+
+
+def _usual_seconds(times: Floats) -> float:
+    """Return the shortest usual step of blocks of `Steps.times`: of medians over their rows."""
+    return float(step_seconds(medians(times, axis=1)).min(initial=np.inf))
 
 
 def _unexplained(situation: Situation, explained: float, excess: float) -> str:
@@ -193,7 +183,7 @@ def _unexplained(situation: Situation, explained: float, excess: float) -> str:
 
 def _nothing_to_do(situation: Situation) -> str:
     """Say that no cause is named, without contradicting a table that shows something to save."""
-    result = what_if(situation.recording, situation.recent)
+    result = what_if(situation)
     names = [device.name for device in situation.recording.devices]
     repairs = {
         **{PHASE_REPAIRS[phase]: seconds for phase, seconds in result.by_phase.items()},
@@ -208,29 +198,6 @@ def _nothing_to_do(situation: Situation) -> str:
     return f"No cause stands out: {best} would save {most * 100:.0f} % of a step, which {why}."
 
 
-def _cause(situation: Situation, suspect: Suspect, cost: float) -> Cause:
-    named = set(named_devices(situation, suspect))
-    of_named = [part for part in suspect.told if named.issuperset(part.devices)]
-    alone, of_all = (
-        _fraction(seconds_saved(situation, each)[0] / situation.step_seconds)
-        for each in (of_named, [suspect])
-    )
-    workers = (situation.recording.devices[index].worker for index in suspect.devices)
-    return Cause(
-        suspect.kind,
-        suspect.devices,
-        tuple(dict.fromkeys(workers)),
-        "critical" if max(alone, of_all, cost) > CRITICAL else "note",
-        alone,
-        text_of(situation, suspect, alone, of_all, cost),
-        advice_for(situation, suspect),
-    )
-
-
-def _fraction(value: float) -> float:
-    return min(max(float(value), 0.0), 1.0)
-
-
 def _missing(situation: Situation, named: Sequence[Suspect]) -> list[str]:
     """Return what would have told causes apart that look alike without it."""
     devices, readings = situation.recording.devices, situation.readings
@@ -238,10 +205,10 @@ def _missing(situation: Situation, named: Sequence[Suspect]) -> list[str]:
     if len(unknown := np.flatnonzero(~situation.recent.known)):
         missing.append(f"no compute times of {listed([devices[index].name for index in unknown])}")
     for suspect in named:
-        looks_like = LOOKS_LIKE.get(suspect.kind)
+        looks_like = _LOOKS_LIKE.get(suspect.fault.kind)
         if looks_like is None:
             continue
-        first, is_slow = devices[suspect.devices[0]], suspect.kind == "slow_device"
+        first, is_slow = devices[suspect.devices[0]], suspect.fault.kind == "slow_device"
         host = situation.hosts[first.worker]
         if is_slow and first.kind != "CPU":
             if not readings.knows_clock(suspect.devices[0]):
@@ -260,60 +227,3 @@ def _missing(situation: Situation, named: Sequence[Suspect]) -> list[str]:
                 f"worker {first.worker} than from those that have as little left"
             )
     return missing
-
-
-def _of_stages(recording: Recording, record: PipelineRecord, windows: Windows) -> Verdict:
-    """Say what makes the steps of a pipeline long: devices do not do the same, nor get shares."""
-    recent = windows.recent
-    parts = np.nan_to_num(means(recent.input) / recent.mean(recent.seconds))
-    worst = int(parts.argmax())
-    causes: tuple[Cause, ...] = ()
-    if parts[worst] >= SILENT:
-        worker, cost = recording.devices[worst].worker, min(float(parts[worst]), 1.0)
-        severity = "critical" if cost > CRITICAL else "note"
-        text = f"worker {worker} waits for its batch in {100 * cost:.0f} % of each step."
-        advice = "Add LoaderTuner, or see the guide on input pipelines."
-        causes = (Cause("input", (worst,), (worker,), severity, cost, text, advice),)
-    lines = [f"{cause.text} {cause.advice}" for cause in causes]
-    return Verdict((*lines, *_lines_of_stages(recording, record, windows)), causes, ())
-
-
-def _lines_of_stages(recording: Recording, record: PipelineRecord, windows: Windows) -> list[str]:
-    rows = np.isin(recording.steps, windows.recent.numbers)
-    compute, sync = means(recording.compute[rows]), means(recording.sync[rows])
-    measured = sync / np.maximum(compute + sync, 1e-12)
-    used = [device for stage in record.stages for device in stage.devices]
-    names = [device.name for device in recording.devices]
-    predicted = record.predicted
-    if predicted is None or not predicted.step_seconds > 0:
-        return [_idle_line({d: f"{names[d]} {100 * measured[d]:.0f} %" for d in used}, measured)]
-    idle = np.array([predicted.idle_seconds(d) for d in range(len(names))])
-    idle = idle / predicted.step_seconds
-    told = {
-        d: f"{names[d]} {100 * idle[d]:.0f} % predicted, {100 * measured[d]:.0f} % measured"
-        for d in used
-    }
-    lines = [_idle_line(told, idle)]
-    busy = np.array([predicted.busy_seconds(d) for d in range(len(names))])
-    slower = {d: compute[d] / busy[d] for d in used if busy[d] > 0}
-    worst = max(slower, key=lambda d: slower[d] if np.isfinite(slower[d]) else 0.0, default=None)
-    if worst is not None and slower[worst] > _SLOWER:
-        lines.append(
-            f"{names[worst]} computes {compute[worst] * 1e3:.3g} ms of each step, "
-            f"{busy[worst] * 1e3:.3g} ms were predicted: it is slower than when the plan was made. "
-            "A new PipelineStrategy measures again."
-        )
-    return lines
-
-
-def _idle_line(told: dict[int, str], idle: Floats) -> str:
-    """Return where devices are idle; shares follow from the plan, which is the place to look."""
-    shown = sorted(told, key=lambda d: -np.nan_to_num(idle[d]))[:_MOST_DEVICES]
-    more = f" and {len(told) - len(shown)} more" if len(told) > len(shown) else ""
-    is_idle = np.nanmax(idle[list(told)], initial=0.0) > _MUCH_IDLE
-    advice = "; a larger num_micro_batches idles less." if is_idle else "."
-    return (
-        "The model is in stages. Parts of a step in which devices are idle: "
-        f"{'; '.join(told[d] for d in sorted(shown))}{more}. "
-        f"Look at the plan (strategy.plan){advice}"
-    )

@@ -7,6 +7,8 @@ import dataclasses
 import numpy as np
 
 from keras_het.planning.diagnosis.recording import Change, Device, Recording
+from keras_het.planning.diagnosis.situation import Situation
+from keras_het.planning.diagnosis.what_if import gain_over_even, what_if
 
 STEP = 0.1
 SHARE = 32
@@ -139,3 +141,21 @@ class Training:
                 "keras_het.gpu.throttle_reasons": np.zeros(shape),
             }
         return samples
+
+
+@np.errstate(all="ignore")
+def scores_of(recording):
+    """How fast each device is, compared with the fastest and with its own best steps."""
+    situation = Situation(recording)
+    return situation.best, situation.own_best
+
+
+@np.errstate(all="ignore")
+def repairs_of(recording):
+    """What the recent steps would take without one device's, worker's or phase's troubles."""
+    return what_if(Situation(recording))
+
+
+@np.errstate(all="ignore")
+def gain_of(recording):
+    return gain_over_even(Situation(recording))

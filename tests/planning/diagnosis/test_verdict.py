@@ -7,13 +7,11 @@ import time
 
 import numpy as np
 import pytest
-from step_recordings import STEP, Fault, Training
+from step_recordings import STEP, Fault, Training, repairs_of
 
 from keras_het.planning.balance.min_max import min_max_shares_linear
 from keras_het.planning.diagnosis.recording import Change
-from keras_het.planning.diagnosis.steps import choose_windows
 from keras_het.planning.diagnosis.verdict import diagnose
-from keras_het.planning.diagnosis.what_if import WINDOW, what_if
 
 SIZES = (1, 2, 4, 16, 200)
 KIND = {"compute": "slow_device", "input": "input", "host": "host", "link": "link"}
@@ -80,7 +78,7 @@ def test_undisturbed_trainings_have_no_cause(n):
         verdict = diagnose(training.record())
         assert verdict.causes == () and verdict.missing == (), training
         (line,) = verdict.lines
-        result = what_if(training.record(), choose_windows(training.record(), WINDOW).recent)
+        result = repairs_of(training.record())
         if max(savings_of(result)) < 0.094:
             assert line == "No bottleneck found: nothing costs more than 10 % of a step."
         if max(savings_of(result)) > 0.096:
@@ -177,7 +175,6 @@ def test_a_line_says_who_why_and_what_to_do():
         "worker 1 GPU 0 is 2.9 times slower per sample than the others, and 64 % of every step "
         "waits for it. Add BatchBalancer: predicted 2.3 times the samples/s.",
     )
-    assert verdict.causes[0].severity == "critical"
     assert verdict.causes[0].device == 2 and verdict.causes[0].worker == 1
 
 
@@ -190,11 +187,11 @@ def test_the_predicted_gain_is_what_balancing_brings():
     assert f"predicted {wall[0] / wall[1]:.1f} times the samples/s" in line
 
 
-@pytest.mark.parametrize(("slowness", "severity"), [(1.12, None), (1.2, "note"), (1.6, "critical")])
-def test_severity_is_what_a_step_loses(slowness, severity):
+@pytest.mark.parametrize(("slowness", "share"), [(1.12, None), (1.2, 0.15), (1.6, 0.35)])
+def test_what_costs_a_tenth_of_a_step_is_named(slowness, share):
     training = Training(4, slowness=(1, 1, slowness, 1), noise=0.01, spikes=0.0)
-    causes = diagnose(training.record()).causes
-    assert (causes[0].severity if causes else None) == severity
+    shares = [cause.share_of_step for cause in diagnose(training.record()).causes]
+    assert shares == ([] if share is None else [pytest.approx(share, abs=0.02)])
 
 
 def test_two_faults_are_both_named():
@@ -310,7 +307,7 @@ def test_a_line_charges_a_device_with_what_its_own_repair_saves(slowness):
     training = Training(3, per_worker=1, slowness=slowness, noise=0.01, spikes=0.0, transfer=0.2)
     recording = training.record()
     verdict = diagnose(recording)
-    result = what_if(recording, choose_windows(recording, WINDOW).recent)
+    result = repairs_of(recording)
     told = float(re.search(r"(\d+) % of every step waits", verdict.lines[0]).group(1)) / 100
     if ", like worker 1 GPU 0," in verdict.lines[0]:
         saved = 1 - result.by_phase["compute"] / result.step_seconds

@@ -5,10 +5,9 @@ import re
 
 import numpy as np
 import pytest
-from step_recordings import Fault, Training
+from step_recordings import Fault, Training, repairs_of
 
 from keras_het.planning.diagnosis.verdict import diagnose
-from keras_het.planning.diagnosis.what_if import what_if
 
 BEGIN = 120
 SLOW = Fault("compute", "temporary", 1.0, device=2, begin=BEGIN)
@@ -214,7 +213,7 @@ def test_what_all_workers_have(phase, per_worker, shape, host):
     assert cause.kind == ("other_program" if lacks_cpus else phase)
     assert lacks_cpus or not re.search(r"on worker|of worker", cause.advice), "all have it"
     if shape == "static" and phase != "compute":
-        repaired = what_if(recording).by_phase["sync" if phase == "link" else phase]
+        repaired = repairs_of(recording).by_phase["sync" if phase == "link" else phase]
         assert repaired < 0.17, "the table of what-ifs has it, too"
 
 
@@ -306,8 +305,3 @@ def test_what_no_reading_explains():
     assert verdict.causes == () and verdict.lines == ()
     (missing,) = verdict.missing
     assert "all devices are 2.0 times slower" in missing
-
-
-def test_a_window_that_is_too_small_is_refused():
-    with pytest.raises(ValueError, match="needs 20 steps"):
-        diagnose(Training(2).record(), window=10)
