@@ -13,6 +13,7 @@ EXPECTED_GROWTH = 2.0
 The scale grows as the loss falls, by an order of magnitude and more in published trainings
 (McCandlish et al., "An Empirical Model of Large-Batch Training", 2018); twice is a modest part.
 """
+_DECAY = 0.99
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,26 +58,20 @@ def noise_scale_estimate(
 
 
 class SmoothedNoiseScale:
-    """Bias-corrected exponential moving averages of both estimates."""
+    """Bias-corrected exponential moving averages of both estimates, over about 100 steps."""
 
-    def __init__(self, decay: float = 0.99) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(
-                f"decay must be at least 0 and below 1. Received: {decay!r}. 0.99 averages about "
-                "100 steps."
-            )
-        self._decay = decay
+    def __init__(self) -> None:
         self._sums = (0.0, 0.0)
         self._weight = 0.0
 
     def add(self, estimate: NoiseScaleEstimate) -> None:
-        new = 1.0 - self._decay
+        new = 1.0 - _DECAY
         norm, variance = self._sums
         self._sums = (
-            self._decay * norm + new * estimate.squared_norm,
-            self._decay * variance + new * estimate.variance,
+            _DECAY * norm + new * estimate.squared_norm,
+            _DECAY * variance + new * estimate.variance,
         )
-        self._weight = self._decay * self._weight + new
+        self._weight = _DECAY * self._weight + new
 
     @property
     def value(self) -> NoiseScaleEstimate | None:

@@ -308,37 +308,22 @@ class TimeModelFit:
         self._last_share = np.zeros(num_replicas, np.int64)
         self._last_seconds = np.ones(num_replicas)
         self._speed_changes = SpeedChanges(num_replicas)
-        self._known = np.zeros(num_replicas, np.bool_)
-        self._identified = np.zeros(num_replicas, np.bool_)
-        self._rescale = np.zeros(num_replicas, np.bool_)
-        self._fixed = np.zeros(num_replicas)
-        self._slope = np.zeros(num_replicas)
-        self._noise = NoiseLevel()
-        self._version = 0
-
-    @property
-    def known(self) -> BoolArray:
+        self.known = np.zeros(num_replicas, np.bool_)
         """Whether each replica has a model, bool [n]."""
-        return self._known
-
-    @property
-    def identified(self) -> BoolArray:
+        self.identified = np.zeros(num_replicas, np.bool_)
         """Whether each replica has had two shares since its last speed change, bool [n]."""
-        return self._identified
-
-    @property
-    def fixed_seconds(self) -> FloatArray:
+        self._rescale = np.zeros(num_replicas, np.bool_)
+        self.fixed_seconds = np.zeros(num_replicas)
         """Fixed parts, float64 [n]; 0 for replicas without a model."""
-        return self._fixed
-
-    @property
-    def seconds_per_sample(self) -> FloatArray:
+        self.seconds_per_sample = np.zeros(num_replicas)
         """Slopes, float64 [n]; 0 for replicas without a model."""
-        return self._slope
+        self._noise = NoiseLevel()
+        self.version = 0
+        """Counter that grows whenever a model changes."""
 
     def seconds(self, shares: IntArray) -> FloatArray:
         """Return the times that the models say for shares, int64 [n], as float64 [n]."""
-        line: FloatArray = self._fixed + self._slope * shares
+        line: FloatArray = self.fixed_seconds + self.seconds_per_sample * shares
         return line if self._most is None else line + self._part * further_parts(shares, self._most)
 
     @property
@@ -346,22 +331,18 @@ class TimeModelFit:
         """Relative standard deviation of one compute time."""
         return self._noise.value
 
-    @property
-    def version(self) -> int:
-        """Counter that grows whenever a model changes."""
-        return self._version
-
     def models(self) -> tuple[LinearTimeModel | None, ...]:
         """Return the time model of each replica, None for replicas never measured."""
-        numbers = zip(self._fixed.tolist(), self._slope.tolist(), self._part.tolist(), strict=True)
-        sizes = [MAX_TOTAL] * len(self._fixed) if self._most is None else self._most.tolist()
+        fitted = (self.fixed_seconds, self.seconds_per_sample, self._part)
+        numbers = zip(*(values.tolist() for values in fitted), strict=True)
+        sizes = [MAX_TOTAL] * len(self.known) if self._most is None else self._most.tolist()
         return tuple(
             None
             if not known
             else LinearTimeModel(fixed, slope)
             if most >= MAX_TOTAL
             else MicroBatchTimeModel(fixed, slope, part, most)
-            for (fixed, slope, part), most, known in zip(numbers, sizes, self._known, strict=True)
+            for (fixed, slope, part), most, known in zip(numbers, sizes, self.known, strict=True)
         )
 
     def observe(self, shares: ArrayLike, seconds: ArrayLike) -> IntArray:
@@ -395,16 +376,17 @@ class TimeModelFit:
 
     def recall(self, replica: int, model: LinearTimeModel) -> None:
         """Take a model that was fitted before; it stays until there are observations."""
-        self._fixed[replica], self._slope[replica] = model.fixed_seconds, model.seconds_per_sample
+        self.fixed_seconds[replica] = model.fixed_seconds
+        self.seconds_per_sample[replica] = model.seconds_per_sample
         known_part = getattr(model, "part_seconds", PART_FRACTION * model.fixed_seconds)
         self._part[replica] = known_part
-        self._known[replica] = True
+        self.known[replica] = True
         self.forget(replica)
 
     def set_micro_batch_size(self, replica: int, samples: int) -> None:
         """Say that a replica computes larger shares in parts from now on."""
         if self._most is None:
-            self._most = np.full(len(self._fixed), MAX_TOTAL)
+            self._most = np.full(len(self.fixed_seconds), MAX_TOTAL)
         self._most[replica] = samples
 
     def forget(self, replica: int) -> None:
@@ -415,8 +397,8 @@ class TimeModelFit:
         """
         self._count[replica] = self._streak[replica] = 0
         self._speed_changes.forget(replica)
-        self._rescale[replica] = self._known[replica]
-        self._identified[replica] = False
+        self._rescale[replica] = self.known[replica]
+        self.identified[replica] = False
 
     def counts(self, shares: ArrayLike) -> IntArray:
         """Count observations with given shares.
@@ -451,8 +433,8 @@ class TimeModelFit:
     def _detect(self, valid: BoolArray, share: IntArray, second: FloatArray) -> IntArray:
         # If only one share has been seen, a deviation at a new share reveals the line, not a change
         # of speed.
-        judged = valid & self._known & ~self._rescale
-        judged &= self._identified | (self._streak >= _STREAK_BEFORE_CHANGE)
+        judged = valid & self.known & ~self._rescale
+        judged &= self.identified | (self._streak >= _STREAK_BEFORE_CHANGE)
         ratio = np.ones_like(second)
         np.divide(second, self.seconds(share), out=ratio, where=judged)
         return self._speed_changes.observe(ratio, judged, self._streak > 1, self.noise)
@@ -460,7 +442,7 @@ class TimeModelFit:
     def _cut(self, changed: BoolArray, steps: IntArray) -> None:
         """Keep only the observations since the change."""
         self._count = np.where(changed, np.minimum(steps, self._count), self._count)
-        self._identified &= ~changed
+        self.identified &= ~changed
         self._rescale |= changed
 
     def _measurements(self, replica: int) -> list[Measurement]:
@@ -475,22 +457,22 @@ class TimeModelFit:
         if self._rescale[replica]:
             latest = points[-1]
             changed = latest.seconds / self._seconds_of(replica, latest.share)
-            self._fixed[replica] *= changed
+            self.fixed_seconds[replica] *= changed
             self._part[replica] *= changed
             self._rescale[replica] = False
         fixed, slope, identified = self._fit_of(replica, points)
-        self._fixed[replica], self._slope[replica] = fixed, slope
-        self._known[replica] = True
-        self._identified[replica] |= identified
+        self.fixed_seconds[replica], self.seconds_per_sample[replica] = fixed, slope
+        self.known[replica] = True
+        self.identified[replica] |= identified
         self._since_fit[replica] = 0
-        self._version += 1
+        self.version += 1
 
     def _seconds_of(self, replica: int, share: int) -> float:
-        return float(self.seconds(np.full(len(self._fixed), share))[replica])
+        return float(self.seconds(np.full(len(self.fixed_seconds), share))[replica])
 
     def _fit_of(self, replica: int, points: list[Measurement]) -> tuple[float, float, bool]:
         """Fit a replica's line, and what its further parts cost, if it has any."""
-        before = float(self._fixed[replica])
+        before = float(self.fixed_seconds[replica])
         most = MAX_TOTAL if self._most is None else int(self._most[replica])
         if all(point.share <= most for point in points):
             part = float(self._part[replica]) / before if before else PART_FRACTION

@@ -107,10 +107,7 @@ def _meanwhile(situation: Situation) -> str:
 def _gain(situation: Situation) -> float:
     if len(situation.recording.devices) < 2:
         return 1.0
-    best = situation.lines.balanced(situation.shares)
-    # of each step's own global batch, which may grow
-    total = situation.recent.shares.sum(axis=1, keepdims=True)
-    after = seconds_with_shares(situation, best / max(int(best.sum()), 1) * total)
+    after = seconds_with_shares(situation, situation.lines.balanced(situation.shares))
     return situation.step_seconds / after if after > 0 else 1.0
 
 

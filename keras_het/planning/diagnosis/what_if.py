@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_het.planning.diagnosis.recording import Floats
 from keras_het.planning.diagnosis.situation import Situation
+from keras_het.planning.shares import IntArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +62,16 @@ def what_if(situation: Situation) -> WhatIf:
 
 def gain_over_even(situation: Situation) -> float:
     """Return by what factor the present shares shorten steps over even ones; NaN if unknown."""
-    shares = situation.recent.shares
-    even = shares.sum(axis=1, keepdims=True) / max(shares.shape[1], 1)
-    seconds = seconds_with_shares(situation, np.broadcast_to(even, shares.shape))
+    seconds = seconds_with_shares(situation, np.ones(len(situation.shares)))
     return seconds / situation.step_seconds if situation.step_seconds > 0 else np.nan
 
 
-def seconds_with_shares(situation: Situation, shares: Floats) -> float:
-    """Predict the mean time of the recent steps with other shares."""
-    # A device's deviations from its line stay, so that both means have the same noise.
+def seconds_with_shares(situation: Situation, weights: Floats | IntArray) -> float:
+    """Predict the mean time of the recent steps with shares in proportion to weights."""
+    # A device's deviations from its line stay, so that both means have the same noise; so does each
+    # step's global batch, which may grow.
     steps, lines = situation.recent, situation.lines
+    shares = weights / max(weights.sum(), 1) * steps.shares.sum(axis=1, keepdims=True)
     line = lines.seconds(steps.shares)
     had_samples = (steps.shares > 0) & (line > 0)
     deviation = np.where(had_samples, steps.compute / np.where(had_samples, line, 1.0), 1.0)

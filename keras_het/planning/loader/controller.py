@@ -261,7 +261,7 @@ class ReadingJob:
     def __init__(self) -> None:
         self._reads = False
         self._work = 0.0
-        self._told = 0.0
+        self._announced = 0.0
 
     def observe(self, loaders: int, window: LoaderWindow, now: float) -> ReadingNeed | None:
         """Take a window.
@@ -282,9 +282,9 @@ class ReadingJob:
         weight = min(window.seconds / _AVERAGED_SECONDS, 1.0) if did_read else 1.0
         self._work += weight * (work - self._work)
         need = 1.0 / self._work
-        if not did_read or not 1.0 / _CHANGED < need / self._told < _CHANGED:
-            self._told = need
-        return ReadingNeed(self._told, now + _seconds_until_the_next(loaders, window))
+        if not did_read or not 1.0 / _CHANGED < need / self._announced < _CHANGED:
+            self._announced = need
+        return ReadingNeed(self._announced, now + _seconds_until_the_next(loaders, window))
 
     def _still_reads(self, loaders: int, window: LoaderWindow) -> bool:
         if window.loader_cpu_seconds is None:

@@ -362,11 +362,11 @@ def _streams(
     exchange, busy = cluster.exchange, cluster.exchange.busy_seconds
     batch = float(cluster.global_batch)
     # An all-reduce passes the leader's update to the others, and all of them wait for it.
-    told = busy + _all_reduce_seconds(cluster, group)
+    passing_on = busy + _all_reduce_seconds(cluster, group)
     parts = len(group)
     if exchange.async_batch_size is not None:
         parts = math.ceil(cluster.global_batch / exchange.async_batch_size)
-    pushers = [Pusher(batch, sync.step_seconds, 0.0, told, 1)]
+    pushers = [Pusher(batch, sync.step_seconds, 0.0, passing_on, 1)]
     for i in asynchronous:
         seconds = cluster.fixed_seconds[i] + batch / parts / cluster.samples_per_second[i]
         travel = _travel_seconds(cluster, sync, i, len(asynchronous))
