@@ -252,7 +252,7 @@ class TunerController:
     # --- up
 
     def _more_loaders(self, window: LoaderWindow) -> LoaderPlan | None:
-        if not self._model.is_fitted or not self._pauses.allow("more loaders", self._now):
+        if not self._model.is_fitted:
             return None
         job, now = self._model.job, self.plan.loaders
         mostly_waits = window.loader_cpu_seconds is not None and job.cpus_per_loader < 0.5
@@ -302,8 +302,6 @@ class TunerController:
         """Lengthen the buffer, which helps if supply is sufficient on average but uneven."""
         if window.waiting_steps is not None and not window.waits_unevenly:
             return None
-        if not self._pauses.allow("more prefetch", self._now):
-            return None
         in_memory = self._batches_in_memory(window) - self.plan.loaders
         target = int(min(4 * self.plan.prefetch, self._max_prefetch, in_memory))
         if target <= self.plan.prefetch:
@@ -326,14 +324,12 @@ class TunerController:
             return None
         if _waits_for_io(self.plan.loaders, window):
             return None  # as many as needed to use the CPUs
-        if not self._pauses.allow("fewer loaders", self._now):
-            return None
         reason = f"CPUs are busy, more than {fewest} loaders only hinder each other"
         return self._try("fewer loaders", LoaderPlan(fewest, self.plan.prefetch, reason), window)
 
     def _trim(self, window: LoaderWindow) -> LoaderPlan | None:
         """Remove loaders if, as the model now knows, a serial part bounds them."""
-        if not self._model.has_line or not self._pauses.allow("fewer loaders", self._now):
+        if not self._model.has_line:
             return None
         enough = self._model.job.enough_loaders(self.plan.loaders)
         # The line ignores CPUs, which fewer loaders would leave idle.
@@ -346,18 +342,17 @@ class TunerController:
     def _less(self, window: LoaderWindow) -> LoaderPlan | None:
         """Remove loaders, then shorten the buffer, while the device does not wait."""
         loaders, prefetch = self.plan.loaders, self.plan.prefetch
-        if loaders > 1 and self._pauses.allow("fewer loaders", self._now):
-            target = max(loaders // 2, 1)
-            if self._model.is_fitted:
-                target = max(target, math.ceil(0.75 * self._model.job.enough_loaders(loaders)))
-            if target < loaders:
-                plan = LoaderPlan(target, prefetch, "device does not wait")
-                return self._try("fewer loaders", plan, window)
-        if prefetch > self._least_prefetch and self._pauses.allow("less prefetch", self._now):
-            target = max(prefetch // 2, self._least_prefetch)
-            plan = LoaderPlan(loaders, target, "device does not wait")
-            return self._try("less prefetch", plan, window)
-        return None
+        fewer, shorter = max(loaders // 2, 1), max(prefetch // 2, self._least_prefetch)
+        if self._model.is_fitted:
+            fewer = max(fewer, math.ceil(0.75 * self._model.job.enough_loaders(loaders)))
+        plan = None
+        if fewer < loaders:
+            to = LoaderPlan(fewer, prefetch, "device does not wait")
+            plan = self._try("fewer loaders", to, window)
+        if plan is None and shorter < prefetch:
+            to = LoaderPlan(loaders, shorter, "device does not wait")
+            plan = self._try("less prefetch", to, window)
+        return plan
 
     def _over_bound(self, window: LoaderWindow) -> LoaderPlan | None:
         """Return a plan that respects `max_memory`, if the current one does not."""
@@ -374,7 +369,10 @@ class TunerController:
 
     def _try(
         self, kind: str, plan: LoaderPlan, window: LoaderWindow, gain: float = 0.0
-    ) -> LoaderPlan:
+    ) -> LoaderPlan | None:
+        """Begin a trial, unless such a move has failed a short time ago."""
+        if not self._pauses.allow(kind, self._now):
+            return None
         self._trial = Trial(kind, self.plan, window, gain)
         return self._adopt(plan)
 
