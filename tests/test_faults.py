@@ -48,7 +48,7 @@ def test_every_room_has_a_fault() -> None:
     assert len(set(SENTENCES)) == len(FAULTS) >= 40
 
 
-def test_a_fault_that_no_test_finds_is_told(
+def test_a_fault_that_no_test_finds_is_reported(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert look_for_all([WRONG, UNSEEN], checkout) == [UNSEEN]

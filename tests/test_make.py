@@ -100,7 +100,7 @@ def test_an_environment_that_test_oldest_made_with_3_12_is_refused(folder: Path)
     assert "tests/loader/validation" not in made.stdout
 
 
-def test_test_oldest_goes_on_with_3_12(folder: Path) -> None:
+def test_test_oldest_works_with_3_12(folder: Path) -> None:
     install_oldest(folder, 12)
     made = make(folder, "test-oldest")
     assert made.returncode == 0, made.stderr

@@ -440,7 +440,7 @@ def test_seeds_of_one_thread_may_come_from_a_sequence_apart(logical_devices):
         assert tf.random.uniform([]).shape == []
 
 
-def test_an_iterator_goes_on_in_another(logical_devices):
+def test_an_iterator_continues_in_another(logical_devices):
     def build(calls):
         numbers = tf.data.Dataset.range(20)
         return numbers.map(lambda value: value, num_parallel_calls=calls).batch(2).prefetch(2)
@@ -476,7 +476,7 @@ def test_the_model_of_an_iterator_has_what_is_read_from_it(logical_devices):
     assert iterator_adapter.iterator_model(fixed) is None
 
 
-def test_a_data_set_may_pass_for_its_source(logical_devices):
+def test_a_dataset_may_pass_for_its_source(logical_devices):
     source = tf.data.Dataset.range(3)
     variant = iterator_adapter.data_set_variant(source)
     same = iterator_adapter.UnchangedElementsDataset(source, variant)
@@ -513,7 +513,7 @@ def test_state_belongs_to_the_layer_that_made_it():
     ]
 
 
-def test_variables_show_other_values_while_a_traced_function_goes_on():
+def test_variables_show_other_values_while_a_traced_function_continues():
     variable = keras.Variable(1.0)
     add = tf.function(lambda: variable.assign_add(1.0))
     add()

@@ -137,7 +137,7 @@ def test_a_gradient_at_another_rate_is_not_sent():
     np.testing.assert_array_equal(service.center, -1)
 
 
-def test_a_gradient_too_stale_is_told_once_and_does_not_count(caplog):
+def test_a_gradient_too_stale_is_reported_once_and_does_not_count(caplog):
     service, _, worker, other = start(AsyncSGD(1.0), workers=2, bound=0)
     for _ in range(2):
         other.train()

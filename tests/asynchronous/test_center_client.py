@@ -97,7 +97,7 @@ def test_looking_at_the_center_does_not_make_a_change_fresh():
     assert set(pending.push.answer().statuses) == {Status.STALE}
 
 
-def test_weights_that_are_not_finite_are_told_of(caplog):
+def test_weights_that_are_not_finite_are_reported(caplog):
     worker = join(start())
     for _ in range(2):
         push(worker, [np.nan * part for part in ONES])

@@ -177,7 +177,7 @@ class Noted(Delta):
         return super().update(center, slots, change, meta)
 
 
-def test_what_a_rule_is_told_of_a_push():
+def test_what_a_rule_learns_about_a_push():
     part = part_with(rule := Noted())
     for version in range(5):
         push(part, version=version)
@@ -314,7 +314,7 @@ def test_a_push_that_is_sent_again_while_it_waits_takes_the_place_of_the_first(i
     assert again.result(0).status == Status.OK and in_turns.version == 2
 
 
-def test_who_need_not_wait_any_more_is_told_at_once():
+def test_a_wait_that_is_over_ends_at_once():
     part = part_with(RoundRobinEASGD(3, 0.5), max_staleness=0)
     (stale,) = waiting(part, 1)
     assert push(part, worker=0).status == Status.OK

@@ -29,7 +29,7 @@ class Task(ServiceTask):
 
 
 @pytest.mark.parametrize("rule", [Delta(), AsyncEASGD(0.3), AsyncSGD(0.1)])
-def test_callbacks_see_the_center_and_training_goes_on_from_its_own(rule):
+def test_callbacks_see_the_center_and_training_continues_from_its_own(rule):
     task = Task(rule)
     for _ in range(2):
         task.show_center()

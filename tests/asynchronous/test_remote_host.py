@@ -28,7 +28,7 @@ def service():
     return serve()
 
 
-def test_who_goes_on_alone_is_told_of_what_is_lost_and_not_how_to(service, caplog):
+def test_who_continues_alone_learns_what_is_lost_and_not_how_to(service, caplog):
     leader = Leader(service)
     leader.train()
     lose_answer(leader.engine.weights)
@@ -111,7 +111,7 @@ def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(tmp_path, 
     assert backup._service_state() == {}
 
 
-def test_a_backup_ends_a_training_that_shall_not_go_on_alone(service):
+def test_a_backup_ends_a_training_that_must_not_continue_alone(service):
     leader = Leader(service, goes_on_without_service=False)
     leader.engine.weights.transport._channels = [Unreachable()]
     with pytest.raises(ServiceLostError, match="parameter service at "):
@@ -197,7 +197,7 @@ class Farewell:
 
 
 @pytest.mark.parametrize(("state", "seconds"), [("there", 3600.0), ("away", 1.0), ("given up", 0)])
-def test_a_service_that_is_away_is_told_the_end_and_not_waited_for(service, state, seconds):
+def test_a_lost_service_learns_of_the_end_and_is_not_waited_for(service, state, seconds):
     """A message to a silent service lasts for its whole time-out."""
     leader, told = Leader(service, timeout_seconds=3600.0), []
     leader.engine.is_lost, leader.engine.is_given_up = state == "away", state == "given up"

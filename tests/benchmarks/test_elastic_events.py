@@ -24,7 +24,7 @@ def test_a_repeated_step_is_no_progress():
     assert elastic_events.useful_seconds(found, 1, 12, 1.0) == 4
 
 
-def test_a_training_that_does_not_go_on_is_without_progress_until_the_end():
+def test_a_training_that_stops_makes_no_progress_until_the_end():
     found = elastic_events.progress(STEPS[:3])
     assert elastic_events.longest_gap(found, 3.5, 60) == 57
 

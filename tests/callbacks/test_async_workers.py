@@ -293,7 +293,7 @@ def test_an_error_ends_the_service_and_a_fit_after_it_trains(strategy, name, rul
 
 @pytest.mark.full
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_arrays_train_as_a_data_set_of_them(strategy, shuffle):
+def test_arrays_train_as_a_dataset_of_them(strategy, shuffle):
     x, y = arrays()
     rows = tf.data.Dataset.from_tensor_slices((x, y))
     models = [make_model(strategy) for _ in range(2)]

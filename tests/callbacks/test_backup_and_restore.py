@@ -63,7 +63,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(one, other)
 
 
-def assert_goes_on(devices, make_data, folder, step, save_freq=3, others=list, **options):
+def assert_continues(devices, make_data, folder, step, save_freq=3, others=list, **options):
     """Trains to the end, and to the same end with an interruption and what `others` makes."""
     expected = trained(devices, make_data(), [], **options)
     interrupted(devices, make_data(), folder, step, save_freq, others(), **options)
@@ -75,7 +75,7 @@ def assert_goes_on(devices, make_data, folder, step, save_freq=3, others=list, *
 @pytest.mark.parametrize("step", [4, 14, 23])
 @pytest.mark.parametrize("of_unknown_number", [False, True])
 def test_every_later_epoch_is_whole(logical_devices, tmp_path, of_unknown_number, step):
-    assert_goes_on(logical_devices, lambda: rows(of_unknown_number), tmp_path, step)
+    assert_continues(logical_devices, lambda: rows(of_unknown_number), tmp_path, step)
 
 
 OTHERS = {  # how often is saved, and how is trained; `test_every_kill.py` has all epochs and data
@@ -89,7 +89,7 @@ OTHERS = {  # how often is saved, and how is trained; `test_every_kill.py` has a
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_epochs_and_data(logical_devices, tmp_path, kind):
     save_freq, options = OTHERS[kind]
-    assert_goes_on(logical_devices, rows, tmp_path, 8, save_freq, **options)
+    assert_continues(logical_devices, rows, tmp_path, 8, save_freq, **options)
 
 
 def damage_the_newest(folder):
@@ -162,7 +162,7 @@ EVALUATES = {
 @pytest.mark.full
 @pytest.mark.parametrize("when", EVALUATES)
 def test_what_is_evaluated_is_not_what_is_saved(logical_devices, tmp_path, when):
-    assert_goes_on(logical_devices, rows, tmp_path, 12, others=EVALUATES[when])
+    assert_continues(logical_devices, rows, tmp_path, 12, others=EVALUATES[when])
 
 
 @pytest.mark.full
@@ -189,7 +189,7 @@ def test_a_resumed_fit_that_failed_leaves_nothing_behind(logical_devices, tmp_pa
         pytest.param((None, None), True, id="none"),
     ],
 )
-def test_another_order_is_told(logical_devices, tmp_path, caplog, seeds, is_told, step):
+def test_another_order_is_reported(logical_devices, tmp_path, caplog, seeds, is_told, step):
     def rows_in_order_of(seed):
         tf.random.set_seed(None)
         numbers = tf.data.Dataset.range(SAMPLES).shuffle(SAMPLES, seed=seed)
@@ -204,7 +204,7 @@ def test_another_order_is_told(logical_devices, tmp_path, caplog, seeds, is_told
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [None, 5])
-def test_another_order_of_arrays_is_told(logical_devices, tmp_path, caplog, seed):
+def test_another_order_of_arrays_is_reported(logical_devices, tmp_path, caplog, seed):
     def train(callbacks):
         model = linear_model(logical_devices)
         tf.random.set_seed(seed)
@@ -226,7 +226,7 @@ def test_another_order_of_arrays_is_told(logical_devices, tmp_path, caplog, seed
     ids=["same", "rate", "class"],
 )
 @pytest.mark.quick("rate")
-def test_another_optimizer_is_told(logical_devices, tmp_path, caplog, optimizer, message):
+def test_another_optimizer_is_reported(logical_devices, tmp_path, caplog, optimizer, message):
     slower = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
     interrupted(logical_devices, rows(), tmp_path, 14, others=[slower])
     model = linear_model(logical_devices)

@@ -299,7 +299,7 @@ def test_a_later_fit_over_less_than_a_batch_changes_no_plan(model):
 
 
 @pytest.mark.full
-def test_a_balancer_goes_on_in_a_later_fit(strategy, model):
+def test_a_balancer_continues_in_a_later_fit(strategy, model):
     balancer = BatchBalancer("static", weights=(2, 1, 1))
     model.fit(batches(64, size=16), verbose=0, callbacks=[balancer])
     strategy.set_share_weights((1, 1, 1))

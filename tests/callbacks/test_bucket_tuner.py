@@ -287,6 +287,6 @@ def test_the_fastest_size_is_that_of_the_median_round(seconds, chosen):
     assert fastest([8, 0, 4], np.ones(3)) == 8  # no gain
 
 
-def test_the_seconds_that_are_told_are_those_that_decide():
+def test_the_reported_seconds_are_the_ones_that_decide():
     seconds = np.array([[4.0, 3.9], [2.0, 1.0], [1.0, 0.9]])
     np.testing.assert_allclose(typical_seconds(seconds), [2.0, 1.8])

@@ -237,7 +237,7 @@ def test_a_training_that_was_stopped_stays_stopped(model: keras.Model, tmp_path:
     assert fit(model, tmp_path, [StopIn(), backup]) == expected
 
 
-def test_settings_are_those_of_the_new_script(model: keras.Model, tmp_path: Path) -> None:
+def test_settings_come_from_the_new_script(model: keras.Model, tmp_path: Path) -> None:
     with pytest.raises(KilledError):
         backup = BackupAndRestore(tmp_path / "backup", save_freq=1)
         fit(model, tmp_path, [backup, Own(), KillAt(EPOCH_END, 2)])

@@ -69,7 +69,7 @@ def backups(folder: Path) -> list[Path]:
     return sorted(folder.glob("backup-*")) if folder.exists() else []
 
 
-def test_a_run_goes_on_from_memory_when_the_disk_is_lost(
+def test_a_run_continues_from_memory_when_the_disk_is_lost(
     run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     name, folder = run("a"), tmp_path / "backup"

@@ -272,7 +272,7 @@ def test_a_kill_at_the_end_of_an_epoch_skips_none(
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["arrays", "dataset"])
-def test_a_training_that_had_ended_goes_on_with_more_epochs(
+def test_a_training_that_had_ended_continues_with_more_epochs(
     logical_devices: Any, folder: Path, kind: str
 ) -> None:
     for epochs, steps in ((1, [STEPS]), (1, []), (3, [STEPS, STEPS])):
@@ -324,7 +324,7 @@ class KillAt(keras.callbacks.Callback):
 
 @pytest.mark.quick("6")
 @pytest.mark.parametrize("step", range(1, 2 * STEPS))
-def test_random_layers_go_on_with_their_numbers(
+def test_random_layers_continue_with_their_numbers(
     logical_devices: Any, folder: Path, step: int
 ) -> None:
     def train(*callbacks: Any) -> list[np.ndarray]:

@@ -53,7 +53,7 @@ def test_moves_change_nothing_in_the_training(is_built, steps_per_execution):
 
 
 @pytest.mark.full
-def test_an_endless_pipeline_goes_on_over_epochs():
+def test_an_endless_pipeline_continues_over_epochs():
     def endless(knobs):
         return build(knobs).repeat()
 

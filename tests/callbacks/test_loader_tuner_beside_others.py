@@ -205,7 +205,7 @@ def test_a_hybrid_training_is_observed_only(strategy, is_builder, tuner_is_first
     ],
 )
 @pytest.mark.parametrize("is_builder", [True, False], ids=["builder", "dataset"])
-def test_a_tuned_training_goes_on_from_its_backup(
+def test_a_tuned_training_continues_from_its_backup(
     logical_devices, tmp_path, is_builder, step, tuner_is_first
 ):
     def train(*callbacks):

@@ -226,7 +226,7 @@ def test_the_running_pipeline_is_shown_within_fit_and_after_a_move_as_it_was_bef
 @pytest.mark.quick("in order")
 @needs_model
 @pytest.mark.parametrize("kind", ["in order", "shuffled", "moved", "own rows", "whole batches"])
-def test_an_ordinary_data_set_is_shown_within_fit_and_after_it(kind, logical_devices):
+def test_an_ordinary_dataset_is_shown_within_fit_and_after_it(kind, logical_devices):
     data = build(Knobs(2 * THREADS, 2, THREADS))
     if kind == "shuffled":
         tf.random.set_seed(None)
@@ -256,7 +256,7 @@ def test_an_ordinary_data_set_is_shown_within_fit_and_after_it(kind, logical_dev
 
 
 @needs_model
-def test_of_an_ordinary_data_set_with_a_seeded_shuffle_it_says_where_to_look():
+def test_of_an_ordinary_dataset_with_a_seeded_shuffle_it_says_where_to_look():
     tuner = LoaderTuner(never_moves, cooperate_with_other_jobs=False)
     shows = Shows(tuner)
     data = build(Knobs(2 * THREADS, 2, THREADS)).shuffle(4, seed=3)
@@ -289,7 +289,7 @@ def test_a_pipeline_with_a_shuffle_is_shown_with_the_settings_that_stayed():
 
 
 @needs_model
-def test_an_ordinary_data_set_that_was_read_goes_on_where_it_is():
+def test_an_ordinary_dataset_that_was_read_continues_where_it_is():
     data = tf.data.Dataset.range(8).batch(2)
     iterator = iter(data)
     next(iterator)
@@ -325,7 +325,7 @@ def test_a_pipeline_that_begins_in_its_own_threads_draws_the_same_values(draw):
 
 
 @pytest.mark.quick("alone")
-def test_each_move_is_in_the_log_and_is_printed_if_wished(devices, caplog, capsys):
+def test_each_move_is_in_the_log_and_is_printed_on_request(devices, caplog, capsys):
     tuner = LoaderTuner(Once, cooperate_with_other_jobs=False, verbose=1)
     with caplog.at_level(logging.INFO, "keras_het"):
         fit(tuner, tunable_pipeline(build, Knobs(2 * THREADS, 2, THREADS)), devices=devices)

@@ -159,7 +159,7 @@ def test_nothing_is_cut_as_long_as_memory_is_unknown(counting):
 
 
 @pytest.mark.full
-def test_a_training_that_goes_on_cuts_from_its_first_step(
+def test_a_training_that_continues_cuts_from_its_first_step(
     emulated, counting, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(batch_balancer, "product_names", lambda local: ("x", "y", "z"))
@@ -256,7 +256,7 @@ def test_parts_say_nothing_more(counting, use):
     assert known.fitting[1] == 31
 
 
-def test_a_training_that_goes_on_cuts_as_before(use):
+def test_a_training_that_continues_cuts_as_before(use):
     known = use(cuts=True)
     for replica, samples in enumerate([7, 8, 9]):
         known.start_from(replica, samples)

@@ -100,7 +100,7 @@ class TellsSeconds:
 
 
 @pytest.mark.parametrize("on_gpus", [False, True])
-def test_policies_are_told_what_new_shares_cost(emulated, on_gpus):
+def test_policies_know_what_new_shares_cost(emulated, on_gpus):
     policy = TellsSeconds()
     if on_gpus:  # a user's policy has no granularity
         emulated.setattr(batch_balancer, "gpu_name", lambda device: "GPU:0")

@@ -214,7 +214,7 @@ def test_every_loss_is_exact(run, tmp_path, undisturbed, config):
 
 
 @pytest.mark.full
-def test_callbacks_go_on_as_if_nothing_had_happened(run, tmp_path):
+def test_callbacks_continue_as_if_nothing_had_happened(run, tmp_path):
     """The loss comes in the fourth of seven epochs; the weights of the first one are the best."""
     (alone := tmp_path / "alone").mkdir()
     command = [sys.executable, "-c", ONE_DEVICE, str(PROGRAM.parent), str(alone / "weights.npz")]
@@ -281,7 +281,7 @@ def plug_when_asked(hosts, folder, states):
 
 
 @pytest.mark.full
-def test_training_goes_on_in_another_cluster_when_the_head_is_lost(run, tmp_path, undisturbed):
+def test_training_continues_in_another_cluster_when_the_head_is_lost(run, tmp_path, undisturbed):
     result = run(events=["lose_store"])
     assert "Failed to connect to GCS" in result.stdout
     before = {row[0]: row[2] for row in rows(tmp_path)}

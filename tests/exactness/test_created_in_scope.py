@@ -116,7 +116,7 @@ def loop(model, optimizer, x, y):
         optimizer.apply(gradients, model.trainable_variables)
 
 
-def test_an_eager_loop_in_the_scope_is_told_of_run():
+def test_an_eager_loop_in_the_scope_is_pointed_to_run():
     model = model_around(keras.layers.Dense(3))
     received = r"Received: a gradient or update of .*kernel.* call strategy\.run\(step, args"
     with three_replicas().scope(), pytest.raises(ValueError, match=received):

@@ -82,7 +82,7 @@ def test_the_end_inside_a_function_is_an_error_or_an_empty_optional(strategy):
 
 
 @pytest.mark.full
-def test_two_loops_with_state_over_one_data_set(strategy):
+def test_two_loops_with_state_over_one_dataset(strategy):
     """A loop that changes values, means over rows, and one that changes a variable only."""
     with strategy.scope():
         counted = tf.Variable(0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
@@ -135,7 +135,7 @@ def test_a_loop_fetches_nothing_before_the_loop_above_it_has_ended(strategy, mon
 
 
 @pytest.mark.full
-def test_an_iterator_goes_on_within_a_loop_over_another_data_set(strategy):
+def test_an_iterator_continues_within_a_loop_over_another_dataset(strategy):
     @tf.function
     def loop(iterator):
         total = summed(strategy, next(iterator))

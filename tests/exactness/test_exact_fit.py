@@ -48,7 +48,7 @@ def test_arrays(options):
 
 
 @pytest.mark.full
-def test_validation_data_set():
+def test_validation_dataset():
     options = {"validation_data": batches(13, seed=4), "validation_freq": 1}
     build = functools.partial(dense_model, metrics=["mae"])
     expected = assert_equivalent(Trial(build, options=options, predict=False))
@@ -264,7 +264,7 @@ def test_run_eagerly():
 
 
 @pytest.mark.full
-def test_steps_per_epoch_on_a_repeated_data_set():
+def test_steps_per_epoch_on_a_repeated_dataset():
     def fit(model, callbacks):
         return model.fit(
             batches().repeat(), epochs=2, steps_per_epoch=4, verbose=0, callbacks=callbacks

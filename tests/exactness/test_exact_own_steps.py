@@ -341,7 +341,7 @@ class AnyLogs(Base):
 @pytest.mark.quick("False-unequal")
 @pytest.mark.parametrize("shares", [(4, 0, 1), (3, 3, 2)], ids=["unequal", "alike"])
 @pytest.mark.parametrize("run_eagerly", [False, True])
-def test_whatever_is_in_the_logs_is_that_of_all_samples(run_eagerly, shares):
+def test_whatever_is_in_the_logs_covers_all_samples(run_eagerly, shares):
     strategy = three_replicas()
     strategy.set_share_weights(shares)
     with strategy.scope():

@@ -324,5 +324,5 @@ DATA_SETS = {
 
 @pytest.mark.quick("infinite_validation")
 @pytest.mark.parametrize("kind", DATA_SETS)
-def test_shuffled_data_sets(kind):
+def test_shuffled_datasets(kind):
     assert_same_order(DATA_SETS[kind])

@@ -305,7 +305,7 @@ def test_a_folder_belongs_to_the_process_that_locked_it_for_as_long_as_that_live
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, caplog):
+def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, caplog):
     def lockf(*args):
         raise OSError(errno.ENOLCK, "No locks available")
 

@@ -19,7 +19,7 @@ def rows_of(text):
     return {" ".join(words[:-5]): words[-5:] for words in lines}
 
 
-def test_gains_are_those_of_the_page(capsys):
+def test_gains_equal_the_page(capsys):
     text = advise(capsys, "4,2,1")
     assert "1.75 times as fast as the fastest device alone" in text  # 7 / 4
     assert "2.33 times as fast as equal shares" in text  # 7 / (3 x 1)

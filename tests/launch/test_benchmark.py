@@ -116,7 +116,7 @@ def test_the_table_and_the_picture(tmp_path):
     assert path is not None and path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_gpus_are_found_and_nothing_of_the_machine_is_told(monkeypatch, tmp_path, capsys):
+def test_gpus_are_found_and_nothing_about_the_machine_is_printed(monkeypatch, tmp_path, capsys):
     tensorflow = TensorFlowFacts(tensorflow="2.21.0", keras="3.15.1", gpus=("RTX 3090", "T4"))
     facts = Facts(host="secret-name", processor="EPYC", driver="580", tensorflow=tensorflow)
     monkeypatch.setattr(benchmark_command, "gather", lambda: facts)

@@ -86,7 +86,7 @@ def test_names_the_failed_worker_and_why(launch, script):
 
 
 @pytest.mark.parametrize(("group", "exit_code"), [(0, 0), (5, 5)])
-def test_an_async_workers_failure_is_told_and_is_not_that_of_the_training(
+def test_an_async_workers_failure_is_reported_and_does_not_fail_the_training(
     launch, script, group, exit_code
 ):
     path = script(
@@ -194,7 +194,7 @@ raise ValueError("the root cause")
 
 
 @pytest.mark.parametrize("ending", ["exits", "killed"])
-def test_a_cause_that_exits_after_its_victim_is_told(launch, script, tmp_path, ending):
+def test_a_cause_that_exits_after_its_victim_is_reported(launch, script, tmp_path, ending):
     marker = str(tmp_path / "marker")
     path = script(CAUSE_AND_VICTIM)
     result = launch("run", "--workers", "2", path, marker, ending).finish()

@@ -176,7 +176,7 @@ def test_what_a_driver_says(monkeypatch):
     assert module.opened == 0
 
 
-def test_extras_are_those_of_the_package():
+def test_extras_exist_in_the_package():
     project = Path(__file__).parents[2] / "pyproject.toml"
     text = project.read_text().partition("optional-dependencies]")[2].partition("\n[")[0]
     names = re.findall(r"^([\w-]+) = \[", text, re.MULTILINE)
@@ -260,7 +260,7 @@ FAULTS = [with_versions(tensorflow="2.15.1"), with_versions(keras="2.15.0"), in_
 
 
 @pytest.mark.parametrize(("check", "given", "texts", "fix"), PROBLEMS)
-def test_a_problem_is_told_with_its_fix(check, given, texts, fix):
+def test_a_problem_is_printed_with_its_fix(check, given, texts, fix):
     finding = problem(given, check)
     assert [text for text in texts if text not in finding.text] == [] and fix in finding.fix
     if check in ("versions", "secret", "public_address"):

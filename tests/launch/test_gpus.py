@@ -125,7 +125,7 @@ def test_mistakes_are_one_line(script, monkeypatch, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_without_a_driver_the_fix_is_told(script, monkeypatch, capsys):
+def test_without_a_driver_the_fix_is_printed(script, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(init_error=DRIVER_NOT_LOADED))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert code_of(["run", "--gpus", "auto", str(script)]) == 2

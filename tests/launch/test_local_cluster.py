@@ -262,7 +262,7 @@ def test_a_finished_workers_children_end_with_it(cluster_of, assert_gone):
     assert_gone([int(result.stdout)])
 
 
-def test_only_the_last_lines_are_kept_and_told(cluster_of):
+def test_only_the_last_lines_are_kept_and_printed(cluster_of):
     cluster = cluster_of('print(*range(100), sep="\\n")', 1, keep_lines=2)
     with pytest.raises(TimeoutError, match=r"Worker 0 ended without printing 'x'(.|\n)*: 98\n"):
         cluster.wait_for_output(0, "x", TIMEOUT)

@@ -150,7 +150,7 @@ def test_a_wrong_number_is_wrong_usage(machine, script, capsys):
     ("arguments", "config"),
     [(["--workers", "2"], tf_config(0)), (["--gpus", "2"], tf_config(0, worker=["a:1"]))],
 )
-def test_a_tf_config_that_is_replaced_is_told_once(machine, script, capfd, arguments, config):
+def test_a_tf_config_that_is_replaced_is_reported_once(machine, script, capfd, arguments, config):
     machine(config)
     assert main(["run", *arguments, script('print(config["cluster"]["worker"][0][:9])')]) == 0
     captured = capfd.readouterr()

@@ -163,7 +163,7 @@ def test_workers_end_with_a_killed_launcher(run, script, assert_gone, tmp_path):
     assert all((tmp_path / f"ended-{index}").exists() for index in range(2))
 
 
-def test_a_host_that_cannot_be_reached_is_told(run, script):
+def test_a_host_that_cannot_be_reached_is_reported(run, script):
     result = run("a,away", script(WAIT_FOR_EVER)).finish()
     assert result.exit_code == 255
     assert "worker 1 failed first: exit code 255" in result.stderr

@@ -105,7 +105,7 @@ def test_group_claims_know_what_is_theirs():
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["cut", "mapped"])
-def test_orders_go_on_after_a_pass_without_own_batches(mapped):
+def test_orders_continue_after_a_pass_without_own_batches(mapped):
     source = shuffled(mapped)
     orders = [[batch.numpy() for batch in source] for _ in range(3)]
     passes = iter([group_claims((0, 0, 1), pass_number=n) for n in range(2)])

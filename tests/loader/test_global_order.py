@@ -181,7 +181,7 @@ def test_a_lone_zero_share_gets_empty_batches():
                 assert none.dtype == one.dtype
 
 
-def test_a_second_data_set_object_goes_on_with_the_shuffle_orders():
+def test_a_second_dataset_object_continues_with_the_shuffle_orders():
     original, dataset = ELEMENT["map_shuffle"](), ELEMENT["map_shuffle"]()
     for _ in range(3):
         worker = GlobalOrderDataset(dataset, ONE, Schedule([[1]]), pair)

@@ -9,7 +9,7 @@ from keras_het.loader import iterator_adapter
 
 
 @pytest.mark.full
-def test_the_graphs_of_a_mapped_data_set_go_with_it():
+def test_the_graphs_of_a_mapped_dataset_go_with_it():
     """Kinds of conditions included; those of a function that others use stay."""
 
     @tf.function

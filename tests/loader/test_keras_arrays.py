@@ -25,7 +25,7 @@ def labels(dataset):
 
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])
 @pytest.mark.parametrize("samples", [20, 23, 3])
-def test_batches_are_those_of_keras(shuffle, samples):
+def test_batches_equal_keras(shuffle, samples):
     given = adapted(X[:samples], Y[:samples], batch_size=BATCH, shuffle=shuffle)
     made = with_repeatable_order(given)
     batches = list(made)

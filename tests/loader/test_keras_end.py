@@ -73,7 +73,7 @@ def test_evaluate_and_predict(steps_per_execution, known):
 
 
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
-def test_steps_per_epoch_goes_on_in_the_same_pass():
+def test_steps_per_epoch_continues_in_the_same_pass():
     seen = model(1)
     seen.fit(distributed(pairs(6).repeat()), epochs=3, steps_per_epoch=4, verbose=0)
     assert seen.labels == [*range(12), *range(12)]

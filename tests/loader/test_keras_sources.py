@@ -52,7 +52,7 @@ def test_arrays_with_weights_dictionaries_and_class_weight():
     hasattr(data_adapters.ArrayDataAdapter, "_tf_shuffle"),
     reason="Keras 3.16 orders arrays by the number of the epoch",
 )
-def test_unseeded_arrays_are_told_apart():
+def test_unseeded_arrays_are_distinguished():
     tf.random.set_seed(None)
     workers = make_workers(lambda: adapted(X, Y, batch_size=5, shuffle=True), (1, 1), [[1, 1]])
     for worker in workers:

@@ -134,13 +134,13 @@ class Rows:
 
 
 @pytest.mark.parametrize("make", [functools.partial(flat_rows, 2), Rows()])
-def test_a_callable_that_makes_generators_is_none_of_fit(make):
+def test_a_callable_that_makes_generators_is_not_for_fit(make):
     given = tf.data.Dataset.range(3).flat_map(make)
     assert adapter.draws_from_generator(given)
     assert not adapter.is_keras_generator(given)
 
 
-def test_a_generator_of_fit_is_told_from_others():
+def test_a_generator_of_fit_is_distinguished_from_others():
     batches = ((np.zeros([2, 3]), np.zeros([2])) for _ in range(4))
     given = adapted(batches)
     assert any(adapter.is_keras_generator(node) for node in adapter.upstream_of(given))
@@ -183,7 +183,7 @@ def test_keras_functions_are_recognised_and_others_are_not():
         assert not adapter.keras_class_weight(node)
 
 
-def test_keras_takes_our_base_class_for_a_distributed_data_set():
+def test_keras_takes_our_base_class_for_a_distributed_dataset():
     assert issubclass(DistributedSteps, tf.distribute.DistributedDataset)
     steps = GlobalOrderDataset(
         tf.data.Dataset.range(4).batch(2), ReplicaLayout((1,), 0), lambda: [1], lambda b, s: b[0]

@@ -78,7 +78,7 @@ def test_shares_follow_the_speeds(folder: Path, phase: int, expected: int) -> No
     assert abs(first_replica[-1] - expected) <= 4, first_replica
 
 
-def test_numbers_are_those_of_one_device(folder: Path) -> None:
+def test_numbers_equal_one_device(folder: Path) -> None:
     with np.load(folder / "single.npz") as expected:
         for worker in range(2):
             with np.load(folder / f"worker_{worker}.npz") as actual:

@@ -79,7 +79,7 @@ def test_the_chief_writes_all_files(runs: Runs) -> None:
     )
 
 
-def test_telemetry_knows_the_devices_of_all_workers(runs: Runs) -> None:
+def test_telemetry_knows_all_devices(runs: Runs) -> None:
     for results in runs.of_workers("telemetry"):
         assert list(results[f"{OWN}names"]) == ["worker 0 CPU 0", "worker 1 CPU 0"]
         assert set(results[f"{OWN}hosts"]) == {"127.0.0.1"}

@@ -71,7 +71,7 @@ def runs(
 
 @pytest.mark.quick("batch_size", "rows_in_slices", "sizes_of_layers", "model_outside")
 @pytest.mark.parametrize("check", TOLD)
-def test_all_workers_are_told_what_differs(runs: Runs, check: str) -> None:
+def test_all_workers_report_what_differs(runs: Runs, check: str) -> None:
     messages = [str(results["message"]) for results in runs.of_workers(check)]
     assert len(set(messages)) == 1, messages
     for part in TOLD[check]:

@@ -136,7 +136,7 @@ def test_nothing_is_lost_when_the_link_stalls_for_less_than_the_timeout(
 
 
 @pytest.mark.full
-def test_a_worker_whose_link_stalls_for_longer_goes_on_alone_and_comes_back(
+def test_a_worker_whose_link_stalls_for_longer_continues_alone_and_comes_back(
     hosts: Any, start_hybrid: Any
 ) -> None:
     group, worker = start_hybrid(timeout_seconds=2, on_service_loss="continue")

@@ -175,7 +175,7 @@ def test_weights_are_the_center_right_after_an_exchange(results: dict[str, Any],
 @pytest.mark.parametrize(
     "name", ["diloco", "unequal shares", "sync_easgd overlapped", "moving statistics"]
 )
-def test_logs_of_an_epoch_are_those_of_all_samples(results: dict[str, Any], name: str) -> None:
+def test_logs_of_an_epoch_cover_all_samples(results: dict[str, Any], name: str) -> None:
     losses = simulated(CASES[name], results[name][0]).losses
     np.testing.assert_allclose(results[name][1]["history/loss"], losses, rtol=1e-4)
 

@@ -121,7 +121,7 @@ def test_stages_on_some_of_three_workers(start_workers: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.full
-def test_the_passes_of_all_processes_are_known_to_all(start_workers: Any, tmp_path: Path) -> None:
+def test_all_processes_know_all_passes(start_workers: Any, tmp_path: Path) -> None:
     workers = start_workers("program_pipeline_telemetry.py", {"worker": 2}, [tmp_path])
     for worker in workers.wait():
         assert worker.exit_code == 0, worker.output

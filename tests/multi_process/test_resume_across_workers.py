@@ -36,7 +36,7 @@ def expected(start_for_session: Any, tmp_path_factory: Any) -> Path:
 
 
 @pytest.mark.full
-def test_an_interrupted_cluster_goes_on_at_the_right_sample(
+def test_an_interrupted_cluster_continues_at_the_right_sample(
     start_workers: Any, tmp_path: Path, expected: Path
 ) -> None:
     local, shared, result = (tmp_path / name for name in ("backup-{}", "backup-0", "result.npz"))

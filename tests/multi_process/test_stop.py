@@ -55,7 +55,7 @@ RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.full
 @pytest.mark.parametrize(("before", "after"), RESUMED.values(), ids=RESUMED)
-def test_training_goes_on_from_the_backup_at_the_right_sample(
+def test_training_continues_from_the_backup_at_the_right_sample(
     start: Any, start_workers: Any, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
     backup, result, expected = (tmp_path / name for name in ("backup", "result.npz", "one.npz"))
@@ -90,7 +90,7 @@ def test_the_other_worker_of_a_pipeline_names_the_one_that_is_killed(start: Any,
 
 
 @pytest.mark.full
-def test_a_worker_of_a_pipeline_that_saves_alone_within_an_epoch_is_told(start: Any) -> None:
+def test_a_pipeline_worker_that_saves_alone_within_an_epoch_is_reported(start: Any) -> None:
     workers = start({"worker": 2}, plan=PLAN, saves_at=[8, None])
     for result in workers.wait():
         assert result.exit_code == 1, result.output
@@ -138,7 +138,7 @@ def test_what_waits_ends_in_time_and_saves_the_last_finished_step(
 
 
 @pytest.mark.full
-def test_a_second_training_with_the_folder_of_a_first_says_so_and_the_first_goes_on(
+def test_a_second_training_with_the_folder_of_a_first_says_so_and_the_first_continues(
     start: Any, tmp_path: Path
 ) -> None:
     backup = tmp_path / "backup"

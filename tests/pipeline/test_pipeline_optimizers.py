@@ -163,7 +163,7 @@ class Stops(keras.callbacks.Callback):
 
 
 @pytest.mark.full
-def test_training_goes_on_within_an_epoch(strategy, tmp_path):
+def test_training_continues_within_an_epoch(strategy, tmp_path):
     model = model_under(strategy)
     fit(model, epochs=2)
     backup = callbacks.BackupAndRestore(tmp_path, save_freq=3)

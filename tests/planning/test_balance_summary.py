@@ -31,7 +31,7 @@ def train(policy, steps, noise=0.0, times=None, lag=2):
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.03])
-def test_times_are_those_of_the_devices(noise):
+def test_times_come_from_the_devices(noise):
     plans, rows = train(make_policy("min_max", 3, BATCH), 120, noise)
     summary = summarize("min_max", plans, rows)
     assert summary.first == (32, 32, 32)
@@ -99,7 +99,7 @@ def test_a_warm_up_and_a_smaller_last_batch_do_not_count():
     assert summary.even_seconds == pytest.approx(expected.even_seconds, rel=1e-3)
 
 
-def test_what_is_taken_back_is_told_with_its_reason():
+def test_a_reverted_move_is_reported_with_its_reason():
     # Times of the whole step do not follow shares: no plan keeps its promise.
     policy = make_policy("min_max", 3, BATCH)
     observe = policy.observe

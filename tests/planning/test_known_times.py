@@ -44,7 +44,7 @@ def test_devices_without_the_name_of_a_product_are_not_alike() -> None:
     assert recall_times(known, [("new", "")]) == ([None], None)
 
 
-def test_a_new_device_is_as_fast_as_those_of_its_product_on_average() -> None:
+def test_a_new_device_is_as_fast_as_its_product_on_average() -> None:
     (times,), _ = recall_times(KNOWN, [("new", "x")])
     assert (times.fixed_seconds, times.seconds_per_sample) == (0.001, (0.001 + 0.1 / 3) / 2)
 

@@ -130,7 +130,7 @@ def test_fixed_time_is_paid_every_step():
     assert hybrid.samples_per_second == pytest.approx(100.0 + 25 / 1.0)
 
 
-def test_planned_periods_are_those_of_equal_rates():
+def test_planned_periods_give_equal_rates():
     group, worker = Pusher(100, 1.0, 0.0, 0.01, 1), Pusher(100, 4.0, 0.5, 0.01, 1)
     assert periods_of(ExchangeSettings(period=None), [group, worker]) == (4, 1)
     assert periods_of(ExchangeSettings(period=None, num_batches=16), [group, worker]) == (2, 1)

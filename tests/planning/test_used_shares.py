@@ -99,7 +99,7 @@ def test_a_noisy_training_has_fewer_shares(seed):
         assert each.ratio_to_limit() >= free.ratio_to_limit() - 0.03
 
 
-def test_without_a_known_cost_plans_are_those_of_before():
+def test_without_a_known_cost_plans_do_not_change():
     policy, told = (make_policy("min_max", 3, 256) for _ in range(2))
     told.observe_new_share_seconds(0.0)
     assert simulate(policy, changing(), 500).plans == simulate(told, changing(), 500).plans

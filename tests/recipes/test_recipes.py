@@ -188,7 +188,7 @@ def test_resume_gives_the_uninterrupted_weights(tmp_path: Path) -> None:
     assert numbers(r"uninterrupted training: (\S+)", text)[0] < 1e-4
 
 
-def test_elastic_goes_on_and_gives_the_weights_of_one_device(tmp_path: Path) -> None:
+def test_elastic_continues_and_gives_the_weights_of_one_device(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs Ray: the extra `ray`")
     text = run(RECIPES / "elastic.py", cwd=tmp_path)
     assert re.search(r"worker 1 is killed after step \d+", text)

@@ -124,7 +124,7 @@ def test_many_differences_and_long_values_are_cut():
     assert first != second.removesuffix(" on worker 1")
 
 
-def test_everybody_learns_the_notes_of_all():
+def test_everybody_learns_all_notes():
     notes = [None] * 2
 
     def note(worker):

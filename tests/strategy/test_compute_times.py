@@ -38,7 +38,7 @@ class OwnStep(keras.Model):
 
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("own_step", [False, True])
-def test_measured_norms_are_those_of_the_shares(logical_devices, own_step):
+def test_measured_norms_belong_to_the_shares(logical_devices, own_step):
     strategy = HeterogeneousStrategy(devices=DEVICES[:3], share_weights=[4, 2, 1])
     x = np.random.default_rng(0).normal(size=(14, FEATURES)).astype(np.float32)
     y = x.sum(axis=1, keepdims=True)
@@ -88,7 +88,7 @@ def test_who_computes_longer_waits_less(logical_devices, monkeypatch, order):
     assert min(waited(step, range(2)) for step in steps) < SLOWER / 2
 
 
-def test_compute_times_are_those_of_the_data_set(logical_devices):
+def test_compute_times_belong_to_the_dataset(logical_devices):
     strategy = HeterogeneousStrategy(devices=DEVICES[:2], share_weights=[1, 2])
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

@@ -57,7 +57,7 @@ def told(model, caplog, callbacks=()):
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_equal_replicas_are_not_told(logical_devices, caplog, number):
+def test_equal_replicas_are_not_reported(logical_devices, caplog, number):
     model = make_model(HeterogeneousStrategy(logical_devices[:number], list(range(1, number + 1))))
     assert told(model, caplog) == [] and differing(model) == []
 
@@ -82,7 +82,7 @@ def test_the_variable_that_differs_most_is_named_once(logical_devices, caplog, k
     assert len(told(model, caplog)) == (kind != "statistics")
 
 
-def test_a_single_bit_is_told_and_copied(logical_devices, caplog):
+def test_a_single_bit_is_reported_and_copied(logical_devices, caplog):
     model = make_model(HeterogeneousStrategy(logical_devices[:2], on_drift="copy"))
     kernel = model.get_layer("hidden").kernel
     size = 2 * float(np.spacing(np.abs(kernel.numpy()).max()))
@@ -115,7 +115,7 @@ class Apart(keras.Model):
 
 
 @pytest.mark.full
-def test_what_a_step_leaves_apart_is_not_told_again(logical_devices, caplog):
+def test_what_a_step_leaves_apart_is_not_reported_again(logical_devices, caplog):
     strategy = HeterogeneousStrategy(logical_devices[:2])
     with strategy.scope():
         model = Apart()

@@ -119,7 +119,7 @@ CASES = [*(("uneven", way) for way in WAYS), ("one device", "unknown"), ("empty"
 
 @pytest.mark.quick("uneven-known")
 @pytest.mark.parametrize(("shares", "way"), CASES)
-def test_callbacks_and_numbers_are_those_of_keras(shares, way):
+def test_callbacks_and_numbers_equal_keras(shares, way):
     data, options = WAYS[way]
     expected, model = built(None), built(SHARES[shares])
     events, predicted = every_loop(model, data, **options)
@@ -341,7 +341,7 @@ class Signal(keras.layers.Layer):
 
 
 @pytest.mark.full
-def test_a_signal_ends_after_an_execution_and_training_goes_on_from_there(tmp_path):
+def test_a_signal_ends_after_an_execution_and_training_continues_from_there(tmp_path):
     def train(*callbacks, **options):
         model = built((1,), **options)
         backup = keras_het.callbacks.BackupAndRestore(tmp_path / "backup")

@@ -144,7 +144,7 @@ def test_the_time_out_is_the_environments_or_half_a_minute(monkeypatch):
     assert read_peer_timeout(None) == 2.5
 
 
-def test_what_is_found_aborts_collectives_and_is_told_once():
+def test_what_is_found_aborts_collectives_and_is_reported_once():
     aborted = queue.Queue()
     told = queue.Queue()
     watch = make_watch(lambda task, timeout: task != FIRST, aborted.put)

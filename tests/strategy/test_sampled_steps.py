@@ -71,7 +71,7 @@ def test_a_queue_takes_launches_and_makes_copies_wait():
     assert time.time() >= started + 0.3
 
 
-def test_few_steps_are_measured_and_their_numbers_are_those_of_all(strategy):
+def test_few_steps_are_measured_and_stand_for_all(strategy):
     balancer = BatchBalancer("even")
     trained(strategy, [balancer])
     numbers = [row["step"] for row in balancer.measurements]
@@ -137,7 +137,7 @@ def test_a_progress_bar_shows_late_numbers_and_reads_nothing(strategy, monkeypat
     assert f"loss: {model.history.history['loss'][-1]:.4f}" in last
 
 
-def test_who_looks_at_logs_finds_those_of_the_step(strategy, tmp_path):
+def test_who_looks_at_logs_finds_the_logs_of_the_step(strategy, tmp_path):
     def logged(strategy):
         found = []
         look = keras.callbacks.LambdaCallback(
@@ -172,7 +172,7 @@ def test_tensorboard_writes_the_logs_of_the_steps_that_it_writes(strategy, tmp_p
 
 @pytest.mark.quick("4")
 @pytest.mark.parametrize("execution", [1, 4])
-def test_weights_are_those_of_one_device(strategy, execution):
+def test_weights_equal_one_device(strategy, execution):
     alone = trained(tf.distribute.get_strategy(), steps=20).get_weights()
     balancer = BatchBalancer("static", weights=[3, 1])
     found = trained(strategy, [balancer], 20, steps_per_execution=execution).get_weights()

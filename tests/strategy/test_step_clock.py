@@ -41,7 +41,7 @@ def test_collectives_inside_the_step_are_taken_out(script):
     assert float(step(tf.constant(1.0))) == 3.0  # 7 seconds, of which 4 were waiting
 
 
-def test_the_last_stop_counts_and_what_comes_after_it_is_told_apart(script):
+def test_the_last_stop_counts_and_what_comes_after_it_is_distinguished(script):
     script(10.0, 11.0, 14.0, 20.0)
 
     @tf.function

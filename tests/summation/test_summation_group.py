@@ -140,7 +140,7 @@ def test_a_lost_process_ends_the_step_with_an_error_that_may_be_explained(groups
     assert may_be_a_lost_connection(caught.value)
 
 
-def test_workers_that_run_different_steps_are_told(groups, services):
+def test_workers_that_run_different_steps_are_named(groups, services):
     """Here another one of a cluster of the same secret has contributed in this worker's place."""
 
     @tf.function

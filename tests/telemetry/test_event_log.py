@@ -139,7 +139,7 @@ def test_a_resumed_training_replaces_the_steps_that_it_repeats(tmp_path):
     assert recording.compute[23, 0] == pytest.approx(1023)
 
 
-def test_rows_of_a_resumed_training_go_on_as_they_were(tmp_path):
+def test_rows_of_a_resumed_training_continue_as_they_were(tmp_path):
     write(tmp_path, 0, 300, keep_steps=100)
     write(tmp_path, 233, 300, keep_steps=100)
     content = only_run(tmp_path).content

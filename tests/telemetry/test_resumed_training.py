@@ -32,7 +32,7 @@ def train(folder, devices, ends_after=None):
     model.fit(data, verbose=0, callbacks=callbacks)
 
 
-def test_steps_go_on_and_the_restart_is_marked(logical_devices, tmp_path):
+def test_steps_continue_and_the_restart_is_marked(logical_devices, tmp_path):
     with pytest.raises(InterruptedError):
         train(tmp_path, logical_devices[:3], ends_after=8)
     train(tmp_path, logical_devices[1:3])

@@ -202,7 +202,7 @@ def test_the_progress_bar_and_prometheus_have_the_numbers(logical_devices, capsy
     assert "keras_het_steps_total" in pages[0]
 
 
-def test_a_second_fit_goes_on_counting_and_holds_its_own_steps(logical_devices, tmp_path):
+def test_a_second_fit_continues_counting_and_holds_its_own_steps(logical_devices, tmp_path):
     _, model = make_model(logical_devices[:1])
     telemetry = Telemetry(tmp_path)
     model.fit(make_data(), verbose=0, callbacks=[telemetry])
@@ -262,7 +262,7 @@ class Phases:
         return self.count - len(rows), rows, np.ones(len(rows), bool)
 
 
-def test_numbers_of_an_epoch_are_those_of_the_steps_that_are_known_of_all():
+def test_numbers_of_an_epoch_cover_the_steps_known_for_all():
     phases = Phases()
     others = np.zeros((1, 64, PARTS, 2))
     others[..., 0, 1], others[..., 4, 1] = 0.1, 24  # compute, share

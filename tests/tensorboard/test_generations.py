@@ -55,7 +55,7 @@ def test_restarts_are_marked_with_who_takes_part(content):
     assert [each.step for each in content.recording.generations] == [0, 300, 600]
 
 
-def test_speed_is_that_of_all_who_took_part(content):
+def test_speed_is_the_sum_of_all_who_took_part(content):
     answer = views.overview(content, content)
     parts = [balanced(hosts, 300)[:, :4].sum(axis=1).mean() for _, hosts in GENERATIONS]
     assert answer["step_seconds"] == pytest.approx(np.mean(parts), rel=1e-4)

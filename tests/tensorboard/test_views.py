@@ -78,7 +78,7 @@ def test_lanes_of_chosen_devices(training):
     assert shares[0, -1] < 64 < shares[1, -1]
 
 
-def test_steps_that_were_not_measured_are_told_from_those_that_were():
+def test_steps_that_were_not_measured_are_distinguished_from_measured_ones():
     values = list(made_training.values(2, 60))
     marks = {0: [0, 0, 0, 1] * 5, 20: [0, 0, 1] + [1] * 17}  # and an older log has none
     values += [
@@ -197,7 +197,7 @@ def test_columns_have_the_value_of_their_steps():
     assert cut(range(5), [1] * 5, [1, 2, 9, 4, 6], [0, 3, 5]) == [2, 5]
 
 
-def test_a_row_of_old_steps_goes_on_in_the_columns_that_it_covers():
+def test_a_row_of_old_steps_continues_in_the_columns_that_it_covers():
     assert cut([0, 8, 16, 17], [8, 8, 1, 1], [1, 2, 3, 4], [0, 4, 8, 12, 16, 17, 18]) == [
         *(1, 1, 2, 2, 3, 4)
     ]

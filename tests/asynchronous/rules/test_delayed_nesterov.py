@@ -94,7 +94,7 @@ def test_rounds_of_equal_centers_are_steps_of_diloco(logical_devices, samples):
         np.testing.assert_allclose(center.values, diloco.weights[0], rtol=1e-4, atol=1e-5)
 
 
-def test_the_others_go_on_while_one_is_gone_and_it_comes_back():
+def test_the_others_continue_while_one_is_gone_and_it_comes_back():
     rule = DelayedNesterov(WORKERS, learning_rate=1.0, momentum=0.5)
     center = Center(rule, np.zeros(SIZE))
     one = np.ones(SIZE, np.float32)

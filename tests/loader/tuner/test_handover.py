@@ -135,7 +135,7 @@ def test_an_order_really_is_random():
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_handed_over_is_refused_and_goes_on(name):
+def test_what_cannot_be_handed_over_is_refused_and_continues(name):
     build, match = REFUSED[name]
     iterator = iter(tunable_pipeline(build, Knobs(2, 2, 2)))
     first = as_lists(next(iterator))
@@ -166,7 +166,7 @@ def test_values_that_are_not_a_number_are_no_difference():
     assert difference(*(build_tuned(build, Knobs(n, n, n)) for n in (1, 4))) is None
 
 
-def test_what_tensorflow_itself_refuses_goes_on():
+def test_what_tensorflow_itself_refuses_continues():
     """A part inside a function, which is not looked at, has one operation more."""
 
     def build(knobs):

@@ -88,7 +88,7 @@ def test_quotas_of_groups_bound_the_cpus(groups, text, expected, tmp_path):
     assert usable_cpus(tmp_path, membership(tmp_path, text)) == expected
 
 
-def test_groups_are_told_apart_and_known_again(tmp_path):
+def test_groups_are_distinguished_and_recognized(tmp_path):
     group(tmp_path / "pod", cpu__max="30000 100000\n")
     for name in ("one", "other"):
         group(tmp_path / "pod" / name, cpu__max="80000 100000\n")

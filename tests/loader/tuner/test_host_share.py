@@ -87,7 +87,7 @@ def test_a_session_announces_its_job_and_gives_way_to_those_that_share_the_host(
     session.close()
 
 
-def test_the_latest_need_is_told(clock):
+def test_the_latest_need_is_reported(clock):
     budget = Budget(clock)
     share = CpuPart(budget, clock)
     needs = [ReadingNeed(threads, 2000.0) for threads in (4.0, 5.0, 6.0)]
@@ -114,7 +114,7 @@ def test_a_job_with_long_steps_is_never_silent_for_long(clock):
     assert min(gaps) >= 60.0
 
 
-def test_a_file_that_cannot_be_written_is_told_once(clock, caplog):
+def test_a_file_that_cannot_be_written_is_reported_once(clock, caplog):
     share = CpuPart(Budget(clock, OSError("disk is full")), clock)
     share.announce()
     assert caplog.messages == []

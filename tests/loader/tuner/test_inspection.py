@@ -83,7 +83,7 @@ def test_a_slow_consumer_does_not_wait():
 
 
 @needs_model
-def test_a_data_set_is_read_for_a_while():
+def test_a_dataset_is_read_for_a_while():
     report = inspect(pipeline(), seconds=0.1, file=io.StringIO())
     assert report.batches > 0
     assert report.consumer_seconds is None
@@ -110,13 +110,13 @@ def test_a_stage_before_repeat_has_the_time_of_its_present_round():
 
 
 @needs_model
-def test_a_short_data_set_is_shown_with_more_than_its_first_batch():
+def test_a_short_dataset_is_shown_with_more_than_its_first_batch():
     data = tf.data.Dataset.range(640).batch(64).prefetch(2)
     assert inspect(data, file=io.StringIO()).batches > 1
 
 
 @needs_model
-def test_a_data_set_that_ends_is_shown_with_all_its_stages():
+def test_a_dataset_that_ends_is_shown_with_all_its_stages():
     slow = tf.data.Dataset.range(40).map(waiting(0.002)).batch(4).prefetch(1)
     report = inspect(slow.with_options(options_of()), seconds=60.0, file=io.StringIO())
     assert report.is_complete

@@ -251,7 +251,7 @@ def test_as_many_calls_run_at_once_as_there_are_loaders(make, expected, executor
     iterator.close()
 
 
-def test_own_threads_are_those_of_the_tuned_pass_only(executor):
+def test_own_threads_serve_the_tuned_pass_only(executor):
     (worker,) = make_workers(ELEMENT["map"], (1,), [[1]])
     next(iter(worker))
     assert len(worker.tuning.threads.ids) == 0

@@ -115,7 +115,7 @@ def test_directories_of_the_callback(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["validate", str(tmp_path / "epoch-0002-replica-1.stats")]) == 0
 
 
-def test_directories_of_two_trainings_are_told_apart_by_names(
+def test_directories_of_two_trainings_are_distinguished_by_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = []

@@ -150,7 +150,7 @@ def test_images_of_a_replica_without_rows() -> None:
     assert {len(values) for values in features.values()} == {0}
 
 
-def test_integers_beyond_those_of_tfdv() -> None:
+def test_integers_larger_than_tfdv_holds() -> None:
     with pytest.raises(TypeError, match=r"'id'. Received: .*9223372036854775808.*as_string"):
         record_batch({"id": np.array([1, 2**63], np.uint64)})
     batch = record_batch({"id": np.array([2**63 - 1], np.uint64)})

@@ -263,7 +263,7 @@ def test_input_that_lacks_cpus():
         ),
     ],
 )
-def test_what_readings_would_have_told(kind, fault, missing):
+def test_what_readings_would_have_shown(kind, fault, missing):
     assert diagnose(recording_of(kind, (fault,))).missing == ()
     verdict = diagnose(recording_of(kind, (fault,), with_hardware=False))
     assert verdict.missing == (missing,)

@@ -283,7 +283,7 @@ def test_plans_are_checked(loaders, prefetch):
         LoaderPlan(loaders, prefetch)
 
 
-def test_sums_leave_out_what_is_skipped_and_go_on_after_a_pause():
+def test_sums_leave_out_what_is_skipped_and_continue_after_a_pause():
     sums = StepSums(WindowSize(skip_steps=2, min_steps=3, min_seconds=0.0))
     assert [sums.add(9.0, 9.0) for _ in range(2)] == [False, False]
     assert not sums.add(1.0, 0.5)
