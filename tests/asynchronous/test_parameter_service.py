@@ -372,7 +372,7 @@ def test_a_push_that_waited_has_an_answer_also_if_it_cannot_be_sent():
 def test_a_turn_is_waited_for_however_long_as_long_as_the_service_is_there():
     service = Service(PARTITIONS, RoundRobinEASGD(3, 0.5))
     with serving(service) as (connect, (server,)):
-        first, second = (connect(number, seconds=0.1, may_wait=True) for number in range(2))
+        first, second = (connect(number, seconds=1.0, may_wait=True) for number in range(2))
         asked, ask = [], second._channels[0].ask
 
         def ask_and_go_on(request):
@@ -398,13 +398,13 @@ def test_a_lost_part_is_noticed_while_another_waits_for_its_turn():
     """Whose turn it is may have gone on alone, for the same loss."""
     services = list(shares(lambda: RoundRobinEASGD(4, 0.5), 2))
     with serving(*services) as (connect, (_, server)):
-        second = connect(1, seconds=0.2, may_wait=True)
+        second = connect(1, seconds=1.0, may_wait=True)
         asked, ask = itertools.count(), second._channels[0].ask
         second._channels[0].ask = lambda request: ask(request) if next(asked) < 9 else 1 / 0
         pending = second.start_push(ramp(), ZERO, 1, 1)
         server.close()
         assert set(pending.answer().statuses) == {NO_ANSWER}
-        first = connect(0, seconds=0.2, may_wait=True)
+        first = connect(0, seconds=1.0, may_wait=True)
         answers = [push(first, ramp(), number=1), pending.answer()]
         for answer in answers:
             assert sorted(answer.statuses) == [NO_ANSWER, Status.OK, Status.OK]

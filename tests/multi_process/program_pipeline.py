@@ -106,7 +106,7 @@ def run(name: str, folder: Path, strategy: Any) -> dict[str, Any]:
             with tf.distribute.OneDeviceStrategy("CPU:0").scope():
                 plan = plan_for(model, layout)
         # a process joins a cluster once: one strategy has the plans of all checks
-        strategy._wishes = dataclasses.replace(strategy._wishes, plan=plan)
+        strategy._request = dataclasses.replace(strategy._request, plan=plan)
     at_ends = folder / f"{name.replace('/', '-')}.weights.h5"
     if strategy is None and model in IN_PIPELINE:
         strategy = keras_het.PipelineStrategy(

@@ -23,7 +23,7 @@ SCHEDULES = ("1f1b", "gpipe")
 RECOMPUTE = ("auto", "never", "always")
 
 
-def check_wishes(num_micro_batches: int, schedule: str, recompute: str) -> None:
+def check_plan_options(num_micro_batches: int, schedule: str, recompute: str) -> None:
     check_number("num_micro_batches", num_micro_batches, least=1, whole=True)
     check_one_of("schedule", schedule, SCHEDULES)
     check_one_of("recompute", recompute, RECOMPUTE)

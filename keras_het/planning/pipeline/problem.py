@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keras_het.planning.pipeline.plan import check_wishes
+from keras_het.planning.pipeline.plan import check_plan_options
 from keras_het.planning.shares import FloatArray
 
 Link = tuple[str, int, int]
@@ -225,7 +225,7 @@ class Problem:
     all_cuts: bool = False
 
     def __post_init__(self) -> None:
-        check_wishes(self.num_micro_batches, self.schedule, self.recompute)
+        check_plan_options(self.num_micro_batches, self.schedule, self.recompute)
         if self.profile.num_devices != self.devices.num_devices:
             raise ValueError(
                 "The profile must have a column for each device. Received: "

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_het import keras_graphs_adapter, private_api
 from keras_het.planning import ReplicaLayout
 from keras_het.planning.pipeline import PipelinePlan, Timeline
-from keras_het.planning.pipeline.plan import check_wishes
+from keras_het.planning.pipeline.plan import check_plan_options
 from keras_het.stability import experimental
 from keras_het.strategy.extended import HeterogeneousExtended
 from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
@@ -162,7 +162,7 @@ class PipelineStrategy(HeterogeneousStrategy):
         plan: PipelinePlan | None = None,
     ) -> None:
         _check_plan_arguments(split_after, plan)
-        check_wishes(num_micro_batches, schedule, recompute)
+        check_plan_options(num_micro_batches, schedule, recompute)
         super().__init__(
             devices=["CPU:0"],
             cluster_resolver=cluster_resolver,
