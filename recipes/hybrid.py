@@ -12,7 +12,6 @@ and `roles="auto"` does (docs/guides/async_workers.md).
 """
 
 import argparse
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ EPOCHS = 12
 PERIOD = 4
 RATE = 0.05
 # Rules that send gradients keep the optimizer in the service, the others in the worker.
-RULES = {
+RULES: dict[str, str | dict[str, Any]] = {
     "delta": "delta",
     "async_sgd": {"class_name": "AsyncSGD", "config": {"learning_rate": RATE}},
     "delay_compensated": {
@@ -139,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -105,7 +105,7 @@ def main() -> None:
     console.print(emulation.describe(), style="yellow", highlight=False)
     even, balanced, one = train(console, options.epochs, emulation)
 
-    limit = sum(1 / model.seconds_per_sample for model in emulation.time_models())
+    limit = sum(1 / each["seconds_per_sample"] for each in emulation.devices())
     print_table(console, even, balanced, one, limit)
     splits = [
         SplitTimes(title, run.shares, run.compute_seconds, run.samples_per_second)

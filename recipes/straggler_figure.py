@@ -76,9 +76,9 @@ def _draw_times(
         milliseconds = [1000 * seconds for seconds in numbers["seconds"]]
         axis.plot(numbers["steps"], milliseconds, color=color, linewidth=1.8, label=label)
     for first, end, seconds in zip(borders, borders[1:], optima, strict=False):
-        label = "optimum for known speeds" if first == 0 else None
+        name = "optimum for known speeds" if first == 0 else ""
         axis.hlines(
-            1000 * seconds, first - 0.5, end - 0.5, color=INK, linestyle=":", zorder=3, label=label
+            1000 * seconds, first - 0.5, end - 0.5, color=INK, linestyle=":", zorder=3, label=name
         )
     # Room above the curves for the text.
     axis.set_ylim(top=1.15 * axis.get_ylim()[1])
