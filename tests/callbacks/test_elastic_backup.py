@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def begin(name: str) -> str:
         elastic_backup._used_folders.clear()  # as in the processes of another group
-        names.append(f"test-{tmp_path.name}-{name}")
+        names.append(f"test-{os.getpid()}-{tmp_path.name}-{name}")
         monkeypatch.setenv(RUN, names[-1])
         return names[-1]
 
