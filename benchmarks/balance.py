@@ -305,7 +305,7 @@ class Bench:
 
 
 def shares_of_steps(balancer: BatchBalancer, num_steps: int) -> list[tuple[int, ...]]:
-    """Shares of each step; of one that was not measured, those of the next measured one."""
+    """Return each step's shares; a step that was not measured has the next measured step's."""
     if not (rows := list(balancer.measurements)):
         return []
     measured = np.subtract([row["step"] for row in rows], rows[0]["step"])

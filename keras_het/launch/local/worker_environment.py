@@ -64,7 +64,7 @@ class Emulation:
         kind = "asynchronous device" if self.asynchronous else "device"
         return (
             f"EMULATION: {kind} speeds {speeds} are emulated by waiting ({times} ms per sample"
-            f"{fixed}). Times of this run are not those of real devices."
+            f"{fixed}). Times of this run say nothing about real devices."
         )
 
 
