@@ -105,7 +105,7 @@ def fits_with(tuner, event="on_train_batch_end"):
 @pytest.mark.full
 def test_one_tuner_in_a_fit_within_its_fit_is_refused():
     tuner = LoaderTuner(cooperate_with_other_jobs=False)
-    with pytest.raises(RuntimeError, match=r"same LoaderTuner.*one of its own"):
+    with pytest.raises(RuntimeError, match=r"same LoaderTuner.*another one"):
         dense().fit(slow(0.0), verbose=0, callbacks=[tuner, fits_with(tuner)])
     before = tuner.train_input_wait.steps
     other = fits_with(LoaderTuner(cooperate_with_other_jobs=False))
