@@ -50,12 +50,13 @@ class Kind(enum.IntEnum):
     # The center of asynchronous workers, part by part
     STATUS = 11, 2  # Status; a number that the request asks for
     PULL = 12, 2  # part; whether in full whatever the format of messages is
-    VALUES = 13, 2, "<f4"  # Status, version; values
-    VALUES_16 = 14, 2, "<u2"  # the same, with bits of 16-bit floats
+    # Status, version; values, number of the latest push of each worker
+    VALUES = 13, 2, "<f4", "<i8"
+    VALUES_16 = 14, 2, "<u2", "<i8"  # the same, with bits of 16-bit floats
     PUSH = 15, 4, "<f4"  # part, number of the push, version last seen, samples
     PUSH_16 = 16, 4, "<u2"
     PUSH_TOP = 17, 4, "<f4", "<i4"  # the same; the largest values and their places
-    RESTORE = 18, 1, "<f4"  # part; its center
+    RESTORE = 18, 1, "<f4", "<i8"  # part; its center, latest pushes in it, or nothing
     EXPORT = 19, 1  # part
     STATE = 20, 1, "<u1", "<u1"  # part; names, types and shapes in JSON; their bytes
     LEAVE = 21, 2  # part, worker

@@ -58,7 +58,7 @@ def test_without_a_push_under_way_nothing_is_scaled_before_the_center_answers():
     _, _, worker = start(Delta(), **TRAINS_ALONE)
     connection = worker.engine.weights.transport
     pull, no_answer = connection.pull, np.array([NO_ANSWER])
-    lost = Answer(no_answer, no_answer, [None], loss=ServiceLostError("lost"))
+    lost = Answer(no_answer, no_answer, [None], [None], loss=ServiceLostError("lost"))
     connection.pull = lambda exact: lost
     worker.vectors.weights.add(4.0)
     for _ in range(3):

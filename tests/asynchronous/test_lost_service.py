@@ -236,3 +236,22 @@ def test_an_end_waits_for_no_question_and_hears_no_late_answer(asks):
     service.answers.set()
     thread.join(SECONDS)
     assert has_ended and not thread.is_alive() and not watch.has_answered
+
+
+@pytest.mark.parametrize("leader_saw", ["nothing", "a pull for evaluation", "the push"])
+def test_a_push_counts_once_though_its_answer_is_lost_with_the_service(leader_saw):
+    service = Service(PARTITIONS, Delta())
+    leader, worker = service.exchange(0), service.exchange(1)
+    for each in (leader, worker):
+        each.adopt(each.pull())
+    own = [values + 1 for values in worker.seen]
+    pending = worker.send(own, 1)  # the service takes it; nobody receives the answer
+    if leader_saw != "nothing":
+        pulled = leader.pull()
+    if leader_saw == "the push":
+        leader.adopt(pulled)
+    service.hold(PARTITIONS, Delta())  # restarted: it knows neither center nor pushes
+    leader.transport.restore(leader.seen, latest=leader.seen_pushes)
+    worker.transport.push_again(pending.push, range(len(own)))
+    np.testing.assert_array_equal(np.concatenate(worker.receive(own)), 1)
+    np.testing.assert_array_equal(service.center, 1)

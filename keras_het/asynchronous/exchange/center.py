@@ -229,7 +229,7 @@ class Center:
     def _bring_center(self, saved: Mapping[str, np.ndarray] | None = None) -> None:
         """Make the leader's current weights and moving statistics the center."""
         for exchange, own in zip(self._exchanges, self._leader.vectors.all, strict=True):
-            exchange.transport.restore(own.read(), saved)
+            exchange.transport.restore(own.read(), saved, exchange.seen_pushes)
             saved = None  # moving statistics have no other state
 
     def _offer(self, tasks: Sequence[str], patience: float) -> None:

@@ -168,6 +168,9 @@ class VectorExchange:
         self.seen: list[Vector] = []
         self._versions = np.zeros(len(transport.partitions.sizes), np.int64)
         self.latest_versions = self._versions  # known ones; the weights may have older ones
+        self.seen_pushes: list[Vector | None] = [None] * len(self._versions)
+        """Numbers of all workers' latest pushes in `seen`, by partition; None before it is seen."""
+        self._pulled_pushes = self.seen_pushes
         self._residuals: list[Vector] | None = None
         # An earlier process with this number may still have messages in flight.
         self._number = transport.latest_number() + _ROOM_FOR_STRAGGLERS
@@ -187,12 +190,13 @@ class VectorExchange:
         if (answer.statuses != Status.OK).any() or len(center) != len(answer.values):
             raise _lost(answer)
         self.latest_versions = answer.versions
+        self._pulled_pushes = answer.latest
         return center
 
     def adopt(self, center: list[Vector]) -> None:
         """Treat the center that was just pulled as the last one seen; forget the push in flight."""
         self.seen, self._residuals, self.pending = center, None, None
-        self._versions = self.latest_versions
+        self._versions, self.seen_pushes = self.latest_versions, self._pulled_pushes
 
     def after_absence(self, weights: list[Vector], num_workers: int) -> list[Vector]:
         starts = self.seen if self.pending is None else self.pending.sent
@@ -242,6 +246,8 @@ class VectorExchange:
             self.staleness = float(np.maximum(behind, 0).mean())
         self._versions = np.where(taken, versions, self._versions)
         self.latest_versions = np.maximum(self.latest_versions, self._versions)
+        both = zip(answer.latest, self.seen_pushes, strict=True)
+        self.seen_pushes = [old if new is None else new for new, old in both]
         self._residuals = self._left_over(pending.push, answer)
         stale = statuses == int(Status.STALE)
         self._was_stale = bool(stale.any())

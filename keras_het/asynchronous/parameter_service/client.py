@@ -130,6 +130,7 @@ def translated() -> Iterator[None]:
 UNDER_WAY = 2
 """Messages with values that a client has in flight to each process; more take memory only."""
 _HAVE_VALUES = (Kind.VALUES, Kind.VALUES_16)
+_NO_PUSH = np.zeros(0, np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,12 +141,14 @@ class Answer:
         statuses: `Status` of each partition, -1 if no answer arrived in time.
         versions: version of each partition, -1 without an answer.
         values: of each partition; None where the answer has none.
+        latest: number of the latest push of each worker in the values, by partition; likewise.
         loss: the first error of a process without an answer; it names the process.
     """
 
     statuses: np.ndarray
     versions: np.ndarray
     values: list[Vector | None]
+    latest: list[Vector | None]
     loss: ServiceLostError | None = None
 
 
@@ -219,12 +222,18 @@ class ParameterClient:
             for name, array in unpack_state(*answer.vectors).items()
         }
 
-    def restore(self, center: Sequence[Vector], saved: Mapping[str, Vector] | None = None) -> None:
+    def restore(
+        self,
+        center: Sequence[Vector],
+        saved: Mapping[str, Vector] | None = None,
+        latest: Sequence[Vector | None] | None = None,
+    ) -> None:
         """Set the center, and before it versions and rule state if given.
 
         Args:
             center: values of each partition.
             saved: the result of `export`.
+            latest: `Answer.latest` of the pushes in the center, which must not count again.
 
         Raises:
             ServiceLostError: if a process does not answer in time.
@@ -233,8 +242,10 @@ class ParameterClient:
         """
         if saved is not None:
             self._restore_state(saved)
+        pushes = [_NO_PUSH if each is None else each for each in latest or [None] * len(center)]
+        both = enumerate(zip(center, pushes, strict=True))
         answers = self._ask_each(
-            [Message(Kind.RESTORE, (self._first + i,), (own,)) for i, own in enumerate(center)]
+            [Message(Kind.RESTORE, (self._first + i,), vectors) for i, vectors in both]
         )
         if any(answer.numbers[0] != Status.OK for answer in answers):
             raise ValueError(
@@ -350,7 +361,8 @@ class ParameterClient:
         numbers = [(NO_ANSWER, -1) if a is None else a.numbers for a in answers]
         statuses, versions = np.array(numbers, np.int64).T
         values = [self._values(answer) for answer in answers]
-        return Answer(statuses, versions, values, next(iter(lost.values()), None))
+        latest = [a.vectors[1] if a and a.kind in _HAVE_VALUES else None for a in answers]
+        return Answer(statuses, versions, values, latest, next(iter(lost.values()), None))
 
     def _wait_for(self, call: Future[Message], channel: Channel, since: float) -> Message:
         while True:

@@ -38,6 +38,7 @@ class Answer(NamedTuple):
     status: Status
     version: int
     values: Vector | None = None
+    latest: Vector | None = None  # number of the latest push of each worker in the values
 
 
 Ready: TypeAlias = "list[tuple[Future[Answer], Answer | Exception]]"
@@ -65,7 +66,7 @@ class Part:
         self.slots: Slots = rule.create_slots(self.center)
         self.version = 0
         self.has_center = self._is_closed = False
-        self.latest = [0] * num_workers
+        self.latest: Vector = np.zeros(num_workers, np.int64)
         """Number of the latest push of each worker."""
         self._waiting: dict[int, tuple[Push, Future[Answer]]] = {}
         self._lock = threading.Lock()
@@ -77,19 +78,26 @@ class Part:
         with self._lock:
             if not self.has_center:
                 return Answer(Status.NO_CENTER, -1)
-            return Answer(Status.OK, self.version, self._seen())
+            return self._seen(Status.OK)
 
-    def _seen(self) -> Vector:
-        return self.center if self._rule.is_atomic else self.center.copy()
+    def _seen(self, status: Status) -> Answer:
+        center = self.center if self._rule.is_atomic else self.center.copy()
+        return Answer(status, self.version, center, self.latest.copy())
 
-    def set_center(self, values: Vector, is_trusted: bool = False) -> Status:
-        """Set the values from outside the rule; the version stays."""
+    def set_center(
+        self, values: Vector, latest: Vector | None = None, is_trusted: bool = False
+    ) -> Status:
+        """Set the values from outside the rule, with the pushes in them; the version stays."""
         check_size(values, self.size)
+        if latest is not None:
+            check_size(latest, len(self.latest))
         if not is_trusted and not is_finite(values):
             return Status.NOT_FINITE
         with self._lock:
             self.center = values if self._rule.is_atomic else np.array(values)
             self.has_center = True
+            if latest is not None:
+                self.latest = np.maximum(self.latest, latest)
         return Status.OK
 
     def push(self, push: Push) -> Answer | Future[Answer]:
@@ -145,11 +153,11 @@ class Part:
         if not is_finite(push.change):
             return Answer(Status.NOT_FINITE, -1)
         if self._is_repeated(push):
-            return Answer(Status.REPEATED, self.version, self._seen())
+            return self._seen(Status.REPEATED)
         if self._is_closed:
             return Answer(Status.CLOSED, self.version)
         if self._is_stale(push):
-            return Answer(Status.STALE, self.version, self._seen())
+            return self._seen(Status.STALE)
         return None
 
     def _is_repeated(self, push: Push) -> bool:
@@ -182,7 +190,7 @@ class Part:
         self.center, self.slots = update.center, update.slots
         self.version += 1
         self._note(push)
-        return Answer(Status.OK, self.version, update.answer)
+        return Answer(Status.OK, self.version, update.answer, self.latest.copy())
 
     def _updated(self, push: Push) -> Update:
         staleness = max(self.version - push.version, 0)
@@ -228,7 +236,7 @@ class Part:
             return Answer(Status.NOT_FINITE, self.version)
         with self._lock:
             self.version += 1
-            return Answer(Status.OK, self.version, answer)
+            return Answer(Status.OK, self.version, answer, self.latest.copy())
 
     def leave(self, worker: int) -> None:
         """Wait for no push of a worker that has ended."""

@@ -126,7 +126,9 @@ class ParameterService:
         return _encoded(wire, answer) if isinstance(answer, Answer) else _later(wire, answer)
 
     def _restore(self, sender: int, request: Message, is_trusted: bool = False) -> Message:
-        status = self._part(request.numbers[0]).set_center(request.vectors[0], is_trusted)
+        center, latest = request.vectors
+        part = self._part(request.numbers[0])
+        status = part.set_center(center, latest if len(latest) else None, is_trusted)
         return Message(Kind.STATUS, (status, 0))
 
     def _export(self, sender: int, request: Message) -> Message:
@@ -150,7 +152,7 @@ class ParameterService:
                 f"There is no such worker. Received: {sender}; expected: one of "
                 f"{self._num_workers}, from 0."
             )
-        latest = max((part.latest[sender] for part in self.parts.values()), default=0)
+        latest = max((int(part.latest[sender]) for part in self.parts.values()), default=0)
         return Message(Kind.STATUS, (Status.OK, latest))
 
     def _close_training(self, sender: int, request: Message) -> Message:
@@ -160,10 +162,10 @@ class ParameterService:
 
 
 def _encoded(wire: Wire, answer: Answer) -> Message:
-    if answer.values is None:
+    if answer.values is None or answer.latest is None:
         return Message(Kind.STATUS, (answer.status, answer.version))
     numbers = answer.status, answer.version
-    return Message(wire.answer, numbers, (wire.encode_answer(answer.values),))
+    return Message(wire.answer, numbers, (wire.encode_answer(answer.values), answer.latest))
 
 
 def _later(wire: Wire, answer: Future[Answer]) -> Future[Message]:
