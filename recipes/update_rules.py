@@ -54,7 +54,6 @@ class Setting:
 
 NUM_VALIDATION = 287  # the rest of the training data are 1150
 ONE_DEVICE = Setting()
-STREAMING = {"period": 8, "num_fragments": 2, "overlap": 2}
 SCALED = {"learning_rate": 0.15, "reference_batch_size": BATCH_SIZE, "warmup_pushes": 100}
 DAMPED = {"learning_rate": 0.3, "momentum": 0.5, "staleness_damping": True}
 ADAM = {"optimizer": {"class_name": "Adam", "config": {"learning_rate": 0.006}}}
@@ -66,7 +65,6 @@ SETTINGS = {
         "sync_easgd", 0.6, 0.0, {"num_workers": 3, "period": 2, "overlap": 1}, kind="local"
     ),
     "diloco": Setting("diloco", 0.3, 0.0, {"period": 5}, kind="local"),
-    "streaming_diloco": Setting("streaming_diloco", 0.1, 0.9, STREAMING, kind="local"),
     "delta": Setting("delta", 0.2, 0.0),
     "delayed_nesterov": Setting("delayed_nesterov", 0.6, 0.0, {"period": 5}, "auto"),
     "async_sgd": Setting("async_sgd", config=SCALED, period=2),

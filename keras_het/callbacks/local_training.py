@@ -52,8 +52,8 @@ class LocalTraining(SessionCallback):
 
     Args:
         rule: name, dict or instance of a `keras_het.rules.SynchronousRule`:
-            "sync_easgd", "diloco", "streaming_diloco". A name has the rule's defaults; for other
-            settings give the rule, such as `DiLoCo(overlap=5)`.
+            "sync_easgd" or "diloco". A name has the rule's defaults; for other settings give the
+            rule, such as `DiLoCo(overlap=5)`.
         period: local steps from one exchange to the next, with a rule's name. Default: the rule's,
             or the steps of an epoch if these are fewer.
         balance: whether the shares follow the speeds of the workers, measured from one exchange to
@@ -66,8 +66,7 @@ class LocalTraining(SessionCallback):
             cluster with async workers, or use together with `BatchBalancer`.
 
     Reference:
-        You, Buluc and Demmel, SC 2017 (Sync EASGD); Douillard et al., 2023 and 2025 (DiLoCo and
-        Streaming DiLoCo).
+        You, Buluc and Demmel, SC 2017 (Sync EASGD); Douillard et al., 2023 (DiLoCo).
     """
 
     def __init__(
@@ -220,7 +219,7 @@ def _synchronous(rule: str | dict[str, Any] | SynchronousRule, num_workers: int)
     if not isinstance(found, SynchronousRule):
         raise ValueError(
             "LocalTraining needs a rule by which all workers exchange at once. Received: "
-            f"{found.name!r}. Use one of diloco, streaming_diloco and sync_easgd here, and "
+            f"{found.name!r}. Use diloco or sync_easgd here, and "
             "keras_het.callbacks.AsyncWorkers with workers of the job `async` for the others."
         )
     return found
@@ -236,8 +235,8 @@ def _fitting(
     config = given.get("config") or {} if isinstance(given, dict) else {}
     is_chosen = isinstance(given, SynchronousRule) or "period" in config
     if not is_chosen and steps and steps < rule.period:
-        least = max(rule.overlap, getattr(rule, "num_fragments", 1))
-        rule = type(rule)(**{**rule.get_config(), "period": max(steps, least)})
+        period = max(steps, rule.overlap, 1)
+        rule = type(rule)(**{**rule.get_config(), "period": period})
     if is_chosen and steps and rule.period > steps * epochs:
         raise ValueError(
             f"Workers would not exchange within this training. Received: period={rule.period}; "

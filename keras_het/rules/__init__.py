@@ -1,7 +1,7 @@
 """Published rules by which the workers' weights and the center are combined."""
 
 from keras_het.rules.async_sgd import AsyncSGD, DelayCompensated
-from keras_het.rules.diloco import DelayedNesterov, DiLoCo, StreamingDiLoCo
+from keras_het.rules.diloco import DelayedNesterov, DiLoCo
 from keras_het.rules.elastic_averaging import (
     AsyncEASGD,
     AsyncMEASGD,
@@ -34,7 +34,6 @@ __all__ = [
     "HogwildEASGD",
     "PushMeta",
     "RoundRobinEASGD",
-    "StreamingDiLoCo",
     "SyncEASGD",
     "SynchronousRule",
     "Update",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -92,62 +91,6 @@ class DiLoCo(SynchronousRule):
         velocity = self.momentum * state["velocity"] + gradient
         center = center - self.learning_rate * (gradient + self.momentum * velocity)
         return center, {"center": center, "velocity": velocity}
-
-
-class StreamingDiLoCo(DiLoCo):
-    r"""DiLoCo on a part of the variables at a time; no worker waits for the exchange.
-
-    The variables are divided into P fragments, of which fragment p exchanges when t = p H / P (mod
-    H): the link is used evenly, with peaks of about 1 / P. The outer step is DiLoCo's, on the
-    fragment. It arrives :math:`\tau` steps later and merges with the worker's weights at that time:
-
-    .. math:: x_i \leftarrow \alpha x_i + (1 - \alpha)\, c.
-
-    Args:
-        period: local steps H from one exchange of a fragment to its next.
-        num_fragments: P, at most `period`; no more than the number of variables are used.
-        learning_rate: outer :math:`\eta`.
-        momentum: outer :math:`\mu`, from 0 to below 1.
-        overlap: :math:`\tau`, at most the period; the authors advise at most 5.
-        mixing: :math:`\alpha`, from 0 (the center replaces the weights) to below 1.
-
-    Raises:
-        ValueError: if a number is out of range.
-
-    Reference:
-        Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed
-        Free Lunch", 2025, arXiv 2501.18512. Fragments are strided, like theirs, but consist of
-        single variables; theirs consist of three transformer layers.
-    """
-
-    name: ClassVar[str] = "streaming_diloco"
-    settings = (*DiLoCo.settings, "num_fragments", "mixing")
-    # A worker's own steps are mixed in: its weights are close to the center but not equal to it.
-    center_is_weights: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        period: int = 100,
-        num_fragments: int = 4,
-        learning_rate: float = 0.4,
-        momentum: float = 0.9,
-        overlap: int = 5,
-        mixing: float = 0.5,
-    ) -> None:
-        super().__init__(period, learning_rate, momentum, overlap)
-        check_number("num_fragments", num_fragments, least=1, most=period)
-        check_number("mixing", mixing, least=0, below=1)
-        self.num_fragments = num_fragments
-        self.mixing = mixing
-
-    def fragments(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        count = min(self.num_fragments, len(sizes))
-        return tuple(tuple(range(first, len(sizes), count)) for first in range(count))
-
-    def receive(
-        self, weights: tf.Tensor, sent_weights: tf.Tensor, combined: tf.Tensor
-    ) -> tf.Tensor:
-        return self.mixing * weights + (1 - self.mixing) * combined
 
 
 _ROUNDING = 1e-4  # the weights of a round's pushes sum to 1 but for that

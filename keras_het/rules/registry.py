@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from keras_het.planning.argument_checks import expect
 from keras_het.rules.async_sgd import AsyncSGD, DelayCompensated
-from keras_het.rules.diloco import DelayedNesterov, DiLoCo, StreamingDiLoCo
+from keras_het.rules.diloco import DelayedNesterov, DiLoCo
 from keras_het.rules.elastic_averaging import (
     AsyncEASGD,
     AsyncMEASGD,
@@ -32,7 +32,6 @@ RULES: dict[str, type[Rule]] = {
         ElasticAveraging,
         HogwildEASGD,
         RoundRobinEASGD,
-        StreamingDiLoCo,
         SyncEASGD,
     )
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 from keras_het.exchange.message import Vector
@@ -242,8 +242,7 @@ class SynchronousRule(Rule, abc.ABC):
 
     With `overlap` > 0, workers take that many steps while the sum travels; `receive` then merges
     the result of `combine` into the weights at that time, just before the next exchange begins if
-    the overlap is the whole period. Fragmented rules exchange a part of the variables at a time,
-    each with a separate state.
+    the overlap is the whole period.
 
     Attributes:
         name: the name in the registry.
@@ -258,33 +257,16 @@ class SynchronousRule(Rule, abc.ABC):
         self.period = period
         self.overlap = overlap
 
-    def fragments(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Group the variables that are exchanged together.
-
-        Args:
-            sizes: number of elements of each variable, in order.
-
-        Returns:
-            The numbers of the variables of each fragment; every variable belongs to one.
-        """
-        return (tuple(range(len(sizes))),)
-
-    def is_due(self, step: int, fragment: int = 0, num_fragments: int = 1) -> bool:
-        """Whether an exchange begins after this many local steps.
-
-        Args:
-            step: number of local steps done so far, at least 1.
-            fragment: index of the fragment, from 0.
-            num_fragments: number of fragments; their exchanges are spread evenly over the period.
-        """
-        return step > 0 and (step - fragment * self.period // num_fragments) % self.period == 0
+    def is_due(self, step: int) -> bool:
+        """Whether an exchange begins after this many local steps, at least 1."""
+        return step > 0 and step % self.period == 0
 
     @abc.abstractmethod
     def initial_state(self, weights: tf.Tensor) -> State:
-        """Return the state of a fragment; state and weights form a checkpoint of the fragment.
+        """Return the rule's first state; it forms a checkpoint with the weights.
 
         Args:
-            weights: weights of the fragment, the same on all workers, float32 vector.
+            weights: the same on all workers, float32 vector.
 
         Returns:
             Map from name to float32 vector. "center" is the one to evaluate and save.
@@ -298,7 +280,7 @@ class SynchronousRule(Rule, abc.ABC):
         samples: float | tf.Tensor,
         all_reduce_sum: AllReduceSum,
     ) -> tuple[tf.Tensor, State]:
-        """Perform one exchange of a fragment.
+        """Perform one exchange.
 
         Args:
             weights: this worker's weights, float32 vector.

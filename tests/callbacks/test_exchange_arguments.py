@@ -17,10 +17,7 @@ from keras_het.rules import AsyncSGD, DiLoCo
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        *(
-            ({"rule": each}, "LocalTraining")
-            for each in ("streaming_diloco", "diloco", "sync_easgd")
-        ),
+        *(({"rule": each}, "LocalTraining") for each in ("diloco", "sync_easgd")),
         ({"period": "auto", "rule": "round_robin_easgd"}, 'period="auto" needs a rule'),
         ({"top_k_ratio": 0.1, "rule": "async_easgd"}, "would count as 0"),
         ({"profile_steps": 257}, r"profile_steps must be a whole number .* at most 256"),

@@ -57,40 +57,6 @@ class Worker:
 
 
 @dataclasses.dataclass
-class Fragment:
-    """What is exchanged at once: places of the weights, center, samples, and what travels."""
-
-    places: np.ndarray
-    center: Vector
-    samples: np.ndarray
-    velocity: Any = 0.0
-    due: float | None = None
-    exchange: Any = None
-
-
-def outer_step(rule: dict[str, Any], workers: list[Vector], fragment: Fragment) -> list[Vector]:
-    """The rule on one fragment: weights of all workers after it; the center is changed."""
-    center, config = fragment.center, rule["config"]
-    if rule["class_name"] == "sync_easgd":
-        alpha = config.get("alpha", 0.9 / len(workers))
-        fragment.center = center + alpha * sum(own - center for own in workers)
-        return [own - alpha * (own - center) for own in workers]
-    default = {"diloco": 0.7, "streaming_diloco": 0.4}[rule["class_name"]]
-    rate, momentum = config.get("learning_rate", default), config.get("momentum", 0.9)
-    gradient = np.average([center - own for own in workers], axis=0, weights=fragment.samples)
-    fragment.velocity = momentum * fragment.velocity + gradient
-    fragment.center = center - rate * (gradient + momentum * fragment.velocity)
-    return [fragment.center] * len(workers)
-
-
-def merge(rule: dict[str, Any], now: Vector, sent: Vector, combined: Vector) -> Vector:
-    if rule["class_name"] == "streaming_diloco":
-        mixing = rule["config"].get("mixing", 0.5)
-        return mixing * now + (1 - mixing) * combined
-    return now + (combined - sent)
-
-
-@dataclasses.dataclass
 class Simulation:
     """Workers that train as `options` of `program_local_training.py` say."""
 
@@ -102,16 +68,13 @@ class Simulation:
     worker_shares: tuple[int, ...]
 
     def run(self, epochs: int) -> None:
-        rule = self.options["rule"]
-        config = rule["config"]
+        config = self.options["rule"]["config"]
         moving, weights = flat(self.start[:-4]), flat(self.start[-4:])
         self.workers = [Worker(weights, 0 * weights, moving) for _ in self.worker_shares]
-        count = min(config.get("num_fragments", 4), 4) if "streaming" in rule["class_name"] else 1
-        places = np.split(np.arange(len(weights)), ENDS[:-1])
-        self.fragments = []
-        for p in range(count):
-            own = np.concatenate(places[p::count])
-            self.fragments.append(Fragment(own, weights[own], np.zeros(len(self.workers))))
+        self.center, self.velocity = weights, 0 * weights
+        self.samples = np.zeros(len(self.workers))
+        self.due: float = 0.0
+        self.in_flight: Any = None
         self.moving_mean = moving
         self.history: list[tuple[list[list[np.ndarray]], list[Vector]]] = []
         self.losses: list[float] = []
@@ -124,12 +87,11 @@ class Simulation:
                 step += 1
                 total += self._local_steps(first)
                 self._merge_until(step)
-                for p, fragment in enumerate(self.fragments):
-                    if (step - p * period // count) % period == 0:
-                        self._exchange(fragment, step + overlap)
+                if step % period == 0:
+                    self._exchange(step + overlap)
                 self._merge_until(step)  # without an overlap
                 weights_now = [variables(w.weights, w.moving) for w in self.workers]
-                self.history.append((weights_now, [f.center for f in self.fragments]))
+                self.history.append((weights_now, [self.center]))
             if step % period:
                 self._exchange_the_rest()
             self.losses.append(total / len(self.x))
@@ -146,39 +108,43 @@ class Simulation:
             rate, momentum = self.options.get("rate", 0.1), self.options.get("momentum", 0.0)
             total += share * worker.step(x[part], y[part], rate, momentum)
             start += share
-        for fragment in self.fragments:
-            fragment.samples = fragment.samples + shares
+        self.samples = self.samples + shares
         return total
 
-    def _exchange(self, fragment: Fragment, due: float) -> None:
-        sent = [worker.weights[fragment.places] for worker in self.workers]
+    def _exchange(self, due: float) -> None:
+        sent = [worker.weights for worker in self.workers]
         moving = [worker.moving for worker in self.workers]
-        if fragment is self.fragments[0]:
-            self.moving_mean = np.average(moving, axis=0, weights=fragment.samples)
-        combined = outer_step(self.options["rule"], sent, fragment)
-        fragment.samples = 0 * fragment.samples
-        fragment.due, fragment.exchange = due, (sent, combined, moving, self.moving_mean)
+        self.moving_mean = np.average(moving, axis=0, weights=self.samples)
+        self.due, self.in_flight = due, (sent, self._combined(sent), moving)
+        self.samples = 0 * self.samples
+
+    def _combined(self, sent: list[Vector]) -> list[Vector]:
+        """The rule: weights of all workers after it; the center is changed."""
+        rule, center = self.options["rule"], self.center
+        config = rule["config"]
+        if rule["class_name"] == "sync_easgd":
+            alpha = config.get("alpha", 0.9 / len(sent))
+            self.center = center + alpha * sum(own - center for own in sent)
+            return [own - alpha * (own - center) for own in sent]
+        rate, momentum = config.get("learning_rate", 0.7), config.get("momentum", 0.9)
+        gradient = np.average([center - own for own in sent], axis=0, weights=self.samples)
+        self.velocity = momentum * self.velocity + gradient
+        self.center = center - rate * (gradient + momentum * self.velocity)
+        return [self.center] * len(sent)
 
     def _merge_until(self, step: float) -> None:
-        for fragment in self.fragments:
-            if fragment.due is None or fragment.due > step:
-                continue
-            fragment.due, (*exchanged, mean) = None, fragment.exchange
-            for worker, sent, combined, moving in zip(self.workers, *exchanged, strict=True):
-                now, worker.weights = worker.weights[fragment.places], worker.weights.copy()
-                worker.weights[fragment.places] = merge(self.options["rule"], now, sent, combined)
-                if fragment is self.fragments[0]:
-                    worker.moving = worker.moving + (mean - moving)
+        if self.in_flight is None or self.due > step:
+            return
+        exchanged, self.in_flight = self.in_flight, None
+        for worker, sent, combined, moving in zip(self.workers, *exchanged, strict=True):
+            worker.weights = worker.weights + (combined - sent)
+            worker.moving = worker.moving + (self.moving_mean - moving)
 
     def _exchange_the_rest(self) -> None:
         self._merge_until(math.inf)
-        for fragment in self.fragments:
-            if fragment.samples.any():
-                self._exchange(fragment, math.inf)
+        if self.samples.any():
+            self._exchange(math.inf)
         self._merge_until(math.inf)
 
     def _center(self) -> list[np.ndarray]:
-        center = np.zeros(ENDS[-1])
-        for fragment in self.fragments:
-            center[fragment.places] = fragment.center
-        return variables(center, self.moving_mean)
+        return variables(self.center, self.moving_mean)

@@ -66,8 +66,7 @@ class Notes(keras.callbacks.Callback):
         self._keep(f"step_{self.steps}", self.model.get_weights())
         self.samples.append(self.model.distribute_strategy.local_samples_delivered)
         self.local._exchange.wait()
-        centers = [np.array(f.center) for f in self.local._exchange.fragments]
-        self._keep(f"center_{self.steps}", centers)
+        self._keep(f"center_{self.steps}", [np.array(self.local._exchange.center)])
         self.results["exchanges"] = np.array(self.local._exchange.num_exchanges)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -44,13 +44,6 @@ CASES: dict[str, dict[str, Any]] = {
         "shares": [2, 1],
     },
     "diloco overlapped": {"rule": rule("diloco", period=4, overlap=2), "shares": [1, 2]},
-    "streaming_diloco": {
-        "rule": rule("streaming_diloco", period=4, num_fragments=2, overlap=1),
-        "shares": [2, 1],
-    },
-    "streaming_diloco at once": {
-        "rule": rule("streaming_diloco", period=3, num_fragments=3, overlap=0, mixing=0.25),
-    },
     "moving statistics": {
         "rule": rule("diloco", period=3),
         "normalized": True,
@@ -234,7 +227,7 @@ def interrupted_and_resumed(
         assert worker.exit_code == 0, worker.output
     assert not (folder / "cut-0.npz").exists()
     backup = BackupFolder(folder / "backup", 1)
-    assert backup.find() and "service/local_training/step" in backup.state()
+    assert backup.find() and "service/local_training/counts" in backup.state()
     resumed = start(start_workers, folder, {"cut": options})["cut"]
     return load(folder, "whole"), resumed
 
@@ -326,5 +319,6 @@ def test_shares_follow_the_speeds_of_the_workers(launch: Any, tmp_path: Path, ov
     fast, slow = (each["samples"][1:] for each in found)
     assert set(fast + slow) == {40}  # every sample once
     assert list(fast[:3]) == [20] * 3  # nothing was exchanged yet
-    assert np.all(np.abs(fast[-10:] - 30) <= 3), fast
+    # Of many steps, since a busy host may slow one of them for a while.
+    assert abs(np.median(fast[-30:]) - 30) <= 3, fast
     np.testing.assert_array_equal(found[0]["weights"], found[1]["weights"])

@@ -69,8 +69,6 @@ COMPENSATED = {"learning_rate": 0.1, "compensation": 1.0, "num_workers": 2}
         ("diloco", {"period": 5, "overlap": 6}, "at most 5"),
         ("diloco", {"period": 5, "learning_rate": 0}, "learning_rate must be a number above 0"),
         ("diloco", {"period": 5, "momentum": 1}, "at least 0 and below 1"),
-        ("streaming_diloco", {"period": 3, "num_fragments": 4, "overlap": 1}, "at most 3"),
-        ("streaming_diloco", {"mixing": 1}, "mixing must be a number of at least 0 and below 1"),
         ("async_sgd", {}, "either a learning_rate"),
         ("async_sgd", {"learning_rate": 0.1, "optimizer": "adam"}, "either a learning_rate"),
         ("async_sgd", {"learning_rate": 0}, "learning_rate must"),
