@@ -55,7 +55,7 @@ def test_the_last_execution_may_be_shorter_and_any_without_a_known_end(known, ea
     for first in range(0, 30, each):
         callback.on_train_batch_begin(first)
         callback.on_train_batch_end(first + each - 1)
-    assert callback._exchange._steps == 30
+    assert callback._exchange.steps == 30
     assert callback._exchange.waited_after == waits
 
 
