@@ -14,7 +14,8 @@ import keras
 import numpy as np
 
 from keras_het.asynchronous.exchange.pace import Pace
-from keras_het.asynchronous.exchange.participant import Participant, first_async_participant
+from keras_het.asynchronous.exchange.participant import first_async_participant
+from keras_het.callbacks.async_workers import AsyncWorkers
 from keras_het.fit.model_strategy import heterogeneous_strategy
 from keras_het.fit.session import FitSession, Rank
 from keras_het.ignored_errors import ignore_errors
@@ -220,8 +221,9 @@ class Telemetry(SessionCallback):
     def _watch_async_workers(self, strategy: HeterogeneousStrategy, step: int) -> None:
         """Ask tasks of a hybrid training for their paces, and write the paces of async workers."""
         fit = FitSession.of(self.model)
-        others = [] if fit is None else [getattr(c, "participant", None) for c in fit.callbacks]
-        participant = next((each for each in others if isinstance(each, Participant)), None)
+        callbacks = [] if fit is None else fit.callbacks
+        found = [each._participant for each in callbacks if isinstance(each, AsyncWorkers)]
+        participant = found[0] if found else None
         if participant is None:
             return
         participant.shows_paces = True
