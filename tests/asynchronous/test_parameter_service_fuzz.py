@@ -39,7 +39,7 @@ class Requests:
             values[self.random.integers(length)] = odd
         with np.errstate(all="ignore"):
             if kind == "<i4":
-                places = [*range(7)] * 9 + [-1, 7, -(2**31)]
+                places = [*range(7)] * 4 + [-1, 7, -(2**31)]
                 return self.random.choice(places, self.random.choice([length, 7, 7, 7]))
             if kind == "<i8":  # pushes of three workers
                 return self.random.choice(EDGES, self.random.choice([length, 0, 0, 3]))
