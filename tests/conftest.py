@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # Read by TensorFlow and Keras when they are imported, here and in the processes tests start.
@@ -80,6 +80,18 @@ def pytest_runtest_teardown() -> None:
     if time.monotonic() - _last_collection > SECONDS_BETWEEN_COLLECTIONS:
         gc.collect()
         _last_collection = time.monotonic()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Undo what a command that ran in this process set for itself: later tests start processes."""
+    before = dict(os.environ)
+    try:
+        return (yield)
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)
