@@ -56,6 +56,7 @@ from keras_het.launch.local.failure_report import describe_failures
 from keras_het.launch.local.local_cluster import LocalCluster
 from keras_het.planning import (
     BalancePlan,
+    BalancePolicy,
     LinearTimeModel,
     MicroBatchTimeModel,
 )
@@ -163,15 +164,15 @@ CLUSTERS = {
 }
 
 
-class Limit:
+class Limit(BalancePolicy):
     """The policy that knows the true speeds."""
 
     name = "limit"
+    shares: tuple[int, ...] = ()
 
     def __init__(self, cluster: Cluster, lookahead: int) -> None:
         self._cluster = cluster
         self._lookahead = lookahead
-        self.shares: tuple[int, ...] = ()
 
     def observe(self, step: int, shares: Any, seconds: Any) -> None:
         """Ignore measurements: the speeds are known."""

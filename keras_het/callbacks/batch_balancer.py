@@ -53,7 +53,7 @@ class BatchBalancer(SessionCallback):
 
     Args:
         policy: "min_max" (the exact min-max program over fitted times), "even", "static", or an
-            object with the methods of `keras_het.planning.BalancePolicy`.
+            instance of your own subclass of `keras_het.planning.BalancePolicy`.
         max_share: largest share of each replica in samples, for instance the limit of its memory:
             one number for all, a list with one for each replica (None for no bound), or a dict from
             replica to number.
@@ -233,12 +233,10 @@ class BatchBalancer(SessionCallback):
         """Let the chief decide about the shares, and all workers follow it."""
         if not readings:
             return
-        note = getattr(self._policy, "observe_step_seconds", None)
-        if note is not None and self._steps.step_seconds is not None:
-            note(self._steps.step_seconds)
-        note = getattr(self._policy, "observe_new_share_seconds", None)
-        if note is not None:
-            note(self._steps.new_shares.seconds)
+        if self._policy is not None:
+            if self._steps.step_seconds is not None:
+                self._policy.observe_step_seconds(self._steps.step_seconds)
+            self._policy.observe_new_share_seconds(self._steps.new_shares.seconds)
         for reading in readings:
             policy = self._policy_for(int(reading.shares.sum()))
             if self._strategy.is_chief:
@@ -279,8 +277,7 @@ class BatchBalancer(SessionCallback):
         self._upper = upper_bounds(self._max_share, self._share_bounds, num_replicas)
         bounds = self._min_share, self._upper
         self._policy = start_policy(given, self._strategy, total, options, *bounds)
-        if hasattr(self._policy, "recall"):
-            self._recall(self._policy)
+        self._recall(self._policy)
         if (plan := self._policy.propose(-1)) is not None:
             self._note(plan)
             self._use(plan.shares)
@@ -294,7 +291,7 @@ class BatchBalancer(SessionCallback):
         is_open = strategy._micro_batch_sizes is None or strategy.compute_times.cuts
         return is_open and isinstance(self._given_policy, str)
 
-    def _bound(self, policy: Any, fitting: tuple[int, ...]) -> None:
+    def _bound(self, policy: BalancePolicy, fitting: tuple[int, ...]) -> None:
         """Follow what is known of memory: no share grows beyond it, or only in parts."""
         if fitting == self._fitting or not (any(fitting) or any(self._fitting)):
             return
@@ -308,10 +305,10 @@ class BatchBalancer(SessionCallback):
         self._fitting = fitting
         for replica, (samples, most) in enumerate(zip(fitting, bounds, strict=True)):
             policy.set_upper(replica, most)
-            if cuts and samples > 0 and hasattr(policy, "set_micro_batch_size"):
+            if cuts and samples > 0:
                 policy.set_micro_batch_size(replica, samples)
 
-    def _recall(self, policy: Any) -> None:
+    def _recall(self, policy: BalancePolicy) -> None:
         """Start from what a backup knows of these devices, or of others of their products."""
         state, local = self._strategy._training_state, self._strategy.extended.worker_devices
         self._devices = devices_of(self._strategy, local, product_names(local))
@@ -330,8 +327,7 @@ class BatchBalancer(SessionCallback):
     def _export_times(self) -> str:
         """Return what is known of the devices for a backup, also of those that are gone."""
         known = {name: replace(each, share=None) for name, each in self._known.items()}
-        if self._devices:
-            policy: Any = self._policy
+        if self._devices and (policy := self._policy) is not None:
             measured = zip(self._devices, policy.models, policy.shares, strict=True)
             known |= {
                 device.identity: KnownDevice(device.model, times, share)

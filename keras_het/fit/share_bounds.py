@@ -125,7 +125,7 @@ def start_policy(
             if most < MAX_TOTAL:
                 started.set_upper(replica, most)
     measures = started.name not in FIXED_POLICIES
-    if measures and len(set(strategy.share_weights)) > 1 and hasattr(started, "start_from"):
+    if measures and len(set(strategy.share_weights)) > 1:
         started.start_from(strategy.share_weights)
     return started
 

@@ -15,20 +15,20 @@ from equivalence import Trial, assert_equivalent, batches, dense_model, three_re
 from keras_het import HeterogeneousStrategy
 from keras_het.callbacks import BatchBalancer
 from keras_het.fit.share_bounds import MemoryBounds, start_policy
-from keras_het.planning import BalancePlan
+from keras_het.planning import BalancePlan, BalancePolicy
 from keras_het.strategy.measure import compute_times
 from keras_het.strategy.measure.compute_times import MeasuredSteps, NewShares, StepTimes
 
 
-class Zigzag:
+class Zigzag(BalancePolicy):
     """A policy that changes its mind after every step."""
 
     name = "zigzag"
+    shares = (4, 2, 2)
     SHARES = ((8, 0, 0), (1, 4, 3), (0, 3, 5), (4, 4, 0))
 
     def __init__(self):
         self.seen = []
-        self.shares = (4, 2, 2)
 
     def observe(self, step, shares, seconds):
         self.seen.append((step, tuple(shares), tuple(seconds)))

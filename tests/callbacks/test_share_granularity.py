@@ -11,7 +11,7 @@ from devices import DEVICES
 
 from keras_het import HeterogeneousStrategy
 from keras_het.callbacks import BatchBalancer, batch_balancer
-from keras_het.planning import BalancePlan
+from keras_het.planning import BalancePlan, BalancePolicy
 from keras_het.strategy.measure import compute_times
 
 BATCH = 60
@@ -74,7 +74,7 @@ def test_all_workers_have_the_same_granularity(emulated, others, expected):
     assert [facts.tolist() for facts in gathered] == [[[1, 1]]]
 
 
-class TellsSeconds:
+class TellsSeconds(BalancePolicy):
     """A policy of a user that takes note of what new shares cost."""
 
     name = "tells seconds"

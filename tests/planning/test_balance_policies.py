@@ -134,7 +134,7 @@ def test_policies_by_name_or_object():
     assert make_policy(policy, 2, 8) is policy
     with pytest.raises(ValueError, match=r"policy='bao'\. Expected one of \['even', 'min_max'"):
         make_policy("bao", 2, 8)
-    with pytest.raises(TypeError, match="must be a name or an object with the methods"):
+    with pytest.raises(TypeError, match="must be a name or an instance of a subclass"):
         make_policy(3, 2, 8)
     with pytest.raises(TypeError, match="takes no options here"):
         make_policy(policy, 2, 8, lower=[1, 1])

@@ -125,43 +125,21 @@ class BoaPolicy(SharePolicy):
         self._step_seconds: float | None = None
 
     def observe_step_seconds(self, seconds: float) -> None:
-        """Record the total duration of the steps about to be passed to `observe`.
-
-        Optional: plans are then judged by these durations instead of by compute times.
-
-        Args:
-            seconds: mean time of a step, including the collective and everything else; 0 if
-                unknown.
-        """
+        """Record the duration of the next steps, by which plans are then judged."""
         self._step_seconds = seconds
 
     def observe_new_share_seconds(self, seconds: float) -> None:
-        """Record what the first steps of a replica with a new share take more than others.
-
-        Optional: by default new shares cost nothing. Then a plan with some must gain more than that
-        within 100 steps, or earlier shares are used.
-
-        Args:
-            seconds: time of compilation, or of trying algorithms; 0 if unknown.
-        """
+        """Record what a new share costs; a plan must gain more within 100 steps."""
         self._used.new_share_seconds = seconds
 
     @property
     def models(self) -> tuple[LinearTimeModel | None, ...]:
-        """The time model of each replica, None for those that were never measured."""
         return self._fit.models()
 
     def recall(
         self, models: Sequence[LinearTimeModel | None], shares: Sequence[int] | None = None
     ) -> None:
-        """Base the first plan on times known from before; call this before the first `propose`.
-
-        Two measured steps of a replica replace what was known of it.
-
-        Args:
-            models: the time model of each replica, None for unknown ones, which keep their shares.
-            shares: shares that were found for these replicas; by default the optimum for `models`.
-        """
+        """Base the first plan on known times; two measured steps of a replica replace its time."""
         for replica, model in enumerate(models):
             if model is not None:
                 self._fit.recall(replica, model)
@@ -172,12 +150,6 @@ class BoaPolicy(SharePolicy):
             self._current, self._first_reason = wanted, "known device times"
 
     def set_micro_batch_size(self, replica: int, samples: int) -> None:
-        """Say how many samples a replica computes at a time, once its memory is known.
-
-        Args:
-            replica: index of the replica.
-            samples: most samples, no fewer than it has computed so far.
-        """
         self._fit.set_micro_batch_size(replica, samples)
 
     def set_global_batch_size(self, samples: int) -> None:
@@ -382,7 +354,7 @@ def make_policy(
     """Return the policy with a name, or the given policy itself.
 
     Args:
-        policy: a name, or an object with the methods of `BalancePolicy`, which is returned as is.
+        policy: a name, or a `BalancePolicy`, which is returned as is.
         num_replicas: number of replicas.
         global_batch_size: samples that shares sum to.
         **options: further arguments of the policy, such as `lower`, `upper` or `weights`.
@@ -399,8 +371,7 @@ def make_policy(
         if policy not in POLICIES:
             raise ValueError(
                 f"There is no balance policy of this name. Received: policy={policy!r}. "
-                f"Expected one of {sorted(POLICIES)}, or an object with the methods of "
-                "BalancePolicy."
+                f"Expected one of {sorted(POLICIES)}, or a keras_het.planning.BalancePolicy."
             )
         parameters = inspect.signature(POLICIES[policy]).parameters.values()
         settings = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
@@ -410,11 +381,10 @@ def make_policy(
                 f"has {settings}."
             )
         return POLICIES[policy](num_replicas, global_batch_size, **options)
-    if isinstance(policy, type) or not isinstance(policy, BalancePolicy):
+    if not isinstance(policy, BalancePolicy):
         raise TypeError(
-            "policy must be a name or an object with the methods of BalancePolicy (name, shares, "
-            "observe, propose, set_upper, set_global_batch_size). "
-            f"Received: {policy!r}. Names are {sorted(POLICIES)}."
+            "policy must be a name or an instance of a subclass of "
+            f"keras_het.planning.BalancePolicy. Received: {policy!r}. Names are {sorted(POLICIES)}."
         )
     if options:
         raise TypeError(

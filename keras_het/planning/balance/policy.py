@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -94,23 +96,33 @@ class BalancePlan:
         return text + ")"
 
 
-@runtime_checkable
-class BalancePolicy(Protocol):
-    """A decision about shares from compute times.
+class BalancePolicy(abc.ABC):
+    """A decision about shares from compute times: the base class of a policy of your own.
 
     `propose(-1)` returns the first plan, the same on every worker. After that the chief's policy
     alone is asked: `observe` for each measured step, one or more in a row, then `propose`. A plan
     comes into effect some steps later: `observe` receives the shares that were really used.
+
+    A subclass defines `name` and `shares` (attributes or properties), `observe`, `propose`,
+    `set_upper` and `set_global_batch_size`. The other methods ignore what they receive by default.
     """
 
     @property
+    @abc.abstractmethod
     def name(self) -> str:
         """Name of the policy, as users pass it."""
 
     @property
+    @abc.abstractmethod
     def shares(self) -> tuple[int, ...]:
         """Shares of the last plan; they sum to the global batch."""
 
+    @property
+    def models(self) -> Sequence[LinearTimeModel | None]:
+        """The time model of each replica, None for those that were never measured."""
+        return (None,) * len(self.shares)
+
+    @abc.abstractmethod
     def observe(self, step: int, shares: ArrayLike, seconds: ArrayLike) -> None:
         """Record one step.
 
@@ -121,6 +133,7 @@ class BalancePolicy(Protocol):
             seconds: compute time of each replica, float64 [n]; NaN if unknown.
         """
 
+    @abc.abstractmethod
     def propose(self, step: int) -> BalancePlan | None:
         """Decide whether to change shares.
 
@@ -131,6 +144,7 @@ class BalancePolicy(Protocol):
             A plan, if shares should change; the first call always returns the first plan.
         """
 
+    @abc.abstractmethod
     def set_upper(self, replica: int, samples: int) -> None:
         """Bound a replica's share, for instance because it ran out of memory.
 
@@ -139,6 +153,7 @@ class BalancePolicy(Protocol):
             samples: largest share from now on.
         """
 
+    @abc.abstractmethod
     def set_global_batch_size(self, samples: int) -> None:
         """Change the number of samples that shares sum to.
 
@@ -146,8 +161,47 @@ class BalancePolicy(Protocol):
             samples: the new global batch size.
         """
 
+    def start_from(self, weights: ArrayLike) -> None:
+        """Base the first plan on given proportions, before the first `propose`.
 
-class SharePolicy:
+        Args:
+            weights: one weight for each replica, zero or more, float [n].
+        """
+
+    def recall(
+        self, models: Sequence[LinearTimeModel | None], shares: Sequence[int] | None = None
+    ) -> None:
+        """Base the first plan on times known from before, before the first `propose`.
+
+        Args:
+            models: the time model of each replica, None for unknown ones.
+            shares: shares that were found for these replicas; by default the optimum for `models`.
+        """
+
+    def set_micro_batch_size(self, replica: int, samples: int) -> None:
+        """Note how many samples a replica computes at a time, once its memory is known.
+
+        Args:
+            replica: index of the replica.
+            samples: most samples, no fewer than it has computed so far.
+        """
+
+    def observe_step_seconds(self, seconds: float) -> None:
+        """Record the total duration of the steps about to be passed to `observe`.
+
+        Args:
+            seconds: mean time of a step, including the collective and everything else.
+        """
+
+    def observe_new_share_seconds(self, seconds: float) -> None:
+        """Record what the first steps of a replica with a new share take more than others.
+
+        Args:
+            seconds: time of compilation, or of trying algorithms; 0 if unknown.
+        """
+
+
+class SharePolicy(BalancePolicy):
     """Bounds, the first plan, and the check that the last plan is already in effect.
 
     Subclasses record steps in `_record` and decide in `_decide`, which is called only while the
@@ -189,15 +243,9 @@ class SharePolicy:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Shares of the last plan; they sum to the global batch."""
         return tuple(self._current.tolist())
 
     def start_from(self, weights: ArrayLike) -> None:
-        """Base the first plan on given proportions; call this before the first `propose`.
-
-        Args:
-            weights: one weight for each replica, zero or more, float [n].
-        """
         self._current = self._proportional(np.asarray(weights, np.float64))
         if self._first_reason is not None:
             self._first_reason = "shares of the strategy"
