@@ -13,6 +13,8 @@ from keras_het.seen_versions import (
 
 if TYPE_CHECKING:
     from keras_het import callbacks, loader, planning, rules
+    from keras_het.asynchronous.parameter_service.client import ServiceLostError
+    from keras_het.strategy.cluster.peer_watch import WorkerLostError
     from keras_het.strategy.exact.gradients import reduce_over_replicas
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
     from keras_het.strategy.pipeline import PipelineStrategy
@@ -22,6 +24,8 @@ __version__ = "0.1.0"
 __all__ = [
     "HeterogeneousStrategy",
     "PipelineStrategy",
+    "ServiceLostError",
+    "WorkerLostError",
     "__version__",
     "callbacks",
     "loader",
@@ -35,6 +39,8 @@ _MODULE_OF = {
     "HeterogeneousStrategy": "keras_het.strategy.heterogeneous_strategy",
     "reduce_over_replicas": "keras_het.strategy.exact.gradients",
     "PipelineStrategy": "keras_het.strategy.pipeline",
+    "ServiceLostError": "keras_het.asynchronous.parameter_service.client",
+    "WorkerLostError": "keras_het.strategy.cluster.peer_watch",
 }
 
 

@@ -443,7 +443,7 @@ def _check_trains_on(data: GlobalOrderDataset, samples: int) -> None:
 
 def _default_period(rule: UpdateRule) -> int | str:
     """Plan by times, unless the rule's settings assume a number of steps or workers wait."""
-    counts_steps = rule.uses_gradients or isinstance(rule, ElasticAveraging)
+    counts_steps = rule.uses_gradients or rule.sends_weights
     return _PERIOD if counts_steps or rule.may_wait else "auto"
 
 
@@ -474,7 +474,7 @@ def _check_options(options: HybridOptions) -> None:
             'period="auto" needs a rule in which workers do not wait for each other. Received: '
             f"{rule.name!r}. Give a number, such as planning.plan_pushes chooses."
         )
-    if isinstance(options.wire, TopKWire) and isinstance(rule, ElasticAveraging):
+    if isinstance(options.wire, TopKWire) and rule.sends_weights:
         raise ValueError(
             f"With the rule {rule.name!r} workers send their weights, and what a top-k "
             "message leaves out would count as 0. Received: top_k_ratio. Leave it out, or use a "

@@ -288,8 +288,7 @@ class BatchBalancer(SessionCallback):
     def _measures_memory(self) -> bool:
         """Whether shares are bounded, or cut, by what fits; a given size says what does."""
         strategy = self._strategy
-        is_open = strategy._micro_batch_sizes is None or strategy.compute_times.cuts
-        return is_open and isinstance(self._given_policy, str)
+        return strategy._micro_batch_sizes is None or strategy.compute_times.cuts
 
     def _bound(self, policy: BalancePolicy, fitting: tuple[int, ...]) -> None:
         """Follow what is known of memory: no share grows beyond it, or only in parts."""

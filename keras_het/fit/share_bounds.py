@@ -121,13 +121,35 @@ def start_policy(
         options = {**weights, **options, "lower": lower, "upper": upper}
     started = make_policy(policy, num_replicas, total, **options)
     if not isinstance(policy, str):
-        for replica, most in enumerate(upper):
-            if most < MAX_TOTAL:
-                started.set_upper(replica, most)
+        _adapt(started, num_replicas, total, upper, strategy._micro_batch_sizes)
     measures = started.name not in FIXED_POLICIES
     if measures and len(set(strategy.share_weights)) > 1:
         started.start_from(strategy.share_weights)
     return started
+
+
+def _adapt(
+    policy: BalancePolicy,
+    num_replicas: int,
+    total: int,
+    upper: Sequence[int],
+    micro_batch_sizes: Sequence[int] | None,
+) -> None:
+    """Bring a policy object to the batch and the bounds of this `fit`."""
+    if len(policy.shares) not in (0, num_replicas):
+        raise ValueError(
+            f"The strategy has {num_replicas} replicas. Received: BatchBalancer(policy) with the "
+            f"policy {policy.name!r} for {len(policy.shares)}. Make the policy for "
+            "len(strategy.share_weights) replicas."
+        )
+    if sum(policy.shares) != total:
+        policy.set_global_batch_size(total)
+    for replica, most in enumerate(upper):
+        if most < MAX_TOTAL:
+            policy.set_upper(replica, most)
+    for replica, size in enumerate(micro_batch_sizes or ()):
+        if size < MAX_TOTAL:
+            policy.set_micro_batch_size(replica, size)
 
 
 # TensorFlow cannot continue after one replica of a collective has failed: training starts again,

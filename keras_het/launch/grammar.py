@@ -99,7 +99,8 @@ CLUSTER_OPTIONS = (
     Option(
         "--port N",
         "port of the first worker of each host; the next ones take every second port after it "
-        f"(default: {PORT}); ignored where all workers are on this machine",
+        f"(default: {PORT}); two jobs on one host need different ones; keras-het run "
+        "ignores it where all workers are on this machine",
         positive_integer,
         PORT,
     ),

@@ -146,7 +146,7 @@ class ElasticAveraging(StepsItself):
 
     name: ClassVar[str] = "elastic_averaging"
     settings = ("alpha", "learning_rate", "num_workers")
-    center_is_weights: ClassVar[bool] = False
+    sends_weights: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -340,7 +340,6 @@ class SyncEASGD(SynchronousRule):
 
     name: ClassVar[str] = "sync_easgd"
     settings = ("num_workers", "alpha", "learning_rate", "period", "overlap")
-    center_is_weights: ClassVar[bool] = False
 
     def __init__(
         self,

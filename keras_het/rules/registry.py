@@ -51,10 +51,25 @@ def register_rule(rule: RuleClass) -> RuleClass:
         The rule.
 
     Raises:
-        ValueError: if it is not a rule, or another rule has its name.
+        ValueError: if it is not a rule, has no name, or another rule has it; or if `settings` lacks
+            an argument of its constructor.
     """
     is_rule = isinstance(rule, type) and issubclass(rule, Rule)
     expect(is_rule, "a subclass of UpdateRule or SynchronousRule", rule=rule)
+    given = getattr(rule, "name", None)
+    if not (isinstance(given, str) and given):
+        raise ValueError(
+            f"A registered rule needs a name. Received: {rule.__name__}.name={given!r}. Give the "
+            'class an attribute such as name = "own_rule".'
+        )
+    # from `settings` a task that runs no script makes the rule again
+    forgotten = [each for each in inspect.signature(rule).parameters if each not in rule.settings]
+    if forgotten and rule.get_config is Rule.get_config:
+        raise ValueError(
+            f"`settings` must name all arguments of the constructor. Received: {rule.__name__} "
+            f"with settings={rule.settings!r}, which lack {forgotten}. Add them, and keep each as "
+            "an attribute of the same name; or define get_config and from_config."
+        )
     known = RULES.setdefault(rule.name, rule)
     # a cell of a notebook that runs again defines the class again
     is_free = (known.__module__, known.__qualname__) == (rule.__module__, rule.__qualname__)

@@ -55,7 +55,7 @@ class Rule:
 
     name: ClassVar[str]
     uses_gradients: ClassVar[bool] = False
-    center_is_weights: ClassVar[bool]
+    center_is_weights: ClassVar[bool] = False
     settings: ClassVar[tuple[str, ...]] = ()
 
     def get_config(self) -> dict[str, Any]:
@@ -79,12 +79,13 @@ class Rule:
 
 
 class UpdateRule(Rule, abc.ABC):
-    """Combination of a worker's message with a part of the center, and the answer to the worker.
+    """Base class of asynchronous rules: a worker's message, a part of the center, and an answer.
 
     The center is cut into parts (partitions); a rule works element by element, so parts are
-    independent. All methods are pure functions of float32 vectors: they never write into an
-    argument. The server side (`create_slots`, `is_turn`, `update`, ...) runs in the center's
-    process, under the part's lock. The worker side is `message`, `after_sending` and `receive`:
+    independent. Methods are functions of float32 vectors that do not modify their arguments, except
+    `update` of a rule that is not atomic. The server side (`create_slots`, `is_turn`, `update`,
+    ...) runs in the center's process, under the part's lock. The worker side is `message`,
+    `after_sending` and `receive`:
 
     1. the worker sends `message(weights, seen)`, where `seen` is the answer of its last exchange
        (initially the center);
@@ -92,9 +93,14 @@ class UpdateRule(Rule, abc.ABC):
     3. `receive` returns the weights after the answer, which becomes `seen`.
 
     Attributes:
+        name: the name in the registry.
+        settings: names of the constructor's arguments, each kept as an attribute: what serves the
+            center without a script makes the rule again from them.
         is_atomic: whether pushes to a part run one after another, so that none is lost. If not,
             `update` runs without a lock, and writes into the center that it is given.
         may_wait: whether `is_turn` can be false.
+        sends_weights: whether messages are weights, not changes. `top_k_ratio` is refused then,
+            and the default period of `AsyncWorkers` is a number of steps.
         uses_gradients: whether messages are gradients. The worker must not step by itself then: it
             runs `SGD(learning_rate=1)` from the last answer, over accumulated mean gradients, which
             makes its move equal to the negative gradient.
@@ -104,6 +110,7 @@ class UpdateRule(Rule, abc.ABC):
 
     is_atomic: ClassVar[bool] = True
     may_wait: ClassVar[bool] = False
+    sends_weights: ClassVar[bool] = False
 
     @property
     def least_period(self) -> int:
@@ -120,7 +127,7 @@ class UpdateRule(Rule, abc.ABC):
         return {}
 
     def note_presence(self, slots: Slots, worker: int) -> Slots:
-        """Return the state after a worker has pushed, which may have been given up before.
+        """Return the state after a push from a worker that may have been considered lost before.
 
         Called before `is_turn`, only if `may_wait`.
         """
@@ -246,6 +253,7 @@ class SynchronousRule(Rule, abc.ABC):
 
     Attributes:
         name: the name in the registry.
+        settings: names of the constructor's arguments, each kept as an attribute.
         uses_gradients: always false: workers run their own optimizers.
         center_is_weights: whether a worker's weights are the center after an exchange without
             overlap. Evaluation and saving use "center" of the state in any case.

@@ -16,6 +16,8 @@ from keras_het import HeterogeneousStrategy
 from keras_het.callbacks import BatchBalancer
 from keras_het.fit.share_bounds import MemoryBounds, start_policy
 from keras_het.planning import BalancePlan, BalancePolicy
+from keras_het.planning.balance import BoaPolicy
+from keras_het.planning.shares import MAX_TOTAL
 from keras_het.strategy.measure import compute_times
 from keras_het.strategy.measure.compute_times import MeasuredSteps, NewShares, StepTimes
 
@@ -202,6 +204,32 @@ def test_bounds(strategy, bound):
     fit(balancer, 24, 1, strategy)
     assert balancer.plans[0].shares[0] == 2
     assert balancer.plans[0].shares[2] >= 2
+
+
+@pytest.mark.parametrize("made_for", [24, 64])
+def test_a_policy_object_follows_the_batch_of_fit(strategy, made_for):
+    policy = BoaPolicy(3, made_for)
+    started = start_policy(policy, strategy, 24, {}, None, [10, MAX_TOTAL, MAX_TOTAL])
+    assert started is policy
+    assert policy.propose(-1).shares == (8, 8, 8)
+    for step in range(5):
+        policy.observe(step, policy.shares, np.array(policy.shares) * [0.01, 0.02, 0.02])
+        policy.propose(step)
+    assert policy.shares == (10, 7, 7)  # 12, 6 and 6 without the bound
+
+
+def test_a_policy_object_for_other_replicas_is_refused(strategy):
+    with pytest.raises(ValueError, match=r"has 3 replicas\. Received: .*'min_max' for 2"):
+        start_policy(BoaPolicy(2, 24), strategy, 24, {}, None, [MAX_TOTAL] * 3)
+
+
+def test_a_policy_object_knows_the_parts_of_a_share(logical_devices):
+    strategy = HeterogeneousStrategy(logical_devices[:3], micro_batch_size=[2, None, 4])
+    noted = []
+    policy = BoaPolicy(3, 24)
+    policy.set_micro_batch_size = lambda *given: noted.append(given)
+    start_policy(policy, strategy, 24, {}, None, [MAX_TOTAL] * 3)
+    assert noted == [(0, 2), (2, 4)]
 
 
 @pytest.mark.full

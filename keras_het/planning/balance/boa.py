@@ -67,8 +67,8 @@ class BoaPolicy(SharePolicy):
 
     A device whose fixed cost is too high gets no samples. It is tried again at growing intervals.
 
-    From the abstract: static and dynamic stragglers, the min-max integer program, hardware-agnostic
-    performance models. Everything else is ours, because the full text was not found.
+    Only the abstract was available. It gives static and dynamic stragglers, the min-max integer
+    program and hardware-agnostic performance models; the rest is our own design.
 
     Args:
         num_replicas: number of replicas, n.

@@ -97,14 +97,17 @@ class BalancePlan:
 
 
 class BalancePolicy(abc.ABC):
-    """A decision about shares from compute times: the base class of a policy of your own.
+    """Base class for custom balance policies, which choose shares from measured compute times.
 
-    `propose(-1)` returns the first plan, the same on every worker. After that the chief's policy
-    alone is asked: `observe` for each measured step, one or more in a row, then `propose`. A plan
-    comes into effect some steps later: `observe` receives the shares that were really used.
+    `propose(-1)` returns the first plan, the same on every worker. After that only the chief's
+    policy receives `observe`, once or more in a row, and then `propose`; the other methods reach
+    the policies of all workers. A plan comes into effect some steps later: `observe` receives the
+    shares that were really used.
 
     A subclass defines `name` and `shares` (attributes or properties), `observe`, `propose`,
     `set_upper` and `set_global_batch_size`. The other methods ignore what they receive by default.
+    Make an instance for as many replicas as all workers have together; if its `shares` sum to
+    another batch than `fit` has, `set_global_batch_size` is called before `propose(-1)`.
     """
 
     @property
@@ -124,13 +127,14 @@ class BalancePolicy(abc.ABC):
 
     @abc.abstractmethod
     def observe(self, step: int, shares: ArrayLike, seconds: ArrayLike) -> None:
-        """Record one step.
+        """Record a measured step, or the median of short ones in a row with the same shares.
 
         Args:
-            step: number of the step.
+            step: number of the step, or of the last of them.
             shares: samples each replica really computed, int [n]. They sum to less than the global
                 batch in a partial last batch.
-            seconds: compute time of each replica, float64 [n]; NaN if unknown.
+            seconds: compute time of each replica, float64 [n]; NaN if unknown, such as for a
+                replica without samples and for a step that compiles.
         """
 
     @abc.abstractmethod
@@ -164,6 +168,8 @@ class BalancePolicy(abc.ABC):
     def start_from(self, weights: ArrayLike) -> None:
         """Base the first plan on given proportions, before the first `propose`.
 
+        Not called for a policy with the name "even" or "static".
+
         Args:
             weights: one weight for each replica, zero or more, float [n].
         """
@@ -194,15 +200,15 @@ class BalancePolicy(abc.ABC):
         """
 
     def observe_new_share_seconds(self, seconds: float) -> None:
-        """Record what the first steps of a replica with a new share take more than others.
+        """Record how much longer a replica's first steps with a new share take.
 
         Args:
-            seconds: time of compilation, or of trying algorithms; 0 if unknown.
+            seconds: time of compilation, or of cuDNN's search for algorithms; 0 if unknown.
         """
 
 
 class SharePolicy(BalancePolicy):
-    """Bounds, the first plan, and the check that the last plan is already in effect.
+    """Base class that handles bounds, the first plan, and waiting until a plan is in effect.
 
     Subclasses record steps in `_record` and decide in `_decide`, which is called only while the
     last plan is in effect. By default, shares stay even.
@@ -291,8 +297,11 @@ class SharePolicy(BalancePolicy):
     def set_global_batch_size(self, samples: int) -> None:
         """Change the number of samples; refuse one that no shares within the bounds sum to."""
         check_bounds(samples, len(self._current), self._lower, self._given_upper)
-        self._bounds_changed |= int(samples) != self._total
+        is_first = self._first_reason is not None
+        self._bounds_changed |= int(samples) != self._total and not is_first
         self._total = int(samples)
+        if is_first:
+            self._current = self._within_bounds()
 
     @property
     def _upper(self) -> IntArray:

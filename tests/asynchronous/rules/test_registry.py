@@ -110,3 +110,37 @@ def test_a_rule_of_ones_own_has_a_name_of_its_own(monkeypatch):
         define("delta")
     with pytest.raises(ValueError, match="must be a subclass of UpdateRule or SynchronousRule"):
         rules.register_rule(Delta())
+
+
+class Clipped(Delta):
+    name = "clipped"
+
+    def __init__(self, scale: float = 1.0, most: float = 9.0) -> None:
+        super().__init__(scale)
+        self.most = most
+
+
+class Complete(Clipped):
+    settings = ("scale", "most")
+
+
+class OwnConfig(Clipped):
+    def get_config(self):
+        return {"scale": self.scale, "most": self.most}
+
+
+def test_a_registered_rule_is_made_again_with_all_its_settings(monkeypatch):
+    monkeypatch.setattr(rules.registry, "RULES", rules.RULES.copy())
+    with pytest.raises(ValueError, match=r"settings=\('scale',\), which lack \['most'\]"):
+        rules.register_rule(Clipped)
+    with pytest.raises(ValueError, match=r"needs a name\. Received: Nameless\.name=None"):
+        rules.register_rule(type("Nameless", (rules.UpdateRule,), {}))
+    for kind in (Complete, OwnConfig):
+        monkeypatch.setitem(rules.registry.RULES, "clipped", kind)
+        again = rules.get(rules.serialize(rules.register_rule(kind)(0.5, most=1.0)))
+        assert (type(again), again.scale, again.most) == (kind, 0.5, 1.0)
+
+
+@pytest.mark.parametrize("name", rules.RULES)
+def test_settings_name_all_arguments_of_published_rules(name):
+    assert rules.register_rule(rules.RULES[name]) is rules.RULES[name]
