@@ -22,7 +22,7 @@ PARTS = {
     "async workers": (
         *("callbacks.AsyncWorkers", "asynchronous", "rules", "planning.advise_roles"),
         *("planning.plan_pushes", "planning.ClusterSpeeds", "planning.ExchangeSettings"),
-        *("planning.ModePrediction", "planning.PushPlan", "planning.RolePlan"),
+        *("planning.ModePrediction", "planning.PushPlan", "planning.RolePlan", "ServiceLostError"),
     ),
     "local training": ("callbacks.LocalTraining",),
     "`PipelineStrategy`": ("PipelineStrategy", "planning.pipeline"),

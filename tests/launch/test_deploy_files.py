@@ -76,7 +76,7 @@ def test_a_rayjob_has_a_resource_for_each_worker():
         main([*spec["entrypoint"].split()[1:-1], "missing.py"])
 
 
-@pytest.mark.parametrize("name", ["train.sbatch", "unequal.sbatch"])
+@pytest.mark.parametrize("name", ["train.sbatch", "generations.sbatch", "unequal.sbatch"])
 def test_batch_scripts_are_bash_and_start_workers(name):
     subprocess.run(["bash", "-n", str(FILES / name)], check=True, timeout=60)
     (line,) = re.findall(r"keras-het (worker .*)", (FILES / name).read_text())
