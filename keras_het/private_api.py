@@ -1,4 +1,4 @@
-"""The module for private symbols of TensorFlow and Keras (with two for tf.data in loader).
+"""Private symbols of TensorFlow and Keras; tf.data and Keras's graphs have adapters of their own.
 
 Checked on TensorFlow 2.16.2 and 2.21.0 with Keras 3.15.1; ``tests/test_private_api.py`` names every
 symbol, so a release that moves one fails there first and says which.
@@ -67,7 +67,6 @@ EpochIterator: TypeAlias = keras_tf_trainer.EpochIterator
 IteratorInterface = distribute_types.Iterator
 Mirrored = distribute_values.Mirrored
 PerReplica = distribute_values.PerReplica
-# Keras 3.12 and older have no constant for it.
 GLOBAL_SEED_GENERATOR = "global_seed_generator"
 StrategyExtended = distribute_lib.StrategyExtendedV2
 CollectiveKeys: TypeAlias = cross_device_utils.CollectiveKeys

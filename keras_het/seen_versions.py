@@ -68,7 +68,8 @@ def import_part(module: str, name: str) -> Any:
         import tensorflow as tf
 
         raise ImportError(
-            f"{name} needs what this version has moved; other parts of keras_het may work. "
+            f"{name} uses a private symbol that this version of Keras or TensorFlow has moved; "
+            "other parts of keras_het may still work. "
             f"Received: Keras {keras.__version__}, TensorFlow {tf.__version__}: {error}. Install "
             "tested versions: pip install --upgrade . in the checkout of keras_het."
         ) from error

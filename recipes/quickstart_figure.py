@@ -81,7 +81,7 @@ def _draw_times(axis: Axes, splits: Sequence[SplitTimes], speeds: Sequence[float
     axis.set_ylabel("measured compute time of a step (ms)")
     axis.margins(y=0.2)
     axis.legend(loc="upper left", frameon=False)
-    axis.set_title("The slowest worker makes the step", loc="left", fontsize=12)
+    axis.set_title("The slowest worker sets the step time", loc="left", fontsize=12)
 
 
 def _draw_rates(axis: Axes, splits: Sequence[SplitTimes], limit: float, alone: float) -> None:

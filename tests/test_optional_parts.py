@@ -60,6 +60,6 @@ def test_what_a_version_has_moved_breaks_the_parts_alone_that_need_it(tmp_path: 
     done = subprocess.run(run, capture_output=True, text=True, timeout=240, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr[-3000:]
     (told,) = (line for line in done.stdout.splitlines() if line.startswith("refused: "))
-    assert "PipelineStrategy needs what this version has moved" in told
+    assert "PipelineStrategy uses a private symbol that this version" in told
     assert "Received: Keras" in told
     assert list(tmp_path.iterdir()), "Telemetry wrote nothing"

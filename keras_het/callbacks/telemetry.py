@@ -63,8 +63,8 @@ class Telemetry(SessionCallback):
     that of its forward and backward passes, its sync wait the rest of the step's passes (the
     bubble, and transfers), its share the samples of the micro-batches it takes.
 
-    The log has the plan, too, the passes of a step as predicted, and about every 10 s those
-    measured in one step.
+    The log also has the plan, the predicted passes of a step, and about every 10 s the measured
+    passes of one step.
 
     The log is for TensorBoard's tab "Heterogeneous" and for `keras-het report`. Keras's logs get
     four numbers, so `History`, `CSVLogger` and other loggers have them: "samples_per_second", by
@@ -73,14 +73,14 @@ class Telemetry(SessionCallback):
     for it in each step, a median; and "input_wait_seconds", the seconds that
     the worker which waits longest for its data waits in each step.
 
-    Every worker needs it, as one of the callbacks of `fit`. A log that cannot be written makes one
-    warning; training continues.
+    Every worker needs it, as one of the callbacks of `fit`. A log that cannot be written causes
+    one warning; training continues.
 
     Args:
         log_dir: directory of the log, the one that is given to TensorBoard; None writes none.
         keep_steps: steps that the log has one by one, the first of them. Of later ones it has the
             lowest, the median and the highest value of each 4, and of twice as many whenever the
-            number of steps has doubled. Less than 100 is 100.
+            number of steps has doubled. Values below 100 count as 100.
         progress: whether Keras's progress bar shows the four numbers, too.
         prometheus_port: port on which the chief serves the metrics for Prometheus; None for none.
             Needs the extra "prometheus".

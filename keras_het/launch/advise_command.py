@@ -23,8 +23,8 @@ from keras_het.planning.shares import apportion
 
 _EPILOG = """\
 examples:
-  keras-het advise 24,11
-  keras-het advise 24,11 --batch 64 --parameters 25e6 --link 1Gbit
+  keras-het advise 300,180
+  keras-het advise 300,180 --batch 64 --parameters 25e6 --link 1Gbit
 """
 _LEAST_GAIN = 1.1
 _UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "bit": 1 / 8, "B": 1}
