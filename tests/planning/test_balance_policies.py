@@ -1,6 +1,7 @@
 """What every policy promises, on simulated clusters."""
 
 import dataclasses
+import doctest
 import itertools
 import json
 
@@ -9,6 +10,7 @@ import pytest
 from plants import BATCH, STATIC, Plant, by_speeds, simulate, slow_down
 
 from keras_het.planning.balance import POLICIES, BalancePlan, BalancePolicy, make_policy
+from keras_het.planning.balance import policy as policies
 
 NAMES = sorted(POLICIES)
 PLANTS = [
@@ -159,3 +161,8 @@ def test_a_plan_on_one_line():
     )
     assert plan.gain == pytest.approx(1 - 23 / 41.2)
     assert "(10000 replicas)" in str(BalancePlan(0, "even", (1,) * 10_000, "even split"))
+
+
+def test_the_example_of_a_policy_is_right():
+    assert doctest.testmod(policies).failed == 0
+    assert "LatestSpeeds" in BalancePolicy.__doc__

@@ -108,6 +108,41 @@ class BalancePolicy(abc.ABC):
     `set_upper` and `set_global_batch_size`. The other methods ignore what they receive by default.
     Make an instance for as many replicas as all workers have together; if its `shares` sum to
     another batch than `fit` has, `set_global_batch_size` is called before `propose(-1)`.
+
+    Example:
+        >>> import numpy as np
+        >>> from keras_het.planning import BalancePlan, BalancePolicy, proportional_shares
+        >>> class LatestSpeeds(BalancePolicy):
+        ...     name = "latest_speeds"
+        ...     shares = ()
+        ...
+        ...     def __init__(self, num_replicas, global_batch_size):
+        ...         self.speeds = np.ones(num_replicas)
+        ...         self.upper = np.full(num_replicas, 2**30)
+        ...         self.set_global_batch_size(global_batch_size)
+        ...
+        ...     def observe(self, step, shares, seconds):
+        ...         known = (shares > 0) & np.isfinite(seconds)
+        ...         self.speeds[known] = shares[known] / seconds[known]
+        ...
+        ...     def propose(self, step):
+        ...         best = proportional_shares(self.total, self.speeds, upper=self.upper)
+        ...         if step >= 0 and tuple(best) == self.shares:
+        ...             return None
+        ...         self.shares = tuple(best.tolist())
+        ...         return BalancePlan(step, self.name, self.shares, "latest speeds")
+        ...
+        ...     def set_upper(self, replica, samples):
+        ...         self.upper[replica] = samples
+        ...
+        ...     def set_global_batch_size(self, samples):
+        ...         self.total = samples
+        >>> policy = LatestSpeeds(2, 12)
+        >>> str(policy.propose(-1))
+        'initial shares 6 6 (latest_speeds: latest speeds)'
+        >>> policy.observe(0, np.array([6, 6]), np.array([0.06, 0.12]))
+        >>> str(policy.propose(0))
+        'step 0: shares 8 4 (latest_speeds: latest speeds)'
     """
 
     @property
