@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -38,6 +39,7 @@ from keras_het.telemetry.step_recorder import Background, StepRecorder, devices_
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
+_logger = logging.getLogger(__name__)
 _INTERVAL_SECONDS = 0.5
 # Writing takes longer than sampling, and steps wait for the interpreter meanwhile.
 _SAMPLES_PER_WRITE = 2
@@ -289,6 +291,7 @@ class Telemetry(SessionCallback):
         try:
             self.verdict = diagnose(recorder.recording())
         except Exception as problem:  # a verdict is not worth the end of a training
+            _logger.warning("Telemetry: the diagnosis failed.", exc_info=problem)
             self.verdict = Verdict((), (), (f"the diagnosis failed: {problem!r}",))
         # below an error "nothing to do" would be wrong; a signal is no error of the training
         if self._verbose and is_chief and not isinstance(error, Exception):

@@ -157,8 +157,7 @@ class DelayCompensated(SendsGradient):
 
     Args:
         learning_rate: :math:`\eta`.
-        compensation: :math:`\lambda`; the authors use 0.04 without and 2 with `decay` on CIFAR-10
-            (from memory).
+        compensation: :math:`\lambda`, the strength of the correction; 0 for none.
         num_workers: number of workers.
         decay: d of DC-ASGD-a, from 0 to below 1; None for DC-ASGD-c.
 

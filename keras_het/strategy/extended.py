@@ -158,10 +158,17 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
                     "Workers share a GPU, which NCCL refuses: their sums go through the hosts' "
                     "memory. Start one worker for each GPU."
                 )
+            if self._communication_options.implementation == nccl.Implementation.NCCL:
+                self._communication_options = nccl.with_implementation(
+                    self._communication_options, nccl.Implementation.RING
+                )
+                self._use_hierarchical_all_reduce(counts)
             return
         spec = cluster_resolver.cluster_spec()
         nccl.choose_interface(spec.task_address(self._task_type, self._task_id))
-        self._communication_options = nccl.with_nccl(self._communication_options)
+        self._communication_options = nccl.with_implementation(
+            self._communication_options, nccl.Implementation.NCCL
+        )
         self._use_hierarchical_all_reduce(counts)
 
         @tf.function(autograph=False)

@@ -25,6 +25,7 @@ from test_exact_own_steps import GuideStep
 from test_exact_own_steps import compiled as compiled_step
 
 from keras_het import HeterogeneousStrategy
+from keras_het.strategy import keras_calls
 from keras_het.strategy.exact import xla
 from keras_het.strategy.exact.xla import SWITCH, compiles_by_default, num_unsettled_steps
 
@@ -156,6 +157,25 @@ seconds = [s for row in balancer.measurements for s in row["seconds"] if s == s]
 print("SHARES", len({(r, s) for row in balancer.measurements for r, s in enumerate(row["shares"])}))
 print("SLOWEST", max(seconds) / sorted(seconds)[len(seconds) // 2])
 """
+
+
+@pytest.mark.parametrize(("given", "expected"), [("auto", True), (False, False)])
+def test_the_default_is_that_of_plain_keras(monkeypatch, given, expected):
+    """As on GPUs, where plain Keras compiles."""
+    asked, name = set(), "_resolve_auto_jit_compile"
+
+    def compiles_there(resolve, model, devices):
+        asked.add(tuple(devices))
+        return True
+
+    monkeypatch.setattr(keras_calls, "compiles_by_default", compiles_there)
+    monkeypatch.setattr(keras.Model, name, lambda model: False)  # other tests have put one here
+    keras_calls._open(keras.Model, name, keras_calls._HANDLERS[keras.Model, name])
+    strategy = three_replicas()
+    with strategy.scope():
+        model = dense_model(jit_compile=given)
+    assert model.jit_compile is expected
+    assert asked == {tuple(strategy.extended.worker_devices)}
 
 
 @pytest.mark.full

@@ -26,7 +26,7 @@ OPTIONS = private_api.CommunicationOptions
         ("GPU", Implementation.AUTO, True, True),
         ("GPU", Implementation.AUTO, False, False),
         ("GPU", Implementation.RING, True, False),
-        ("GPU", Implementation.NCCL, True, False),  # asked for already: no trial
+        ("GPU", Implementation.NCCL, True, True),  # the first sum has a limit then, too
         ("CPU", Implementation.AUTO, True, False),
     ],
 )
@@ -37,7 +37,8 @@ def test_who_wants_it(monkeypatch, device_type, implementation, is_cuda_build, e
 
 
 def test_other_options_stay():
-    found = nccl.with_nccl(OPTIONS(bytes_per_pack=1000, timeout_seconds=5.0))
+    options = OPTIONS(bytes_per_pack=1000, timeout_seconds=5.0)
+    found = nccl.with_implementation(options, Implementation.NCCL)
     assert (found.bytes_per_pack, found.timeout_seconds) == (1000, 5.0)
     assert found.implementation == Implementation.NCCL
 
@@ -118,7 +119,7 @@ def python(monkeypatch, tmp_path):
     ("script", "expected", "why"),
     [
         ("exit 0", True, ""),
-        ("echo Cuda failure >&2; exit 1", False, "(Cuda failure)"),
+        ("echo NCCL: Cuda failure >&2; exit 1", False, "(NCCL: Cuda failure)"),
         ("exec sleep 60", False, "(no answer within 0.5 s)"),
     ],
 )
@@ -135,6 +136,14 @@ def test_unlike_gpus_are_tried_once(python, caplog, script, expected, why):
     assert json.loads(remembered.read_text()) is expected
     python.does("exit 0")
     assert nccl.joins(["GPU:1", "GPU:2"]) is True  # others are tried by themselves
+
+
+def test_a_trial_that_lacks_memory_is_repeated_at_the_next_start(python, caplog):
+    python.does("echo CUDA_ERROR_OUT_OF_MEMORY >&2; exit 1")
+    assert not nccl.joins(["GPU:0", "GPU:1"])
+    assert "TF_FORCE_GPU_ALLOW_GROWTH=true" in caplog.text
+    python.does("exit 0")
+    assert nccl.joins(["GPU:0", "GPU:1"])
 
 
 @pytest.mark.full

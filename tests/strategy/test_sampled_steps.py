@@ -66,9 +66,9 @@ def test_a_queue_takes_launches_and_makes_copies_wait():
     assert time.time() < started + 0.05
     device.launch(0.05, started)  # the queue is full
     assert time.time() >= started + 0.05
-    device.meet(started + 0.3)
-    device.wait()
+    device.meet(started + 0.3)  # the host waits, too
     assert time.time() >= started + 0.3
+    assert device.busy_until >= started + 0.3
 
 
 def test_few_steps_are_measured_and_stand_for_all(strategy):

@@ -123,10 +123,12 @@ def _listening(address: str) -> Iterator[socket.socket | None]:
             # This host's name need not be that of an interface: TensorFlow listens on all.
             every = "::" if family == socket.AF_INET6 else ""
             is_loopback = place[0].startswith("127.") or place[0] == "::1"
-            with contextlib.suppress(OSError):
+            try:
                 _bind(listener, (place[0] if is_loopback else every, place[1]), address)
                 listener.listen(_QUEUE)
                 bound = listener
+            except OSError as error:  # TensorFlow's server says what is wrong with it
+                _logger.info("Not listening at %s: %s", address, error)
         yield bound
 
 

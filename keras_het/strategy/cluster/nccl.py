@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import psutil
@@ -30,22 +31,24 @@ _logger = logging.getLogger(__name__)
 INTERFACE = "NCCL_SOCKET_IFNAME"
 SECONDS = 60.0
 """The first sum sets up connections to all GPUs, which takes some seconds."""
-Implementation = tf.distribute.experimental.CommunicationImplementation
+Implementation: TypeAlias = tf.distribute.experimental.CommunicationImplementation
 
 
 def is_wanted(device_type: str, options: private_api.CommunicationOptions) -> bool:
     """Whether workers with such devices sum by NCCL, if the others want it too."""
-    if device_type.upper() != "GPU" or options.implementation != Implementation.AUTO:
+    if device_type.upper() != "GPU" or options.implementation == Implementation.RING:
         return False
     return bool(tf.sysconfig.get_build_info().get("is_cuda_build"))
 
 
-def with_nccl(options: private_api.CommunicationOptions) -> private_api.CommunicationOptions:
-    """Return the same options with NCCL."""
+def with_implementation(
+    options: private_api.CommunicationOptions, implementation: Implementation
+) -> private_api.CommunicationOptions:
+    """Return the same options with NCCL, or with a ring."""
     return private_api.CommunicationOptions(
         bytes_per_pack=options.bytes_per_pack,
         timeout_seconds=options.timeout_seconds,
-        implementation=Implementation.NCCL,
+        implementation=implementation,
     )
 
 
@@ -105,6 +108,7 @@ def check_answers(
 
 def joins(devices: Sequence[str], seconds: float = SECONDS) -> bool:
     """Whether NCCL sums between unlike GPUs of this process; tried once, in another process."""
+    # A failure for another reason, such as memory that this process holds, is not remembered.
     found = "-".join([tf.__version__, *identities(devices)])
     remembered = _cache() / f"nccl-{hashlib.sha256(found.encode()).hexdigest()[:16]}.json"
     try:
@@ -128,12 +132,20 @@ def joins(devices: Sequence[str], seconds: float = SECONDS) -> bool:
             command, env=environment, capture_output=True, timeout=seconds, check=False, text=True
         )
         does_join, why = output.returncode == 0, output.stderr.strip().splitlines()[-1:]
+        is_known = does_join or "nccl" in output.stderr.lower()
     except subprocess.TimeoutExpired:
-        does_join, why = False, [f"no answer within {seconds:g} s"]
+        does_join, is_known, why = False, True, [f"no answer within {seconds:g} s"]
     if not does_join:
         _logger.warning(
-            "NCCL does not sum between these GPUs (%s): values are copied to the first one.", *why
+            "NCCL does not sum between these GPUs (%s): values are copied to the first one.%s",
+            *(why or ["no reason given"]),
+            ""
+            if is_known
+            else " It is tried again at the next start; if memory was short, set "
+            "TF_FORCE_GPU_ALLOW_GROWTH=true.",
         )
+    if not is_known:
+        return False
     try:
         remembered.parent.mkdir(parents=True, exist_ok=True)
         remembered.write_text(json.dumps(does_join))
