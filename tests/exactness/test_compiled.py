@@ -21,6 +21,7 @@ from equivalence import (
     masked_words,
     three_replicas,
 )
+from test_exact_inputs import ragged_data, ragged_model
 from test_exact_own_steps import GuideStep
 from test_exact_own_steps import compiled as compiled_step
 
@@ -63,6 +64,7 @@ MODELS = {
     "clipped": Trial(clipped),
     "a collective in the forward pass": Trial(synchronized),
     "executions of several steps": Trial(lambda: compiled(steps_per_execution=2)),
+    "ragged rows": Trial(functools.partial(ragged_model, jit_compile=True), ragged_data),
 }
 
 

@@ -78,32 +78,35 @@ def ragged_rows():
     return [list(random.integers(1, 9, random.integers(1, 6))) for _ in range(22)]
 
 
+class MeanOfWords(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.embedding = keras.layers.Embedding(9, 3)
+        self.head = keras.layers.Dense(1)
+
+    def call(self, words):
+        embedded = tf.ragged.map_flat_values(self.embedding, words)
+        return self.head(tf.reduce_mean(embedded, axis=1))
+
+
+def ragged_model(**options):
+    model = MeanOfWords()
+    model.embedding.build(None)
+    model.head.build((None, 3))
+    model.built = True
+    model.compile(adam(), "mse", metrics=["mae"], **options)
+    return model
+
+
+def ragged_data():
+    _, y = arrays()
+    rows = tf.ragged.constant(ragged_rows(), dtype=tf.int32)
+    return tf.data.Dataset.from_tensor_slices((rows, y)).batch(8)
+
+
 @pytest.mark.full
 def test_ragged_inputs():
-    class MeanOfWords(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.embedding = keras.layers.Embedding(9, 3)
-            self.head = keras.layers.Dense(1)
-
-        def call(self, words):
-            embedded = tf.ragged.map_flat_values(self.embedding, words)
-            return self.head(tf.reduce_mean(embedded, axis=1))
-
-    def build():
-        model = MeanOfWords()
-        model.embedding.build(None)
-        model.head.build((None, 3))
-        model.built = True
-        model.compile(adam(), "mse", metrics=["mae"])
-        return model
-
-    def data():
-        _, y = arrays()
-        rows = tf.ragged.constant(ragged_rows(), dtype=tf.int32)
-        return tf.data.Dataset.from_tensor_slices((rows, y)).batch(8)
-
-    assert_equivalent(Trial(build, data), ALL_SHARES)
+    assert_equivalent(Trial(ragged_model, ragged_data), ALL_SHARES)
 
 
 class Tagger(keras.Model):

@@ -20,8 +20,8 @@ import tensorflow as tf
 from keras_het import private_api
 
 SWITCH = "KERAS_HET_XLA"
-# Operations that wait for others, or tell the time.
-_OUTSIDE = ("Collective", "Nccl", "Timestamp", "NumpyFunc", "PyFunc", "EagerPyFunc")
+# Operations that wait for others, tell the time, or whose result has a size that XLA only bounds.
+_OUTSIDE = ("Collective", "Nccl", "Timestamp", "NumpyFunc", "PyFunc", "EagerPyFunc", "Where")
 
 
 def compiles_by_default(
