@@ -26,7 +26,7 @@ export UV_HTTP_TIMEOUT ?= 300
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
 
-demo: .venv/installed ## Train on three emulated workers of different speed (under 3 minutes).
+demo: .venv/installed ## Train on three emulated workers of different speed (about 3 minutes).
 	.venv/bin/python recipes/quickstart.py
 
 # Two processes share the tests file by file, the files that take long first: the last one would

@@ -67,7 +67,7 @@ def _idle_line(texts: dict[int, str], idle: Floats) -> str:
     shown = sorted(texts, key=lambda d: -np.nan_to_num(idle[d]))[:_MOST_DEVICES]
     more = f" and {len(texts) - len(shown)} more" if len(texts) > len(shown) else ""
     is_idle = np.nanmax(idle[list(texts)], initial=0.0) > _MUCH_IDLE
-    advice = "; a larger num_micro_batches idles less." if is_idle else "."
+    advice = "; a larger num_micro_batches reduces idle time." if is_idle else "."
     return (
         "The model is in stages. Parts of a step in which devices are idle: "
         f"{'; '.join(texts[d] for d in sorted(shown))}{more}. "
