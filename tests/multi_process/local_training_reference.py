@@ -31,6 +31,16 @@ def variables(weights: Vector, moving: Vector) -> list[np.ndarray]:
     return [*(np.split(moving, 2) if len(moving) else ()), *cut(weights)]
 
 
+def loss_of(values: list[np.ndarray], x: np.ndarray, y: np.ndarray) -> float:
+    """The loss of a model with these variables, in inference."""
+    *moving, kernel_1, bias_1, kernel_2, bias_2 = values
+    if moving:
+        mean, variance = moving
+        x = (x - mean) / np.sqrt(variance + EPSILON)
+    hidden = np.tanh(x @ kernel_1 + bias_1)
+    return float(((hidden @ kernel_2 + bias_2 - y) ** 2).mean())
+
+
 @dataclasses.dataclass
 class Worker:
     weights: Vector

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from forked_workers import TIMEOUT
-from local_training_reference import Simulation
+from local_training_reference import Simulation, loss_of
 from recorded import arrays
 
 from keras_het.fit.backup_folder import BackupFolder
 
 SAMPLES, BATCH, STEPS = 44, 8, 6
+VALIDATION_SAMPLES = 15
 EPOCHS = 2
 
 
@@ -136,6 +137,9 @@ def test_every_step_is_that_of_the_equations(results: dict[str, Any], name: str)
             assert_close(listed(worker, f"center_{step}"), centers, f"center, {what}")
     for epoch, center in enumerate(simulation.epochs):
         assert_close(listed(workers[0], f"epoch_{epoch}"), center, f"center of epoch {epoch}")
+    validation = [loss_of(center, *arrays(VALIDATION_SAMPLES)) for center in simulation.epochs]
+    for worker in workers:
+        np.testing.assert_allclose(worker["history/val_loss"], validation, rtol=2e-4)
     assert_close(listed(workers[1], "end"), simulation.final, "the end")
 
 
