@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -82,8 +83,15 @@ def plan(settings: Settings) -> list[Trial]:
     ]
 
 
-def run_trial(trial: Trial, settings: Settings, run: Callable[..., Any] = run_program) -> Any:
+def run_trial(
+    trial: Trial,
+    settings: Settings,
+    seconds_left: float = math.inf,
+    run: Callable[..., Any] = run_program,
+) -> Any:
     """Run a trial in a separate process; return what it measured, or `{"error": ...}`."""
+    if seconds_left < settings.seconds:
+        return {"error": "no time was left: choose fewer --models, or give --seconds"}
     devices = [settings.devices[place] for place in trial.devices]
     kind = "CPU" if settings.is_emulated else "GPU"
     is_plain = trial.mode == "plain" and not settings.is_emulated
@@ -100,7 +108,7 @@ def run_trial(trial: Trial, settings: Settings, run: Callable[..., Any] = run_pr
         "warm_up_seconds": settings.seconds / (1 if trial.mode in ("balanced", "copies") else 2),
     }
     environ = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, **_environment(devices)}
-    limit = _START_SECONDS + 4 * settings.seconds
+    limit = min(_START_SECONDS + 4 * settings.seconds, seconds_left)
     try:
         ended = run(_PROGRAM, environ, limit, json.dumps(request))
     except subprocess.TimeoutExpired as error:
@@ -123,8 +131,9 @@ def _of_model(model: str, measured: Measured) -> Measured:
 
 
 def headline(model: str, measured: Measured) -> dict[str, float] | None:
-    """Return parts of what all devices compute apart; None if a trial of the model failed."""
-    trials = _of_model(model, measured)
+    """Return parts of what all devices compute apart; None if a trial that it needs failed."""
+    needed = _of_model(model, measured).items()
+    trials = {trial: each for trial, each in needed if trial.mode != "copies"}
     if any("error" in each for each in trials.values()):
         return None
     speeds = {trial: float(each["samples_per_second"]) for trial, each in trials.items()}

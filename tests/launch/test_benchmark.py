@@ -60,6 +60,9 @@ def test_the_headline():
         "over_best_alone": pytest.approx(1.8),
         "over_even": pytest.approx(1.35),
     }
+    *_, without_nccl = plan(settings)
+    found[without_nccl] = {"error": "no time was left"}
+    assert headline("convnet", found)["over_even"] == pytest.approx(1.35)
     found[plan(settings)[1]] = {"error": "OOM"}
     assert headline("convnet", found) is None
 
@@ -87,15 +90,17 @@ def test_what_a_process_gets(settings, trial, expected, visible):
             assert device == {"speed": 1.0, "fixed_seconds": 0.0, "seconds_per_sample": 0.004}
         return SimpleNamespace(stdout="", stderr="first\nlast\n", returncode=1)
 
-    assert run_trial(trial, settings, run) == {"error": "last"}
+    assert run_trial(trial, settings, run=run) == {"error": "last"}
 
 
 def test_a_trial_that_hangs():
     def run(module, environ, seconds, request):
         raise subprocess.TimeoutExpired(module, seconds)
 
-    found = run_trial(Trial("convnet", "plain", (0,)), Settings(GPUS, seconds=5.0), run)
-    assert found == {"error": "not done within 200 s"}
+    trial, settings = Trial("convnet", "plain", (0,)), Settings(GPUS, seconds=5.0)
+    assert run_trial(trial, settings, run=run) == {"error": "not done within 200 s"}
+    assert run_trial(trial, settings, 70.0, run) == {"error": "not done within 70 s"}
+    assert "no time was left" in run_trial(trial, settings, 4.0, run)["error"]
 
 
 def test_the_table_and_the_picture(tmp_path):
@@ -121,14 +126,16 @@ def test_gpus_are_found_and_nothing_about_the_machine_is_printed(monkeypatch, tm
     facts = Facts(host="secret-name", processor="EPYC", driver="580", tensorflow=tensorflow)
     monkeypatch.setattr(benchmark_command, "gather", lambda: facts)
     monkeypatch.setattr(benchmark_command, "present_gpus", lambda: ["GPU-a", "GPU-b"])
-    asked = []
+    asked, left = [], []
 
-    def run_trial(trial, settings):
+    def run_trial(trial, settings, seconds_left):
         asked.append(settings)
+        left.append(seconds_left)
         return measured(SPEEDS[trial.mode])
 
     monkeypatch.setattr("keras_het.launch.benchmark_command.run_trial", run_trial)
     assert main(["benchmark", "--models", "convnet", "--output", str(tmp_path)]) == 0
+    assert left == sorted(left, reverse=True) and 500 < left[0] < 600
     assert asked[0].devices == (Device("0: RTX 3090", "GPU-a"), Device("1: T4", "GPU-b"))
     text = (tmp_path / "keras-het-benchmark.json").read_text()
     content = json.loads(text)
