@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from own_devices import split_devices
+from recording import counted_compilations
 
 import keras_het
 
@@ -23,6 +24,7 @@ CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "bfloat16": ("bfloat16", {}),
     "in buckets": ("float16", {"bytes_per_bucket": 1}),
     "in parts": ("bfloat16", {"micro_batch_size": 2}),
+    "compiled": ("bfloat16", {"jit_compile": True}),
     "as they are": (None, {}),
     "measured": ("bfloat16", {"measures": True}),  # the last one: later steps would be too
 }
@@ -63,12 +65,13 @@ def rounded(values: np.ndarray, dtype: str | None) -> np.ndarray:
     return np.asarray(tf.cast(sent, "float64"))
 
 
-def trained(strategy: Any, measures: bool) -> np.ndarray:
+def trained(strategy: Any, measures: bool = False, jit_compile: bool = False) -> np.ndarray:
     with strategy.scope():
         model = keras.Sequential(
             [keras.Input((INPUTS,)), keras.layers.Dense(1, kernel_initializer="zeros")]
         )
-        model.compile(keras.optimizers.SGD(RATE * 0.1), "mse", metrics=["mae"], jit_compile=False)
+        optimizer = keras.optimizers.SGD(RATE * 0.1)
+        model.compile(optimizer, "mse", metrics=["mae"], jit_compile=jit_compile)
     x, y = samples()
     if measures:
         strategy.measure_compute_times(model)
@@ -106,14 +109,16 @@ def main() -> None:
         [f"CPU:{index}" for index in range(own)], SHARES, communication_dtype="bfloat16"
     )
     assert strategy.extended.communication_dtype == tf.bfloat16
-    found = {}
+    found: dict[str, Any] = {}
     for name in [each for each in CASES if each in sys.argv[3:]]:
         dtype, options = CASES[name]
         strategy.extended.send_gradients_as(dtype)
-        strategy.extended.bytes_per_bucket = options.get("bytes_per_bucket", 0)
-        size = options.get("micro_batch_size")
+        strategy.extended.bytes_per_bucket = options.pop("bytes_per_bucket", 0)
+        size = options.pop("micro_batch_size", None)
         strategy._micro_batch_sizes = None if size is None else [size] * len(SHARES)
-        found[name] = trained(strategy, options.get("measures", False))
+        with counted_compilations() as compilations:
+            found[name] = trained(strategy, **options)
+        found[f"{name}, compiled"] = compilations["MatMul"]
         found[f"{name}, expected"] = expected(dtype, devices)
     found["scaled"] = scales_and_weights(strategy)
     found["seconds"] = strategy.compute_times.latest(1)[0].seconds

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 from own_devices import split_devices
+from recording import counted_compilations
 
 import keras_het
 
@@ -29,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "in one call": {"steps_per_execution": 2},
     "clipped": {"global_clipnorm": 0.3},
     "in buckets": {"bytes_per_bucket": 1},
+    "compiled": {"jit_compile": True},
     "eager": {"run_eagerly": True},
     "whole": {"rank": None},
     "measured": {"shares": [SHARES, SHARES], "measures": True},  # the last: others would be too
@@ -209,7 +211,9 @@ def main() -> None:
         strategy._micro_batch_sizes = None if size is None else [size] * len(SHARES)
         shares = options.pop("shares", [SHARES])
         sums[0] = 0
-        found[name] = trained(strategy, shares, **options)
+        with counted_compilations() as compilations:
+            found[name] = trained(strategy, shares, **options)
+        found[f"{name}, compiled"] = compilations["MatMul"]
         found[f"{name}, sums"] = sums[0]
         reference = Reference(devices, rank, options.get("global_clipnorm"))
         for each in shares:

@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 from recorded import arrays
+
+from keras_het import private_api
 
 LONGEST_CHECK_SECONDS = 100
 CHECKS: dict[str, Callable[[Recording], None]] = {}
@@ -104,6 +107,23 @@ def small_model(optimizer: Any, *hidden: Any, **compile_options: Any) -> Any:
     model = keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(1)])
     model.compile(optimizer, **{"loss": "mse", "metrics": ["mae"], **compile_options})
     return model
+
+
+@contextlib.contextmanager
+def counted_compilations() -> Iterator[Counter[str]]:
+    """Counts the operations, by type, that XLA compiles in steps that are traced meanwhile."""
+    marked: Counter[str] = Counter()
+    original = private_api.compile_operation
+
+    def compile_operation(operation: tf.Operation) -> None:
+        marked[operation.type] += 1
+        original(operation)
+
+    private_api.compile_operation = compile_operation
+    try:
+        yield marked
+    finally:
+        private_api.compile_operation = original
 
 
 def save_variables(model: Any, path: str, **more: Any) -> None:

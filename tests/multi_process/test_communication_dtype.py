@@ -8,7 +8,7 @@ import pytest
 from runs import written_by_workers
 
 QUICK = ("bfloat16", "measured")
-CASES = (*QUICK, "in buckets", "in parts")
+CASES = (*QUICK, "in buckets", "in parts", "compiled")
 
 
 MORE = [pytest.param(each, marks=pytest.mark.full) for each in ("1,1,1", "1,1,2,1")]
@@ -26,6 +26,7 @@ def test_each_worker_rounds_its_gradient_once(
         for each in found[1:]:
             np.testing.assert_array_equal(each[name], found[0][name])
         np.testing.assert_allclose(found[0][name], found[0][f"{name}, expected"], rtol=2e-6)
+        assert (found[0][f"{name}, compiled"] > 0) == (name == "compiled")
     exact = found[0]["as they are"]
     assert all(np.abs(found[0][name] / exact - 1).max() > 1e-5 for name in cases)
     assert np.all(found[0]["seconds"] > 0)  # of each replica

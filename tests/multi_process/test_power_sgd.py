@@ -8,7 +8,7 @@ import pytest
 from runs import written_by_workers
 
 QUICK = ("shares", "in parts")
-CASES = (*QUICK, "in one call", "clipped", "in buckets", "eager", "measured")
+CASES = (*QUICK, "in one call", "clipped", "in buckets", "compiled", "eager", "measured")
 
 
 @pytest.mark.parametrize("devices", ["1,2", pytest.param("1,1,1", marks=pytest.mark.full)])
@@ -24,6 +24,7 @@ def test_workers_train_as_the_algorithm_says(
             np.testing.assert_array_equal(other[name], found[name])
     for name in (*cases, "whole"):
         np.testing.assert_allclose(found[name], found[f"{name}, expected"], rtol=1e-9, atol=1e-12)
+        assert (found[f"{name}, compiled"] > 0) == (name == "compiled")
     np.testing.assert_allclose(found["float32"], found["float32, expected"], rtol=1e-4, atol=1e-6)
     assert np.abs(found["in parts"] - found["whole"]).max() > 1e-3
     for name in {"float32", "in parts", "in one call", "clipped"}.intersection(names):
