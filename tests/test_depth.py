@@ -114,3 +114,13 @@ assert "tensorflow" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_quick_and_rest_are_all_tests(folder: Path) -> None:
+    def collected(*arguments: str) -> list[str]:
+        lines = run(folder, "--collect-only", "-q", *arguments).splitlines()
+        return sorted(line for line in lines if "::" in line)
+
+    quick, rest = collected("--quick"), collected("--rest")
+    assert len(quick) == len(rest) == 4
+    assert sorted(quick + rest) == collected()
