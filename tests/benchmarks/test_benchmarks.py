@@ -78,6 +78,7 @@ def test_every_benchmark_is_listed():
 
 
 @pytest.mark.full
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("name", FIELDS)
 def test_form(name, tmp_path):
     if name == "elastic":
@@ -87,7 +88,7 @@ def test_form(name, tmp_path):
         [sys.executable, FOLDER / f"{name}.py", "--quick", "--json", path],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,  # beside other tests, several times as long as alone
     )
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
