@@ -36,7 +36,8 @@ def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str] | None = 
     for name in columns:
         table.add_column(name.replace("_", " "))
     for row in rows:
-        table.add_row(*["" if row[name] is None else str(row[name]) for name in columns])
+        cells = [row.get(name) for name in columns]
+        table.add_row(*["" if cell is None else str(cell) for cell in cells])
     # a narrower table is unreadable
     Console(width=max(Console().width, 120)).print(table)
 

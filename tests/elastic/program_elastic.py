@@ -152,10 +152,10 @@ def train(config):
     if config.get("dies") == "save" and strategy.is_chief:
         complete = backup_folder.BackupFolder._complete
 
-        def dying(self, aside, path):
-            if path.name.startswith("backup-3-"):
+        def dying(self, aside, name):
+            if name.startswith("backup-3-"):
                 die_in("save", 1)
-            complete(self, aside, path)
+            complete(self, aside, name)
 
         backup_folder.BackupFolder._complete = dying
     callbacks = [elastic, keras_het.ray.ReportCallback(), Watched()]
