@@ -18,7 +18,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "recipes"
-TIMEOUT = 280
+TIMEOUT = 580  # beside other tests, several times as long as alone
 # Not recipes but parts of them.
 PARTS = {
     "digits.py",
