@@ -82,8 +82,8 @@ def served_cluster(command: list[str], emulation: Any, num_async: int) -> Iterat
         environments.append({**own, "TF_CONFIG": json.dumps(config)})
     config["task"] = {"type": "ps", "index": 0}
     environments.append({**common, "TF_CONFIG": json.dumps(config)})
-    serve = "import sys; from keras_het.launch.command_line import main; sys.exit(main(['parameter-server']))"
-    commands = [*[command] * number, [sys.executable, "-c", serve]]
+    serve = [sys.executable, "-m", "keras_het", "parameter-server"]
+    commands = [*[command] * number, serve]
     with _processes(commands, environments) as processes:
         yield processes[-1]
 
