@@ -179,6 +179,8 @@ PUBLIC = {
 }
 # What the package makes for users, and values that are no options.
 MADE_BY_US = {
+    "WorkerLostError",
+    "ServiceLostError",
     *("TunablePipeline", "FileShardedDataset", "GlobalOrderDataset", "StepIterator"),
     *("HandoverError", "PipelineReport"),
 }

@@ -6,16 +6,16 @@ replicas; where a cluster has more, the others get the share 1.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
 
+import compiled_checks  # noqa: F401 - they are registered
 import keras
 import numpy as np
 import tensorflow as tf
 from recorded import ONLY_WORKERS, OWN, arrays
-from recording import Recording, batches, check, counted_compilations, small_model
+from recording import Recording, batches, check, in_buckets, in_parts, small_model
 
 import keras_het
 from keras_het.strategy import hierarchical_all_reduce
@@ -26,31 +26,6 @@ exact_step._BYTES_TO_TRAVEL_ALONE = 64  # some gradients travel alone, as only l
 if os.environ.get("SUM_AS_GPUS"):
     # on CPUs, TensorFlow's ring takes the place of NCCL
     hierarchical_all_reduce.is_joined_by_nccl = lambda devices, _: len(devices) > 1
-
-
-@contextlib.contextmanager
-def in_buckets(run: Recording) -> Iterator[None]:
-    if run.strategy is not None:
-        run.strategy.extended.bytes_per_bucket = 1
-    try:
-        yield
-    finally:
-        if run.strategy is not None:
-            run.strategy.extended.bytes_per_bucket = 0
-
-
-@contextlib.contextmanager
-def in_parts(run: Recording, *sizes: int) -> Iterator[None]:
-    """Replicas beyond those of the check compute one sample at a time."""
-    if run.strategy is None:
-        yield
-        return
-    more = run.strategy.num_replicas_in_sync - len(sizes)
-    before, run.strategy._micro_batch_sizes = run.strategy._micro_batch_sizes, [*sizes, *[1] * more]
-    try:
-        yield
-    finally:
-        run.strategy._micro_batch_sizes = before
 
 
 @check
@@ -322,51 +297,6 @@ def gradients_in_buckets(run: Recording) -> None:
     run.set_share_weights([4, 0, 1])
     with in_buckets(run):
         run.fit(run.build(lambda: small_model(keras.optimizers.Adam(0.05))), batches())
-
-
-@check
-def compiled_by_xla(run: Recording) -> None:
-    run.set_share_weights([4, 0, 1])
-    model = run.build(lambda: small_model("adam", jit_compile=True, metrics=["mae"]))
-    with counted_compilations() as compilations:
-        run.fit(model, batches(), validation_data=batches(15, 6))
-    assert run.strategy is None or compilations["MatMul"]
-    run.keep("predict", model.predict(batches(), verbose=0))
-
-
-@check
-def compiled_by_xla_in_buckets(run: Recording) -> None:
-    run.set_share_weights([4, 0, 1])
-    with in_buckets(run), counted_compilations() as compilations:
-        model = run.build(lambda: small_model("adam", jit_compile=True))
-        run.fit(model, batches())
-    assert run.strategy is None or compilations["MatMul"]
-
-
-@check
-def compiled_by_xla_with_sparse_gradients(run: Recording) -> None:
-    tokens = np.random.default_rng(3).integers(0, 7, size=(22, 4))
-    run.set_share_weights([4, 0, 1])
-
-    def make_model() -> Any:
-        layers = [keras.layers.Embedding(7, 3), keras.layers.Flatten(), keras.layers.Dense(1)]
-        model = keras.Sequential([keras.Input((4,), dtype="int32"), *layers])
-        model.compile("adam", "mse", metrics=["mae"], jit_compile=True)
-        return model
-
-    data = tf.data.Dataset.from_tensor_slices((tokens, tokens.mean(1, keepdims=True))).batch(8)
-    with counted_compilations() as compilations:
-        run.fit(run.build(make_model), data)
-    assert run.strategy is None or compilations["MatMul"]
-
-
-@check
-def compiled_by_xla_in_parts(run: Recording) -> None:
-    run.set_share_weights([4, 0, 1])
-    model = run.build(lambda: small_model("adam", jit_compile=True))
-    with in_parts(run, 2, 2, 1), counted_compilations() as compilations:
-        run.fit(model, batches())
-    assert run.strategy is None or compilations["MatMul"]
 
 
 @check

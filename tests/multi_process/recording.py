@@ -110,6 +110,31 @@ def small_model(optimizer: Any, *hidden: Any, **compile_options: Any) -> Any:
 
 
 @contextlib.contextmanager
+def in_buckets(run: Recording) -> Iterator[None]:
+    if run.strategy is not None:
+        run.strategy.extended.bytes_per_bucket = 1
+    try:
+        yield
+    finally:
+        if run.strategy is not None:
+            run.strategy.extended.bytes_per_bucket = 0
+
+
+@contextlib.contextmanager
+def in_parts(run: Recording, *sizes: int) -> Iterator[None]:
+    """Replicas beyond those of the check compute one sample at a time."""
+    if run.strategy is None:
+        yield
+        return
+    more = run.strategy.num_replicas_in_sync - len(sizes)
+    before, run.strategy._micro_batch_sizes = run.strategy._micro_batch_sizes, [*sizes, *[1] * more]
+    try:
+        yield
+    finally:
+        run.strategy._micro_batch_sizes = before
+
+
+@contextlib.contextmanager
 def counted_compilations() -> Iterator[Counter[str]]:
     """Counts the operations, by type, that XLA compiles in steps that are traced meanwhile."""
     marked: Counter[str] = Counter()
