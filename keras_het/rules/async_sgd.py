@@ -28,8 +28,10 @@ class AsyncSGD(SendsGradient):
 
     of which all parts are optional. With a `learning_rate` this is gradient descent with momentum,
     :math:`u \leftarrow m\,u + f_i g_i,\; c \leftarrow c - \eta u`; with an `optimizer` it is that
-    optimizer's step with the rate :math:`f_i \eta(v)`. For Keras's SGD these are the same; those
-    that divide by the size of gradients (Adam) remember a gradient in full, whatever its factor.
+    optimizer's step with the rate :math:`f_i \eta(v)`; for Keras's SGD these are the same. Adam,
+    AdamW and Adamax take :math:`f_i g_i` into their first moment and :math:`g_i` into what they
+    divide by, at the rate :math:`\eta(v)`: a push counts by its own factor for as long as it is
+    remembered. Nadam has no such step and is refused with a factor.
     Gradual warm-up starts at the base rate: :math:`k \, warm(v) = 1 + (k - 1) \min(1, v / V)` for
     :math:`k = A_i / A > 1`. With n workers, asynchrony itself acts like a momentum of about 1 -
     1/n, so choose m smaller than for one device.
@@ -47,7 +49,8 @@ class AsyncSGD(SendsGradient):
 
     Raises:
         ValueError: if a number is out of range, there is not exactly one of `learning_rate` and
-            `optimizer`, or the optimizer does not work on parts of a vector.
+            `optimizer`, the optimizer does not work on parts of a vector, or it is Nadam and
+            there is a factor.
 
     Reference:
         Zhang, Gupta, Lian and Liu, "Staleness-aware Async-SGD for Distributed Deep Learning", IJCAI
@@ -81,7 +84,8 @@ class AsyncSGD(SendsGradient):
             # Only this brings TensorFlow into a process that serves.
             from keras_het.rules.server_optimizer import ServerOptimizer
 
-            self._optimizer = ServerOptimizer(optimizer)
+            has_factor = self.reference_batch_size is not None or self.staleness_damping
+            self._optimizer = ServerOptimizer(optimizer, has_factor)
 
     def _check_ranges(self, optimizer: Identifier | None) -> None:
         if (self.learning_rate is None) == (optimizer is None):

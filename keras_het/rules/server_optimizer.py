@@ -30,6 +30,9 @@ ELEMENTWISE = (
 )
 """Kinds whose step for one element depends neither on other elements nor on the shape."""
 
+_REMEMBERS = keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Adamax
+"""Kinds that add gradients up, undivided, and divide the sum by their size in each step."""
+
 _NAMES = "names variables, which parts of the center do not have; run it on the workers, by Delta"
 _REFUSED = {
     "clipnorm": "clips by the norm of a whole variable, which parts of the center do not have; use "
@@ -48,9 +51,15 @@ _REFUSED = {
 class ServerOptimizer:
     """A Keras optimizer as pure functions: one instance for each size that parts have."""
 
-    def __init__(self, identifier: Identifier) -> None:
+    def __init__(self, identifier: Identifier, has_factor: bool = False) -> None:
         self.optimizer = keras.optimizers.get(identifier)
         self._config = check_elementwise(self.optimizer)
+        if has_factor and type(self.optimizer) is keras.optimizers.Nadam:
+            raise ValueError(
+                "Nadam cannot count pushes by samples or staleness: it adds each gradient to its "
+                "step twice, once as it remembers it. Received: AsyncSGD(optimizer=Nadam) with "
+                "reference_batch_size or staleness_damping. Use Adam, or leave both out."
+            )
         self._instances: dict[int, _Instance] = {}
         self._lock = threading.Lock()
 
@@ -91,6 +100,13 @@ class _Instance:
             # All state by position: Keras numbers its names differently for each instance.
             for index, variable in enumerate(self._optimizer.variables):
                 self._variables[f"optimizer_{index}"] = variable.value
+            # What a gradient is remembered by has to be told of its factor; a rate acts on the
+            # gradients of all earlier pushes, too.
+            self._moment, self._beta = None, config.get("beta_1", 0.0)
+            if kind in _REMEMBERS and self._beta > 0:
+                variables = self._optimizer.variables
+                self._moment = next(v.value for v in variables if v.name.endswith("momentum"))
+            self._clip = config.get("clipvalue")
             specs = {name: tf.TensorSpec(v.shape, v.dtype) for name, v in self._variables.items()}
             numbers = tf.TensorSpec([], tf.int64), tf.TensorSpec([])
             self._step = tf.function(self._apply).get_concrete_function(
@@ -116,7 +132,14 @@ class _Instance:
             variable.assign(values[name])
         self._optimizer.iterations.assign(version)
         rate = self._base_rate(version) if callable(self._base_rate) else self._base_rate
-        self._rate = tf.cast(rate, tf.float32) * factor
+        self._rate = tf.cast(rate, tf.float32)
+        if self._moment is None:
+            self._rate *= factor
+        else:
+            # Keras adds (1 - beta) times the gradient to beta times what this leaves.
+            clip = self._clip or float("inf")
+            more = (factor - 1) * tf.clip_by_value(gradient, -clip, clip)
+            self._moment.assign_add((1 - self._beta) / self._beta * more)
         self._optimizer.apply([gradient], [self._variables["center"]])
         self._rate = 1.0
         return {name: variable.read_value() for name, variable in self._variables.items()}

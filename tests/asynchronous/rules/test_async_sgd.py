@@ -41,16 +41,34 @@ class SGDEquations(Equations):
 
 
 class AdamEquations(SGDEquations):
+    """A gradient counts by its factor in every step that remembers it."""
+
     m = v = 0.0
+
+    def __init__(self, start, learning_rate, clipvalue=np.inf, **scaling):
+        super().__init__(start, learning_rate, **scaling)
+        self.clip = clipvalue
 
     def update(self, i, g, samples, staleness):
         t = self.version + 1
-        rate = self.rate * self.factor(samples, staleness)
-        self.m = 0.9 * self.m + 0.1 * g
-        self.v = 0.999 * self.v + 0.001 * g * g
-        rate *= np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
-        self.c = self.c - rate * self.m / (np.sqrt(self.v) + 1e-7)
+        g = np.clip(g, -self.clip, self.clip)
+        self.m = 0.9 * self.m + 0.1 * self.factor(samples, staleness) * g
+        self.divide(g, t)
         return self.c
+
+    def divide(self, g, t):
+        self.v = 0.999 * self.v + 0.001 * g * g
+        rate = self.rate * np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
+        self.c = self.c - rate * self.m / (np.sqrt(self.v) + 1e-7)
+
+
+class AdamaxEquations(AdamEquations):
+    def divide(self, g, t):
+        self.v = np.maximum(0.999 * self.v, np.abs(g))
+        self.c = self.c - self.rate / (1 - 0.9**t) * self.m / (self.v + 1e-7)
+
+
+EQUATIONS = {"Adam": AdamEquations, "AdamW": AdamEquations, "Adamax": AdamaxEquations}
 
 
 SCALED = {"reference_batch_size": 16, "staleness_damping": True, "warmup_pushes": 20}
@@ -65,14 +83,19 @@ SCALED = {"reference_batch_size": 16, "staleness_damping": True, "warmup_pushes"
         ("SGD", {"learning_rate": 0.1, "momentum": 0.7}, SCALED),
         ("Adam", {"learning_rate": 0.02}, {}),
         ("Adam", {"learning_rate": 0.02}, SCALED),
+        ("Adam", {"learning_rate": 0.02, "clipvalue": 0.1}, SCALED),
+        ("AdamW", {"learning_rate": 0.02}, SCALED),
+        ("Adamax", {"learning_rate": 0.02}, SCALED),
     ],
 )
 def test_equations(logical_devices, optimizer, settings, scaling):
-    equations = AdamEquations if optimizer == "Adam" else SGDEquations
+    equations = EQUATIONS.get(optimizer, SGDEquations)
     if optimizer is None:
         rule = AsyncSGD(**settings, **scaling)
     else:
-        rule = AsyncSGD(optimizer=getattr(keras.optimizers, optimizer)(**settings), **scaling)
+        decay = {"weight_decay": 0.0} if optimizer == "AdamW" else {}
+        kind = getattr(keras.optimizers, optimizer)
+        rule = AsyncSGD(optimizer=kind(**settings, **decay), **scaling)
     follow(rule, equations(start_vector(), **settings, **scaling), start_vector())
 
 
@@ -167,6 +190,13 @@ def test_optimizers_that_do_not_fit_are_refused(logical_devices, name, settings,
     optimizer = getattr(keras.optimizers, name)(**{"learning_rate": 0.1, **settings})
     with pytest.raises(ValueError, match=match):
         AsyncSGD(optimizer=optimizer)
+
+
+def test_nadam_has_no_factor(logical_devices):
+    AsyncSGD(optimizer="nadam")
+    for scaling in ({"reference_batch_size": 8}, {"staleness_damping": True}):
+        with pytest.raises(ValueError, match="Use Adam, or leave both out"):
+            AsyncSGD(optimizer="nadam", **scaling)
 
 
 def test_weight_decay_of_named_variables_is_refused(logical_devices):
