@@ -67,10 +67,14 @@ COPIED_CASES = {
 GPU_CASES = {
     "one_gpu": {
         "fit": ("ours:fit", "none:fit"),
+        "compiled_fit": ("ours:compiled_fit", "none:compiled_fit"),
         "measured_fit": ("ours:balanced_fit", "none:fit"),
         "fit_with_telemetry": ("ours:telemetry_fit", "ours:fit"),
     },
-    "two_parts_of_a_gpu": {"fit": ("ours:fit", "mirrored:fit")},
+    "two_parts_of_a_gpu": {
+        "fit": ("ours:fit", "mirrored:fit"),
+        "compiled_fit": ("ours:compiled_fit", "mirrored:fit"),
+    },
 }
 GPU_PART_MEGABYTES = 4000
 

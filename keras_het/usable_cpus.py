@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
+TASKS = Path("/proc/self/task")
 _MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -91,6 +92,12 @@ def _root_of(controller: str, names: str, cgroups: Path) -> Path | None:
     else:
         mounts = []
     return next((mount for mount in mounts if mount.exists()), None)
+
+
+def times_of_thread(thread: str | int) -> tuple[float, float]:
+    """Return for how many seconds a thread of this process has run, and waited for a CPU."""
+    ran, waited = (TASKS / str(thread) / "schedstat").read_text().split()[:2]
+    return int(ran) / 1e9, int(waited) / 1e9
 
 
 def cpu_seconds_of(folder: Path, cgroups: Path = CGROUPS) -> float:

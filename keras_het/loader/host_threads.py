@@ -15,17 +15,18 @@ import psutil
 
 from keras_het.usable_cpus import (
     CGROUPS,
+    TASKS,
     controller_folders,
     cpu_seconds_of,
     memory_of,
     own_cpus,
     quota_of,
+    times_of_thread,
 )
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-_TASKS = Path("/proc/self/task")
 _creating = threading.Lock()
 
 
@@ -49,14 +50,11 @@ class LoaderThreads:
         """CPU time used so far, and time waited for a CPU; None if the system hides it."""
         if not self.ids:
             return None
-        runs = queues = 0
-        for thread in self.ids:
-            try:
-                run, queue = (_TASKS / str(thread) / "schedstat").read_text().split()[:2]
-                runs, queues = runs + int(run), queues + int(queue)
-            except (OSError, ValueError):
-                return None
-        return runs / 1e9, queues / 1e9
+        try:
+            ran, waited = zip(*map(times_of_thread, self.ids), strict=True)
+        except (OSError, ValueError):
+            return None
+        return sum(ran), sum(waited)
 
     def lower_priority(self, nice: int) -> bool:
         """Let everything else run first when CPUs are scarce: above all the training step."""
@@ -93,7 +91,7 @@ def threads_of(iterator: object) -> LoaderThreads:
 
 def _thread_ids() -> set[int]:
     try:
-        return {int(name) for name in os.listdir(_TASKS)}  # noqa: PTH208 - called often
+        return {int(name) for name in os.listdir(TASKS)}  # noqa: PTH208 - called often
     except OSError:
         return set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import math
@@ -17,12 +18,14 @@ from keras_het import device_names
 from keras_het.planning.diagnosis.recording import HARDWARE
 from keras_het.usable_cpus import (
     CGROUPS,
+    TASKS,
     controller_folders,
     cpu_seconds_of,
     memory_of,
     own_cpus,
     quota_of,
     statistic_of,
+    times_of_thread,
 )
 
 _UNAVAILABLE = (psutil.Error, OSError, RuntimeError, ValueError, AttributeError)
@@ -45,6 +48,8 @@ class HostValues:
         self._disks: dict[str, bool] = {}
         self._cards: dict[str, bool] = {}
         self._last: dict[str, float] = {}
+        self._waited: dict[str, float] = {}
+        self._waited_in_all = 0.0
 
     def read(self) -> dict[str, float]:
         """Return the values by their name in `HARDWARE`; those that are unknown are missing."""
@@ -69,6 +74,7 @@ class HostValues:
         totals = {
             "seconds": time.monotonic(),
             "process.cpu": time.process_time(),
+            "process.waited": _number(self._waited_for_cpus),
             "process.disk": _number(lambda: _bytes(self._process.io_counters())),
             "disk": _number(lambda: self._of_machine(_disk_counters(), self._disks, "block")),
             "network": _number(lambda: self._of_machine(_net_counters(), self._cards, "class/net")),
@@ -85,6 +91,17 @@ class HostValues:
                 getattr(times, n, 0.0) for n in ("guest", "guest_nice")
             )
         return totals
+
+    def _waited_for_cpus(self) -> float:
+        """Seconds in which threads could have run, and did not; those that have ended count."""
+        waited = {}
+        for path in TASKS.iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                waited[path.name] = times_of_thread(path.name)[1]
+        rises = (now - self._waited.get(thread, 0.0) for thread, now in waited.items())
+        self._waited_in_all += sum(max(rise, 0.0) for rise in rises)
+        self._waited = waited
+        return self._waited_in_all if waited else math.nan
 
     def _memory(self) -> dict[str, float]:
         machine = _value(psutil.virtual_memory)
@@ -117,6 +134,7 @@ def _rates(rise: Mapping[str, float], quotas: Mapping[Path, float]) -> dict[str,
         busy = 1 - rise.get("idle", math.nan) / (rise.get("all") or math.nan)
     return {
         "keras_het.cpu.throttled": _throttled(rise, quotas, seconds),
+        "keras_het.cpu.waiting": rise.get("process.waited", math.nan) / seconds,
         "process.cpu.usage": rise.get("process.cpu", math.nan) / seconds,
         "process.disk.io": rise.get("process.disk", math.nan) / seconds,
         "system.cpu.utilization": math.nan if math.isnan(busy) else min(max(busy, 0.0), 1.0),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
+from types import SimpleNamespace
 
 import keras
 import pytest
@@ -26,9 +27,11 @@ from test_exact_own_steps import GuideStep
 from test_exact_own_steps import compiled as compiled_step
 
 from keras_het import HeterogeneousStrategy
+from keras_het.callbacks import Telemetry
 from keras_het.strategy import keras_calls
 from keras_het.strategy.exact import xla
 from keras_het.strategy.exact.xla import SWITCH, compiles_by_default, num_unsettled_steps
+from keras_het.telemetry.event_log import read_log
 
 
 def words():
@@ -80,6 +83,19 @@ def test_measured_steps_and_parts_equal_one_device(options):
     strategy = HeterogeneousStrategy(DEVICES[:2], **options)
     strategy.measure_compute_times()
     assert_equivalent(Trial(compiled), [(3, 1), (0, 2)], strategy=strategy)
+
+
+@pytest.mark.full
+def test_telemetry_measures_compiled_steps(tmp_path):
+    def fit(model, callbacks):
+        if isinstance(model.distribute_strategy, HeterogeneousStrategy):
+            callbacks = [*callbacks, Telemetry(tmp_path)]
+        history = model.fit(batches(), epochs=2, verbose=0, callbacks=callbacks).history
+        return SimpleNamespace(history={"loss": history["loss"]})
+
+    assert_equivalent(Trial(compiled, fit=fit), [(4, 2, 1)])
+    (found,) = read_log(tmp_path)
+    assert (found.recording.compute > 0).all()
 
 
 @pytest.mark.full

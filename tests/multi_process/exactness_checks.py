@@ -23,6 +23,7 @@ from keras_het.strategy.exact import step as exact_step
 
 NUM_REPLICAS = 3
 exact_step._BYTES_TO_TRAVEL_ALONE = 64  # some gradients travel alone, as only large ones do
+exact_step._BYTES_OF_A_BUFFER = 64  # others in several buffers
 if os.environ.get("SUM_AS_GPUS"):
     # on CPUs, TensorFlow's ring takes the place of NCCL
     hierarchical_all_reduce.is_joined_by_nccl = lambda devices, _: len(devices) > 1

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import registered_rule  # noqa: F401 - some tests name it
 import tensorflow as tf
+from recording import counted_compilations
 
 import keras_het
 from keras_het import rules
@@ -30,6 +31,7 @@ OWN = {
     "rate": 0.02,
     "momentum": 0.0,
     "steps_per_execution": 1,
+    "jit_compile": "auto",
     "arrays": False,
     "validates": -1,
     "fits": 1,
@@ -130,7 +132,8 @@ def main() -> None:
     with strategy.scope():
         model = Recorded()
         optimizer = keras.optimizers.SGD(own.rate, own.momentum)
-        model.compile(optimizer, "mse", steps_per_execution=own.steps_per_execution)
+        options_of_steps = {"steps_per_execution": own.steps_per_execution}
+        model.compile(optimizer, "mse", **options_of_steps, jit_compile=own.jit_compile)
         model.build((None, 6))
     config = strategy.cluster_config
     name = f"{config.task_type}_{config.task_index}"
@@ -148,16 +151,18 @@ def main() -> None:
     watches = [keras_het.callbacks.Telemetry(own.telemetry)] if own.telemetry else []
     for _ in range(own.fits - 1):
         model.fit(data, epochs=own.epochs, verbose=0, callbacks=[*hybrids, notes])
-    history = model.fit(
-        **({"x": x, "y": y, "batch_size": BATCH} if own.arrays else {"x": data}),
-        epochs=own.epochs,
-        verbose=0,
-        validation_data=validation.take(own.validates) if own.validates else None,
-        callbacks=[*hybrids, notes, *backups, *watches],
-    )
+    with counted_compilations() as compilations:
+        history = model.fit(
+            **({"x": x, "y": y, "batch_size": BATCH} if own.arrays else {"x": data}),
+            epochs=own.epochs,
+            verbose=0,
+            validation_data=validation.take(own.validates) if own.validates else None,
+            callbacks=[*hybrids, notes, *backups, *watches],
+        )
     result = {
         "seen": notes.seen,
         "steps": notes.steps,
+        "compiled": compilations["MatMul"],
         "history": history.history,
         "weights": [np.array(weight).tolist() for weight in model.get_weights()],
         **notes.counts,

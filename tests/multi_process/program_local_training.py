@@ -1,8 +1,8 @@
 """Program: trains with local steps and writes weights and center after every step.
 
 Arguments: folder for the results; JSON of the cases: name to options ("rule", "shares", "epochs",
-"steps_per_execution", "momentum", "rate", "normalized", "backup", "save_freq", "stop_at", "waits",
-"trains_again", "balancer", "dies").
+"steps_per_execution", "jit_compile", "momentum", "rate", "normalized", "backup", "save_freq",
+"stop_at", "waits", "trains_again", "balancer", "dies").
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from recording import batches
+from recording import batches, counted_compilations
 
 import keras_het
 from keras_het.callbacks import LocalTraining
@@ -40,6 +40,7 @@ def make_model(options: dict[str, Any]) -> Any:
         "mse",
         metrics=["mae"],
         steps_per_execution=options.get("steps_per_execution", 1),
+        jit_compile=options.get("jit_compile", "auto"),
     )
     return model
 
@@ -164,13 +165,15 @@ def run(strategy: Any, folder: Path, name: str, options: dict[str, Any]) -> None
     given = {"validation_data": validation_data, "verbose": 0, "callbacks": callbacks}
     results: dict[str, Any] = {}
     try:
-        history = model.fit(data, epochs=epochs, **given)
+        with counted_compilations() as compilations:
+            history = model.fit(data, epochs=epochs, **given)
     except InterruptedError:
         pass
     except ValueError as error:
         results["error"] = np.array(str(error))
     else:
         results = notes.results
+        results["compiled"] = np.array(compilations["MatMul"])
         results["evaluate"] = np.array(model.evaluate(validation_data, verbose=0))
         results["samples"] = np.diff([0, *notes.samples])
         for key, values in history.history.items():

@@ -118,6 +118,8 @@ TRAININGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "elastic, without a lock": (PAIR, {**BESIDE, "rule": "hogwild_easgd", **MOMENTUM}),
     "elastic, with momentum": (PAIR, {**BESIDE, "rule": "async_measgd", **MOMENTUM}),
     "bounded staleness": (PAIR, {**BESIDE, "max_staleness": 1}),
+    "compiled": (PAIR, {**BESIDE, "jit_compile": True}),
+    "gradients, compiled": (PAIR, {**BESIDE, **GRADIENTS, "jit_compile": True}),
     "several steps at once": (PAIR, {**BESIDE, "steps_per_execution": 4}),
     "more steps at once than two periods": (PAIR, {**BESIDE, "steps_per_execution": 10}),
     "gradients, several steps at once": (PAIR, {**BESIDE, **GRADIENTS, "steps_per_execution": 4}),
@@ -147,6 +149,8 @@ def test_trainings(start_workers: Any, tmp_path: Path, name: str) -> None:
     results = run(start_workers, tmp_path, jobs, **{"period": 2, **options})
     serving = jobs.get("ps", 0) if "worker" in jobs else 0
     assert len(results) == sum(jobs.values()) - serving
+    compiled = {result["compiled"] > 0 for result in results.values()}
+    assert compiled == {"jit_compile" in options}
     epochs = options.get("epochs", EPOCHS)
     assert_shared(results, epochs * options.get("fits", 1))
     leader = results["worker_0" if "worker" in jobs else "ps_0"]

@@ -55,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
         "normalized": True,
         "shares": [2, 1],
     },
+    "compiled": {"rule": rule("diloco", period=3), "jit_compile": True},
     # the second worker has none of the 4 samples of the last batch
     "no samples": {"rule": rule("diloco", period=6), "shares": [7, 1], "normalized": True},
 }
@@ -196,9 +197,10 @@ def test_each_worker_used_its_own_share(results: dict[str, Any]) -> None:
 def test_replicas_of_a_worker_are_reduced_exactly(start_workers: Any, tmp_path: Path) -> None:
     case = {"rule": rule("diloco", period=4), "shares": [2, 1, 1], "momentum": 0.9, "rate": 0.03}
     easgd = {"rule": rule("sync_easgd", num_workers=2, overlap=1, period=2), "shares": [1, 2, 1]}
-    cases = {"diloco": case, "sync_easgd": easgd}
+    cases = {"diloco": case, "sync_easgd": easgd, "compiled": {**easgd, "jit_compile": True}}
     found = start(start_workers, tmp_path, cases, "2,1")
     for name, options in cases.items():
+        assert (found[name][0]["compiled"] > 0) == (name == "compiled")
         simulation = simulated(options, found[name][0], shares=(3, 1))
         for step, (weights, _) in enumerate(simulation.history, start=1):
             for index, worker in enumerate(found[name]):

@@ -23,6 +23,7 @@ CHECKS = (
     "gradient_accumulation_and_clipping",
     "batch_normalization",
     "sample_weights_and_masks",
+    "compiled_by_xla",
     "loss_scale_optimizer",
     "custom_training_loop",
 )
@@ -54,7 +55,7 @@ SHARED = "workers that share a host"
 CLUSTERS = {
     SHARED: Cluster("1,1,1", 1, CHECKS, RATES, HOSTS and (*HOSTS, HOSTS[0])),
     "no spare machine": Cluster("1,1,1", 0, CHECKS, MEASURED),
-    "unequal devices": Cluster("2,1", 1, CHECKS_OF_DEVICES),
+    "unequal devices": Cluster("2,1", 1, (*CHECKS_OF_DEVICES, "compiled_by_xla")),
     "two devices each": Cluster("2,2", 0, CHECKS_OF_DEVICES),
     # which then sum everything
     "as many spare machines": Cluster("2,1", 2, (*QUICK, "gradient_accumulation_and_clipping")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import psutil
 import pytest
 from fake_nvml import FakeNvml, Gpu
 
-from keras_het import device_names
+from keras_het import device_names, usable_cpus
 from keras_het.device_names import gpu_name, identities, processor_name
 from keras_het.planning.diagnosis.recording import HARDWARE
 from keras_het.telemetry import hardware
@@ -272,6 +273,7 @@ def test_what_stays_when_a_process_starts_again(monkeypatch):
 
 RATES = [
     "keras_het.cpu.throttled",
+    "keras_het.cpu.waiting",
     "process.cpu.usage",
     "process.disk.io",
     "system.cpu.utilization",
@@ -300,12 +302,35 @@ def clock(monkeypatch):
     return now
 
 
-def test_rates_are_those_since_the_last_sample(monkeypatch, tmp_path, clock):
+class Tasks:
+    """Stands for /proc/self/task: what each thread has waited for a CPU."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def write(self, waited):
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for thread, seconds in waited.items():
+            write(self.folder / str(thread), schedstat=f"7 {seconds * 1e9:.0f} 9")
+
+
+@pytest.fixture
+def tasks(monkeypatch, tmp_path):
+    tasks = Tasks(tmp_path / "task")
+    monkeypatch.setattr(hardware, "TASKS", tasks.folder)
+    monkeypatch.setattr(usable_cpus, "TASKS", tasks.folder)
+    return tasks
+
+
+def test_rates_are_those_since_the_last_sample(tmp_path, clock, tasks):
+    tasks.write({1: 2.0, 2: 1.0, 3: 8.0})
     sampler = HardwareSampler(["CPU:0"], tmp_path / "none", tmp_path / "nothing")
     first = values(sampler)
     assert all(math.isnan(first[name]) for name in RATES)
     clock.seconds, clock.cpu = 102.0, 8.0
+    tasks.write({1: 3.0, 2: 1.0, 4: 0.5})  # 3 has ended, 4 is new
     second = values(sampler)
+    assert second["keras_het.cpu.waiting"] == pytest.approx((1.0 + 0.5) / 2)
     assert second["process.cpu.usage"] == 1.5
     assert second["keras_het.cpu.throttled"] == 0.0
     clock.seconds = 102.0  # no time has passed
@@ -443,7 +468,7 @@ def test_disks_and_cards_count_once(monkeypatch, tmp_path, clock):
     assert values(sampler)["system.network.io"] == 2000
 
 
-def test_what_the_system_hides_is_unknown(monkeypatch, tmp_path):
+def test_what_the_system_hides_is_unknown(monkeypatch, tmp_path, tasks):
     def hides(*arguments, **named):
         raise PermissionError("/proc")
 

@@ -21,6 +21,8 @@ _OF_MEDIAN_DEVIATION = 1.4826
 _DEAD_BAND = 1.05
 # What keeps this much of a CPU busy, beside four other programs for each, computes all the time.
 _WORKS = 0.2
+# Threads that wait for CPUs explain a loss from this fraction of it on.
+_WAITED = 0.5
 
 
 class Situation:
@@ -127,11 +129,19 @@ class Situation:
         lines = self.lines.scaled(factors)
         return float(lines.known_seconds(lines.balanced(self.shares)).max(initial=0.0))
 
-    def lack_of_cpus(self, worker: int, seconds: float) -> HostFault | None:
-        """Return what keeps CPUs from a worker, if it may need some for so long in each step."""
+    def lack_of_cpus(self, worker: int, seconds: float, lost: float) -> HostFault | None:
+        """Return what keeps CPUs from a worker, if it may need them for so long in each step.
+
+        And if that may be why `lost` seconds are lost.
+        """
         # What waits for a disk, a network or a sleep gets no shorter when other programs end.
         host = self.hosts[worker]
-        used = self.readings.of_worker("process.cpu.usage", worker) * self.step_seconds
-        if host and np.isnan(host.fraction) and used < _WORKS * seconds:
-            return None
-        return host
+        if host is None or not np.isnan(host.fraction):
+            return host
+        used, waited = (
+            self.readings.of_worker(name, worker) * self.step_seconds
+            for name in ("process.cpu.usage", "keras_het.cpu.waiting")
+        )
+        # The kernel says how long threads waited, of all together; not of those a quota stops.
+        is_innocent = waited < _WAITED * lost and host.remedy != "quota"
+        return None if is_innocent or used < _WORKS * seconds else host

@@ -81,8 +81,10 @@ def _fault(situation: Situation, device: int) -> Fault | None:
     if throttle:
         fraction = best if np.isnan(throttle.fraction) else throttle.fraction
         return dataclasses.replace(throttle, fraction=fraction)
-    seconds = float(situation.recent.compute[:, device].mean()) if on_gpu else 0.0
-    host = situation.lack_of_cpus(situation.recording.devices[device].worker, seconds)
+    seconds = float(situation.recent.compute[:, device].mean())
+    lost = seconds * (1.0 - min(np.nan_to_num(best, nan=1.0), own))
+    worker = situation.recording.devices[device].worker
+    host = situation.lack_of_cpus(worker, seconds if on_gpu else 0.0, lost)
     if host and not on_gpu and host.fraction < 1.0 and not (was_faster or is_slow):
         return dataclasses.replace(host, why=f"computes slowly: {host.why}")
     scores = situation.own_best if was_faster else situation.best
@@ -142,7 +144,7 @@ def _long_phases(situation: Situation) -> Iterator[Suspect]:
         if not seconds > _LITTLE * situation.step_seconds:
             continue
         fault = Fault(phase, why.format(seconds * 1e3), is_of_device=False)
-        host = situation.lack_of_cpus(worker, seconds)
+        host = situation.lack_of_cpus(worker, seconds, seconds)
         # What hosts have in common does not explain why one worker loses more than the others.
         if host and (means(extra)[host.others_alike(devices)] > _ALIKE * seconds).all():
             fault = dataclasses.replace(host, why=f"{fault.why}: {host.why}")

@@ -275,7 +275,9 @@ class Gradients:
                     leading[each.dtype] = leading.get(each.dtype, 0) + each.shape.num_elements()
 
         def prepare(buffer: tf.Tensor) -> tf.Tensor:
-            count = leading.get(buffer.dtype, 0)
+            left, size = leading.get(buffer.dtype, 0), buffer.shape.num_elements()
+            count = left if size is None else min(left, size)
+            leading[buffer.dtype] = left - count
             return _prepared(self._spec, buffer, is_weighted, count) if count else buffer
 
         reduced, summed = self._sum((gradients, others), prepare)

@@ -13,6 +13,7 @@ loss with reduction "sum", a mean over unmasked time steps) is first brought int
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import threading
@@ -38,6 +39,8 @@ Join: TypeAlias = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 _local = threading.local()
 # One transfer of so many bytes is as fast as a part of a larger one.
 _BYTES_TO_TRAVEL_ALONE = 2**22
+# What is packed exists twice until it is sent.
+_BYTES_OF_A_BUFFER = 2**25
 
 
 def travels_alone(value: Summand) -> bool:
@@ -153,7 +156,7 @@ def running_step() -> ExactStep | None:
 
 # No gradient flows through them.
 class ReplicaSum:
-    """Sums over the replicas of a step: one collective per element type, one per large tensor."""
+    """Sums over the replicas of a step: few collectives per element type, one per large tensor."""
 
     def __init__(
         self, spec: StepSpec, assignments: Assignments, measurement: Measurement | None
@@ -185,9 +188,10 @@ class ReplicaSum:
         self, values: Nest, prepare: Callable[[tf.Tensor], tf.Tensor] | None = None
     ) -> Nest:
         """Sum a structure of tensors and `tf.IndexedSlices`; None stays."""
-        # All but slices and large ones are packed in buffers, each of which `prepare` changes.
+        # All but slices and large ones are packed in buffers, which `prepare` changes in order.
         flat = tf.nest.flatten(values)
-        by_type, alone = dict[tf.DType, list[int]](), list[int]()
+        packed, alone = dict[tuple[tf.DType, int], list[int]](), list[int]()
+        num_bytes = collections.Counter[tf.DType]()
         for place, item in enumerate(flat):
             if isinstance(item, tf.IndexedSlices):
                 alone.append(place)
@@ -196,13 +200,16 @@ class ReplicaSum:
                 if travels_alone(flat[place]):
                     alone.append(place)
                 else:
-                    by_type.setdefault(flat[place].dtype, []).append(place)
-        buffers = [_packed([flat[place] for place in places]) for places in by_type.values()]
+                    dtype = flat[place].dtype
+                    buffer = dtype, num_bytes[dtype] // _BYTES_OF_A_BUFFER
+                    packed.setdefault(buffer, []).append(place)
+                    num_bytes[dtype] += (flat[place].shape.num_elements() or 0) * dtype.size
+        buffers = [_packed([flat[place] for place in places]) for places in packed.values()]
         if prepare is not None:
             buffers = [prepare(buffer) for buffer in buffers]
         sums = self._all_reduced([*buffers, *(flat[place] for place in alone)])
-        for buffer, places in zip(sums[: len(buffers)], by_type.values(), strict=True):
-            parts = _unpacked(buffer, [flat[place] for place in places])
+        for total, places in zip(sums[: len(buffers)], packed.values(), strict=True):
+            parts = _unpacked(total, [flat[place] for place in places])
             for place, part in zip(places, parts, strict=True):
                 flat[place] = part
         for place, total in zip(alone, sums[len(buffers) :], strict=True):

@@ -128,6 +128,7 @@ class Training:
         samples = {
             "keras_het.cpu.budget": np.full(shape, 8.0),
             "process.cpu.usage": usage * random.uniform(0.9, 1.0, shape),
+            "keras_het.cpu.waiting": np.full(shape, np.nan),
             "keras_het.cpu.throttled": throttled[::5] * random.uniform(0.9, 1.1, shape),
             "system.cpu.utilization": usage / 8 * random.uniform(0.9, 1.0, shape),
         }

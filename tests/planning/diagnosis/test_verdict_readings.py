@@ -188,7 +188,7 @@ def test_input_on_hosts_that_are_equally_busy(faulty):
     assert cause.worker == 1 or len(faulty) == 2
 
 
-@pytest.mark.parametrize("host", ["quiet", "busy", "contended"])
+@pytest.mark.parametrize("host", ["quiet", "busy", "served first", "contended"])
 @pytest.mark.parametrize("shape", ["static", "temporary"])
 @pytest.mark.parametrize("per_worker", [2, 1])
 @pytest.mark.parametrize("phase", ["input", "other", "link", "compute"])
@@ -200,8 +200,11 @@ def test_what_all_workers_have(phase, per_worker, shape, host):
     recording = Training(2, 170, per_worker=per_worker, faults=faults).record()
     recording = on_one_host(recording, {0, 1})
     if host != "quiet":
-        usage = 2.0 if host == "contended" else 0.05
-        readings = {"process__cpu__usage": usage, "system__cpu__utilization": 0.98}
+        readings = {
+            "process__cpu__usage": 0.05 if host == "busy" else 2.0,
+            "system__cpu__utilization": 0.98,
+            "keras_het__cpu__waiting": {"served first": 0.02, "contended": 1.5}.get(host, np.nan),
+        }
         recording = with_readings(recording, range(2), 0, **readings)
     verdict = diagnose(recording)
     lacks_cpus = host == "contended" and phase != "link"
