@@ -321,9 +321,15 @@ class EpochLoop:
             self._iterator._steps_seen = steps_of_pass
         if steps:
             enumerated = self._iterator._enumerate_iterator
+            batches = None if self.steps_per_epoch else self._iterator._num_batches
 
             def enumerate_remaining() -> Iterator[tuple[Any, ...]]:
                 for *numbers, iterator in enumerated():
+                    if batches is not None and numbers[0] + steps >= batches:
+                        # else callbacks see the begin of a step for which there is no data
+                        self._iterator._current_iterator = None
+                        self._iterator.data_adapter.on_epoch_end()
+                        return
                     yield (*(number + steps for number in numbers), iterator)
 
             self._iterator._enumerate_iterator = enumerate_remaining
@@ -351,6 +357,13 @@ class EpochLoop:
         if self.steps_per_epoch is None and not self._knows_steps:
             # Keras has mistaken the number of remaining steps for that of the data
             self._iterator._num_batches = None
+
+
+def write_events(callback: keras.callbacks.Callback) -> None:
+    """Write to their files the events that a TensorBoard callback of Keras holds in memory."""
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        for writer in callback._writers.values():
+            writer.flush()
 
 
 def _locals_of_fit(model: keras.Model) -> dict[str, Any]:

@@ -346,6 +346,7 @@ def test_the_loop_of_a_running_fit_is_found(logical_devices):
     assert len(hooks) == 1 and loop.running_hook() is None
     state = vars(loop._iterator)
     assert {"_current_iterator", "_steps_seen", "_num_batches"} <= set(state)
+    assert vars(keras.callbacks.TensorBoard())["_writers"] == {}
     assert loop.data is loop._iterator._distributed_dataset
     assert private_api.pass_steps_of(loop._iterator) == loop._iterator._num_batches
     outside = private_api.EpochLoop(model)

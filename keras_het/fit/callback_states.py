@@ -18,6 +18,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_het import private_api
+
 if TYPE_CHECKING:
     from keras_het.private_api import RunningHook
 
@@ -123,6 +125,8 @@ class CallbackStates:
                     states.setdefault(name, {})[attribute] = [value, len(arrays)]
                     arrays += own_arrays
             self._name_what_is_lost(callback)
+            # a step before the backup is not run again
+            private_api.write_events(callback)
         numbered = {f"{PREFIX}{number}": array for number, array in enumerate(arrays)}
         return {_JSON: np.array(json.dumps(states)), **numbered}
 

@@ -169,6 +169,7 @@ def seen(
         "epochs": history.epoch,
         "rows": csv.read_text() if csv.exists() else None,
         "files": {path.name: contents(path) for path in files},
+        "scalars": scalars(folder / "board"),
         "own": plain(own),
         "asked": None if asked is None else asked.get_state(),
     }
@@ -181,6 +182,19 @@ def plain(own: Own | None) -> dict[str, Any] | None:
     kept.update(moments=own.moments.tolist(), variable=float(own.variable.numpy()))
     kept.update(next_draws=(float(own.rng.normal()), own.random.random()))
     return kept
+
+
+def scalars(board: Path) -> dict[tuple[str, str, int], float]:
+    """What TensorBoard shows, but for times: what was written last for a step."""
+    found = {}
+    for path in sorted(board.rglob("events*"), key=lambda path: path.stat().st_mtime_ns):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for value in event.summary.value:
+                is_scalar = value.metadata.plugin_data.plugin_name == "scalars"
+                if is_scalar and "per_second" not in value.tag:
+                    number = float(tf.make_ndarray(value.tensor))
+                    found[path.parent.name, value.tag, event.step] = number
+    return dict(sorted(found.items()))
 
 
 def contents(path: Path) -> str:

@@ -213,17 +213,24 @@ def test_every_loss_is_exact(run, tmp_path, undisturbed, config):
         assert (tmp_path / "died").exists()
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one device ends with, and its callbacks."""
+    folder = tmp_path_factory.mktemp("alone")
+    command = [sys.executable, "-c", ONE_DEVICE, str(PROGRAM.parent), str(folder / "weights.npz")]
+    subprocess.run([*command, str(folder)], check=True, timeout=SECONDS)
+    return folder
+
+
 @pytest.mark.full
-def test_callbacks_continue_as_if_nothing_had_happened(run, tmp_path):
-    """The loss comes in the fourth of seven epochs; the weights of the first one are the best."""
-    (alone := tmp_path / "alone").mkdir()
-    command = [sys.executable, "-c", ONE_DEVICE, str(PROGRAM.parent), str(alone / "weights.npz")]
-    with subprocess.Popen([*command, str(alone)]) as process:
-        result = run(nodes=0, on_head=2, dies="step 35", remembers=True, step_seconds=0.01)
-        assert process.wait(SECONDS) == 0
+@pytest.mark.parametrize("dies", ["first step", "step 35", "validation", "end of an epoch", "save"])
+def test_callbacks_continue_as_if_nothing_had_happened(run, tmp_path, alone, dies):
+    """Seven epochs; the weights of the first one are the best."""
+    result = run(nodes=0, on_head=2, dies=dies, remembers=True, step_seconds=0.01)
     assert result.returncode == 0, result.stdout
     assert (tmp_path / "died").exists()
-    assert len({row[0] for row in rows(tmp_path)}) == 4
+    if dies == "step 35":
+        assert len({row[0] for row in rows(tmp_path)}) == 4
     expected, found = (
         json.loads((each / "history.json").read_text()) for each in (alone, tmp_path)
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from recorded import assert_same_variables
+from remembering import MOMENTS
 
 KILLED = int(signal.SIGKILL)
 
@@ -134,3 +135,46 @@ def test_workers_that_are_killed(
     train_well(start_workers, result=one, **options)
     assert_same_variables(result, one)
     assert not backup.exists()
+
+
+def seen(start: Any, folder: Path, **options: Any) -> list[dict[str, str]]:
+    """What each of two workers has seen, of all that callbacks remember."""
+    arguments = [json.dumps({"folder": str(folder), **options})]
+    workers = start("program_remembering.py", {"worker": 2}, arguments).wait()
+    if "killed_at" in options:
+        # One that is killed last may have noticed that the other is gone.
+        assert all(worker.exit_code != 0 for worker in workers)
+        assert any(worker.exit_code == -KILLED for worker in workers)
+        return []
+    assert [worker.exit_code for worker in workers] == [0, 0], workers[0].output
+    texts = [(folder / str(index) / "seen.txt").read_text() for index in range(2)]
+    return [dict(line.split(": ", 1) for line in text.splitlines()) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start_for_session: Any, tmp_path_factory: Any) -> list[dict[str, str]]:
+    found = seen(start_for_session, tmp_path_factory.mktemp("undisturbed"))
+    assert "best.weights.h5" in found[0]["files"] and "epoch_loss" in found[0]["scalars"]
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("moment", "save_freq", "is_killed_last"),
+    zip(MOMENTS, itertools.cycle([1, 3, "epoch"]), itertools.cycle([True, False]), strict=False),
+)
+def test_callbacks_of_workers_that_are_killed_continue(
+    start_workers: Any,
+    tmp_path: Path,
+    undisturbed: list[dict[str, str]],
+    moment: str,
+    save_freq: str | int,
+    is_killed_last: bool,
+) -> None:
+    options = {"save_freq": save_freq, "is_backup_first": not is_killed_last}
+    killed = {"killed_at": MOMENTS[moment], "is_killed_last": is_killed_last}
+    seen(start_workers, tmp_path, **options, **killed)
+    for found, expected in zip(seen(start_workers, tmp_path, **options), undisturbed, strict=True):
+        for name in expected:
+            assert found[name] == expected[name], name
