@@ -15,7 +15,7 @@ import tensorflow as tf
 from devices import DEVICES
 
 import keras_het
-from keras_het import callbacks, loader
+from keras_het import callbacks, loader, ray, rules, summation
 
 NAN = math.nan
 # Six wrong values of each kind of option; None is a seventh unless it is the default.
@@ -47,6 +47,11 @@ WRONG = {
     "names": ("a file", 3, [], [3], NAN, {}),
     "whole": ("42", NAN, 2.5, [3], {}, b"1"),
     "schema": (3, True, NAN, {}, [3], ""),
+    "dict": ("CPU", 3, True, NAN, ["CPU"], []),
+    "fraction": ("42", -1, 1, NAN, [0.5], {}),
+    "optimizer": ("nothing", 3, True, ["adam"], keras.optimizers.Lamb, NAN),
+    "rates": ("fast", 3, [0], [NAN], [-1], {}),
+    "range": ("2", 0, -1, (3, 2), NAN, [1, 2, 3]),
     "priority": ("42", -1, 20, NAN, 2.5, [3]),
 }
 VERBOSE = {"verbose": "verbose"}
@@ -64,6 +69,13 @@ DISTRIBUTED = {
     "batch_map": "functions",
     "lookahead": "whole, zero or more",
 }
+EASGD = {
+    "alpha": "above zero",
+    "learning_rate": "zero or more",
+    "num_workers": "whole, one or more",
+}
+EXCHANGES = {"period": "whole, one or more", "overlap": "whole, zero or more"}
+NESTEROV = {"learning_rate": "above zero", "momentum": "fraction"}
 OPTIONS = {
     "HeterogeneousStrategy": {
         "devices": "devices",
@@ -170,10 +182,51 @@ OPTIONS = {
         "seed": "whole",
     },
     "set_share_weights": {"share_weights": "weights"},
+    "Delta": {"scale": "above zero"},
+    "AsyncSGD": {
+        "learning_rate": "above zero",
+        "momentum": "fraction",
+        "reference_batch_size": "above zero",
+        "staleness_damping": "flag",
+        "warmup_pushes": "whole, zero or more",
+        "optimizer": "optimizer",
+    },
+    "DelayCompensated": {
+        "learning_rate": "above zero",
+        "compensation": "zero or more",
+        "num_workers": "whole, one or more",
+        "decay": "fraction",
+    },
+    **dict.fromkeys(
+        ("AsyncEASGD", "AsyncMEASGD", "HogwildEASGD", "RoundRobinEASGD", "ElasticAveraging"), EASGD
+    ),
+    "SyncEASGD": {**EASGD, **EXCHANGES},
+    "DiLoCo": {**NESTEROV, **EXCHANGES},
+    "DelayedNesterov": {
+        **NESTEROV,
+        "num_workers": "whole, one or more",
+        "period": EXCHANGES["period"],
+    },
+    "Summation": {
+        "link_rates": "rates",
+        "spare_link_rates": "rates",
+        "partition_bytes": "whole, one or more",
+        "partitions_in_flight": "whole, one or more",
+        "timeout_seconds": "above zero",
+    },
+    "KerasTrainer": {
+        "train_loop_per_worker": "function",
+        "num_workers": "range",
+        "resources_per_worker": "dict",
+        "grace_seconds": "zero or more",
+        "resize_interval_seconds": "above zero",
+        "run_config": "object",
+        "scaling_config": "object",
+    },
 }
 PUBLIC = {
     name: getattr(module, name)
-    for module in (keras_het, callbacks, loader)
+    for module in (keras_het, callbacks, loader, rules, summation, ray)
     for name in module.__all__
     if callable(getattr(module, name))
 }
@@ -183,6 +236,10 @@ MADE_BY_US = {
     "ServiceLostError",
     *("TunablePipeline", "FileShardedDataset", "GlobalOrderDataset", "StepIterator"),
     *("HandoverError", "PipelineReport"),
+    *("PushMeta", "Update", "TrainFunctionError", "MaxFailuresExceededError", "ReportCallback"),
+    # Base classes, and names and rules that users give.
+    *("UpdateRule", "SynchronousRule", "get", "serialize", "register_rule"),
+    "read_gradient_reduction",
 }
 INTERNAL = {"layout", "wrap", "claims", "values", "lower", "upper", "micro_batch_sizes"}
 
@@ -206,6 +263,15 @@ def others(name, option, folder):
         "ElasticBackup": {"backup_dir": folder},
         "BatchBalancer": {"policy": "static"} if option == "weights" else {},
         "DataValidation": {"schema": "schema.pbtxt"},
+        "AsyncSGD": {} if option == "optimizer" else {"learning_rate": 0.1},
+        "DelayCompensated": {"learning_rate": 0.1, "compensation": 0.1, "num_workers": 2},
+        **dict.fromkeys(
+            (each for each in OPTIONS if "EASGD" in each or each == "ElasticAveraging"),
+            {"alpha": 0.4} if option == "num_workers" else {"num_workers": 2},
+        ),
+        "DelayedNesterov": {"num_workers": 2},
+        "KerasTrainer": {"train_loop_per_worker": print, "num_workers": 2},
+        "Summation": {"link_rates": [1.0]},
         "Knobs": {"num_parallel_calls": 1, "prefetch": 1, "threads": 1},
         "inspect": {"dataset_or_iterator": rows},
         "tunable_pipeline": {"build": lambda knobs: rows},

@@ -23,6 +23,7 @@ from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScali
 
 from keras_het.fit.backup_folder import remove_memory_folders
 from keras_het.ignored_errors import ignore_errors
+from keras_het.planning.argument_checks import check_number, expect
 from keras_het.ray.cluster import ClusterConfig, shorten_log
 from keras_het.ray.group import (
     Losses,
@@ -117,6 +118,26 @@ class KerasTrainer(TensorflowTrainer):
         scaling_config: ScalingConfig | None = None,
         **kwargs: Any,
     ) -> None:
+        expect(
+            callable(train_loop_per_worker),
+            "a function",
+            train_loop_per_worker=train_loop_per_worker,
+        )
+        check_number("grace_seconds", grace_seconds, least=0)
+        check_number("resize_interval_seconds", resize_interval_seconds, above=0)
+        resources = {"CPU": 1} if resources_per_worker is None else resources_per_worker
+        expect(isinstance(resources, Mapping), "a dict", resources_per_worker=resources)
+        for name, value, kind in (
+            ("run_config", run_config, RunConfig),
+            ("scaling_config", scaling_config, ScalingConfig),
+        ):
+            is_right = value is None or isinstance(value, kind)
+            expect(is_right, f"a ray.train.{kind.__name__}", **{name: value})
+        counts = num_workers if isinstance(num_workers, tuple) else (num_workers,) * 2
+        is_range = len(counts) == 2 and all(isinstance(n, int) for n in counts)
+        is_range = is_range and 1 <= counts[0] <= counts[1]
+        expected = "1 or more, or the least and the most, such as (2, 4)"
+        expect(is_range or num_workers is None, expected, num_workers=num_workers)
         if (scaling_config is None) == (num_workers is None):
             raise ValueError(
                 "Give either `num_workers` or `scaling_config`. Received: "
@@ -125,7 +146,7 @@ class KerasTrainer(TensorflowTrainer):
             )
         scaling = scaling_config or ScalingConfig(
             num_workers=num_workers,
-            resources_per_worker=dict(resources_per_worker or {"CPU": 1}),
+            resources_per_worker=dict(resources or {"CPU": 1}),
             elastic_resize_monitor_interval_s=resize_interval_seconds,
         )
         given = run_config or RunConfig()

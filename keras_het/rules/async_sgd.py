@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from keras_het.exchange.message import Vector
-from keras_het.planning.argument_checks import check_number, expect
+from keras_het.planning.argument_checks import check_flag, check_number, expect
 from keras_het.rules.update_rule import PushMeta, SendsGradient, Slots, Update
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ class AsyncSGD(SendsGradient):
             not (optimizer and momentum), "0 beside an optimizer with its own", momentum=momentum
         )
         check_number("reference_batch_size", self.reference_batch_size, above=0, or_none=True)
-        check_number("warmup_pushes", warm_up, least=0)
+        check_number("warmup_pushes", warm_up, least=0, whole=True)
+        check_flag("staleness_damping", self.staleness_damping)
         has_scale = self.reference_batch_size is not None
         expect(has_scale or not warm_up, "0 without reference_batch_size", warmup_pushes=warm_up)
 
@@ -184,7 +185,7 @@ class DelayCompensated(SendsGradient):
     def __post_init__(self) -> None:
         check_number("learning_rate", self.learning_rate, above=0)
         check_number("compensation", self.compensation, least=0)
-        check_number("num_workers", self.num_workers, least=1)
+        check_number("num_workers", self.num_workers, least=1, whole=True)
         check_number("decay", self.decay, least=0, below=1, or_none=True)
 
     def create_slots(self, center: Vector) -> Slots:

@@ -146,8 +146,8 @@ class DelayedNesterov(SendsChange):
 
     def __post_init__(self) -> None:
         check_outer_step(self.learning_rate, self.momentum)
-        check_number("num_workers", self.num_workers, least=1)
-        check_number("period", self.period, least=1)
+        check_number("num_workers", self.num_workers, least=1, whole=True)
+        check_number("period", self.period, least=1, whole=True)
 
     @property
     def least_period(self) -> int:

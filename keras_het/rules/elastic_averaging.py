@@ -34,7 +34,8 @@ def default_moving_rate(
     alpha: float | None, num_workers: int | None, largest: float = BETA
 ) -> float:
     """Return the given moving rate, or 0.9 / number of workers."""
-    check_number("num_workers", num_workers, least=1, or_none=True)
+    check_number("num_workers", num_workers, least=1, whole=True, or_none=True)
+    check_number("alpha", alpha, above=0, or_none=True)
     if alpha is not None:
         return float(alpha)
     if num_workers is None:
@@ -88,6 +89,7 @@ def check_moving_rate(
     alpha: float, learning_rate: float | None, at_once: int, overlap: float = 0
 ) -> None:
     """Refuse a moving rate outside the bound."""
+    check_number("learning_rate", learning_rate, least=0, or_none=True)
     rate = overlapped_rate(learning_rate, overlap)
     bound = largest_moving_rate(rate or 0.0, at_once)
     if 0 < alpha <= bound:
@@ -266,6 +268,7 @@ class RoundRobinEASGD(ElasticAveraging):
     def __init__(
         self, num_workers: int, alpha: float | None = None, learning_rate: float | None = None
     ) -> None:
+        check_number("num_workers", num_workers, least=1, whole=True)
         super().__init__(alpha, learning_rate, num_workers)
 
     def create_slots(self, center: Vector) -> Slots:
@@ -350,6 +353,7 @@ class SyncEASGD(SynchronousRule):
         overlap: int = 0,
     ) -> None:
         super().__init__(period, overlap)
+        check_number("num_workers", num_workers, least=1, whole=True)
         self.num_workers = num_workers
         self.alpha = default_moving_rate(alpha, num_workers)
         self.learning_rate = learning_rate

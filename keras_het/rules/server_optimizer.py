@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.exchange.message import Vector
+from keras_het.planning.argument_checks import expect
 from keras_het.rules.update_rule import Slots, Update
 
 Identifier: TypeAlias = str | dict[str, Any] | keras.optimizers.Optimizer
@@ -52,7 +53,12 @@ class ServerOptimizer:
     """A Keras optimizer as pure functions: one instance for each size that parts have."""
 
     def __init__(self, identifier: Identifier, has_factor: bool = False) -> None:
-        self.optimizer = keras.optimizers.get(identifier)
+        try:
+            self.optimizer = keras.optimizers.get(identifier)
+        except (ValueError, TypeError):
+            self.optimizer = None
+        is_one = isinstance(self.optimizer, keras.optimizers.Optimizer)
+        expect(is_one, 'what keras.optimizers.get accepts, such as "adam"', optimizer=identifier)
         self._config = check_elementwise(self.optimizer)
         if has_factor and type(self.optimizer) is keras.optimizers.Nadam:
             raise ValueError(

@@ -260,8 +260,8 @@ class SynchronousRule(Rule, abc.ABC):
     """
 
     def __init__(self, period: int, overlap: int = 0) -> None:
-        check_number("period", period, least=1)
-        check_number("overlap", overlap, least=0, most=period)
+        check_number("period", period, least=1, whole=True)
+        check_number("overlap", overlap, least=0, most=period, whole=True)
         self.period = period
         self.overlap = overlap
 

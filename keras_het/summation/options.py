@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Literal
 
-from keras_het.planning.argument_checks import check_number
+from keras_het.planning.argument_checks import check_number, expect
 
 SMALLEST_PARTITION_BYTES = 32_768
 """A message costs as much time as many bytes, so smaller ones do not pay."""
@@ -46,17 +47,12 @@ class Summation:
     timeout_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.link_rates, str) and self.link_rates != MEASURED:
-            raise ValueError(
-                f'link_rates are numbers, or "{MEASURED}". Received: {self.link_rates!r}.'
-            )
-        given = self._given_rates or ()
-        for rates in (given, self.spare_link_rates or ()):
-            if not all(math.isfinite(rate) and rate > 0 for rate in rates):
-                raise ValueError(
-                    "Rates of links must be positive and finite. Received: "
-                    f"link_rates={self.link_rates}, spare_link_rates={self.spare_link_rates}."
-                )
+        given = () if self.link_rates in (None, MEASURED) else self.link_rates
+        for name, rates in (("link_rates", given), ("spare_link_rates", self.spare_link_rates)):
+            listed = [] if rates is None else rates
+            is_right = isinstance(listed, Sequence) and all(map(_is_rate, listed))
+            otherwise = f', or "{MEASURED}"' if name == "link_rates" else ""
+            expect(is_right, f"a list of positive, finite numbers{otherwise}", **{name: rates})
         if self.spare_link_rates and not given:
             raise ValueError(
                 "The spare machines' link rates need the workers' rates beside them. Received: "
@@ -65,8 +61,8 @@ class Summation:
                 f'equal; link_rates="{MEASURED}" measures both.'
             )
         size, most = self.partition_bytes, LARGEST_PARTITION_BYTES
-        check_number("partition_bytes", size, least=4, most=most, or_none=True)
-        check_number("partitions_in_flight", self.partitions_in_flight, least=1)
+        check_number("partition_bytes", size, least=4, most=most, whole=True, or_none=True)
+        check_number("partitions_in_flight", self.partitions_in_flight, least=1, whole=True)
         check_number("timeout_seconds", self.timeout_seconds, above=0)
 
     @property
@@ -90,6 +86,10 @@ class Summation:
             return self.partition_bytes // 4
         wanted = 4 * num_elements // (_PARTITIONS_PER_MACHINE * num_machines)
         return min(max(wanted, SMALLEST_PARTITION_BYTES), LARGEST_PARTITION_BYTES) // 4
+
+
+def _is_rate(rate: object) -> bool:
+    return isinstance(rate, Real) and 0 < rate < math.inf
 
 
 def _rates(name: str, rates: Sequence[float] | None, count: int, what: str) -> tuple[float, ...]:

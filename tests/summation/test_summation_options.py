@@ -21,8 +21,8 @@ def test_what_aggregation_may_be():
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"link_rates": [1.0, 0.0]}, "positive and finite"),
-        ({"spare_link_rates": [float("inf")]}, "positive and finite"),
+        ({"link_rates": [1.0, 0.0]}, "positive, finite"),
+        ({"spare_link_rates": [float("inf")]}, "positive, finite"),
         # without those of the workers the unit is unknown: all would be summed on one machine
         ({"spare_link_rates": [1.25e9]}, "Give both in the same unit"),
         ({"link_rates": "measured", "spare_link_rates": [1.0]}, "Give both in the same unit"),

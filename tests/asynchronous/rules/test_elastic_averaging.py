@@ -75,7 +75,7 @@ def test_default_moving_rate():
     with pytest.raises(ValueError, match="neither alpha nor num_workers"):
         AsyncEASGD()
     for kind in (AsyncEASGD, RoundRobinEASGD, SyncEASGD):
-        with pytest.raises(ValueError, match="num_workers must be a number of at least 1"):
+        with pytest.raises(ValueError, match="num_workers must be a whole number of at least 1"):
             kind(num_workers=0)
 
 

@@ -65,7 +65,7 @@ COMPENSATED = {"learning_rate": 0.1, "compensation": 1.0, "num_workers": 2}
         ("delayed_nesterov", {"num_workers": 0}, "Received: .*num_workers=0"),
         ("delayed_nesterov", {"num_workers": 3, "learning_rate": 0}, "Received: learning_rate=0"),
         ("delayed_nesterov", {"num_workers": 3, "momentum": 1}, "momentum=1"),
-        ("diloco", {"period": 0}, "period must be a number of at least 1"),
+        ("diloco", {"period": 0}, "period must be a whole number of at least 1"),
         ("diloco", {"period": 5, "overlap": 6}, "at most 5"),
         ("diloco", {"period": 5, "learning_rate": 0}, "learning_rate must be a number above 0"),
         ("diloco", {"period": 5, "momentum": 1}, "at least 0 and below 1"),
