@@ -73,6 +73,14 @@ _UNLIMITED = -1
 _MOST_LOSSES = 3
 
 
+def _check_range(num_workers: int | tuple[int, int]) -> None:
+    counts = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
+    are_two = len(counts) == 2 and all(isinstance(count, int) for count in counts)
+    is_range = are_two and 1 <= counts[0] <= counts[1]
+    expected = "1 or more, or the least and the most, such as (2, 4)"
+    expect(is_range, expected, num_workers=num_workers)
+
+
 class KerasTrainer(TensorflowTrainer):
     """`ray.train.tensorflow.TensorflowTrainer` for workers that differ, come and go.
 
@@ -133,11 +141,8 @@ class KerasTrainer(TensorflowTrainer):
         ):
             is_right = value is None or isinstance(value, kind)
             expect(is_right, f"a ray.train.{kind.__name__}", **{name: value})
-        counts = num_workers if isinstance(num_workers, tuple) else (num_workers,) * 2
-        is_range = len(counts) == 2 and all(isinstance(n, int) for n in counts)
-        is_range = is_range and 1 <= counts[0] <= counts[1]
-        expected = "1 or more, or the least and the most, such as (2, 4)"
-        expect(is_range or num_workers is None, expected, num_workers=num_workers)
+        if num_workers is not None:
+            _check_range(num_workers)
         if (scaling_config is None) == (num_workers is None):
             raise ValueError(
                 "Give either `num_workers` or `scaling_config`. Received: "

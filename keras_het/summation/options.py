@@ -89,7 +89,7 @@ class Summation:
 
 
 def _is_rate(rate: object) -> bool:
-    return isinstance(rate, Real) and 0 < rate < math.inf
+    return isinstance(rate, Real) and 0 < float(rate) < math.inf
 
 
 def _rates(name: str, rates: Sequence[float] | None, count: int, what: str) -> tuple[float, ...]:
