@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.quick("2-0")
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("workers", [2, 3])
-def test_later_strategies_are_met_by_all(start_workers: Any, workers: int, late: int) -> None:
-    started = start_workers("program_strategies.py", {"worker": workers}, [late, 3, 60])
+@pytest.mark.quick("2-0-")
+@pytest.mark.parametrize("between", ["", "saves", "drops"])
+@pytest.mark.parametrize(("workers", "late"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+def test_later_strategies_are_met_by_all(
+    start_workers: Any, workers: int, late: int, between: str
+) -> None:
+    arguments = [late, 3, 60, between]
+    started = start_workers("program_strategies.py", {"worker": workers}, arguments)
     results = started.wait()
     assert [worker.exit_code for worker in results] == [0] * workers, results[0].output
     trained = [
