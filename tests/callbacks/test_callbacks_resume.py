@@ -14,12 +14,9 @@ from typing import Any
 import keras
 import pytest
 import tensorflow as tf
+from moments import EPOCH_END, EPOCHS, MOMENTS, STEPS
 from remembering import (
     BATCH,
-    EPOCH_END,
-    EPOCHS,
-    MOMENTS,
-    STEPS,
     VALIDATION,
     Asked,
     C,

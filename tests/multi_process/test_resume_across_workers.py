@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from moments import MOMENTS
 from recorded import assert_same_variables
-from remembering import MOMENTS
 
 KILLED = int(signal.SIGKILL)
 
