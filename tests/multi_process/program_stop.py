@@ -9,8 +9,9 @@ value, or a list of one for each worker: "waits_at" (a row of the data that neve
 step in which it fails, or stays), "stuck_after" (an epoch at whose end it stays), "saves_at" (a
 step after which it saves), "killed_before" (a file operation, counted from the first save on,
 before which the chief is killed), "reads_late" (only the chief reads its backup at once),
-"remembers" (callbacks of Keras that do, and the result has the history), "lag" (of late reads, as
-if devices worked ahead). With "plan", stages of numbers of devices, the workers train a pipeline.
+"elastic" (the backup is an `ElasticBackup`), "remembers" (callbacks of Keras that do, and the
+result has the history), "lag" (of late reads, as if devices worked ahead). With "plan", stages of
+numbers of devices, the workers train a pipeline.
 """
 
 from __future__ import annotations
@@ -243,7 +244,9 @@ def main() -> None:
         backup = backup.format(strategy.worker_index)
         save_freq = option("save_freq") or "epoch"
         place = len(callbacks) if option("backup_last") else 0
-        callbacks.insert(place, keras_het.callbacks.BackupAndRestore(backup, save_freq))
+        own = keras_het.callbacks
+        kind = own.ElasticBackup if option("elastic") else own.BackupAndRestore
+        callbacks.insert(place, kind(backup, save_freq))
     if local := option("local"):
         callbacks.append(keras_het.callbacks.LocalTraining(local))
     if TASK["type"] == "async" or option("hybrid"):

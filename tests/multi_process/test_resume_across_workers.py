@@ -13,6 +13,8 @@ import pytest
 from moments import MOMENTS
 from recorded import assert_same_variables
 
+from keras_het.fit.backup_folder import RUN, remove_memory_folders
+
 KILLED = int(signal.SIGKILL)
 
 
@@ -135,6 +137,40 @@ def test_workers_that_are_killed(
     train_well(start_workers, result=one, **options)
     assert_same_variables(result, one)
     assert not backup.exists()
+
+
+@pytest.mark.full
+def test_a_machine_that_joins_with_a_newer_backup_of_another_run(
+    start_workers: Any, tmp_path: Path, expected: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_chief, on_other = tmp_path / "backup-0", tmp_path / "backup-1"
+    options = {"backup": tmp_path / "backup-{}", "result": tmp_path / "result.npz", "elastic": True}
+
+    def trained_until(step: int, run: str) -> Path:
+        monkeypatch.setenv(RUN, run)
+        for worker in train(start_workers, 2, fails_at=step, **options):
+            assert "InterruptedError: the power went out" in worker.output
+        remove_memory_folders(run)
+        (newest,) = on_chief.glob("backup-*")
+        return newest
+
+    runs = [f"test {tmp_path.name} {name}" for name in ("earlier", "present")]
+    try:
+        earlier = trained_until(12, runs[0])
+        kept = earlier.read_bytes()
+        earlier.unlink()
+        present = trained_until(5, runs[1])
+        assert int(present.name.split("-")[1]) < int(earlier.name.split("-")[1])
+        on_other.mkdir()
+        (of_another := on_other / earlier.name).write_bytes(kept)
+        workers = train(start_workers, 2, **options)
+        assert [worker.exit_code for worker in workers] == [0, 0], workers[1].output
+        assert f"Ignored: {of_another}, which belongs to another" in workers[1].output
+        assert of_another.read_bytes() == kept
+        assert_same_variables(options["result"], expected)
+    finally:
+        for run in runs:
+            remove_memory_folders(run)
 
 
 def seen(start: Any, folder: Path, **options: Any) -> list[dict[str, str]]:
