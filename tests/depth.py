@@ -6,7 +6,6 @@ marked `quick("id", ...)` all parameters but these. The run ends with what was l
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections import Counter
@@ -19,8 +18,6 @@ from hypothesis import Phase, settings
 QUICK_EXAMPLES = 20
 # A folder that only a full run has: the test suites of others.
 FULL_FOLDERS = ("outside",)
-# Their processes wait for each other; beside tests that compute, they leave no CPU idle.
-WAITING_ROOMS = ("multi_process", "elastic", "benchmarks", "recipes")
 LEFT_OUT = pytest.StashKey[Counter[str]]()
 SUMMARY = pytest.StashKey[tuple[Any, list[str]]]()
 STARTED = time.time()
@@ -78,24 +75,12 @@ def pytest_collection_modifyitems(
     if not (quick or rest):
         return
     left = [item for item in items if _is_quick(item) != quick]
-    items[:] = _in_turns([item for item in items if _is_quick(item) == quick])
+    items[:] = [item for item in items if _is_quick(item) == quick]
     config.hook.pytest_deselected(items=left)
     left_out = config.stash[LEFT_OUT]
     left_out.update(_room(item.nodeid) for item in left)
     if hasattr(config, "workeroutput"):  # a process of xdist: read below
         config.workeroutput["left_out"] = dict(left_out)
-
-
-def _in_turns(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Files whose tests wait, and those that compute, one of each after the other."""
-    files: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
-    kinds: dict[bool, list[list[pytest.Item]]] = {True: [], False: []}
-    for name, tests in files.items():
-        kinds[_room(name) in WAITING_ROOMS].append(tests)
-    pairs = itertools.zip_longest(*kinds.values(), fillvalue=())
-    return [item for pair in pairs for tests in pair for item in tests]
 
 
 @pytest.hookimpl(tryfirst=True)

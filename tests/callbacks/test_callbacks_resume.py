@@ -14,9 +14,12 @@ from typing import Any
 import keras
 import pytest
 import tensorflow as tf
-from moments import EPOCH_END, EPOCHS, MOMENTS, STEPS
 from remembering import (
     BATCH,
+    EPOCH_END,
+    EPOCHS,
+    MOMENTS,
+    STEPS,
     VALIDATION,
     Asked,
     C,
