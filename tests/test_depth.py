@@ -69,6 +69,7 @@ def summary(output: str) -> list[str]:
     return line.split()[1:]
 
 
+@pytest.mark.quick("processes0")
 @pytest.mark.parametrize("processes", [[], ["-n", "2"]])
 def test_a_quick_run_says_what_it_left_out(folder: Path, processes: list[str]) -> None:
     output = run(folder, "--quick", *processes)
@@ -78,6 +79,7 @@ def test_a_quick_run_says_what_it_left_out(folder: Path, processes: list[str]) -
     assert last.startswith("property tests at full depth")
 
 
+@pytest.mark.full
 def test_examples(folder: Path) -> None:
     assert "drew 60" in run(folder)
     assert "drew 20" in run(folder, "--quick")
@@ -88,6 +90,7 @@ def test_a_full_run_has_everything(folder: Path) -> None:
     assert "8 passed" in output and "Left to make test-all" not in output
 
 
+@pytest.mark.full
 def test_a_run_ends_in_time(folder: Path) -> None:
     assert "8 passed" in run(folder, "--minutes", "5")
     output = run(folder, "-rs", "--minutes", "0")
@@ -100,6 +103,7 @@ def test_a_name_that_no_parameter_has_is_an_error(folder: Path) -> None:
     assert "do not have: {'room/test_some.py::test_of_one_parameter': ['four']}" in run(folder)
 
 
+@pytest.mark.full
 def test_some_tests_can_be_chosen(folder: Path) -> None:
     assert "3 passed" in run(folder, "--quick", "-k", "always or one_parameter or property")
     assert "1 passed" in run(folder, "--quick", "-k", "always")
@@ -116,6 +120,7 @@ assert "tensorflow" not in sys.modules
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
+@pytest.mark.full
 def test_quick_and_rest_are_all_tests(folder: Path) -> None:
     def collected(*arguments: str) -> list[str]:
         lines = run(folder, "--collect-only", "-q", *arguments).splitlines()

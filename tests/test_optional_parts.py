@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parent.parent
 # Pipelines alone need these; their adapter reads nothing else that is private.
 OF_PIPELINES = "keras_het/keras_graphs_adapter.py"
@@ -53,6 +55,7 @@ def private_imports(file: Path) -> list[str]:
     ]
 
 
+@pytest.mark.full
 def test_what_a_version_has_moved_breaks_the_parts_alone_that_need_it(tmp_path: Path) -> None:
     missing = private_imports(REPOSITORY / OF_PIPELINES)
     assert len(missing) > 3

@@ -118,7 +118,7 @@ def test_a_damaged_backup_is_an_error_or_the_one_before_is_taken(
         assert str(newest) in str(error.value)
 
 
-@pytest.mark.quick("False")
+@pytest.mark.full
 @pytest.mark.parametrize("all_was_done", [False, True])
 def test_the_next_fit_begins_with_the_first_epoch(logical_devices, tmp_path, all_was_done):
     if all_was_done:
@@ -239,6 +239,7 @@ def test_another_optimizer_is_reported(logical_devices, tmp_path, caplog, optimi
     assert message is None or re.search(message, told[0])
 
 
+@pytest.mark.full
 def test_a_folder_may_be_a_link(logical_devices, tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "backup").symlink_to(tmp_path / "real")

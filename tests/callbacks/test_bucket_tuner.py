@@ -205,6 +205,7 @@ def test_nothing_is_tried_where_sizes_make_no_difference(clock, traces, options,
     assert tuner.size == ONE_SUM and set(traces) == {ONE_SUM}
 
 
+@pytest.mark.full
 def test_small_models_have_nothing_to_try():
     tuner = BucketTuner()
     fit(build(), tuner, epochs=1)

@@ -50,9 +50,7 @@ def undisturbed(model: keras.Model, tmp_path_factory: pytest.TempPathFactory) ->
     return undisturbed_training(model, tmp_path_factory.mktemp("undisturbed"))
 
 
-QUICK = pytest.mark.quick(
-    "in an epoch-1-True-True", "in a validation-1-True-True", "end of an epoch-1-False-True"
-)
+QUICK = pytest.mark.quick("in an epoch-1-True-True", "end of an epoch-1-False-True")
 
 
 @QUICK
@@ -80,6 +78,7 @@ def test_a_killed_training_ends_as_one_that_was_not(
     assert fit(model, tmp_path, callbacks()) == undisturbed
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("number", [1, 4, 9])
 def test_a_training_killed_while_it_saves(
     model: keras.Model,
@@ -187,9 +186,9 @@ def test_a_validation_with_an_order_of_its_own(
     assert fit(model, tmp_path, callbacks, validated_on(kind), epochs=4) == expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("data", [data_set, endless, of_unknown_length, shared])
 @pytest.mark.parametrize("moment", ["in an epoch", "last step of an epoch", "in a validation"])
-@pytest.mark.quick("in an epoch-data_set")
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 def test_other_data(
     model: keras.Model, tmp_path: Path, moment: str, data: Callable[[], dict[str, Any]]
@@ -207,8 +206,8 @@ def test_other_data(
             assert fit(model, tmp_path, callbacks, data(), epochs=3) == expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("moment", ["in an epoch", "begin of an epoch", "end of an epoch"])
-@pytest.mark.quick("begin of an epoch")
 def test_swapped_averages(tmp_path: Path, moment: str) -> None:
     averaged = new_model(lambda: keras.optimizers.SGD(0.3, use_ema=True, ema_momentum=0.5))
     expected = fit(averaged, tmp_path, [C.SwapEMAWeights(swap_on_epoch=True)])
@@ -227,6 +226,7 @@ class StopIn(C.Callback):
         self.model.stop_training = epoch == 1
 
 
+@pytest.mark.full
 def test_a_training_that_was_stopped_stays_stopped(model: keras.Model, tmp_path: Path) -> None:
     expected = fit(model, tmp_path, [StopIn()])
     assert expected["epochs"] == [0, 1]
@@ -237,6 +237,7 @@ def test_a_training_that_was_stopped_stays_stopped(model: keras.Model, tmp_path:
     assert fit(model, tmp_path, [StopIn(), backup]) == expected
 
 
+@pytest.mark.full
 def test_settings_come_from_the_new_script(model: keras.Model, tmp_path: Path) -> None:
     with pytest.raises(KilledError):
         backup = BackupAndRestore(tmp_path / "backup", save_freq=1)
@@ -246,6 +247,7 @@ def test_settings_come_from_the_new_script(model: keras.Model, tmp_path: Path) -
     assert own.unit == "steps" and own.count == STEPS * EPOCHS
 
 
+@pytest.mark.full
 def test_containers_that_others_hold_are_filled(model: keras.Model, tmp_path: Path) -> None:
     for kill in [KillAt(EPOCH_END, 2)], []:
         own = Own()

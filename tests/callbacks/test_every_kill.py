@@ -254,7 +254,7 @@ def test_every_sample_is_used_as_without_a_kill(
             assert moment[0] == "end of epoch" or then in expected_then, content
 
 
-@pytest.mark.quick("arrays-epoch", "arrays-4")
+@pytest.mark.quick("arrays-4")
 @pytest.mark.parametrize("save_freq", ["epoch", STEPS])
 @pytest.mark.parametrize("kind", ["arrays", "PyDataset", "PyDataset, workers=2"])
 def test_a_kill_at_the_end_of_an_epoch_skips_none(

@@ -87,7 +87,7 @@ class Counts(C.Callback):
         self.calls[name] += name != "on_train_batch_begin" or number < STEPS
 
 
-@pytest.mark.quick("on_epoch_end-False-True", "on_test_batch_end-True-True")
+@pytest.mark.quick("on_epoch_end-False-True")
 @pytest.mark.parametrize("is_backup_first", [True, False])
 @pytest.mark.parametrize("is_last", [True, False])
 @pytest.mark.parametrize("hook", [*HOOKS, "on_train_end"])
@@ -145,8 +145,8 @@ class Slow:
         save_in_another_thread(self._model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", [0, 9, 14])
-@pytest.mark.quick("0")
 def test_a_step_that_waits_for_its_data_while_another_thread_saves(
     model: keras.Model, tmp_path: Path, row: int
 ) -> None:
@@ -164,8 +164,8 @@ def test_a_step_that_waits_for_its_data_while_another_thread_saves(
     assert counts.calls == before.calls
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_size_known", [True, False])
-@pytest.mark.quick("True")
 def test_a_validation_that_is_yet_to_begin_while_another_thread_saves(
     model: keras.Model, tmp_path: Path, is_size_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,8 +196,8 @@ class StopInAnEpoch(C.Callback):
         self.model.stop_training = self.model.optimizer.iterations == STEPS + 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("has_stopped", [True, False])
-@pytest.mark.quick("True")
 def test_a_training_that_stops_where_another_thread_saves(
     model: keras.Model, tmp_path: Path, has_stopped: bool
 ) -> None:

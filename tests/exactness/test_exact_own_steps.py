@@ -511,7 +511,7 @@ STEPS = {
 }
 
 
-@pytest.mark.quick("that calls Keras's", "variables in the logs", "AverageLossStep", "derived logs")
+@pytest.mark.quick("variables in the logs", "AverageLossStep", "derived logs")
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_of_ones_own(name):
     model, options, compared, shares = STEPS[name]

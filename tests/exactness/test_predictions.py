@@ -236,8 +236,8 @@ CASES = {
 }
 
 
+@pytest.mark.full
 @in_float64
-@pytest.mark.quick("several_inputs-2")
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_parts_give_what_one_device_gives(case, size):

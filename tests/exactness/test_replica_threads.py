@@ -277,7 +277,7 @@ def own_step():
 MODELS = {each.__name__: each for each in (behind_statistics, own_layer, used_twice, subclassed)}
 
 
-@pytest.mark.quick("behind_statistics")
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_behind_synchronized_statistics(name):
     assert_equivalent(Trial(lambda: compiled(MODELS[name](), metrics=["mae"])))

@@ -161,7 +161,7 @@ def save_and_load(strategy, folder):
 TUTORIALS = (custom_training, save_and_load)
 
 
-@pytest.mark.quick("4_1_1-custom_training")
+@pytest.mark.full
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda tutorial: tutorial.__name__)
 @pytest.mark.parametrize("shares", SHARES, ids=lambda shares: "_".join(map(str, shares)))
 def test_a_tutorial_gives_what_one_device_gives(logical_devices, tutorial, shares, tmp_path):

@@ -78,7 +78,7 @@ def run(program, timeout=240):
     )
 
 
-@pytest.mark.quick("left on the way")
+@pytest.mark.full
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_process_ends(name):
     result = run(PROGRAMS[name])

@@ -21,7 +21,8 @@ TOLD = {
 TOLD["copied"] = TOLD["a weight"]
 
 
-@pytest.mark.parametrize("devices", ["1,2", pytest.param("1,1", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("devices", ["1,2", "1,1"])
 def test_the_chief_names_what_differs(
     start_workers: Any, tmp_path: Path, devices: str, pytestconfig: pytest.Config
 ) -> None:

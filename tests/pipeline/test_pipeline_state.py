@@ -209,7 +209,7 @@ def own_state(strategy):
     return {name: float(ops.convert_to_numpy(getattr(layer, name))) for name in Own.updates}
 
 
-@pytest.mark.quick("recomputed")
+@pytest.mark.full
 @pytest.mark.parametrize("recomputed", [([], []), ([0, 1], [2])], ids=["kept", "recomputed"])
 def test_state_of_layers_is_that_of_one_device(recomputed, caplog):
     plan = strategy_of([0, 2, 3], [[2], [1]], [(0,) * 4] * 2, recomputed)

@@ -70,7 +70,7 @@ FOUND = {
 }
 
 
-@pytest.mark.quick("optimizer")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", FOUND)
 def test_the_variable_that_differs_most_is_named_once(logical_devices, caplog, kind):
     find, name = FOUND[kind]

@@ -72,7 +72,7 @@ INPUTS = {
 }
 
 
-@pytest.mark.quick("arrays", "whole batches")
+@pytest.mark.quick("whole batches")
 @pytest.mark.parametrize("kind", INPUTS)
 def test_the_numbers_are_the_same(kind, ahead, monkeypatch):
     found = trained(INPUTS[kind])
@@ -149,6 +149,7 @@ def test_a_pass_that_is_left_while_its_next_batch_is_awaited_ends():
     assert len(list(distributed)) == 6
 
 
+@pytest.mark.full
 def test_graphs_and_executions_take_batches_from_the_host(ahead):
     trained(steps_per_execution=2)
     own = strategy()

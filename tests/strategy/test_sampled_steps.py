@@ -170,7 +170,7 @@ def test_tensorboard_writes_the_logs_of_the_steps_that_it_writes(strategy, tmp_p
         assert loss == pytest.approx(losses[step - 1], rel=1e-6)
 
 
-@pytest.mark.quick("4")
+@pytest.mark.full
 @pytest.mark.parametrize("execution", [1, 4])
 def test_weights_equal_one_device(strategy, execution):
     alone = trained(tf.distribute.get_strategy(), steps=20).get_weights()

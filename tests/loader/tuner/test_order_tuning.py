@@ -128,7 +128,7 @@ def fits(name):
     return worker.tuning.refusal() is None
 
 
-@pytest.mark.quick("shuffle_map", "no_map")
+@pytest.mark.quick("no_map")
 @pytest.mark.parametrize("name", ALL)
 def test_a_move_in_every_step_changes_nothing(name, executor):
     expected, none = run(ALL[name], [], executor)
@@ -230,6 +230,7 @@ MAPS = {
 }
 
 
+@pytest.mark.quick("AUTOTUNE")
 @pytest.mark.parametrize(("make", "expected"), MAPS.values(), ids=MAPS)
 def test_as_many_calls_run_at_once_as_there_are_loaders(make, expected, executor):
     """Of two steps together; within the running pass, which reads each number once."""
