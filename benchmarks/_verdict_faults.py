@@ -22,7 +22,7 @@ EXPECTED = {
     "all callbacks": ("other", "", None),
     "all compute": ("", "", None),
 }
-ALL_COMPUTE = "all devices compute"
+ALL_COMPUTE = "all devices are"
 
 
 @dataclasses.dataclass(frozen=True)

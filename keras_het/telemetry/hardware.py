@@ -93,13 +93,14 @@ class HostValues:
         return totals
 
     def _waited_for_cpus(self) -> float:
-        """Seconds in which threads could have run, and did not; those that have ended count."""
+        """Seconds in which a thread could have run and did not, of the one that waited most."""
+        # Dozens of idle threads wait a little each time they wake up: no step waits for their sum.
         waited = {}
         for path in TASKS.iterdir():
             with contextlib.suppress(OSError):  # it has ended
                 waited[path.name] = times_of_thread(path.name)[1]
         rises = (now - self._waited.get(thread, 0.0) for thread, now in waited.items())
-        self._waited_in_all += sum(max(rise, 0.0) for rise in rises)
+        self._waited_in_all += max(rises, default=0.0)
         self._waited = waited
         return self._waited_in_all if waited else math.nan
 

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 
 from keras_het.planning.diagnosis.recording import Booleans, Floats, Recording
-from keras_het.planning.diagnosis.statistics import means
+from keras_het.planning.diagnosis.statistics import means, medians
 
 # Bits of NVML's clock event reasons that mean a fault; power cap alone is common under load.
 _POWER_CAP = 0x4
@@ -83,12 +83,22 @@ class Readings:
 
     def _mean(self, name: str, recent: bool = True) -> Floats:
         """Return the mean of a quantity in recent steps or before, [N]; NaN where unknown."""
+        return means(self._samples(name, recent))
+
+    def _samples(self, name: str, recent: bool = True) -> Floats:
+        """Return a quantity in recent steps or before, [samples, N]; NaN where unknown."""
         values = self._recording.hardware.get(name)
         if values is None:
-            return np.full(len(self._workers), np.nan)
+            return np.full((1, len(self._workers)), np.nan)
         rows = np.flatnonzero(self._recent == recent)
         chosen = np.asarray(values, np.float64)[rows[:: max(len(rows) // _MOST_SAMPLES, 1)]]
-        return means(np.where(np.abs(chosen) < _LARGEST, chosen, np.nan))
+        return np.where(np.abs(chosen) < _LARGEST, chosen, np.nan)
+
+    def usual_wait_for_cpus(self, worker: int) -> float:
+        """Return the part of the time in which a thread waits for a CPU, NaN where unknown."""
+        # Not the mean: while steps are traced, all threads work.
+        waits = self._samples("keras_het.cpu.waiting")[:, self._workers == worker]
+        return float(medians(waits)[0])
 
     def of_worker(self, name: str, worker: int, recent: bool = True) -> float:
         """Return the mean of a quantity over a worker's devices; NaN where unknown."""

@@ -31,7 +31,7 @@ HARDWARE: Mapping[str, tuple[str, str]] = {
     "keras_het.gpu.throttle_reasons": ("", "GPU: throttle reasons (bit mask)"),
     "keras_het.cpu.budget": ("{cpu}", "Worker: CPUs it may use"),
     "keras_het.cpu.throttled": ("1", "Worker: time stopped by a CPU quota"),
-    "keras_het.cpu.waiting": ("{cpu}", "Worker: threads that wait for a CPU"),
+    "keras_het.cpu.waiting": ("1", "Worker: time that a thread waits for a CPU"),
     "process.cpu.usage": ("{cpu}", "Worker: CPUs in use"),
     "process.memory.usage": ("By", "Worker: memory in use"),
     "process.disk.io": ("By/s", "Worker: disk traffic"),
@@ -45,7 +45,7 @@ HARDWARE: Mapping[str, tuple[str, str]] = {
 
 Utilizations are between 0 and 1. `keras_het.cpu.budget` is the number of CPUs that the worker may
 use (affinity and cgroup quota), `process.cpu.usage` the number that its process keeps busy,
-`keras_het.cpu.waiting` the number of its threads that could run and wait for a CPU,
+`keras_het.cpu.waiting` the part of the time in which the thread that waits most could have run,
 `keras_het.cpu.throttled` the part of the time in which a cgroup quota stopped it, and
 `keras_het.gpu.throttle_reasons` NVML's bit mask of clock event reasons. System values are the
 machine's, or the cgroup's where it has a limit. All replicas of a worker have its process's values.

@@ -21,7 +21,7 @@ _OF_MEDIAN_DEVIATION = 1.4826
 _DEAD_BAND = 1.05
 # What keeps this much of a CPU busy, beside four other programs for each, computes all the time.
 _WORKS = 0.2
-# Threads that wait for CPUs explain a loss from this fraction of it on.
+# A thread that waits for CPUs explains a loss from this fraction of it on.
 _WAITED = 0.5
 
 
@@ -138,10 +138,8 @@ class Situation:
         host = self.hosts[worker]
         if host is None or not np.isnan(host.fraction):
             return host
-        used, waited = (
-            self.readings.of_worker(name, worker) * self.step_seconds
-            for name in ("process.cpu.usage", "keras_het.cpu.waiting")
-        )
-        # The kernel says how long threads waited, of all together; not of those a quota stops.
+        used = self.readings.of_worker("process.cpu.usage", worker) * self.step_seconds
+        waited = self.readings.usual_wait_for_cpus(worker) * self.step_seconds
+        # The kernel says how long threads waited; not of those that a quota stops.
         is_innocent = waited < _WAITED * lost and host.remedy != "quota"
         return None if is_innocent or used < _WORKS * seconds else host

@@ -203,7 +203,7 @@ def test_what_all_workers_have(phase, per_worker, shape, host):
         readings = {
             "process__cpu__usage": 0.05 if host == "busy" else 2.0,
             "system__cpu__utilization": 0.98,
-            "keras_het__cpu__waiting": {"served first": 0.02, "contended": 1.5}.get(host, np.nan),
+            "keras_het__cpu__waiting": {"served first": 0.02, "contended": 0.8}.get(host, np.nan),
         }
         recording = with_readings(recording, range(2), 0, **readings)
     verdict = diagnose(recording)
