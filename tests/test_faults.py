@@ -69,6 +69,7 @@ def test_a_fault_leaves_the_copy_as_it_was(checkout: Path) -> None:
         pass
 
 
+@pytest.mark.full
 def test_tests_that_do_not_end_find_nothing(checkout: Path) -> None:
     (checkout / "tests/test_sums.py").write_text("import threading\nthreading.Event().wait()\n")
     code, _ = run_tests(["tests/test_sums.py"], checkout, seconds=3.0)

@@ -13,10 +13,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 from interruption import OfThisProcess
+from moments import EPOCHS, STEPS
 
 import keras_het
 
-STEPS, EPOCHS, BATCH = 4, 5, 4
+BATCH = 4
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(STEPS * BATCH - 1, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True) + RNG.normal(size=(len(X), 1)).astype("float32")
@@ -206,21 +207,6 @@ def contents(path: Path) -> str:
             lambda name, each: found.update(each[()].tobytes()) if hasattr(each, "dtype") else None
         )
     return found.hexdigest()
-
-
-BATCH_END, EPOCH_END = "on_train_batch_end", "on_epoch_end"
-MOMENTS = {
-    "first step": (BATCH_END, 1),
-    "in the first epoch": (BATCH_END, 3),
-    "in an epoch": (BATCH_END, 2 * STEPS + 2),
-    "last step of an epoch": (BATCH_END, 2 * STEPS),
-    "begin of an epoch": ("on_epoch_begin", 3),
-    "end of an epoch": (EPOCH_END, 2),
-    "end of the last epoch": (EPOCH_END, EPOCHS),
-    "begin of a validation": ("on_test_begin", 2),
-    "in a validation": ("on_test_batch_end", 3),
-    "end of a validation": ("on_test_end", 3),
-}
 
 
 def drawn_model() -> keras.Model:

@@ -84,7 +84,7 @@ OTHERS = {  # how often is saved, and how is trained; `test_every_kill.py` has a
 }
 
 
-@pytest.mark.quick("at the end of a pass")
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_epochs_and_data(logical_devices, tmp_path, kind):
@@ -225,7 +225,7 @@ def test_another_order_of_arrays_is_reported(logical_devices, tmp_path, caplog, 
     ],
     ids=["same", "rate", "class"],
 )
-@pytest.mark.quick("rate")
+@pytest.mark.full
 def test_another_optimizer_is_reported(logical_devices, tmp_path, caplog, optimizer, message):
     slower = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
     interrupted(logical_devices, rows(), tmp_path, 14, others=[slower])

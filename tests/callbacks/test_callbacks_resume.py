@@ -14,12 +14,9 @@ from typing import Any
 import keras
 import pytest
 import tensorflow as tf
+from moments import EPOCH_END, EPOCHS, MOMENTS, STEPS
 from remembering import (
     BATCH,
-    EPOCH_END,
-    EPOCHS,
-    MOMENTS,
-    STEPS,
     VALIDATION,
     Asked,
     C,
@@ -139,7 +136,7 @@ def shared(kind: str = "in order") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", [*KINDS_OF_TURNS, "in order", "own shuffle"])
-@pytest.mark.quick("shuffled")
+@pytest.mark.full
 def test_a_source_whose_turns_no_backup_holds_is_named_once(
     model: keras.Model, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -36,6 +36,7 @@ def test_asynchronous_rules_are_refused(name: str) -> None:
         LocalTraining({"class_name": name, "config": config})
 
 
+@pytest.mark.quick("LocalTraining", "BucketTuner")
 @pytest.mark.parametrize("make", [LocalTraining, AsyncWorkers, BucketTuner])
 def test_one_worker_alone_trains_as_without_what_exchanges(
     logical_devices: list[str], caplog: pytest.LogCaptureFixture, make: Any

@@ -110,6 +110,7 @@ def test_without_counts_the_fast_device_gets_more_than_it_holds(emulated, monkey
     assert memory or "memory" not in balancer.summary()
 
 
+@pytest.mark.full
 def test_shares_grow_up_to_what_fits(emulated, counting):
     balancer, (device,) = BatchBalancer(), counting.values()
     model = train(HeterogeneousStrategy(DEVICES[:3]), [balancer], device, epochs=2)

@@ -14,10 +14,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from moments import EPOCHS, STEPS
 from remembering import (
     BATCH,
-    EPOCHS,
-    STEPS,
     VALIDATION,
     C,
     KilledError,

@@ -171,6 +171,7 @@ def test_other_strategies_keep_the_words_of_tensorflow():
         mirrored.extended.colocate_vars_with(variable)
 
 
+@pytest.mark.full
 def test_what_no_step_changes_may_come_from_outside():
     layer = built_outside(keras.layers.Dense(5))
     layer.trainable = False

@@ -7,20 +7,16 @@ import numpy as np
 import pytest
 from runs import written_by_workers
 
-QUICK = ("bfloat16", "measured")
-CASES = (*QUICK, "in buckets", "in parts", "compiled")
+CASES = ("bfloat16", "measured", "in buckets", "in parts", "compiled")
 
 
-MORE = [pytest.param(each, marks=pytest.mark.full) for each in ("1,1,1", "1,1,2,1")]
-
-
-@pytest.mark.parametrize("devices", ["1,2", *MORE])
+@pytest.mark.full
+@pytest.mark.parametrize("devices", ["1,2", "1,1,1", "1,1,2,1"])
 def test_each_worker_rounds_its_gradient_once(
-    start_workers: Any, tmp_path: Path, devices: str, pytestconfig: pytest.Config
+    start_workers: Any, tmp_path: Path, devices: str
 ) -> None:
     program = "program_communication_dtype.py"
-    cases = QUICK if pytestconfig.getoption("--quick") else CASES
-    names = (*cases, "as they are")
+    names = (*CASES, "as they are")
     found = written_by_workers(start_workers, program, tmp_path, devices, names)
     for name in names:
         for each in found[1:]:
@@ -28,7 +24,7 @@ def test_each_worker_rounds_its_gradient_once(
         np.testing.assert_allclose(found[0][name], found[0][f"{name}, expected"], rtol=2e-6)
         assert (found[0][f"{name}, compiled"] > 0) == (name == "compiled")
     exact = found[0]["as they are"]
-    assert all(np.abs(found[0][name] / exact - 1).max() > 1e-5 for name in cases)
+    assert all(np.abs(found[0][name] / exact - 1).max() > 1e-5 for name in CASES)
     assert np.all(found[0]["seconds"] > 0)  # of each replica
     assert_overflows_are_skipped(found[0]["scaled"])
     for each in found[1:]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from moments import MOMENTS
 from recorded import assert_same_variables
-from remembering import MOMENTS
 
 from keras_het.fit.backup_folder import RUN, remove_memory_folders
 

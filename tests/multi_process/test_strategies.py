@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.quick("2-0-")
+@pytest.mark.full
 @pytest.mark.parametrize("between", ["", "saves", "drops"])
 @pytest.mark.parametrize(("workers", "late"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
 def test_later_strategies_are_met_by_all(

@@ -12,7 +12,7 @@ import keras_het
 from keras_het.strategy.pipeline.model_units import ModelUnits
 
 L = keras.layers
-EXAMPLES, QUICK = 40, (3,)
+EXAMPLES = 40
 
 
 def random_model(seed):
@@ -101,7 +101,7 @@ def train(seed):
     return [*found, *map(keras.ops.convert_to_numpy, variables)]
 
 
-@pytest.mark.quick(*map(str, QUICK))
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(EXAMPLES))
 def test_a_random_model_trains_as_on_one_device(logical_devices, seed):
     with floatx("float64"):

@@ -117,7 +117,7 @@ WAYS = {
 CASES = [*(("uneven", way) for way in WAYS), ("one device", "unknown"), ("empty", "validation")]
 
 
-@pytest.mark.quick("uneven-known")
+@pytest.mark.full
 @pytest.mark.parametrize(("shares", "way"), CASES)
 def test_callbacks_and_numbers_equal_keras(shares, way):
     data, options = WAYS[way]

@@ -56,7 +56,7 @@ def shuffled_twice(knobs):
     return rows.map(row, knobs.num_parallel_calls).batch(5).prefetch(knobs.prefetch)
 
 
-@pytest.mark.quick("True-shuffled-None-evaluates_at1")
+@pytest.mark.full
 @pytest.mark.parametrize("evaluates_at", [(1,), (6,), (0, 4, 9)])
 @pytest.mark.parametrize("steps_evaluated", [None, 2])
 @pytest.mark.parametrize("build", [shuffled, repeated, shuffled_twice])
