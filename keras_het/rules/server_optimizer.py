@@ -62,9 +62,9 @@ class ServerOptimizer:
         self._config = check_elementwise(self.optimizer)
         if has_factor and type(self.optimizer) is keras.optimizers.Nadam:
             raise ValueError(
-                "Nadam cannot count pushes by samples or staleness: it adds each gradient to its "
-                "step twice, once as it remembers it. Received: AsyncSGD(optimizer=Nadam) with "
-                "reference_batch_size or staleness_damping. Use Adam, or leave both out."
+                "Nadam cannot weight pushes by samples or staleness: its step uses each gradient "
+                "both directly and through its first moment. Received: AsyncSGD(optimizer=Nadam) "
+                "with reference_batch_size or staleness_damping. Use Adam, or leave both out."
             )
         self._instances: dict[int, _Instance] = {}
         self._lock = threading.Lock()
@@ -106,8 +106,8 @@ class _Instance:
             # All state by position: Keras numbers its names differently for each instance.
             for index, variable in enumerate(self._optimizer.variables):
                 self._variables[f"optimizer_{index}"] = variable.value
-            # What a gradient is remembered by has to be told of its factor; a rate acts on the
-            # gradients of all earlier pushes, too.
+            # The factor scales the gradient where it enters the first moment. As part of the rate
+            # it would scale the gradients of all earlier pushes, too.
             self._moment, self._beta = None, config.get("beta_1", 0.0)
             if kind in _REMEMBERS and self._beta > 0:
                 variables = self._optimizer.variables

@@ -30,17 +30,19 @@ class KilledError(Exception):
 
 
 class KillAt(OfThisProcess):
-    """Fails when one of its methods is called for the n-th time."""
+    """Fails, or calls `kill`, when one of its methods is called for the n-th time."""
 
-    def __init__(self, method: str, number: int) -> None:
+    def __init__(self, method: str, number: int, kill: Callable[[], None] | None = None) -> None:
         super().__init__()
         calls = iter(range(number - 1))
 
-        def fail(*_: Any, **__: Any) -> None:
+        def count(*_: Any, **__: Any) -> None:
             if next(calls, None) is None:
-                raise KilledError
+                if kill is None:
+                    raise KilledError
+                kill()
 
-        setattr(self, method, fail)
+        setattr(self, method, count)
 
 
 @dataclasses.dataclass

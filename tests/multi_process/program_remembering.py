@@ -6,30 +6,17 @@ each hook at whose n-th call all workers are killed "killed_at": [name of the ho
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import keras
-from interruption import OfThisProcess
-from remembering import BATCH, VALIDATION, C, X, Y, callbacks_in, fit
+from remembering import BATCH, VALIDATION, C, KillAt, X, Y, callbacks_in, fit
 
 import keras_het
-
-
-class Killed(OfThisProcess):
-    def __init__(self, method: str, number: int) -> None:
-        super().__init__()
-        calls = iter(range(number - 1))
-
-        def kill(*_: Any, **__: Any) -> None:
-            if next(calls, None) is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        setattr(self, method, kill)
 
 
 def main() -> None:
@@ -47,7 +34,8 @@ def main() -> None:
     callbacks: list[C.Callback] = callbacks_in(own)
     if killed_at := options.get("killed_at"):
         place = len(callbacks) if options["is_killed_last"] else 0
-        callbacks.insert(place, Killed(*killed_at))
+        kill = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
+        callbacks.insert(place, KillAt(*killed_at, kill))
     if save_freq := options.get("save_freq"):
         place = 0 if options["is_backup_first"] else len(callbacks)
         backup = keras_het.callbacks.BackupAndRestore(folder / "backup", save_freq)

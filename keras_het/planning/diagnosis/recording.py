@@ -45,7 +45,7 @@ HARDWARE: Mapping[str, tuple[str, str]] = {
 
 Utilizations are between 0 and 1. `keras_het.cpu.budget` is the number of CPUs that the worker may
 use (affinity and cgroup quota), `process.cpu.usage` the number that its process keeps busy,
-`keras_het.cpu.waiting` the part of the time in which the thread that waits most could have run,
+`keras_het.cpu.waiting` the part of the time its most delayed thread spent waiting for a CPU,
 `keras_het.cpu.throttled` the part of the time in which a cgroup quota stopped it, and
 `keras_het.gpu.throttle_reasons` NVML's bit mask of clock event reasons. System values are the
 machine's, or the cgroup's where it has a limit. All replicas of a worker have its process's values.

@@ -130,9 +130,9 @@ class Situation:
         return float(lines.known_seconds(lines.balanced(self.shares)).max(initial=0.0))
 
     def lack_of_cpus(self, worker: int, seconds: float, lost: float) -> HostFault | None:
-        """Return what keeps CPUs from a worker, if it may need them for so long in each step.
+        """Return what keeps CPUs from a worker, if that can explain a loss.
 
-        And if that may be why `lost` seconds are lost.
+        In each step the worker may need CPUs for up to `seconds`, and loses `lost` seconds.
         """
         # What waits for a disk, a network or a sleep gets no shorter when other programs end.
         host = self.hosts[worker]
