@@ -17,6 +17,8 @@ RESULTS := build/benchmarks
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export UV_HTTP_TIMEOUT ?= 300
+# Empty: tests start hundreds of processes, and each would compile every file again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test test-all test-full test-changed test-rest test-faults test-alone test-oldest test-nightly test-gpu test-validation test-versions test-xla lint format benchmarks
 .PHONY: docs constraints clean distclean

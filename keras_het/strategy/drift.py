@@ -195,7 +195,12 @@ def digest(variables: Sequence[tf.Variable]) -> bytes:
             is_large = words.shape[0] > _SMALL
             (large if is_large else small.setdefault(words.dtype, [])).append(words)
         parts = [*(tf.concat(group, 0) for group in small.values()), *large]
-        return np.asarray(tf.stack([_function(each.dtype)(each) for each in parts])).tobytes()
+        factors = tf.constant(_factors())
+        sums = [
+            _function(each.dtype)(each, factors) if each.shape[0] > _PIECE else _add(each, factors)
+            for each in parts
+        ]
+        return np.asarray(tf.stack(sums)).tobytes()
 
 
 def _words(value: tf.Tensor) -> tf.Tensor:
@@ -205,18 +210,21 @@ def _words(value: tf.Tensor) -> tf.Tensor:
     return tf.reshape(value if value.dtype == bits else tf.bitcast(value, bits), [-1])
 
 
+def _add(piece: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_sum(tf.cast(piece, tf.int64) * factors[: tf.size(piece)])
+
+
 @functools.cache
 def _function(bits: tf.DType) -> tf.types.experimental.ConcreteFunction:
     r"""Return a function that adds up words, each times a factor of its place."""
     # sum_i f_i w_i mod 2^64, piece by piece: beside the variable it needs a few megabytes
 
     @tf.function(autograph=False)
-    def digest_words(words: tf.Tensor) -> tf.Tensor:
-        factors, size = tf.constant(_factors()), tf.size(words, tf.int64)
+    def digest_words(words: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
+        size = tf.size(words, tf.int64)
 
         def add(begin: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            piece = tf.cast(words[begin : begin + _PIECE], tf.int64)
-            own = tf.reduce_sum(piece * factors[: tf.size(piece)])
+            own = _add(words[begin : begin + _PIECE], factors)
             with tf.device("CPU:0"):
                 following = begin + _PIECE
             return following, total * _OF_PIECES + own
@@ -230,9 +238,12 @@ def _function(bits: tf.DType) -> tf.types.experimental.ConcreteFunction:
         return tf.while_loop(is_left, add, start)[1]
 
     with tf.init_scope():
-        return digest_words.get_concrete_function(tf.TensorSpec([None], bits))
+        return digest_words.get_concrete_function(
+            tf.TensorSpec([None], bits), tf.TensorSpec([_PIECE], tf.int64)
+        )
 
 
+@functools.cache
 def _factors() -> np.ndarray:
     """Return odd numbers that look random, and are the same with every version of numpy."""
     mixed = np.arange(1, _PIECE + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

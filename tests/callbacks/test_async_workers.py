@@ -424,7 +424,7 @@ def test_a_rate_that_is_set_after_the_last_step_loses_no_training(strategy):
     np.testing.assert_allclose(before - flat(model), 0.1 * gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.quick("worker-rule1", "async-delta")
+@pytest.mark.quick("async-delta")
 @pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
 @pytest.mark.parametrize("task", ["worker", "async"])
 def test_a_fit_without_an_epoch_changes_nothing(monkeypatch, logical_devices, task, rule):

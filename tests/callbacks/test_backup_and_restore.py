@@ -98,7 +98,7 @@ def damage_the_newest(folder):
     return newest
 
 
-@pytest.mark.quick("False")
+@pytest.mark.full
 @pytest.mark.parametrize("is_double", [False, True])
 def test_a_damaged_backup_is_an_error_or_the_one_before_is_taken(
     logical_devices, tmp_path, is_double

@@ -151,6 +151,7 @@ def test_a_finished_fit_is_not_trained_again_by_the_same_run(run: Any, tmp_path:
     assert int(np.array(again.optimizer.iterations)) == EPOCHS * NUM_BATCHES
 
 
+@pytest.mark.full
 def test_a_fit_that_ended_early_is_not_trained_on(run: Any, tmp_path: Path) -> None:
     run("a")
     saved: list[tuple[str, int, int]] = []

@@ -282,12 +282,13 @@ def test_a_training_that_had_ended_continues_with_more_epochs(
     assert (used, [STEPS] * EPOCHS) == trained(logical_devices, KINDS[kind]())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("given", "is_told"),
     [
         pytest.param(8, True, id="none left"),
-        pytest.param(5, True, id="fewer", marks=pytest.mark.full),
-        pytest.param(9, False, id="one left", marks=pytest.mark.full),
+        pytest.param(5, True, id="fewer"),
+        pytest.param(9, False, id="one left"),
     ],
 )
 def test_an_epoch_without_a_step_after_a_resume_is_an_error(

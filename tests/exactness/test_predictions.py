@@ -268,7 +268,7 @@ def test_a_single_batch():
     assert_exact(dense_model, lambda: arrays(7)[0], predict=keras.Model.predict_on_batch)
 
 
-@pytest.mark.quick("Extremes")
+@pytest.mark.full
 @pytest.mark.parametrize("layer", [Counters, Sums, Extremes, Averages])
 def test_state_becomes_that_of_one_device(layer):
     class Always(layer):

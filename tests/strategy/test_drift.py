@@ -56,7 +56,8 @@ def told(model, caplog, callbacks=()):
     return [each for each in caplog.messages if each.startswith("Replicas that must")]
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("number", [2, 3])
 def test_equal_replicas_are_not_reported(logical_devices, caplog, number):
     model = make_model(HeterogeneousStrategy(logical_devices[:number], list(range(1, number + 1))))
     assert told(model, caplog) == [] and differing(model) == []

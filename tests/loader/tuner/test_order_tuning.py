@@ -288,6 +288,7 @@ NOT_TWICE = {
 }
 
 
+@pytest.mark.quick("Python")
 @pytest.mark.parametrize("name", NOT_TWICE)
 def test_what_would_be_another_order_if_read_again_is_tuned_too(name, executor):
     rows = NOT_TWICE[name](tf.data.Dataset.range(40))
