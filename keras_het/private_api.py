@@ -581,3 +581,14 @@ def _load_and_remove(source: str, delete_on_exit: bool) -> tuple[types.ModuleTyp
         for each in (path, importlib.util.cache_from_source(path)):
             Path(each).unlink(missing_ok=True)
     return module, path
+
+
+def let_variables_be_numbers() -> None:
+    """Let Python's functions of numbers read the variables of strategies, as they read others."""
+    for kind in (bool, complex, float, int):
+        number = functools.partialmethod(_as_number, kind)
+        setattr(distribute_values.DistributedVariable, f"__{kind.__name__}__", number)
+
+
+def _as_number(variable: Any, kind: Callable[[Any], Any]) -> Any:
+    return kind(variable.numpy())

@@ -162,6 +162,11 @@ def test_a_distributed_variable_without_a_replica_has_no_handle():
     assert [*inspect.signature(getter).parameters] == ["self"]
 
 
+def test_a_distributed_variable_has_a_value():
+    signature = inspect.signature(private_api.distribute_values.DistributedVariable.numpy)
+    assert [*signature.parameters] == ["self"]
+
+
 def test_every_exported_symbol_exists():
     missing = [name for name in private_api.__all__ if not hasattr(private_api, name)]
     assert not missing

@@ -420,4 +420,5 @@ for _loop, _attribute in STEP_FUNCTIONS.items():
     setattr(keras.Model, _attribute, step_property(_loop))
 # Functions of TensorFlow that know the strategy, and no model.
 private_api.replace_everywhere(tf.nn.compute_average_loss, _average_over_replicas)
+private_api.let_variables_be_numbers()
 explain_scope_errors()

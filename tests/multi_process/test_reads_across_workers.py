@@ -77,3 +77,23 @@ def test_summation_reads_in_each_step(start_workers: Any, tmp_path: Path) -> Non
     way = {"strategy": {"gradient_reduction": "summation"}}
     for reads, _ in read_steps(start_workers, tmp_path, {"worker": 2}, **way):
         assert not reads
+
+
+def test_only_summation_copies_gradients_to_the_host(start_workers: Any, tmp_path: Path) -> None:
+    ways: dict[str, Any] = {
+        "plain": {},
+        "in parts": {"micro_batch_size": 2},
+        "16 bits": {"communication_dtype": "bfloat16"},
+        "low rank": {"powersgd_rank": 1},
+        "summation": {"gradient_reduction": "summation"},
+    }
+    environments = cluster_environments({"worker": 2}, SECRET)
+    arguments = [tmp_path, json.dumps(ways)]
+    started = start_workers("program_copies.py", arguments=arguments, environments=environments)
+    for worker in started.wait():
+        assert worker.exit_code == 0, worker.output
+    for path in sorted(tmp_path.glob("*.json")):
+        copied = json.loads(path.read_text())
+        assert len(copied.pop("summation")) == 1, "all gradients, and what is logged, in one buffer"
+        assert not any(copied.values()), copied
+    assert len(list(tmp_path.glob("*.json"))) == 2
