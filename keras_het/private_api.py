@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state as keras_global_state
 from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
@@ -584,11 +585,9 @@ def _load_and_remove(source: str, delete_on_exit: bool) -> tuple[types.ModuleTyp
 
 
 def let_variables_be_numbers() -> None:
-    """Let Python's functions of numbers read the variables of strategies, as they read others."""
-    for kind in (bool, complex, float, int):
-        number = functools.partialmethod(_as_number, kind)
-        setattr(distribute_values.DistributedVariable, f"__{kind.__name__}__", number)
-
-
-def _as_number(variable: Any, kind: Callable[[Any], Any]) -> Any:
-    return kind(variable.numpy())
+    """Let numpy, `float` and `int` read the variables of strategies, as they read others."""
+    # not bool: TensorFlow's strategies ask whether a list of variables is empty
+    variable = distribute_values.DistributedVariable
+    variable.__array__ = lambda self, dtype=None, copy=None: np.asarray(self.numpy(), dtype)
+    variable.__float__ = lambda self: float(self.numpy())
+    variable.__int__ = lambda self: int(self.numpy())
