@@ -63,7 +63,7 @@ def train(options: argparse.Namespace) -> None:
     from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES
 
     strategy = keras_het.HeterogeneousStrategy()
-    config = strategy.cluster_config
+    config = strategy.extended.cluster_config
     # With async workers only, it is the first of them.
     tells = strategy.is_chief and not strategy.is_parameter_server
     if not config.has_sync_group:

@@ -39,7 +39,7 @@ def train(options: argparse.Namespace) -> None:
     import keras_het
 
     strategy = keras_het.HeterogeneousStrategy()
-    config = strategy.cluster_config
+    config = strategy.extended.cluster_config
     name = f"{config.task_type}_{config.task_index}"
     keras.utils.set_random_seed(options.seed)
     digits = sklearn.datasets.load_digits()

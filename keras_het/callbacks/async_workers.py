@@ -205,9 +205,9 @@ class AsyncWorkers(SessionCallback):
         if not strategy.num_async_workers:
             say_nothing_is_exchanged(self, strategy, "as TF_CONFIG has no job async")
             return
-        num_workers = strategy.num_async_workers + strategy.cluster_config.has_sync_group
+        num_workers = strategy.num_async_workers + strategy.extended.cluster_config.has_sync_group
         rule = _asynchronous(self._rule, num_workers)
-        _check_cluster(self._options, rule, strategy.cluster_config, num_workers)
+        _check_cluster(self._options, rule, strategy.extended.cluster_config, num_workers)
         rule.check_optimizer(self.model.optimizer)
         if isinstance(rule, ElasticAveraging) and not rule.may_wait:
             # an async worker takes a period's steps while its exchange travels
@@ -229,7 +229,7 @@ class AsyncWorkers(SessionCallback):
             self._send_gradients(self._participant)
         self._starts = True
         self._begins_pass = False
-        strategy._data_path.claim(self._participant.data, self._claims)
+        strategy.extended.data_path.claim(self._participant.data, self._claims)
         self._fit = fit = self._required_session()
         fit.add_layer(Rank.COUNT_SAMPLES, self._count_samples)
         fit.before_inner(self._refuse_fit_within)
@@ -347,9 +347,9 @@ class AsyncWorkers(SessionCallback):
         """Restore model and strategy to their original state."""
         self._shorter_epochs.end()
         strategy = heterogeneous_strategy(self.model, self)
-        strategy._data_path.claim(None, None)
+        strategy.extended.data_path.claim(None, None)
         # A training without an epoch leaves its backup unused; the next one must not get it.
-        strategy._training_state.forget_center()
+        strategy.extended.training_state.forget_center()
         if self._user_optimizer is not None:
             self.model.optimizer, self._user_optimizer = self._user_optimizer, None
             self.model.make_train_function(force=True)
@@ -361,10 +361,10 @@ class AsyncWorkers(SessionCallback):
         if chosen and strategy.is_chief:
             _logger.warning("Roles were chosen from measurements: %s", chosen)
         self._choice = None
-        may_choose = strategy._training_state.role_trials_left > 0 and not chosen
+        may_choose = strategy.extended.training_state.role_trials_left > 0 and not chosen
         may_choose = may_choose and strategy.num_workers > 1 and not strategy.num_async_workers
         if may_choose:
-            strategy._training_state.role_trials_left -= 1
+            strategy.extended.training_state.role_trials_left -= 1
             self._choice = RoleChoice(self.model, strategy, self._options, *self._measured)
         return may_choose
 
@@ -375,7 +375,7 @@ class AsyncWorkers(SessionCallback):
             return
         self._choice = None
         strategy = heterogeneous_strategy(self.model, self)
-        strategy._training_state.role_trials_left = 0
+        strategy.extended.training_state.role_trials_left = 0
         if strategy.is_chief:
             _logger.warning("Measured for roles: %s", plan)
         if any(role != "sync" for role in plan.roles):

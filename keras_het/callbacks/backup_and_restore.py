@@ -143,7 +143,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             session.before_callbacks("on_epoch_end", self._begin_epoch_end)
             session.on_end(self._shorter_epochs.end)
             session.on_end(self._loop.end_resumed_epoch)
-            request = strategy._stop_request
+            request = strategy.extended.stop_request
             self._guard = request.guard_steps(session, self._position, self._save_last_step)
 
     def _begin_after_all(self) -> None:
@@ -165,13 +165,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _restore(self, strategy: HeterogeneousStrategy, folder: BackupFolder) -> None:
         state = folder.restore(self.model)
         position = json.loads(str(state.pop("position")))
-        strategy._training_state.restored_times = str(state.pop(_TIMES, ""))
+        strategy.extended.training_state.restored_times = str(state.pop(_TIMES, ""))
         metrics = state.pop(_METRICS, None)
         remembered = {
             name: state.pop(name) for name in list(state) if name.startswith(callback_states.PREFIX)
         }
         if state:
-            strategy._training_state.restored = {
+            strategy.extended.training_state.restored = {
                 name.removeprefix(_SERVICE): values for name, values in state.items()
             }
         hook, moment = position.pop("hook", {}), position.pop("moment", None)
@@ -189,7 +189,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._epoch, self._first_step = self._epoch + 1, 0
         self.model._initial_epoch = first_epoch
         if self._data is None:
-            strategy.resume_data(position["passes"], position["pass_step"])
+            strategy.extended.data_path.resume(position["passes"], position["pass_step"])
         else:
             self._data.start_at(position["passes"], position["pass_step"])
         self._has_resumed, self._pass_step = True, position["pass_step"]
@@ -325,13 +325,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Delete the backup, unless it is to be kept."""
-        self._strategy()._stop_request.end_if_agreed()
+        self._strategy().extended.stop_request.end_if_agreed()
         super().on_train_end(logs)
         self.model._initial_epoch = None
 
     def _save_if_it_ends(self) -> None:
         """Save if a signal ends all workers before the next step."""
-        if self._strategy()._stop_request.is_agreed:
+        if self._strategy().extended.stop_request.is_agreed:
             self._save_model()
 
     def _save_last_step(
@@ -431,7 +431,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         strategy._complete(self.model, type(self).__name__)
         self._metrics = self._gathered_metrics()
         self._save(strategy)
-        if self._is_auto and not (strategy._stop_request.is_agreed or strategy.is_async_worker):
+        if self._is_auto and not (
+            strategy.extended.stop_request.is_agreed or strategy.is_async_worker
+        ):
             self.save_freq = self._interval.next_after(time.monotonic() - began, strategy)
 
     def _save(self, strategy: HeterogeneousStrategy) -> None:
@@ -465,13 +467,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             state.update(self._states.export(self._earlier))
         if self._metrics is not None and position["step"]:
             state[_METRICS] = self._metrics
-        if (times := self._strategy()._training_state.export_times) is not None:
+        if (times := self._strategy().extended.training_state.export_times) is not None:
             state[_TIMES] = np.array(times())
         return state
 
     def _service_state(self) -> dict[str, np.ndarray]:
         """Versions and rule state of a parameter service; the last saved ones if it is lost."""
-        state = self._strategy()._training_state.export
+        state = self._strategy().extended.training_state.export
         arrays = state() if state is not None else {}
         if arrays is None:
             return {n: v for n, v in self._folder.state().items() if n.startswith(_SERVICE)}

@@ -173,20 +173,20 @@ class BatchBalancer(SessionCallback):
                 )
             note_memory = functools.partial(self._memory.run_step, strategy, self.measurements)
             fit.add_layer(Rank.NOTE_MEMORY, note_memory)
-            strategy._training_state.export_times = self._export_times
-            fit.on_end(lambda: setattr(strategy._training_state, "export_times", None))
+            strategy.extended.training_state.export_times = self._export_times
+            fit.on_end(lambda: setattr(strategy.extended.training_state, "export_times", None))
         self._share_bounds = self._memory.apply(strategy)
         if self._measures_memory:
-            local, cuts = strategy.extended.worker_devices, strategy.compute_times.cuts
+            local, cuts = strategy.extended.worker_devices, strategy.extended.compute_times.cuts
             self._memory_use = self._memory_use or MemoryUse(strategy.layout, local, cuts)
-            strategy.compute_times.send_fitting(self._memory_use.fitting)
-        strategy.measure_compute_times(self.model)
+            strategy.extended.compute_times.send_fitting(self._memory_use.fitting)
+        strategy.extended.compute_times.begin(self.model)
         self._sampled = strategy._sample_steps(fit, self._sampled)
         unsettled, self._all_gpus = _gathered_facts(strategy, self.model)
-        self._steps.begin(strategy.compute_times, self._sampled, unsettled)
+        self._steps.begin(strategy.extended.compute_times, self._sampled, unsettled)
         # replaces what a balancer wanted in a fit in between
         latest = self.plans[-1].shares if self.plans else [0] * len(strategy.share_weights)
-        strategy.compute_times.send_shares(latest)
+        strategy.extended.compute_times.send_shares(latest)
         data = data_of_fit(self.model, strategy)
         if hasattr(data, "refuse_shares"):
             data.refuse_shares("BatchBalancer")
@@ -196,7 +196,7 @@ class BatchBalancer(SessionCallback):
         """Apply the shares of an earlier fit, or of a first plan, from the first step on."""
         strategy, data = self._strategy, data_of_fit(self.model, self._strategy)
         # Keras has inspected the first batch, which shows the size of the global batch.
-        is_latest = data is not None and data is strategy.iterated_data
+        is_latest = data is not None and data is strategy.extended.data_path.iterated()
         first = strategy.current_shares if is_latest else ()
         if total := sum(first) or int(getattr(data, "global_batch_size", None) or 0):
             if self._policy is None:
@@ -212,7 +212,7 @@ class BatchBalancer(SessionCallback):
             return
         readings = self._steps.read()
         if readings and self._memory_use and self._memory_use.note(readings[-1].shares):
-            self._strategy.compute_times.send_fitting(self._memory_use.fitting)
+            self._strategy.extended.compute_times.send_fitting(self._memory_use.fitting)
         self._balance(readings)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
@@ -248,7 +248,7 @@ class BatchBalancer(SessionCallback):
             if self._sampled is not None:
                 self._sampled.ask()  # the plan travels with measured steps, and is judged by them
             if self._strategy.num_workers > 1:
-                self._strategy.compute_times.send_shares(plan.shares)
+                self._strategy.extended.compute_times.send_shares(plan.shares)
             else:
                 self._use(plan.shares)
         wanted = readings[-1].wanted_shares
@@ -281,20 +281,20 @@ class BatchBalancer(SessionCallback):
         if (plan := self._policy.propose(-1)) is not None:
             self._note(plan)
             self._use(plan.shares)
-            self._strategy.compute_times.send_shares(plan.shares)
+            self._strategy.extended.compute_times.send_shares(plan.shares)
         return self._policy
 
     @property
     def _measures_memory(self) -> bool:
         """Whether shares are bounded, or cut, by what fits; a given size says what does."""
         strategy = self._strategy
-        return strategy._micro_batch_sizes is None or strategy.compute_times.cuts
+        return strategy.extended.micro_batch_sizes is None or strategy.extended.compute_times.cuts
 
     def _bound(self, policy: BalancePolicy, fitting: tuple[int, ...]) -> None:
         """Follow what is known of memory: no share grows beyond it, or only in parts."""
         if fitting == self._fitting or not (any(fitting) or any(self._fitting)):
             return
-        cuts, bounds = self._strategy.compute_times.cuts, list(self._upper)
+        cuts, bounds = self._strategy.extended.compute_times.cuts, list(self._upper)
         for replica, samples in enumerate(fitting):
             if samples and not (cuts and samples > 0):
                 latest = policy.shares[replica]
@@ -309,18 +309,19 @@ class BatchBalancer(SessionCallback):
 
     def _recall(self, policy: BalancePolicy) -> None:
         """Start from what a backup knows of these devices, or of others of their products."""
-        state, local = self._strategy._training_state, self._strategy.extended.worker_devices
+        extended = self._strategy.extended
+        state, local = extended.training_state, extended.worker_devices
         self._devices = devices_of(self._strategy, local, product_names(local))
         self._known = known_from_json(state.restored_times)
         state.restored_times = ""
         devices = [(each.identity, each.model) for each in self._devices]
         times, shares = recall_times(self._known, devices)
-        if self._memory_use and self._strategy.compute_times.cuts:
+        if self._memory_use and self._strategy.extended.compute_times.cuts:
             for replica, each in enumerate(times):
                 if size := getattr(each, "micro_batch_size", 0):
                     self._memory_use.start_from(replica, size)
                     policy.set_micro_batch_size(replica, size)
-            self._strategy.compute_times.send_fitting(self._memory_use.fitting)
+            self._strategy.extended.compute_times.send_fitting(self._memory_use.fitting)
         policy.recall(times, shares)
 
     def _export_times(self) -> str:

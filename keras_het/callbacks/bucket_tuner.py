@@ -106,7 +106,8 @@ class BucketTuner(SessionCallback):
             say_nothing_is_exchanged(self, strategy, "as it has one replica")
         if self.size is None:
             others = [type(each).__name__ for each in session.callbacks]
-            is_cut = strategy._micro_batch_sizes is not None or strategy.compute_times.cuts
+            extended = strategy.extended
+            is_cut = extended.micro_batch_sizes is not None or extended.compute_times.cuts
             self._sizes = [self._size_of_strategy]
             if not (is_cut or is_alone or "LocalTraining" in others):
                 self._sizes = self._sizes_to_try()

@@ -125,7 +125,7 @@ class LocalTraining(SessionCallback):
 
     def _start(self, strategy: HeterogeneousStrategy) -> PeriodicExchange:
         """Start from the current weights, which a backup may have restored in the meantime."""
-        state, rule = strategy._training_state, self._rule_of_training
+        state, rule = strategy.extended.training_state, self._rule_of_training
         self._exchange = exchange = PeriodicExchange(self.model, strategy, rule)
         if state.restored is not None:
             exchange.restore(state.restored)
@@ -199,7 +199,7 @@ class LocalTraining(SessionCallback):
         if self._steps is not None:
             self._steps.leave()
         # A training without an epoch leaves its backup unused; the next one must not get it.
-        strategy._training_state.forget_center()
+        strategy.extended.training_state.forget_center()
         self._exchange = self._steps = None
 
 

@@ -148,7 +148,7 @@ class Telemetry(SessionCallback):
             )
         strategy._measure_phases(self.model, len(HARDWARE))
         strategy._sample_steps(fit)
-        phases = strategy.compute_times.phases
+        phases = strategy.extended.compute_times.phases
         local = list(phases.devices)
         sampler = HardwareSampler(local)
         fit.on_end(sampler.close)

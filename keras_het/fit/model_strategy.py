@@ -74,7 +74,7 @@ def data_of_fit(model: keras.Model, strategy: HeterogeneousStrategy) -> Any:
     """Return the distributed dataset that a running `fit` trains on, None if there is none."""
     # The strategy's most recently iterated dataset may be that of another callback's evaluation.
     data = private_api.EpochLoop(model).data
-    return strategy.iterated_data if data is None else data
+    return strategy.extended.data_path.iterated() if data is None else data
 
 
 def check_keeps_weights(optimizer: keras.optimizers.Optimizer | None, callback: object) -> None:

@@ -109,19 +109,19 @@ def start_policy(
     if isinstance(policy, str):
         # A real device without a share computes a row of zeros, which takes as long as one sample:
         # giving it no samples gains nothing. An emulated device then takes no time.
-        is_real = strategy.emulated_devices is None and total >= num_replicas
+        is_real = strategy.extended.emulated_devices is None and total >= num_replicas
         least = 1 if policy not in FIXED_POLICIES and is_real else 0
         lower = bound_of_each("min_share", min_share, num_replicas, least, total)
         if min_share is None:
             lower = [min(pair) for pair in zip(lower, upper, strict=True)]
         weights = {"weights": strategy.share_weights} if policy == "static" else {}
-        sizes = strategy._micro_batch_sizes if policy not in FIXED_POLICIES else None
+        sizes = strategy.extended.micro_batch_sizes if policy not in FIXED_POLICIES else None
         if sizes is not None:  # absent without, for the sake of policies that do not know them
             options = {"micro_batch_sizes": sizes, **options}
         options = {**weights, **options, "lower": lower, "upper": upper}
     started = make_policy(policy, num_replicas, total, **options)
     if not isinstance(policy, str):
-        _adapt(started, num_replicas, total, upper, strategy._micro_batch_sizes)
+        _adapt(started, num_replicas, total, upper, strategy.extended.micro_batch_sizes)
     measures = started.name not in FIXED_POLICIES
     if measures and len(set(strategy.share_weights)) > 1:
         started.start_from(strategy.share_weights)
@@ -168,10 +168,10 @@ class MemoryBounds:
 
     def apply(self, strategy: HeterogeneousStrategy) -> dict[int, int]:
         """Make micro-batches as small as is known; return the known bounds of whole shares."""
-        known, sizes = self.read(), strategy._micro_batch_sizes
+        known, sizes = self.read(), strategy.extended.micro_batch_sizes
         if sizes is None:
             return known
-        strategy._micro_batch_sizes = [
+        strategy.extended.micro_batch_sizes = [
             min(size, known.get(replica, size)) for replica, size in enumerate(sizes)
         ]
         return {}
@@ -197,9 +197,9 @@ class MemoryBounds:
             return step(batches)
         except tf.errors.ResourceExhaustedError as error:
             first, devices = strategy.layout.local_replicas.start, strategy.extended.worker_devices
-            shares, sizes = strategy.current_shares, strategy._micro_batch_sizes
+            shares, sizes = strategy.current_shares, strategy.extended.micro_batch_sizes
             if sizes is not None:
-                sizes = strategy.compute_times.sizes_at_a_time(sizes)
+                sizes = strategy.extended.compute_times.sizes_at_a_time(sizes)
             without = replicas_without_memory(str(error), devices, first)
             bounds = {}
             for replica in without:

@@ -74,7 +74,9 @@ class _FromTheChief:
 
     def __call__(self, batches: Batches) -> Nest:
         adopt_variables_of_the_chief(self._model, self._strategy)
-        self._strategy._training_state.export = None  # its center belongs to no other backup
+        self._strategy.extended.training_state.export = (
+            None  # its center belongs to no other backup
+        )
         self._model.make_train_function(force=True)
         return self._model.train_function(batches)
 

@@ -159,7 +159,7 @@ class PeriodicExchange:
         with tf.device("CPU:0"):  # as soon as the device has computed them
             own = [tf.identity(each) for each in sent]
         last_mean, pace = self._mean_statistics, self._own_pace(measured)
-        with self._strategy._naming_lost_workers():
+        with self._strategy.extended.naming_lost_workers():
             weights, mean, paces, self.state = self._exchange(
                 *own, last_mean, samples, pace, self.state
             )

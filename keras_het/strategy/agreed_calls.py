@@ -59,7 +59,7 @@ def agree_on_call(call: Call, is_short: bool) -> None:
     may_differ = is_left_local or is_local
     if may_differ:
         described.pop("steps trained before", None)
-    everyone = strategy.agree(
+    everyone = strategy.extended.agree(
         f"model.{name}",
         described,
         opening=f"The workers do not agree on model.{name}",
@@ -108,7 +108,7 @@ class StepWatch(DriftWatch):
         epoch, batches = self._epoch + 1, self._batches
         where = f"batch {batches} of epoch {epoch}"
         strategy = self.model.distribute_strategy
-        everyone: np.ndarray = strategy.agree(
+        everyone: np.ndarray = strategy.extended.agree(
             "the end of an epoch",
             {"steps": f"{batches} of epoch {epoch}", "model.stop_training": str(stops)},
             opening="The workers stopped at different steps",

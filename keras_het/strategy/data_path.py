@@ -184,7 +184,7 @@ class DataPath:
     @property
     def guard(self) -> StepGuard | None:
         """What the running `fit` tells when its step waits for a batch, and when it has it."""
-        return self._get_strategy()._stop_request.guard
+        return self._get_strategy().extended.stop_request.guard
 
     @property
     def _is_compared(self) -> bool:

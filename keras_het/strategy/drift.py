@@ -54,19 +54,19 @@ class DriftWatch(keras.callbacks.Callback):
 
     def _replica_values(self) -> ReplicaValues | None:
         strategy = self.model.distribute_strategy
-        is_over = self._has_warned and strategy._on_drift == "warn"
-        if strategy._on_drift == "ignore" or strategy._holds_parts or is_over:
+        is_over = self._has_warned and strategy.extended.on_drift == "warn"
+        if strategy.extended.on_drift == "ignore" or strategy._holds_parts or is_over:
             return None
         return ReplicaValues(self.model, strategy)
 
     def _act(self, found: ReplicaValues, epoch: int) -> None:
         strategy = self.model.distribute_strategy
-        with strategy._naming_lost_workers():
+        with strategy.extended.naming_lost_workers():
             values = found.values()
             if not self._has_warned:
                 found.tell(found.differences(values), epoch)
         self._has_warned = True
-        if strategy._on_drift == "copy":
+        if strategy.extended.on_drift == "copy":
             found.assign(values)
 
 

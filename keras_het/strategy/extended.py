@@ -8,30 +8,37 @@ import functools
 import logging
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.fit.resume import TrainingState
 from keras_het.planning import ReplicaLayout
 from keras_het.planning.argument_checks import check_number, check_one_of, expect
 from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
 from keras_het.strategy.cluster import agreement, nccl
-from keras_het.strategy.cluster.peer_watch import message_in
+from keras_het.strategy.cluster.peer_watch import PeerWatch, message_in, naming_lost_workers
 from keras_het.strategy.exact.created_in_scope import check_created_in_scope
 from keras_het.strategy.exact.power_sgd import PowerSGD
 from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
+from keras_het.strategy.measure.emulated_device import read_emulated_devices
 from keras_het.strategy.sums_by_host import is_worth_it, num_keys
 from keras_het.value_types import Leaf, Nest
 
 if TYPE_CHECKING:
+    from keras_het.strategy.cluster.cluster_config import ClusterConfig
+    from keras_het.strategy.cluster.stop_request import StopRequest
+    from keras_het.strategy.data_path import DataPath
+    from keras_het.strategy.measure.compute_times import ComputeTimes
     from keras_het.summation.group import SummationGroup
 
 _logger = logging.getLogger(__name__)
 
 _KEYS_PER_RANGE = 10_000
+_SEED_STREAMS_PER_GROUP = 1000
 # PeerWatch finds a silent worker first, and names it.
 _MORE_SECONDS = 15.0
 
@@ -69,6 +76,15 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
     # `PeerWatch` watches the peers, and names the lost worker.
     _enable_check_health = False
 
+    # What the strategy's calls, steps and callbacks share; its constructor gives it.
+    cluster_config: ClusterConfig | None
+    compute_times: ComputeTimes
+    data_path: DataPath
+    micro_batch_sizes: Sequence[int] | None
+    on_drift: str
+    peer_watch: PeerWatch | None = None
+    stop_request: StopRequest
+
     def __init__(
         self,
         container_strategy: tf.distribute.Strategy,
@@ -77,9 +93,11 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         devices: Sequence[str],
         startup_timeout_seconds: float = 300.0,
         peer_timeout_seconds: float = 30.0,
-        on_join: Callable[[], None] = lambda: None,
+        on_join: Callable[[], PeerWatch | None] = lambda: None,
     ) -> None:
         private_api.leave_no_generated_files()
+        self.emulated_devices = read_emulated_devices()
+        self.training_state = TrainingState()
         self._on_join = on_join
         self._communication_dtype: tf.DType | None = None
         self._created: list[list[tf.Variable]] | None = None
@@ -127,7 +145,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self._std_server_started = private_api.listens_for_workers()
         with private_api.coordination_timeouts(*self._timeouts), _ended_after(self._timeouts[0]):
             super()._initialize_multi_worker(cluster_resolver)
-        self._on_join()
+        self.peer_watch = self._on_join()
         self._use_hierarchical_all_reduce((1,) * self._num_workers)
         with self._met_within(self._timeouts[0]):
             wants_nccl = nccl.is_wanted(self._local_device_type, self._communication_options)
@@ -198,6 +216,56 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             agreement.pass_on(found)
         finally:
             timer.cancel()
+
+    def naming_lost_workers(self) -> contextlib.AbstractContextManager[None]:
+        """Let errors of collectives run meanwhile say which worker was lost."""
+        return naming_lost_workers(self.peer_watch)
+
+    def agree(
+        self,
+        place: str,
+        described: Mapping[str, str],
+        *,
+        leaves_loop: str | None = None,
+        **options: Any,
+    ) -> np.ndarray:
+        """Compare what the workers are about to do; all of them must call it."""
+        # `leaves_loop` is the message for all if some continue a loop that this one has left;
+        # without it they arrive in any case, however late.
+        if self.layout.num_workers == 1:
+            return np.zeros([1, agreement.NUM_NOTES], np.int64)
+        with contextlib.ExitStack() as stack:
+            if leaves_loop is not None:
+                stack.enter_context(agreement.patience(leaves_loop, self.abort_all))
+            stack.enter_context(self.naming_lost_workers())
+            return agreement.agree(self, place, described, **options)
+
+    @property
+    def first_seed_stream(self) -> int:
+        """First of this group's streams of random numbers; async workers draw from others."""
+        config = self.cluster_config
+        if config is None or not config.is_async_worker:
+            return 0
+        return _SEED_STREAMS_PER_GROUP * (1 + config.task_index)
+
+    @property
+    def steps_carry_flags(self) -> bool:
+        """Whether a step traced now has a collective of all workers."""
+        return self.layout.num_workers > 1 and not self.reduces_within_worker
+
+    @property
+    def steps_are_timed(self) -> bool:
+        """Whether the training steps that are traced now read the clock."""
+        times = self.compute_times
+        return (times.is_measuring or times.phases.is_measuring) and not times.is_sampled_out
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether a device of this worker computes while its host continues."""
+        emulated = self.emulated_devices or ()
+        return any("CPU" not in device for device in self.worker_devices) or any(
+            each.asynchronous for each in emulated
+        )
 
     def meet(self, values: np.ndarray) -> np.ndarray:
         """Concatenate an array of every worker; for `agreement` only."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import signal
 import weakref
@@ -11,12 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.fit.model_strategy import OwnStrategy
-from keras_het.fit.resume import TrainingState
 from keras_het.fit.session import FitSession
 from keras_het.fit.share_bounds import MicroBatchSize, read_micro_batch_size
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
@@ -32,7 +29,6 @@ from keras_het.strategy.cluster import agreement
 from keras_het.strategy.cluster.peer_watch import (
     PeerWatch,
     install_report,
-    naming_lost_workers,
     read_peer_timeout,
 )
 from keras_het.strategy.cluster.stop_request import StopRequest
@@ -50,7 +46,6 @@ from keras_het.strategy.exact.xla import compiled_as_a_whole
 from keras_het.strategy.extended import HeterogeneousExtended, check_how_gradients_travel
 from keras_het.strategy.measure.compute_times import ComputeTimes
 from keras_het.strategy.measure.emulated_device import (
-    read_emulated_devices,
     warn_of_emulated_devices,
     warn_that_nothing_waits,
 )
@@ -68,8 +63,6 @@ from keras_het.strategy.membership import (
 )
 from keras_het.summation import Summation, read_gradient_reduction
 from keras_het.value_types import Nest
-
-_SEED_STREAMS_PER_GROUP = 1000
 
 
 class HeterogeneousStrategy(OwnStrategy):
@@ -165,57 +158,58 @@ class HeterogeneousStrategy(OwnStrategy):
         summation = read_gradient_reduction(gradient_reduction)
         how = (communication_options, communication_dtype, powersgd_rank)
         check_how_gradients_travel(*how, summation)
-        self._on_drift = check_on_drift(on_drift)
+        check_on_drift(on_drift)
         self._collective_key_base = next_collective_key_base()
-        self.emulated_devices = read_emulated_devices()
         self._has_warned = False
         membership = find_cluster(cluster_resolver)
         check_is_no_summation_machine(membership.config)
         names = choose_devices(devices, membership.num_workers)
-        self._peer_watch: PeerWatch | None = None
         seconds_left = wait_for_workers(membership, startup_timeout_seconds)
-        super().__init__(
-            self._extended_class(
-                self,
-                cluster_resolver=membership.resolver,
-                communication_options=communication_options or private_api.CommunicationOptions(),
-                devices=names,
-                startup_timeout_seconds=seconds_left,
-                peer_timeout_seconds=patience,
-                on_join=lambda: self._begin_watching(membership, patience),
-            )
+        extended = self._extended_class(
+            self,
+            cluster_resolver=membership.resolver,
+            communication_options=communication_options or private_api.CommunicationOptions(),
+            devices=names,
+            startup_timeout_seconds=seconds_left,
+            peer_timeout_seconds=patience,
+            on_join=lambda: _begin_watching(membership, patience),
         )
+        super().__init__(extended)
         if membership.config is not None or membership.num_workers > 1:
             leave_quickly()
-        self.cluster_config = membership.config
-        self._data_path = DataPath(self, weights_of_replicas(share_weights, self.layout))
-        self._micro_batch_sizes = read_micro_batch_size(micro_batch_size, self.num_replicas_in_sync)
-        self.compute_times = ComputeTimes(self.layout, micro_batch_size == "auto")
-        self.extended.send_gradients_as(communication_dtype)
-        self.extended.send_low_rank(powersgd_rank)
-        self._training_state = TrainingState()
+        extended.cluster_config, extended.on_drift = membership.config, on_drift
+        extended.data_path = DataPath(self, weights_of_replicas(share_weights, self.layout))
+        sizes = read_micro_batch_size(micro_batch_size, self.num_replicas_in_sync)
+        extended.micro_batch_sizes = sizes
+        extended.compute_times = ComputeTimes(self.layout, micro_batch_size == "auto")
+        extended.send_gradients_as(communication_dtype)
+        extended.send_low_rank(powersgd_rank)
         self._warn_of_emulation(len(self.layout.local_replicas))
         if self.num_workers > 1:
-            settings = (self.share_weights, summation, self._micro_batch_sizes, on_drift)
-            agreement.check_agreement(self.extended, *settings)
-            agreement.share_random_seed(self.extended)
-            watch = self._peer_watch = self._peer_watch or watch_peers(membership, patience)
+            agreement.check_agreement(extended, self.share_weights, summation, sizes, on_drift)
+            agreement.share_random_seed(extended)
+            watch = extended.peer_watch = extended.peer_watch or watch_peers(membership, patience)
             if summation is not None:
                 from keras_het.summation.group import start_summation
 
-                group = start_summation(summation, self.extended, membership, watch.raise_if_lost)
+                group = start_summation(summation, extended, membership, watch.raise_if_lost)
                 if group is not None:
                     watch_summation(watch, group)
-                self.extended.use_summation(group)
+                extended.use_summation(group)
             atexit.register(leave_together, weakref.ref(self))
         # Ends training after a signal; Ctrl-C only where other workers have to end as well.
         is_alone = self.num_workers == 1 and not self.num_async_workers
         if not is_alone and not (membership.config and membership.config.is_evaluator):
             keras_calls.refuse_models_outside(self)
-        self._stop_request = StopRequest(self, is_alone)
-        stop_signals.add(self._stop_request)
+        extended.stop_request = StopRequest(self, is_alone)
+        stop_signals.add(extended.stop_request)
         stop_signals.install(numbers=[signal.SIGTERM] if is_alone else SIGNALS)
-        share_news(self._peer_watch, self.worker_index, self._stop_request)
+        share_news(extended.peer_watch, self.worker_index, extended.stop_request)
+
+    @property
+    def extended(self) -> HeterogeneousExtended:
+        """What the package's own parts share; not for users, as in all strategies of TensorFlow."""
+        return super().extended
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -234,21 +228,16 @@ class HeterogeneousStrategy(OwnStrategy):
         )
 
     def _warn_of_emulation(self, num_devices: int) -> None:
-        warn_of_emulated_devices(self.emulated_devices, num_devices)
-
-    def _begin_watching(self, membership: Membership, patience_seconds: float) -> None:
-        stop_signals.install(private_api.abort_collectives)
-        self._peer_watch = watch_peers(membership, patience_seconds)
-        install_report(self._peer_watch)
+        warn_of_emulated_devices(self.extended.emulated_devices, num_devices)
 
     def _stop_watching(self) -> None:
         """Stop reporting workers that are gone; at the end of the script."""
-        if self._peer_watch is not None:
-            self._peer_watch.stop()
+        if self.extended.peer_watch is not None:
+            self.extended.peer_watch.stop()
 
     @property
     def layout(self) -> ReplicaLayout:
-        """The number of replicas of every worker, and this worker's own replicas."""
+        """Replicas of each worker (`replicas_per_worker`), and those here (`local_replicas`)."""
         return self.extended.layout
 
     @property
@@ -264,36 +253,31 @@ class HeterogeneousStrategy(OwnStrategy):
     @property
     def is_chief(self) -> bool:
         """Whether this worker writes to shared paths."""
-        if self.cluster_config is not None:
-            return self.cluster_config.is_chief or self.cluster_config.is_evaluator
-        return self.worker_index == 0
+        config = self.extended.cluster_config
+        return self.worker_index == 0 if config is None else config.is_chief or config.is_evaluator
 
     @property
     def is_async_worker(self) -> bool:
         """Whether this process trains outside of the sync group (job `async`)."""
-        return self.cluster_config is not None and self.cluster_config.is_async_worker
+        config = self.extended.cluster_config
+        return config is not None and config.is_async_worker
 
     @property
     def is_parameter_server(self) -> bool:
         """Whether this process holds the parameter service of async workers and trains nothing."""
-        return self.cluster_config is not None and self.cluster_config.is_parameter_server
-
-    @property
-    def _first_seed_stream(self) -> int:
-        """First of this group's streams of random numbers; async workers draw from others."""
-        if self.cluster_config is None or not self.is_async_worker:
-            return 0
-        return _SEED_STREAMS_PER_GROUP * (1 + self.cluster_config.task_index)
+        config = self.extended.cluster_config
+        return config is not None and config.is_parameter_server
 
     @property
     def num_async_workers(self) -> int:
         """Number of workers outside of the sync group."""
-        return 0 if self.cluster_config is None else len(self.cluster_config.async_workers)
+        config = self.extended.cluster_config
+        return 0 if config is None else len(config.async_workers)
 
     @property
     def has_lost_workers(self) -> bool:
         """Whether another worker is known to have died or hung."""
-        watch = self._peer_watch
+        watch = self.extended.peer_watch
         return watch is not None and watch.wait_for_loss(timeout_seconds=0.0) is not None
 
     @property
@@ -304,7 +288,7 @@ class HeterogeneousStrategy(OwnStrategy):
     @property
     def share_weights(self) -> tuple[float, ...]:
         """The share weight of every replica."""
-        return self._data_path.weights
+        return self.extended.data_path.weights
 
     def set_share_weights(self, share_weights: Weights) -> None:
         """Change the share weights from a later step on.
@@ -318,7 +302,7 @@ class HeterogeneousStrategy(OwnStrategy):
         Raises:
             ValueError: if the number of weights is not the number of replicas, or all are zero.
         """
-        self._data_path.weights = weights_of_replicas(share_weights, self.layout)
+        self.extended.data_path.weights = weights_of_replicas(share_weights, self.layout)
 
     def distribute(
         self,
@@ -342,7 +326,8 @@ class HeterogeneousStrategy(OwnStrategy):
         Returns:
             An iterable that `fit`, `evaluate`, `predict` and custom loops accept.
         """
-        return self._data_path.distribute(dataset, global_batch_size, batch_map, lookahead)
+        data_path = self.extended.data_path
+        return data_path.distribute(dataset, global_batch_size, batch_map, lookahead)
 
     def distribute_files(
         self,
@@ -373,7 +358,7 @@ class HeterogeneousStrategy(OwnStrategy):
         Returns:
             An iterable that `fit`, `evaluate`, `predict` and custom loops accept.
         """
-        return self._data_path.distribute_files(
+        return self.extended.data_path.distribute_files(
             filenames,
             reader,
             global_batch_size=global_batch_size,
@@ -384,86 +369,44 @@ class HeterogeneousStrategy(OwnStrategy):
         )
 
     def _measure_phases(self, model: keras.Model, sampled: int) -> None:
-        self._data_path.on_input_wait = self.compute_times.phases.note_input_wait
-        self.compute_times.phases.begin(model, self.extended.worker_devices, sampled)
-
-    def measure_compute_times(
-        self, model: keras.Model | None = None, gradients: bool = False, stops: bool = False
-    ) -> None:
-        """Make the training steps of Keras measure each replica's compute time."""
-        # The step of a model that has been trained is traced again; `gradients` adds squared norms.
-        self.compute_times.begin(model, gradients, stops)
+        phases = self.extended.compute_times.phases
+        self.extended.data_path.on_input_wait = phases.note_input_wait
+        phases.begin(model, self.extended.worker_devices, sampled)
 
     def _sample_steps(
         self, session: FitSession | None, earlier: SampledSteps | None = None
     ) -> SampledSteps | None:
         """Measure only some steps of a `fit`, if measuring would stop a device."""
-        if session is None or not self._works_ahead:
+        request = self.extended.stop_request
+        if session is None or not self.extended.works_ahead:
             return None
-        if self._stop_request.sampled is None:
-            self._stop_request.sampled = SampledSteps(self, session, earlier)
+        if request.sampled is None:
+            request.sampled = SampledSteps(self, session, earlier)
             session.on_end(self._end_sampling)
-        self._data_path.on_input_wait = self._stop_request.sampled.batch_arrives
-        return self._stop_request.sampled
+        self.extended.data_path.on_input_wait = request.sampled.batch_arrives
+        return request.sampled
 
     def _end_sampling(self) -> None:
-        self._stop_request.sampled = self._data_path.on_input_wait = None
-
-    def stop_measuring(self, model: keras.Model) -> None:
-        """End a measurement started with `stops`, and that of gradients; others' times continue."""
-        self.compute_times.end(model)
+        self.extended.stop_request.sampled = self.extended.data_path.on_input_wait = None
 
     @property
     def current_shares(self) -> tuple[int, ...]:
         """Samples of each replica in the latest batch, empty before the first."""
-        return self._data_path.current_shares
+        return self.extended.data_path.current_shares
 
     @property
     def samples_delivered(self) -> int:
         """Samples of all batches so far, over all replicas of this group."""
-        return self._data_path.samples_delivered
+        return self.extended.data_path.samples_delivered
 
     @property
     def local_samples_delivered(self) -> int:
         """Samples of all batches so far, over this worker's replicas."""
-        return self._data_path.local_samples_delivered
-
-    @property
-    def iterated_data(self) -> DistributedSteps | None:
-        """The distributed dataset that provided the latest step, None before the first step."""
-        return self._data_path.iterated()
-
-    def resume_data(self, passes: int | Sequence[bool], step: int) -> None:
-        """Make the dataset that `fit` iterates continue in the middle of an epoch."""
-        self._data_path.resume(passes, step)
-
-    @property
-    def _data_to_be_trained(self) -> Any:
-        """Return the distributed dataset that a `fit` starting now will iterate."""
-        return self._data_path.to_be_trained()
+        return self.extended.data_path.local_samples_delivered
 
     def barrier(self) -> None:
         """Wait until every worker has called it, for example until the chief has saved."""
-        self.agree("strategy.barrier()", {})
-
-    def agree(
-        self,
-        place: str,
-        described: Mapping[str, str],
-        *,
-        leaves_loop: str | None = None,
-        **options: Any,
-    ) -> np.ndarray:
-        """Compare what the workers are about to do; all of them must call it."""
-        # `leaves_loop` is the message for all if some continue a loop that this one has left;
-        # without it they arrive in any case, however late.
-        if self.num_workers == 1:
-            return np.zeros([1, agreement.NUM_NOTES], np.int64)
-        with contextlib.ExitStack() as stack:
-            if leaves_loop is not None:
-                stack.enter_context(agreement.patience(leaves_loop, self.extended.abort_all))
-            stack.enter_context(self._naming_lost_workers())
-            return agreement.agree(self.extended, place, described, **options)
+        self.extended.agree("strategy.barrier()", {})
 
     def experimental_distribute_dataset(
         self,
@@ -516,12 +459,14 @@ class HeterogeneousStrategy(OwnStrategy):
         kind = private_api.keras_step_kind(step) if args and not kwargs else None
         model = private_api.model_of_step(step) if kind is not None else None
         if kind is None:
-            if self.emulated_devices is not None and not self._has_warned:
+            if self.extended.emulated_devices is not None and not self._has_warned:
                 self._has_warned = True
                 warn_that_nothing_waits()
         else:
-            self._stop_request.note_step(
-                private_api.model_of_prediction(step), f"{kind}_function", self._steps_carry_flags
+            self.extended.stop_request.note_step(
+                private_api.model_of_prediction(step),
+                f"{kind}_function",
+                self.extended.steps_carry_flags,
             )
         is_traced_apart = hasattr(fn, "get_concrete_function")
         if kind is None and len(self.layout.local_replicas) > 1 and not is_traced_apart:
@@ -535,43 +480,20 @@ class HeterogeneousStrategy(OwnStrategy):
             return run_predict_step(self, run, step, args[0])
         return run_train_or_test_step(self, run, kind, step, args[0])
 
-    def _naming_lost_workers(self) -> contextlib.AbstractContextManager[None]:
-        """Let errors of collectives run meanwhile say which worker was lost."""
-        return naming_lost_workers(self._peer_watch)
-
     def _complete(self, model: keras.Model, purpose: str) -> None:
         """Give every process the whole model, where a single one might ask for it."""
 
     def _put_together(self, model: keras.Model) -> None:
         """Give every process the whole model; all of them must call it after the same step."""
 
-    @property
-    def _steps_carry_flags(self) -> bool:
-        """Whether a step traced now has a collective of all workers."""
-        return self.num_workers > 1 and not self.extended.reduces_within_worker
-
-    @property
-    def _steps_are_timed(self) -> bool:
-        """Whether the training steps that are traced now read the clock."""
-        times = self.compute_times
-        return (times.is_measuring or times.phases.is_measuring) and not times.is_sampled_out
-
-    @property
-    def _works_ahead(self) -> bool:
-        """Whether a device of this worker computes while its host continues."""
-        emulated = self.emulated_devices or ()
-        return any("CPU" not in device for device in self.extended.worker_devices) or any(
-            each.asynchronous for each in emulated
-        )
-
     def _needs_exact_step(self, model: keras.Model | None) -> bool:
         optimizer = getattr(model, "optimizer", None)
         return (
             self.num_replicas_in_sync > 1
             or self.is_async_worker
-            or self.emulated_devices is not None
-            or self._steps_are_timed
-            or self._micro_batch_sizes is not None
+            or self.extended.emulated_devices is not None
+            or self.extended.steps_are_timed
+            or self.extended.micro_batch_sizes is not None
             # its `cond` must not merge replicas, not even one
             or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         )
@@ -595,3 +517,10 @@ class HeterogeneousStrategy(OwnStrategy):
         if is_mean and axis is None and any(isinstance(leaf, UnevenPerReplica) for leaf in leaves):
             return tf.nest.map_structure(lambda leaf: getattr(leaf, "global_spec", leaf), value)
         return super().reduce(reduce_op, value, axis)
+
+
+def _begin_watching(membership: Membership, patience_seconds: float) -> PeerWatch:
+    stop_signals.install(private_api.abort_collectives)
+    watch = watch_peers(membership, patience_seconds)
+    install_report(watch)
+    return watch

@@ -114,14 +114,14 @@ def _check_was_made_in_scope(model: keras.Model, name: str) -> None:
 
 def _ending_if_asked(call: Call) -> AbstractContextManager[None]:
     """A signal ends the script between two steps, on all workers after the same one."""
-    return call.strategy._stop_request.loop()
+    return call.strategy.extended.stop_request.loop()
 
 
 @contextlib.contextmanager
 def _with_short_errors(call: Call) -> Iterator[None]:
     """Errors name the lost worker, or what another worker or a check in the graph has said."""
     try:
-        with call.strategy._naming_lost_workers():
+        with call.strategy.extended.naming_lost_workers():
             yield
     except StopIteration:
         raise ValueError(
@@ -145,9 +145,9 @@ def _with_own_optimizer(call: Call) -> None:
 
 def _with_async_workers(call: Call) -> None:
     """Async workers and the sync group train one model, also where the script does not say how."""
-    strategy, config = call.strategy, call.strategy.cluster_config
+    strategy, config = call.strategy, call.strategy.extended.cluster_config
     # claimed within a callback of such a training, which fits another model
-    is_within = strategy._data_path.claims_source is not None
+    is_within = strategy.extended.data_path.claims_source is not None
     if call.name != "fit" or not strategy.num_async_workers or config.is_evaluator or is_within:
         return
     aggregation = import_part("keras_het.callbacks", "AsyncWorkers")
@@ -175,8 +175,8 @@ def _in_session(call: Call) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(FitSession(model, call.name, call.callbacks))
         if strategy is not None and call.name in STEP_FUNCTIONS:
-            strategy._stop_request.watch(session)
-            if strategy._works_ahead:
+            strategy.extended.stop_request.watch(session)
+            if strategy.extended.works_ahead:
                 stack.enter_context(keras_passes_unread_logs())
                 session.add_layer(Rank.KEEP_LOGS, keep_unread)
         if call.name == "fit" and (holds_parts or _takes_part(call)):
@@ -234,12 +234,12 @@ def _shape_and_type(spec: Leaf) -> Leaf:
 
 def _reading_ahead(call: Call) -> AbstractContextManager[None]:
     """Data of this call is prepared an execution ahead."""
-    return call.strategy._data_path.reading_ahead(call.model.steps_per_execution)
+    return call.strategy.extended.data_path.reading_ahead(call.model.steps_per_execution)
 
 
 def _in_one_call(call: Call) -> None:
     """The steps of an execution start together."""
-    make, model, data_path = call.function, call.model, call.strategy._data_path
+    make, model, data_path = call.function, call.model, call.strategy.extended.data_path
     if model.steps_per_execution > 1:
         call.function = lambda *arguments: Execution(data_path, model, make(*arguments))
 

@@ -38,7 +38,7 @@ class StepRecorder:
 
     def __init__(self, strategy: HeterogeneousStrategy, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
-        self._phases = strategy.compute_times.phases
+        self._phases = strategy.extended.compute_times.phases
         self._lock = threading.Lock()
         self.offset = 0
         self.changes: list[Change] = []
@@ -184,7 +184,7 @@ def devices_of(
     strategy: HeterogeneousStrategy, local: Sequence[str], models: Sequence[str]
 ) -> list[Device]:
     """Return the devices of all replicas; every worker must call it, with its own ones."""
-    counts = strategy.compute_times.phases.layout.replicas_per_worker
+    counts = strategy.extended.compute_times.phases.layout.replicas_per_worker
     # processes of a pipeline may have devices of different types
     kinds = [tf.DeviceSpec.from_string(device).device_type for device in local]
     own = json.dumps([*zip(kinds, models, identities(local), strict=True)]).encode()
@@ -194,7 +194,7 @@ def devices_of(
     padded[0, : len(own)] = np.frombuffer(own, np.uint8)
     if strategy.num_workers > 1:
         padded = strategy.extended.gather_over_workers(padded)
-    config = strategy.cluster_config
+    config = strategy.extended.cluster_config
     addresses = config.sync_group_addresses if config is not None else ()
     hosts = [address.rpartition(":")[0] for address in addresses]
     found = []

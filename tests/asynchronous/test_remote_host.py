@@ -94,7 +94,8 @@ def test_a_service_that_was_killed_is_waited_for_once(service):
 def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(tmp_path, monkeypatch):
     leader = Leader(serve(AsyncSGD(0.1, momentum=0.5)), timeout_seconds=3600.0)
     backup, channel = BackupAndRestore(str(tmp_path)), Unreachable()
-    strategy = SimpleNamespace(_training_state=TrainingState(leader.exported))
+    extended = SimpleNamespace(training_state=TrainingState(leader.exported))
+    strategy = SimpleNamespace(extended=extended)
     monkeypatch.setattr(backup, "_strategy", lambda: strategy)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd")
@@ -107,7 +108,7 @@ def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(tmp_path, 
         assert leader.engine.is_lost and channel.num_waits == 1
         np.testing.assert_equal(found, before)
     leader.engine.watch.stop()
-    strategy._training_state.export = None  # a training without a service
+    strategy.extended.training_state.export = None  # a training without a service
     assert backup._service_state() == {}
 
 

@@ -69,15 +69,18 @@ class FakeStrategy:
     """Two workers of one device each, of which one step was measured."""
 
     layout = SimpleNamespace(replicas_per_worker=(1, 1))
-    _data_to_be_trained = SimpleNamespace(cardinality=40, takes_keras_arrays=False)
-    extended = SimpleNamespace(gather_over_workers=lambda values: values)
 
     def __init__(self):
         measured = [step((6, 2), (3.0, 5.0), 2.0)]
-        self.compute_times = SimpleNamespace(latest=lambda count: measured)
+        data = SimpleNamespace(cardinality=40, takes_keras_arrays=False)
+        self.extended = SimpleNamespace(
+            gather_over_workers=lambda values: values,
+            compute_times=SimpleNamespace(latest=lambda count: measured, begin=self._begin),
+            data_path=SimpleNamespace(to_be_trained=lambda: data),
+        )
         self.measured = []
 
-    def measure_compute_times(self, model, gradients=False, stops=False):
+    def _begin(self, model, gradients=False, stops=False):
         assert stops  # else nobody could end it
         self.measured.append(gradients)
 
@@ -166,8 +169,10 @@ def test_all_find_the_same_link_rates_and_the_leader_the_fastest(logical_devices
             num_workers=3,
             worker_index=worker,
             is_chief=worker == 0,
-            extended=SimpleNamespace(gather_over_workers=gather),
-            cluster_config=SimpleNamespace(service_address=lambda: address),
+            extended=SimpleNamespace(
+                gather_over_workers=gather,
+                cluster_config=SimpleNamespace(service_address=lambda: address),
+            ),
         )
         return measure_link_rates(strategy)
 

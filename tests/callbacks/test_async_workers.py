@@ -82,7 +82,7 @@ def test_a_job_async_is_enough(strategy, capsys, given):
     assert options.adapts_period == (given != "settings")
     told = capsys.readouterr().out.count("this fit trains as with AsyncWorkers()")
     assert told == (given != "settings")
-    assert strategy._data_path.claims_source is None
+    assert strategy.extended.data_path.claims_source is None
     model.evaluate(data(), verbose=0)  # trains nothing
     assert "AsyncWorkers" not in capsys.readouterr().out
 
@@ -235,7 +235,7 @@ def fail(model):
 
 
 def interrupt_next_step(model):
-    path = model.distribute_strategy._data_path
+    path = model.distribute_strategy.extended.data_path
 
     def on_step(*step, **new):
         del path.on_step
@@ -278,7 +278,7 @@ def test_an_error_ends_the_service_and_a_fit_after_it_trains(strategy, name, rul
             thread.join(60)
             assert not thread.is_alive()
     assert hybrid._participant is None and model.optimizer is optimizer
-    server = Server(strategy.cluster_config.service_address())  # nobody listens there
+    server = Server(strategy.extended.cluster_config.service_address())  # nobody listens there
     server.start()
     server.close()
     before, gradient = flat(model), mean_gradient(model, NUM_BATCHES)
@@ -343,7 +343,7 @@ class ClaimsTwo(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         participant = self.hybrid._participant
         self.ledger = participant.center.ledger
-        address = participant.strategy.cluster_config.service_address()
+        address = participant.strategy.extended.cluster_config.service_address()
         other = LedgerConnection(RemoteChannel(address, participant.credential, 1, 60.0))
         assert other.claim(epoch, 2)[2] == 2
         other.close()
@@ -432,12 +432,12 @@ def test_a_fit_without_an_epoch_changes_nothing(monkeypatch, logical_devices, ta
     strategy = strategy_of(monkeypatch, task, worker=1, **{"async": 1})
     model = make_model(strategy)
     before, optimizer = flat(model), model.optimizer
-    strategy._training_state.restored = {"of": np.zeros(1)}
+    strategy.extended.training_state.restored = {"of": np.zeros(1)}
     hybrid = AsyncWorkers(rule)
     model.fit(data(), epochs=2, initial_epoch=2, verbose=0, callbacks=[hybrid])
     np.testing.assert_array_equal(flat(model), before)
     assert model.optimizer is optimizer and hybrid._participant is None
-    assert strategy._training_state.restored is None
+    assert strategy.extended.training_state.restored is None
     if task == "worker":
         model.fit(data(), verbose=0, callbacks=[hybrid])  # and the next one trains
         assert not np.array_equal(flat(model), before)

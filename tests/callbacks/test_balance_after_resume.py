@@ -51,7 +51,7 @@ def train(emulated, folder, places, interrupted_after=None, products="xyzz", pol
         assert not interrupted_after
     except InterruptedError:
         pass
-    assert strategy._training_state.export_times is None
+    assert strategy.extended.training_state.export_times is None
     return balancer
 
 

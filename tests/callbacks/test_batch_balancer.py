@@ -113,7 +113,7 @@ def test_each_model_is_measured_also_one_that_was_trained_without(strategy):
         first, second = dense_model(), dense_model()
     data = strategy.distribute(batches(24))
     second.fit(data, verbose=0)
-    assert not strategy.compute_times.read_new()
+    assert not strategy.extended.compute_times.read_new()
     first.fit(data, verbose=0, callbacks=[BatchBalancer("even")])
     balancer = BatchBalancer("even")
     second.fit(data, verbose=0, callbacks=[balancer])
@@ -125,9 +125,9 @@ def test_a_model_is_traced_again_once(strategy, model):
     data = strategy.distribute(batches(24))
     model.fit(data, verbose=0, callbacks=[BatchBalancer("even")])
     traced = model.train_function
-    strategy.measure_compute_times(model)
+    strategy.extended.compute_times.begin(model)
     assert model.train_function is traced
-    strategy.measure_compute_times(model, gradients=True)
+    strategy.extended.compute_times.begin(model, gradients=True)
     assert model.train_function is not traced
 
 
@@ -355,7 +355,7 @@ def test_another_strategy_is_refused():
 def test_workers_with_different_shares_are_noticed(strategy):
     balancer = BatchBalancer("even")
     fit(balancer, 8, 1, strategy)
-    times = strategy.compute_times
+    times = strategy.extended.compute_times
     wrong = tf.constant([[3.0, 2.5, 2.5], [0.1, 0.1, 0.1], [0.0, 0.0, 0.0]])
     times.record(tf.constant([4, 2, 2], tf.int64), wrong, 0.1)
     with pytest.raises(RuntimeError, match="left out or used twice"):
@@ -363,7 +363,7 @@ def test_workers_with_different_shares_are_noticed(strategy):
 
 
 def test_old_measurements_are_dropped(strategy):
-    times = strategy.compute_times
+    times = strategy.extended.compute_times
     summed = tf.zeros([3, 3])
     for step in range(300):
         times.record(tf.constant([step, 0, 0], tf.int64), summed, float(step))

@@ -47,18 +47,21 @@ def fit(model, epochs, *others, **given):
 
 
 def measured_steps(strategy):
-    return len(strategy.compute_times.read_new())
+    return len(strategy.extended.compute_times.read_new())
 
 
 def has_gradient_squares(strategy):
-    return [bool(step.gradient_squares.any()) for step in strategy.compute_times.latest(CAPACITY)]
+    return [
+        bool(step.gradient_squares.any())
+        for step in strategy.extended.compute_times.latest(CAPACITY)
+    ]
 
 
 def test_a_fit_that_is_too_short_says_so_and_the_next_one_chooses(strategy, caplog):
     model = make_model(strategy)
     fit(model, 1)
     assert "needs 8 steps" in caplog.text and "Received: a fit of 6," in caplog.text
-    assert not strategy.compute_times.is_measuring
+    assert not strategy.extended.compute_times.is_measuring
     caplog.clear()
     fit(model, 2)
     assert caplog.text.count("Measured for roles: balanced") == 1
@@ -81,7 +84,7 @@ def test_nothing_is_measured_after_the_plan(strategy):
     model = make_model(strategy)
     fit(model, 2)
     assert measured_steps(strategy) == 8
-    times = strategy.compute_times
+    times = strategy.extended.compute_times
     assert not times.is_measuring and not times.is_measuring_gradients
     model.fit(data(), verbose=0)
     assert not measured_steps(strategy)
@@ -94,7 +97,7 @@ def test_nothing_is_measured_after_the_plan(strategy):
 def test_a_balancer_keeps_measuring_after_the_plan_without_the_gradients(strategy):
     balancer, model = BatchBalancer("even"), make_model(strategy)
     fit(model, 2, balancer)
-    assert strategy.compute_times.is_measuring
+    assert strategy.extended.compute_times.is_measuring
     assert len(balancer.measurements) == 2 * NUM_BATCHES
     assert has_gradient_squares(strategy) == [True] * 8 + [False] * 4
     model.fit(data(), verbose=0, callbacks=[BatchBalancer("even")])

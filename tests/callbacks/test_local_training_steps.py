@@ -117,9 +117,9 @@ def test_what_was_restored_is_not_that_of_a_later_training(strategy):
     callback = LocalTraining("diloco")
     with strategy.scope():
         callback.set_model(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
-    strategy._training_state.restored = {"local_training/counts": np.array([5, 0, 0])}
+    strategy.extended.training_state.restored = {"local_training/counts": np.array([5, 0, 0])}
     callback._end_training()
-    assert strategy._training_state.restored is None
+    assert strategy.extended.training_state.restored is None
 
 
 def test_a_failed_training_is_in_no_later_backup(strategy):
@@ -131,9 +131,9 @@ def test_a_failed_training_is_in_no_later_backup(strategy):
 
     with pytest.raises(RuntimeError, match="on purpose"):
         train(model, Fails())
-    strategy._training_state.export = dict  # of the failed training, which nobody took back
+    strategy.extended.training_state.export = dict  # of the failed training, which nobody took back
     train(model)
-    assert strategy._training_state.export is None
+    assert strategy.extended.training_state.export is None
 
 
 @pytest.mark.parametrize("loop", ["fit", "train_on_batch"])

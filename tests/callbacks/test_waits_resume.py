@@ -57,7 +57,7 @@ class Waits(C.Callback):
 
 
 def save_in_another_thread(model: keras.Model) -> None:
-    guard = model.distribute_strategy._stop_request.guard
+    guard = model.distribute_strategy.extended.stop_request.guard
     thread = threading.Thread(target=lambda: saved.append(guard.save_last_step(time.monotonic())))
     saved: list[bool] = []
     thread.start()
@@ -136,7 +136,10 @@ class Slow:
             yield row
 
     def _wait(self, step: int) -> None:
-        guard, end = self._model.distribute_strategy._stop_request.guard, time.monotonic() + 60
+        guard, end = (
+            self._model.distribute_strategy.extended.stop_request.guard,
+            time.monotonic() + 60,
+        )
         steps = (self._passes - 1) * STEPS + step
         while not guard._is_waiting or guard.num_trained < steps:
             assert time.monotonic() < end

@@ -90,6 +90,17 @@ def test_what_guides_use_is_in_the_reference(name):
     assert used - inherited - listed == set()
 
 
+def test_each_public_attribute_of_the_strategy_is_in_the_reference():
+    strategy = named("keras_het.HeterogeneousStrategy")
+    source = inspect.getsource(strategy)
+    assigned = set(re.findall(r"^ +self\.([a-z]\w*)(?:: .+)? = ", source, re.MULTILINE))
+    ours = {name for name in vars(strategy) if not name.startswith("_")} | assigned
+    assert (
+        ours - set(dir(tf.distribute.Strategy)) - listed_of("keras_het.HeterogeneousStrategy")
+        == set()
+    )
+
+
 def test_a_method_without_a_docstring_is_found():
     bare = type("Bare", (), {"__doc__": "A class.", "__module__": "keras_het"})
     bare.run = lambda self: None

@@ -81,7 +81,7 @@ def test_several_replicas_equal_one_device(kind):
 @pytest.mark.parametrize("options", [{"micro_batch_size": 2}, {"share_weights": [3, 1]}])
 def test_measured_steps_and_parts_equal_one_device(options):
     strategy = HeterogeneousStrategy(DEVICES[:2], **options)
-    strategy.measure_compute_times()
+    strategy.extended.compute_times.begin()
     assert_equivalent(Trial(compiled), [(3, 1), (0, 2)], strategy=strategy)
 
 
@@ -120,7 +120,7 @@ def test_what_waits_for_others_stays_outside(monkeypatch):
         xla.private_api, "compile_operation", lambda operation: marked.update([operation.type])
     )
     strategy = HeterogeneousStrategy(DEVICES[:2], share_weights=[3, 1])
-    strategy.measure_compute_times()
+    strategy.extended.compute_times.begin()
     with strategy.scope():
         model = build_seeded(synchronized)
     model.fit(batches(16), verbose=0)

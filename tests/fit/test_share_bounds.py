@@ -44,10 +44,12 @@ def test_the_message_names_the_device():
 def without_memory(sizes=None):
     return SimpleNamespace(
         layout=SimpleNamespace(local_replicas=range(2, 5)),
-        extended=SimpleNamespace(worker_devices=GPUS),
+        extended=SimpleNamespace(
+            worker_devices=GPUS,
+            micro_batch_sizes=sizes,
+            compute_times=SimpleNamespace(sizes_at_a_time=lambda sizes: sizes),
+        ),
         current_shares=(1, 1, 8, 8, 8),
-        _micro_batch_sizes=sizes,
-        compute_times=SimpleNamespace(sizes_at_a_time=lambda sizes: sizes),
     )
 
 
@@ -72,7 +74,7 @@ def test_too_large_a_micro_batch_is_smaller_in_the_next_start(tmp_path, is_remem
     assert ("BatchBalancer remembers" in e.value.message) == is_remembered
     again = without_memory([4, 4, 4, 5, 4])
     assert memory.apply(again) == {}  # shares stay as large
-    assert again._micro_batch_sizes == [4, 4, 4, 2 if is_remembered else 5, 4]
+    assert again.extended.micro_batch_sizes == [4, 4, 4, 2 if is_remembered else 5, 4]
     with pytest.raises(tf.errors.ResourceExhaustedError, match=r"micro_batch_size=\{3: 1\}"):
         memory.run_step(without_memory([1] * 5), [], lacks, None)
 
@@ -83,10 +85,10 @@ def test_auto_cuts_what_was_a_whole_share_that_did_not_fit(tmp_path):
         memory.run_step(without_memory(sizes), [{"shares": [1, 1, 6, 6, 6]}], lacks, None)
     again = without_memory(sizes)
     assert memory.apply(again) == {}
-    assert again._micro_batch_sizes == [*sizes[:3], 6, sizes[4]]
+    assert again.extended.micro_batch_sizes == [*sizes[:3], 6, sizes[4]]
     whole = without_memory()
     assert memory.apply(whole) == {3: 6}  # a bound of the share without micro-batches
-    assert whole._micro_batch_sizes is None
+    assert whole.extended.micro_batch_sizes is None
 
 
 @pytest.mark.parametrize("is_remembered", [False, True])

@@ -74,7 +74,7 @@ def trained(strategy: Any, measures: bool = False, jit_compile: bool = False) ->
         model.compile(optimizer, "mse", metrics=["mae"], jit_compile=jit_compile)
     x, y = samples()
     if measures:
-        strategy.measure_compute_times(model)
+        strategy.extended.compute_times.begin(model)
     model.fit(x, y, batch_size=sum(SHARES), shuffle=False, verbose=0)
     return np.concatenate([weight.ravel() for weight in model.get_weights()])
 
@@ -115,13 +115,13 @@ def main() -> None:
         strategy.extended.send_gradients_as(dtype)
         strategy.extended.bytes_per_bucket = options.pop("bytes_per_bucket", 0)
         size = options.pop("micro_batch_size", None)
-        strategy._micro_batch_sizes = None if size is None else [size] * len(SHARES)
+        strategy.extended.micro_batch_sizes = None if size is None else [size] * len(SHARES)
         with counted_compilations() as compilations:
             found[name] = trained(strategy, **options)
         found[f"{name}, compiled"] = compilations["MatMul"]
         found[f"{name}, expected"] = expected(dtype, devices)
     found["scaled"] = scales_and_weights(strategy)
-    found["seconds"] = strategy.compute_times.latest(1)[0].seconds
+    found["seconds"] = strategy.extended.compute_times.latest(1)[0].seconds
     np.savez(Path(folder) / f"{strategy.worker_index}.npz", **found)
 
 

@@ -51,7 +51,7 @@ class Change(keras.callbacks.Callback):
 
 def trained(strategy: Any, name: str, told: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Messages, and what this worker's replicas hold, float64 [replicas, elements]."""
-    strategy._on_drift, change = CASES[name]
+    strategy.extended.on_drift, change = CASES[name]
     keras.utils.set_random_seed(2)
     with strategy.scope():
         layers = [keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()]

@@ -135,7 +135,7 @@ def main() -> None:
         options_of_steps = {"steps_per_execution": own.steps_per_execution}
         model.compile(optimizer, "mse", **options_of_steps, jit_compile=own.jit_compile)
         model.build((None, 6))
-    config = strategy.cluster_config
+    config = strategy.extended.cluster_config
     name = f"{config.task_type}_{config.task_index}"
     x, y = arrays()
     data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(SAMPLES, seed=3).batch(BATCH)

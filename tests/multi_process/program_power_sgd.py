@@ -150,7 +150,7 @@ def trained(
     for number, each in enumerate(shares):
         strategy.set_share_weights(each)
         if measures and number:
-            strategy.measure_compute_times(model)
+            strategy.extended.compute_times.begin(model)
         model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
     return flat(model.get_weights())
 
@@ -208,7 +208,7 @@ def main() -> None:
         strategy.extended.send_low_rank(rank)
         strategy.extended.bytes_per_bucket = options.pop("bytes_per_bucket", 0)
         size = options.pop("micro_batch_size", None)
-        strategy._micro_batch_sizes = None if size is None else [size] * len(SHARES)
+        strategy.extended.micro_batch_sizes = None if size is None else [size] * len(SHARES)
         shares = options.pop("shares", [SHARES])
         sums[0] = 0
         with counted_compilations() as compilations:

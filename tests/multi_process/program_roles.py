@@ -41,7 +41,7 @@ def main() -> None:
         "async_easgd", roles="auto", profile_steps=6, period=2, timeout_seconds=60
     )
     history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[hybrid])
-    config = strategy.cluster_config
+    config = strategy.extended.cluster_config
     result = {
         "pid": os.getpid(),
         "cluster": config.as_cluster_dict(),

@@ -74,7 +74,7 @@ class Reads(keras.callbacks.Callback):
         self._step = self.num_steps
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        sampled = self.model.distribute_strategy._stop_request.sampled
+        sampled = self.model.distribute_strategy.extended.stop_request.sampled
         if sampled is not None and sampled.was_measured:
             self.measured.add(self.num_steps)
         self._step, self.num_steps = None, self.num_steps + 1

@@ -127,11 +127,12 @@ def in_parts(run: Recording, *sizes: int) -> Iterator[None]:
         yield
         return
     more = run.strategy.num_replicas_in_sync - len(sizes)
-    before, run.strategy._micro_batch_sizes = run.strategy._micro_batch_sizes, [*sizes, *[1] * more]
+    extended = run.strategy.extended
+    before, extended.micro_batch_sizes = extended.micro_batch_sizes, [*sizes, *[1] * more]
     try:
         yield
     finally:
-        run.strategy._micro_batch_sizes = before
+        run.strategy.extended.micro_batch_sizes = before
 
 
 @contextlib.contextmanager

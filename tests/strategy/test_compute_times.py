@@ -48,9 +48,9 @@ def test_measured_norms_belong_to_the_shares(logical_devices, own_step):
         model.compile(keras.optimizers.SGD(1e-5), "mse")
         model(x)
     weights = [np.array(weight, np.float64) for weight in model.get_weights()]
-    strategy.measure_compute_times(gradients=True)
+    strategy.extended.compute_times.begin(gradients=True)
     model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(14), verbose=0)
-    (step,) = strategy.compute_times.read_new()
+    (step,) = strategy.extended.compute_times.read_new()
 
     def gradient(rows):
         error = x[rows] @ weights[0] + weights[1] - y[rows]
@@ -76,9 +76,9 @@ def test_who_computes_longer_waits_less(logical_devices, monkeypatch, order):
         model.compile("sgd", "mse")
     x = np.ones((16, 3), np.float32)
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(4)
-    strategy.measure_compute_times()
+    strategy.extended.compute_times.begin()
     model.fit(data, verbose=0)
-    steps = strategy.compute_times.read_new()
+    steps = strategy.extended.compute_times.read_new()
     assert len(steps) == 4
     waits = [step.collective_seconds for step in steps]  # those of the first replica are kept
     assert all(step.seconds.max() > 0.9 * SLOWER for step in steps)
@@ -93,9 +93,9 @@ def test_compute_times_belong_to_the_dataset(logical_devices):
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    strategy.measure_compute_times(model)
+    strategy.extended.compute_times.begin(model)
     x, y = np.ones((6, 2), "float32"), np.ones((6, 1), "float32")
     model.train_on_batch(x, y)
-    assert strategy.compute_times.latest(4) == []
+    assert strategy.extended.compute_times.latest(4) == []
     model.fit(x, y, batch_size=6, verbose=0)
-    assert len(strategy.compute_times.latest(4)) == 1
+    assert len(strategy.extended.compute_times.latest(4)) == 1

@@ -282,7 +282,7 @@ def test_data_of_a_call_is_prepared_an_execution_ahead():
     model = built((5, 2), steps_per_execution=7)
     strategy, found = model.distribute_strategy, []
     look = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda *_: found.append(strategy.iterated_data.lookahead)
+        on_epoch_end=lambda *_: found.append(strategy.extended.data_path.iterated().lookahead)
     )
     data = strategy.distribute(batches(), lookahead=1)
     for given in (batches(), data, strategy.distribute(batches())):

@@ -85,7 +85,8 @@ def test_the_numbers_are_the_same(kind, ahead, monkeypatch):
 
 
 def test_the_next_batch_is_copied_before_it_is_asked_for(ahead):
-    parts = iter(strategy().experimental_distribute_dataset(rows().batch(8)))
+    own_strategy = strategy()
+    parts = iter(own_strategy.experimental_distribute_dataset(rows().batch(8)))
     for _ in range(2):
         batch = next(parts)
     third = parts._run.held.ahead
@@ -101,7 +102,8 @@ def test_a_generator_is_not_read_ahead(ahead):
     data = tf.data.Dataset.from_generator(
         generated, output_signature=(tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1]))
     )
-    parts = iter(strategy().experimental_distribute_dataset(data))
+    own_strategy = strategy()
+    parts = iter(own_strategy.experimental_distribute_dataset(data))
     for _ in range(3):
         batch = next(parts)
     assert not ahead and batch[0].host_values[1].backing_device.endswith("CPU:2")
@@ -114,12 +116,14 @@ def test_errors_and_the_end_come_where_they_belong():
     bad = x.astype(np.float32)
     bad[27] = np.nan
     data = tf.data.Dataset.from_tensor_slices((bad, y.astype(np.float32))).batch(8).map(failing)
-    parts = iter(strategy().experimental_distribute_dataset(data))
+    own_strategy = strategy()
+    parts = iter(own_strategy.experimental_distribute_dataset(data))
     for _ in range(3):
         next(parts)
     with pytest.raises(tf.errors.InvalidArgumentError, match="not a number here"):
         next(parts)
-    assert len(list(strategy().experimental_distribute_dataset(rows().batch(8)))) == 6
+    own_strategy = strategy()
+    assert len(list(own_strategy.experimental_distribute_dataset(rows().batch(8)))) == 6
 
 
 def test_a_pass_that_is_left_while_its_next_batch_is_awaited_ends():
@@ -137,7 +141,8 @@ def test_a_pass_that_is_left_while_its_next_batch_is_awaited_ends():
     data = data.map(
         lambda a, b: (tf.ensure_shape(tf.numpy_function(wait, [a, b], a.dtype), [None, 3]), b)
     )
-    distributed = strategy().experimental_distribute_dataset(data)
+    own_strategy = strategy()
+    distributed = own_strategy.experimental_distribute_dataset(data)
     parts = iter(distributed)
     for _ in range(3):
         next(parts)

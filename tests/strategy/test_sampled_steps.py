@@ -255,7 +255,7 @@ class LateBatches(keras.utils.PyDataset):
         return x, x[:, :1]
 
     def _is_awaited(self, index):
-        pending = self._strategy._stop_request.sampled._reads._pending
+        pending = self._strategy.extended.stop_request.sampled._reads._pending
         return self._waiting >= index and all(read.done() for read in pending)
 
 
@@ -283,7 +283,7 @@ def test_rows_stand_for_all_steps_and_their_times_add_up(strategy):
 def test_a_device_that_is_empty_waits_for_its_input(strategy, monkeypatch):
     telemetry, noted = keras_het.callbacks.Telemetry(), []
     model = trained(strategy, steps=4)
-    phases = strategy.compute_times.phases
+    phases = strategy.extended.compute_times.phases
     note = phases.note_input_wait
 
     def noting(seconds, **options):

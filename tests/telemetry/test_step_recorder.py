@@ -267,9 +267,9 @@ def test_numbers_of_an_epoch_cover_the_steps_known_for_all():
     others = np.zeros((1, 64, PARTS, 2))
     others[..., 0, 1], others[..., 4, 1] = 0.1, 24  # compute, share
     strategy = types.SimpleNamespace(
-        compute_times=types.SimpleNamespace(phases=phases),
         extended=types.SimpleNamespace(
-            gather_over_workers=lambda own: np.concatenate([own, others])
+            compute_times=types.SimpleNamespace(phases=phases),
+            gather_over_workers=lambda own: np.concatenate([own, others]),
         ),
     )
     recorder = StepRecorder(strategy, ["worker 0", "worker 1"])

@@ -74,7 +74,7 @@ class Center:
         self._exchanges = connect(lambda: connect_vectors(leader, self._channels, wire), seconds)
         self.ledger = LeaderLedger(self._first)
         self._waits = leader.rule.uses_gradients or own is not None
-        training_state = leader.strategy._training_state
+        training_state = leader.strategy.extended.training_state
         self._bring_center(training_state.restored)
         training_state.restored = None
         self.engine = ExchangeEngine(

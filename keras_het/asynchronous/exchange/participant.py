@@ -236,13 +236,14 @@ class Participant(abc.ABC):
         self.model, self.strategy, self.options = model, strategy, options
         self.rule = options.rule
         self.vectors = ModelVectors(model, strategy, options.partition_bytes)
-        strategy._training_state.num_hybrid_runs += 1
-        self.run: int = strategy._training_state.num_hybrid_runs
+        strategy.extended.training_state.num_hybrid_runs += 1
+        self.run: int = strategy.extended.training_state.num_hybrid_runs
         self.secret = read_secret()
         self.credential = credential(self.secret, self.service_fingerprint)
         self.num_participants = first_async_participant(strategy) + strategy.num_async_workers
         self.state_rule = StatisticsAveraging(alpha=1.0 / self.num_participants)
-        self.data = data = strategy._data_to_be_trained
+        data: Any = strategy.extended.data_path.to_be_trained()
+        self.data = data
         self.num_batches = int(data.cardinality)
         self.fingerprint = int(data.fingerprint or 0)
         self.first_pass = len(data.position[0])
@@ -293,7 +294,7 @@ class Participant(abc.ABC):
     @property
     def wait_for_devices(self) -> Callable[[], None] | None:
         """A function that waits for all steps that devices have yet to compute, if they may."""
-        return self._read_a_weight if self.strategy._works_ahead else None
+        return self._read_a_weight if self.strategy.extended.works_ahead else None
 
     def _read_a_weight(self) -> None:
         until_computed()()

@@ -67,7 +67,7 @@ class RoleChoice:
         noise_scale: float | None = None,
     ) -> None:
         self._model, self._strategy, self._options = model, strategy, options
-        data = strategy._data_to_be_trained
+        data = strategy.extended.data_path.to_be_trained()
         self._num_batches = None
         # For arrays, this is known once there are async workers.
         if data is not None and not data.takes_keras_arrays:
@@ -77,7 +77,7 @@ class RoleChoice:
         self._noise_scale = noise_scale
         self._steps = 0
         self._rates = measure_link_rates(strategy)
-        strategy.measure_compute_times(model, gradients=noise_scale is None, stops=True)
+        strategy.extended.compute_times.begin(model, gradients=noise_scale is None, stops=True)
 
     def steps_done(self, steps: int) -> RolePlan | None:
         """Count steps; return the plan once it is made."""
@@ -106,12 +106,12 @@ class RoleChoice:
                 WARM_UP_STEPS,
                 self._measured_steps,
                 self._steps,
-                self._strategy._training_state.role_trials_left,
+                self._strategy.extended.training_state.role_trials_left,
             )
-        self._strategy.stop_measuring(self._model)
+        self._strategy.extended.compute_times.end(self._model)
 
     def _speeds(self) -> ClusterSpeeds:
-        steps = self._strategy.compute_times.latest(self._measured_steps)
+        steps = self._strategy.extended.compute_times.latest(self._measured_steps)
         seconds = np.median([step.seconds for step in steps], axis=0)
         shares = np.median([step.shares for step in steps], axis=0)
         rates = np.maximum(shares, 1) / np.maximum(seconds, 1e-9)

@@ -202,7 +202,7 @@ def check_same_pass(
 ) -> None:
     """Compare the data that the workers are about to read, and its order."""
     fingerprint = (dataset.fingerprint or 0) & (2**32 - 1)
-    strategy.agree(
+    strategy.extended.agree(
         "a pass over data",
         {
             "batches": str(int(dataset.cardinality)),
@@ -228,7 +228,7 @@ def check_same_end(strategy: HeterogeneousStrategy, steps: int) -> None:
     opening = "The workers' datasets have different numbers of batches"
     advice = "Give every worker the same data, all of it; the strategy gives each its share."
     ended = f"that of worker {strategy.worker_index} ended after {steps}, and others continue"
-    strategy.agree(
+    strategy.extended.agree(
         "the end of the data",
         {"batches": str(steps)},
         opening=opening,

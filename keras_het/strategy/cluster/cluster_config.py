@@ -185,7 +185,7 @@ def read_cluster_config(environ: Mapping[str, str] | None = None) -> ClusterConf
 
 def config_of(strategy: HeterogeneousStrategy) -> ClusterConfig:
     """The configuration of a strategy with several tasks."""
-    config = strategy.cluster_config
+    config = strategy.extended.cluster_config
     if config is None:
         raise ValueError(
             "This needs a cluster of several tasks. Received: a strategy of this process alone. "

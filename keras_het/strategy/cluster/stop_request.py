@@ -62,7 +62,7 @@ class StopRequest:
         self._carries: weakref.WeakKeyDictionary[keras.Model, dict[str, bool]] = (
             weakref.WeakKeyDictionary()
         )
-        self._reads = LateReads(LAG if strategy._works_ahead else 0, until_computed)
+        self._reads = LateReads(LAG if strategy.extended.works_ahead else 0, until_computed)
         self.sampled: SampledSteps | None = None
         """The running `fit`'s sampled steps, whose flags travel with these."""
         self._sent = [0.0] * _NUM_FLAGS

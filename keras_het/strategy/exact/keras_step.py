@@ -121,7 +121,7 @@ def run_predict_step(
         flags = request.contribution(True, tf.int64)
         request.record(strategy.extended.sum_over_workers(flags))
     total = strategy.experimental_local_results(total)[0]
-    is_whole = strategy.layout.num_replicas == 1 and strategy._micro_batch_sizes is None
+    is_whole = strategy.layout.num_replicas == 1 and strategy.extended.micro_batch_sizes is None
 
     def joined(path: tuple[object, ...], leaf: Leaf) -> Leaf:
         local = strategy.experimental_local_results(leaf)
@@ -309,17 +309,17 @@ def _step(
 ) -> tuple[ExactStep, Nest]:
     """Return a replica's step, and its rows once its clock has started."""
     spec = _spec(strategy, rows, sizes, **facts)
-    sizes_of_parts = strategy._micro_batch_sizes
+    sizes_of_parts = strategy.extended.micro_batch_sizes
     most = None if sizes_of_parts is None else sizes_of_parts[spec.replica_id]
     if most is not None and spec.emulated_device is not None:
         emulated = spec.emulated_device.in_parts(most)
         spec = dataclasses.replace(spec, emulated_device=emulated)
     is_measured = spec.is_timed or spec.emulated_device is not None
     # Absent where nobody measures: nothing of it is in the graph then.
-    measurement = Measurement(spec, strategy.compute_times, rows) if is_measured else None
+    measurement = Measurement(spec, strategy.extended.compute_times, rows) if is_measured else None
     rows = rows if measurement is None else measurement.rows
     if most is not None:
-        times = strategy.compute_times
+        times = strategy.extended.compute_times
         at_a_time = times.fitting(spec.replica_id, most) if times.cuts else most
         spec = dataclasses.replace(spec, parts=MicroBatches(spec.samples, at_a_time, rows))
     return ExactStep(spec, measurement, *about), rows
@@ -341,7 +341,8 @@ def _spec(
         total = strategy.extended.all_reduce_in_replica(tf.distribute.ReduceOp.SUM, samples)
     part, whole = tf.cast(samples, tf.float64), tf.cast(total, tf.float64)
     position = replica_id - local.start
-    emulated = strategy.emulated_devices[position] if strategy.emulated_devices else None
+    extended = strategy.extended
+    emulated = extended.emulated_devices[position] if extended.emulated_devices else None
     return StepSpec(
         replica_id=replica_id,
         group=group,
@@ -352,9 +353,9 @@ def _spec(
         weight=tf.math.divide_no_nan(part, whole),
         inverse_weight=tf.math.divide_no_nan(whole, part),
         sizes=sizes,
-        seed_stream=replica_id + strategy._first_seed_stream,
-        device=strategy.extended.worker_devices[position],
-        is_on_gpu=works_ahead(strategy.extended.worker_devices[position], emulated),
+        seed_stream=replica_id + extended.first_seed_stream,
+        device=extended.worker_devices[position],
+        is_on_gpu=works_ahead(extended.worker_devices[position], emulated),
         may_have_no_samples=is_local,
         emulated_device=emulated,
         **facts,
@@ -391,7 +392,7 @@ class ExactStep:
 
 
 def _is_measured(strategy: HeterogeneousStrategy) -> bool:
-    if strategy.compute_times.is_measuring and strategy.extended.reduces_within_worker:
+    if strategy.extended.compute_times.is_measuring and strategy.extended.reduces_within_worker:
         raise ValueError(
             "Compute times travel in the collective of each step, which local training does not "
             "have. Received: LocalTraining together with BatchBalancer, or after it under the same "
@@ -399,7 +400,7 @@ def _is_measured(strategy: HeterogeneousStrategy) -> bool:
             "BatchBalancer out, set shares by hand (strategy.set_share_weights), and use a "
             "strategy of its own."
         )
-    return strategy._steps_are_timed
+    return strategy.extended.steps_are_timed
 
 
 def _stop_flags(request: StopRequest, is_first: bool, logs: Nest) -> tf.Tensor:
@@ -410,7 +411,7 @@ def _stop_flags(request: StopRequest, is_first: bool, logs: Nest) -> tf.Tensor:
 
 
 def _carried_request(strategy: HeterogeneousStrategy) -> StopRequest | None:
-    return strategy._stop_request if strategy._steps_carry_flags else None
+    return strategy.extended.stop_request if strategy.extended.steps_carry_flags else None
 
 
 def _num_rows(data: Nest) -> tf.Tensor:

@@ -75,8 +75,11 @@ class ComputeTimes:
             self._to_tell = np.zeros([2, num_replicas], np.float32)
             self._told = tf.Variable(self._to_tell, trainable=False)
 
-    def begin(self, model: keras.Model | None, gradients: bool, stops: bool) -> None:
-        """Make training steps measure, see `HeterogeneousStrategy.measure_compute_times`."""
+    def begin(
+        self, model: keras.Model | None = None, gradients: bool = False, stops: bool = False
+    ) -> None:
+        """Make the training steps of Keras measure each replica's compute time."""
+        # The step of a model that has been trained is traced again; `gradients` adds squared norms.
         gradients = gradients and self._num_replicas > 1
         self.is_measuring = True
         self.is_measuring_gradients |= gradients
@@ -88,7 +91,7 @@ class ComputeTimes:
             model.make_train_function(force=True)
 
     def end(self, model: keras.Model) -> None:
-        """End a measurement that stops, see `HeterogeneousStrategy.stop_measuring`."""
+        """End a measurement begun with `stops`, and that of gradients; others' times continue."""
         if self._keeps_measuring and not self.is_measuring_gradients:
             return
         self.is_measuring, self.is_measuring_gradients = self._keeps_measuring, False

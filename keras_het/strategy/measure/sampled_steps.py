@@ -88,7 +88,8 @@ class SampledSteps:
         self._cost.restart()
 
     def _run(self, function: StepFunction, batches: Batches) -> Nest:
-        times, phases = self._strategy.compute_times, self._strategy.compute_times.phases
+        times = self._strategy.extended.compute_times
+        phases = times.phases
         self.was_measured = self.schedule.is_due or times.is_measuring_gradients
         if self.was_measured:
             function = self._measured(function)

@@ -187,7 +187,7 @@ class PipelineStrategy(HeterogeneousStrategy):
         owners = [place.process for place in self._places]
         counts = tuple(owners.count(process) for process in range(self.num_workers))
         # a "replica" of these times is a device
-        self.compute_times.phases = PhaseTimes(ReplicaLayout(counts, self.worker_index))
+        self.extended.compute_times.phases = PhaseTimes(ReplicaLayout(counts, self.worker_index))
         self._num_pipelines = 0
         self._timeline: Timeline | None = None
         if self.num_workers > 1:
@@ -198,7 +198,7 @@ class PipelineStrategy(HeterogeneousStrategy):
                 "recompute": recompute,
                 "schedule": schedule,
             }
-            self.agree("keras_het.PipelineStrategy", described)
+            self.extended.agree("keras_het.PipelineStrategy", described)
 
     def _new_group(self) -> ProcessGroup | None:
         """Return the processes for one more pipeline, with its own messages."""
@@ -211,7 +211,7 @@ class PipelineStrategy(HeterogeneousStrategy):
             self.num_workers,
             first,
             self.extended.sum_over_workers,
-            self._stop_request,
+            self.extended.stop_request,
         )
 
     def _find_places(self) -> list[Place]:
@@ -283,8 +283,8 @@ class PipelineStrategy(HeterogeneousStrategy):
         return [] if pipeline is None else [unit.name for unit in pipeline.units.units]
 
     def _measure_phases(self, model: keras.Model, sampled: int) -> None:
-        phases = self.compute_times.phases
-        self._data_path.on_input_wait = phases.note_input_wait
+        phases = self.extended.compute_times.phases
+        self.extended.data_path.on_input_wait = phases.note_input_wait
         phases.begin(model, self._own_devices, sampled, host="CPU:0")
 
     def _sample_steps(self, *_: object) -> None:
@@ -317,7 +317,7 @@ class PipelineStrategy(HeterogeneousStrategy):
                 "or train_on_batch, or keras_het.HeterogeneousStrategy for a custom loop."
             )
         model = private_api.model_of_prediction(step)
-        self._stop_request.note_step(model, f"{kind}_function", self.num_workers > 1)
+        self.extended.stop_request.note_step(model, f"{kind}_function", self.num_workers > 1)
         data = tf.nest.map_structure(_whole_batch, args[0], expand_composites=False)
         return self._pipeline_of(model, data).step(kind, data)
 
@@ -341,7 +341,7 @@ class PipelineStrategy(HeterogeneousStrategy):
                     self._places,
                     self._new_group(),
                     emulation,
-                    self.compute_times.phases,
+                    self.extended.compute_times.phases,
                 )
                 _place(self.extended, pipeline, taken)
             vars(model)[_ATTRIBUTE] = pipeline
@@ -363,8 +363,8 @@ class PipelineStrategy(HeterogeneousStrategy):
         ]
         devices, emulation = self._own_devices, None
         measured = measure(units, specs, devices)
-        if self.emulated_devices is not None:
-            emulated = dict(zip(devices, self.emulated_devices, strict=True))
+        if self.extended.emulated_devices is not None:
+            emulated = dict(zip(devices, self.extended.emulated_devices, strict=True))
             times = measured.forward_seconds[:, 0], measured.backward_seconds[:, 0]
             emulation = Emulation(emulated, *times)
             measured = slowed(measured, emulation, devices, rows)
@@ -379,14 +379,14 @@ class PipelineStrategy(HeterogeneousStrategy):
     def _put_together(self, model: keras.Model) -> None:
         pipeline = _known_pipeline(model)
         if pipeline is not None and pipeline.is_scattered:
-            with self._naming_lost_workers():
+            with self.extended.naming_lost_workers():
                 pipeline.put_together()
 
     def _complete(self, model: keras.Model, purpose: str) -> None:
         pipeline = _known_pipeline(model)
         if pipeline is None or not pipeline.is_scattered:
             return
-        self.agree(
+        self.extended.agree(
             f"model.{purpose}",
             {},
             leaves_loop=(
