@@ -35,7 +35,7 @@ from keras_het.planning.argument_checks import check_number, check_one_of, check
 from keras_het.rules import RULES, ElasticAveraging, UpdateRule, get
 from keras_het.stability import experimental
 from keras_het.strategy.batches.uneven_per_replica import find_sizes
-from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig
+from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig, config_of
 from keras_het.strategy.keras_calls import SessionCallback
 from keras_het.strategy.measure.compute_times import CAPACITY
 
@@ -205,9 +205,10 @@ class AsyncWorkers(SessionCallback):
         if not strategy.num_async_workers:
             say_nothing_is_exchanged(self, strategy, "as TF_CONFIG has no job async")
             return
-        num_workers = strategy.num_async_workers + strategy.extended.cluster_config.has_sync_group
+        config = config_of(strategy)
+        num_workers = strategy.num_async_workers + config.has_sync_group
         rule = _asynchronous(self._rule, num_workers)
-        _check_cluster(self._options, rule, strategy.extended.cluster_config, num_workers)
+        _check_cluster(self._options, rule, config, num_workers)
         rule.check_optimizer(self.model.optimizer)
         if isinstance(rule, ElasticAveraging) and not rule.may_wait:
             # an async worker takes a period's steps while its exchange travels

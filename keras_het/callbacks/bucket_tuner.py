@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -20,6 +20,9 @@ from keras_het.fit.model_strategy import (
 from keras_het.planning.argument_checks import check_number, check_verbose, expect
 from keras_het.stability import experimental
 from keras_het.strategy.keras_calls import SessionCallback
+
+if TYPE_CHECKING:
+    from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 NUM_ROUNDS = 3
 NUM_LEFT_OUT = 2
@@ -81,7 +84,7 @@ class BucketTuner(SessionCallback):
         check_verbose(verbose)
         self._given_sizes = sizes if sizes is None else [int(size) for size in sizes]
         self._given_steps, self._verbose = steps, verbose
-        self._strategy: Any = None
+        self._strategy: HeterogeneousStrategy
         self._size_of_strategy = ONE_SUM
         self._tuned: weakref.ref[keras.Model] | None = None
         self._functions: dict[int, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import keras
 import tensorflow as tf
@@ -33,7 +33,7 @@ def tell(message: object, strategy: object, verbose: int) -> None:
         sys.stdout.write(f"\n{message}\n")
 
 
-def say_nothing_is_exchanged(callback: object, strategy: Any, why: str) -> None:
+def say_nothing_is_exchanged(callback: object, strategy: HeterogeneousStrategy, why: str) -> None:
     """Say on the chief that a callback leaves this training as it is, which is no error."""
     if strategy.is_chief:
         name = type(callback).__name__
@@ -46,7 +46,7 @@ def distribute_strategy(model: keras.Model) -> tf.distribute.Strategy:
     return model.distribute_strategy
 
 
-def heterogeneous_strategy(model: keras.Model, callback: object) -> Any:
+def heterogeneous_strategy(model: keras.Model, callback: object) -> HeterogeneousStrategy:
     strategy = distribute_strategy(model)
     if not isinstance(strategy, OwnStrategy):
         name = type(callback).__name__
@@ -67,7 +67,7 @@ def heterogeneous_strategy(model: keras.Model, callback: object) -> Any:
                 f"Received: {type(callback).__name__} in the fit of a model under one. Leave it "
                 "out, or train under keras_het.HeterogeneousStrategy."
             )
-    return strategy
+    return cast("HeterogeneousStrategy", strategy)
 
 
 def data_of_fit(model: keras.Model, strategy: HeterogeneousStrategy) -> Any:
