@@ -343,7 +343,10 @@ class EpochLoop:
     def go_on_with_logs(self, logs: Mapping[str, float]) -> None:
         """Let the epoch that is about to begin have these logs if it has no steps."""
         original = self._model._get_metrics_result_or_logs
-        self._model._get_metrics_result_or_logs = lambda own: original(own or dict(logs))
+        # not the metrics' results: a backup that a waiting worker wrote alone has no metrics
+        self._model._get_metrics_result_or_logs = lambda own: (
+            original(own) if own or not logs else dict(logs)
+        )
 
     def end_resumed_epoch(self) -> None:
         """Make later epochs complete ones."""

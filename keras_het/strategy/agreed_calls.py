@@ -85,11 +85,20 @@ class StepWatch(DriftWatch):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._batches, self._trains = epoch, 0, True
 
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self.model.distribute_strategy.extended.is_between_steps = True
+
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Agree if training stops within an epoch."""
+        self.model.distribute_strategy.extended.is_between_steps = False
         self._batches = batch + 1
         if self.model.stop_training:
             self._agree(is_early=True)
+
+    on_test_batch_begin = on_train_batch_begin
+
+    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self.model.distribute_strategy.extended.is_between_steps = False
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Agree if training has been stopped before the validation."""

@@ -39,6 +39,11 @@ _logger = logging.getLogger(__name__)
 
 _KEYS_PER_RANGE = 10_000
 _SEED_STREAMS_PER_GROUP = 1000
+_ALONE_BETWEEN_STEPS = (
+    "The workers did not all reach {place}. Received: {place} on worker {worker}, in a callback "
+    "between two steps, while others continue. Call it on every worker, outside of "
+    "`if strategy.is_chief:`; losses and metrics are in `logs`."
+)
 # PeerWatch finds a silent worker first, and names it.
 _MORE_SECONDS = 15.0
 
@@ -84,6 +89,8 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
     on_drift: str
     peer_watch: PeerWatch | None = None
     stop_request: StopRequest
+    # Callbacks run between a training step and the next one.
+    is_between_steps = False
 
     def __init__(
         self,
@@ -231,12 +238,16 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
     ) -> np.ndarray:
         """Compare what the workers are about to do; all of them must call it."""
         # `leaves_loop` is the message for all if some continue a loop that this one has left;
-        # without it they arrive in any case, however late.
+        # without it they arrive in any case, however late, unless a callback of this one is alone.
         if self.layout.num_workers == 1:
             return np.zeros([1, agreement.NUM_NOTES], np.int64)
+        seconds = agreement.PATIENCE_SECONDS
+        if leaves_loop is None and self.is_between_steps:
+            seconds = agreement.SECONDS_BETWEEN_STEPS
+            leaves_loop = _ALONE_BETWEEN_STEPS.format(place=place, worker=self._id_in_cluster)
         with contextlib.ExitStack() as stack:
             if leaves_loop is not None:
-                stack.enter_context(agreement.patience(leaves_loop, self.abort_all))
+                stack.enter_context(agreement.patience(seconds, leaves_loop, self.abort_all))
             stack.enter_context(self.naming_lost_workers())
             return agreement.agree(self, place, described, **options)
 
@@ -496,6 +507,18 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             )
         options = options or private_api.CommunicationOptions()
         return self._cross_device_ops._all_reduce(reduce_op, value, 0, options)
+
+    def _reduce_to(
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        value: Leaf,
+        destinations: Leaf,
+        options: private_api.CommunicationOptions,
+    ) -> Leaf:
+        if tf.executing_eagerly() and isinstance(value, tf.Variable):
+            # of a metric: each replica has its own samples' part
+            self.agree("reading a metric", {}, about=value.name)
+        return super()._reduce_to(reduce_op, value, destinations, options)
 
     def _local_results(self, value: Leaf) -> tuple[Leaf, ...]:
         # The inherited method bypasses the property, which moves batches to their devices.

@@ -165,6 +165,7 @@ def _agreed(call: Call) -> None:
         agree_on_call(call, is_short)
     if call.name == "fit" and max(strategy.num_workers, strategy.layout.num_replicas) > 1:
         call.add_callback(StepWatch() if strategy.num_workers > 1 else DriftWatch())
+        call.ends.callback(setattr, strategy.extended, "is_between_steps", False)
 
 
 @contextlib.contextmanager

@@ -209,6 +209,18 @@ def stop_after_an_epoch(its: Checked) -> None:
 
 
 @disagreement
+def metrics_after_an_epoch(its: Checked) -> None:
+    class Read(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.get_metrics_result()  # all of them
+            if its.is_odd:
+                self.model.get_metrics_result()
+
+    with its.refused():
+        its.model().fit(*arrays(), batch_size=8, verbose=0, callbacks=[Read()])
+
+
+@disagreement
 def no_batch_at_all(its: Checked) -> None:
     keep = not its.is_odd
     data = tf.data.Dataset.from_tensor_slices(arrays()).filter(lambda x, y: keep).batch(8)

@@ -50,6 +50,10 @@ TOLD = {
     "stop_after_an_epoch": [
         "stopped at different steps: model.stop_training False on the chief and worker 2, True on"
     ],
+    "metrics_after_an_epoch": [
+        "different points",
+        "the end of an epoch on the chief and worker 2, reading a metric (loss/",
+    ],
     "no_batch_at_all": ["shares of the first batch [3, 3, 2] on the chief and worker 2, none on"],
     "nothing_for_anybody": ["dataset is empty: model.evaluate got no batch"],
     "model_outside": ["created outside of strategy.scope()", "model.train_on_batch"],
@@ -87,6 +91,14 @@ def test_all_workers_report_what_differs(runs: Runs, check: str) -> None:
             "fit",
             "different numbers of batches: that of worker 1 ended after 4, and others continue",
         ),
+        (
+            "metrics",
+            "reach reading a metric. Received: reading a metric on worker 1, in a callback",
+        ),
+        ("validation metrics", "Received: reading a metric on worker 1, in a callback"),
+        ("evaluate", "reach model.evaluate. Received: model.evaluate on worker 1, in a callback"),
+        ("predict_on_batch", "Received: model.predict_on_batch on worker 1, in a callback"),
+        ("layers", "Received: new variables on worker 1, in a callback"),
         ("predict", "different numbers of batches: that of worker 1 ended after 4, and others"),
     ],
 )

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 PATIENCE_SECONDS = 30.0
 """How long a worker that has left a loop early waits for the others to leave it too."""
+SECONDS_BETWEEN_STEPS = 300.0
+"""How long a worker waits between two steps: another one may be saving a large model."""
 
 NUM_NOTES = 4
 _SECONDS_TO_PASS_ON = 2.0
@@ -42,8 +44,8 @@ _ONE_DEVICE_TYPE = (
     'joins as a summation machine (job "summation") or as an async worker (job "async").'
 )
 _SAME_SCRIPT = (
-    "All workers run the same script: what trains, evaluates, predicts, creates variables or waits "
-    "at strategy.barrier() is called by all of them in the same order."
+    "All workers run the same script: what trains, evaluates, predicts, creates variables, reads "
+    "metrics or waits at strategy.barrier() is called by all of them in the same order."
 )
 _MOST_DIFFERENCES = 5
 _LONGEST_VALUE = 80
@@ -274,8 +276,7 @@ def _have_equal_content(
     content: bytes | memoryview,
     name: str = "",
 ) -> bool:
-    notes = agree(
-        extended,
+    notes = extended.agree(
         "new variables",
         described,
         opening="The workers create different variables in strategy.scope()",
@@ -287,10 +288,10 @@ def _have_equal_content(
 
 
 @contextlib.contextmanager
-def patience(message: str, abort: Callable[[str], None]) -> Iterator[None]:
+def patience(seconds: float, message: str, abort: Callable[[str], None]) -> Iterator[None]:
     """Limit the wait for workers that continue a loop which this one has left."""
     # Their step needs this worker, which waits for them elsewhere: neither would ever end.
-    timer = threading.Timer(PATIENCE_SECONDS, abort, [f"[[{message}]]"])
+    timer = threading.Timer(seconds, abort, [f"[[{message}]]"])
     timer.daemon = True
     timer.start()
     received = None
