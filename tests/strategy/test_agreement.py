@@ -38,6 +38,9 @@ class Worker:
         self.power_sgd = None
         self.layout = ReplicaLayout((1, 1, 1), index)
 
+    def agree(self, place, described, **options):
+        return agreement.agree(self, place, described, **options)
+
     def meet(self, own):
         return self._gathering.gather(self.layout.worker_index, own)
 
