@@ -24,7 +24,6 @@ from keras_het.strategy.cluster.peer_watch import PeerWatch, message_in, naming_
 from keras_het.strategy.exact.created_in_scope import check_created_in_scope
 from keras_het.strategy.exact.power_sgd import PowerSGD
 from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
-from keras_het.strategy.measure.emulated_device import read_emulated_devices
 from keras_het.strategy.sums_by_host import is_worth_it, num_keys
 from keras_het.value_types import Leaf, Nest
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from keras_het.strategy.cluster.stop_request import StopRequest
     from keras_het.strategy.data_path import DataPath
     from keras_het.strategy.measure.compute_times import ComputeTimes
+    from keras_het.strategy.measure.emulated_device import EmulatedDevice
     from keras_het.summation.group import SummationGroup
 
 _logger = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
     cluster_config: ClusterConfig | None
     compute_times: ComputeTimes
     data_path: DataPath
+    emulated_devices: tuple[EmulatedDevice, ...] | None
     micro_batch_sizes: Sequence[int] | None
     on_drift: str
     peer_watch: PeerWatch | None = None
@@ -103,7 +104,6 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         on_join: Callable[[], PeerWatch | None] = lambda: None,
     ) -> None:
         private_api.leave_no_generated_files()
-        self.emulated_devices = read_emulated_devices()
         self.training_state = TrainingState()
         self._on_join = on_join
         self._communication_dtype: tf.DType | None = None
@@ -234,15 +234,16 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         described: Mapping[str, str],
         *,
         leaves_loop: str | None = None,
+        however_late: bool = False,
         **options: Any,
     ) -> np.ndarray:
         """Compare what the workers are about to do; all of them must call it."""
         # `leaves_loop` is the message for all if some continue a loop that this one has left;
-        # without it they arrive in any case, however late, unless a callback of this one is alone.
+        # without it they arrive in any case, unless a callback of this one is alone.
         if self.layout.num_workers == 1:
             return np.zeros([1, agreement.NUM_NOTES], np.int64)
         seconds = agreement.PATIENCE_SECONDS
-        if leaves_loop is None and self.is_between_steps:
+        if leaves_loop is None and self.is_between_steps and not however_late:
             seconds = agreement.SECONDS_BETWEEN_STEPS
             leaves_loop = _ALONE_BETWEEN_STEPS.format(place=place, worker=self._id_in_cluster)
         with contextlib.ExitStack() as stack:

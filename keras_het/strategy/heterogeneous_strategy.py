@@ -46,6 +46,7 @@ from keras_het.strategy.exact.xla import compiled_as_a_whole
 from keras_het.strategy.extended import HeterogeneousExtended, check_how_gradients_travel
 from keras_het.strategy.measure.compute_times import ComputeTimes
 from keras_het.strategy.measure.emulated_device import (
+    read_emulated_devices,
     warn_of_emulated_devices,
     warn_that_nothing_waits,
 )
@@ -160,6 +161,7 @@ class HeterogeneousStrategy(OwnStrategy):
         check_how_gradients_travel(*how, summation)
         check_on_drift(on_drift)
         self._collective_key_base = next_collective_key_base()
+        emulated_devices = read_emulated_devices()
         self._has_warned = False
         membership = find_cluster(cluster_resolver)
         check_is_no_summation_machine(membership.config)
@@ -178,6 +180,7 @@ class HeterogeneousStrategy(OwnStrategy):
         if membership.config is not None or membership.num_workers > 1:
             leave_quickly()
         extended.cluster_config, extended.on_drift = membership.config, on_drift
+        extended.emulated_devices = emulated_devices
         extended.data_path = DataPath(self, weights_of_replicas(share_weights, self.layout))
         sizes = read_micro_batch_size(micro_batch_size, self.num_replicas_in_sync)
         extended.micro_batch_sizes = sizes
@@ -406,7 +409,7 @@ class HeterogeneousStrategy(OwnStrategy):
 
     def barrier(self) -> None:
         """Wait until every worker has called it, for example until the chief has saved."""
-        self.extended.agree("strategy.barrier()", {})
+        self.extended.agree("strategy.barrier()", {}, however_late=True)
 
     def experimental_distribute_dataset(
         self,
