@@ -40,6 +40,7 @@ _logger = logging.getLogger(__name__)
 _KEYS_PER_RANGE = 10_000
 _SEED_STREAMS_PER_GROUP = 1000
 _ALONE_BETWEEN_STEPS = (
+    # begins as all messages that travel between workers do
     "The workers did not all reach {place}. Received: {place} on worker {worker}, in a callback "
     "between two steps, while others continue. Call it on every worker, outside of "
     "`if strategy.is_chief:`; losses and metrics are in `logs`."
@@ -90,7 +91,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
     on_drift: str
     peer_watch: PeerWatch | None = None
     stop_request: StopRequest
-    # Callbacks run between a training step and the next one.
+    # Callbacks run before or after a step of `fit`, of which all workers have the same number.
     is_between_steps = False
 
     def __init__(

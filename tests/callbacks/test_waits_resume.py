@@ -136,10 +136,8 @@ class Slow:
             yield row
 
     def _wait(self, step: int) -> None:
-        guard, end = (
-            self._model.distribute_strategy.extended.stop_request.guard,
-            time.monotonic() + 60,
-        )
+        guard = self._model.distribute_strategy.extended.stop_request.guard
+        end = time.monotonic() + 60
         steps = (self._passes - 1) * STEPS + step
         while not guard._is_waiting or guard.num_trained < steps:
             assert time.monotonic() < end

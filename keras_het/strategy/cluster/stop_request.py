@@ -158,7 +158,10 @@ class StopRequest:
                 self._end()
             if is_carried:
                 self._send_flags()
+        extended = session.model.distribute_strategy.extended
+        is_in_fit, extended.is_between_steps = extended.is_between_steps, False
         result = function(batches)
+        extended.is_between_steps = is_in_fit
         if self._is_carried:
             flags = tf.raw_ops.ReadVariableOp(resource=self._everyone.handle, dtype=tf.float32)
             self._reads.add(flags)
