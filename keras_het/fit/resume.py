@@ -124,7 +124,7 @@ def _parts(variable: keras.Variable) -> tuple[tf.Variable, ...]:
 _logger = logging.getLogger(__name__)
 
 
-def about(optimizer: Any) -> list[Any]:
+def about(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """Class and learning rate of an optimizer."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return [type(inner).__name__, float(keras.ops.convert_to_numpy(inner.learning_rate))]

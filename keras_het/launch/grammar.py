@@ -48,7 +48,7 @@ class Option(NamedTuple):
     names: str
     help: str
     type: Callable[[str], Any] = str
-    default: Any = None
+    default: object = None
     more: Mapping[str, Any] = MappingProxyType({})
 
 

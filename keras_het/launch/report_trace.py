@@ -139,7 +139,7 @@ def _name(kind: str, process: int, thread: int, name: str) -> Event:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _slice(name: str, begin: float, end: float, arguments: Event, **place: Any) -> Event:
+def _slice(name: str, begin: float, end: float, arguments: Event, **place: object) -> Event:
     duration = round(end - begin, 1)
     return {"ph": "X", "name": name, **place, "ts": begin, "dur": duration, "args": arguments}
 

@@ -9,9 +9,10 @@ import threading
 import traceback
 from collections.abc import Callable, Container
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.train import FailureConfig
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
@@ -19,13 +20,17 @@ from ray.train.v2._internal.execution.failure_handling.default import RETRYABLE_
 
 from keras_het.fit.backup_folder import RUN
 
+if TYPE_CHECKING:
+    from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
+    from ray.train.v2._internal.execution.worker_group import WorkerGroup, WorkerGroupPollStatus
+
 _has_ended = threading.Event()
 
 
 class OnWorker:
     """Context of the training function: what its errors mean to the trainer."""
 
-    def __init__(self, progress: Any, run: str) -> None:
+    def __init__(self, progress: ActorHandle, run: str) -> None:
         self._progress, self._run = progress, run
 
     def __enter__(self) -> None:
@@ -90,7 +95,7 @@ class Progress:
         return dict(self._furthest)
 
 
-def start_progress() -> Any:
+def start_progress() -> ActorHandle:
     """Start the actor on this node, where it takes no CPU."""
     node = ray.get_runtime_context().get_node_id()
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
@@ -100,7 +105,9 @@ def start_progress() -> Any:
 _LONGEST_SECONDS = 120.0
 
 
-def on_every_node(function: Callable[..., Any], *arguments: Any, but: Container[str] = ()) -> None:
+def on_every_node(
+    function: Callable[..., Any], *arguments: object, but: Container[str] = ()
+) -> None:
     """Call a function on each node that lives, but for some; what fails there is not raised."""
     kind = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     running = [
@@ -135,19 +142,19 @@ class StopTogether(ControllerCallback, WorkerGroupCallback):
 
     def __init__(self, grace_seconds: float) -> None:
         self._grace_seconds = grace_seconds
-        self._group: Any = None
+        self._group: WorkerGroup | None = None
 
-    def after_worker_group_training_start(self, worker_group: Any) -> None:
+    def after_worker_group_training_start(self, worker_group: WorkerGroup) -> None:
         self._group = worker_group
 
-    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+    def after_worker_group_poll_status(self, worker_group_status: WorkerGroupPollStatus) -> None:
         """Stop the group as soon as Ray knows that one of its machines is about to leave."""
         if worker_group_status.errors:
             self._group = None  # what its workers hold is no longer that of one step
         if self._group is not None and worker_group_status.get_preemption_info() is not None:
             self._group.execute_async(stop)  # again if no step had begun
 
-    def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
+    def before_controller_execute_resize_decision(self, resize_decision: ResizeDecision) -> None:
         """Stop the group that trains, if there is one, when newcomers are ready."""
         if self._group is None:
             return
@@ -157,7 +164,7 @@ class StopTogether(ControllerCallback, WorkerGroupCallback):
         asked = self._group.execute_async(stop_and_wait, self._grace_seconds)
         ray.wait(asked, num_returns=len(asked), timeout=self._grace_seconds + _SECONDS_TO_ANSWER)
 
-    def before_worker_group_shutdown(self, worker_group: Any) -> None:
+    def before_worker_group_shutdown(self, worker_group: WorkerGroup) -> None:
         self._group = None
 
 
@@ -176,7 +183,7 @@ class Losses(FailurePolicy):
     # Backups of steps that an earlier group has saved are no progress: an error that comes back at
     # the same step ends the training, too.
 
-    def __init__(self, failure_config: FailureConfig, most: float, progress: Any) -> None:
+    def __init__(self, failure_config: FailureConfig, most: float, progress: ActorHandle) -> None:
         super().__init__(failure_config)
         self._most, self._progress = most, progress
         self._num_lost = 0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
+from numpy.typing import ArrayLike
 
 from keras_het.planning.diagnosis.recording import (
     Change,
@@ -77,12 +78,14 @@ class EventLog:
         self._entries: dict[str, tuple[int, list[dict[str, Any]]]] = {}
         self._ended = directory is None
 
-    def write_steps(self, first_step: int, block: Any, measured: Any = None) -> None:
+    def write_steps(
+        self, first_step: int, block: ArrayLike, measured: ArrayLike | None = None
+    ) -> None:
         """Write steps, and which of them were measured; None: all."""
         rows = np.asarray(block, np.float32)
         self._guard(lambda: self._write_rows(first_step, rows, measured))
 
-    def write_hardware(self, step: int, values: Any) -> None:
+    def write_hardware(self, step: int, values: ArrayLike) -> None:
         sample = np.asarray(values, np.float32)
         self._guard(lambda: self._write_some(step, {log_format.HARDWARE_SAMPLES: sample}))
 
@@ -151,7 +154,7 @@ class EventLog:
         if self._file is not None:
             self._file.flush()
 
-    def _write_rows(self, first: int, rows: Any, measured: Any) -> None:
+    def _write_rows(self, first: int, rows: np.ndarray, measured: ArrayLike | None) -> None:
         if first != self._next + len(self._rows):  # a gap, or steps of which more is known now
             self._write_remaining()
             self._next = first
@@ -289,7 +292,7 @@ class EventFile:
         self._writer.close()
 
 
-def _summary_value(tag: str, value: Any) -> Any:
+def _summary_value(tag: str, value: ArrayLike | bytes) -> tf.compat.v1.Summary.Value:
     is_curve = tag in log_format.CURVES
     metadata = tf.compat.v1.SummaryMetadata(
         summary_description=log_format.CURVES.get(tag, ""),
@@ -317,7 +320,7 @@ def _values(record: bytes) -> list[Value]:
     ]
 
 
-def _content(tensor: Any) -> Any:
+def _content(tensor: tf.compat.v1.TensorProto) -> np.ndarray | bytes:
     """An array, or the bytes of a text."""
     return tensor.string_val[0] if tensor.string_val else tf.make_ndarray(tensor)
 

@@ -283,7 +283,7 @@ def _open_gpus(devices: Sequence[str]) -> tuple[Nvml | None, dict[str, Any]]:
 class GpuValues:
     """The part of `HARDWARE` that belongs to a GPU; of a MIG device, most is the whole GPU's."""
 
-    def __init__(self, nvml: Nvml, device: Any, name: str) -> None:
+    def __init__(self, nvml: Nvml, device: object, name: str) -> None:
         self._nvml = nvml
         self._device = device
         whole = nvml.ask("DeviceGetDeviceHandleFromMigDeviceHandle", device)
@@ -320,10 +320,10 @@ class GpuValues:
             if answer is not None
         }
 
-    def _ask_whole(self, function: str, *arguments: Any) -> Any:
+    def _ask_whole(self, function: str, *arguments: object) -> Any:
         return self._ask(function, self._whole, *arguments)
 
-    def _ask(self, function: str, device: Any, *arguments: Any) -> Any:
+    def _ask(self, function: str, device: object, *arguments: object) -> Any:
         """Ask the first of some functions that there is, never again for what this GPU has not."""
         for name in function.split("|"):
             call = getattr(self._nvml.module, f"nvml{name}", None)
@@ -335,7 +335,7 @@ class GpuValues:
                 self._note(name, error)
         return None
 
-    def _note(self, function: str, error: Any) -> None:
+    def _note(self, function: str, error: Exception) -> None:
         code = _code_of(error)
         if code in (_NOT_SUPPORTED, _FUNCTION_NOT_FOUND):
             self._unsupported.add(function)
@@ -372,7 +372,7 @@ class Nvml:
             ) from error
         self._is_open = True
 
-    def ask(self, function: str, *arguments: Any) -> Any:
+    def ask(self, function: str, *arguments: object) -> Any:
         """Call the first of some functions of the library that answers; None if none does."""
         for name in function.split("|"):
             try:
@@ -383,14 +383,14 @@ class Nvml:
             return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
         return None
 
-    def gpus(self) -> list[Any]:
+    def gpus(self) -> list[object]:
         """Return the handles of all GPUs in PCI bus order, those that are lost as None."""
         return [
             self.ask("DeviceGetHandleByIndex", index)
             for index in range(self.ask("DeviceGetCount") or 0)
         ]
 
-    def parts_of(self, gpu: Any) -> list[Any]:
+    def parts_of(self, gpu: object) -> list[object]:
         """Return the handles of a GPU's MIG devices, none if it is not divided."""
         modes = self.ask("DeviceGetMigMode", gpu)
         if not modes or modes[0] != 1:
@@ -399,11 +399,11 @@ class Nvml:
         parts = [self.ask("DeviceGetMigDeviceHandleByIndex", gpu, place) for place in places]
         return [part for part in parts if part is not None]
 
-    def name_of(self, device: Any) -> str:
+    def name_of(self, device: object) -> str:
         """Return the product's name, empty if it is hidden."""
         return str(self.ask("DeviceGetName", device) or "")
 
-    def memory_of(self, device: Any) -> Any:
+    def memory_of(self, device: object) -> Any:
         """Return the memory of a device, with `total` and `used` in bytes; None if unknown."""
         # the older form of the question counts what the driver reserves for itself as used
         version = getattr(self.module, "nvmlMemory_v2", None)
@@ -417,7 +417,7 @@ class Nvml:
             self.ask("Shutdown")
 
 
-def _code_of(error: Any) -> int:
+def _code_of(error: Exception) -> int:
     """Return NVML's number of an error, 0 if it has none."""
     value = getattr(error, "value", 0)
     return value if isinstance(value, int) else 0

@@ -58,7 +58,7 @@ class UnreadableLogError(ValueError):
     """A log does not say of which devices it is, or has another form."""
 
 
-def windows(rows: Any, every: int) -> Any:
+def windows(rows: np.ndarray, every: int) -> np.ndarray:
     """Return the lowest, the median and the highest value of windows of rows, ignoring NaN."""
     num = -(-len(rows) // every)
     padded = np.full((num * every, *rows.shape[1:]), np.nan, rows.dtype)
@@ -66,7 +66,7 @@ def windows(rows: Any, every: int) -> Any:
     ordered = np.sort(padded.reshape(num, every, *rows.shape[1:]), axis=1)  # NaN comes last
     known = np.maximum(np.sum(~np.isnan(ordered), axis=1, keepdims=True), 1)
 
-    def at(place: Any) -> Any:
+    def at(place: np.ndarray) -> np.ndarray:
         return np.take_along_axis(ordered, place, axis=1)[:, 0]
 
     middle = 0.5 * (at((known - 1) // 2) + at(known // 2))
@@ -232,7 +232,7 @@ class _Columns:
         before = bisect.bisect_right(self._setups, value.time, key=lambda each: each[0])
         return self._setups[max(before - 1, 0)][1]
 
-    def take(self, array: Any, setup: Setup) -> Any:
+    def take(self, array: np.ndarray, setup: Setup) -> np.ndarray:
         """Columns of an array (its last axis) in the present order; NaN where there is none."""
         known = {_key(device): place for place, device in enumerate(setup.devices)}
         places = [known.get(key, -1) for key in self._keys]

@@ -9,15 +9,16 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from tensorboard import errors, plugin_util
 from tensorboard.backend import http_util
+from tensorboard.context import RequestContext
 from tensorboard.data import provider
 from tensorboard.plugins import base_plugin
-from werkzeug import wrappers
+from werkzeug.wrappers import Request, Response
 
 from keras_het.tensorboard import log_format, views
 from keras_het.tensorboard.log_content import LogContent, UnreadableLogError, Value, log_content
@@ -40,7 +41,7 @@ class HetPlugin(base_plugin.TBPlugin):
 
     plugin_name = log_format.PLUGIN
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: base_plugin.TBContext) -> None:
         super().__init__(context)
         self._histories = Histories(context.data_provider)
         folder = importlib.resources.files(__package__) / "static"
@@ -58,22 +59,22 @@ class HetPlugin(base_plugin.TBPlugin):
         """Return False: TensorBoard finds out from the data whether the tab has something."""
         return False
 
-    def frontend_metadata(self) -> Any:
+    def frontend_metadata(self) -> base_plugin.FrontendMetadata:
         return base_plugin.FrontendMetadata(
             es_module_path="/static/index.js", tab_name="Heterogeneous"
         )
 
-    def _runs(self, request: Any) -> Any:
+    def _runs(self, request: Request) -> Response:
         return _json(request, {"runs": self._histories.runs(*_origin(request))})
 
-    def _view(self, view: _View, request: Any) -> Any:
+    def _view(self, view: _View, request: Request) -> Response:
         whole = self._histories.read(*_origin(request), _argument(request.args, "run", ""))
         first, last = _integer(request.args, "first"), _integer(request.args, "last")
         part = views.between(whole, first, last)
         answer = view(whole, part, request.args)
         return _json(request, {**answer, "messages": part.messages})
 
-    def _static(self, request: Any) -> Any:
+    def _static(self, request: Request) -> Response:
         name = request.path.partition(f"/plugin/{log_format.PLUGIN}/static/")[2]
         file = self._files.get(name)
         if file is None:
@@ -82,9 +83,9 @@ class HetPlugin(base_plugin.TBPlugin):
         return http_util.Respond(request, file.read_bytes(), kind)
 
 
-def _application(answer: Callable[[Any], Any]) -> Any:
-    @wrappers.Request.application
-    def application(request: Any) -> Any:
+def _application(answer: Callable[[Request], Response]) -> Callable[..., Any]:
+    @Request.application
+    def application(request: Request) -> Response:
         if request.method not in ("GET", "HEAD"):
             allowed = [("Allow", "GET, HEAD")]
             return http_util.Respond(request, "Only GET.", "text/plain", 405, headers=allowed)
@@ -133,7 +134,7 @@ _VIEWS: Mapping[str, _View] = {
 """What a route answers of a training, of a part of it, and with arguments."""
 
 
-def _origin(request: Any) -> tuple[Any, str]:
+def _origin(request: Request) -> tuple[RequestContext, str]:
     environ = request.environ
     return plugin_util.context(environ), plugin_util.experiment_id(environ)
 
@@ -158,7 +159,7 @@ def _integer(arguments: _Arguments, name: str) -> int | None:
     return value
 
 
-def _json(request: Any, answer: dict[str, Any]) -> Any:
+def _json(request: Request, answer: dict[str, Any]) -> Response:
     # A text is not searched for NaN, which takes TensorBoard long; there is none in it.
     return http_util.Respond(request, json.dumps(answer, allow_nan=False), "application/json")
 
@@ -166,14 +167,14 @@ def _json(request: Any, answer: dict[str, Any]) -> Any:
 class Histories:
     """Reads trainings from what TensorBoard has read, wherever that is."""
 
-    def __init__(self, data_provider: Any) -> None:
+    def __init__(self, data_provider: provider.DataProvider) -> None:
         self._provider = data_provider
         self._lock = threading.Lock()  # one page asks for several views of a training at once
         self._kept: collections.OrderedDict[tuple[str, str], tuple[Any, LogContent]] = (
             collections.OrderedDict()
         )
 
-    def runs(self, ctx: Any, experiment: str) -> list[dict[str, Any]]:
+    def runs(self, ctx: RequestContext, experiment: str) -> list[dict[str, Any]]:
         """Return the trainings that have a log: name, and when it was written last."""
         found = {
             run: max(series.max_wall_time for series in tags.values())
@@ -184,7 +185,7 @@ class Histories:
             for run, time in sorted(found.items())
         ]
 
-    def read(self, ctx: Any, experiment: str, run: str) -> LogContent:
+    def read(self, ctx: RequestContext, experiment: str, run: str) -> LogContent:
         tags = self._tags(ctx, experiment, provider.RunTagFilter(runs=[run])).get(run)
         if tags is None:
             raise errors.NotFoundError(f"There is no training {run!r} of keras_het.")
@@ -205,14 +206,19 @@ class Histories:
                 self._kept.popitem(last=False)
             return kept[1]
 
-    def _tags(self, ctx: Any, experiment: str, of_run: Any = None) -> dict[str, Any]:
+    def _tags(
+        self,
+        ctx: RequestContext,
+        experiment: str,
+        of_run: provider.RunTagFilter | None = None,
+    ) -> dict[str, dict[str, provider.TensorTimeSeries]]:
         listed = self._provider.list_tensors(
             ctx, experiment_id=experiment, plugin_name=log_format.PLUGIN, run_tag_filter=of_run
         )
         return {run: tags for run, tags in listed.items() if log_format.SETUP in tags}
 
     def _values(
-        self, ctx: Any, experiment: str, run: str, tags: list[str], messages: list[str]
+        self, ctx: RequestContext, experiment: str, run: str, tags: list[str], messages: list[str]
     ) -> Iterator[Value]:
         known = [each for each in tags if log_format.has_numbers(each) or each in log_format.TEXTS]
         for tag in known[:_MOST_TAGS]:
@@ -231,7 +237,9 @@ class Histories:
                 content = value if value.dtype.kind == "f" else _text(value)
                 yield Value(tag, int(each.step), float(each.wall_time), content)
 
-    def _read(self, ctx: Any, experiment: str, run: str, tag: str, most: int) -> Any:
+    def _read(
+        self, ctx: RequestContext, experiment: str, run: str, tag: str, most: int
+    ) -> Sequence[provider.TensorDatum]:
         found = self._provider.read_tensors(
             ctx,
             experiment_id=experiment,
@@ -242,6 +250,6 @@ class Histories:
         return found.get(run, {}).get(tag, [])
 
 
-def _text(value: Any) -> bytes:
+def _text(value: np.ndarray) -> bytes:
     item = value.item() if value.size == 1 else b""
     return item if isinstance(item, bytes) else str(item).encode()

@@ -173,7 +173,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _devices(content: LogContent, rows: Any) -> list[dict[str, Any]]:
+def _devices(content: LogContent, rows: np.ndarray) -> list[dict[str, Any]]:
     recording = content.recording
     with np.errstate(all="ignore"):
         means = {name: _means(getattr(recording, name), content.every) for name in _MEANS}

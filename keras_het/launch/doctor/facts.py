@@ -185,7 +185,7 @@ def count_gpu_boards(pci: Path = _PCI) -> int:
     return count
 
 
-def _gpu(nvml: Nvml, index: int, handle: Any) -> Gpu:
+def _gpu(nvml: Nvml, index: int, handle: object) -> Gpu:
     memory = nvml.memory_of(handle)
     capability = nvml.ask("DeviceGetCudaComputeCapability", handle) or (0, 0)
     return Gpu(

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -197,7 +197,7 @@ COARSEST = 8
 MOST_LOSS = 0.02
 
 
-def check_granularity(given: Any) -> None:
+def check_granularity(given: object) -> None:
     if not isinstance(given, str) or given != "auto":
         check_number("granularity", given, least=1, whole=True, otherwise=', or "auto"')
 
@@ -270,10 +270,10 @@ class _Units:
         """Whether shares are within the bounds if this replica takes the rest, bool [n]."""
         self.can_take &= self.count <= self._sums(self._high)
 
-    def _sums(self, values: Any) -> IntArray:
+    def _sums(self, values: ArrayLike) -> IntArray:
         """Sum over all replicas, for each one that might take the rest."""
-        values = np.asarray(values, np.int64)
-        result: IntArray = values[0].sum() - values[0] + values[1]
+        without, taking = np.asarray(values, np.int64)
+        result: IntArray = without.sum() - without + taking
         return result
 
     def bounds(self, taker: int) -> tuple[IntArray, IntArray]:
