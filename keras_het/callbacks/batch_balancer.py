@@ -60,14 +60,15 @@ class BatchBalancer(SessionCallback):
         min_share: smallest share of each replica, in the same form; only with the name of a policy.
             By default 1 for "min_max", because a device without a share computes a row of zeros
             anyway; 0 allows it to give a replica nothing.
-        granularity: samples of which shares are multiples; one replica, normally the fastest, takes
-            the rest of a batch that is no multiple. If the bounds rule these out, multiples of its
-            largest divisor that fits are taken. "auto" is 1 unless all workers compute on GPUs.
-            There it is the largest :math:`g` of 8, 4, 2 and 1 with :math:`\max_i t_i(b_i^{(g)}) \le
-            1.02 \max_i t_i(b_i^{(1)})`, where :math:`b^{(g)}` are the best multiples of :math:`g`
-            for the fitted times, or, before there are any, for :math:`t_i(b_i) = b_i / w_i` with
-            weights :math:`w`: of 96 samples each of 8 equal replicas gets 12, because 16 for some
-            would take a third longer. Not run on GPUs. Only with the name of a policy.
+        granularity: round shares to multiples of this many samples; one replica, normally the
+            fastest, takes the rest of a batch that is no multiple. Where the bounds rule that out,
+            its largest divisor with which they do not takes its place. "auto" is 1 unless all
+            workers compute on GPUs. There it is the largest :math:`g` of 8, 4, 2 and 1 with
+            :math:`\max_i t_i(b_i^{(g)}) \le 1.02 \max_i t_i(b_i^{(1)})`, where :math:`b^{(g)}` are
+            the best multiples of :math:`g` for the fitted times, or, before there are any, for
+            :math:`t_i(b_i) = b_i / w_i` with weights :math:`w`: of 96 samples each of 8 equal
+            replicas gets 12, because 16 for some would take a third longer. Not run on GPUs. Only
+            with the name of a policy.
         memory_dir: directory, shared by all workers, that records across restarts which share
             was too large for a replica's memory; such a bound acts like `max_share`, or like
             `micro_batch_size` if the strategy has one.

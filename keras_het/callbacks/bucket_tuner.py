@@ -59,8 +59,8 @@ class BucketTuner(SessionCallback):
 
     Attributes:
         size: the chosen size in bytes, 0 for one sum; None while it is not known.
-        step_seconds: dict from each size to the seconds of an execution with it: those of the first
-            size times the median ratio.
+        step_seconds: dict from each size to the seconds of an execution with it (a step, unless
+            `steps_per_execution` is larger): those of the first size times the median ratio.
 
     Raises:
         ValueError: if a size or `steps` is not a whole number above 0; by `fit`, if the model does

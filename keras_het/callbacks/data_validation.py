@@ -46,7 +46,7 @@ class DataValidation(SessionCallback):
 
     With `compare_shards=True`, the statistics of each replica's consumed data are accumulated and
     compared at the end of each epoch: unequal shares make unequal shards. Requires TensorFlow Data
-    Validation, see docs/guides/data.md.
+    Validation.
 
     Args:
         schema: `tensorflow_metadata` schema, or its path; see
@@ -72,7 +72,7 @@ class DataValidation(SessionCallback):
 
     Raises:
         ImportError: if TensorFlow Data Validation is not installed.
-        ValueError: if an argument has another value.
+        ValueError: if an argument is out of range, or needs another one that is missing.
         keras_het.loader.validation.DataAnomalyError: by `fit`, if there are anomalies.
     """
 

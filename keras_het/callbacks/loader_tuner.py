@@ -40,7 +40,7 @@ class LoaderTuner(SessionCallback):
     strategies, are only observed; the log says why.
 
     Loaders are added only while the device waits and the host has the resources; each move is
-    confirmed by measurement and reverted if it does not pay; see docs/guides/tune_loader.md.
+    confirmed by measurement and reverted if it does not pay.
 
     With `steps_per_execution` above 1, input waits cover whole executions.
 
@@ -68,6 +68,7 @@ class LoaderTuner(SessionCallback):
 
     Raises:
         ValueError: if the controller is unknown, or a number is out of range.
+        RuntimeError: by `fit`, if a callback of another `fit` calls it with the same instance.
     """
 
     def __init__(

@@ -94,8 +94,8 @@ class Telemetry(SessionCallback):
         verdict: who is slow, why, and what to do, after `fit`; None before.
 
     Raises:
-        ValueError: by `fit`, if the model does not train under a
-            `keras_het.HeterogeneousStrategy`.
+        ValueError: if an argument is out of range; by `fit`, if the model does not train under a
+            `keras_het.HeterogeneousStrategy`, or there are two of these callbacks.
     """
 
     _writing = threading.Lock()  # of the class: tuners copy callbacks

@@ -60,14 +60,13 @@ class AsyncSGD(SendsGradient):
     """
 
     name: ClassVar[str] = "async_sgd"
+    # `optimizer` is not kept as it was given: `get_config` adds it.
     settings = (
-        *(
-            "learning_rate",
-            "momentum",
-            "reference_batch_size",
-            "staleness_damping",
-            "warmup_pushes",
-        ),
+        "learning_rate",
+        "momentum",
+        "reference_batch_size",
+        "staleness_damping",
+        "warmup_pushes",
     )
 
     learning_rate: float | None = None
@@ -91,7 +90,8 @@ class AsyncSGD(SendsGradient):
         if (self.learning_rate is None) == (optimizer is None):
             raise ValueError(
                 "AsyncSGD takes either a learning_rate, for gradient descent with momentum, or an "
-                f"optimizer. Received: learning_rate={self.learning_rate}, optimizer={optimizer}."
+                f"optimizer. Received: learning_rate={self.learning_rate}, optimizer={optimizer}. "
+                'Give one, such as AsyncSGD(learning_rate=0.1) or AsyncSGD(optimizer="adam").'
             )
         momentum, warm_up = self.momentum, self.warmup_pushes
         check_number("learning_rate", self.learning_rate, above=0, or_none=True)

@@ -90,9 +90,10 @@ class HeterogeneousStrategy(OwnStrategy):
             shares.
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`. Default: `TF_CONFIG`.
         communication_options: `tf.distribute.experimental.CommunicationOptions`. Default: NCCL
-            between workers with GPUs, and between the GPUs of a worker, after a first sum within
-            60 s; rings over gRPC, and copies, otherwise. With `bytes_per_pack`, gradients are
-            summed in buckets of that size while the backward pass computes others.
+            between workers with GPUs, an error if its first sum takes more than 60 s; NCCL between
+            the GPUs of a worker, or copies where it cannot; rings over gRPC between CPUs. With
+            `bytes_per_pack`, gradients are summed in buckets of that size while the backward pass
+            computes others.
         gradient_reduction: how gradients (and whatever else a step sums) are added up between
             workers: "all_reduce" by TensorFlow's collectives; "summation" by the CPUs of all
             workers and of the spare machines in TF_CONFIG's job `summation`, or a

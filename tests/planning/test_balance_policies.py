@@ -157,7 +157,7 @@ def test_weights_of_the_static_policy():
 def test_a_plan_on_one_line():
     plan = BalancePlan(12, "min_max", (73, 37, 18), "min-max", (), 0.023, 0.0412)
     assert str(plan) == (
-        "step 12: shares 73 37 18 (min_max: min-max; predicted step time 41.2 -> 23.0 ms)"
+        "step 12: shares 73 37 18 (min_max: min-max; predicted compute time 41.2 -> 23.0 ms)"
     )
     assert plan.gain == pytest.approx(1 - 23 / 41.2)
     assert "(10000 replicas)" in str(BalancePlan(0, "even", (1,) * 10_000, "even split"))

@@ -41,7 +41,8 @@ class BalancePlan:
         reason: the reason, in a few words.
         predicted_seconds: predicted compute time of each replica, None if unknown; 0 for an
             unused replica. Empty if the policy does not predict.
-        step_seconds: predicted compute time of the slowest replica, None if unknown.
+        step_seconds: predicted compute time of the slowest replica, without the exchange; None if
+            unknown.
         previous_step_seconds: the same for the previous shares, under the same models.
         step_seconds_if_all_used: the same if every usable but unused replica had at least one
             sample; None if there is no such replica.
@@ -89,7 +90,7 @@ class BalancePlan:
         text = f"{begin} {shown} ({self.policy}: {self.reason}"
         if self.step_seconds is not None and self.previous_step_seconds is not None:
             before, after = self.previous_step_seconds * 1e3, self.step_seconds * 1e3
-            text += f"; predicted step time {before:.1f} -> {after:.1f} ms"
+            text += f"; predicted compute time {before:.1f} -> {after:.1f} ms"
         if self.step_seconds_if_all_used is not None:
             which = " ".join(map(str, self.unused))
             text += f"; without using {which}, {self.step_seconds_if_all_used * 1e3:.1f} ms with it"
@@ -253,7 +254,7 @@ class SharePolicy(BalancePolicy):
         global_batch_size: samples that shares sum to.
         lower: smallest share of each replica, int [n]; by default 0.
         upper: largest share of each replica, int [n]; by default no bound.
-        granularity: samples of which shares are multiples, or "auto", see `BatchBalancer`.
+        granularity: shares are multiples of this many samples, or "auto"; see `BatchBalancer`.
 
     Raises:
         TypeError: if a number is not whole.
