@@ -79,7 +79,7 @@ def advised(case: Case, noise_scale: float) -> str:
         samples_per_second=tuple(1000 / SAMPLE_MILLISECONDS * speed for speed in case.speeds),
         link_bytes_per_second=tuple(rate * 1e6 / 8 for rate in rates),
         model_bytes=MODEL_BYTES,
-        global_batch=BATCH,
+        global_batch_size=BATCH,
         noise_scale=noise_scale,
         hop_seconds=HOP_SECONDS,
         exchange=ExchangeSettings(period=int(PERIOD), busy_seconds=BUSY_SECONDS),

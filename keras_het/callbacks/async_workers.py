@@ -77,10 +77,11 @@ class AsyncWorkers(SessionCallback):
         rule: name, dict or instance of a `keras_het.rules.UpdateRule`.
         period: steps between two exchanges; for rules that send gradients, steps over which an
             async worker accumulates one. "auto" chooses one per worker from times measured in
-            training, such that all exchange at about the same rate (`planning.plan_pushes`) and no
-            exchange costs more than a tenth of the time ("delayed_nesterov": the slowest takes the
-            rule's period); for rules in which workers do not wait for each other. Default: "auto"
-            for rules whose workers send their changes, such as "delta", else 8.
+            training, such that all exchange at about the same rate (`planning.plan_pushes`), nobody
+            waits for an answer for longer than it computes, and the work for an exchange takes a
+            tenth of the time at most ("delayed_nesterov": the slowest takes the rule's period); for
+            rules in which workers do not wait for each other. Default: "auto" for rules whose
+            workers send their changes, such as "delta", else 8.
         async_batch_size: samples in each of an async worker's steps. Default: the global batch over
             the number of workers in the sync group. A worker that takes more steps of an epoch than
             it has batches ends its last epoch early; the others use the rest.
@@ -116,6 +117,8 @@ class AsyncWorkers(SessionCallback):
     Raises:
         ValueError: for arguments out of range, data that cannot be shared (an unknown number of
             batches), or a missing secret.
+        RuntimeError: by `fit`, for a `fit` of the same model within a callback, or steps on other
+            data than the workers share.
 
     Reference:
         Kim et al., Cluster Computing 23, 2020 (all-reduce within, parameter server between); Jiang

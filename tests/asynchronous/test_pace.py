@@ -87,16 +87,18 @@ def test_what_is_done_with_an_early_answer_is_part_of_the_exchange(clock, pace):
             clock.sleep(0.03)
         steps(pace, clock, 2, 0.1)
         exchange(pace, clock, own=0.02, travel=0.1, measures=True)
-    assert pace.pace == pytest.approx(Pace(80.0, 8, 0.05 / LARGEST_OVERHEAD, answer_seconds=0.1))
+    assert pace.pace == pytest.approx(
+        Pace(80.0, 8, 2 * 0.05 / LARGEST_OVERHEAD, answer_seconds=0.1)
+    )
 
 
 @pytest.mark.parametrize(
     ("waits", "traced", "own", "travel", "hidden_by", "seconds"),
     [
         (False, 0.0, 0.0, 0.7, 0.1, 0.7),  # it was waited for
-        # own work of 0.04 s every second time: the median of (0.04, 0) is a tenth of 0.2 s
-        (False, 9.0, 0.04, 0.05, 0.1, 0.2),
-        (True, 9.0, 0.1, 0.5, None, 6.0),  # nothing hides it: 0.6 s are a tenth
+        # own work of 0.04 s every second time: the median of (0.04, 0) is a tenth of half of 0.4 s
+        (False, 9.0, 0.04, 0.05, 0.1, 0.4),
+        (True, 9.0, 0.1, 0.5, None, 12.0),  # nothing hides it: 0.6 s are a tenth of half of it
     ],
 )
 def test_seconds_of_an_exchange(clock, waits, traced, own, travel, hidden_by, seconds):
@@ -131,7 +133,7 @@ BESIDE_SLOW, ALONE = [HEARD, HEARD], [HEARD, 21.0, HEARD]
     [
         ([FAST, SLOW], BESIDE_SLOW, (20, 1), LIMITS, 1),
         # behind a slow link everybody exchanges less often
-        ([FAST, (20.0, 8, 1.1)], BESIDE_SLOW, (55, 3), LIMITS, 1),
+        ([FAST, (20.0, 8, 2.2)], BESIDE_SLOW, (55, 3), LIMITS, 1),
         # what only some rules measure changes nothing
         ([(*FAST, 0.5), (*SLOW, 9.0)], BESIDE_SLOW, (20, 1), LIMITS, 1),
         # who is silent or said nothing does not count; itself it always counts
@@ -166,9 +168,9 @@ def test_all_push_as_planned_whoever_computes_it(paces):
 
 def test_roles_are_predicted_for_the_periods_that_tasks_plan():
     group, worker = Pusher(48.0, 0.06, 0.0, 0.015, 1), Pusher(24.0, 0.1, 0.35, 0.008, 2)
-    paces = [Pace(48 / 0.06, 48.0, 0.015 / LARGEST_OVERHEAD), Pace(24 / 0.1, 24.0, 0.35)]
+    paces = [Pace(48 / 0.06, 48.0, 2 * 0.015 / LARGEST_OVERHEAD), Pace(24 / 0.1, 24.0, 0.35)]
     predicted = periods_of(ExchangeSettings(period=None, num_batches=300), [group, worker])
     for client, parts in enumerate((1, 2)):
         limits = (20.0, longest_period(300 * parts))
         assert choose_period(paces, [HEARD] * 2, client, limits) == predicted[client]
-    assert predicted == (6, 4)
+    assert predicted == (3, 2)

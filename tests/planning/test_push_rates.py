@@ -22,24 +22,29 @@ def test_samples_in_proportion_to_speed_by_hand():
 
 
 def test_a_slow_link_lengthens_everyones_time_between_pushes():
-    # An exchange of 0.5 s hides behind 50 samples at 100 a second, 52 in fours.
+    # Half an exchange of 0.5 s hides behind 25 samples at 100 a second, 28 in fours.
     plan = plan_pushes([800.0, 100.0], [16, 4], [0.0, 0.5])
-    assert plan.target_seconds == 0.5
-    assert plan.samples == (400, 52)
-    assert plan.push_seconds == pytest.approx((0.5, 0.52))
+    assert plan.target_seconds == 0.25
+    assert plan.samples == (208, 28)
+    assert plan.push_seconds == pytest.approx((0.26, 0.5))
+
+
+@pytest.mark.parametrize(("exchange", "samples"), [(0.5, 8), (2.0, 8), (2.1, 16), (4.2, 24)])
+def test_it_waits_for_its_link_as_long_as_it_computes_at_most(exchange, samples):
+    assert plan_pushes([8.0], [8], [exchange]).samples == (samples,)
 
 
 @pytest.mark.parametrize(("slowest", "samples"), [(14, 10), (14.2, 20), (10, 10), (30, 30)])
 def test_the_number_of_batches_that_is_nearest_in_ratio(slowest, samples):
     # 14 / 10 < 20 / 14 and 14.2 / 10 > 20 / 14.2
-    assert plan_pushes([1.0, 1.0], [10, 1], [0.0, slowest]).samples[0] == samples
+    assert plan_pushes([1.0, 1.0], [10, 1], [0.0, 2 * slowest]).samples[0] == samples
 
 
 def test_the_slowest_takes_the_batches_that_it_is_to_take_at_least():
     plan = plan_pushes([400.0, 200.0, 100.0], [8, 8, 8], [0.0, 0.0, 0.0], least_batches=50)
     assert plan.samples == (1600, 800, 400)
     # a link may need longer than that
-    plan = plan_pushes([800.0, 100.0], [16, 4], [0.0, 0.5], least_batches=12)
+    plan = plan_pushes([800.0, 100.0], [16, 4], [0.0, 1.0], least_batches=12)
     assert plan.samples == (400, 52)
 
 
@@ -49,9 +54,9 @@ def test_everyone_pushes_as_near_to_the_target_as_batches_allow(pushers):
     plan = plan_pushes(speeds, batches, exchanges)
     for i, (speed, batch, exchange) in enumerate(pushers):
         assert plan.samples[i] >= batch and plan.samples[i] % batch == 0
-        seconds = plan.push_seconds[i]
-        # it never waits for its link
-        assert plan.samples[i] / seconds == pytest.approx(speed)
+        seconds = plan.samples[i] / speed
+        assert plan.push_seconds[i] == pytest.approx(max(seconds, exchange))
+        assert exchange <= 2 * seconds * (1 + 1e-6)
         off = max(seconds / plan.target_seconds, plan.target_seconds / seconds)
         k = plan.samples[i] // batch
         if exchange <= 0:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from keras_het.planning import plan_pushes
-from keras_het.planning.roles.exchange_settings import LARGEST_OVERHEAD
+from keras_het.planning.roles.exchange_settings import exchange_to_plan
 
 FIRST_PERIOD = 4
 """Steps between two exchanges until the first plan."""
@@ -34,8 +34,8 @@ class Pace(NamedTuple):
 class PushPace:
     """The pace of this task, from its latest steps and exchanges."""
 
-    # Pushes are max(e, 10 c) seconds apart: an exchange of e seconds, for c of which this task is
-    # busy, hides behind computation and costs a tenth of it at most. Whoever waits has c = e.
+    # Between two exchanges of e seconds, for c of which this task is busy, it computes for at least
+    # max(e / 2, 10 c). Whoever waits for each answer has c = e.
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class PushPace:
         step, batch = map(statistics.median, zip(*self._steps, strict=True))
         others = (self._travels, self._overheads, self._answers)
         travel, busy, answer = (statistics.median(found or [0.0]) for found in others)
-        exchange = max(travel, busy / LARGEST_OVERHEAD)
+        exchange = exchange_to_plan(travel, busy)
         return Pace(batch / max(step, 1e-9), batch, exchange, answer_seconds=answer)
 
 

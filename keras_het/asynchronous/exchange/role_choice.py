@@ -124,7 +124,7 @@ class RoleChoice:
             samples_per_second=tuple(float(own.sum()) for own in workers),
             link_bytes_per_second=self._rates,
             model_bytes=4 * sum(int(np.prod(variable.shape)) for variable in weights),
-            global_batch=int(shares.sum()),
+            global_batch_size=int(shares.sum()),
             noise_scale=self._expected_noise_scale(steps),
             exchange=self._exchange(times.busy_seconds),
         )

@@ -12,6 +12,10 @@ from keras_het.planning.time_model import check_not_negative
 
 LARGEST_OVERHEAD = 0.1
 """Fraction of its time that a task may be busy with exchanges whose period is planned."""
+LARGEST_WAIT = 1.0
+"""Times its computation that a task may wait for an exchange whose period is planned."""
+# Simulated trainings with momentum and a rate that is best for one device reached their target with
+# this; most did not with 0, whose periods are twice as long. Half a wait was not enough.
 EXCHANGES_AN_EPOCH = 8
 """A planned period is short enough for at least this many."""
 
@@ -72,7 +76,7 @@ def periods_of(exchange: ExchangeSettings, pushers: Sequence[Pusher]) -> tuple[i
         [pusher.batch_samples / pusher.batch_seconds for pusher in pushers],
         batches,
         [
-            max(pusher.travel_seconds, (pusher.busy_seconds + waited) / LARGEST_OVERHEAD)
+            exchange_to_plan(pusher.travel_seconds, pusher.busy_seconds + waited)
             for pusher, waited in zip(pushers, waits, strict=True)
         ],
         exchange.least_period,
@@ -84,6 +88,11 @@ def periods_of(exchange: ExchangeSettings, pushers: Sequence[Pusher]) -> tuple[i
             longest = longest_period(exchange.num_batches * pusher.parts, exchange.least_period)
         periods.append(int(max(1, min(samples // batch, longest))))
     return tuple(periods)
+
+
+def exchange_to_plan(travel_seconds: float, busy_seconds: float) -> float:
+    """Return the time of an exchange, or of a longer one if the work for it asks for that."""
+    return max(travel_seconds, (1 + LARGEST_WAIT) * busy_seconds / LARGEST_OVERHEAD)
 
 
 def period_seconds(exchange: ExchangeSettings, pusher: Pusher, period: int) -> float:
@@ -115,7 +124,7 @@ class PushPlan:
     A pusher is an async worker, or the sync group as a whole.
 
     Args:
-        target_seconds: target time between pushes.
+        target_seconds: target time of computation between pushes.
         samples: samples of one push of every pusher, A_i; a multiple of its batch.
         push_seconds: predicted time between two pushes of every pusher.
     """
@@ -134,11 +143,11 @@ def plan_pushes(
     r"""Choose the samples of one push for all pushers, for about equal push rates.
 
     Pushers compute while they exchange: with speed s and an exchange of e seconds, the time between
-    two pushes of A samples is :math:`\max(A / s, e)`. The target is the shortest that all can
-    sustain: `least_batches` and one exchange of the slowest pusher. Of the two neighboring numbers
-    of batches, the one whose time is closer to the target in ratio is chosen; it is at least large
-    enough that the exchange ends before the batches are computed, so that nobody waits for its
-    link.
+    two pushes of A samples is :math:`\max(A / s, e)`. Nobody computes for less than half an
+    exchange: steps that hide all of it would start from a center that is twice as old. The target
+    is the shortest computation between two pushes that all can sustain: `least_batches`, and half
+    an exchange, of the slowest pusher. Of the two neighboring numbers of batches, the one whose
+    time is closer to the target in ratio is chosen.
 
     Args:
         samples_per_second: speed of every pusher; the sync group is one pusher.
@@ -148,8 +157,8 @@ def plan_pushes(
             of DiLoCo.
 
     Returns:
-        The plan. The time between pushes of a pusher misses the target by at most a factor
-        sqrt(1 + 1 / k) for k batches, unless its exchange alone takes longer.
+        The plan. The computation between two pushes misses the target by at most a factor
+        sqrt(1 + 1 / k) for k batches.
 
     Raises:
         TypeError: if a speed or a time is not a number.
@@ -176,8 +185,13 @@ def plan_pushes(
                 "Measure the worker, or leave it out."
             )
     check_number("least_batches", least_batches, least=1)
-    target = max(max(least_batches * batch / speed, own) for speed, batch, own in pushers)
-    samples = tuple(_pushed_samples(*pusher, target) for pusher in pushers)
+    halves = [exchange / (1 + LARGEST_WAIT) for _, _, exchange in pushers]
+    target = max(least_batches * batch / speed for speed, batch, _ in pushers)
+    target = max(target, *halves)
+    samples = tuple(
+        _pushed_samples(speed, batch, half, target)
+        for (speed, batch, _), half in zip(pushers, halves, strict=True)
+    )
     return PushPlan(
         target_seconds=target,
         samples=samples,
@@ -188,10 +202,10 @@ def plan_pushes(
     )
 
 
-def _pushed_samples(speed: float, batch: int, exchange: float, target: float) -> int:
+def _pushed_samples(speed: float, batch: int, least_seconds: float, target: float) -> int:
     seconds = batch / speed
     fewer = max(1, math.floor(target / seconds))
     below, above = fewer * seconds, (fewer + 1) * seconds
     batches = fewer if below * above >= target**2 else fewer + 1
     # 1e-9: a quotient that is whole except for rounding.
-    return max(batches, math.ceil(exchange / seconds - 1e-9)) * int(batch)
+    return max(batches, math.ceil(least_seconds / seconds - 1e-9)) * int(batch)

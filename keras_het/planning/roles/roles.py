@@ -50,7 +50,7 @@ class ClusterSpeeds:
         samples_per_second: speed of every worker's computation.
         link_bytes_per_second: rate of every worker's link to the others, in each direction.
         model_bytes: bytes of the gradients, and of the weights, that travel.
-        global_batch: samples of a step of the sync group.
+        global_batch_size: samples of a step of the sync group.
         fixed_seconds: the part of every worker's step time that does not depend on its samples; by
             default 0.
         noise_scale: gradient noise scale in samples; by default 16 global batches, which is an
@@ -68,7 +68,7 @@ class ClusterSpeeds:
     samples_per_second: tuple[float, ...]
     link_bytes_per_second: tuple[float, ...]
     model_bytes: int
-    global_batch: int
+    global_batch_size: int
     fixed_seconds: tuple[float, ...] = ()
     noise_scale: float | None = None
     hop_seconds: float = 0.0
@@ -91,7 +91,7 @@ class ClusterSpeeds:
         check_not_negative("model_bytes", self.model_bytes)
         check_not_negative("hop_seconds", self.hop_seconds)
         rates = (*self.samples_per_second, *self.link_bytes_per_second)
-        if min(rates) <= 0 or self.global_batch < 1:
+        if min(rates) <= 0 or self.global_batch_size < 1:
             raise ValueError(
                 "Speeds and link rates must be above 0, and the global batch at least 1. "
                 f"Received: {self}. Leave out workers that do nothing."
@@ -112,7 +112,7 @@ class ClusterSpeeds:
     @property
     def even_share_seconds(self) -> tuple[float, ...]:
         """Computation time of an even share of the global batch on every worker."""
-        even = self.global_batch / len(self.samples_per_second)
+        even = self.global_batch_size / len(self.samples_per_second)
         return tuple(
             fixed + even / speed
             for fixed, speed in zip(self.fixed_seconds, self.samples_per_second, strict=True)
@@ -306,7 +306,7 @@ def predict_sync(cluster: ClusterSpeeds, members: Collection[int]) -> ModePredic
     group = sorted(members)
     fixed = [cluster.fixed_seconds[i] for i in group]
     per_sample = [1 / cluster.samples_per_second[i] for i in group]
-    split = min_max_shares_linear(fixed, per_sample, cluster.global_batch).tolist()
+    split = min_max_shares_linear(fixed, per_sample, cluster.global_batch_size).tolist()
     compute = max(
         f + a * b for f, a, b in zip(fixed, per_sample, split, strict=True) if b
     )  # a share of 0 takes no time
@@ -315,8 +315,8 @@ def predict_sync(cluster: ClusterSpeeds, members: Collection[int]) -> ModePredic
     return ModePrediction(
         mode="balanced" if len(group) == len(workers) else "leave_out",
         roles=tuple("sync" if i in group else "out" for i in workers),
-        samples_per_second=cluster.global_batch / step,
-        effective_samples_per_second=cluster.global_batch / step,
+        samples_per_second=cluster.global_batch_size / step,
+        effective_samples_per_second=cluster.global_batch_size / step,
         step_seconds=step,
     )
 
@@ -341,7 +341,7 @@ def statistical_efficiency(cluster: ClusterSpeeds, samples_in_flight: float) -> 
     """Return the worth of a sample whose gradient arrives while others are in flight."""
     # The samples Q that a gradient does not reflect count as one batch: with a large noise scale
     # phi staleness is free; near 0, the worth approaches one over the batches in flight.
-    batch = float(cluster.global_batch)
+    batch = float(cluster.global_batch_size)
     noise = cluster.noise_scale
     phi = NOISE_SCALE_IN_GLOBAL_BATCHES * batch if noise is None else noise
     return (phi + batch) / (phi + max(batch, samples_in_flight))
@@ -360,12 +360,12 @@ def _streams(
     """Return the stream of the sync group, then those of the async workers."""
     group = sync.workers("sync")
     exchange, busy = cluster.exchange, cluster.exchange.busy_seconds
-    batch = float(cluster.global_batch)
+    batch = float(cluster.global_batch_size)
     # An all-reduce passes the leader's update to the others, and all of them wait for it.
     passing_on = busy + _all_reduce_seconds(cluster, group)
     parts = len(group)
     if exchange.async_batch_size is not None:
-        parts = math.ceil(cluster.global_batch / exchange.async_batch_size)
+        parts = math.ceil(cluster.global_batch_size / exchange.async_batch_size)
     pushers = [Pusher(batch, sync.step_seconds, 0.0, passing_on, 1)]
     for i in asynchronous:
         seconds = cluster.fixed_seconds[i] + batch / parts / cluster.samples_per_second[i]
