@@ -11,12 +11,17 @@ formula's; `predicted_speedup` is the formula's, D/n^2 for equal links. Needs ro
 The cases "two workers on each host" put the four workers on two hosts, neighbors in the ring on one
 host or not. There the peer is (d) the sum by host, `speedup_over_allreduce` is its, and its bytes
 are 2 (H - 1) / H of the vector.
+
+The cases "training" are `fit` of a model of as many bytes on devices that compute for a quarter of
+a second (EMULATED): a step with the summation service, and one with the ring, in the same
+processes. Their prediction adds that time to the formula's.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
 import multiprocessing
 import os
@@ -47,6 +52,9 @@ MEASURED = "BENCHMARK_MEASURES_RATES"
 KINDS_OF_HOSTS = ("by host", "ring", "summation")
 # The host of each worker.
 PLACES = {"neighbors": (0, 0, 1, 1), "in turns": (0, 1, 0, 1)}
+KINDS_OF_TRAINING = ("fit, summation", "fit, ring")
+STEP_SECONDS = 0.25  # of computation, in a training
+TRAINED_WITH, TRAINED_STEPS = (0, 2, 4), 5  # spare machines; steps of each turn
 SECRET = "of this benchmark only, not secret"
 # One worker behind a slow link, one spare machine behind a fast one.
 UNEQUAL_WORKERS = (1.0, 1.0, 1.0, 0.5)
@@ -79,6 +87,11 @@ def main() -> None:
             case = f"two workers on each host, {name}"
             if case.startswith(options.case) and not (options.quick and name != "in turns"):
                 rows.append(measure_hosts(case, places, options.mbit_per_s, quick=options.quick))
+                print(rows[-1], flush=True)
+        for k in TRAINED_WITH:
+            case = f"training, k={k}"
+            if case.startswith(options.case) and not (options.quick and k != TRAINED_WITH[-1]):
+                rows.append(measure_training(case, k, options.mbit_per_s, quick=options.quick))
                 print(rows[-1], flush=True)
         print_table(rows, [name for name in rows[0] if not name.endswith("_seconds")])
     write_report("summation", rows, options.json, environment())
@@ -156,6 +169,42 @@ def measure_hosts(
         "mbit_per_s": mbit,
         **{f"{kind}_seconds": round(statistics.median(seconds[kind]), 3) for kind in seconds},
         "predicted_seconds": round(most * 8 / 1e6 / mbit, 3),
+        "num_runs": len(turns),
+    }
+
+
+def measure_training(case: str, k: int, mbit_per_s: float | None, quick: bool) -> dict[str, Any]:
+    """Return the row of a training with k spare machines, whose steps sum by either way."""
+    megabytes, default, rounds = (1, 200.0, 1) if quick else (8, 80.0, 5)
+    mbit, workers, spare = mbit_per_s or default, (1.0,) * NUM_WORKERS, (1.0,) * k
+    with (
+        limited_hosts([mbit] * (len(workers) + k), mtu=9000) as hosts,
+        Cluster(hosts, workers, spare, megabytes) as all_,
+    ):
+        turns = [{kind: all_.run(kind) for kind in KINDS_OF_TRAINING} for _ in range(rounds)]
+    plan = plan_summation(megabytes * 1_000_000, workers, spare)
+    service = max(plan.link_bytes) * 8 / 1e6 / mbit
+    of_ring = 2 * (len(workers) - 1) / len(workers) * megabytes * 8 / mbit
+    seconds = {kind: [turn[kind][0] for turn in turns] for kind in KINDS_OF_TRAINING}
+    speedups = sorted(ring / own for own, ring in zip(*seconds.values(), strict=True))
+    carried = statistics.median(max(turn[KINDS_OF_TRAINING[0]][1]) for turn in turns)
+    predicted = (STEP_SECONDS + of_ring) / (STEP_SECONDS + service)
+    speedup = statistics.median(speedups)
+    return {
+        "case": case,
+        "n": len(workers),
+        "k": k,
+        "bytes_ratio": round(carried / TRAINED_STEPS / max(plan.link_bytes), 4),
+        "speedup_over_allreduce": round(speedup, 3),
+        "speedup_over_ps": None,
+        "predicted_speedup": round(predicted, 3),
+        "ratio_to_predicted": round(speedup / predicted, 3),
+        "lowest_speedup": round(speedups[0], 3),
+        "highest_speedup": round(speedups[-1], 3),
+        "megabytes": megabytes,
+        "mbit_per_s": mbit,
+        **{f"{kind}_seconds": round(statistics.median(each), 3) for kind, each in seconds.items()},
+        "predicted_seconds": round(STEP_SECONDS + service, 3),
         "num_runs": len(turns),
     }
 
@@ -282,6 +331,8 @@ def enter(hosts: Hosts, host: int, config: str) -> None:
     os.environ["TF_CONFIG"] = config
     os.environ["KERAS_HET_SECRET"] = SECRET
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    device = {"speed": 1.0, "fixed_seconds": STEP_SECONDS, "seconds_per_sample": 0.0}
+    os.environ["KERAS_HET_EMULATED_DEVICES"] = json.dumps([device])
 
 
 def machine(hosts: Hosts, host: int, config: str, rates: Any, megabytes: int, pipe: Any) -> None:
@@ -316,11 +367,47 @@ def worker(hosts: Hosts, host: int, config: str, rates: Any, megabytes: int, pip
         if float(tf.reduce_min(total)) != expected or float(tf.reduce_max(total)) != expected:
             raise RuntimeError(f"The sum by {kind} is wrong: {total}.")
     pipe.send("ready")
+    trainings: dict[str, Any] = {}
     while True:
         kind = pipe.recv()
+        if kind in KINDS_OF_TRAINING:
+            if not trainings:
+                trainings.update(all_trainings(strategy, megabytes))
+            pipe.send(trainings[kind]())
+            continue
         start = time.perf_counter()
         float(run[kind](vector)[0])
         pipe.send(time.perf_counter() - start)
+
+
+def all_trainings(strategy: Any, megabytes: int) -> dict[str, Any]:
+    """Return a function for each kind of step, which trains some and returns the seconds of one."""
+    import keras
+    import numpy as np
+
+    operations = strategy.extended._host_cross_device_ops
+    x = np.ones((NUM_WORKERS, 64), np.float32)
+    y = np.zeros(NUM_WORKERS, np.int64)
+    found = {}
+    for kind, uses_summation in zip(KINDS_OF_TRAINING, (True, False), strict=True):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            hidden = keras.layers.Dense(megabytes * 250_000 // 75, "relu")
+            model = keras.Sequential([keras.Input((64,)), hidden, keras.layers.Dense(10)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.01), loss)
+        operations.uses_summation = uses_summation
+        model.fit(x, y, batch_size=NUM_WORKERS, epochs=2, verbose=0)  # traces
+        data = np.tile(x, (TRAINED_STEPS, 1)), np.tile(y, TRAINED_STEPS)
+        found[kind] = functools.partial(_seconds_of_a_step, model, data)
+    operations.uses_summation = True
+    return found
+
+
+def _seconds_of_a_step(model: Any, data: tuple[Any, Any]) -> float:
+    start = time.perf_counter()
+    model.fit(*data, batch_size=NUM_WORKERS, shuffle=False, verbose=0)
+    return (time.perf_counter() - start) / TRAINED_STEPS
 
 
 def sums(strategy: Any, has_spare: bool) -> dict[str, Any]:
