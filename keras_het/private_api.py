@@ -45,9 +45,7 @@ from tensorflow.python.distribute import (
     distribute_utils,
 )
 from tensorflow.python.distribute import values as distribute_values
-from tensorflow.python.distribute.collective_all_reduce_strategy import (
-    CollectiveAllReduceExtended,
-)
+from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.framework.composite_tensor import CompositeTensor
@@ -359,8 +357,7 @@ class EpochLoop:
         self._is_resumed = False
         self._iterator.steps_per_epoch = self.steps_per_epoch
         if self.steps_per_epoch is None and not self._knows_steps:
-            # Keras has mistaken the number of remaining steps for that of the data
-            self._iterator._num_batches = None
+            self._iterator._num_batches = None  # which was the number of remaining steps
 
 
 def write_events(callback: keras.callbacks.Callback) -> None:
@@ -368,6 +365,13 @@ def write_events(callback: keras.callbacks.Callback) -> None:
     if isinstance(callback, keras.callbacks.TensorBoard):
         for writer in callback._writers.values():
             writer.flush()
+
+
+def begin_events_again(callback: keras.callbacks.Callback) -> None:
+    """Let a TensorBoard callback write the present step under its number, which was restored."""
+    if isinstance(callback, keras.callbacks.TensorBoard) and callback.update_freq != "epoch":
+        callback._pop_writer()
+        callback._push_writer(callback._train_writer, callback._global_train_batch)
 
 
 def _locals_of_fit(model: keras.Model) -> dict[str, Any]:

@@ -351,7 +351,10 @@ def test_the_loop_of_a_running_fit_is_found(logical_devices):
     assert len(hooks) == 1 and loop.running_hook() is None
     state = vars(loop._iterator)
     assert {"_current_iterator", "_steps_seen", "_num_batches"} <= set(state)
-    assert vars(keras.callbacks.TensorBoard())["_writers"] == {}
+    events = keras.callbacks.TensorBoard(update_freq=2)
+    assert vars(events)["_writers"] == {} and vars(events)["_global_train_batch"] == 0
+    for name in ("_push_writer", "_pop_writer", "_train_writer"):
+        assert hasattr(type(events), name)
     assert loop.data is loop._iterator._distributed_dataset
     assert private_api.pass_steps_of(loop._iterator) == loop._iterator._num_batches
     outside = private_api.EpochLoop(model)

@@ -222,6 +222,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._states is not None:
             self._states.restore(resumed.remembered)
             self._states.end_hook(resumed.hook)
+        if moment == "on_train_batch_begin":
+            for each in self._loop.callbacks:
+                private_api.begin_events_again(each)
         if resumed.position.get("is_stopped"):
             self.model.stop_training = True
         if self.model.stop_training and moment == "on_train_begin":

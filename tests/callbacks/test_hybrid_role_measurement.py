@@ -75,7 +75,7 @@ def test_fits_that_are_too_short_do_not_measure_for_ever(strategy, caplog):
     model = make_model(strategy)
     for _ in range(5):
         fit(model, 1)
-    left = [each.rpartition(": ")[2] for each in caplog.messages if "exchanged" not in each]
+    left = [each.rpartition(": ")[2] for each in caplog.messages if "to exchange" not in each]
     assert left == [f"{number} more fits measure." for number in (2, 1, 0)]
 
 
