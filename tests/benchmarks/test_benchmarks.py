@@ -31,6 +31,7 @@ FIELDS = {
     "easgd": {"speedup", "communication_share_before", "communication_share_after"},
     "elastic": {"trainer", "seconds_without_progress", "goodput"},
     "loader_jobs": {"policy", "throughput_ratio_to_even", "makespan", "makespan_ratio_to_even"},
+    "push_periods": {"exchange", "period", "num_reached", "time_to_target"},
     "rules": {"rule", "time_to_target", "last_accuracy", "ratio_to_sgd"},
     "local_training": {"mode", "of_sum_of_speeds", "goodput", "loss_ratio"},
     "overlap": {"mode", "step_ms", "bound_ms", "ratio_to_bound", "ratio_to_ddp"},

@@ -305,9 +305,30 @@ def test_nodes_without_gpus_train_outside_of_the_group(slurm, tmp_path):
     assert len({str(each["weights"]) for each in found.values()}) == 1
 
 
+def without_gpus(name):
+    """Return a batch script of recipes/deploy for nodes of two CPUs."""
+    text = re.sub(r"--gpus(-per-node=\S+| auto)", "", (DEPLOY / name).read_text())
+    return re.sub(r"(--cpus-per-task|SRUN_CPUS_PER_TASK)=8", r"\1=1", text)
+
+
+def test_nodes_with_different_gpus_are_one_group(slurm, tmp_path):
+    text = re.sub(
+        r"--nodes=\d --ntasks-per-node=\d",
+        "--nodes=1 --ntasks-per-node=2",
+        without_gpus("generations.sbatch"),
+    )
+    script = "import os\nprint('task', os.environ['TF_CONFIG'], flush=True)\n"
+    _, out = submit(slurm, tmp_path, text, script)
+    slurm.wait_until(lambda: out.exists() and out.read_text().count("task") >= 4, "workers")
+    lines = [line for line in out.read_text().splitlines() if line.startswith("task ")]
+    found = [json.loads(line.removeprefix("task ")) for line in lines]
+    assert {each["task"]["index"] for each in found} == {0, 1, 2, 3}
+    (workers,) = {tuple(each["cluster"]["worker"]) for each in found}
+    assert len(set(workers)) == 4
+
+
 def test_the_batch_script_waits_for_its_next_turn_after_the_signal(slurm, tmp_path):
     """That of recipes/deploy, without GPUs and with a script that saves nothing."""
-    text = re.sub(r"--gpus(-per-node=2| auto)", "", (DEPLOY / "train.sbatch").read_text())
     script = (
         "import signal, sys\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
@@ -315,7 +336,8 @@ def test_the_batch_script_waits_for_its_next_turn_after_the_signal(slurm, tmp_pa
         "while True:\n"
         "    signal.pause()\n"
     )
-    job, out = submit(slurm, tmp_path, text.replace("--nodes=4", "--nodes=2"), script)
+    text = without_gpus("train.sbatch").replace("--nodes=4", "--nodes=2")
+    job, out = submit(slurm, tmp_path, text, script)
     slurm.wait_until(lambda: out.exists() and out.read_text().count("ready") == 4, "workers")
     slurm.call("scancel", "--signal=TERM", job)
 

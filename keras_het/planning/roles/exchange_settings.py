@@ -14,8 +14,8 @@ LARGEST_OVERHEAD = 0.1
 """Fraction of its time that a task may be busy with exchanges whose period is planned."""
 LARGEST_WAIT = 1.0
 """Times its computation that a task may wait for an exchange whose period is planned."""
-# Simulated trainings with momentum and a rate that is best for one device reached their target with
-# this; most did not with 0, whose periods are twice as long. Half a wait was not enough.
+# With 0, periods hide whole exchanges: most trainings of benchmarks/push_periods.py missed their
+# target for the age of the weights.
 EXCHANGES_AN_EPOCH = 8
 """A planned period is short enough for at least this many."""
 
