@@ -91,7 +91,9 @@ class Telemetry(SessionCallback):
             nothing if `fit` raised an error.
 
     Attributes:
-        verdict: who is slow, why, and what to do, after `fit`; None before.
+        verdict: who is slow, why, and what to do, after `fit`; None before. It prints as text; its
+            `causes`, worst first, have `kind`, `devices`, `workers`, `share_of_step` (a fraction)
+            and `advice`.
 
     Raises:
         ValueError: if an argument is out of range; by `fit`, if the model does not train under a

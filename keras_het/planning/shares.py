@@ -12,6 +12,8 @@ from typing import Any, SupportsFloat
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from keras_het.planning.argument_checks import check_number
+
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
@@ -34,17 +36,14 @@ def apportion(total: int, weights: Sequence[SupportsFloat]) -> tuple[int, ...]:
         One share per weight; they sum to `total`, and a zero weight gets zero.
 
     Raises:
-        ValueError: if `total` is negative, or a weight is negative, not finite, or all are zero.
-        TypeError: if `total` is not an integer.
+        ValueError: if `total` is negative or not whole, or a weight is negative, not finite, or all
+            are zero.
 
     Reference:
         Hamilton's method: Balinski and Young, "Fair Representation", 2nd ed., 2001.
     """
-    if total != int(total):
-        raise TypeError(f"total must be a whole number of samples. Received: {total!r}.")
+    check_number("total", total, least=0, whole=True)
     total = int(total)
-    if total < 0:
-        raise ValueError(f"total must be zero or more samples. Received: {total}.")
     exact = exact_weights(weights)
     weight_sum = sum(exact)
     # Floor and remainder over the common denominator weight_sum.
