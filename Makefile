@@ -89,7 +89,11 @@ ON_GPU := exactness pipeline fit callbacks/test_batch_balancer.py callbacks/test
 test-gpu: .venv-gpu/installed ## Training on parts of a GPU, where there is one.
 	KERAS_HET_TEST_DEVICES=GPU .venv-gpu/bin/python -m pytest --quick $(SIDE_BY_SIDE) $(ON_GPU:%=tests/%)
 
+# TensorFlow keeps what XLA has compiled for CPUs: some 800 memory maps a test, until a process ends.
 test-xla: .venv/installed ## Exactness with XLA on both sides of each comparison.
+	@[ -n "$(DEPTH)" ] || [ $$(cat /proc/sys/vm/max_map_count) -ge 1000000 ] || { echo "All these tests" \
+	  "in two processes need more memory maps than Linux allows: sudo sysctl vm.max_map_count=1048576," \
+	  "or make test-xla DEPTH=--quick." >&2; exit 2; }
 	KERAS_HET_TEST_XLA=1 $(PYTEST) $(DEPTH) $(SIDE_BY_SIDE) -m "not alone" tests/exactness
 
 # What the next release will break: private symbols, Keras's data adapters, exact numbers.
