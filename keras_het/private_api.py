@@ -368,8 +368,8 @@ def write_events(callback: keras.callbacks.Callback) -> None:
 
 
 def begin_events_again(callback: keras.callbacks.Callback) -> None:
-    """Let a TensorBoard callback write the present step under its number, which was restored."""
-    if isinstance(callback, keras.callbacks.TensorBoard) and callback.update_freq != "epoch":
+    """Let a TensorBoard callback, on the chief, write the present step under a restored number."""
+    if isinstance(callback, keras.callbacks.TensorBoard) and callback._writers:
         callback._pop_writer()
         callback._push_writer(callback._train_writer, callback._global_train_batch)
 

@@ -353,6 +353,7 @@ def test_the_loop_of_a_running_fit_is_found(logical_devices):
     assert {"_current_iterator", "_steps_seen", "_num_batches"} <= set(state)
     events = keras.callbacks.TensorBoard(update_freq=2)
     assert vars(events)["_writers"] == {} and vars(events)["_global_train_batch"] == 0
+    private_api.begin_events_again(events)  # on another worker than the chief
     for name in ("_push_writer", "_pop_writer", "_train_writer"):
         assert hasattr(type(events), name)
     assert loop.data is loop._iterator._distributed_dataset
