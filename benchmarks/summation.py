@@ -187,14 +187,13 @@ def measure_training(case: str, k: int, mbit_per_s: float | None, quick: bool) -
     of_ring = 2 * (len(workers) - 1) / len(workers) * megabytes * 8 / mbit
     seconds = {kind: [turn[kind][0] for turn in turns] for kind in KINDS_OF_TRAINING}
     speedups = sorted(ring / own for own, ring in zip(*seconds.values(), strict=True))
-    carried = statistics.median(max(turn[KINDS_OF_TRAINING[0]][1]) for turn in turns)
     predicted = (STEP_SECONDS + of_ring) / (STEP_SECONDS + service)
     speedup = statistics.median(speedups)
     return {
         "case": case,
         "n": len(workers),
         "k": k,
-        "bytes_ratio": round(carried / TRAINED_STEPS / max(plan.link_bytes), 4),
+        "bytes_ratio": None,  # each fit compares workers, too
         "speedup_over_allreduce": round(speedup, 3),
         "speedup_over_ps": None,
         "predicted_speedup": round(predicted, 3),
