@@ -184,7 +184,8 @@ def test_shares_in_parts_are_balanced():
     balancer = keras_het.callbacks.BatchBalancer()
     model.fit(strategy.distribute(batches(64)), epochs=2, verbose=0, callbacks=[balancer])
     assert balancer.plans
-    assert min(min(row["seconds"]) for row in balancer.measurements) > 0
+    # with XLA, the time of a step that compiles counts as unknown
+    assert np.nanmin([row["seconds"] for row in balancer.measurements]) > 0
 
 
 class Step(Base):
