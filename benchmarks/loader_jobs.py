@@ -70,7 +70,7 @@ def train(job, policy, barrier, pipe):
         tf.config.threading.set_intra_op_parallelism_threads(1)
         build = blocking_io(job.steps, job.batch)
         own = THREADS // len(JOBS)
-        knobs = Knobs(own, 2, 2) if policy == "even" else Knobs(2, 2, 2)
+        knobs = Knobs(own, 2, own) if policy == "even" else Knobs(2, 2, 2)
         dataset = keras_het.loader.tunable_pipeline(build, knobs)
         if policy == "autotune":
             dataset = build(AUTOTUNE)
