@@ -33,7 +33,7 @@ class Setting:
 
     Args:
         rule: its name in the registry; empty for synchronous training.
-        config: its settings, beside the rate of those that send gradients.
+        config: its settings, except the learning rate of rules that send gradients.
         momentum: whether there is one; learning rates are a tenth then.
         sends_gradients: whether the rate is the rule's and not the workers'.
         kind: "async" for `AsyncWorkers`, else "local" or "synchronous".

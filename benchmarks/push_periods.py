@@ -6,7 +6,7 @@ No processes and no measured time: the "slow_link" cluster of benchmarks/hybrid.
 with its task, batches, momentum and learning rate (and half of that), and the rule "delta" scaled
 by a worker's part of the global batch. A sync group exchanges in memory after every second step of
 53 ms; four async workers take half a batch in 96 ms and exchange over links on which a push and its
-answer take a multiple of that. Meanwhile they compute; whoever is ready to push waits for the
+answer take a multiple of that. They compute meanwhile; a worker that is ready to push waits for the
 answer in flight. Rows: `exchange` in steps of an async worker, and the period as planned when an
 exchange is to be hidden whole ("hidden"), by half ("half", as `plan_pushes` does) or, of three
 parts, by one ("third"). `num_reached` of the seeds reached 80 %, after `time_to_target` seconds, a
