@@ -260,7 +260,7 @@ ERRORS = {  # where, what, and the error
 MESSAGES = {RuntimeError: "fit of the same model within a callback", ValueError: "elsewhere"}
 
 
-@pytest.mark.quick("before the first step-delta")
+@pytest.mark.full
 @pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_error_ends_the_service_and_a_fit_after_it_trains(strategy, name, rule):

@@ -179,7 +179,7 @@ def test_a_resumed_fit_that_failed_leaves_nothing_behind(logical_devices, tmp_pa
     assert_same(found, expected)
 
 
-@pytest.mark.quick("none-3")
+@pytest.mark.full
 @pytest.mark.parametrize("step", [3, 9])
 @pytest.mark.parametrize(
     ("seeds", "is_told"),
@@ -248,7 +248,7 @@ def test_a_folder_may_be_a_link(logical_devices, tmp_path):
         assert not (tmp_path / "real").exists()
 
 
-@pytest.mark.quick("13")
+@pytest.mark.full
 @pytest.mark.parametrize("step", [9, 13])  # after the first epoch's last, and within the second
 def test_batches_of_another_size(logical_devices, tmp_path, step):
     interrupted(logical_devices, rows(), tmp_path, step, save_freq=4)

@@ -169,7 +169,7 @@ KINDS = ["whole", "cut", "cut at its end", "repeated", "after repeat", "some", "
 
 @pytest.mark.parametrize("moment", ["in an epoch", "end of an epoch", "in a validation"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.quick("cut-in an epoch")
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 def test_a_validation_with_an_order_of_its_own(
     model: keras.Model, tmp_path: Path, kind: str, moment: str

@@ -57,6 +57,7 @@ def has_gradient_squares(strategy):
     ]
 
 
+@pytest.mark.full
 def test_a_fit_that_is_too_short_says_so_and_the_next_one_chooses(strategy, caplog):
     model = make_model(strategy)
     fit(model, 1)

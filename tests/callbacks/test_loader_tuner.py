@@ -267,7 +267,7 @@ def test_the_fixed_controller_changes_nothing(is_built, devices):
     assert "nice" not in tuner.best_settings().code
 
 
-@pytest.mark.quick("long-True-1")
+@pytest.mark.full
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 @pytest.mark.parametrize(
     ("build_data", "is_built"), [(long, True), (long, False), (long_slices, True)]

@@ -85,7 +85,7 @@ class Counts(C.Callback):
         self.calls[name] += 1
 
 
-@pytest.mark.quick("on_epoch_end-False-True", "on_train_batch_begin-True-True")
+@pytest.mark.quick("on_train_batch_begin-True-True")
 @pytest.mark.parametrize("is_backup_first", [True, False])
 @pytest.mark.parametrize("is_last", [True, False])
 @pytest.mark.parametrize("hook", [*HOOKS, "on_train_end"])

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import program_elastic
 import psutil
 import pytest
 from _namespaces import limited_hosts, why_not
+from devices import create_logical_devices
 from program_async import EPOCHS as ASYNC_EPOCHS
 from program_elastic import BATCH, EPOCHS, NUM_SAMPLES, RATE
 
@@ -89,36 +91,22 @@ def rows(folder):
     return sorted(found, key=lambda row: row[3])
 
 
-ONE_DEVICE = """
-import sys
-from pathlib import Path
-import keras, numpy as np
-import keras_het
+def train_on_one_device(folder=None):
+    import keras
 
-sys.path.insert(0, sys.argv[1])
-import program_elastic as program
+    import keras_het
 
-keras.utils.set_random_seed(0)
-with keras_het.HeterogeneousStrategy().scope():
-    model, x, y = program.model_and_data()
-program.fit(model, x, y, [], *map(Path, sys.argv[3:]))
-np.savez(sys.argv[2], *model.get_weights())
-"""
+    keras.utils.set_random_seed(0)
+    with keras_het.HeterogeneousStrategy(create_logical_devices()[:1]).scope():
+        model, x, y = program_elastic.model_and_data()
+    program_elastic.fit(model, x, y, [], folder)
+    return model.get_weights()
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Waits for one device that trains alone, beside the test, and returns its weights."""
-    path = tmp_path_factory.mktemp("alone") / "weights.npz"
-    command = [sys.executable, "-c", ONE_DEVICE, str(PROGRAM.parent), str(path)]
-    with subprocess.Popen(command) as process:
-
-        def weights():
-            assert process.wait(SECONDS) == 0
-            return list(np.load(path).values())
-
-        yield weights
-        process.kill()
+def undisturbed():
+    """Weights of one device that trains alone."""
+    return train_on_one_device()
 
 
 def assert_exact(folder, undisturbed):
@@ -126,7 +114,7 @@ def assert_exact(folder, undisturbed):
     (kernel,) = [each for each in weights if each.shape == (NUM_SAMPLES, 1)]
     uses = -kernel.ravel() * BATCH / RATE
     np.testing.assert_allclose(uses, EPOCHS, atol=1e-3)
-    for own, expected in zip(weights, undisturbed(), strict=True):
+    for own, expected in zip(weights, undisturbed, strict=True):
         np.testing.assert_allclose(own, expected, atol=1e-5)
 
 
@@ -217,8 +205,7 @@ def test_every_loss_is_exact(run, tmp_path, undisturbed, config):
 def alone(tmp_path_factory):
     """What one device ends with, and its callbacks."""
     folder = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, "-c", ONE_DEVICE, str(PROGRAM.parent), str(folder / "weights.npz")]
-    subprocess.run([*command, str(folder)], check=True, timeout=SECONDS)
+    np.savez(folder / "weights.npz", *train_on_one_device(folder))
     return folder
 
 

@@ -244,6 +244,7 @@ def trained_by_sam(scope, reduce=keras_het.reduce_over_replicas):
     return [*map(np.array, model.weights), np.array(losses)]
 
 
+@pytest.mark.full
 def test_sharpness_aware_minimization_is_exact_with_the_sum_over_replicas(double_precision, caplog):
     expected = trained_by_sam(contextlib.nullcontext)
     strategy = three_replicas()

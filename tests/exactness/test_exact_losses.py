@@ -214,6 +214,7 @@ def test_add_loss_without_another_loss():
     assert_equivalent(Trial(build))
 
 
+@pytest.mark.full
 def test_every_kind_of_share_with_inference():
     build = functools.partial(dense_model, metrics=["mae"])
     trial = Trial(build, evaluate=True, predict=True, infer_always=not IS_QUICK)

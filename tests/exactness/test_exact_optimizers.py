@@ -140,7 +140,7 @@ def test_optimizer(name):
     assert_equivalent(Trial(build, evaluate=False, predict=False))
 
 
-@pytest.mark.quick("gradient_accumulation_steps-whole")
+@pytest.mark.full
 @whole_and_in_parts
 @pytest.mark.parametrize("name", SETTINGS)
 def test_setting(name, replicas):

@@ -137,7 +137,7 @@ FITS = {
 }
 
 
-@pytest.mark.quick("shuffled-two_threads")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", SEQUENCES)
 @pytest.mark.parametrize("fit", FITS)
 def test_sequences(fit, kind):

@@ -170,7 +170,7 @@ def assert_starts_equally(name, first, shares):
     assert_equivalent(trial, [shares], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.quick("lazy")
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_the_first_replica_has_no_samples(name):
     assert_starts_equally(name, "fit", (0, 0, 1))

@@ -156,6 +156,7 @@ def test_doctors_of_different_clusters_refuse_each_other(ports):
     assert [(link.refused, link.answers) for link in links] == [(True, False)] * 2
 
 
+@pytest.mark.full
 def test_a_node_without_a_doctor_is_given_up(ports):
     given = in_cluster(tf_config({"worker": list(ports[:2])}))
     assert measure_links(given, 0.1).links[0].reached == links.REFUSED

@@ -72,7 +72,7 @@ INPUTS = {
 }
 
 
-@pytest.mark.quick("whole batches")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", INPUTS)
 def test_the_numbers_are_the_same(kind, ahead, monkeypatch):
     found = trained(INPUTS[kind])

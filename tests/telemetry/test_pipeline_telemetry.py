@@ -88,6 +88,7 @@ def assert_passes_of_a_step(strategy, plan):
             assert begin_of[one] <= begin_of[other]
 
 
+@pytest.mark.full
 def test_the_same_weights_with_and_without(logical_devices, tmp_path):
     stages = (Stage(0, 1, (0,), (0, 0)), Stage(1, 2, (1,), (0, 0)))
     plan = PipelinePlan(stages, 2, "1f1b", 0.0, (0.0, 0.0))

@@ -66,7 +66,7 @@ def check(telemetry, even):
     return slow
 
 
-@pytest.mark.quick("even")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("policy", "settings"),
     [

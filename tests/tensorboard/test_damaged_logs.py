@@ -162,6 +162,7 @@ def check(intact, seeds, tmp_path, capture):
         shutil.rmtree(folder)
 
 
+@pytest.mark.full
 def test_no_view_of_a_damaged_log_is_wrong(intact, tmp_path, capsys):
     check(intact, range(0, 200, 10), tmp_path, capsys)
 

@@ -167,6 +167,7 @@ def samples(knobs):
     return tf.data.Dataset.range(47).map(row, knobs.num_parallel_calls).batch(5)
 
 
+@pytest.mark.full
 def test_samples_whose_builds_share_a_shuffle_are_tuned(executor):
     def untouched():
         return samples_of(tf.data.Dataset.range(47).shuffle(11, seed=4), FIRST)
