@@ -25,6 +25,7 @@ def test_both_sides_are_python(title: str, diff: str) -> None:
         compile(side(diff, sign), title, "exec")
 
 
+@pytest.mark.usefixtures("logical_devices")
 @pytest.mark.parametrize(
     ("title", "sign"),
     [
