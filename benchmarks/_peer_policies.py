@@ -47,18 +47,18 @@ class ProportionalPolicy(PeerPolicy):
         super().__init__(num_replicas, global_batch_size, **bounds)
         self._mean = np.full(num_replicas, np.nan)
 
-    def _record(self, shares: Any, seconds: Any, matches: bool) -> None:
+    def record(self, shares: Any, seconds: Any, matches: bool) -> None:
         if not matches:
             return
         valid = (seconds > 0) & (seconds < np.inf)
         moved = self._mean + self.SMOOTHING * (seconds - self._mean)
         self._mean = np.where(valid, np.where(np.isnan(self._mean), seconds, moved), self._mean)
 
-    def _adopt(self, plan: BalancePlan) -> BalancePlan:
+    def adopt(self, plan: BalancePlan) -> BalancePlan:
         self._mean[:] = np.nan
-        return super()._adopt(plan)
+        return super().adopt(plan)
 
-    def _decide(self, step: int) -> BalancePlan | None:
+    def decide(self, step: int) -> BalancePlan | None:
         used = self._current > 0
         if self._in_effect < self.MIN_STEPS or np.isnan(self._mean[used]).any():
             return None
@@ -69,7 +69,7 @@ class ProportionalPolicy(PeerPolicy):
             return None
         mean = self._mean[used].mean()
         reason = f"in proportion to {mean * 1e3:.1f} ms over each replica's time"
-        return self._adopt(BalancePlan(step, self.name, tuple(shares.tolist()), reason))
+        return self.adopt(BalancePlan(step, self.name, tuple(shares.tolist()), reason))
 
 
 class LbBspPolicy(PeerPolicy):
@@ -99,7 +99,7 @@ class LbBspPolicy(PeerPolicy):
         self._sums = np.zeros(num_replicas)
         self._counts = np.zeros(num_replicas, np.int64)
 
-    def _record(self, shares: Any, seconds: Any, matches: bool) -> None:
+    def record(self, shares: Any, seconds: Any, matches: bool) -> None:
         valid = matches & (seconds > 0) & (seconds < np.inf)
         self._sums += np.where(valid, seconds, 0.0)
         self._counts += valid
@@ -108,11 +108,11 @@ class LbBspPolicy(PeerPolicy):
         self._sums[:] = 0.0
         self._counts[:] = 0
 
-    def _adopt(self, plan: BalancePlan) -> BalancePlan:
+    def adopt(self, plan: BalancePlan) -> BalancePlan:
         self._clear()
-        return super()._adopt(plan)
+        return super().adopt(plan)
 
-    def _decide(self, step: int) -> BalancePlan | None:
+    def decide(self, step: int) -> BalancePlan | None:
         used = self._current > 0
         if self._in_effect < self._window or not self._counts[used].all():
             return None
@@ -133,7 +133,7 @@ class LbBspPolicy(PeerPolicy):
         shares[leader] += samples
         shares[straggler] -= samples
         reason = f"{samples} samples from replica {straggler} to {leader}"
-        return self._adopt(BalancePlan(step, self.name, tuple(shares.tolist()), reason))
+        return self.adopt(BalancePlan(step, self.name, tuple(shares.tolist()), reason))
 
 
 class LbbPolicy(PeerPolicy):
@@ -173,11 +173,11 @@ class LbbPolicy(PeerPolicy):
         self._rapid_after: int | None = None
         self._times = np.full(num_replicas, np.nan)
 
-    def _record(self, shares: Any, seconds: Any, matches: bool) -> None:
+    def record(self, shares: Any, seconds: Any, matches: bool) -> None:
         valid = matches & (seconds > 0) & (seconds < np.inf)
         self._times = np.where(valid, seconds, np.nan)
 
-    def _decide(self, step: int) -> BalancePlan | None:
+    def decide(self, step: int) -> BalancePlan | None:
         used = self._current > 0
         times = self._times[used]
         if np.isnan(times).any():
@@ -202,7 +202,7 @@ class LbbPolicy(PeerPolicy):
         shares[giver] -= 1
         shares[taker] += 1
         reason = f"straggler effect {effect:.2f}: one sample from replica {giver} to {taker}"
-        return self._adopt(BalancePlan(step, self.name, tuple(shares.tolist()), reason))
+        return self.adopt(BalancePlan(step, self.name, tuple(shares.tolist()), reason))
 
     def _rapid(self, step: int, effect: float) -> BalancePlan | None:
         used = self._current > 0
@@ -215,7 +215,7 @@ class LbbPolicy(PeerPolicy):
         if (shares == self._current).all():
             return None
         predicted = np.where(shares > 0, fixed + slope * shares, 0.0)
-        return self._adopt(
+        return self.adopt(
             BalancePlan(
                 step,
                 self.name,

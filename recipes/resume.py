@@ -52,7 +52,6 @@ def train(backups: Path, result: Path, kill_after: int | None) -> None:
     (images, labels), _ = load_digits()
     # The directory is the same for all workers; only the chief writes.
     backup = keras_het.callbacks.BackupAndRestore(str(backups), save_freq=SAVE_EVERY)
-    # The backup comes first, so it is written before the kill.
     callbacks = [backup, Kill()] if strategy.is_chief else [backup]
     model.fit(
         global_batches(images, labels, BATCH_SIZE), epochs=EPOCHS, verbose=0, callbacks=callbacks

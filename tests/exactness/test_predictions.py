@@ -195,7 +195,8 @@ class Described(keras.Model):
     def predict_step(self, data):
         x, _ = data
         outputs = self(x, training=False)
-        return {"outputs": outputs, "size": ops.norm(x, axis=1), "positive": outputs > 0}
+        size = ops.norm(ops.cast(x, "float64"), axis=1)
+        return {"outputs": outputs, "size": size, "positive": outputs > 0}
 
 
 def rows_of_words():
@@ -239,7 +240,7 @@ CASES = {
 @pytest.mark.full
 @in_float64
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*list(CASES)[:-1], pytest.param("sparse", marks=needs_no_xla)])
 def test_parts_give_what_one_device_gives(case, size):
     assert_exact(*CASES[case], size)
 

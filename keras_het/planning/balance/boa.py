@@ -159,7 +159,7 @@ class BoaPolicy(SharePolicy):
         if self._total != before:
             self._trial.batch_changed()
 
-    def _record(self, shares: IntArray, seconds: FloatArray, matches: bool) -> None:
+    def record(self, shares: IntArray, seconds: FloatArray, matches: bool) -> None:
         self._steps_since_change += 1
         steps = self._fit.observe(shares, seconds)
         changed = np.flatnonzero(steps)
@@ -179,7 +179,7 @@ class BoaPolicy(SharePolicy):
             return self._step_seconds
         return float(np.max(seconds, where=(shares > 0) & np.isfinite(seconds), initial=0.0))
 
-    def _decide(self, step: int) -> BalancePlan | None:
+    def decide(self, step: int) -> BalancePlan | None:
         waits = self._trying is None and not self._changed
         if waits and (plan := self._revert(step)) is not None:
             return plan
@@ -201,7 +201,7 @@ class BoaPolicy(SharePolicy):
             return None
         reason = f"{REVERTED}{self._trial.comparison}"
         self._plans_since_change += 1
-        return self._adopt(self._plan(step, shares, reason))
+        return self.adopt(self._plan(step, shares, reason))
 
     @property
     def _hold(self) -> int:
@@ -221,7 +221,7 @@ class BoaPolicy(SharePolicy):
         if tried is None:
             self._plans_since_change += 1
             self._trial.begin(self._current, shares, plan.gain or 0.0)
-        return self._adopt(plan)
+        return self.adopt(plan)
 
     def _worthwhile_shares(self) -> IntArray | None:
         before = self._longest(self._current)
@@ -294,7 +294,7 @@ class BoaPolicy(SharePolicy):
         shares = self._solve(lower, upper)
         self._fit.forget(replica)
         self._trying = replica
-        return self._adopt(self._plan(step, shares, f"replica {replica} is tried again"))
+        return self.adopt(self._plan(step, shares, f"replica {replica} is tried again"))
 
     def _schedule_retries(self, step: int, shares: IntArray, tried: int | None) -> None:
         after = max(self._longest(shares), 1e-12)

@@ -246,8 +246,8 @@ class BalancePolicy(abc.ABC):
 class SharePolicy(BalancePolicy):
     """Base class that handles bounds, the first plan, and waiting until a plan is in effect.
 
-    Subclasses record steps in `_record` and decide in `_decide`, which is called only while the
-    last plan is in effect. By default, shares stay even.
+    Subclasses override `record` and `decide`, and return what they decide by `adopt`. By default,
+    shares stay even.
 
     Args:
         num_replicas: number of replicas, n.
@@ -303,7 +303,7 @@ class SharePolicy(BalancePolicy):
             )
         matches = bool((used == self._current).all())
         self._in_effect += matches and bool(np.isfinite(times).any())
-        self._record(used, times, matches)
+        self.record(used, times, matches)
 
     def propose(self, step: int) -> BalancePlan | None:
         """Decide whether to change shares, as `BalancePolicy.propose`."""
@@ -314,8 +314,8 @@ class SharePolicy(BalancePolicy):
             self._bounds_changed = False
             shares = tuple(self._within_bounds().tolist())
             reason = "bounds or batch size changed"
-            return self._adopt(BalancePlan(step, self.name, shares, reason))
-        return self._decide(step) if self._in_effect else None
+            return self.adopt(BalancePlan(step, self.name, shares, reason))
+        return self.decide(step) if self._in_effect else None
 
     def set_upper(self, replica: int, samples: int) -> None:
         """Bound a replica's share; refuse a bound with which no shares sum to the batch."""
@@ -356,7 +356,8 @@ class SharePolicy(BalancePolicy):
 
         return coarse_shares(self._granularity, finest, solve, seconds)
 
-    def _adopt(self, plan: BalancePlan) -> BalancePlan:
+    def adopt(self, plan: BalancePlan) -> BalancePlan:
+        """Make a plan the current one, and return it."""
         self._current = np.array(plan.shares, np.int64)
         self._in_effect = 0
         return plan
@@ -365,11 +366,17 @@ class SharePolicy(BalancePolicy):
         """Return new shares in the old proportions, after bounds or batch size changed."""
         return self._proportional(np.maximum(self._current, 1e-6).astype(np.float64))
 
-    def _record(self, shares: IntArray, seconds: FloatArray, matches: bool) -> None:
-        """Record a step; `matches` says whether it used the shares of the last plan."""
+    def record(self, shares: IntArray, seconds: FloatArray, matches: bool) -> None:
+        """Note a step.
 
-    def _decide(self, step: int) -> BalancePlan | None:
-        """Decide while the last plan is in effect; by default it stays."""
+        Args:
+            shares: samples of each replica, int [n].
+            seconds: compute time of each replica, float [n]; NaN if unknown.
+            matches: whether the step had the shares of the last plan.
+        """
+
+    def decide(self, step: int) -> BalancePlan | None:
+        """Return a plan in place of the last one, or None; called only while that is in effect."""
         return None
 
 
