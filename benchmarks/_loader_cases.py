@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import resource
 import time
@@ -15,6 +16,7 @@ import tensorflow as tf
 
 import keras_het
 from keras_het.loader import Knobs
+from keras_het.strategy.measure.emulated_device import queue_of
 
 IO_SECONDS = 0.010
 
@@ -27,7 +29,8 @@ class Case:
     spins for `host_seconds` in each step; `burst` steps run at once, then it pauses as long. With
     `shares` the step runs under `HeterogeneousStrategy` on as many devices of this process, which
     get these parts of each batch. `is_ordinary`: `LoaderTuner` gets the dataset that "autotune"
-    trains with. Meanwhile `other_programs` compute without end.
+    trains with. Meanwhile `other_programs` compute without end. An `asynchronous` device, emulated
+    by keras_het, works ahead of the host, and its own idle time is measured.
     """
 
     make: object
@@ -39,6 +42,7 @@ class Case:
     shares: tuple[int, ...] = ()
     is_ordinary: bool = False
     other_programs: int = 0
+    asynchronous: bool = False
 
 
 def sleeping(value):
@@ -154,6 +158,7 @@ CASES = {
     "i: blocking I/O, ordinary": Case(blocking_io, device_seconds=0.0025, is_ordinary=True),
     "j: blocking I/O, busy host": Case(blocking_io, device_seconds=0.0025, other_programs=2),
     "k: JPEG, busy host": Case(jpeg, device_seconds=0.002, other_programs=2),
+    "l: blocking I/O, device ahead": Case(blocking_io, 0.010, shares=(1,), asynchronous=True),
 }
 
 
@@ -170,7 +175,7 @@ class Consumer(keras.callbacks.Callback):
         end = time.perf_counter() + case.host_seconds
         while time.perf_counter() < end:
             pass
-        if case.burst == 1:
+        if case.burst == 1 and not case.asynchronous:
             time.sleep(case.device_seconds)
         elif batch % case.burst == 0:
             time.sleep(case.device_seconds * case.burst)
@@ -190,6 +195,9 @@ def scope_of(case):
     devices = [tf.config.LogicalDeviceConfiguration() for _ in case.shares]
     tf.config.set_logical_device_configuration(cpu, devices)
     names = [f"CPU:{number}" for number in range(len(devices))]
+    if case.asynchronous:
+        device = {"speed": 1.0, "fixed_seconds": case.device_seconds, "seconds_per_sample": 0.0}
+        os.environ["KERAS_HET_EMULATED_DEVICES"] = json.dumps([{**device, "asynchronous": True}])
     return keras_het.HeterogeneousStrategy(names, share_weights=list(case.shares)).scope()
 
 
@@ -222,7 +230,7 @@ def run(name, policy, steps, most_seconds, settings=None, barrier=None):
         callbacks.insert(0, keras_het.callbacks.LoaderTuner())
     if barrier is not None:
         barrier.wait()
-    start = time.perf_counter()
+    start, started = time.perf_counter(), time.time()
     model.fit(dataset, epochs=case.epochs, verbose=0, callbacks=callbacks)
     consumer.ends.insert(0, start)
     ends = np.array(consumer.ends)
@@ -230,7 +238,12 @@ def run(name, policy, steps, most_seconds, settings=None, barrier=None):
     starts = [first for first in consumer.epochs[1:] if first < len(times)]
     stalls = [times[first] - np.median(times) for first in starts]
     tuner = callbacks[0] if policy == "tuner" else None
+    idle = None
+    if case.asynchronous:
+        computed = len(times) * case.device_seconds
+        idle = 1.0 - computed / (queue_of(0).busy_until - started)
     return {
+        "idle": idle,
         "steps_per_s": len(times) / (ends[-1] - ends[0]),
         "longest_stall_ms": max(stalls) * 1e3 if stalls else None,
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,

@@ -1,6 +1,6 @@
 """Sync EASGD against the original, round-robin EASGD: savings by packing, a ring and overlap.
 
-    python benchmarks/easgd.py [--json FILE] [--quick] [--case TEXT]
+    python benchmarks/easgd.py [--json FILE] [--quick] [--case TEXT] [--scaling]
 
 Eight workers and a master, each in its own network namespace behind a link of limited rate, train
 the same network with `fit` and exchange with the center in every step. Devices are emulated: a step
@@ -16,7 +16,11 @@ waits as long as it would compute. In turn, in the same processes:
 `communication_share` is the part of a step that is not computation: 1 - alone / step. The links of
 the case "paper" are such that round robin has about the paper's 87 %. Needs root.
 
-Reference: You, Buluc and Demmel, SC 2017: 5.3 times as fast, communication from 87 % to 14 %.
+`--scaling` measures weak scaling of Sync EASGD instead, with one to sixteen workers that compute
+for a second a step: `efficiency` is the step of one worker over the step of all.
+
+Reference: You, Buluc and Demmel, SC 2017: 5.3 times as fast, communication from 87 % to 14 %; weak
+scaling at 91.5 %.
 """
 
 from __future__ import annotations
@@ -83,6 +87,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="few workers: form, not numbers")
     parser.add_argument("--case", default="", help="only cases whose names begin so")
+    parser.add_argument("--scaling", action="store_true", help="weak scaling instead")
     options = parser.parse_args()
     reason = why_not()
     if reason:
@@ -91,9 +96,12 @@ def main() -> None:
         rows: list[dict[str, Any]] = [
             {"case": "all", "workers": None, **dict.fromkeys(fields), "skipped": reason}
         ]
+    elif options.scaling:
+        rows = measure_scaling((1, 2) if options.quick else (1, 2, 4, 8, 16), options.quick)
     else:
         rows = measure(options.quick, options.case)
-    print_table(rows, [name for name in COLUMNS if name in rows[0]])
+    columns = list(rows[0]) if options.scaling else [n for n in COLUMNS if n in rows[0]]
+    print_table(rows, columns)
     write_report("easgd", rows, options.json, environment())
 
 
@@ -122,6 +130,36 @@ def measure(quick: bool, only: str) -> list[dict[str, Any]]:
             ]
             rows.append(row_of(name, mbit, num_workers, floats, seconds, turns))
             print(rows[-1], flush=True)
+    return rows
+
+
+def measure_scaling(numbers: Sequence[int], quick: bool) -> list[dict[str, Any]]:
+    """Return a row for each number of workers; the first is one, which exchanges nothing."""
+    floats, seconds, steps, mbit = (25_000, 0.02, 4, 200.0) if quick else (250_000, 1.0, 12, 67.0)
+    rows: list[dict[str, Any]] = []
+    for number in numbers:
+        with (
+            limited_hosts([mbit] * (number + 1), mtu=9000) as hosts,
+            Cluster(hosts, number, floats, seconds) as cluster,
+        ):
+            modes = ("alone",) if number == 1 else ("alone", "sync")
+            turns = [[cluster.run(mode, steps) for mode in modes] for _ in range(3)]
+        alone, step = ([turn[place] for turn in turns] for place in (0, -1))
+        one = rows[0]["step_ms"] if rows else round(1e3 * statistics.median(step), 1)
+        row = {
+            "case": "weak scaling",
+            "workers": number,
+            "mbit_per_s": mbit,
+            "step_ms": round(1e3 * statistics.median(step), 1),
+            "alone_ms": round(1e3 * statistics.median(alone), 1),
+            "efficiency": round(one / (1e3 * statistics.median(step)), 3),
+            "lowest": round(one / (1e3 * max(step)), 3),
+            "highest": round(one / (1e3 * min(step)), 3),
+            "emulated_compute_ms": 1e3 * seconds,
+            "num_runs": len(turns),
+        }
+        rows.append(row)
+        print(row, flush=True)
     return rows
 
 

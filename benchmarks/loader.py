@@ -9,7 +9,8 @@ separate process; policies take turns. Policies:
 - "tuner": `LoaderTuner`, from the same start as "fixed", its ramp included.
 
 `idle_fraction` is the part of the time in which the device had no batch: 1 - steps/s times the time
-of a step whose batch is ready. Ratios are medians over rounds.
+of a step whose batch is ready; in (l), whose device works ahead of the host, the part in which the
+device itself computed nothing. Ratios are medians over rounds.
 
     python benchmarks/loader.py [--case a ...] [--json FILE] [--quick]
 """
@@ -138,13 +139,14 @@ def row_of(name, policy, runs, ready, settings):
     speeds = sorted(run["steps_per_s"] for run in runs[policy])
     stalls = [run["longest_stall_ms"] for run in runs[policy] if run["longest_stall_ms"]]
     to_autotune, to_oracle = ratios("autotune"), ratios("oracle")
+    idle = max(1.0 - median("steps_per_s") / ready, 0.0)
     return {
         "case": name,
         "policy": policy,
         "steps_per_s": median("steps_per_s"),
         "lowest_steps_per_s": round(speeds[0], 2),
         "highest_steps_per_s": round(speeds[-1], 2),
-        "idle_fraction": round(max(1.0 - median("steps_per_s") / ready, 0.0), 3),
+        "idle_fraction": round(idle, 3) if median("idle") is None else median("idle"),
         "ratio_to_autotune": round(statistics.median(to_autotune), 3),
         "ratio_to_oracle": round(statistics.median(to_oracle), 3),
         "lowest_ratio_to_oracle": round(to_oracle[0], 3),
