@@ -39,7 +39,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
-os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
+os.environ.setdefault("TF_NUM_INTEROP_THREADS", "8")  # an emulated device waits in one
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 # before the forks, so they need not import TensorFlow
