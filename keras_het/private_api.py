@@ -14,7 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -257,15 +257,6 @@ def sums_of_replicas(
     )
 
 
-class RunningHook(NamedTuple):
-    """A method of all callbacks, and those that have not ended it; the first of them runs."""
-
-    name: str
-    number: int | None
-    rest: tuple[keras.callbacks.Callback, ...]
-    logs: Mapping[str, Any] | None
-
-
 class EpochLoop:
     """The loop of a running `fit`, found in the frames of the call; Keras does not expose it."""
 
@@ -273,8 +264,7 @@ class EpochLoop:
         self._model = model
         fit = _locals_of_fit(model)
         self._iterator: Any = fit.get("epoch_iterator")
-        self._callback_list = fit.get("callbacks")
-        self.callbacks: list[Any] = getattr(self._callback_list, "callbacks", [])
+        self.callbacks: list[Any] = getattr(fit.get("callbacks"), "callbacks", [])
         self.steps_per_epoch: int | None = getattr(self._iterator, "steps_per_epoch", None)
         self.data: Any = None if self._iterator is None else self._iterator._get_iterator()
         self.validates_on_generator = isinstance(fit.get("val_x"), types.GeneratorType)
@@ -290,23 +280,6 @@ class EpochLoop:
         """Whether the steps so far have used up a pass over data of known size."""
         batches = getattr(self._iterator, "_num_batches", None)
         return batches is not None and self._iterator._steps_seen >= batches
-
-    def running_hook(self) -> RunningHook | None:
-        """Return what any thread runs of the callbacks of this `fit`; None between two methods."""
-        for frame in sys._current_frames().values():
-            while frame is not None:
-                found = frame.f_locals if "on_" in frame.f_code.co_name else {}
-                if self._callback_list is not None and found.get("self") is self._callback_list:
-                    places = {id(each): place for place, each in enumerate(self.callbacks)}
-                    first = places.get(id(found.get("callback")), 0)
-                    return RunningHook(
-                        frame.f_code.co_name.removeprefix("_"),
-                        found.get("epoch", found.get("batch")),
-                        tuple(self.callbacks[first:]),
-                        found.get("logs"),
-                    )
-                frame = frame.f_back  # type: ignore[assignment]
-        return None
 
     def resume_epoch(self, steps: int, steps_of_pass: int) -> None:
         """Make the epoch that is about to begin the rest of one."""
@@ -341,7 +314,6 @@ class EpochLoop:
     def go_on_with_logs(self, logs: Mapping[str, float]) -> None:
         """Let the epoch that is about to begin have these logs if it has no steps."""
         original = self._model._get_metrics_result_or_logs
-        # not the metrics' results: a backup that a waiting worker wrote alone has no metrics
         self._model._get_metrics_result_or_logs = lambda own: (
             original(own) if own or not logs else dict(logs)
         )
@@ -365,13 +337,6 @@ def write_events(callback: keras.callbacks.Callback) -> None:
     if isinstance(callback, keras.callbacks.TensorBoard):
         for writer in callback._writers.values():
             writer.flush()
-
-
-def begin_events_again(callback: keras.callbacks.Callback) -> None:
-    """Let a TensorBoard callback, on the chief, write the present step under a restored number."""
-    if isinstance(callback, keras.callbacks.TensorBoard) and callback._writers:
-        callback._pop_writer()
-        callback._push_writer(callback._train_writer, callback._global_train_batch)
 
 
 def _locals_of_fit(model: keras.Model) -> dict[str, Any]:
@@ -544,19 +509,6 @@ def layers_with_state(model: keras.Model) -> list[keras.layers.Layer]:
 def own_state(layer: keras.layers.Layer) -> list[keras.Variable]:
     """Return the non-trainable variables of a layer itself, without random seeds and metrics."""
     return list(layer._non_trainable_variables)
-
-
-@contextlib.contextmanager
-def showing_values(values: Sequence[tuple[keras.Variable, tf.Tensor]]) -> Iterator[None]:
-    """Let whoever reads Keras variables see other values; what has been traced does not."""
-    own = [(variable, variable._value) for variable, _ in values]
-    try:
-        for variable, value in values:
-            variable._value = value
-        yield
-    finally:
-        for variable, value in own:
-            variable._value = value
 
 
 def memory_limits() -> dict[str, int]:

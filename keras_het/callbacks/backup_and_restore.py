@@ -7,7 +7,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -21,10 +21,10 @@ from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, te
 from keras_het.fit.resume import AUTO, BackupInterval
 from keras_het.fit.session import FitSession, ShorterEpochs
 from keras_het.planning.argument_checks import check_flag, check_folder, check_number, check_verbose
+from keras_het.strategy.cluster.agreement import by_worker, exchange
+from keras_het.strategy.cluster.stop_signals import stop_signals
 
 if TYPE_CHECKING:
-    from keras_het.private_api import RunningHook
-    from keras_het.strategy.cluster.stop_request import StepGuard
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _logger = logging.getLogger(__name__)
@@ -92,41 +92,44 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._folder = BackupFolder(backup_dir, num_kept=2 if self.double_checkpoint else 1)
         self.backup_dir = str(self._folder.path)
         self._optimizer_at_first: list[Any] = []
-        self._epoch = 0
-        self._first_step = 0
-        self._step = self._num_counted = 0
-        self._guard: StepGuard | None = None
         self._data: Any = None
         self._loop: private_api.EpochLoop
+        self._shorter_epochs = ShorterEpochs()
+        self._has_told_of_turns = False
+        self.after_others = _AfterOthers(
+            on_train_begin=self._begin_after_all,
+            on_epoch_begin=self._begin_epoch,
+            on_train_batch_end=self._end_batch,
+            on_epoch_end=self._end_epoch,
+        )
+        self._forget()
+
+    def _forget(self) -> None:
+        """Discard the state of an earlier `fit`, which may have failed within an epoch."""
+        self._shorter_epochs.end()
+        self._epoch = self._first_step = self._step = 0
         # Completed steps of the interrupted pass, until its epoch begins; None after that.
         self._pass_step: int | None = None
         self._num_steps: int | None = None
         self._has_resumed = False
         # State of Python's random numbers when the present pass began; None if not Keras's matter.
         self._random_state: Any = None
-        self._shorter_epochs = ShorterEpochs()
-        self.after_others = _AfterOthers(self)
-        self._is_around_others = False
-        self._states: CallbackStates | None = None
+        self._states = CallbackStates(())
         self._metrics: np.ndarray | None = None
         self._resumed: _Resumed | None = None
         # Of a resumed epoch that has no steps left, until the next one begins.
         self._given_position: dict[str, Any] | None = None
         self._logs: Mapping[str, Any] | None = None
-        # What callbacks remembered before an interruption, in place of what they do now.
+        # What callbacks, the position and the metrics were when the validation of an epoch began.
         self._earlier: Snapshot = {}
-        self._at_epoch_end: Snapshot = {}
-        # Position and metrics when the validation of an epoch began.
         self._before_validation: tuple[dict[str, Any], np.ndarray | None] | None = None
         # Of a resumed training, until its first validation.
         self._validation_passes: Sequence[Any] | None = None
-        self._has_told_of_turns = False
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Restore weights, optimizer, epoch and position in the data."""
         strategy = self._strategy()
         self._loop = private_api.EpochLoop(self.model)
-        self._is_around_others = self.after_others in self._loop.callbacks
         if strategy.is_async_worker:
             return  # it resumes from the group's center and epoch
         folder = self._find_backup(strategy)
@@ -140,26 +143,33 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             strategy.barrier()  # at its end, the chief deletes what others may still read
         if (session := FitSession.of(self.model)) is not None:
             session.before_callbacks("on_test_begin", self._begin_validation)
-            session.before_callbacks("on_epoch_end", self._begin_epoch_end)
             session.on_end(self._shorter_epochs.end)
             session.on_end(self._loop.end_resumed_epoch)
-            request = strategy.extended.stop_request
-            self._guard = request.guard_steps(session, self._position, self._save_last_step)
+            strategy.extended.stop_request.watch(session, saves=True)
 
-    def _begin_after_all(self) -> None:
+    def _begin_after_all(self, logs: Mapping[str, float] | None = None) -> None:
         """Give all callbacks what they remembered, after each of them has begun."""
-        if self._strategy().is_async_worker:
-            return
-        self._states = CallbackStates(self._loop.callbacks)
-        if (resumed := self._resumed) is not None and resumed.moment == "on_train_begin":
-            # what an epoch's end needs may be made at its begin
-            self._states.end_hook({**resumed.hook, "name": "on_epoch_begin", "logs": {}})
-            self._restore_again("on_train_begin")
+        if not self._strategy().is_async_worker:
+            self._states = CallbackStates(self._loop.callbacks)
+            if self._resumed is not None and not self._resumed.position["step"]:
+                self._restore_again()
 
     def _find_backup(self, strategy: HeterogeneousStrategy) -> BackupFolder:
         """Find the folder from which all workers restore the same backup, if there is one."""
-        error = self._lock_folder(strategy)
-        self._check_same_backup(self._folder.find(), error)
+        error, place = self._lock_folder(strategy), self._folder.path
+        sha256 = self._folder.find()
+        found = f"backup {self._folder.number}, {sha256}" if sha256 else "no backup"
+        own = {"found": found, "failed": error is not None}
+        everyone = exchange(strategy.extended.gather_over_workers, own)
+        if any(each["failed"] for each in everyone):
+            raise error or ValueError(f"The chief cannot write backups to {place}: see its output.")
+        if any(each["found"] != found for each in everyone):
+            raise ValueError(
+                "The workers found different backups, and would continue from different weights. "
+                f"Received: in {place} {by_worker([each['found'] for each in everyone])}. Only "
+                "the chief writes: give a backup_dir that all workers share, or copy the chief's "
+                "to all of them."
+            )
         return self._folder
 
     def _restore(self, strategy: HeterogeneousStrategy, folder: BackupFolder) -> None:
@@ -174,7 +184,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             strategy.extended.training_state.restored = {
                 name.removeprefix(_SERVICE): values for name, values in state.items()
             }
-        hook, moment = position.pop("hook", {}), position.pop("moment", None)
         self._validation_passes = position.pop("validation", None)
         self._interval.resume(position)
         resume.check_batch_size(getattr(self._data, "global_batch_size", None), position)
@@ -188,10 +197,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if has_all_steps:  # what follows the steps of this epoch is yet to come
             self._epoch, self._first_step = self._epoch + 1, 0
         self.model._initial_epoch = first_epoch
-        if self._data is None:
-            strategy.extended.data_path.resume(position["passes"], position["pass_step"])
-        else:
-            self._data.start_at(position["passes"], position["pass_step"])
+        self._data.start_at(position["passes"], position["pass_step"])
         self._has_resumed, self._pass_step = True, position["pass_step"]
         self._random_state = position.get("random_state")
         if self._pass_step:
@@ -204,49 +210,44 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             metrics=metrics,
             remembered=remembered,
             has_all_steps=has_all_steps,
-            hook=hook,
-            moment=moment or ("on_epoch_begin" if position["step"] else "on_train_begin"),
         )
         place = f"epoch {self._epoch + 1}, step {self._first_step + 1}"
         tell(f"Training continues from {folder.newest} at {place}.", strategy, self._verbose)
 
-    def _restore_again(self, moment: str) -> None:
+    def _restore_again(self) -> None:
         """Undo what callbacks have just done, as they had done it before the backup."""
-        if (resumed := self._resumed) is None or resumed.moment != moment:
+        if (resumed := self._resumed) is None:
             return
         self._resumed = None
         if resumed.folder is not None:
             resumed.folder.restore(self.model)
         if resumed.metrics is not None:
             resume.add_metrics(self.model, self._strategy(), resumed.metrics)
-        if self._states is not None:
-            self._states.restore(resumed.remembered)
-            self._states.end_hook(resumed.hook)
-        if moment == "on_train_batch_begin":
-            for each in self._loop.callbacks:
-                private_api.begin_events_again(each)
+        self._states.restore(resumed.remembered)
         if resumed.position.get("is_stopped"):
             self.model.stop_training = True
-        if self.model.stop_training and moment == "on_train_begin":
-            self.model._initial_epoch = self.params["epochs"]
-        elif self.model.stop_training:
+        if self.model.stop_training and resumed.position["step"]:
             self._loop.skip_steps()
             self._given_position = resumed.position
+        elif self.model.stop_training:
+            self.model._initial_epoch = self.params["epochs"]
 
-    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        super().on_epoch_begin(epoch, logs)
+    def _begin_epoch(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         self.model._initial_epoch = None  # a later fit sets its own
+        self._given_position = None
         if self._resumed is not None:
             self._loop.go_on_with_logs(self._resumed.position.get("logs") or {})
-            if self._resumed.has_all_steps:
-                self._loop.skip_steps()
-                self._given_position = self._resumed.position
-                return
-        self._given_position = None
+        if self._resumed is not None and self._resumed.has_all_steps:
+            self._loop.skip_steps()
+            self._given_position = self._resumed.position
+        else:
+            self._begin_steps(epoch)
+        self._restore_again()
+
+    def _begin_steps(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._epoch, self._first_step = epoch, 0
-        self._count(self._first_step)
-        self._num_steps = self._steps_of_epoch()
+        self._step, self._num_steps = self._first_step, self._steps_of_epoch()
         pass_step = self._position_of_data()[1] if self._pass_step is None else self._pass_step
         if self._pass_step is not None:
             self._loop.resume_epoch(self._first_step, self._pass_step)
@@ -260,33 +261,29 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._shorter_epochs.expect()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        self._count(batch + 1)
+        """Wait for the other callbacks."""
+
+    def _end_batch(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Save if a backup is due, or a signal ends all workers before the next step."""
+        self._step = batch + 1
         self._interval.count_step()
         self._logs, self._before_validation = logs, None
-        if not self._is_around_others:
-            self._end_batch_after_all(batch)
-
-    def _end_batch_after_all(self, batch: int) -> None:
-        """Save if a backup is due, or a signal ends all workers before the next step."""
         if not self.model.stop_training:  # else the end of the epoch follows
             super().on_train_batch_end(batch)
         self._save_if_it_ends()
 
-    def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        super().on_test_begin(logs)
-        if not self._is_around_others:
-            self._begin_validation()
-
     def _begin_validation(self, logs: Mapping[str, float] | None = None) -> None:
         # A signal may end the training during validation, which is then repeated. Keras resets the
-        # metrics now, and the data may be those of training. Who saves later may be alone.
+        # metrics now, and the data may be those of training.
+        if (session := FitSession.of(self.model)) is not None:
+            self._strategy().extended.stop_request.watch(session, saves=True)
         if self._validation_passes:  # else none has begun
             resume.restore_validation(self._loop.validation_data, self._validation_passes)
             self._validation_passes = None
         validation = self._passes_of_validation()
         position = {**self._position(is_iterator_left=True), "validation": validation}
         self._before_validation = position, self._gathered_metrics()
-        self._earlier = self._states.snapshot() if self._states is not None else {}
+        self._earlier = self._states.snapshot()
         if not self._has_told_of_turns:
             self._has_told_of_turns = resume.warn_of_turns(
                 self._loop, self._data, position["pass_step"]
@@ -294,23 +291,21 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_test_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Save if training ends during validation."""
-        super().on_test_batch_end(batch, logs)
         self._save_if_it_ends()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Save after the epoch if `save_freq` is "epoch"."""
-        if not self._is_around_others:
-            self._begin_epoch_end(epoch)
-            self._end_epoch_after_all(epoch)
+        """Wait for the other callbacks."""
 
-    def _begin_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+    def _end_epoch(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Save after the epoch if `save_freq` is "epoch"."""
         self._loop.end_resumed_epoch()
         self._earlier, self._logs, self._before_validation = {}, None, None
-        self._at_epoch_end = self._states.snapshot() if self._states is not None else {}
         if self._given_position is None:
             self._end_steps(epoch)
         else:
             self._given_position = {**self._given_position, "epoch": epoch + 1, "step": 0}
+        super().on_epoch_end(epoch)
+        self._save_if_it_ends()
 
     def _end_steps(self, epoch: int) -> None:
         self._check_has_trained(epoch)
@@ -318,13 +313,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             # Keras did not create this iterator after the shorter epoch.
             iter(self._data)
         self._pass_step = None
-        self._epoch, self._first_step = epoch + 1, 0
-        self._count(0)
-
-    def _end_epoch_after_all(self, epoch: int) -> None:
-        super().on_epoch_end(epoch)
-        self._save_if_it_ends()
-        self._at_epoch_end = {}
+        self._epoch, self._first_step, self._step = epoch + 1, 0, 0
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Delete the backup, unless it is to be kept."""
@@ -336,57 +325,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """Save if a signal ends all workers before the next step."""
         if self._strategy().extended.stop_request.is_agreed:
             self._save_model()
-
-    def _save_last_step(
-        self, position: Mapping[str, Any], is_valid: Callable[[], bool], is_in_step: bool
-    ) -> bool:
-        """Save, in another thread, what the main thread would have saved at this position."""
-        strategy = self._strategy()
-        if not strategy.is_chief:
-            return True
-        if strategy._holds_parts:
-            return False
-        hook, before = self._loop.running_hook(), self._before_validation
-        if before is not None and position is before[0]:
-            self._metrics = before[1]
-        else:
-            # others' metrics are missing, and a running step has changed its own
-            is_known = strategy.num_workers == 1 and not is_in_step
-            self._metrics = resume.metric_values(self.model) if is_known else None
-            position = {**position, **self._interruption(hook, position["step"])}
-
-        loop = self._loop
-        is_saved = self._write(position, lambda: is_valid() and loop.running_hook() == hook)
-        if is_saved:
-            _logger.warning("Saved the last finished step in %s.", self._folder.newest)
-        return is_saved
-
-    def _interruption(self, hook: RunningHook | None, step: int) -> dict[str, Any]:
-        """Return when a resumed training gives the state back, and who is then to end a hook."""
-        self._earlier = {}
-        if hook is None:
-            is_in_step = self._guard is not None and self._guard.is_in_step
-            return {"moment": "on_train_batch_begin"} if is_in_step else {}
-        if self._states is None or (hook.name == "on_epoch_end" and step):
-            return {}  # of this callback, too, the epoch has yet to end
-        if hook.name == "on_train_batch_end":
-            self._logs = hook.logs
-        self._earlier = self._states.running_hook_state(hook, self._at_epoch_end)
-        return self._states.left_of(hook)
-
-    def _count(self, step: int) -> None:
-        self._step, self._num_counted = step, self._guard.num_trained if self._guard else 0
-
-    def _forget(self) -> None:
-        """Discard the state of a `fit` that failed within an epoch."""
-        self._shorter_epochs.end()
-        self._pass_step = self._random_state = self._guard = None
-        self._states = self._metrics = self._resumed = self._given_position = None
-        self._validation_passes = None
-        self._logs = self._before_validation = None
-        self._earlier = self._at_epoch_end = {}
-        self._has_resumed = False
-        self._epoch = self._first_step = self._step = self._num_counted = 0
 
     def _passes_of_validation(self) -> Sequence[Any] | None:
         """What its data have gone through, None if they begin again by themselves."""
@@ -433,7 +371,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         began, strategy = time.monotonic(), self._strategy()
         strategy._complete(self.model, type(self).__name__)
         self._metrics = self._gathered_metrics()
-        self._save(strategy)
+        with stop_signals.saving:
+            self._save(strategy)
         if self._is_auto and not (
             strategy.extended.stop_request.is_agreed or strategy.is_async_worker
         ):
@@ -441,7 +380,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _save(self, strategy: HeterogeneousStrategy) -> None:
         if strategy.is_chief:
-            self._write(self._position())
+            self._folder.add(self.model, self._state(self._position()))
             tell(f"Saved {self._folder.newest}.", strategy, self._verbose)
 
     def _gathered_metrics(self) -> np.ndarray | None:
@@ -451,23 +390,18 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             return self._before_validation[1]
         if strategy.is_async_worker or strategy.num_async_workers or not self._position()["step"]:
             return None
-        own = resume.metric_values(self.model)
-        return strategy.extended.gather_over_workers(own) if strategy.num_workers > 1 else own
+        return strategy.extended.gather_over_workers(resume.metric_values(self.model))
 
-    def _write(
-        self, position: Mapping[str, Any], is_valid: Callable[[], bool] = lambda: True
-    ) -> bool:
-        return self._folder.add(self.model, self._state_of(position), is_valid)
-
-    def _state_of(self, position: Mapping[str, Any]) -> dict[str, Any]:
-        # read here: a position is noted in every step, and must not wait for a device
+    def _state(self, position: Mapping[str, Any]) -> dict[str, Any]:
         logs = numbers_in(self._logs) if position["step"] else None
         optimizers = [self._optimizer_at_first, resume.about(self.model.optimizer)]
         more = {"logs": logs, "optimizers": optimizers, "validation": self._passes_of_validation()}
         text = json.dumps({**more, **self._interval.position(), **position})
-        state = {"position": np.array(text), **self._service_state()}
-        if self._states is not None:
-            state.update(self._states.export(self._earlier))
+        state = {
+            "position": np.array(text),
+            **self._service_state(),
+            **self._states.export(self._earlier),
+        }
         if self._metrics is not None and position["step"]:
             state[_METRICS] = self._metrics
         if (times := self._strategy().extended.training_state.export_times) is not None:
@@ -494,30 +428,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         session.on_end(self._folder.unlock)
         return None
 
-    def _check_same_backup(self, sha256: str, error: Exception | None) -> None:
-        """Check that all workers resume from the same backup, and that the chief may write."""
-        strategy = self._strategy()
-        hash_and_error = [*bytes.fromhex(sha256 or "00" * 32), error is not None]
-        own = np.array(hash_and_error, np.int64)
-        if error is not None and strategy.num_workers == 1:
-            raise error
-        if strategy.num_workers == 1:
-            return
-        everyone = strategy.extended.gather_over_workers(own[None])
-        if everyone[:, -1].any():
-            raise error or ValueError(
-                f"The chief cannot write backups to {self._folder.path}: see its own output."
-            )
-        different = np.flatnonzero((everyone != own).any(axis=1)).tolist()
-        if different:
-            raise ValueError(
-                "The workers found different backups, and would continue from different weights. "
-                f"Received: {self._folder.newest or 'no backup'} in {self._folder.path} of this "
-                f"worker ({strategy.worker_index}), something else on worker(s) {different}. Only "
-                "the chief writes: give a backup_dir that all workers share, or copy the chief's "
-                "to all of them."
-            )
-
     def _position(self, is_iterator_left: bool = False) -> dict[str, Any]:
         if self._given_position is not None:
             return self._given_position
@@ -529,15 +439,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             # beginning.
             return {"epoch": self._epoch, "step": 0, "passes": passes, "pass_step": 0}
         epoch, step = self._epoch, self._step
-        if self._guard is not None:  # the steps that no callback was told of
-            step += self._guard.num_trained - self._num_counted
-        # Keras ends an epoch with the pass, however short
-        ends_pass = bool(step and self._loop.steps_per_epoch and self._loop.is_at_end_of_pass)
-        # Of several of these callbacks, only one guards the steps.
-        if self._guard and self._guard.num_trained and self._loop.steps_per_epoch is None and step:
-            # an epoch is a pass, which ends before the validation begins
-            num_gone = 0 if pass_step else len(passes) - self._guard.num_passes
-            ends_pass, is_iterator_left = num_gone > 0, is_iterator_left or num_gone > 1
+        # Keras ends an epoch with the pass, however short; without `steps_per_epoch` it is one
+        is_over = self._loop.is_at_end_of_pass if self._loop.steps_per_epoch else not pass_step
+        ends_pass = step > 0 and is_over
         is_at_end = bool(self._num_steps) and step >= (self._num_steps or 0)
         if is_at_end and not pass_step and self._leaves_an_iterator():
             # that iterator is yet to come
@@ -570,28 +474,7 @@ class _Resumed:
     metrics: np.ndarray | None
     remembered: dict[str, np.ndarray]
     has_all_steps: bool
-    hook: dict[str, Any]
-    moment: str
 
 
-class _AfterOthers(keras.callbacks.Callback):
+class _AfterOthers(keras.callbacks.LambdaCallback):
     """The last of all callbacks: what they do belongs to a backup."""
-
-    def __init__(self, backup: BackupAndRestore) -> None:
-        super().__init__()
-        self._backup = backup
-
-    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        self._backup._begin_after_all()
-
-    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        self._backup._restore_again("on_epoch_begin")
-
-    def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        self._backup._restore_again("on_train_batch_begin")
-
-    def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        self._backup._end_batch_after_all(batch)
-
-    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        self._backup._end_epoch_after_all(epoch)

@@ -416,7 +416,6 @@ def _gathered_facts(strategy: HeterogeneousStrategy, model: keras.Model) -> tupl
     """Return how many steps of a new share say nothing, and whether all compute on GPUs only."""
     local = strategy.extended.worker_devices
     unsettled, is_on_gpus = num_unsettled_steps(model, local), all(map(gpu_name, local))
-    facts = np.array([[unsettled, is_on_gpus]], np.int64)
-    if strategy.num_workers > 1:
-        facts = strategy.extended.gather_over_workers(facts)
+    own = np.array([[unsettled, is_on_gpus]], np.int64)
+    facts = strategy.extended.gather_over_workers(own)
     return int(facts[:, 0].max()), bool(facts[:, 1].all())

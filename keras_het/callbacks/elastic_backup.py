@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import io
 import json
 import logging
-import math
 import os
 import socket
 import tempfile
@@ -16,21 +13,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from keras_het.callbacks.backup_and_restore import BackupAndRestore
 from keras_het.fit.backup_folder import RUN, BackupFolder, memory_folder, remove_other_runs
 from keras_het.fit.model_strategy import tell
 from keras_het.fit.resume import AUTO
 from keras_het.stability import experimental
+from keras_het.strategy.cluster.agreement import exchange, exchange_bytes
 
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _logger = logging.getLogger(__name__)
 
-_WORDS_AT_ONCE = 2**21
-_BYTES_PER_WORD = 8
 _listeners: list[Callable[[str, int, int], None]] = []
 _used_folders: set[Path] = set()
 """Of what this process has trained to its end."""
@@ -107,65 +101,59 @@ class ElasticBackup(BackupAndRestore):
                 f"backup_dir={self._folder.path}. Give each fit its own folder."
             )
         error = self._lock_folder(strategy)
-        found, damage = [_Found(self._folder)], None
+        found, damage = [(_NONE, self._folder)], None
         for folder in (self._memory, self._folder):
             try:
-                found.append(_find(folder, self._run))
+                found.append((_newest_of(folder, self._run), folder))
             except OSError as found_damage:
                 damage = found_damage
-        best = max(found, key=lambda each: (each.is_of_run, each.saved_at))
-        same = [each for each in found if each.training == best.training and each.number]
-        best = max(same, key=lambda each: each.number, default=best)
-        number, own = best.number, best.folder
-        path = own.newest if number else None
-        row = [
-            number,
-            max(self._memory.number, self._folder.number),
-            error is not None,
-            damage is not None,
-            _as_number(hashlib.sha256(socket.gethostname().encode()).hexdigest()),
-            _as_number(path.name.split("-")[2]) if path else 0,
-            path.stat().st_size if path else 0,
-            _name_of(best),
-            best.is_of_run,
-            best.saved_at,
-        ]
-        everyone = strategy.extended.gather_over_workers(np.array([row], np.int64))
-        numbers, latest, errors, damages, hosts, hashes, sizes, trainings, *ages = everyone.T
+        training = max(found, key=lambda each: each[0]["age"])[0]["training"]
+        same = [each for each in found if each[0]["training"] == training]
+        best, folder = max(same, key=lambda each: each[0]["number"])
+        own = {
+            **best,
+            "latest": max(self._memory.number, self._folder.number),
+            "failed": error is not None,
+            "is_damaged": damage is not None,
+            "host": socket.gethostname(),
+        }
+        gather, index = strategy.extended.gather_over_workers, strategy.worker_index
+        everyone = exchange(gather, own)
         # the present training is that of this run, else the one that was saved last
-        present = trainings[np.lexsort((numbers, ages[1], ages[0]))[-1]]
-        numbers = np.where(trainings == present, numbers, 0)
-        index, holder = strategy.worker_index, int(numbers.argmax())
-        for other in (each for each in found if each.number and _name_of(each) != present):
-            self._folder.leave(other.folder.newest)
-            _logger.warning("Ignored: %s, which belongs to another training.", other.folder.newest)
-        fatal = errors if numbers[holder] else errors + damages
+        present = max(everyone, key=lambda each: each["age"])["training"]
+        holder = max(everyone, key=lambda each: each["training"] == present and each["number"])
+        has_backup = holder["number"] > 0
+        for about, other in found:
+            if about["number"] and about["training"] != present:
+                self._folder.leave(other.newest)
+                _logger.warning("Ignored: %s, which belongs to another training.", other.newest)
+        fatal = [each["failed"] or (each["is_damaged"] and not has_backup) for each in everyone]
         if fatal[index]:
             raise error or damage or OSError()
-        if fatal.any():
+        if any(fatal):
             raise OSError(
                 f"The backups in {self._folder.path} cannot be used. Received: an error on worker "
-                f"{int(fatal.argmax())}: see its own output, which names the file. Fix it there, "
+                f"{fatal.index(True)}: see its own output, which names the file. Fix it there, "
                 "and start again."
             )
         if damage is not None:
             _logger.warning("Continuing from another copy. %s", damage)
-        is_first_of_host = hosts.tolist().index(hosts[index]) == index
+        is_first_of_host = own["host"] not in [each["host"] for each in everyone[:index]]
         self._keeps_memory = is_first_of_host and not strategy._holds_parts
         if is_first_of_host:
             remove_other_runs(self._memory.path)
-        self._number = int(latest.max())
-        if not numbers[holder]:
+        self._number = max(each["latest"] for each in everyone)
+        if not has_backup:
             return BackupFolder(self._folder.path, num_kept=1)
-        if (hashes == hashes[holder]).all():
-            return own
-        content = path.read_bytes() if path and index == holder else b""
-        content = _send(strategy, content, int(sizes[holder]))
-        return own if hashes[index] == hashes[holder] else self._keep(int(numbers[holder]), content)
+        if all(each["name"] == holder["name"] for each in everyone):
+            return folder
+        rank = everyone.index(holder)
+        content = folder.newest.read_bytes() if folder.newest and index == rank else b""
+        content = exchange_bytes(gather, content)[rank]
+        return folder if own["name"] == holder["name"] else self._keep(holder["name"], content)
 
-    def _keep(self, number: int, content: bytes) -> BackupFolder:
+    def _keep(self, name: str, content: bytes) -> BackupFolder:
         """Keep a backup that another worker has sent."""
-        name = f"backup-{number}-{hashlib.sha256(content).hexdigest()}.weights.h5"
         try:
             self._memory.adopt(name, io.BytesIO(content))
         except OSError as error:  # a container's memory may have little room
@@ -175,81 +163,50 @@ class ElasticBackup(BackupAndRestore):
         return self._memory
 
     def _save(self, strategy: HeterogeneousStrategy) -> None:
-        if strategy.is_chief or self._keeps_memory:
-            self._write(self._position())
-        if strategy.is_chief:
-            tell(f"Saved {self._folder.newest}.", strategy, self._verbose)
-            for listener in _listeners:
-                listener(str(self._folder.path), self._epoch, self._step)
         self._number += 1
-
-    def _write(
-        self, position: Mapping[str, Any], is_valid: Callable[[], bool] = lambda: True
-    ) -> bool:
-        state, number = self._state_of(position), self._number + 1
+        if not strategy.is_chief and not self._keeps_memory:
+            return
+        state, newest = self._state(self._position()), None
         if self._keeps_memory:
             try:
-                if not self._memory.add(self.model, state, is_valid, number):
-                    return False
+                self._memory.add(self.model, state, self._number)
+                newest = self._memory.newest
             except OSError as error:
                 self._keeps_memory = False
                 _logger.warning("%s This machine keeps no backup in memory.", error)
-        if not self._strategy().is_chief:
-            return True
-        if not self._keeps_memory or self._memory.newest is None:
-            return self._folder.add(self.model, state, is_valid, number)
-        with self._memory.newest.open("rb") as content:
-            self._folder.adopt(self._memory.newest.name, content)
-        return True
+        if not strategy.is_chief:
+            return
+        if newest is None:
+            self._folder.add(self.model, state, self._number)
+        else:
+            with newest.open("rb") as content:
+                self._folder.adopt(newest.name, content)
+        tell(f"Saved {self._folder.newest}.", strategy, self._verbose)
+        for listener in _listeners:
+            listener(str(self._folder.path), self._epoch, self._step)
 
-    def _state_of(self, position: Mapping[str, Any]) -> dict[str, Any]:
-        finished_in = self._run if self._is_finished else None
+    def _state(self, position: Mapping[str, Any]) -> dict[str, Any]:
         about = {
-            "finished_in": finished_in,
+            "finished_in": self._run if self._is_finished else None,
             "training": self._training,
             "run": self._run,
             "saved_at": int(time.time()),
         }
-        return super()._state_of({**position, **about})
+        return super()._state({**position, **about})
 
 
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    """The newest backup of a folder, with number 0 if training cannot continue from it."""
-
-    folder: BackupFolder
-    number: int = 0
-    training: str = ""
-    is_of_run: bool = False
-    saved_at: int = 0
+_NONE: dict[str, Any] = {"number": 0, "name": "", "training": "", "age": [False, 0, 0]}
 
 
-def _find(folder: BackupFolder, run: str) -> _Found:
-    """Find a folder's newest backup; that of an earlier, finished run is none."""
+def _newest_of(folder: BackupFolder, run: str) -> dict[str, Any]:
+    """Return what workers compare of the newest backup; that of a finished run is none."""
     folder.find()
-    if folder.newest is None:
-        return _Found(folder)
-    position = json.loads(str(folder.state()["position"]))
-    if position.get("finished_in") not in (None, run):
-        return _Found(folder)
-    training, saved_at = position.get("training", ""), position.get("saved_at", 0)
-    return _Found(folder, folder.number, training, position.get("run") == run, saved_at)
-
-
-def _name_of(found: _Found) -> int:
-    return _as_number(hashlib.sha256(found.training.encode()).hexdigest())
-
-
-def _as_number(sha256: str) -> int:
-    """Return the part of a hash that workers can compare as a number."""
-    return int(sha256[: 2 * _BYTES_PER_WORD - 2], 16)
-
-
-def _send(strategy: HeterogeneousStrategy, content: bytes, num_bytes: int) -> bytes:
-    """Give all workers what one of them has, in parts; the others pass nothing."""
-    words = np.frombuffer(content + bytes(-len(content) % _BYTES_PER_WORD), np.int64)
-    parts = [
-        strategy.extended.gather_over_workers(words[start : start + _WORDS_AT_ONCE])
-        for start in range(0, math.ceil(num_bytes / _BYTES_PER_WORD), _WORDS_AT_ONCE)
-    ]
-    return np.concatenate(parts).tobytes()[:num_bytes]
+    position = {} if folder.newest is None else json.loads(str(folder.state()["position"]))
+    if folder.newest is None or position.get("finished_in") not in (None, run):
+        return _NONE
+    return {
+        "number": folder.number,
+        "name": folder.newest.name,
+        "training": position.get("training", ""),
+        "age": [position.get("run") == run, position.get("saved_at", 0), folder.number],
+    }

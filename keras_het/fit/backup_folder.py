@@ -15,10 +15,9 @@ import shutil
 import socket
 import stat
 import tempfile
-import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -51,8 +50,6 @@ _FILE_BYTES, _VARIABLE_BYTES = 2**16, 2**11
 class BackupFolder:
     """The backups of a training: weights files of Keras that also hold the rest of its state."""
 
-    _writing = threading.Lock()  # of the class: tuners copy the callbacks that have a folder
-
     def __init__(self, path: str | Path, num_kept: int, is_private: bool = False) -> None:
         if "://" in str(path):
             raise ValueError(
@@ -81,37 +78,32 @@ class BackupFolder:
     def lock(self) -> None:
         """Keep other processes from writing here until `unlock`, or the end of this process."""
         path = self.path / _LOCK
-        while self._lock is None:
-            try:
-                self._make_room(path if path.is_symlink() else None)
-                file = path.open("a+")
-            except OSError as error:
-                raise self._error(error, path) from error
-            try:
-                # Not flock: processes that this one forks would hold that for longer than it lives.
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                with file:
-                    file.seek(0)
-                    holder = file.read()
-                if error.errno not in _IS_LOCKED:
-                    _logger.warning(
-                        "%s cannot be locked: %s. Nothing would notice that two trainings write "
-                        "backups there.",
-                        path,
-                        error,
-                    )
-                    return
-                raise ValueError(
-                    f"Another training writes its backups here. Received: backup_dir={self.path}, "
-                    f"locked by {holder or 'a process that has just started'}. Give each training "
-                    "its own backup_dir, or end the other one first."
-                ) from None
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                    self._lock = file
-            if self._lock is None:  # its last owner has just removed it
-                file.close()
+        try:
+            self._make_room(path if path.is_symlink() else None)
+            self._lock = file = path.open("a+")
+        except OSError as error:
+            raise self._error(error, path) from error
+        try:
+            # Not flock: processes that this one forks would hold that for longer than it lives.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock = None
+            with file:
+                file.seek(0)
+                holder = file.read()
+            if error.errno not in _IS_LOCKED:
+                _logger.warning(
+                    "%s cannot be locked: %s. Nothing would notice that two trainings write "
+                    "backups there.",
+                    path,
+                    error,
+                )
+                return
+            raise ValueError(
+                f"Another training writes its backups here. Received: backup_dir={self.path}, "
+                f"locked by {holder or 'a process that has just started'}. Give each training "
+                "its own backup_dir, or end the other one first."
+            ) from None
         with contextlib.suppress(OSError):  # a full disk
             file.truncate(0)
             started = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -187,29 +179,19 @@ class BackupFolder:
                 "backup_dir; model.load_weights reads weights alone."
             ) from error
 
-    def add(
-        self,
-        model: keras.Model,
-        state: Mapping[str, Any],
-        is_valid: Callable[[], bool] = lambda: True,
-        number: int | None = None,
-    ) -> bool:
-        """Write a backup, then remove those that are not kept; False if it is not valid then."""
+    def add(self, model: keras.Model, state: Mapping[str, Any], number: int | None = None) -> None:
+        """Write a backup, then remove those that are not kept."""
         content = io.BytesIO()
         seeds = {f"{_SEED}{n}": seed.value.numpy() for n, seed in enumerate(_seeds(model))}
         np.savez(content, **{**state, **seeds, _NUM_WEIGHTS: np.array(len(model.weights))})
         with self._aside() as aside:
             _reserve(aside, _bytes_needed(model) + content.tell())
             model.save_weights(str(aside), overwrite=True)
-            if not is_valid():
-                aside.unlink()
-                return False
             with h5py.File(aside, "r+") as file:
                 file[_STATE] = np.frombuffer(content.getvalue(), np.uint8)
             _to_disk(aside)
             number = number or max(self._found(), default=0) + 1
             self._complete(aside, f"backup-{number}-{_sha256(aside)}.weights.h5")
-        return True
 
     def adopt(self, name: str, content: IO[bytes]) -> None:
         """Write a backup that another folder has, under its name."""
@@ -222,15 +204,14 @@ class BackupFolder:
     @contextlib.contextmanager
     def _aside(self) -> Iterator[Path]:
         """Give the path of a file that is not a backup yet; remove it after an error."""
-        with self._writing:
-            aside = self.path / _ASIDE
-            try:
-                self._make_room(aside)
-                yield aside
-            except (OSError, RuntimeError) as error:  # h5py raises both for failed writes
-                with contextlib.suppress(OSError):
-                    aside.unlink(missing_ok=True)
-                raise self._error(error, aside) from error
+        aside = self.path / _ASIDE
+        try:
+            self._make_room(aside)
+            yield aside
+        except (OSError, RuntimeError) as error:  # h5py raises both for failed writes
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise self._error(error, aside) from error
 
     def _make_room(self, aside: Path | None) -> None:
         """Make the folder, and let no link of that name lead to another file."""

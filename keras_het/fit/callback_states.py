@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -20,22 +20,12 @@ import tensorflow as tf
 
 from keras_het import private_api
 
-if TYPE_CHECKING:
-    from keras_het.private_api import RunningHook
-
 _logger = logging.getLogger(__name__)
 
 PREFIX = "callbacks/"
 """Of the names of these arrays in a backup."""
 _JSON = f"{PREFIX}json"
 _MOST_LEVELS = 20
-_MOMENTS = {
-    "on_epoch_begin": "on_epoch_begin",
-    "on_train_batch_begin": "on_train_batch_begin",
-    "on_train_batch_end": "on_epoch_begin",
-    "on_epoch_end": "on_train_begin",
-}
-"""After which method of all callbacks a training resumes that a signal ended in one of these."""
 _Encoded: TypeAlias = tuple[Any, list[np.ndarray]]
 """A value as JSON, and the arrays that it names by number."""
 Snapshot: TypeAlias = Mapping[str, Mapping[str, _Encoded]]
@@ -79,36 +69,6 @@ class CallbackStates:
             for attribute, encoded in values.items()
         }
         self._named: set[str] = set()
-
-    def left_of(self, hook: RunningHook) -> dict[str, Any]:
-        """Who is to end a method that is running, and after which a training resumes then."""
-        # The callback that runs it counts as done, but for an epoch's end, for which a backup has
-        # its state before.
-        if hook.name not in _MOMENTS:
-            return {}
-        is_run_again = hook.name == "on_epoch_end"
-        left = {
-            "name": hook.name,
-            "number": hook.number,
-            "logs": numbers_in(hook.logs),
-            "rest": self._names_of(hook.rest[0 if is_run_again else 1 :]),
-        }
-        return {"moment": _MOMENTS[hook.name], "hook": left}
-
-    def running_hook_state(self, hook: RunningHook, at_epoch_end: Snapshot) -> Snapshot:
-        """Return what the callback that runs an epoch's end remembered before."""
-        running = self._names_of(hook.rest[:1]) if hook.name == "on_epoch_end" else ()
-        return {name: at_epoch_end[name] for name in running if name in at_epoch_end}
-
-    def _names_of(self, callbacks: Iterable[keras.callbacks.Callback]) -> list[str]:
-        names = {id(callback): name for name, callback in self._callbacks.items()}
-        return [names[id(each)] for each in callbacks if id(each) in names]
-
-    def end_hook(self, hook: Mapping[str, Any]) -> None:
-        """Call a method of the callbacks that a signal kept from ending it; {} for none."""
-        for name in hook.get("rest", ()):
-            if (callback := self._callbacks.get(name)) is not None:
-                getattr(callback, hook["name"])(hook["number"], hook["logs"])
 
     def snapshot(self) -> Snapshot:
         """Return what the callbacks remember now."""
@@ -335,11 +295,7 @@ def _decoded(value: Any, arrays: _Arrays, present: Any) -> Any:
     """Return the value that was encoded; a present container or object of its kind takes it."""
     if isinstance(value, list):
         items = [_decoded(each, arrays, None) for each in value]
-        if isinstance(present, (list, collections.deque)):
-            present.clear()
-            present.extend(items)
-            return present
-        return items
+        return _refilled(present, (list, collections.deque), items)
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
@@ -366,26 +322,27 @@ def _random(content: Any, arrays: _Arrays, present: Any) -> random.Random:
 
 
 def _mapping(content: Any, arrays: _Arrays, present: Any) -> Any:
-    is_present = isinstance(present, collections.abc.MutableMapping)
-    before = dict(present) if is_present else {}
+    kind = collections.abc.MutableMapping
+    before = present if isinstance(present, kind) else {}
     items = {}
-    for key, each in content:
-        key = _decoded(key, arrays, None)
+    for encoded, each in content:
+        key = _decoded(encoded, arrays, None)
         items[key] = _decoded(each, arrays, before.get(key))
-    if not is_present:
-        return items
-    present.clear()
-    present.update(items)
-    return present
+    return _refilled(present, kind, items)
 
 
 def _set(content: Any, arrays: _Arrays, present: Any) -> Any:
     items = {_decoded(each, arrays, None) for each in content}
-    if isinstance(present, set):
-        present.clear()
-        present.update(items)
-        return present
-    return frozenset(items) if isinstance(present, frozenset) else items
+    return frozenset(items) if isinstance(present, frozenset) else _refilled(present, set, items)
+
+
+def _refilled(present: Any, kind: Any, items: Any) -> Any:
+    """Return the present container with other items, as others may hold it; or the items."""
+    if not isinstance(present, kind):
+        return items
+    present.clear()
+    (present.extend if isinstance(items, list) else present.update)(items)
+    return present
 
 
 def _tuple(content: Any, arrays: _Arrays, present: Any) -> Any:

@@ -37,13 +37,12 @@ class Rank(enum.IntEnum):
 
     KEEP_LOGS = 0
     END_IF_ASKED = 1
-    GUARD_STATE = 2
-    VALIDATE_DATA = 3
-    TUNE_LOADER = 4
-    COUNT_SAMPLES = 5
-    NOTE_MEMORY = 6
-    REDUCE_LOCALLY = 7
-    SAMPLE_STEPS = 8
+    VALIDATE_DATA = 2
+    TUNE_LOADER = 3
+    COUNT_SAMPLES = 4
+    NOTE_MEMORY = 5
+    REDUCE_LOCALLY = 6
+    SAMPLE_STEPS = 7
 
 
 # Its layers surround its own steps only; a validation or a callback's own `fit` is another session.

@@ -24,7 +24,6 @@ from keras_het.strategy.cluster import agreement
 from keras_het.value_types import Nest
 
 if TYPE_CHECKING:
-    from keras_het.strategy.cluster.stop_request import StepGuard
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _Steps = TypeVar("_Steps", bound=DistributedSteps)
@@ -128,15 +127,6 @@ class DataPath:
         """The dataset that provided the latest step, or None before the first."""
         return self._latest() if self._latest is not None else None
 
-    def resume(self, passes: int | Sequence[bool], step: int) -> None:
-        dataset = self.iterated()
-        if dataset is None:
-            raise ValueError(
-                "No dataset of this strategy has been iterated yet, so there is none to resume. "
-                "Call fit with the data; it looks at the first batch before its callbacks start."
-            )
-        dataset.start_at(passes, step)
-
     @contextlib.contextmanager
     def reading_ahead(self, steps: int) -> Iterator[None]:
         """Let data that is distributed meanwhile work ahead by at least so many steps."""
@@ -154,11 +144,6 @@ class DataPath:
             yield
         finally:
             self._waited = None
-
-    @property
-    def draws_together(self) -> bool:
-        """Whether an execution draws all its batches before its first step."""
-        return self._waited is not None
 
     def on_step(self, dataset: DistributedSteps, is_new_pass: bool) -> None:
         """Compare the workers' data in the first step of a pass; called with every step."""
@@ -182,11 +167,6 @@ class DataPath:
             agreement.check_same_pass(self._get_strategy(), dataset, "none")
 
     @property
-    def guard(self) -> StepGuard | None:
-        """What the running `fit` tells when its step waits for a batch, and when it has it."""
-        return self._get_strategy().extended.stop_request.guard
-
-    @property
     def _is_compared(self) -> bool:
         return self.claims_source is None and self._get_strategy().num_workers > 1
 
@@ -194,7 +174,7 @@ class DataPath:
     def placement(self) -> Placement | None:
         """How parts get to their devices, None if their step is to copy them."""
         # An execution of several steps takes batches that lie on the host.
-        return None if self.draws_together else self._placement
+        return self._placement if self._waited is None else None
 
     def _get_strategy(self) -> HeterogeneousStrategy:
         strategy = self._strategy()
@@ -262,18 +242,12 @@ class _Wrapper:
             passes = dataset.passes_started
             self._data_path.on_step(dataset, is_new_pass=passes != self._checked_passes)
             self._checked_passes = passes
-        if self._data_path.guard is not None:
-            self._data_path.guard.batch_arrives()
         devices = self._data_path.devices
         return wrap_shares(local_batches, self._sizes_tensor(sizes), devices)
 
     @property
     def placement(self) -> Placement | None:
         return self._data_path.placement
-
-    def wait_begins(self) -> None:
-        if self._data_path.guard is not None:
-            self._data_path.guard.wait_for_batch(self._data_path.draws_together)
 
     def at_end(self, steps: int) -> None:
         """Report the end of the dataset's pass; called once, with its number of steps."""

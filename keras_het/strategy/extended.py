@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import functools
 import logging
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from keras_het.planning import ReplicaLayout
 from keras_het.planning.argument_checks import check_number, check_one_of, expect
 from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
 from keras_het.strategy.cluster import agreement, nccl
-from keras_het.strategy.cluster.peer_watch import PeerWatch, message_in, naming_lost_workers
+from keras_het.strategy.cluster.peer_watch import PeerWatch, naming_lost_workers
 from keras_het.strategy.exact.created_in_scope import check_created_in_scope
 from keras_het.strategy.exact.power_sgd import PowerSGD
 from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
@@ -204,8 +203,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
 
         nccl.check_answers(first_sum, lambda message: self.abort_all(f"[[{message}]]"))
 
-    @contextlib.contextmanager
-    def _met_within(self, seconds: float) -> Iterator[None]:
+    def _met_within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
         """End the first collective of a strategy that not all workers make."""
         message = (
             f"The workers did not all make this strategy within {seconds:.0f} s. Received: a "
@@ -213,17 +211,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             "expected: all workers make the same strategies in the same order. Make them outside "
             "of `if strategy.is_chief`, or give more startup_timeout_seconds."
         )
-        timer = threading.Timer(seconds, self.abort_all, [f"[[{message}]]"])
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        except tf.errors.OpError as error:
-            if (found := message_in(error)) is None:
-                raise
-            agreement.pass_on(found)
-        finally:
-            timer.cancel()
+        return agreement.patience(seconds, message, self.abort_all)
 
     def naming_lost_workers(self) -> contextlib.AbstractContextManager[None]:
         """Let errors of collectives run meanwhile say which worker was lost."""
@@ -301,9 +289,9 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self, replica_id: int, device: str, primary_var: tf.Variable | None, **kwargs: object
     ) -> Callable[[], tf.Tensor]:
         """Give all replicas of a new variable one value."""
-        # The chief's value is sent only if workers differ. In a graph, the tensor is passed on to
-        # the other replicas: TensorFlow initializes variables before it runs the graph only if
-        # their values read no other variable.
+        # The chief's value is sent later, and only if workers differ. In a graph, the tensor is
+        # passed on to the other replicas: TensorFlow initializes variables before it runs the graph
+        # only if their values read no other variable.
         places = {"replica_id": replica_id, "device": device, "primary_var": primary_var}
         create = functools.partial(super()._get_variable_creator_initial_value, **places)
 
@@ -311,27 +299,16 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             if tf.executing_eagerly():
                 if replica_id or self.layout.num_workers == 1:
                     return create(**kwargs)()
-                return self._agreed_value(create, device, kwargs)
+                with tf.device(device):
+                    value: Any = kwargs["initial_value"]
+                    value = value() if callable(value) else value
+                    value = getattr(value, "wrapped_value", value)
+                    return tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
             if replica_id == 0:
                 self._value_in_graph = tf.convert_to_tensor(create(**kwargs)(), kwargs.get("dtype"))
             return tf.identity(self._value_in_graph)
 
         return initial_value
-
-    def _agreed_value(
-        self, create: Callable[..., Callable[[], tf.Tensor]], device: str, given: dict[str, Any]
-    ) -> tf.Tensor:
-        """Return the chief's value, which most often every worker has."""
-        value = given["initial_value"]
-        with tf.device(device):
-            value = value() if callable(value) else value
-            value = getattr(value, "wrapped_value", value)
-            value = tf.convert_to_tensor(value, dtype=given.get("dtype"))
-        if self._created is not None:
-            return value
-        if agreement.has_equal_value(self, value, str(given.get("name"))):
-            return value
-        return create(**{**given, "initial_value": value})()
 
     @contextlib.contextmanager
     def agreeing_at_the_end(self) -> Iterator[None]:
@@ -444,8 +421,12 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         if isinstance(beside, tf.Variable) and not self.variable_created_in_scope(beside):
             del kwargs["colocate_with"]  # of a single replica, whose variables are in one place
         variable = super()._create_variable(next_creator, **kwargs)
-        if self._created is not None and tf.executing_eagerly():
-            self._created.append(list(self._local_results(variable)))
+        if self.layout.num_workers > 1 and tf.executing_eagerly():
+            copies = list(self._local_results(variable))
+            if self._created is None:
+                agreement.agree_on_values(self, [copies], str(kwargs.get("name")))
+            else:
+                self._created.append(copies)
         return variable
 
     @property

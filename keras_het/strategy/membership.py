@@ -219,8 +219,7 @@ def share_news(watch: PeerWatch | None, own_index: int, request: StopRequest) ->
         if not message.startswith(_CANNOT_WAIT) or not stop_signals.is_ours(signal.SIGTERM):
             return False
         if not stop_signals.has_received_sigterm:
-            _logger.warning("Another worker has received %s", message)
-            stop_signals.end_now(time.monotonic())
+            stop_signals.end_now(time.monotonic(), f"Another worker has received {message}")
         return True
 
     if watch is None:

@@ -187,7 +187,7 @@ def start_machine(config: ClusterConfig | None) -> SummationService:
         )
     num_workers, num_spare = len(config.sync_group_addresses), len(config.summation_machines)
     proof = summation_credential(num_workers, num_spare)
-    service = SummationService(config.address_of(0), num_workers, proof)
+    service = SummationService(config.summation_machines[config.task_index], num_workers, proof)
     size = num_workers
 
     def take_size(sender: int, request: Message) -> Message:

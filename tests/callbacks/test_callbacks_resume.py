@@ -6,6 +6,7 @@ each moment, until a callback or the file system fails there, and once more from
 
 import itertools
 import logging
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ from remembering import (
 from keras_het.callbacks import BackupAndRestore
 from keras_het.fit import backup_folder
 from keras_het.fit.callback_states import CallbackStates
+from keras_het.strategy.cluster.stop_signals import stop_signals
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,44 @@ def test_a_training_killed_while_it_saves(
         fit(model, tmp_path, [backup, *callbacks_in(tmp_path)])
     backup = BackupAndRestore(tmp_path / "backup", save_freq=2)
     assert fit(model, tmp_path, [backup, *callbacks_in(tmp_path)]) == undisturbed
+
+
+HOOKS = [
+    f"on_{part}_{end}"
+    for part in ("epoch", "train_batch", "test", "test_batch")
+    for end in ("begin", "end")
+]
+
+
+@pytest.mark.quick("on_train_batch_begin-True", "on_test_begin-False")
+@pytest.mark.parametrize("is_backup_first", [True, False])
+@pytest.mark.parametrize("hook", [*HOOKS, "on_train_end"])
+def test_a_training_that_is_asked_to_stop_saves_after_its_step(
+    model: keras.Model,
+    undisturbed: dict[str, Any],
+    tmp_path: Path,
+    hook: str,
+    is_backup_first: bool,
+) -> None:
+    """As by SIGTERM, which could end the process of the tests."""
+    number = {"on_epoch_begin": 3, "on_epoch_end": 2, "on_train_end": 1}.get(hook, 2 * STEPS + 2)
+    number = 3 if "test" in hook else number
+    asked: list[bool] = []
+
+    def ask() -> None:
+        if not asked:
+            asked.append(stop_signals.ask(signal.SIGTERM))
+
+    for stop in [KillAt(hook, number, ask)], []:
+        backup = BackupAndRestore(tmp_path / "backup", save_freq=1000)
+        own = [*callbacks_in(tmp_path), *stop]
+        own = [backup, *own] if is_backup_first else [*own, backup]
+        if stop:
+            with pytest.raises(SystemExit, match="143"):
+                fit(model, tmp_path, own)
+            assert asked == [True]
+            assert hook == "on_train_end" or list((tmp_path / "backup").glob("backup-*"))
+    assert fit(model, tmp_path, own) == undisturbed
 
 
 def data_set() -> dict[str, Any]:

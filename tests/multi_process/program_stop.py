@@ -4,7 +4,6 @@ Its single argument is a JSON object: "mode" ("fit", "evaluate", "predict", "cus
 "wait_at_start", "handler", "fork"), "backup" (a path, with {} for the worker's index), "save_freq",
 "result" (a path for the variables at the end), "validate", "input" (a kind), "shares", and one
 value, or a list of one for each worker: "waits_at" (a row of the data that never comes),
-"blocks_at" (a training step that never ends in the model),
 "signal_at" (its signal at a step, the number of the step), "signal", "fails_at" and "stuck_at" (a
 step in which it fails, or stays), "stuck_after" (an epoch at whose end it stays), "saves_at" (a
 step after which it saves), "killed_before" (a file operation, counted from the first save on,
@@ -97,35 +96,11 @@ def slow(arrays_of_data: Any) -> Any:
     return tf.data.Dataset.from_generator(rows, output_signature=specs).batch(8)
 
 
-class Blocks(keras.layers.Layer):
-    """Passes its inputs on, except in one training step, which it never ends."""
-
-    step = 0
-
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        return tf.grad_pass_through(self._wait)(inputs) if training else inputs
-
-    def _wait(self, inputs: Any) -> Any:
-        waited = tf.numpy_function(self._step, [inputs], inputs.dtype)
-        waited.set_shape(inputs.shape)
-        return waited
-
-    def _step(self, inputs: Any) -> Any:
-        self.step += 1
-        if self.step == option("blocks_at"):
-            print("blocked", flush=True)
-            threading.Event().wait()
-        return inputs
-
-
 def model_with_state() -> Any:
     """A model whose steps change more than its weights."""
     layers = [keras.layers.Dense(6), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
-    if "blocks_at" in OPTIONS:
-        layers.insert(0, Blocks())
     model = keras.Sequential([keras.Input((5,)), *layers])
-    steps = option("steps_per_execution") or 1
-    model.compile(keras.optimizers.Adam(0.01), "mse", steps_per_execution=steps)
+    model.compile(keras.optimizers.Adam(0.01), "mse")
     return model
 
 

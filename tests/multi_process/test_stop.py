@@ -98,16 +98,11 @@ def test_a_pipeline_worker_that_saves_alone_within_an_epoch_is_reported(start: A
         assert "save_weights within an epoch on worker 0, but not on all workers" in result.output
 
 
-ENDS_AN_EPOCH = {"waits_at": None, "remembers": True}
 WAITS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "all-for-data": (2, 4, {"waits_at": 36}),
-    "chief-in-its-step": (2, 4, {"waits_at": [None, 36]}),
-    "chief-for-data": (2, 4, {"waits_at": [36, None]}),
-    "within-an-execution": (2, 1, {"waits_at": 30, "steps_per_execution": 2}),
-    "later-in-an-execution": (2, 2, {"blocks_at": [None, 9], "steps_per_execution": 4}),
+    "chief-for-another-worker": (2, 4, {"waits_at": [None, 36]}),
     "callback": (2, 4, {"waits_at": None, "stuck_at": 4, "backup_last": True}),
-    "end-of-epoch": (2, 6, {**ENDS_AN_EPOCH, "stuck_after": [None, 0]}),
-    "end-of-epoch-of-chief": (2, 6, {**ENDS_AN_EPOCH, "stuck_after": [0, None]}),
+    "end-of-epoch": (2, 6, {"waits_at": None, "remembers": True, "stuck_after": [0, None]}),
     "validation": (2, 2, {"waits_at": 20, "validate": True, "remembers": True, "epochs": 1}),
     "alone": (1, 4, {"waits_at": 36}),
 }
@@ -115,21 +110,17 @@ WAITS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 @pytest.mark.quick("alone")
 @pytest.mark.parametrize(("number", "step", "waits"), WAITS.values(), ids=WAITS)
-def test_what_waits_ends_in_time_and_saves_the_last_finished_step(
+def test_what_waits_ends_in_time_and_continues_from_the_newest_backup(
     start: Any, tmp_path: Path, number: int, step: int, waits: dict[str, Any]
 ) -> None:
     backup, result, expected = (tmp_path / name for name in ("backup", "result.npz", "one.npz"))
     jobs = {"worker": number}
     common = {"epochs": 2, **waits, "waits_at": None, "stuck_at": None, "stuck_after": None}
-    if "blocks_at" in waits:
-        common["blocks_at"] = None
-    stopped = start(jobs, **{**common, **waits}, backup=str(backup), save_freq=1000)
+    stopped = start(jobs, **{**common, **waits}, backup=str(backup), save_freq=3)
     stopped.wait_for_outputs(range(number), f"step {step}\n")
-    if "blocks_at" in waits:
-        stopped.wait_for_output(1, "blocked")
     stopped.send_signal(number - 1, signal.SIGTERM)
     assert_all_end(stopped)  # nothing else ends them
-    assert "Saved the last finished step" in stopped.output(0)
+    assert "what counts is the newest backup" in stopped.output(number - 1)
     whole = start(jobs, **common, result=str(expected))
     resumed = start(jobs, **common, result=str(result), backup=str(backup), save_freq=1000)
     for worker in [*resumed.wait(), *whole.wait()]:

@@ -140,7 +140,7 @@ def test_everybody_learns_all_notes():
 
 
 def creates(value, name="kernel"):
-    return lambda worker: agreement.has_equal_value(worker, tf.constant(value), name)
+    return lambda worker: agreement.agree_on_values(worker, [[tf.Variable(value)]], name)
 
 
 def test_variables_of_different_shapes():
@@ -154,19 +154,17 @@ def test_learning_rates_that_differ_are_no_initial_values():
     assert told([creates(0.1, "learning_rate")] * 2) == ""
 
 
-@pytest.mark.parametrize(
-    ("values", "are_equal"),
-    [([[1.0], [1.0]], True), ([[1.0], [2.0]], False), ([["a"], ["b"]], False), ([3, 3], True)],
-)
-def test_values_of_variables(values, are_equal):
-    found = []
+@pytest.mark.parametrize("values", [[[1.0], [1.0]], [[1.0], [2.0]], [["a"], ["b"]], [3, 3]])
+def test_values_of_variables(values):
+    created = [tf.Variable(value) for value in values]
 
     def create(worker):
-        value = tf.constant(values[worker.layout.worker_index])
-        found.append(agreement.has_equal_value(worker, value, "kernel"))
+        agreement.agree_on_values(worker, [[created[worker.layout.worker_index]]], "kernel")
 
     assert told([create, create]) == ""
-    assert found == [are_equal, are_equal]
+    for variable in created:
+        np.testing.assert_array_equal(variable.numpy(), created[0].numpy())
+        assert variable.numpy().tolist() == tf.constant(values[0]).numpy().tolist()
 
 
 @pytest.mark.parametrize("differs", [False, True])

@@ -295,8 +295,6 @@ class StepIterator(Traced, private_api.IteratorInterface):
         if not tf.executing_eagerly():
             return self.get_next()
         start = time.perf_counter()
-        if hasattr(self._wrap, "wait_begins"):
-            self._wrap.wait_begins()
         if self._run is None:
             self._run = self._open_run()
         self._run.was_executed |= self._first_of_execution

@@ -14,7 +14,6 @@ import re
 import secrets
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -37,6 +36,7 @@ SECONDS_BETWEEN_STEPS = 300.0
 """How long a worker waits between two steps: another one may be saving a large model."""
 
 NUM_NOTES = 4
+_BYTES_PER_WORD, _WORDS_AT_ONCE = 8, 2**21
 _SECONDS_TO_PASS_ON = 2.0
 
 _ONE_DEVICE_TYPE = (
@@ -64,56 +64,61 @@ def agree(
     notes: Sequence[int] = (),
 ) -> np.ndarray:
     """Compare what all workers are about to do; all of them must call it."""
-    # One gather of six numbers; only a difference costs a second one, for the texts.
-    compared = json.dumps([place, dict(described)], sort_keys=True)
-    told = json.dumps(
-        [place, described, opening, opening_if_only or {}, advice, hints or {}, about], default=dict
-    )
-    text = np.frombuffer(zlib.compress(told.encode()), np.uint8)
-    own = np.zeros([2 + NUM_NOTES], np.int64)
-    own[:2] = _hash(compared.encode()), len(text)
-    own[2 : 2 + len(notes)] = notes
+    # One gather of five numbers; only a difference costs more of them, for the texts.
+    own = np.zeros([1 + NUM_NOTES], np.int64)
+    own[0] = _hash(json.dumps([place, dict(described)], sort_keys=True).encode())
+    own[1 : 1 + len(notes)] = notes
     everyone = extended.meet(own).reshape(-1, len(own))
     if (everyone[:, 0] == everyone[0, 0]).all():
-        return everyone[:, 2:]
-    lengths = everyone[:, 1]
-    padded = np.zeros([lengths.max()], np.uint8)
-    padded[: len(text)] = text
-    texts = extended.meet(padded).reshape(len(lengths), -1)
+        return everyone[:, 1:]
+    told = exchange(extended.meet, [place, dict(described), about])
     with ignore_errors("waiting for workers that still read"):
         extended.meet(np.zeros([1], np.int64))
-    raise ValueError(
-        _explain([row[:length].tobytes() for row, length in zip(texts, lengths, strict=True)])
-    )
-
-
-def _explain(texts: Sequence[bytes]) -> str:
-    told = [json.loads(zlib.decompress(text)) for text in texts]
-    places, described, openings, if_only, advices, hints, about = zip(*told, strict=True)
+    places, values, abouts = zip(*told, strict=True)
     if len(set(places)) > 1:
-        where = [
-            f"{place} ({more})" if more else place
-            for place, more in zip(places, about, strict=True)
-        ]
-        return (
+        where = [f"{at} ({more})" if more else at for at, more in zip(places, abouts, strict=True)]
+        raise ValueError(
             "The workers have reached different points in their scripts: "
-            f"{_by_worker(where)}. {_SAME_SCRIPT}"
+            f"{by_worker(where)}. {_SAME_SCRIPT}"
         )
-    names = list(dict.fromkeys(name for each in described for name in each))
-    differing = [name for name in names if len({each.get(name) for each in described}) > 1]
+    names = list(dict.fromkeys(name for each in values for name in each))
+    differing = [name for name in names if len({each.get(name) for each in values}) > 1]
     differences = [
-        f"{name} {_by_worker([each.get(name, 'none') for each in described])}"
+        f"{name} {by_worker([each.get(name, 'none') for each in values])}"
         for name in differing[:_MOST_DIFFERENCES]
     ]
-    if more := len(differing) - _MOST_DIFFERENCES:
-        differences += [f"and {more} more"] if more > 0 else []
-    detail = f" ({about[0]})" if about[0] else ""
-    advice = " ".join([advices[0], *(hints[0][name] for name in differing if name in hints[0])])
-    opening = if_only[0].get(differing[0], openings[0]) if len(differing) == 1 else openings[0]
-    return f"{opening}{detail}: {'; '.join(differences)}. {advice}"
+    if (more := len(differing) - _MOST_DIFFERENCES) > 0:
+        differences.append(f"and {more} more")
+    if len(differing) == 1:
+        opening = (opening_if_only or {}).get(differing[0], opening)
+    detail = f" ({abouts[0]})" if abouts[0] else ""
+    advice = " ".join(
+        [advice, *(text for name, text in (hints or {}).items() if name in differing)]
+    )
+    raise ValueError(f"{opening}{detail}: {'; '.join(differences)}. {advice}")
 
 
-def _by_worker(values: Sequence[str]) -> str:
+def exchange(gather: Callable[[np.ndarray], np.ndarray], own: Any) -> list[Any]:
+    """Return what each worker tells, which JSON can hold; all of them must call it."""
+    return [json.loads(text) for text in exchange_bytes(gather, json.dumps(own).encode())]
+
+
+def exchange_bytes(gather: Callable[[np.ndarray], np.ndarray], own: bytes) -> list[bytes]:
+    """Return what each worker has, however long, in parts; most may have nothing."""
+    lengths = gather(np.array([len(own)], np.int64))
+    # in words: TensorFlow gathers no bytes
+    words = np.frombuffer(own + bytes(-len(own) % _BYTES_PER_WORD), np.int64)
+    num_words = -(-lengths // _BYTES_PER_WORD)
+    found = [bytearray() for _ in lengths]
+    for start in range(0, int(num_words.max()), _WORDS_AT_ONCE):
+        gathered = gather(words[start : start + _WORDS_AT_ONCE])
+        ends = np.cumsum(np.clip(num_words - start, 0, _WORDS_AT_ONCE))
+        for whole, part in zip(found, np.split(gathered, ends[:-1]), strict=True):
+            whole += part.tobytes()
+    return [bytes(whole[:length]) for whole, length in zip(found, lengths, strict=True)]
+
+
+def by_worker(values: Sequence[str]) -> str:
     """Describe which workers have which value: "20 on the chief, 25 on workers 1 and 3"."""
     of_value: dict[str, list[int]] = {}
     for worker, value in enumerate(values):
@@ -239,24 +244,30 @@ def check_same_end(strategy: HeterogeneousStrategy, steps: int) -> None:
     )
 
 
-def has_equal_value(extended: HeterogeneousExtended, value: tf.Tensor, name: str) -> bool:
-    """Compare a value for a new variable, which differs from worker to worker without a seed."""
-    described = {"type": f"{value.dtype.name} {value.shape.as_list()}"}
-    # an optimizer's config has its learning rate from the variable, thus the chief's
-    if name == "learning_rate" and value.shape.rank == 0:
-        described["value"] = f"{float(value):.7g}"
-    return _have_equal_content(extended, described, _content(value), name)
-
-
-def agree_on_values(extended: HeterogeneousExtended, created: list[list[tf.Variable]]) -> None:
+def agree_on_values(
+    extended: HeterogeneousExtended, created: list[list[tf.Variable]], name: str = ""
+) -> None:
     """Give new variables, in their local copies, the chief's values if a worker's are others."""
     values = [copies[0].read_value() for copies in created]
     described = {
-        f"variable {number} of {len(values)}": f"{value.dtype.name} {value.shape.as_list()}"
+        f"variable {number} of {len(values)}" if len(values) > 1 else "type": (
+            f"{value.dtype.name} {value.shape.as_list()}"
+        )
         for number, value in enumerate(values)
     }
+    # an optimizer's config has its learning rate from the variable, thus the chief's
+    if name == "learning_rate" and values[0].shape.rank == 0:
+        described["value"] = f"{float(values[0]):.7g}"
     hashes = b"".join(hashlib.sha256(_content(value)).digest() for value in values)
-    if _have_equal_content(extended, described, hashes):
+    notes = extended.agree(
+        "new variables",
+        described,
+        opening="The workers create different variables in strategy.scope()",
+        advice="Build the same model and optimizer on every worker.",
+        about=name,
+        notes=[_hash(hashes)],
+    )
+    if (notes[:, 0] == notes[0, 0]).all():
         return
     for copies, value in zip(created, values, strict=True):
         of_chief = extended.gather_over_workers(np.asarray(value)[None])[0]
@@ -268,23 +279,6 @@ def _content(value: tf.Tensor) -> bytes | memoryview:
     array = np.ascontiguousarray(value).reshape(-1)
     # strings expose no memory to hash
     return repr(array.tolist()).encode() if array.dtype == object else array.view(np.uint8).data
-
-
-def _have_equal_content(
-    extended: HeterogeneousExtended,
-    described: Mapping[str, str],
-    content: bytes | memoryview,
-    name: str = "",
-) -> bool:
-    notes = extended.agree(
-        "new variables",
-        described,
-        opening="The workers create different variables in strategy.scope()",
-        advice="Build the same model and optimizer on every worker.",
-        about=name,
-        notes=[_hash(content)],
-    )
-    return bool((notes[:, 0] == notes[0, 0]).all())
 
 
 @contextlib.contextmanager

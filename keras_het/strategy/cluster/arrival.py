@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
-import selectors
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 _logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ _ANSWER_SECONDS = 2.0
 _FIRST_ANSWER_SECONDS = 0.5
 # After the end of those who were still running from an earlier start.
 _SECONDS_TO_RESTART = 10.0
-_AT_ONCE = 200
+_AT_ONCE = 64
 _SECONDS_TO_END = 5.0
 _MOST_NAMES = 8
 _QUEUE = 1024
@@ -201,45 +202,24 @@ def _connect(
     addresses: Iterable[str], seconds: float = _ANSWER_SECONDS, speaking: bool = False
 ) -> dict[str, socket.socket]:
     """Connect to those that accept; if asked, only to those with TensorFlow's server."""
-    found: dict[str, socket.socket] = {}
     waiting = list(addresses)
-    for first in range(0, len(waiting), _AT_ONCE):
-        found |= _connect_at_once(waiting[first : first + _AT_ONCE], seconds, speaking)
-    return found
+    connect = functools.partial(_connect_to, seconds=seconds, speaking=speaking)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = dict(zip(waiting, pool.map(connect, waiting), strict=True))
+    return {address: connection for address, connection in found.items() if connection is not None}
 
 
-def _connect_at_once(
-    addresses: Iterable[str], seconds: float, speaking: bool
-) -> dict[str, socket.socket]:
-    found: dict[str, socket.socket] = {}
-    event = selectors.EVENT_READ if speaking else selectors.EVENT_WRITE
-    with selectors.DefaultSelector() as selector:
-        for address in addresses:
-            for family, place in places_of(address):
-                attempt = socket.socket(family, socket.SOCK_STREAM)
-                attempt.setblocking(False)
-                if attempt.connect_ex(place) in (0, errno.EINPROGRESS):
-                    selector.register(attempt, event, address)
-                else:
-                    attempt.close()
-        end = time.monotonic() + seconds
-        while selector.get_map() and time.monotonic() < end:
-            for key, _ in selector.select(max(0.0, end - time.monotonic())):
-                attempt = key.fileobj  # type: ignore[assignment]
-                selector.unregister(attempt)
-                is_one = _is_connected(attempt) and (not speaking or _is_of_tensorflow(attempt))
-                if is_one and key.data not in found:
-                    found[key.data] = attempt
-                else:
-                    attempt.close()
-        _close(key.fileobj for key in list(selector.get_map().values()))  # type: ignore[misc]
-    return found
-
-
-def _is_of_tensorflow(attempt: socket.socket) -> bool:
-    with contextlib.suppress(OSError):
-        return attempt.recv(len(GREETING)) not in (b"", GREETING)
-    return False
+def _connect_to(address: str, seconds: float, speaking: bool) -> socket.socket | None:
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        place = host.strip("[]"), int(port)
+        attempt = stack.enter_context(socket.create_connection(place, seconds))
+        says = attempt.recv(len(GREETING)) if speaking else None
+        if _is_connected(attempt) and says not in (b"", GREETING):
+            attempt.setblocking(False)
+            stack.pop_all()
+            return attempt
+    return None
 
 
 def _is_connected(attempt: socket.socket) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ GROUP_PROCESSES = "KERAS_HET_GROUP_PROCESSES"
 """Environment variable of async workers: process ids of the sync group, if all are on one host."""
 CHOSEN_ROLES = "KERAS_HET_CHOSEN_ROLES"
 """Environment variable: the plan of roles with which this process was restarted."""
+_ADDRESS = re.compile(r"(?:\[[^\s\[\]]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
 _MAXIMUM_PORT = 65535
 
 
@@ -110,7 +112,7 @@ class ClusterConfig:
     @property
     def num_workers(self) -> int:
         """Number of workers that train together: the chief and the job `worker`."""
-        return len(self._members)
+        return 1 if self.task_type in _LONE_JOBS else len(self.sync_group_addresses)
 
     @property
     def worker_index(self) -> int:
@@ -122,22 +124,7 @@ class ClusterConfig:
     @property
     def task_name(self) -> str:
         """TensorFlow's name for this process, for example `/job:worker/replica:0/task:1`."""
-        return _task_name(self.task_type, self.task_index)
-
-    def address_of(self, worker_index: int) -> str:
-        if not 0 <= worker_index < self.num_workers:
-            raise ValueError(
-                f"There is no worker {worker_index}. Received: worker_index={worker_index}; "
-                f"expected 0 to {self.num_workers - 1}."
-            )
-        job, index = self._members[worker_index]
-        addresses = self.as_cluster_dict().get(job)
-        if addresses is None:
-            raise ValueError(
-                f'TF_CONFIG lists no address for {_task_name(job, index)}. Add "{job}": '
-                '["host:port"] to "cluster".'
-            )
-        return addresses[index]
+        return f"/job:{self.task_type}/replica:0/task:{self.task_index}"
 
     def as_cluster_dict(self) -> dict[str, list[str]]:
         """Return job name -> addresses, in the form `tf.train.ClusterSpec` takes."""
@@ -151,13 +138,6 @@ class ClusterConfig:
         }
         return {job: addresses for job, addresses in jobs.items() if addresses}
 
-    @property
-    def _members(self) -> tuple[tuple[str, int], ...]:
-        if self.task_type in _LONE_JOBS:
-            return ((self.task_type, self.task_index),)
-        chief = (("chief", 0),) if self.chief is not None else ()
-        return (*chief, *(("worker", index) for index in range(len(self.workers))))
-
 
 def read_cluster_config(environ: Mapping[str, str] | None = None) -> ClusterConfig | None:
     text = (os.environ if environ is None else environ).get(TF_CONFIG, "")
@@ -165,10 +145,22 @@ def read_cluster_config(environ: Mapping[str, str] | None = None) -> ClusterConf
         return None
     config = _decode(text)
     _check_keys(config, _TOP_LEVEL_KEYS, "TF_CONFIG")
-    if not config.get("cluster"):
-        _check_no_cluster(config)
+    cluster = config.get("cluster", {})
+    if not isinstance(cluster, dict):
+        raise ValueError(
+            'TF_CONFIG\'s "cluster" must be an object from job names to lists of addresses. '
+            f"Received: {cluster!r}. Expected for example {_EXAMPLE}"
+        )
+    if "cluster" not in config and "task" in config:
+        raise ValueError(
+            f'TF_CONFIG has a "task" but no "cluster". Received: keys {sorted(config)}. Add the '
+            f"addresses of all workers, for example {_EXAMPLE}, or unset TF_CONFIG to train in "
+            "one process."
+        )
+    if not cluster:
         return None
-    jobs = _read_cluster(config["cluster"])
+    jobs = {job: _read_job(job, addresses) for job, addresses in cluster.items()}
+    _check_cluster(jobs)
     task_type, task_index = _read_task(config.get("task"), jobs)
     return ClusterConfig(
         chief=next(iter(jobs.get("chief", ())), None),
@@ -176,7 +168,7 @@ def read_cluster_config(environ: Mapping[str, str] | None = None) -> ClusterConf
         evaluator=next(iter(jobs.get("evaluator", ())), None),
         task_type=task_type,
         task_index=task_index,
-        rpc_layer=_read_rpc_layer(config.get("rpc_layer")),
+        rpc_layer=config.get("rpc_layer") or "grpc",
         async_workers=jobs.get("async", ()),
         parameter_services=jobs.get("ps", ()),
         summation_machines=jobs.get("summation", ()),
@@ -196,7 +188,7 @@ def config_of(strategy: HeterogeneousStrategy) -> ClusterConfig:
 
 def _decode(text: str) -> dict[str, Any]:
     try:
-        config = json.loads(text, object_pairs_hook=_refuse_repeated_keys)
+        config = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(
             f"TF_CONFIG is not valid JSON: {error}. Received: TF_CONFIG={text[:500]!r}. JSON wants "
@@ -211,29 +203,6 @@ def _decode(text: str) -> dict[str, Any]:
     return config
 
 
-def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    repeated = sorted({key for key in keys if keys.count(key) > 1})
-    if repeated:
-        raise ValueError(
-            f"TF_CONFIG has the same key more than once in one object. Received: {repeated} "
-            "repeated; JSON would keep only the last. Merge them into one."
-        )
-    return dict(pairs)
-
-
-def _check_no_cluster(config: dict[str, Any]) -> None:
-    if "cluster" not in config and "task" in config:
-        raise ValueError(
-            f'TF_CONFIG has a "task" but no "cluster". Received: keys {sorted(config)}. Add the '
-            f"addresses of all workers, for example {_EXAMPLE}, or unset TF_CONFIG to train in "
-            "one process."
-        )
-    cluster = config.get("cluster", {})
-    if not isinstance(cluster, dict):
-        raise _cluster_type_error(cluster)
-
-
 def _check_keys(received: dict[str, Any], known: tuple[str, ...], where: str) -> None:
     unknown = sorted(set(received) - set(known))
     if not unknown:
@@ -244,17 +213,7 @@ def _check_keys(received: dict[str, Any], known: tuple[str, ...], where: str) ->
     )
 
 
-def _cluster_type_error(cluster: object) -> ValueError:
-    return ValueError(
-        'TF_CONFIG\'s "cluster" must be an object from job names to lists of addresses. '
-        f"Received: {cluster!r}. Expected for example {_EXAMPLE}"
-    )
-
-
-def _read_cluster(cluster: object) -> dict[str, tuple[str, ...]]:
-    if not isinstance(cluster, dict):
-        raise _cluster_type_error(cluster)
-    jobs = {job: _read_job(job, addresses) for job, addresses in cluster.items()}
+def _check_cluster(jobs: dict[str, tuple[str, ...]]) -> None:
     seen: dict[str, str] = {}
     for job, addresses in jobs.items():
         for index, address in enumerate(addresses):
@@ -266,11 +225,6 @@ def _read_cluster(cluster: object) -> dict[str, tuple[str, ...]]:
                     "another port."
                 )
             seen[address] = place
-    _check_async_workers(jobs)
-    return jobs
-
-
-def _check_async_workers(jobs: dict[str, tuple[str, ...]]) -> None:
     has_service = any(job in jobs for job in ("chief", "worker", "ps"))
     if "async" in jobs and not has_service:
         raise ValueError(
@@ -295,7 +249,8 @@ def _read_job(job: str, addresses: object) -> tuple[str, ...]:
             f"{list(_JOBS)}. Rename or remove it."
         )
     if isinstance(addresses, dict):
-        addresses = _dense(job, addresses)
+        numbers = [str(index) for index in range(len(addresses))]
+        addresses = [addresses.get(number) for number in numbers]
     if not isinstance(addresses, list):
         raise ValueError(
             f'TF_CONFIG\'s job "{job}" must be a list of addresses. Received: {addresses!r}. '
@@ -317,39 +272,15 @@ def _read_job(job: str, addresses: object) -> tuple[str, ...]:
     )
 
 
-def _dense(job: str, tasks: dict[str, Any]) -> list[Any]:
-    expected = [str(index) for index in range(len(tasks))]
-    if sorted(tasks) != sorted(expected):
-        raise ValueError(
-            f'TF_CONFIG\'s job "{job}" must number its tasks 0, 1, 2... without a gap. Received: '
-            f"task numbers {sorted(tasks)}; expected {expected}. A list of addresses is simpler."
-        )
-    return [tasks[index] for index in expected]
-
-
 def _read_task(task: object, jobs: dict[str, tuple[str, ...]]) -> tuple[str, int]:
-    if task is None:
+    if not isinstance(task, dict) or not task.keys() >= {"type", "index"}:
         raise ValueError(
-            f'TF_CONFIG has a "cluster" but no "task". Received: jobs {sorted(jobs)}. Say which '
-            'of them this process is, for example "task": {"type": "worker", "index": 0}.'
-        )
-    if not isinstance(task, dict):
-        raise ValueError(
-            f'TF_CONFIG\'s "task" must be an object. Received: {task!r}. Expected for example '
+            'TF_CONFIG\'s "task" must say which task this process is. Received: '
+            f'"task": {task!r} and jobs {sorted(jobs)}. Expected for example '
             '"task": {"type": "worker", "index": 0}.'
         )
     _check_keys(task, _TASK_KEYS, 'TF_CONFIG\'s "task"')
-    missing = [key for key in ("type", "index") if key not in task]
-    if missing:
-        raise ValueError(
-            f'TF_CONFIG\'s "task" lacks {missing}. Received: {task}. Expected for example '
-            '"task": {"type": "worker", "index": 0}.'
-        )
-    index = _read_index(task["index"])
-    return _check_task(task["type"], index, jobs), index
-
-
-def _read_index(index: object) -> int:
+    index = task["index"]
     # TensorFlow converts strings, and some schedulers rely on it.
     if isinstance(index, str) and index.isascii() and index.isdigit():
         index = int(index)
@@ -358,12 +289,7 @@ def _read_index(index: object) -> int:
             f'TF_CONFIG\'s "task" needs a whole number 0, 1, 2... as "index". Received: {index!r} '
             f"({type(index).__name__})."
         )
-    return index
-
-
-def _check_task(task_type: object, index: int, jobs: dict[str, tuple[str, ...]]) -> str:
-    if task_type == "evaluator" and index == 0:
-        return "evaluator"
+    task_type = task["type"]
     if not isinstance(task_type, str) or task_type not in (*jobs, "evaluator"):
         raise ValueError(
             f"TF_CONFIG's task type is not a job of its cluster. Received: type={task_type!r}, "
@@ -377,53 +303,14 @@ def _check_task(task_type: object, index: int, jobs: dict[str, tuple[str, ...]])
             "task(s). Indices start at 0 in each job, so that a chief is not counted among the "
             "workers. Correct it, or list the missing address."
         )
-    return task_type
-
-
-def _read_rpc_layer(rpc_layer: object) -> str:
-    if rpc_layer in (None, ""):
-        return "grpc"
-    if not isinstance(rpc_layer, str):
-        raise ValueError(
-            f'TF_CONFIG\'s "rpc_layer" must be a string. Received: {rpc_layer!r}. Expected '
-            '"grpc", which is the default: remove it.'
-        )
-    return rpc_layer
-
-
-def _task_name(job: str, index: int) -> str:
-    return f"/job:{job}/replica:0/task:{index}"
+    return task_type, index
 
 
 def check_address(address: object, where: str) -> str:
-    if not isinstance(address, str):
-        raise _address_error(address, where, "it is not a string")
-    if "://" in address:
-        raise _address_error(address, where, "it has a scheme; leave out everything up to '://'")
-    if address != "".join(address.split()):
-        raise _address_error(address, where, "it contains white space")
-    host, separator, port = address.rpartition(":")
-    if not separator or not port or address.endswith("]"):
-        raise _address_error(address, where, "it has no port; add one, for example ':12345'")
-    if not host:
-        raise _address_error(address, where, "it has no host; add a name or an IP address")
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise _address_error(address, where, "an IPv6 host needs brackets, '[::1]:12345'")
-    _check_port(port, address, where)
-    return address
-
-
-def _check_port(port: str, address: str, where: str) -> None:
-    if not (port.isascii() and port.isdigit()):
-        raise _address_error(address, where, f"its port {port!r} is not a number")
-    if not 1 <= int(port) <= _MAXIMUM_PORT:
-        raise _address_error(
-            address, where, f"its port {port} is out of range, expected 1 to {_MAXIMUM_PORT}"
+    found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if found is None or not 1 <= int(found[1]) <= _MAXIMUM_PORT:
+        raise ValueError(
+            f"{where} has a bad address. Received: {address!r}; expected 'host:port' as in "
+            f"'host-a:12345' or '[::1]:12345', with a port from 1 to {_MAXIMUM_PORT} and no scheme."
         )
-
-
-def _address_error(address: object, where: str, problem: str) -> ValueError:
-    return ValueError(
-        f"{where} has a bad address: {problem}. Received: {address!r}; expected 'host:port' as in "
-        "'host-a:12345'."
-    )
+    return found[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import re
@@ -55,6 +56,14 @@ class WorkerLostError(RuntimeError):
     """Another worker of the cluster died or no longer answers; the message names it."""
 
 
+@dataclasses.dataclass
+class _Peer:
+    address: str
+    is_healthy: Callable[[str, float], bool]
+    silence: float = 0.0
+    is_gone: bool = False
+
+
 # A process that has ended refuses connections, or another start greets from its place: noticed at
 # once. A silent one, as during a migration of its machine, has time to come back.
 class PeerWatch:
@@ -73,10 +82,7 @@ class PeerWatch:
         self._has_left = has_left
         self._interval = interval_seconds
         self._tell: Callable[[str], None] = lambda message: None
-        self._peers: dict[str, str] = {}
-        self._is_healthy: dict[str, Callable[[str, float], bool]] = {}
-        self._silence: dict[str, float] = {}
-        self._is_gone: dict[str, bool] = {}
+        self._peers: dict[str, _Peer] = {}
         self._aborts: list[Callable[[str], None]] = []
         self.watch_too(peers, is_healthy, abort)
         self._lock = threading.Lock()
@@ -93,11 +99,8 @@ class PeerWatch:
         abort: Callable[[str], None],
     ) -> None:
         """Watch more peers, probed in a different way; takes the arguments of the class."""
-        self._silence.update(dict.fromkeys(peers, 0.0))
-        self._is_gone.update(dict.fromkeys(peers, False))
-        self._is_healthy.update(dict.fromkeys(peers, is_healthy))
         self._aborts.append(abort)
-        self._peers = {**self._peers, **peers}
+        self._peers |= {task: _Peer(address, is_healthy) for task, address in peers.items()}
 
     def start(self) -> None:
         self._thread.start()
@@ -138,21 +141,22 @@ class PeerWatch:
         longest = self._interval + _LONGEST_CHECK_SECONDS * len(self._peers)
         self._since_last_check = min(now - self._checked_at, longest)
         self._checked_at = now
-        lost = [task for task in self._peers if self._is_lost(task)]
-        return _message({task: self._peers[task] for task in lost}) if lost else None
+        peers = list(self._peers.items())
+        lost = {task: peer.address for task, peer in peers if self._is_lost(task, peer)}
+        return _message(lost) if lost else None
 
-    def _is_lost(self, task: str) -> bool:
+    def _is_lost(self, task: str, peer: _Peer) -> bool:
         try:
-            is_healthy = self._is_healthy[task](task, _ANSWER_SECONDS)
+            is_healthy = peer.is_healthy(task, _ANSWER_SECONDS)
         except ProcessLookupError:
             return True
         if is_healthy:
-            self._silence[task], self._is_gone[task] = 0.0, False
+            peer.silence, peer.is_gone = 0.0, False
             return False
-        self._silence[task] += self._since_last_check
+        peer.silence += self._since_last_check
         # Twice, so that news of the lost worker arrives before that of workers it takes down.
-        was_gone, self._is_gone[task] = self._is_gone[task], self._has_left(self._peers[task])
-        return (was_gone and self._is_gone[task]) or self._silence[task] > self._patience
+        was_gone, peer.is_gone = peer.is_gone, self._has_left(peer.address)
+        return (was_gone and peer.is_gone) or peer.silence > self._patience
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval) and self._message is None:

@@ -30,8 +30,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_SIGNAL_SECONDS = 0.2
 # How long the main thread may take to return from TensorFlow before its collectives are aborted.
 _PATIENCE_SECONDS = 2.0
-# After SIGTERM: when a process that still waits ends, and what it has for that after its backup.
-_SECONDS_TO_DEADLINE = 3.5
+# After SIGTERM: how long the running step may take to end, and then the process.
+_SECONDS_FOR_STEP = 5.0
 _SECONDS_TO_LEAVE = 0.5
 _SECONDS_TO_SEND_AGAIN = 0.05
 # An error of a collective within this time after a signal is a consequence of it.
@@ -42,6 +42,8 @@ class StopSignals:
     """Receiver of this process's signals, which keeps handlers that the user installed."""
 
     def __init__(self) -> None:
+        self.saving = threading.Lock()
+        """Held while a backup is written, which a process that must end finishes first."""
         self._is_leaving = False
         self._raised = (0, 0.0)
         self._requests: weakref.WeakSet[StopRequest] = weakref.WeakSet()
@@ -191,18 +193,19 @@ class StopSignals:
 
     def _end_in_time(self, since: float) -> None:
         """End a process that SIGTERM has not ended in a step, whatever that waits for."""
-        while time.monotonic() < since + _PATIENCE_SECONDS:
+        time.sleep(_SECONDS_FOR_STEP)
+        self.end_now(since, "The step did not end in time: what counts is the newest backup.")
+
+    def end_now(self, since: float, why: str) -> None:
+        """End after the backup that is written: by an exception if Python can still raise it."""
+        with self.saving:
             if self._raised[1] > since:
                 return  # the script ends
-            time.sleep(_SECONDS_TO_SEND_AGAIN)
-        self.end_now(since)
-
-    def end_now(self, since: float) -> None:
-        """Save what is finished, and end: by an exception if Python can still raise it."""
-        for each in list(self._requests):
-            each.end_now(signal.SIGTERM, since + _SECONDS_TO_DEADLINE)
-        self._send_again(signal.SIGTERM)
-        self._end_process(since)
+            _logger.warning("%s", why)
+            for each in list(self._requests):
+                each.end_now(signal.SIGTERM)
+            self._send_again(signal.SIGTERM)
+            self._end_process(since)
 
     def _end_process(self, since: float) -> None:
         """End the process, unless the main thread has begun to."""

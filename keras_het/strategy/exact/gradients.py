@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
@@ -34,7 +33,6 @@ from keras_het.strategy.exact.xla import compiled_update, is_wanted
 from keras_het.value_types import EitherVariable, Leaf, Nest, Summand
 
 if TYPE_CHECKING:
-    from keras_het.strategy.cluster.stop_request import UnfinishedStep
     from keras_het.strategy.exact.own_state import OwnState
     from keras_het.strategy.measure.step_clock import Measurement
 
@@ -46,23 +44,12 @@ _Reduced: TypeAlias = "list[Summand | None]"
 class Update:
     """What the optimizer does with reduced gradients."""
 
-    def __init__(self, spec: StepSpec, unfinished: UnfinishedStep | None) -> None:
-        self._spec, self._unfinished = spec, unfinished
+    def __init__(self, spec: StepSpec) -> None:
+        self._spec = spec
         self.is_running = False
-
-    def storing(self, model: keras.Model) -> AbstractContextManager[None]:
-        """Store the state that the step changes, where another thread may have to save it."""
-        unfinished = self._unfinished
-        return unfinished.computing(model) if unfinished else nullcontext()
-
-    def check_stored(self, model: keras.Model, assigned: Iterable[int]) -> None:
-        """Find out whether the step has assigned only what was stored, given ids of variables."""
-        if self._unfinished is not None:
-            self._unfinished.check(model, assigned)
 
     def run(self, update: Callable[[_Reduced], Any], reduced: _Reduced) -> Any:
         """Apply gradients, if any replica of the group has samples."""
-        present, unfinished = [each for each in reduced if each is not None], self._unfinished
 
         def run() -> tf.Tensor:
             update(reduced)
@@ -70,11 +57,10 @@ class Update:
 
         self.is_running = True
         try:
-            with unfinished.updating(present) if unfinished else nullcontext():
-                if not self._spec.may_have_no_samples:
-                    return update(reduced)
-                tf.cond(is_positive(self._spec.total), run, lambda: tf.constant(0))
-                return None
+            if not self._spec.may_have_no_samples:
+                return update(reduced)
+            tf.cond(is_positive(self._spec.total), run, lambda: tf.constant(0))
+            return None
         finally:
             self.is_running = False
 

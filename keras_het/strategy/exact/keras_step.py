@@ -37,14 +37,12 @@ from keras_het.strategy.measure.step_clock import Measurement
 from keras_het.value_types import Leaf, Nest
 
 if TYPE_CHECKING:
-    from keras_het.strategy.cluster.stop_request import StopRequest, UnfinishedStep
+    from keras_het.strategy.cluster.stop_request import StopRequest
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 Run = Callable[..., Any]
-_About: TypeAlias = (
-    "tuple[keras.Model | None, list[keras.metrics.Metric], UnfinishedStep | None, list[str]]"
-)
-"""Model, metrics, the store of what an unfinished step changes, and remarks for the user."""
+_About: TypeAlias = "tuple[keras.Model | None, list[keras.metrics.Metric], list[str]]"
+"""Model, metrics, and remarks for the user."""
 
 
 def run_train_or_test_step(
@@ -71,13 +69,10 @@ def run_train_or_test_step(
         "deferrable_optimizer": model.optimizer if may_defer else None,
         "is_timed": _is_measured(strategy) and has_sizes,
     }
-    # Only where backups are written: the state that it stores is copied in every step.
-    unfinished = request.unfinished if request and request.guard and kind == "train" else None
     remarks: list[str] = []
 
     def replica_step(rows: Nest, sizes: tf.Tensor | None) -> Nest:
-        about = (model, metrics, unfinished, remarks)
-        step, rows = _step(strategy, rows, sizes, about, **facts)
+        step, rows = _step(strategy, rows, sizes, (model, metrics, remarks), **facts)
         return _trace(strategy, step, model, function, rows, caller, request)
 
     with keras_hooks(), recorded_results(metrics):
@@ -96,7 +91,7 @@ def run_predict_step(
     remarks: list[str] = []
 
     def replica_step(rows: Nest, sizes: tf.Tensor | None) -> Nest:
-        step, rows = _step(strategy, rows, sizes, (model, [], None, remarks), kind="predict")
+        step, rows = _step(strategy, rows, sizes, (model, [], remarks), kind="predict")
         compute = functools.partial(_predict, model=model, function=function, caller=caller)
         if step.spec.parts is None:
             outputs, changes = compute(step, rows)
@@ -190,14 +185,11 @@ def _trace(
     """Run one replica's train or test step: its own part, one collective for all, the update."""
     spec, measurement, is_first = step.spec, step.measurement, step.spec.local_position == 0
     compute = functools.partial(_compute, model=model, function=function, caller=caller)
-    with step.update.storing(model):
-        if spec.parts is None:
-            part, logs, changes = compute(step, rows)
-            own = None
-        else:
-            part, logs, changes, own = _compute_parts(step, spec.parts, model, compute)
-        of_metrics = {id(v) for metric in metrics_of(model) for v in metric.variables}
-        step.update.check_stored(model, part.assignments.recorded.keys() - of_metrics)
+    if spec.parts is None:
+        part, logs, changes = compute(step, rows)
+        own = None
+    else:
+        part, logs, changes, own = _compute_parts(step, spec.parts, model, compute)
     with active(step):
         check_created_in_scope(strategy, [change.variable for change in changes])
         # A test step has no gradients that could wait for the emulated device.
@@ -371,11 +363,10 @@ class ExactStep:
         measurement: Measurement | None,
         model: keras.Model | None,
         metrics: Sequence[keras.metrics.Metric],
-        unfinished: UnfinishedStep | None,
         remarks: list[str],
     ) -> None:
         self.spec, self.measurement = spec, measurement
-        self.update = Update(spec, unfinished if spec.local_position == 0 else None)
+        self.update = Update(spec)
         self.assignments = Assignments(self.update)
         self.sum = ReplicaSum(spec, self.assignments, measurement)
         self.gradients = Gradients(spec, self.sum, self.update, measurement, model)
@@ -383,7 +374,7 @@ class ExactStep:
         self.metrics = Metrics(spec, self.sum, self.assignments, metrics)
         self.own_state = OwnState(spec, self.sum, self.assignments, self.metrics, model, remarks)
         self.remarks = remarks
-        self._about = (model, metrics, None, remarks)
+        self._about = (model, metrics, remarks)
 
     def part(self, parts: MicroBatches, number: tf.Tensor | None) -> ExactStep:
         """Return the step on one micro-batch, in the graph being built."""
