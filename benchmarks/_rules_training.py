@@ -132,7 +132,7 @@ def center_of(callback: Any, model: Any) -> list[Any]:
     if exchange is not None:
         vector = np.asarray(exchange.center)
     elif participant is not None and not participant.rule.center_is_weights:
-        vector = np.concatenate(participant._engine.weights.seen)
+        vector = np.concatenate(participant._engine.exchange.seen)
     else:
         return list(model.get_weights())
     sizes = [int(np.prod(weights.shape)) for weights in model.weights]

@@ -3,6 +3,7 @@
 Both train by adding to their weights; their service is in this process.
 """
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,18 +14,22 @@ from keras_het.asynchronous.exchange import AsyncWorker
 from keras_het.asynchronous.exchange.center import Center
 from keras_het.asynchronous.exchange.exchange_engine import ExchangeEngine
 from keras_het.asynchronous.exchange.pace import PushPace
-from keras_het.asynchronous.exchange.participant import HybridOptions, StatisticsAveraging
+from keras_het.asynchronous.exchange.participant import (
+    HybridOptions,
+    ModelVectors,
+    StatisticsAveraging,
+)
 from keras_het.asynchronous.parameter_service import Partitions, Status
-from keras_het.asynchronous.parameter_service.sample_ledger import Stage
+from keras_het.asynchronous.parameter_service.sample_ledger import Stage, TrainingFacts
 
 PARTITIONS = Partitions(((2,),))
 BATCH = 4
 TRAINS_ALONE = {"goes_on_without_service": True, "timeout_seconds": 0.0}
 
 
-def services(rule, alpha=0.5, **options):
-    own = Service(PARTITIONS, rule, **options)
-    return own, Service(PARTITIONS, StatisticsAveraging(alpha))
+def service_of(rule, alpha=0.5, **options):
+    """A service of weights and of moving statistics."""
+    return Service(PARTITIONS, rule, state_rule=StatisticsAveraging(alpha), **options)
 
 
 class Values:
@@ -47,29 +52,31 @@ class Values:
         self.values = [own + np.float32(change) for own in self.values]
 
 
-def vectors_of(weights, state=None):
-    both = [weights] if state is None else [weights, state]
-    return SimpleNamespace(weights=weights, state=state, all=both)
+class Vectors(ModelVectors):
+    """Of no model."""
+
+    def __init__(self, weights, state=None):
+        self.weights, self.state = weights, state
+        self.num_weights = len(PARTITIONS.sizes)
+        self.sizes = PARTITIONS.sizes * (1 if state is None else 2)
 
 
 class Ledger:
-    """Of a training that runs; counts the samples that are reported."""
+    """Of a training that runs; counts the samples that are reported, and gives batch after batch.
+
+    It notes the epochs in which it was asked ahead.
+    """
 
     stage, used = Stage.RUNNING, 0
-
-    def report(self, presence, used=0):
-        self.used += used
-        training = SimpleNamespace(first_pass=0, num_batches=8, fingerprint=0)
-        return SimpleNamespace(stage=self.stage, epoch=0, training=training)
-
-
-class Early:
-    """Gives the batch after the last one; notes the epochs in which it was asked ahead."""
 
     def __init__(self):
         self.asked = []
 
-    def ask(self, epoch):
+    def report(self, presence, used=0):
+        self.used += used
+        return TrainingFacts(num_batches=8, stage=self.stage)
+
+    def ask_ahead(self, epoch):
         self.asked.append(epoch)
 
     def take(self, epoch, after):
@@ -87,16 +94,16 @@ class Participant:
 
 class Worker(Participant, AsyncWorker):
     num_batches, fingerprint, first_pass, num_participants, _num_parts = 8, 0, 0, 2, 1
-    _number, _connection, _heartbeat = 1, None, None
+    _number = 1
 
-    def __init__(self, service, *state, client=1, **options):
+    def __init__(self, service, client=1, **options):
         self.rule = service.rule
         self.options = HybridOptions(self.rule, **({"period": 1} | options))
-        self.vectors = vectors_of(*(Values() for _ in (service, *state)))
-        exchanges = [each.exchange(client) for each in (service, *state)]
-        ask = exchanges[0].transport.greet
-        self._engine = ExchangeEngine(exchanges, ask, self.options, "Training", self._note_loss)
-        self._ledger, self._early_claim, self._pace = Ledger(), Early(), PushPace()
+        self.vectors = Vectors(Values(), Values() if service.state_rule else None)
+        exchange, self._opened = service.exchange(client), ExitStack()
+        ask = exchange.transport.greet
+        self._engine = ExchangeEngine(exchange, ask, self.options, "Training", self._note_loss)
+        self._ledger, self._pace = Ledger(), PushPace()
         self._plan = self._mean_gradient = self._planned_period = self._logs = self._claims = None
         self._steps = self._samples = self._unreported = self._stage = self._worker = 0
         self._start_from_center()
@@ -117,23 +124,23 @@ class Worker(Participant, AsyncWorker):
 
 
 class Leader(Participant, Center):
-    def __init__(self, service, *state, **options):
+    def __init__(self, service, **options):
         self._options = HybridOptions(service.rule, **(TRAINS_ALONE | options))
         self._leader = SimpleNamespace(num_participants=2)
-        self._exchanges = [each.exchange(0) for each in (service, *state)]
+        self._exchange = service.exchange(0)
         self._taken_until, self._waits = 0, False
         find = lambda: self._find_restarted()  # noqa: E731
-        arguments = self._exchanges, find, self._options, "The sync group", self._note_loss
+        arguments = self._exchange, find, self._options, "The sync group", self._note_loss
         self.engine = ExchangeEngine(*arguments)
-        self.values = self.engine.attach()
+        self.values = self._exchange.attach()
 
     @property
     def weights(self):
-        return self.values[0][0]
+        return self.values[0]
 
     def train(self, change=0.0, wait=False):
-        self.values = [[own + np.float32(change) for own in each] for each in self.values]
-        self.exchange(self.values, BATCH, push=True, wait=wait)
+        values = [own + np.float32(change) for own in self.values]
+        self.values = self.exchange(values, BATCH, push=True, wait=wait)
 
     def meet(self):
         self.train(wait=True)

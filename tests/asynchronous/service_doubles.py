@@ -60,23 +60,37 @@ def service_spec(**changed):
 
 
 class Service(ParameterService):
-    """The parts of one vector in this process, with a center of zeros unless it awaits one."""
+    """The parts of a vector in this process, with a center of zeros unless it awaits one.
 
-    def __init__(self, partitions, rule, num_workers=3, awaits_center=False, **options):
+    The parts of moving statistics follow, if there is a rule for them.
+    """
+
+    def __init__(
+        self, partitions, rule, num_workers=3, awaits_center=False, state_rule=None, **options
+    ):
         super().__init__(num_workers)
         self.partitions, self.rule, self.wire = partitions, rule, options.get("wire")
+        self.state_rule = state_rule
         self.hold(partitions, rule, **options)
+        if state_rule is not None:
+            self.hold(partitions, state_rule, len(partitions.sizes))
         if not awaits_center:
-            self.set_center(np.zeros(partitions.size, np.float32))
+            self.set_center(np.zeros((1 + (state_rule is not None)) * partitions.size))
 
     def set_center(self, vector):
-        values = self.partitions.cut(np.asarray(vector, np.float32))
+        sizes = self.partitions.sizes * (1 if self.state_rule is None else 2)
+        values = np.split(np.asarray(vector, np.float32), np.cumsum(sizes)[:-1])
         for number, part in self.parts.items():
             part.set_center(values[number])
 
     @property
     def center(self):
-        return flat([self.parts[number].center for number in sorted(self.parts)])
+        count = len(self.partitions.sizes)
+        return flat([self.parts[number].center for number in sorted(self.parts) if number < count])
+
+    @property
+    def state_center(self):
+        return self.parts[len(self.partitions.sizes)].center
 
     @property
     def versions(self):
@@ -85,14 +99,17 @@ class Service(ParameterService):
     def client(self, worker=0, handle=None, **options):
         """A client within this process, as another worker; it takes messages like a remote one."""
         channel = Channel("here", handle or partial(self.handle, worker))
-        return ParameterClient([channel], self.partitions, **{"wire": self.wire} | options)
+        state = self.partitions if self.state_rule is not None else None
+        given = {"wire": self.wire, "state": state}
+        return ParameterClient([channel], self.partitions, **given | options)
 
     def own_client(self):
-        return self.client(handle=partial(self.handle_own, 0), wire=None)
+        return self.client(handle=partial(self.handle, 0, is_own=True), wire=None)
 
     def exchange(self, worker=1, rule=None, **options):
         rule = rule or self.rule
-        return VectorExchange(self.client(worker, may_wait=rule.may_wait, **options), rule)
+        client = self.client(worker, may_wait=rule.may_wait, **options)
+        return VectorExchange(client, rule, self.state_rule)
 
 
 @contextlib.contextmanager
@@ -134,7 +151,7 @@ def lost(error="lost"):
 
 def lose_answer(exchange, *parts):
     """Wait until a push has been answered, and lose the answers, or those of some parts."""
-    push = exchange.pending.push
+    push = exchange.pending
     push.answer()
     for part in parts or range(len(push.calls)):
         push.calls[part] = lost()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from participant_doubles import TRAINS_ALONE, Ledger, Worker, services
+from participant_doubles import TRAINS_ALONE, Ledger, Worker, service_of
 from service_doubles import lose_answer
 
 from keras_het.asynchronous.exchange.participant import StatisticsAveraging
@@ -29,23 +29,23 @@ class SumOfOnes:
 
 
 def start(rule, alpha=0.5, workers=1, bound=None, **options):
-    """Services of weights and statistics, and workers; they send gradients if the rule does."""
-    service, state = services(rule, alpha, max_staleness=bound)
-    made = [Worker(service, state, client=1 + number, **options) for number in range(workers)]
+    """A service of weights and statistics, and workers; they send gradients if the rule does."""
+    service = service_of(rule, alpha, max_staleness=bound)
+    made = [Worker(service, client=1 + number, **options) for number in range(workers)]
     for each in made:
         each._mean_gradient = SumOfOnes() if rule.uses_gradients else None
-    return service, state, *made
+    return service, *made
 
 
 def test_a_lost_answer_of_the_statistics_does_not_count_that_of_the_weights_twice():
-    service, _, worker, other = start(Delta(), workers=2, **TRAINS_ALONE)
+    service, worker, other = start(Delta(), workers=2, **TRAINS_ALONE)
     other.train(10.0)
     other.meet()
     worker.train(1.0)
-    lose_answer(worker.engine.state)
+    lose_answer(worker.engine.exchange, 1)
     worker.train(2.0)  # the weights are answered, the statistics are not
     assert worker.engine.is_lost
-    np.testing.assert_array_equal(worker.weights, 13)
+    np.testing.assert_array_equal(worker.weights, 3)
     worker.wait_until_answered()
     worker.train()
     worker.meet()
@@ -55,8 +55,8 @@ def test_a_lost_answer_of_the_statistics_does_not_count_that_of_the_weights_twic
 
 
 def test_without_a_push_under_way_nothing_is_scaled_before_the_center_answers():
-    _, _, worker = start(Delta(), **TRAINS_ALONE)
-    connection = worker.engine.weights.transport
+    _, worker = start(Delta(), **TRAINS_ALONE)
+    connection = worker.engine.exchange.transport
     pull, no_answer = connection.pull, np.array([NO_ANSWER])
     lost = Answer(no_answer, no_answer, [None], [None], loss=ServiceLostError("lost"))
     connection.pull = lambda exact: lost
@@ -72,31 +72,33 @@ def test_without_a_push_under_way_nothing_is_scaled_before_the_center_answers():
 
 def test_a_variance_that_falls_while_the_answer_travels_is_not_negative():
     """Of 1 it sent, half goes to a center of 0; when that comes, 0.01 is left."""
-    _, state, worker = start(Delta())
+    service, worker = start(Delta())
     for value in (1.0, 0.01):
         worker.vectors.state.write([np.full(2, value, np.float32)])
         worker.train(1.0)
     np.testing.assert_allclose(worker.vectors.state.values[0], 0.0)
-    np.testing.assert_allclose(state.center, 0.5 * 0.5)
-    assert serialize(state.rule)["class_name"] == "elastic_averaging", "to a service elsewhere"
+    np.testing.assert_allclose(service.state_center, 0.5 * 0.5)
+    assert serialize(service.state_rule)["class_name"] == "elastic_averaging", (
+        "to a service elsewhere"
+    )
 
 
 def test_statistics_keep_what_was_learned_while_the_answer_travelled():
     rule = StatisticsAveraging(0.5)
     sent, own, center = (np.array([value], np.float32) for value in (4.0, 5.0, 3.0))
     np.testing.assert_allclose(rule.receive(own, sent, center), 4.5)
-    _, state, worker = start(Delta(), alpha=1.0)  # of one worker alone
+    service, worker = start(Delta(), alpha=1.0)  # of one worker alone
     for _ in range(4):
         worker.vectors.state.add(1.0)
         worker.train(1.0)
     np.testing.assert_array_equal(worker.vectors.state.values[0], 4)
-    np.testing.assert_array_equal(state.center, 4)
+    np.testing.assert_array_equal(service.state_center, 4)
 
 
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("at_its_end", [False, True])
 def test_a_change_too_stale_is_sent_until_it_is_taken(at_its_end):
-    service, _, worker, other = start(Delta(), workers=2, bound=0)
+    service, worker, other = start(Delta(), workers=2, bound=0)
     other.train(10.0)
     other.meet()
     worker.vectors.weights.add(1.0)
@@ -107,7 +109,7 @@ def test_a_change_too_stale_is_sent_until_it_is_taken(at_its_end):
 
 
 def test_gradients_that_were_summed_up_are_sent_at_the_end_only():
-    service, _, worker = start(AsyncSGD(1.0))
+    service, worker = start(AsyncSGD(1.0))
     worker._mean_gradient.rate = 0.5  # which does not matter any more
     worker._samples = 4  # of steps since the last exchange
     worker.meet()
@@ -121,7 +123,7 @@ def test_gradients_that_were_summed_up_are_sent_at_the_end_only():
 
 def test_a_worker_that_sends_gradients_only_writes_its_weights():
     """A read copies them from the device, and steps have not changed them."""
-    _, _, worker = start(AsyncSGD(1.0))
+    _, worker = start(AsyncSGD(1.0))
     worker.vectors.weights.copies.clear()
     worker.train()
     assert worker.vectors.weights.copies == ["write"]
@@ -129,7 +131,7 @@ def test_a_worker_that_sends_gradients_only_writes_its_weights():
 
 
 def test_a_gradient_at_another_rate_is_not_sent():
-    service, _, worker = start(AsyncSGD(1.0))
+    service, worker = start(AsyncSGD(1.0))
     worker.train()
     worker._mean_gradient.rate = 0.5
     with pytest.raises(ValueError, match="async_sgd"):
@@ -138,7 +140,7 @@ def test_a_gradient_at_another_rate_is_not_sent():
 
 
 def test_a_gradient_too_stale_is_reported_once_and_does_not_count(caplog):
-    service, _, worker, other = start(AsyncSGD(1.0), workers=2, bound=0)
+    service, worker, other = start(AsyncSGD(1.0), workers=2, bound=0)
     for _ in range(2):
         other.train()
         worker.train()  # has not seen the other's
@@ -152,7 +154,7 @@ def test_a_gradient_too_stale_is_reported_once_and_does_not_count(caplog):
 
 def test_samples_that_were_reported_before_are_not_taken_back():
     """A claim reports too; the service refuses negative numbers."""
-    _, _, worker, other = start(AsyncSGD(1.0), workers=2, bound=0)
+    _, worker, other = start(AsyncSGD(1.0), workers=2, bound=0)
     other.train()
     worker._samples = 4
     worker._meet(sends=True)
@@ -160,13 +162,13 @@ def test_samples_that_were_reported_before_are_not_taken_back():
 
 
 def test_an_answer_is_taken_after_the_step_in_which_it_comes():
-    service, _, worker, other = start(Delta(), workers=2, period=3)
+    service, worker, other = start(Delta(), workers=2, period=3)
     for change in (7.0, 2.0, 1.0):
         other.train(change)
     for _ in range(4):
         worker.train(1.0)
     np.testing.assert_array_equal(worker.weights, 10 + 4)
-    assert worker.engine.weights.pending is None and worker.engine.state.pending is None
+    assert worker.engine.exchange.pending is None
     for _ in range(2):
         worker.train(1.0)
     worker.meet()
@@ -174,27 +176,27 @@ def test_an_answer_is_taken_after_the_step_in_which_it_comes():
 
 
 def test_an_answer_that_is_not_there_is_not_waited_for():
-    service, _, worker = start(Delta(), period=3)
+    service, worker = start(Delta(), period=3)
     for _ in range(3):
         worker.train(1.0)
-    pending = worker.engine.weights.pending
-    (answer,), late = pending.push.calls, Future()
-    pending.push.calls[0] = late
+    pending = worker.engine.exchange.pending
+    (answer, _), late = pending.calls, Future()
+    pending.calls[0] = late
     for _ in range(2):
         worker.train(1.0)
-        assert worker.engine.weights.pending is pending
+        assert worker.engine.exchange.pending is pending
     late.set_result(answer.result())
     worker.train(1.0)  # the next exchange waits for it
-    assert worker.engine.weights.pending is not pending
+    assert worker.engine.exchange.pending is not pending
     worker.meet()
     np.testing.assert_array_equal(service.center, 6)
 
 
 def test_a_lost_answer_that_is_found_before_the_next_exchange():
-    service, _, worker = start(Delta(), period=2, **TRAINS_ALONE)
+    service, worker = start(Delta(), period=2, **TRAINS_ALONE)
     for _ in range(2):
         worker.train(1.0)
-    lose_answer(worker.engine.weights)
+    lose_answer(worker.engine.exchange)
     worker.train(1.0)
     assert worker.engine.is_lost
     worker.wait_until_answered()
@@ -215,7 +217,7 @@ def test_a_report_does_not_wait_behind_weights(rule, expected):
     def noting(name, call):
         return lambda *given: (order.append(name), call(*given))[1]
 
-    exchange, ledger = worker.engine.weights, worker._ledger
+    exchange, ledger = worker.engine.exchange, worker._ledger
     exchange.send, ledger.report = noting("send", exchange.send), noting("report", ledger.report)
     for _ in range(2):
         worker.train()
@@ -228,7 +230,7 @@ def worker_in_epoch_7(num_batches, parts, steps_at_hand, left_over):
     worker.num_batches, worker._steps_at_hand = num_batches, steps_at_hand
     worker._claims = SimpleNamespace(left_over=list(left_over), is_exhausted=False)
     assert worker._next_batch() == 0
-    return worker, worker._early_claim.asked
+    return worker, worker._ledger.asked
 
 
 @pytest.mark.quick("2")
@@ -269,7 +271,7 @@ def test_a_service_that_is_lost_while_a_batch_is_awaited_leaves_the_worker_alone
             raise ServiceLostError("silent")
 
     worker._ledger = Silent()
-    worker._early_claim.take = lambda epoch, after: (Status.WAIT, 0, 0)
+    worker._ledger.take = lambda epoch, after: (Status.WAIT, 0, 0)
     assert worker._claim() == 4
     assert worker.engine.is_lost
     worker.engine.watch.stop()

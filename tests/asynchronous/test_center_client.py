@@ -22,7 +22,7 @@ def start(rule=None, **options):
 
 def join(service, worker=1):
     worker = service.exchange(worker)
-    worker.adopt(worker.pull())
+    worker.attach()
     return worker
 
 
@@ -68,7 +68,7 @@ def test_what_a_small_message_leaves_is_sent_later(fault):
     worker, other = join(service, 1), join(service, 2)
     push(worker, RAMP)
     if fault == "too stale":
-        other.adopt(other.pull())
+        other.attach()
         push(other, ZEROS)
     weights = moved(worker, RAMP)
     pending = worker.send(weights, 8)
@@ -78,7 +78,7 @@ def test_what_a_small_message_leaves_is_sent_later(fault):
             worker.receive(weights)
         worker.meet_again()
     expected = Status.STALE if fault == "too stale" else Status.REPEATED
-    assert set(pending.push.answer().statuses) == {expected}
+    assert set(pending.answer().statuses) == {expected}
     weights = worker.receive(weights)
     for _ in range(12):
         worker.send(weights, 0)
@@ -94,7 +94,7 @@ def test_looking_at_the_center_does_not_make_a_change_fresh():
     assert worker.pull()[0][0] == 2
     np.testing.assert_array_equal(worker.latest_versions, 2)
     pending = worker.send(moved(worker, ONES), 8)
-    assert set(pending.push.answer().statuses) == {Status.STALE}
+    assert set(pending.answer().statuses) == {Status.STALE}
 
 
 def test_weights_that_are_not_finite_are_reported(caplog):
@@ -108,7 +108,7 @@ def test_weights_that_are_not_finite_are_reported(caplog):
 def test_the_group_beside_the_center_can_be_stale_too():
     service = start(AsyncSGD(1.0, staleness_damping=True))
     leader = VectorExchange(service.own_client(), service.rule)
-    leader.adopt(leader.pull())
+    leader.attach()
     push(leader, ONES)
     worker = join(service)
     for _ in range(4):
@@ -175,7 +175,7 @@ def test_a_push_waits_until_it_need_not_wait_any_more(reason):
     service = start(RoundRobinEASGD(3, alpha=0.5), max_staleness=bound)
     first, worker = join(service, 0), join(service, 1)
     pending = worker.send(ONES, 8)
-    assert not pending.push.has_answer
+    assert not pending.has_answer
     if reason == "closed":
         service.own_client().close_training()
     else:

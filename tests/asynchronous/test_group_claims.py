@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from participant_doubles import Values, vectors_of
+from participant_doubles import Values, Vectors
 from service_doubles import Clock
 
 from keras_het.asynchronous.exchange import sync_group
 from keras_het.asynchronous.exchange.claims import Grant, GroupClaims
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.exchange.sync_group import SyncGroup
-from keras_het.asynchronous.parameter_service.sample_ledger import Stage
+from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
 from keras_het.loader.input.data_pass import ClaimedPass
 from keras_het.rules import Delta
 
@@ -27,7 +27,7 @@ class CenterOfBatches:
         self.next, self.theirs = 0, []
 
     def exchange(self, values, samples, push, wait=False):
-        pass
+        return values
 
     def claim(self, epoch, count):
         first, granted = self.next, min(count, NUM_BATCHES - self.next)
@@ -48,7 +48,7 @@ class Group(SyncGroup):
         self.options = HybridOptions(Delta(), period=periods[0], adapts_period=True)
         self.rule, self.first_pass = self.options.rule, 0
         self.model = SimpleNamespace(steps_per_execution=steps_per_execution)
-        self.vectors = vectors_of(Values(1.0))
+        self.vectors = Vectors(Values(1.0))
         self._mean_gradient, self._claims = None, None
         self._pace = SimpleNamespace(computed=lambda steps, samples: None, exchanging=nullcontext)
         self._service, self.center = ExitStack(), CenterOfBatches()
@@ -132,22 +132,19 @@ class CenterOfOneWorker(CenterOfBatches):
         self._clock, self._trains, self._waits = clock, trains_until, waits_until
         self.stages, self.concluded = [], None
 
-    def weights(self):
+    def read(self):
         return Values().read()
 
     def set_stage(self, stage):
         self.stages.append(stage)
 
-    def training_workers(self):
-        return [1] if self._clock.now < self._trains else []
-
-    def waiting_workers(self):
-        return [1] if self._trains <= self._clock.now < self._waits else []
+    def present(self, presence):
+        now = self._clock.now
+        found = Presence.TRAINING if now < self._trains else Presence.WAITING
+        return [1] if presence == found and now < self._waits else []
 
     def conclude(self):
         self.concluded = self._clock.now
-
-    state = None
 
 
 @pytest.mark.parametrize(
@@ -173,11 +170,11 @@ def test_who_is_still_training_gets_the_final_weights(
 def test_an_exchange_reads_each_vector_once(push, leads):
     """A read copies it from the device. The other members get what the leader has."""
     group = Group([1])
-    group.vectors = vectors_of(Values(1.0), Values(1.0))
+    group.vectors = Vectors(Values(1.0), Values(1.0))
     if not leads:
         group.center = None
     group._exchange(push)
-    for each in group.vectors.all:
+    for each in (group.vectors.weights, group.vectors.state):
         assert each.copies.count("read") == leads
         np.testing.assert_array_equal(each.values, float(leads))
 

@@ -2,6 +2,8 @@
 
 import logging
 import threading
+from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,9 +13,9 @@ from service_doubles import SECONDS, Clock, Service, lose_answer
 from services import wait_until
 
 from keras_het.asynchronous.exchange import AsyncWorker, async_worker, connection
-from keras_het.asynchronous.exchange.async_worker import Heartbeat
+from keras_het.asynchronous.exchange.async_worker import report_alive
 from keras_het.asynchronous.exchange.connection import Connection, connect
-from keras_het.asynchronous.exchange.exchange_engine import NoCenterError, ReturnWatch
+from keras_het.asynchronous.exchange.exchange_engine import NoCenterError, Repeating, ReturnWatch
 from keras_het.asynchronous.parameter_service.client import (
     ServiceLostError,
     UnknownTrainingError,
@@ -70,7 +72,7 @@ def test_a_worker_joins_once_the_leader_has_brought_the_center(monkeypatch, refu
             raise
 
     center.pull = pull_and_note
-    opened = Connection([center], Ledger(), Ledger(), lambda: closed.append(True))
+    opened = Connection(center, Ledger(), Ledger(), lambda: closed.append(True))
     monkeypatch.setattr(async_worker, "open_connection", lambda worker, client: opened)
     worker.vectors.weights.copies.clear()
     if match is None:
@@ -92,7 +94,7 @@ def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(kin
     """The service answers, but for a part of the center; or it was restarted without weights."""
     service = Service(PARTITIONS, Delta(), num_workers=2)
     participant = kind(service, **TRAINS_ALONE)
-    exchange = participant.engine.weights
+    exchange = participant.engine.exchange
     push_again = exchange.transport.push_again
     participant.train(1.0)
     lose_answer(exchange)
@@ -122,9 +124,9 @@ def test_no_step_asks_a_service_that_is_away(kind):
     service = Service(PARTITIONS, Delta(), num_workers=2)
     participant = kind(service, **{**TRAINS_ALONE, "timeout_seconds": 3600.0})
     participant.train(1.0)
-    lose_answer(participant.engine.weights)
+    lose_answer(participant.engine.exchange)
     participant.train()
-    client, ledger = participant.engine.weights.transport, getattr(participant, "_ledger", None)
+    client, ledger = participant.engine.exchange.transport, getattr(participant, "_ledger", None)
     channels, client._channels, participant._ledger = client._channels, None, None
     for _ in range(3):
         participant.train()
@@ -203,9 +205,13 @@ def test_pauses_grow_where_what_follows_the_answer_fails():
     watch.stop()
 
 
+def heartbeat_of(report):
+    return Repeating(partial(report_alive, SimpleNamespace(report=report)), 0.0, "alive")
+
+
 def test_a_worker_reports_again_after_a_report_that_was_lost():
     reports = Asked(ServiceLostError("silent"), ServiceLostError("silent"))
-    heartbeat = Heartbeat(SimpleNamespace(report=reports), 0.0)
+    heartbeat = heartbeat_of(reports)
     reports.wait_for(4)
     heartbeat.stop()
 
@@ -214,7 +220,8 @@ class LeavingWorker(AsyncWorker):
     """What of an async worker has to be ended."""
 
     def __init__(self, report):
-        self._connection, self._heartbeat = None, Heartbeat(SimpleNamespace(report=report), 0.0)
+        self._opened, self._heartbeat = ExitStack(), heartbeat_of(report)
+        self._opened.callback(self._heartbeat.stop)
 
 
 @pytest.mark.parametrize("asks", ["whether it is back", "that a worker is alive"])
@@ -227,7 +234,7 @@ def test_an_end_waits_for_no_question_and_hears_no_late_answer(asks):
         end, thread = watch.stop, watch._thread
     else:
         worker = LeavingWorker(service)
-        end, thread = worker.leave, worker._heartbeat._thread
+        end, thread = worker.leave, worker._heartbeat
     service.wait_for(1)
     ending = threading.Thread(target=end, daemon=True)
     ending.start()
@@ -243,15 +250,15 @@ def test_a_push_counts_once_though_its_answer_is_lost_with_the_service(leader_sa
     service = Service(PARTITIONS, Delta())
     leader, worker = service.exchange(0), service.exchange(1)
     for each in (leader, worker):
-        each.adopt(each.pull())
+        each.attach()
     own = [values + 1 for values in worker.seen]
     pending = worker.send(own, 1)  # the service takes it; nobody receives the answer
     if leader_saw != "nothing":
-        pulled = leader.pull()
+        leader.pull()
     if leader_saw == "the push":
-        leader.adopt(pulled)
+        leader.attach()
     service.hold(PARTITIONS, Delta())  # restarted: it knows neither center nor pushes
     leader.transport.restore(leader.seen, latest=leader.seen_pushes)
-    worker.transport.push_again(pending.push, range(len(own)))
+    worker.transport.push_again(pending, range(len(own)))
     np.testing.assert_array_equal(np.concatenate(worker.receive(own)), 1)
     np.testing.assert_array_equal(service.center, 1)

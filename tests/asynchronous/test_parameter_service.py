@@ -67,7 +67,7 @@ def shares(rule, num_services, awaits_center=False, **options):
         yield Service(
             PARTITIONS,
             rule(),
-            indices=indices,
+            held=indices,
             awaits_center=awaits_center,
             num_workers=4,
             **options,
@@ -237,7 +237,7 @@ def test_a_rule_that_was_made_for_fewer_workers_is_refused(rule):
 class Answers:
     """A channel whose answers come when they are told to, or at once."""
 
-    address, timeout_seconds = "there", 0.05
+    address, timeout_seconds, most_under_way = "there", 0.05, UNDER_WAY
 
     def __init__(self, handle, is_immediate=False):
         self.handle, self.is_immediate = handle, is_immediate

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from participant_doubles import Values, vectors_of
+from participant_doubles import Values, Vectors
 
 from keras_het.asynchronous.exchange import ServiceTask, sync_group
 from keras_het.asynchronous.exchange.participant import HybridOptions
@@ -19,7 +19,7 @@ class Task(ServiceTask):
     def __init__(self, rule, **options):
         self.rule, self.options = rule, HybridOptions(rule, **options)
         self.model = SimpleNamespace(stop_training=False)
-        self.vectors = vectors_of(Values(1.0))
+        self.vectors = Vectors(Values(1.0))
         self.vectors.fingerprint = lambda rule: f"model {rule.name}"
         self.center, self._own, self._service, self._epoch = None, None, None, 0
         self._came, self._passed_over = set(), set()
@@ -41,8 +41,8 @@ def test_callbacks_see_the_center_and_training_continues_from_its_own(rule):
 def test_the_service_shows_the_centers_statistics_too():
     """It takes no step: without them `val_loss` and checkpoints would have those of the start."""
     task = Task(Delta())
-    task.vectors.state = Values(1.0)
-    task.center = SimpleNamespace(weights=Values(9.0).read, state=Values(5.0).read)
+    task.vectors = Vectors(Values(1.0), Values(1.0))
+    task.center = SimpleNamespace(read=Vectors(Values(9.0), Values(5.0)).read)
     found = ServiceTask.meet_center(task), task.vectors.weights.values, task.vectors.state.values
     np.testing.assert_array_equal(found, [[[9, 9]], [[9, 9]], [[5, 5]]])
 
@@ -50,13 +50,10 @@ def test_the_service_shows_the_centers_statistics_too():
 class Ledger:
     """One async worker that was silent for some seconds, which pass while the service asks."""
 
-    claimed = np.array([3])
+    claimed, is_handed_out = np.array([3]), False
 
     def __init__(self, silences):
         self.silences, self.asked = list(silences), 0
-
-    def is_handed_out(self, epoch):
-        return False
 
     def present(self, presence, within_seconds):
         assert presence == Presence.TRAINING
@@ -71,7 +68,7 @@ def serve(monkeypatch, silences):
         ledger=ledger,
         start_epoch=lambda epoch: None,
         # what the others go by: silent for two time-outs
-        training_workers=lambda: ledger.present(Presence.TRAINING, 4.0),
+        present=lambda presence: ledger.present(presence, 4.0),
     )
     monkeypatch.setattr(sync_group, "join_service", lambda task, service: center)
     task = Task(Delta(), timeout_seconds=2.0, shutdown_timeout_seconds=60.0)
@@ -94,8 +91,7 @@ def passed_over(training, claimed, waiting=None, answers=None):
     waiting, answers = iter(waiting or [[]] * 5), iter(answers or [True] * 5)
     center = SimpleNamespace(
         ledger=SimpleNamespace(claimed=np.array(claimed)),
-        training_workers=lambda: present,
-        waiting_workers=lambda: next(waiting),
+        present=lambda presence: next(waiting) if presence == Presence.WAITING else present,
         skip=lambda client: asked.append(client) or next(answers),
     )
     task = Task(Delta())

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
-from participant_doubles import PARTITIONS, Leader
+from participant_doubles import PARTITIONS, Leader, service_of
 from service_doubles import Service, lose_answer, lost
 
 from keras_het.asynchronous.exchange import center
@@ -31,7 +31,7 @@ def service():
 def test_who_continues_alone_learns_what_is_lost_and_not_how_to(service, caplog):
     leader = Leader(service)
     leader.train()
-    lose_answer(leader.engine.weights)
+    lose_answer(leader.engine.exchange)
     leader.train()
     assert "service at lost The sync group continues alone" in caplog.text
     assert "on_service_loss" not in caplog.text
@@ -40,22 +40,22 @@ def test_who_continues_alone_learns_what_is_lost_and_not_how_to(service, caplog)
 def test_what_others_did_is_kept_when_the_next_exchange_is_lost(service):
     """An answer is taken, and the push that follows it in the same exchange has none."""
     leader, other = Leader(service), service.exchange(1)
-    other.adopt(other.pull())
+    other.attach()
     leader.train(1.0)
     other.send([np.full(2, 8, np.float32)], 4)
     leader.train(2.0)  # takes its first answer, and sends 2
-    send = leader.engine.weights.send
+    send = leader.engine.exchange.send
 
     def send_in_vain(values, samples):
         pending = send(values, samples)
-        lose_answer(leader.engine.weights)
+        lose_answer(leader.engine.exchange)
         return pending
 
-    leader.engine.weights.send = send_in_vain
+    leader.engine.exchange.send = send_in_vain
     leader.train(4.0, wait=True)  # takes an answer with 8 of the other
     assert leader.engine.is_lost
     np.testing.assert_array_equal(leader.weights, 1 + 2 + 8 + 4)
-    leader.engine.weights.send = send
+    leader.engine.exchange.send = send
     leader.wait_until_answered()
     leader.meet()
     np.testing.assert_array_equal(leader.weights, 15)
@@ -63,30 +63,29 @@ def test_what_others_did_is_kept_when_the_next_exchange_is_lost(service):
 
 
 def test_statistics_are_sent_once_where_the_weights_are_too_stale():
-    service, statistics = serve(max_staleness=0), serve()
-    leader, other = Leader(service, statistics), service.exchange(1)
-    other.adopt(other.pull())
+    service = service_of(Delta(), max_staleness=0)
+    leader, other = Leader(service), service.exchange(1)
+    other.attach()
     other.send([np.full(2, 8, np.float32)], 4)
     leader.train(1.0, wait=True)
     np.testing.assert_array_equal(service.center, 9)
-    assert (service.versions, statistics.versions) == ([2], [1])
+    assert service.versions == [2, 1]
 
 
 class Unreachable:
     """A channel to a process that was killed: every message waits for the whole time-out."""
 
-    num_waits, timeout_seconds = 0, 1.0
+    num_waits, timeout_seconds, most_under_way = 0, 1.0, 1
 
     def start(self, request):
         self.num_waits += 1
         return lost()
 
 
-def test_a_service_that_was_killed_is_waited_for_once(service):
+def test_a_service_that_was_killed_is_waited_for_once():
     """Also where moving statistics follow the weights."""
-    leader, channel = Leader(service, serve()), Unreachable()
-    for each in leader.engine.exchanges:
-        each.transport._channels = [channel]
+    leader, channel = Leader(service_of(Delta())), Unreachable()
+    leader.engine.exchange.transport._channels = [channel]
     leader.train(1.0)
     assert leader.engine.is_lost and channel.num_waits == 1
 
@@ -99,7 +98,7 @@ def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(tmp_path, 
     monkeypatch.setattr(backup, "_strategy", lambda: strategy)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd")
-    before, client = backup._service_state(), leader.engine.weights.transport
+    before, client = backup._service_state(), leader.engine.exchange.transport
     assert set(before) == {f"service/{name}" for name in client.export()}
     client._channels = [channel]
     for _ in range(2):  # the second time nobody is asked
@@ -114,7 +113,7 @@ def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(tmp_path, 
 
 def test_a_backup_ends_a_training_that_must_not_continue_alone(service):
     leader = Leader(service, goes_on_without_service=False)
-    leader.engine.weights.transport._channels = [Unreachable()]
+    leader.engine.exchange.transport._channels = [Unreachable()]
     with pytest.raises(ServiceLostError, match="parameter service at "):
         leader.exported()
     assert leader.engine.is_given_up
@@ -153,7 +152,7 @@ class LeaderOfRestarted(Leader):
 def test_the_center_is_brought_until_it_is_there(service):
     leader = LeaderOfRestarted(service, found=[["one:1"], []], tries=0)
     leader.train(2.0)
-    lose_answer(leader.engine.weights)
+    lose_answer(leader.engine.exchange)
     for tries in (0, 1):
         leader.train()
         assert leader.engine.is_lost and leader.tries == leader._awaits_center == tries
@@ -163,7 +162,7 @@ def test_the_center_is_brought_until_it_is_there(service):
 def test_a_service_that_is_lost_again_before_it_takes_the_training(service):
     leader = LeaderOfRestarted(service, found=[["one:1"]], tries=-1)
     leader.train(2.0)
-    lose_answer(leader.engine.weights)
+    lose_answer(leader.engine.exchange)
     for _ in range(2):
         leader.train()
     assert leader.engine.is_lost and leader.tries == 0

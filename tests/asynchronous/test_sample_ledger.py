@@ -15,7 +15,6 @@ from service_doubles import serving
 from keras_het.asynchronous.parameter_service.client import Channel, ServiceLostError
 from keras_het.asynchronous.parameter_service.sample_ledger import (
     LARGEST_EPOCH,
-    EarlyClaim,
     LeaderLedger,
     LedgerConnection,
     Presence,
@@ -41,8 +40,7 @@ def leader(ledger):
 
 
 def lead(leader, epoch=0, training=TRAINING, stage=Stage.RUNNING):
-    leader.start_epoch(epoch, training)
-    leader.set_stage(stage)
+    leader.facts = training._replace(epoch=epoch, stage=stage)
     leader.tell()
     return leader
 
@@ -72,7 +70,7 @@ def test_claims_can_be_under_way(ledger, leader):
         found = [remote.answer_to(answer) for answer in under_way]
         assert found == [(Status.OK, 0, 2), (Status.OK, 2, 1)]
         assert other.claim(1) == (Status.OK, 0, 1)
-        assert remote.report(Presence.TRAINING, used=5).training == TRAINING
+        assert remote.report(Presence.TRAINING, used=5) == TRAINING._replace(stage=Stage.RUNNING)
         assert remote.pace(PACE)[0][1].tolist() == [*PACE]
         assert remote_leader.claimed.tolist() == leader.claimed.tolist() == [0, 3, 1, 0]
         assert remote_leader.used.tolist() == [0, 5, 0, 0]
@@ -119,10 +117,10 @@ def test_every_batch_is_handed_out_once_to_simultaneous_clients(ledger, leader):
 def test_the_end_of_an_epoch_and_the_next_one(ledger, leader):
     own = connect(ledger)
     assert leader.claim(0, BATCHES - 1) == (Status.OK, 0, BATCHES - 1)
-    assert not leader.is_handed_out(0)
+    assert not leader.is_handed_out
     assert own.claim(0, 4) == (Status.OK, BATCHES - 1, 1)
     assert own.claim(0) == (Status.OK, BATCHES, 0)
-    assert leader.is_handed_out(0) and not leader.is_handed_out(1)
+    assert leader.is_handed_out
     assert own.claim(1) == (Status.OK, 0, 1)
     assert own.claim(2) == (Status.WAIT, 0, 0)
     lead(leader, 1, TRAINING._replace(num_epochs=2))
@@ -145,7 +143,7 @@ def test_nothing_is_handed_out_before_or_after_training(ledger, leader, stage):
 def test_reports(ledger, leader):
     one, two = connect(ledger, 1), connect(ledger, 2)
     facts = one.report(Presence.TRAINING, used=5)
-    assert (facts.stage, facts.epoch, facts.training) == (Stage.RUNNING, 0, TRAINING)
+    assert facts == TRAINING._replace(stage=Stage.RUNNING)
     one.report(Presence.TRAINING, used=7)
     two.report(Presence.WAITING)
     leader.add_used(100)
@@ -156,7 +154,7 @@ def test_reports(ledger, leader):
     one.report(Presence.GONE)
     assert leader.present(Presence.TRAINING, 60) == []
     assert leader.present(Presence.WAITING, within_seconds=1) == []  # nobody was heard of since
-    leader.keep()
+    leader.is_kept = True
     two.report(Presence.TRAINING, used=3)
     assert leader.used.tolist() == [100, 12, 0, 0]
 
@@ -200,9 +198,11 @@ RIGHT = {
     Kind.CLAIM: (EPOCH, COUNT[1:]),
     Kind.REPORT: (COUNT, COUNT, range(3)),
     Kind.PACE: (COUNT[1:], COUNT[1:], *[COUNT] * 3),
-    # number of the report, samples; stage, batches taken, epoch, facts: the second is a hash
-    Kind.LEAD: (COUNT, COUNT, range(-1, 4), COUNT, EPOCH, COUNT, range(-(2**63), 2**63))
-    + (COUNT,) * 3,
+    # number of the report, samples; facts, of which the second is a hash; batches taken
+    Kind.LEAD: (
+        *(COUNT, COUNT, COUNT, range(-(2**63), 2**63)),
+        *(COUNT, COUNT, COUNT, range(-1, 4), EPOCH, COUNT),
+    ),
     Kind.DONE: (),
 }
 """What each number of a request may be."""
@@ -261,21 +261,21 @@ def asked_early(*answers, first=0):
         grant = (next(batches), 1) if status == Status.OK else (0, 0)
         return Message(Kind.GRANT, (status, *grant))
 
-    early = EarlyClaim(LedgerConnection(Channel("this process", handle)))
-    early.ask(0)
+    early = LedgerConnection(Channel("this process", handle))
+    early.ask_ahead(0)
     return early, asked
 
 
 def test_a_batch_is_asked_for_once_and_taken_once():
     early, asked = asked_early()
     for _ in range(2):
-        early.ask(0)
+        early.ask_ahead(0)
     assert asked == [0]
     assert early.take(0, after=-1) == (Status.OK, 0, 1)
     assert asked == [0]
     assert early.take(0, after=0) == (Status.OK, 1, 1)  # was not asked for
     assert asked == [0, 0]
-    early.ask(0)
+    early.ask_ahead(0)
     assert early.take(1, after=-1) == (Status.OK, 3, 1)  # one of another epoch is none of this
     assert asked == [0, 0, 0, 1]
 
@@ -290,7 +290,7 @@ def test_what_was_lost_with_an_earlier_service_is_asked_for_again():
     early, _ = asked_early(None, Status.OK, None)
     early.service_lost()
     assert early.take(0, after=-1) == (Status.OK, 0, 1)
-    early.ask(0)  # the doubt was about the first one only: this one is a lost service
+    early.ask_ahead(0)  # the doubt was about the first one only: this one is a lost service
     with pytest.raises(ServiceLostError):
         early.take(0, after=0)
     assert early.take(0, after=0) == (Status.OK, 1, 1)

@@ -51,7 +51,7 @@ class Used(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self.center = self.hybrid._participant.center
-        client = self.center.engine.weights.transport
+        client = self.center.engine.exchange.transport
         push = client.start_push
 
         def push_and_note(changes, versions, samples, sequence):
@@ -344,8 +344,8 @@ class ClaimsTwo(keras.callbacks.Callback):
         participant = self.hybrid._participant
         self.ledger = participant.center.ledger
         address = participant.strategy.extended.cluster_config.service_address()
-        other = LedgerConnection(RemoteChannel(address, participant.credential, 1, 60.0))
-        assert other.claim(epoch, 2)[2] == 2
+        other = RemoteChannel(address, participant.credential, 1, 60.0)
+        assert LedgerConnection(other).claim(epoch, 2)[2] == 2
         other.close()
 
 

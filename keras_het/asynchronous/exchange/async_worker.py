@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import math
-import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING
@@ -12,13 +13,14 @@ from typing import TYPE_CHECKING
 import keras
 
 from keras_het.asynchronous.exchange.claims import AsyncClaims
-from keras_het.asynchronous.exchange.connection import Connection, connect, open_connection
+from keras_het.asynchronous.exchange.connection import connect, open_connection
 from keras_het.asynchronous.exchange.exchange_engine import (
     LARGEST_TRIES,
+    LONGEST_WAIT_SECONDS,
     ExchangeEngine,
     NoCenterError,
+    Repeating,
 )
-from keras_het.asynchronous.exchange.pace import Pace, PushPace, choose_period
 from keras_het.asynchronous.exchange.participant import (
     HybridOptions,
     Participant,
@@ -26,14 +28,12 @@ from keras_het.asynchronous.exchange.participant import (
 )
 from keras_het.asynchronous.parameter_service.client import ServiceLostError
 from keras_het.asynchronous.parameter_service.sample_ledger import (
-    EarlyClaim,
     LedgerConnection,
-    LedgerFacts,
     Presence,
     Stage,
+    TrainingFacts,
 )
 from keras_het.exchange.message import Status, Vector
-from keras_het.planning.roles.exchange_settings import longest_period
 from keras_het.strategy.cluster.cluster_config import config_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ _logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.02
 _BEATS_IN_TIMEOUT = 4
 _HAS_IT_ENDED = "If the training has ended already, end this task."
-_LONGEST_WAIT_SECONDS = 0.5  # for a report that a lost service may never answer
 
 
 class AsyncWorker(Participant):
@@ -51,9 +50,8 @@ class AsyncWorker(Participant):
 
     _engine: ExchangeEngine
     _ledger: LedgerConnection
-    _early_claim: EarlyClaim
     _claims: AsyncClaims | None
-    _is_joined = False
+    _heartbeat: Repeating | None = None  # once joined
 
     def __init__(
         self, model: keras.Model, strategy: HeterogeneousStrategy, options: HybridOptions
@@ -61,22 +59,18 @@ class AsyncWorker(Participant):
         super().__init__(model, strategy, options)
         self._worker = int(config_of(strategy).task_index)
         self._number = first_async_participant(strategy) + self._worker
-        self._connection: Connection | None = None
-        self._heartbeat: Heartbeat | None = None
+        self._opened = contextlib.ExitStack()
         self._epoch = -1
-        self._steps = self._samples = self._unreported = 0
+        self._unreported = 0
         self._latest_batch = -1
         self._steps_at_hand = 0  # of this pass, with batches available
-        self._pace = PushPace(
-            waits=options.waits_for_answer, wait_for_devices=self.wait_for_devices
-        )
         self._planned_period: int | None = None
         self._num_parts = self._count_parts()
         self._warn_of_unused_batches()
 
     def start_epoch(self, epoch: int) -> None:
         """Connect before the first epoch; continue an epoch that is not used up."""
-        if not self._is_joined:
+        if self._heartbeat is None:
             self._join()
         if self._claims is None:
             epoch = max(epoch, self._epoch_of_the_group())
@@ -145,19 +139,12 @@ class AsyncWorker(Participant):
         adapts = self.options.adapts_period
         if adapts:
             self._receive(measures=True)
-        pace = self._own_pace()
-        if pace is None:
+        if (pace := self._pace.pace) is None:
             return
-        found = self._ledger.pace(pace)
+        found = self._ledger.pace(pace._replace(staleness=self._engine.exchange.staleness))
         if adapts:
-            least = self.rule.least_period
-            longest = longest_period(self.num_batches * self._num_parts, least)
-            limits = self.options.presence_seconds, longest
-            self._planned_period = choose_period(*found, self._number, limits, least)
-
-    def _own_pace(self) -> Pace | None:
-        pace = self._pace.pace
-        return pace and pace._replace(staleness=self._engine.weights.staleness)
+            steps = self.num_batches * self._num_parts
+            self._planned_period = self.period_for(*found, self._number, steps)
 
     def meet_center(self) -> list[Vector]:
         """Send unsent progress and wait for the answer; own weights without a service."""
@@ -170,12 +157,12 @@ class AsyncWorker(Participant):
             self._attach_again()
             self._receive()
             for _ in range(LARGEST_TRIES if sends else 0):
-                if not (self._samples or self._engine.weights.has_own_progress):
+                if not (self._samples or self._engine.exchange.has_own_progress):
                     break
                 self._steps = 0
                 self._send()
                 self._receive()
-            return self._engine.weights.pull()
+            return self._engine.exchange.pull()[: self.vectors.num_weights]
         return self.vectors.weights.read()
 
     def end(self) -> None:
@@ -184,70 +171,58 @@ class AsyncWorker(Participant):
         try:
             with self._engine.losing():
                 if self.rule.may_wait and not self._engine.is_lost:
-                    self._engine.weights.transport.leave(self._number)
+                    self._engine.exchange.transport.leave(self._number)
                 self._wait_for_the_end()
         finally:
             self.leave()
 
     def leave(self) -> None:
         """Stop reporting this worker's presence and polling a lost service."""
-        if self._is_joined:
-            self._engine.watch.stop()
-        self._stop_heartbeat(_LONGEST_WAIT_SECONDS)
-        if self._connection is not None:
-            self._connection.close()
-
-    def _stop_heartbeat(self, longest_wait_seconds: float | None = None) -> None:
-        heartbeat, self._heartbeat = self._heartbeat, None
-        if heartbeat is not None:
-            heartbeat.stop(longest_wait_seconds)
+        self._opened.close()
 
     def _wait_for_the_end(self) -> None:
         # From here on the worker waits: a late report must not say that it trains.
-        self._stop_heartbeat(_LONGEST_WAIT_SECONDS if self._engine.is_lost else None)
+        if self._heartbeat is not None:
+            self._heartbeat.stop(LONGEST_WAIT_SECONDS if self._engine.is_lost else None)
         facts = self._report(Presence.WAITING)
         while facts.stage != Stage.CLOSED:
             time.sleep(_POLL_SECONDS)
             facts = self._report(Presence.WAITING)
-        for vector, exchange in zip(self.vectors.all, self._engine.exchanges, strict=True):
-            vector.write(exchange.pull(exact=True))
+        self.vectors.write(self._engine.exchange.pull(exact=True))
         self._report(Presence.GONE)
 
     def _join(self) -> None:
         self.rule = self.options.rule.for_steps_of(1 / self._num_parts)
         seconds = self.options.startup_timeout_seconds
-        self._connection = connection = connect(
-            lambda: open_connection(self, self._number), seconds, _HAS_IT_ENDED
-        )
-        exchanges, self._ledger = connection.exchanges, connection.ledger
-        ask = exchanges[0].transport.greet
-        self._engine = ExchangeEngine(exchanges, ask, self.options, "Training", self._note_loss)
-        self._is_joined = True
-        self._early_claim = EarlyClaim(self._ledger)
+        connection = connect(lambda: open_connection(self, self._number), seconds, _HAS_IT_ENDED)
+        self._opened.callback(connection.close)
+        exchange, self._ledger = connection.exchange, connection.ledger
+        ask = exchange.transport.greet
+        self._engine = ExchangeEngine(exchange, ask, self.options, "Training", self._note_loss)
+        self._opened.callback(self._engine.watch.stop)
         facts = self._report(Presence.TRAINING)
         self._check_same_data(facts)
         # After a fit or a backup, the leader may have made another number of passes.
-        self.first_pass = facts.training.first_pass
+        self.first_pass = facts.first_pass
         interval = self.options.timeout_seconds / _BEATS_IN_TIMEOUT
-        self._heartbeat = Heartbeat(connection.heartbeat, interval)
+        beat = functools.partial(report_alive, connection.heartbeat)
+        self._heartbeat = Repeating(beat, interval, "alive")
+        self._opened.callback(self._heartbeat.stop)
         connect(self._start_from_center, seconds)
         _logger.info("Async worker %d trains from epoch %d on.", self._number, facts.epoch + 1)
 
     def _start_from_center(self) -> None:
         try:
-            centers = self._engine.attach()
+            self.vectors.write(self._engine.exchange.attach())
         except NoCenterError as error:  # its leader restores the center: ask again later
             raise ConnectionError(str(error)) from error
-        for vector, center in zip(self.vectors.all, centers, strict=True):
-            vector.write(center)
 
-    def _check_same_data(self, facts: LedgerFacts) -> None:
+    def _check_same_data(self, facts: TrainingFacts) -> None:
         received = (self.num_batches, self.fingerprint)
-        training = facts.training
-        expected = (training.num_batches, training.fingerprint)
+        expected = (facts.num_batches, facts.fingerprint)
         # The hash belongs to the latest pass; after a fit in which this worker passed over the data
         # less often than the group, passes differ, and with them the orders of a shuffle.
-        may_compare = training.first_pass == self.first_pass and 0 not in (received[1], expected[1])
+        may_compare = facts.first_pass == self.first_pass and 0 not in (received[1], expected[1])
         if received[0] != expected[0] or (may_compare and received[1] != expected[1]):
             raise ValueError(
                 "This async worker's data is not the sync group's, so that they cannot share an "
@@ -304,13 +279,13 @@ class AsyncWorker(Participant):
             return
         is_needed = max(self._latest_batch + 1, self._steps_at_hand) < self.num_batches
         if is_needed and len(claims.left_over) <= 1:
-            self._early_claim.ask(self._epoch)
+            self._ledger.ask_ahead(self._epoch)
 
     def _claim(self) -> int | None:
         """Return the next batch of the epoch, None if there is none; without a service, of all."""
         while not self._engine.is_lost:
             with self._engine.losing():
-                status, first, granted = self._early_claim.take(self._epoch, self._latest_batch)
+                status, first, granted = self._ledger.take(self._epoch, self._latest_batch)
                 if status == Status.OK:
                     return first if granted else None
                 stage = self._report(Presence.TRAINING).stage
@@ -322,30 +297,25 @@ class AsyncWorker(Participant):
         return following if following < self.num_batches else None
 
     def _send(self) -> None:
-        engine, samples = self._engine, self._samples
-        pending = engine.weights.send(self.progress(), samples)
+        values = self.vectors.read(self.progress())
+        pending = self._engine.exchange.send(values, self._samples)
         self._samples = 0
         self._pace.sent()
-        pending.push.check()  # the next message would wait for a lost service once more
-        for vector, exchange in zip(self.vectors.all[1:], engine.exchanges[1:], strict=True):
-            exchange.send(vector.read(), samples)
+        pending.check()  # the next message would wait for a lost service once more
 
     def _receive(self, measures: bool = False) -> None:
         """Wait for the answer in flight, if any, and continue from it."""
-        engine, vectors, pending = self._engine, self.vectors, self._engine.weights.pending
-        if pending is not None:
-            with self._pace.waiting(measures):
-                answer = pending.push.answer()
-            # Where steps only sum gradients, the weights are still those that were seen.
-            sums = self.rule.uses_gradients
-            own = list(engine.weights.seen) if sums else vectors.weights.read()
-            vectors.weights.write(engine.weights.receive(own, answer))
-            if engine.weights.lost_gradient:  # not below 0: a claim may have reported them
-                self._unreported = max(0, self._unreported - pending.samples)
-        # An answer counts once: that of the weights may arrive while that of the state is lost.
-        for vector, exchange in zip(vectors.all[1:], engine.exchanges[1:], strict=True):
-            if exchange.pending is not None:
-                vector.write(exchange.receive(vector.read()))
+        exchange = self._engine.exchange
+        pending = exchange.pending
+        if pending is None:
+            return
+        with self._pace.waiting(measures):
+            answer = pending.answer()
+        # Where steps only sum gradients, the weights are still those that were seen.
+        seen = exchange.seen[: exchange.num_weights] if self.rule.uses_gradients else None
+        self.vectors.write(exchange.receive(self.vectors.read(seen), answer))
+        if exchange.lost_gradient:  # not below 0: a claim may have reported them
+            self._unreported = max(0, self._unreported - pending.samples)
 
     def _attach_again(self) -> None:
         """Reconnect to the service after a loss; a push in flight is sent again."""
@@ -353,37 +323,22 @@ class AsyncWorker(Participant):
             return
         if self._report(Presence.TRAINING).stage == Stage.STARTING:
             raise ServiceLostError("The parameter service was restarted, and has no leader yet.")
-        self._engine.meet_again()
+        self._engine.exchange.meet_again()
         own = self.vectors.weights.read()
         self.vectors.weights.write(self._engine.attached_again(own, self.num_participants))
 
-    def _report(self, presence: Presence) -> LedgerFacts:
+    def _report(self, presence: Presence) -> TrainingFacts:
         used, self._unreported = self._unreported, 0
         return self._ledger.report(presence, used)
 
     def _note_loss(self, error: ServiceLostError) -> None:
-        self._early_claim.service_lost()
+        self._ledger.service_lost()
 
 
-class Heartbeat:
-    """A thread that reports until it is stopped."""
-
-    def __init__(self, ledger: LedgerConnection, interval_seconds: float) -> None:
-        self._ledger, self._interval_seconds = ledger, interval_seconds
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="keras_het-alive", daemon=True)
-        self._thread.start()
-
-    def stop(self, longest_wait_seconds: float | None = None) -> None:
-        """Stop reporting; return once no report is in flight, or sooner."""
-        self._stopped.set()
-        self._thread.join(longest_wait_seconds)
-
-    def _beat(self) -> None:
-        while not self._stopped.wait(self._interval_seconds):
-            try:
-                self._ledger.report(Presence.TRAINING)
-            except ServiceLostError:
-                continue  # the worker itself notices at its next exchange
-            except PermissionError:
-                return
+def report_alive(ledger: LedgerConnection) -> bool:
+    """Report that the worker trains; return whether it need not do so again."""
+    try:
+        ledger.report(Presence.TRAINING)
+    except (ServiceLostError, PermissionError) as error:
+        return isinstance(error, PermissionError)  # the worker notices a loss at its next exchange
+    return False

@@ -65,71 +65,74 @@ class Center:
         self._first, *self._channels = [
             RemoteChannel(at, leader.credential, LEADER, leader.options.timeout_seconds)
             if own is None
-            else Channel(at, own.handle_own)
+            else Channel(at, functools.partial(own.handle, LEADER, is_own=True))
             for at in (self._addresses[0], *self._addresses)
         ]
         wire = leader.options.wire if own is None else None  # within it nothing is rounded
         for channel in (self._first, *self._channels):
             service.callback(channel.close)
-        self._exchanges = connect(lambda: connect_vectors(leader, self._channels, wire), seconds)
+        self._exchange = connect(lambda: connect_vectors(leader, self._channels, wire), seconds)
         self.ledger = LeaderLedger(self._first)
         self._waits = leader.rule.uses_gradients or own is not None
         training_state = leader.strategy.extended.training_state
         self._bring_center(training_state.restored)
         training_state.restored = None
         self.engine = ExchangeEngine(
-            self._exchanges,
+            self._exchange,
             self._find_restarted,
             leader.options,
             "The sync group",
             self._note_loss,
         )
-        self.engine.attach()
+        self._exchange.attach()
         training_state.export = self.exported
         self._taken_until = 0
-        self._is_closed = False
         service.callback(self.close)
         _logger.info("The parameter service is at %s.", ", ".join(self._addresses))
 
     def exported(self) -> dict[str, np.ndarray] | None:
         """Return versions and rule state for a backup, as arrays; None without a service."""
-        return self.engine.attempt(self.engine.weights.transport.export, None)
+        return self.engine.attempt(self._exchange.transport.export, None)
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch; the first one also admits async workers."""
         self._taken_until = 0
-        self.ledger.start_epoch(epoch, self._leader.facts)
-        self.ledger.set_stage(Stage.RUNNING)
+        self.ledger.facts = self._leader.facts._replace(stage=Stage.RUNNING, epoch=epoch)
         self.engine.attempt(self._open, None)
 
     def set_stage(self, stage: Stage) -> None:
         """Announce the stage to all async workers; in the last stage they change nothing."""
         if stage == Stage.CLOSED:
-            self.engine.attempt(self.engine.weights.transport.close_training, None)
-        self.ledger.set_stage(stage)
+            self.engine.attempt(self._exchange.transport.close_training, None)
+        self.ledger.facts = self.ledger.facts._replace(stage=stage)
         self.engine.attempt(self.ledger.tell, None)
 
     def exchange(
-        self, values: list[list[Vector]], samples: int, push: bool, wait: bool = False
-    ) -> None:
-        """Exchange weights and moving statistics; `values` become those to continue from."""
-        engine = self.engine
+        self, values: list[Vector], samples: int, push: bool, wait: bool = False
+    ) -> list[Vector]:
+        """Exchange weights and moving statistics; return those from which to continue."""
+        engine, exchange = self.engine, self._exchange
         if engine.is_away:
-            return
+            return values
         with engine.losing():
+            count = exchange.num_weights
             if engine.is_lost:
                 self._meet_again()
-                values[0] = engine.attached_again(values[0], self._leader.num_participants)
-            engine.receive(values)
+                own = engine.attached_again(values[:count], self._leader.num_participants)
+                values = [*own, *values[count:]]
+            values = exchange.receive(values)
             if push:
-                engine.send(values, samples)
+                pending = exchange.send(values, samples)
+                values = pending.sent
+                pending.check()
             if wait or self._waits:
-                engine.receive(values)
+                values = exchange.receive(values)
                 for _ in range(LARGEST_TRIES):  # changes that were too stale for the center
-                    if not engine.weights.has_own_progress:
+                    if not exchange.has_own_progress:
                         break
-                    values[0] = engine.weights.send(values[0], samples).sent
-                    values[0] = engine.weights.receive(values[0])
+                    values = [*exchange.send(values[:count], samples).sent, *values[count:]]
+                    values = exchange.receive(values)
+        return values
 
     def claim(self, epoch: int, count: int) -> Grant:
         """Claim batches of an epoch; without a service, the group gets all that follow."""
@@ -147,37 +150,32 @@ class Center:
     def pace(self, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray] | None:
         return self.engine.attempt(lambda: self.ledger.pace(pace), None)
 
-    def weights(self) -> list[Vector]:
-        own = self._leader.vectors.weights.read()
-        return self.engine.attempt(lambda: self.engine.weights.pull(exact=True), own)
-
-    def state(self) -> list[Vector]:
-        state, own = self.engine.state, self._leader.vectors.state
-        return [] if state is None or own is None else self.engine.attempt(state.pull, own.read())
+    def read(self) -> list[Vector]:
+        """Return the center, or the leader's own weights and statistics without a service."""
+        own = self._leader.vectors.read()
+        return self.engine.attempt(lambda: self._exchange.pull(exact=True), own)
 
     def versions(self) -> np.ndarray:
         """Last known number of updates of each partition of the weights."""
-        if not self._is_closed:
-            self.engine.attempt(self.engine.weights.pull, None)
-        return self.engine.weights.latest_versions
+        if not self.ledger.is_kept:
+            self.engine.attempt(self._exchange.pull, None)
+        return self._exchange.latest_versions[: self._exchange.num_weights]
 
-    def training_workers(self) -> list[int]:
-        return self._present(Presence.TRAINING)
-
-    def waiting_workers(self) -> list[int]:
-        return self._present(Presence.WAITING)
+    def present(self, presence: Presence) -> list[int]:
+        """Return the async workers that do this, according to a recent report."""
+        seconds = self._options.presence_seconds
+        return self.engine.attempt(lambda: self.ledger.present(presence, seconds), [])
 
     def skip(self, worker: int) -> bool:
         """Stop all waiting for a worker that is gone."""
-        client = self.engine.weights.transport
+        client = self._exchange.transport
         return self.engine.attempt(lambda: client.leave(worker), False)
 
     def conclude(self) -> None:
         """Keep versions and counts readable after the end of the service."""
-        self.engine.attempt(self.engine.weights.pull, None)
+        self.engine.attempt(self._exchange.pull, None)
         self.engine.attempt(self.ledger.tell, None)
-        self.ledger.keep()
-        self._is_closed = True
+        self.ledger.is_kept = True
 
     def close(self) -> None:
         """Tell the tasks that serve of the end."""
@@ -208,12 +206,12 @@ class Center:
         if restarted or self._awaits_center:
             self._awaits_center = True  # until all have it: another try must redo everything
             self._offer(restarted, self._options.timeout_seconds)
-            connect(self._exchanges[0].transport.greet, self._options.timeout_seconds)
+            connect(self._exchange.transport.greet, self._options.timeout_seconds)
             self._bring_center()
-            self.engine.attach()
+            self._exchange.attach()
             self._awaits_center = False
         else:
-            self.engine.meet_again()
+            self._exchange.meet_again()
         self._open()
 
     def _find_restarted(self) -> list[str]:
@@ -228,9 +226,8 @@ class Center:
 
     def _bring_center(self, saved: Mapping[str, np.ndarray] | None = None) -> None:
         """Make the leader's current weights and moving statistics the center."""
-        for exchange, own in zip(self._exchanges, self._leader.vectors.all, strict=True):
-            exchange.transport.restore(own.read(), saved, exchange.seen_pushes)
-            saved = None  # moving statistics have no other state
+        values = self._leader.vectors.read()
+        self._exchange.transport.restore(values, saved, self._exchange.seen_pushes)
 
     def _offer(self, tasks: Sequence[str], patience: float) -> None:
         leader = self._leader
@@ -239,10 +236,6 @@ class Center:
             place = self._addresses.index(address)
             offer = address, leader.secret, spec, place, leader.options.timeout_seconds
             connect(functools.partial(make_offer, *offer), patience)
-
-    def _present(self, presence: Presence) -> list[int]:
-        seconds = self._options.presence_seconds
-        return self.engine.attempt(lambda: self.ledger.present(presence, seconds), [])
 
     def _note_loss(self, error: ServiceLostError) -> None:
         if isinstance(error, NoCenterError):  # it may know this training, from an earlier offer

@@ -65,23 +65,19 @@ def _group_has_ended() -> bool:
 
 def connect_vectors(
     participant: Participant, channels: Sequence[Channel], wire: Wire | None
-) -> list[VectorExchange]:
+) -> VectorExchange:
     """Connect to the center of weights, and of moving statistics if there are any."""
     vectors, rule = participant.vectors, participant.rule
-    client = ParameterClient(channels, vectors.weights.partitions, 0, wire, rule.may_wait)
+    state = None if vectors.state is None else vectors.state.partitions
+    client = ParameterClient(channels, vectors.weights.partitions, wire, rule.may_wait, state)
     client.greet()
-    exchanges = [VectorExchange(client, rule)]
-    if vectors.state is not None:
-        first = len(vectors.weights.partitions.sizes)
-        client = ParameterClient(channels, vectors.state.partitions, first)
-        exchanges.append(VectorExchange(client, participant.state_rule))
-    return exchanges
+    return VectorExchange(client, rule, participant.state_rule)
 
 
 class Connection(NamedTuple):
-    """An async worker's exchanges with a service, its ledger, and one for its heartbeat."""
+    """An async worker's exchange with a service, its ledger, and one for its heartbeat."""
 
-    exchanges: list[VectorExchange]
+    exchange: VectorExchange
     ledger: LedgerConnection
     heartbeat: LedgerConnection
     close: Callable[[], None]
@@ -102,8 +98,8 @@ def open_connection(participant: Participant, number: int) -> Connection:
         ledger = LedgerConnection(first)
         channels = [channel(address) for address in _find_addresses(participant, ledger, first)]
         wire = participant.options.wire
-        exchanges = connect_vectors(participant, channels, wire)
-        return Connection(exchanges, ledger, LedgerConnection(first), opened.pop_all().close)
+        exchange = connect_vectors(participant, channels, wire)
+        return Connection(exchange, ledger, LedgerConnection(first), opened.pop_all().close)
 
 
 def _find_addresses(
@@ -111,7 +107,7 @@ def _find_addresses(
 ) -> list[str]:
     """Ask the first process of the service for the addresses of the others."""
     facts = ledger.report(Presence.GONE)
-    is_over = facts.stage == Stage.CLOSED and facts.training.run < participant.run
+    is_over = facts.stage == Stage.CLOSED and facts.run < participant.run
     answer = first.ask(Message(Kind.DIRECTORY, (), (np.zeros(0, np.uint8),)))
     addresses = answer.vectors[0].tobytes().decode()
     if is_over or not addresses:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import numpy as np
@@ -27,8 +26,9 @@ LARGEST_TRIES = 100
 _ROOM_FOR_STRAGGLERS = 1 << 20
 _UNANSWERED = (NO_ANSWER, int(Status.NO_CENTER))
 _QUESTIONS_IN_TIMEOUT = 4
+_NOTHING = np.zeros(0, np.float32)
 _LARGEST_PAUSE = 16.0  # in time-outs
-_LONGEST_WAIT_SECONDS = 0.5  # for a question whose answer is no longer needed
+LONGEST_WAIT_SECONDS = 0.5  # for an answer that is no longer needed
 _TAKEN = (int(Status.OK), int(Status.REPEATED))
 _TOO_LATE = (
     "Training ended before this worker's last change arrived, so the center lacks it. A larger "
@@ -55,26 +55,24 @@ class NoCenterError(ServiceLostError):
 class ExchangeEngine:
     """The one state machine of all participants, whether their center is here or elsewhere.
 
-    - Attached: the center was seen; a push of weights and one of moving statistics may be in
-      flight, each until its answer has been received, which counts once.
+    - Attached: the center was seen; a push may be in flight until its answer has been received,
+      which counts once.
     - Lost (`is_lost`): a part did not answer in time. That is an error, after which the exchange is
-      given up (`is_given_up`), or the participant trains on alone. Pushes in flight are kept.
+      given up (`is_given_up`), or the participant trains on alone. A push in flight is kept.
     - Away (`is_away`): lost, and not heard from since. A thread asks; nothing else does.
-    - Attached again: all parts have answered, pushes in flight again, with their old numbers; only
-      then the progress made alone is scaled by the rule, once.
+    - Attached again: all parts have answered a push in flight, with its old number; only then
+      the progress made alone is scaled by the rule, once.
     """
 
     def __init__(
         self,
-        exchanges: Sequence[VectorExchange],
+        exchange: VectorExchange,
         ask: Callable[[], object],
         options: HybridOptions,
         name: str,
         note_loss: Callable[[ServiceLostError], None],
     ) -> None:
-        self.exchanges = exchanges
-        self.weights, *state = exchanges
-        self.state = state[0] if state else None
+        self.exchange = exchange
         self.is_lost = self.is_given_up = False
         self.watch = ReturnWatch(ask, options.timeout_seconds)
         self._goes_on, self._name = options.goes_on_without_service, name
@@ -88,35 +86,11 @@ class ExchangeEngine:
     @property
     def has_answer(self) -> bool:
         """Whether something is in flight, and all of it is answered or will not be."""
-        pushes = [each.pending.push for each in self.exchanges if each.pending is not None]
-        return bool(pushes) and all(push.has_answer for push in pushes)
-
-    def attach(self) -> list[list[Vector]]:
-        """Fetch the center of weights, and of moving statistics, to start from; forget pushes."""
-        centers = [each.pull() for each in self.exchanges]
-        for each, center in zip(self.exchanges, centers, strict=True):
-            each.adopt(center)
-        return centers
-
-    def send(self, values: list[list[Vector]], samples: int) -> None:
-        """Send weights and moving statistics; `values` become those to continue from."""
-        for place, each in enumerate(self.exchanges):
-            pending = each.send(values[place], samples)
-            values[place] = pending.sent
-            pending.push.check()
-
-    def receive(self, values: list[list[Vector]]) -> None:
-        """Take the answers in flight into `values`, each before the next: one may be lost."""
-        for place, each in enumerate(self.exchanges):
-            values[place] = each.receive(values[place])
-
-    def meet_again(self) -> None:
-        for each in self.exchanges:
-            each.meet_again()
+        return self.exchange.pending is not None and self.exchange.pending.has_answer
 
     def attached_again(self, weights: list[Vector], num_participants: int) -> list[Vector]:
         """End the loss once all parts answer: a failed try must not scale progress again."""
-        weights = self.weights.after_absence(weights, num_participants)
+        weights = self.exchange.after_absence(weights, num_participants)
         self.is_lost = False
         self.watch.attached()
         _logger.warning("The parameter service answers again.")
@@ -150,31 +124,28 @@ class ExchangeEngine:
             _logger.warning("%s %s continues alone.", str(error).removesuffix(ADVICE), self._name)
 
 
-@dataclasses.dataclass
-class Pending:
-    """A push in flight; it can be sent again and counts once."""
-
-    push: PendingPush
-    samples: int
-    versions: np.ndarray
-    sent: list[Vector]
-
-
 class VectorExchange:
-    """The exchange of one participant's vectors with the center."""
+    """The exchange of a participant's weights, and of its moving statistics, with the center."""
 
-    def __init__(self, transport: ParameterClient, rule: UpdateRule) -> None:
+    # Values are lists of parts: first those of the weights.
+
+    def __init__(
+        self, transport: ParameterClient, rule: UpdateRule, state_rule: UpdateRule | None = None
+    ) -> None:
         self.transport, self._rule = transport, rule
+        self.num_weights = len(transport.partitions.sizes)
+        num_others = transport.num_parts - self.num_weights
+        self._rules = [rule] * self.num_weights + [state_rule or rule] * num_others
         self.seen: list[Vector] = []
-        self._versions = np.zeros(len(transport.partitions.sizes), np.int64)
+        self._versions = np.zeros(transport.num_parts, np.int64)
         self.latest_versions = self._versions  # known ones; the weights may have older ones
-        self.seen_pushes: list[Vector | None] = [None] * len(self._versions)
+        self.seen_pushes: list[Vector | None] = [None] * transport.num_parts
         """Numbers of all workers' latest pushes in `seen`, by partition; None before it is seen."""
         self._pulled_pushes = self.seen_pushes
-        self._residuals: list[Vector] | None = None
+        self._residuals = [_NOTHING] * transport.num_parts
         # An earlier process with this number may still have messages in flight.
         self._number = transport.latest_number() + _ROOM_FOR_STRAGGLERS
-        self.pending: Pending | None = None
+        self.pending: PendingPush | None = None
         self._warned: set[str] = set()
         self._was_stale = self.lost_gradient = False
         self.staleness = 0.0
@@ -193,68 +164,77 @@ class VectorExchange:
         self._pulled_pushes = answer.latest
         return center
 
-    def adopt(self, center: list[Vector]) -> None:
-        """Treat the center that was just pulled as the last one seen; forget the push in flight."""
-        self.seen, self._residuals, self.pending = center, None, None
+    def attach(self) -> list[Vector]:
+        """Fetch the center to start from; forget the push in flight."""
+        self.seen = self.pull()
+        self._residuals, self.pending = [_NOTHING] * len(self.seen), None
         self._versions, self.seen_pushes = self.latest_versions, self._pulled_pushes
+        return list(self.seen)
 
     def after_absence(self, weights: list[Vector], num_workers: int) -> list[Vector]:
         starts = self.seen if self.pending is None else self.pending.sent
-        pairs = zip(weights, starts, strict=True)
+        pairs = zip(weights, starts[: self.num_weights], strict=True)
         return [self._rule.after_absence(own, start, num_workers) for own, start in pairs]
 
-    def send(self, weights: list[Vector], samples: int) -> Pending:
-        """Send the rule's message; the worker continues from the pending push's `sent`."""
-        rule, pairs = self._rule, list(zip(weights, self.seen, strict=True))
-        if rule.uses_gradients:  # the weights are unchanged since the last answer
-            messages = [rule.message_of_gradient(gradient, seen) for gradient, seen in pairs]
-            sent = [rule.after_sending(seen, seen) for seen in self.seen]
-        else:
-            messages = [rule.message(own, seen) for own, seen in pairs]
-            sent = [rule.after_sending(own, seen) for own, seen in pairs]
-        if self._residuals is not None:
-            messages = [m + r for m, r in zip(messages, self._residuals, strict=True)]
+    def send(self, values: list[Vector], samples: int) -> PendingPush:
+        """Send the rules' messages about all parts, or the first ones; continue from `sent`."""
+        messages: list[Vector] = []
+        sent: list[Vector] = []
+        parts = zip(self._rules, values, self.seen, self._residuals, strict=False)
+        for rule, own, seen, residual in parts:
+            if rule.uses_gradients:  # the weights are unchanged since the last answer
+                message, own = rule.message_of_gradient(own, seen), seen
+            else:
+                message = rule.message(own, seen)
+            messages.append(message + residual if len(residual) else message)
+            sent.append(rule.after_sending(own, seen))
         self._number += 1
-        versions = self._versions.copy()
-        push = self.transport.start_push(messages, versions.tolist(), samples, self._number)
-        self.pending = Pending(push, samples, versions, sent)
+        versions = self._versions[: len(sent)].tolist()
+        self.pending = self.transport.start_push(messages, versions, samples, self._number)
+        self.pending.sent = sent
         return self.pending
 
-    def receive(self, weights: list[Vector], answer: Answer | None = None) -> list[Vector]:
-        """Take the answer in flight, if any; return the weights from which to continue."""
+    def receive(self, values: list[Vector], answer: Answer | None = None) -> list[Vector]:
+        """Take the answer in flight, if any; return the values from which to continue."""
         if self.pending is not None:
-            answer = answer or self.pending.push.answer()
-            weights = self._combined(self.pending, answer, weights)
+            answer = answer or self.pending.answer()
+            values = self._combined(self.pending, answer, values)
             self.pending = None
-        return weights
+        return values
 
-    def _combined(self, pending: Pending, answer: Answer, weights: list[Vector]) -> list[Vector]:
-        """Combine an answer with the current weights."""
+    def _combined(self, push: PendingPush, answer: Answer, values: list[Vector]) -> list[Vector]:
         # A part whose push was too stale restarts from the center with the worker's own progress;
         # after the end of training it stays unchanged: the final center follows.
-        statuses, versions = answer.statuses, answer.versions
         _check_answered(answer)
+        statuses, versions = answer.statuses, answer.versions
         self._warn_if(Status.CLOSED in statuses, _TOO_LATE)
         self._warn_if(Status.NOT_FINITE in statuses, _DIVERGED)
-        carried = [
-            self._part(index, int(status), values, pending.sent[index], weights[index])
-            for index, (status, values) in enumerate(zip(statuses, answer.values, strict=True))
-        ]
-        taken = np.isin(statuses, (Status.OK, Status.REPEATED, Status.STALE))
-        if taken.any():
-            behind = (versions - pending.versions)[taken] - (statuses[taken] != int(Status.STALE))
-            self.staleness = float(np.maximum(behind, 0).mean())
-        self._versions = np.where(taken, versions, self._versions)
+        stale, is_taken = statuses == int(Status.STALE), np.isin(statuses, _TAKEN)
+        is_seen = stale | is_taken
+        behind = np.maximum(versions - push.versions - is_taken, 0)[: self.num_weights]
+        if (of_weights := is_seen[: self.num_weights]).any():
+            self.staleness = float(behind[of_weights].mean())
+        self._versions = self._versions.copy()
+        self._versions[: len(statuses)][is_seen] = versions[is_seen]
         self.latest_versions = np.maximum(self.latest_versions, self._versions)
-        both = zip(answer.latest, self.seen_pushes, strict=True)
-        self.seen_pushes = [old if new is None else new for new, old in both]
-        self._residuals = self._left_over(pending.push, answer)
-        stale = statuses == int(Status.STALE)
+        values, self.seen_pushes = list(values), list(self.seen_pushes)
+        for index, center in enumerate(answer.values):
+            if is_taken[index]:  # what was not taken is still in the weights
+                self._residuals[index] = push.residuals[index]
+            if center is None:
+                continue
+            if stale[index]:
+                values[index] = center + (values[index] - self.seen[index])
+            else:
+                rule, sent = self._rules[index], push.sent[index]
+                values[index] = rule.receive(values[index], sent, center)
+            self.seen[index], self.seen_pushes[index] = center, answer.latest[index]
         self._was_stale = bool(stale.any())
         # A gradient that was too stale would be just as stale if it was sent again.
-        self.lost_gradient = self._rule.uses_gradients and bool(stale.all())
-        self._warn_if(self._rule.uses_gradients and self._was_stale, _LOST_GRADIENT)
-        return carried
+        uses_gradients = self._rule.uses_gradients
+        self.lost_gradient = uses_gradients and bool(stale[: self.num_weights].all())
+        self._warn_if(uses_gradients and self._was_stale, _LOST_GRADIENT)
+        return values
 
     def _warn_if(self, applies: bool, text: str) -> None:
         if applies and text not in self._warned:
@@ -267,30 +247,10 @@ class VectorExchange:
         if self.pending is None:
             self.pull()
             return
-        statuses = self.pending.push.answer().statuses
+        statuses = self.pending.answer().statuses
         again = np.flatnonzero(np.isin(statuses, _UNANSWERED))
-        self.transport.push_again(self.pending.push, again.tolist())
-        _check_answered(self.pending.push.answer())
-
-    def _part(
-        self, index: int, status: int, values: Vector | None, sent: Vector, weights: Vector
-    ) -> Vector:
-        if values is None:
-            return weights
-        if status == Status.STALE:
-            new = values + (weights - self.seen[index])
-        else:
-            new = self._rule.receive(weights, sent, values)
-        self.seen[index] = values
-        return new
-
-    def _left_over(self, push: PendingPush, answer: Answer) -> list[Vector] | None:
-        """Return what a compressing format has left; changes not taken are still in the weights."""
-        if self.transport.wire.is_exact:
-            return None
-        before = self._residuals or [np.zeros_like(residual) for residual in push.residuals]
-        left = zip(answer.statuses, push.residuals, before, strict=True)
-        return [residual if status in _TAKEN else old for status, residual, old in left]
+        self.transport.push_again(self.pending, again.tolist())
+        _check_answered(self.pending.answer())
 
 
 def _check_answered(answer: Answer) -> None:
@@ -308,6 +268,24 @@ def _lost(answer: Answer) -> ServiceLostError:
     return answer.loss
 
 
+class Repeating(threading.Thread):
+    """A thread that does something after each pause until that returns True, or it is stopped."""
+
+    def __init__(self, do: Callable[[], bool], pause_seconds: float, name: str) -> None:
+        super().__init__(name=f"keras_het-{name}", daemon=True)
+        self._do, self._pause_seconds, self._end = do, pause_seconds, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._end.wait(self._pause_seconds) and not self._do():
+            pass
+
+    def stop(self, longest_wait_seconds: float | None = LONGEST_WAIT_SECONDS) -> None:
+        """Stop; return once nothing is in progress, or sooner."""
+        self._end.set()
+        self.join(longest_wait_seconds)
+
+
 class ReturnWatch:
     """A thread that polls after each loss until there is an answer; no step waits for it."""
 
@@ -315,12 +293,11 @@ class ReturnWatch:
 
     def __init__(self, ask: Callable[[], object], timeout_seconds: float) -> None:
         self._ask = ask
-        self._first_pause = timeout_seconds / _QUESTIONS_IN_TIMEOUT
+        self._first_pause = self._pause = timeout_seconds / _QUESTIONS_IN_TIMEOUT
         self._largest_pause = _LARGEST_PAUSE * timeout_seconds
-        self._pause = self._first_pause
         self._lock = threading.Lock()
-        self._answered, self._stopped = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self._answered, self._is_stopped = threading.Event(), False
+        self._thread: Repeating | None = None
 
     @property
     def has_answered(self) -> bool:
@@ -329,15 +306,12 @@ class ReturnWatch:
     def start(self) -> None:
         """Start polling, unless it is already in progress; call this at each loss."""
         with self._lock:  # a thread other than that of the steps may claim batches
-            is_asking = self._thread is not None and not self._answered.is_set()
-            if is_asking or self._stopped.is_set():
+            is_asking = self._thread is not None and not self.has_answered
+            if is_asking or self._is_stopped:
                 return
             self._answered.clear()
             pause, self._pause = self._pause, min(2 * self._pause, self._largest_pause)
-            self._thread = threading.Thread(
-                target=self._ask_until_answered, args=(pause,), name="keras_het-lost", daemon=True
-            )
-            self._thread.start()
+            self._thread = Repeating(self._is_answered, pause, "lost")
 
     def attached(self) -> None:
         """Record that the service is in use again: the next loss is a new one."""
@@ -345,22 +319,18 @@ class ReturnWatch:
 
     def stop(self) -> None:
         """Stop polling and return soon; the result of a pending question does not count."""
-        if self._stopped.is_set():
-            return
-        self._stopped.set()
         with self._lock:
-            thread = self._thread
-        if thread is not None:
-            thread.join(_LONGEST_WAIT_SECONDS)
+            self._is_stopped = True
+        if self._thread is not None:
+            self._thread.stop()
 
-    def _ask_until_answered(self, pause: float) -> None:
-        while not self._stopped.wait(pause):
-            try:
-                self._ask()
-            except ServiceLostError:
-                continue
-            except Exception as error:  # such as a refusal: it recurs when the training attaches
-                _logger.debug("The service has answered with an error: %s", error)
-            if not self._stopped.is_set():
-                self._answered.set()
-            return
+    def _is_answered(self) -> bool:
+        try:
+            self._ask()
+        except ServiceLostError:
+            return False
+        except Exception as error:  # such as a refusal: it recurs when the training attaches
+            _logger.debug("The service has answered with an error: %s", error)
+        if not self._is_stopped:
+            self._answered.set()
+        return True

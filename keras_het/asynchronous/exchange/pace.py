@@ -52,7 +52,7 @@ class PushPace:
         self._travels: deque[float] = deque(maxlen=3)
         self._overheads: deque[float] = deque(maxlen=8)
         self._answers: deque[float] = deque(maxlen=8)
-        self._waited = self._took_early = 0.0
+        self._waited = self._busy = 0.0
         self._sent_at: float | None = None
 
     def computed(self, steps: int, samples: int) -> None:
@@ -76,26 +76,24 @@ class PushPace:
             self._steps.append((seconds / steps, samples / steps))
 
     @contextlib.contextmanager
-    def exchanging(self) -> Iterator[None]:
-        """Time this task's work for an exchange; `waiting` within it may be hidden."""
+    def taking_early(self) -> Iterator[None]:
+        """Time this task's work on an answer that arrives before the next exchange."""
         self._note_steps()
         started, self._waited = self._clock(), 0.0
         yield
         self._since = self._clock()
         hidden = 0.0 if self._waits else self._waited
-        if self._num_exchanges:  # the first one is traced
-            self._overheads.append(self._since - started - hidden + self._took_early)
-        self._num_exchanges += 1
-        self._took_early = 0.0
+        self._busy += self._since - started - hidden
 
     @contextlib.contextmanager
-    def taking_early(self) -> Iterator[None]:
-        """Time this task's work on an answer that arrives before the next exchange."""
-        self._note_steps()
-        started = self._clock()
-        yield
-        self._since = self._clock()
-        self._took_early += self._since - started
+    def exchanging(self) -> Iterator[None]:
+        """Time this task's work for an exchange; `waiting` within it may be hidden."""
+        with self.taking_early():
+            yield
+        if self._num_exchanges:  # the first one is traced
+            self._overheads.append(self._busy)
+        self._num_exchanges += 1
+        self._busy = 0.0
 
     def sent(self) -> None:
         self._sent_at = self._clock()
@@ -138,19 +136,14 @@ def choose_period(
 ) -> int:
     """Return the steps of one participant between two exchanges, for about equal push rates."""
     # Limits: the silence in seconds after which a participant does not count, the longest period.
-    paces, is_known = _known(paces)
+    paces = np.asarray(paces, np.float64)
+    is_known = (paces[:, 0] > 0) & (paces[:, 1] >= 1)
     counts = is_known & (np.asarray(silence) < limits[0])
-    counts[participant] = is_known[participant]
-    if not counts[participant]:
+    if not is_known[participant]:
         return max(FIRST_PERIOD, least)
+    counts[participant] = True
     speeds, batches, exchanges = paces[counts].T[:3]
     batches = [round(batch) for batch in batches]
     plan = plan_pushes(speeds.tolist(), batches, exchanges.tolist(), least)
     place = int(counts[:participant].sum())
     return max(1, min(plan.samples[place] // batches[place], limits[1]))
-
-
-def _known(paces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows of paces, and whether each is there."""
-    rows = np.asarray(paces, np.float64)
-    return rows, (rows[:, 0] > 0) & (rows[:, 1] >= 1)

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_het.asynchronous.exchange.pace import PushPace, choose_period
 from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH, TrainingFacts
 from keras_het.asynchronous.parameter_service.wire import (
     PARTITION_BYTES,
@@ -23,6 +24,7 @@ from keras_het.exchange.message import Vector
 from keras_het.exchange.secret import credential, model_fingerprint, read_secret
 from keras_het.loader.input.data_pass import Claims
 from keras_het.packed_variables import PackedVariables, shared_variables
+from keras_het.planning.roles.exchange_settings import longest_period
 from keras_het.rules import ElasticAveraging, UpdateRule, serialize
 from keras_het.strategy.cluster.cluster_config import config_of
 from keras_het.strategy.measure.emulated_device import until_computed
@@ -123,8 +125,20 @@ class ModelVectors:
         weights, state = shared_variables(model)
         self.weights = PartitionedVector(weights, strategy, partition_bytes)
         self.state = PartitionedVector(state, strategy, partition_bytes) if state else None
-        self.all = [self.weights] if self.state is None else [self.weights, self.state]
+        self.num_weights = len(self.weights.partitions.sizes)
+        own = () if self.state is None else self.state.partitions.sizes
+        self.sizes = (*self.weights.partitions.sizes, *own)
         self._described = [*weights, *state]
+
+    def read(self, weights: list[Vector] | None = None) -> list[Vector]:
+        """Return all parts; those of the weights may be given."""
+        own = self.weights.read() if weights is None else weights
+        return own if self.state is None else [*own, *self.state.read()]
+
+    def write(self, parts: Sequence[Vector]) -> None:
+        self.weights.write(parts[: self.num_weights])
+        if self.state is not None:
+            self.state.write(parts[self.num_weights :])
 
     def fingerprint(self, rule: UpdateRule) -> str:
         """Hash what all participants must agree on: variables, and rule with settings."""
@@ -247,6 +261,10 @@ class Participant(abc.ABC):
         self.num_batches = int(data.cardinality)
         self.fingerprint = int(data.fingerprint or 0)
         self.first_pass = len(data.position[0])
+        self._pace = PushPace(
+            waits=options.waits_for_answer, wait_for_devices=self.wait_for_devices
+        )
+        self._steps = self._samples = 0  # since the last exchange
         self._claims: Claims | None = None
         self._own: list[Vector] | None = None
         self._mean_gradient: MeanGradient | None = None
@@ -300,6 +318,12 @@ class Participant(abc.ABC):
         until_computed()()
         value = self.model.trainable_variables[0].value
         tf.reshape(self.strategy.experimental_local_results(value)[0], [-1])[:1].numpy()
+
+    def period_for(self, paces: np.ndarray, silence: np.ndarray, number: int, steps: int) -> int:
+        """Return the period of a participant with some steps in an epoch, by all paces."""
+        least = self.rule.least_period
+        limits = self.options.presence_seconds, longest_period(steps, least)
+        return choose_period(paces, silence, number, limits, least)
 
     def passes_before(self, epoch: int) -> tuple[bool, ...]:
         """Return, for each pass over the data before an epoch, whether it was iterated."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 
 _logger = logging.getLogger(__name__)
-_ROLE_NUMBERS = {"sync": 0, "async": 1, "out": 2}
+_ROLES = ("sync", "async", "out")
 WARM_UP_STEPS = 4
 """Number of steps before the measured ones."""
 MEASURED_STEPS = 16
@@ -87,10 +87,9 @@ class RoleChoice:
         speeds = self._speeds()
         _logger.info("Gradient noise scale of the roles: %s samples.", speeds.noise_scale)
         plan = advise_roles(speeds)
-        own = np.array([_ROLE_NUMBERS[role] for role in plan.roles], np.int64)
+        own = np.array([_ROLES.index(role) for role in plan.roles], np.int64)
         agreed = self._strategy.extended.gather_over_workers(own[None])[0]
-        names = {number: role for role, number in _ROLE_NUMBERS.items()}
-        roles = tuple(names[int(number)] for number in agreed)
+        roles = tuple(_ROLES[int(number)] for number in agreed)
         chosen = dataclasses.replace(plan.chosen, roles=roles)  # type: ignore[arg-type]
         return dataclasses.replace(plan, chosen=chosen)
 

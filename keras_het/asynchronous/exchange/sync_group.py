@@ -14,15 +14,12 @@ import tensorflow as tf
 
 from keras_het.asynchronous.exchange.center import Center, join_service
 from keras_het.asynchronous.exchange.claims import Grant, GroupClaims
-from keras_het.asynchronous.exchange.pace import PushPace, choose_period
 from keras_het.asynchronous.exchange.participant import (
     HybridOptions,
     Participant,
-    PartitionedVector,
 )
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
 from keras_het.exchange.message import Vector
-from keras_het.planning.roles.exchange_settings import longest_period
 
 if TYPE_CHECKING:
     from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
@@ -30,9 +27,38 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.02
+_TO_FETCH = "to fetch the final weights"
 
 
-class SyncGroup(Participant):
+class Leader(Participant):
+    """A participant that may lead the service, or hold a part of it."""
+
+    center: Center | None = None  # of who leads
+    _service: contextlib.ExitStack | None = None
+    _epoch = 0
+
+    def _join(self) -> None:
+        self._service = contextlib.ExitStack()
+        self.center = join_service(self, self._service)
+
+    def leave(self) -> None:
+        """End the service: async workers learn that they have no leader."""
+        if self._service is not None:
+            self._service.close()
+
+    def _wait_until(self, is_done: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + self.options.shutdown_timeout_seconds
+        while not is_done() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        if not is_done():
+            _logger.warning(
+                "Async workers were given %g s %s; continuing without those that did not.",
+                self.options.shutdown_timeout_seconds,
+                what,
+            )
+
+
+class SyncGroup(Leader):
     """A group that trains synchronously; its leader exchanges every `period` steps."""
 
     # One collective passes result and batches to the other members, which add zeros: all have the
@@ -44,23 +70,15 @@ class SyncGroup(Participant):
         self, model: keras.Model, strategy: HeterogeneousStrategy, options: HybridOptions
     ) -> None:
         super().__init__(model, strategy, options)
-        self.center: Center | None = None  # on the leader
-        self._service: contextlib.ExitStack | None = None
-        self._epoch = 0
-        self._steps = self._samples = 0
         self._num_known = 0  # batches of the group not used yet
         self._counted = 0  # number of samples that the ledger knows
         self._sum = tf.function(strategy.extended.sum_over_workers, autograph=False)
-        self._pace = PushPace(
-            waits=options.waits_for_answer, wait_for_devices=self.wait_for_devices
-        )
         self.period = options.period
 
     def start_epoch(self, epoch: int) -> None:
         """Open the service before the first epoch, and claim the first batches of this one."""
         if self._service is None:
-            self._service = contextlib.ExitStack()
-            self.center = join_service(self, self._service)
+            self._join()
         if self.center is not None:
             self.center.start_epoch(epoch)
         self._epoch = epoch
@@ -81,8 +99,7 @@ class SyncGroup(Participant):
     def meet_center(self) -> list[Vector]:
         """Exchange now; gradients still being accumulated stay in place."""
         self._exchange(push=self._steps > 0 and not self.rule.uses_gradients, wait=True)
-        center = self.center
-        return self._agreed(self.vectors.weights, center.weights if center is not None else None)
+        return self._agreed()[: self.vectors.num_weights]
 
     def end(self) -> None:
         """Wait for the async workers that are present; all end with the center's weights."""
@@ -92,48 +109,29 @@ class SyncGroup(Participant):
         center = self.center
         if center is not None:
             center.set_stage(Stage.ENDING)
-            self._wait_until(lambda: not center.training_workers(), "to send their last changes")
+            self._wait_until(
+                lambda: not center.present(Presence.TRAINING), "to send their last changes"
+            )
             center.set_stage(Stage.CLOSED)
-        reads = (None, None) if center is None else (center.weights, center.state)
-        for vector, read in zip(self.vectors.all, reads, strict=False):
-            vector.write(self._agreed(vector, read))
+        self.vectors.write(self._agreed())
         if center is not None:
             # One that ends first trains, then waits.
             self._wait_until(
-                lambda: not (center.training_workers() or center.waiting_workers()),
-                "to fetch the final weights",
+                lambda: not any(map(center.present, (Presence.TRAINING, Presence.WAITING))),
+                _TO_FETCH,
             )
             center.conclude()
         # Members hold parts until the last worker has fetched them.
         self._sum_over_members([np.zeros(1, np.float32)])
         self.leave()
 
-    def leave(self) -> None:
-        """End the service: async workers learn that they have no leader."""
-        if self._service is not None:
-            self._service.close()
-
-    def _wait_until(self, is_done: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + self.options.shutdown_timeout_seconds
-        while not is_done() and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        if not is_done():
-            _logger.warning(
-                "Async workers were given %g s %s; continuing without those that did not.",
-                self.options.shutdown_timeout_seconds,
-                what,
-            )
-
     def _exchange(self, push: bool, wait: bool = False) -> None:
         """Exchange with the center, and claim the batches until after the next exchange."""
-        claims = (
-            self._claims if self._claims is not None and not self._claims.is_exhausted else None
-        )
+        claims = None if self._claims is None or self._claims.is_exhausted else self._claims
         header = [0, 0, 0, 0, 0]
         if self.center is not None:
-            weights = self.progress() if push else self.vectors.weights.read()
-            own = [weights, *(vector.read() for vector in self.vectors.all[1:])]
-            self.center.exchange(own, self._samples, push, wait)
+            own = self.vectors.read(self.progress() if push else None)
+            own = self.center.exchange(own, self._samples, push, wait)
             if claims is not None:
                 period = self._next_period()
                 grant = self._claim(self.center, period)
@@ -142,15 +140,12 @@ class SyncGroup(Participant):
         else:  # what the leader has
             if push:
                 self.forget_gradients()
-            own = [_zeros(vector) for vector in self.vectors.all]
-        flat = [part for parts in own for part in parts]
-        *values, agreed = self._sum_over_members([*flat, np.array(header, np.float32)])
+            own = self._zeros()
+        *values, agreed = self._sum_over_members([*own, np.array(header, np.float32)])
         self._counted = self._samples
         if push or not self.rule.uses_gradients:  # gradients may be half accumulated
             self._steps = self._samples = self._counted = 0
-        for vector, parts in zip(self.vectors.all, own, strict=True):
-            vector.write(values[: len(parts)])
-            values = values[len(parts) :]
+        self.vectors.write(values)
         if claims is not None:
             period, *numbers = agreed.tolist()
             self.period, grant = int(period), Grant.from_numbers(numbers)
@@ -170,17 +165,15 @@ class SyncGroup(Participant):
         if found is None:
             return self.period
         self.paces = found[0]
-        if not self.options.adapts_period:
-            return self.period
-        least = self.rule.least_period
-        limits = self.options.presence_seconds, longest_period(self.num_batches, least)
-        return choose_period(*found, 0, limits, least)
+        adapts = self.options.adapts_period
+        return self.period_for(*found, 0, self.num_batches) if adapts else self.period
 
-    def _agreed(
-        self, vector: PartitionedVector, read: Callable[[], list[Vector]] | None
-    ) -> list[Vector]:
-        """Return what the leader reads of the center of a vector, on all members."""
-        return self._sum_over_members(_zeros(vector) if read is None else read())
+    def _agreed(self) -> list[Vector]:
+        """Return what the leader reads of the center, on all members."""
+        return self._sum_over_members(self._zeros() if self.center is None else self.center.read())
+
+    def _zeros(self) -> list[Vector]:
+        return [np.zeros(size, np.float32) for size in self.vectors.sizes]
 
     def _sum_over_members(self, values: list[Vector]) -> list[Vector]:
         if self.strategy.num_workers == 1:
@@ -189,11 +182,7 @@ class SyncGroup(Participant):
         return np.split(total.numpy(), np.cumsum([len(value) for value in values])[:-1])
 
 
-def _zeros(vector: PartitionedVector) -> list[Vector]:
-    return [np.zeros(size, np.float32) for size in vector.partitions.sizes]
-
-
-class ServiceTask(Participant):
+class ServiceTask(Leader):
     """A task that runs the same script as the workers but serves instead of training."""
 
     # `fit` lasts until each async worker that ever connected has ended, or was silent for
@@ -203,9 +192,6 @@ class ServiceTask(Participant):
         self, model: keras.Model, strategy: HeterogeneousStrategy, options: HybridOptions
     ) -> None:
         super().__init__(model, strategy, options)
-        self.center: Center | None = None
-        self._service = contextlib.ExitStack()
-        self._epoch = 0
         self._came: set[int] = set()
         self._passed_over: set[int] = set()
 
@@ -214,12 +200,12 @@ class ServiceTask(Participant):
         if self.center is not None:
             return
         self._epoch = epoch
-        self.center = join_service(self, self._service)
+        self._join()
         if self.center is None:
             return
         self.center.start_epoch(epoch)
         while not self._all_have_ended(self.center):
-            if self.center.ledger.is_handed_out(self._epoch):
+            if self.center.ledger.is_handed_out:
                 self._epoch += 1
                 self.center.start_epoch(self._epoch)
             if self.rule.may_wait:
@@ -229,7 +215,7 @@ class ServiceTask(Participant):
 
     def _pass_over_the_gone(self, center: Center) -> None:
         """End all waiting for the turn of a worker that took batches and is now silent."""
-        here, ended = {*center.training_workers()}, {*center.waiting_workers()}
+        here, ended = map(set, map(center.present, (Presence.TRAINING, Presence.WAITING)))
         self._came |= here | ended | {int(worker) for worker in center.ledger.claimed.nonzero()[0]}
         # A worker's farewell may be lost: nothing must wait for one that has ended.
         gone = self._came - here
@@ -251,11 +237,9 @@ class ServiceTask(Participant):
         """Do nothing: this task trains nothing."""
 
     def meet_center(self) -> list[Vector]:
-        center = self.center.weights() if self.center is not None else self.vectors.weights.read()
-        self.vectors.weights.write(center)
-        if self.center is not None and self.vectors.state is not None:
-            self.vectors.state.write(self.center.state())
-        return center
+        if self.center is not None:
+            self.vectors.write(self.center.read())
+        return self.vectors.weights.read()
 
     def end(self) -> None:
         """Give the final weights to the waiting workers and to the model."""
@@ -263,15 +247,10 @@ class ServiceTask(Participant):
         if center is None:
             return
         center.set_stage(Stage.CLOSED)
-        deadline = time.monotonic() + self.options.shutdown_timeout_seconds
-        while center.waiting_workers() and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+        self._wait_until(lambda: not center.present(Presence.WAITING), _TO_FETCH)
         self.meet_center()
         center.conclude()
         self.leave()
-
-    def leave(self) -> None:
-        self._service.close()
 
     def _all_have_ended(self, center: Center) -> bool:
         """Whether every worker that connected has reported its end; a silent one may come back."""

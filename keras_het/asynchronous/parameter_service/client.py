@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,13 +22,15 @@ from keras_het.asynchronous.parameter_service.wire import (
     spread_partitions,
 )
 from keras_het.exchange.client import Client
-from keras_het.exchange.message import NO_ANSWER, Kind, Message, Status, Vector
+from keras_het.exchange.message import NO_ANSWER, Kind, Message, Vector
 from keras_het.exchange.server import Handle, answer_to
 
 SERVICE = "center"
 """Name of the service of center and ledger on its server."""
 ADVICE = ' Its process may be gone; give on_service_loss="continue" to continue without it.'
 """What to do where the loss of a service is an error."""
+UNDER_WAY = 2
+"""Messages with values that are in flight to another process; more take memory only."""
 
 
 class ServiceLostError(RuntimeError):
@@ -42,6 +45,9 @@ class Channel:
     """The channel to a process of the service: this one, where `handle` is called, or another."""
 
     # `timeout_seconds` is for each answer, and for connecting; 0 for no limit.
+
+    most_under_way = sys.maxsize
+    """Messages with values that a client has in flight to the process."""
 
     def __init__(self, address: str, handle: Handle, timeout_seconds: float = 0.0) -> None:
         self.address, self._handle, self.timeout_seconds = address, handle, timeout_seconds
@@ -60,6 +66,8 @@ class Channel:
 
 class RemoteChannel(Channel):
     """The channel to another process; it connects with its first request and after a loss."""
+
+    most_under_way = UNDER_WAY
 
     def __init__(
         self, address: str, credential: bytes, participant: int, timeout_seconds: float
@@ -127,8 +135,6 @@ def translated() -> Iterator[None]:
         raise ServiceLostError(f"The parameter service at {error}{ADVICE}") from error
 
 
-UNDER_WAY = 2
-"""Messages with values that a client has in flight to each process; more take memory only."""
 _HAVE_VALUES = (Kind.VALUES, Kind.VALUES_16)
 _NO_PUSH = np.zeros(0, np.int64)
 
@@ -153,7 +159,7 @@ class Answer:
 
 
 class ParameterClient:
-    """Client that pulls one vector from the service and pushes changes to it.
+    """Client that pulls one vector or two from the service and pushes changes to them.
 
     Nothing raises for a lost service but where it says so: an answer that did not arrive in time
     has the status `NO_ANSWER`, and messages that were to follow are not waited for.
@@ -161,25 +167,27 @@ class ParameterClient:
     Args:
         channels: to the processes that share the partitions (`spread_partitions` gives the
             assignment).
-        partitions: the cuts of the vector, the same as the service's.
-        first: number of the vector's first part.
-        wire: format of the values, the same as the service's.
+        partitions: the cuts of the first vector, the same as the service's.
+        wire: format of its values, the same as the service's.
         may_wait: whether a push may have to wait for its turn, however long that takes.
+        state: the cuts of the second vector, whose parts follow and are always sent in full.
     """
 
     def __init__(
         self,
         channels: Sequence[Channel],
         partitions: Partitions,
-        first: int = 0,
         wire: Wire | None = None,
         may_wait: bool = False,
+        state: Partitions | None = None,
     ) -> None:
-        self.partitions, self._first, self._may_wait = partitions, first, may_wait
+        self.partitions, self._may_wait = partitions, may_wait
         self.wire = wire or FloatWire()
         self._channels = list(channels)
-        self._places = spread_partitions(partitions.sizes, len(channels))
-        self._indices = range(len(partitions.sizes))
+        sizes = partitions.sizes if state is None else partitions.sizes + state.sizes
+        self._places = spread_partitions(sizes, len(channels))
+        self.num_parts = len(sizes)
+        self._indices, self._own_indices = range(len(sizes)), range(len(partitions.sizes))
 
     def greet(self) -> None:
         """Ask all processes whether they are there, and know this training.
@@ -194,7 +202,7 @@ class ParameterClient:
     def leave(self, worker: int) -> bool:
         """Say that a worker has ended; return whether the answers arrived in time."""
         try:
-            self._ask_each([Message(Kind.LEAVE, (self._first + i, worker)) for i in self._indices])
+            self._ask_each([Message(Kind.LEAVE, (i, worker)) for i in self._indices])
         except ServiceLostError:
             return False
         return True
@@ -210,12 +218,12 @@ class ParameterClient:
         return max(answer.numbers[1] for answer in answers)
 
     def export(self) -> dict[str, Vector]:
-        """Return versions and rule state: name to array.
+        """Return versions and rule state of the first vector: name to array.
 
         Raises:
             ServiceLostError: if a process does not answer in time.
         """
-        answers = self._ask_each([Message(Kind.EXPORT, (self._first + i,)) for i in self._indices])
+        answers = self._ask_each([Message(Kind.EXPORT, (i,)) for i in self._own_indices])
         return {
             f"part_{index}/{name}": array
             for index, answer in enumerate(answers)
@@ -244,20 +252,13 @@ class ParameterClient:
             self._restore_state(saved)
         pushes = [_NO_PUSH if each is None else each for each in latest or [None] * len(center)]
         both = enumerate(zip(center, pushes, strict=True))
-        answers = self._ask_each(
-            [Message(Kind.RESTORE, (self._first + i,), vectors) for i, vectors in both]
-        )
-        if any(answer.numbers[0] != Status.OK for answer in answers):
-            raise ValueError(
-                "The center must be finite. Received: weights that are not. The training has "
-                "diverged: lower the learning rate."
-            )
+        self._ask_each([Message(Kind.RESTORE, (i,), vectors) for i, vectors in both])
 
     def _restore_state(self, saved: Mapping[str, Vector]) -> None:
         parts: dict[str, dict[str, Vector]] = collections.defaultdict(dict)
         for name, array in saved.items():
             parts[name.partition("/")[0]][name.partition("/")[2]] = array
-        expected = [f"part_{index}" for index in self._indices]
+        expected = [f"part_{index}" for index in self._own_indices]
         if sorted(parts) != sorted(expected):
             raise ValueError(
                 "The saved state is not that of a parameter service, or of another model. "
@@ -265,22 +266,15 @@ class ParameterClient:
                 "backup, or use the model and cluster that it was made with."
             )
         states = [
-            Message(Kind.STATE, (self._first + index,), pack_state(parts[name]))
+            Message(Kind.STATE, (index,), pack_state(parts[name]))
             for index, name in enumerate(expected)
         ]
         try:
-            answers = self._ask_each(states)
+            self._ask_each(states)
         except ValueError as error:
             raise ValueError(
                 f"{error} Remove the backup, or use the rule and cluster that it was made with."
             ) from error
-        if any(answer.numbers[0] != Status.OK for answer in answers):
-            raise ValueError(
-                "The saved state of the parameter service must be finite, and its versions at "
-                "least 0, or no push could be taken with it. Received: one that is not, of "
-                f"{len(expected)} partitions. Remove the backup (the training was diverging, or "
-                "the file is damaged)."
-            )
 
     def _ask_each(self, requests: Sequence[Message]) -> list[Message]:
         """Return the answers to requests about the first parts.
@@ -297,7 +291,7 @@ class ParameterClient:
         Args:
             is_exact: whether it arrives as float32 even if other messages are rounded.
         """
-        pulls = {i: Message(Kind.PULL, (self._first + i, int(is_exact))) for i in self._indices}
+        pulls = {i: Message(Kind.PULL, (i, int(is_exact))) for i in self._indices}
         return self._collect(list(self._start_each(pulls).values()))
 
     def start_push(
@@ -306,21 +300,24 @@ class ParameterClient:
         """Send a change of every partition; do not wait for the answer.
 
         Args:
-            changes: float32 vector of each partition.
+            changes: float32 vector of each partition, or of the first ones.
             versions: version of each partition that this worker last received.
             samples: number of samples in the change.
             number: number of the push, from 1, which makes it count once however often it is sent;
                 0 for none.
         """
-        encoded = [self.wire.encode(change) for change in changes]
+        full = FloatWire()
+        wires = [self.wire if i in self._own_indices else full for i in range(len(changes))]
+        encoded = [wire.encode(change) for wire, change in zip(wires, changes, strict=True)]
         requests = [
-            Message(
-                self.wire.push, (self._first + index, number, int(versions[index]), samples), sent
-            )
+            Message(wires[index].push, (index, number, int(versions[index]), samples), sent)
             for index, (sent, _) in enumerate(encoded)
         ]
         calls = list(self._start_each(dict(enumerate(requests))).values())
-        return PendingPush(requests, calls, [left for _, left in encoded], self._collect)
+        left = [residual for _, residual in encoded]
+        return PendingPush(
+            requests, calls, left, np.array(versions[: len(changes)]), samples, self._collect
+        )
 
     def push_again(self, push: PendingPush, indices: Sequence[int]) -> None:
         """Resend partitions that were not answered; their number stays."""
@@ -338,10 +335,13 @@ class ParameterClient:
         is at half of the parts has its turn earlier at the first ones than at the last.
         """
         calls: dict[int, Future[Message]] = {index: Future() for index in requests}
-        most = len(requests) if self._may_wait else UNDER_WAY
         for place, channel in enumerate(self._channels):
-            own = [index for index in requests if self._places[index] == place]
-            _Sender(channel, [(requests[index], calls[index]) for index in own], most).send()
+            own = [
+                (request, calls[index])
+                for index, request in requests.items()
+                if self._places[index] == place
+            ]
+            _send(channel, own, len(own) if self._may_wait else channel.most_under_way)
         return calls
 
     def _collect(self, calls: Sequence[Future[Message]]) -> Answer:
@@ -380,61 +380,43 @@ class ParameterClient:
     def _values(self, answer: Message | None) -> Vector | None:
         if answer is None or answer.kind not in _HAVE_VALUES:
             return None
-        if answer.kind == self.wire.answer:
-            return self.wire.decode_answer(answer.vectors[0])
-        return answer.vectors[0]
+        (values, _) = answer.vectors
+        return values if answer.kind is Kind.VALUES else self.wire.decode_answer(values)
 
 
-class _Sender:
-    """Sends requests one after another as answers arrive, from the threads that receive these."""
+def _send(channel: Channel, requests: list[tuple[Message, Future[Message]]], most: int) -> None:
+    """Send requests, some of them as answers to others arrive; none after one that is lost."""
+    waiting = collections.deque(requests[most:])
 
-    def __init__(
-        self,
-        channel: Channel,
-        requests: Sequence[tuple[Message, Future[Message]]],
-        most_under_way: int,
-    ) -> None:
-        self._channel, self._waiting = channel, collections.deque(requests)
-        self._most_under_way = most_under_way
-        self._under_way = 0
-        self._is_sending = False
-        self._lock = threading.Lock()
+    def start(request: Message, call: Future[Message]) -> None:
+        channel.start(request).add_done_callback(partial(take, call))
 
-    def send(self) -> None:
-        """Send what may be in flight; not from within itself, as where answers are immediate."""
-        with self._lock:
-            if self._is_sending:
-                return
-            self._is_sending = True
-        while True:
-            with self._lock:
-                if self._under_way >= self._most_under_way or not self._waiting:
-                    self._is_sending = False
+    def take(call: Future[Message], done: Future[Message]) -> None:
+        is_lost = done.exception() is not None
+        pass_on(call, done)
+        while waiting:
+            with contextlib.suppress(IndexError):  # another thread has taken the last one
+                request, following = waiting.popleft()
+                if not is_lost:
+                    start(request, following)
                     return
-                request, call = self._waiting.popleft()
-                self._under_way += 1
-            answer = self._channel.start(request)
-            answer.add_done_callback(lambda done, call=call: self._pass_on(done, call))  # type: ignore[misc]
+                pass_on(following, done)
 
-    def _pass_on(self, done: Future[Message], call: Future[Message]) -> None:
-        with self._lock:
-            self._under_way -= 1
-            following = () if done.exception() is None else tuple(self._waiting)
-            if following:
-                self._waiting.clear()
-        for each in (call, *(other for _, other in following)):
-            pass_on(each, done)
-        self.send()
+    for request, call in requests[:most]:
+        start(request, call)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class PendingPush:
-    """A push whose answer is in flight."""
+    """A push whose answer is in flight; it can be sent again and counts once."""
 
     requests: list[Message]
     calls: list[Future[Message]]
     residuals: list[Vector]
+    versions: np.ndarray
+    samples: int
     _collect: Callable[[Sequence[Future[Message]]], Answer]
+    sent: list[Vector] = dataclasses.field(default_factory=list)  # from which its sender continues
 
     @property
     def has_answer(self) -> bool:

@@ -14,7 +14,11 @@ from typing import Any
 import numpy as np
 
 from keras_het.asynchronous.parameter_service.client import SERVICE
-from keras_het.asynchronous.parameter_service.sample_ledger import LEADER, SampleLedger
+from keras_het.asynchronous.parameter_service.sample_ledger import (
+    LEADER,
+    LEDGER_KINDS,
+    SampleLedger,
+)
 from keras_het.asynchronous.parameter_service.service import ParameterService
 from keras_het.asynchronous.parameter_service.wire import Partitions, spread_partitions, wire_named
 from keras_het.exchange.client import Client
@@ -26,7 +30,7 @@ from keras_het.rules import UpdateRule, get
 Shapes = tuple[tuple[int, ...], ...]
 _OFFERS = "offers"
 """Name of the service by which a process takes trainings."""
-_ABOUT = "keras_het parameter service 2"
+_ABOUT = "keras_het parameter service 3"
 _POLL_SECONDS = 0.05
 _logger = logging.getLogger(__name__)
 
@@ -55,16 +59,6 @@ class ServiceSpec:
                 )
         return rules[0], rules[1]  # type: ignore[return-value]
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> ServiceSpec:
-        values = json.loads(text)
-        for name in ("shapes", "state_shapes"):
-            values[name] = tuple(tuple(map(int, shape)) for shape in values[name])
-        return cls(**values)
-
 
 class HostedParts:
     """Some partitions of center and moving statistics; the first process also has the ledger."""
@@ -82,14 +76,16 @@ class HostedParts:
         self.spec, self._server = spec, server
         self.rule, state_rule = spec.make_rules() if rules is None else rules
         self.parameters = ParameterService(spec.num_participants)
-        weights = Partitions(spec.shapes, spec.partition_bytes)
-        wire, own = wire_named(spec.wire), _share(weights, place, spec.num_services)
-        self.num_parts = len(own)
-        self.parameters.hold(weights, self.rule, 0, own, wire, spec.max_staleness)
-        if spec.state_shapes:
-            state = Partitions(spec.state_shapes, spec.partition_bytes)
-            own = _share(state, place, spec.num_services)
-            self.parameters.hold(state, state_rule, len(weights.sizes), own)
+        shapes = filter(None, (spec.shapes, spec.state_shapes))
+        weights, *state = [Partitions(each, spec.partition_bytes) for each in shapes]
+        sizes = [size for each in (weights, *state) for size in each.sizes]
+        places = spread_partitions(sizes, spec.num_services)
+        held = {number for number, at in enumerate(places) if at == place}
+        wire = wire_named(spec.wire)
+        self.parameters.hold(weights, self.rule, 0, held, wire, spec.max_staleness)
+        self.num_parts = len(self.parameters.parts)
+        for each in state:
+            self.parameters.hold(each, state_rule, len(weights.sizes), held)
         self.ledger = SampleLedger(spec.num_participants) if place == 0 else None
         self._addresses = np.zeros(0, np.uint8)
         self.is_closed = threading.Event()
@@ -99,8 +95,10 @@ class HostedParts:
         """Answer participants from now on."""
         self._server.serve(SERVICE, self._credential, self.handle)
 
-    def handle(self, sender: int, request: Message) -> Message | Future[Message]:
-        """Answer a message of a participant."""
+    def handle(
+        self, sender: int, request: Message, is_own: bool = False
+    ) -> Message | Future[Message]:
+        """Answer a message of a participant, or of the leader in this process."""
         if request.kind is Kind.DIRECTORY:
             (addresses,) = request.vectors
             if len(addresses) and sender == LEADER:
@@ -109,31 +107,20 @@ class HostedParts:
         if request.kind is Kind.FINISH:
             self.is_closed.set()
             return Message(Kind.DONE)
-        if request.kind is Kind.CLOSE_TRAINING:
-            self._server.end(SERVICE)
-        if request.kind in self.parameters.kinds:
-            return self.parameters.handle(sender, request)
+        if request.kind not in LEDGER_KINDS:
+            if request.kind is Kind.CLOSE_TRAINING:
+                self._server.end(SERVICE)
+            return self.parameters.handle(sender, request, is_own)
         if self.ledger is None:
             raise ValueError("The first process of the service has the ledger. Received: another.")
         return self.ledger.handle(sender, request)
-
-    def handle_own(self, request: Message) -> Message | Future[Message]:
-        """Answer a message of the leader, which is in this process."""
-        if request.kind in self.parameters.kinds - {Kind.CLOSE_TRAINING}:
-            return self.parameters.handle_own(LEADER, request)
-        return self.handle(LEADER, request)
-
-
-def _share(partitions: Partitions, place: int, num_services: int) -> list[int]:
-    places = spread_partitions(partitions.sizes, num_services)
-    return [index for index, own in enumerate(places) if own == place]
 
 
 def make_offer(
     address: str, secret: bytes, spec: ServiceSpec, place: int, timeout_seconds: float
 ) -> None:
     """Ask a process that serves only to hold parts of a training."""
-    text = json.dumps([place, spec.to_json()]).encode()
+    text = json.dumps([place, dataclasses.asdict(spec)]).encode()
     client = Client(address, _OFFERS, credential(secret, _ABOUT))
     try:
         client.ask(Message(Kind.OFFER, (), (np.frombuffer(text, np.uint8),)), timeout_seconds)
@@ -210,8 +197,7 @@ class ServingProcess:
         text = request.vectors[0].tobytes().decode(errors="replace")
         try:
             place, spec = json.loads(text)
-            described = ServiceSpec.from_json(spec)
-            parts = HostedParts(self._server, int(place), described, self._secret)
+            parts = HostedParts(self._server, int(place), ServiceSpec(**spec), self._secret)
         except Exception as error:  # as of types that another version sends
             self._say(f"an offer was rejected: {error}")
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import io
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -18,7 +18,7 @@ LARGEST_SAMPLES = 2**31
 """Largest plausible number of samples of one push."""
 _VERSION = "version"
 _LARGEST_VERSION = 2**62  # with updates to come it fits into a message
-_TYPES = frozenset(np.dtype(kind).str for kind in (*"efd", *"bBhHiIqQ", "?"))
+_NOTHING = np.zeros(0, np.uint8)
 
 
 class Push(NamedTuple):
@@ -86,19 +86,25 @@ class Part:
 
     def set_center(
         self, values: Vector, latest: Vector | None = None, is_trusted: bool = False
-    ) -> Status:
-        """Set the values from outside the rule, with the pushes in them; the version stays."""
+    ) -> None:
+        """Set the values from outside the rule, with the pushes in them; the version stays.
+
+        Raises:
+            ValueError: if they are of another size, or not finite and not trusted.
+        """
         check_size(values, self.size)
         if latest is not None:
             check_size(latest, len(self.latest))
         if not is_trusted and not is_finite(values):
-            return Status.NOT_FINITE
+            raise ValueError(
+                "The center must be finite. Received: weights that are not. The training has "
+                "diverged: lower the learning rate."
+            )
         with self._lock:
             self.center = values if self._rule.is_atomic else np.array(values)
             self.has_center = True
             if latest is not None:
                 self.latest = np.maximum(self.latest, latest)
-        return Status.OK
 
     def push(self, push: Push) -> Answer | Future[Answer]:
         """Apply the rule; a push that is not in its turn is answered when it is.
@@ -261,11 +267,12 @@ class Part:
     def _state(self) -> dict[str, Vector]:
         return {_VERSION: np.asarray(self.version, np.int64), **self.slots}
 
-    def set_state(self, state: Mapping[str, Vector]) -> Status:
+    def set_state(self, state: Mapping[str, Vector]) -> None:
         """Take over a saved state.
 
         Raises:
-            ValueError: if it is that of another rule, size or number of workers.
+            ValueError: if it is that of another rule, size or number of workers, or if no push
+                could be taken with it.
         """
         with self._lock:
             expected = _described(self._state())
@@ -274,12 +281,15 @@ class Part:
                     "The saved state is that of another rule, size or number of workers. Received: "
                     f"{_described(state)}; expected: {expected}."
                 )
-            # With such a state no push could be accepted any more.
-            if not 0 <= state[_VERSION] < _LARGEST_VERSION or not self._is_state_as_finite(state):
-                return Status.NOT_FINITE
-            self.version = int(state[_VERSION])
+            version = int(state[_VERSION])
+            if not 0 <= version < _LARGEST_VERSION or not self._is_state_as_finite(state):
+                raise ValueError(
+                    "The saved state of the parameter service must be finite, and its versions at "
+                    f"least 0. Received: version {version}, and state of a training that was "
+                    "diverging, or of a damaged file."
+                )
+            self.version = version
             self.slots = {name: state[name] for name in self.slots}
-        return Status.OK
 
 
 def resolve(ready: Ready) -> None:
@@ -304,26 +314,16 @@ def _described(state: Mapping[str, Vector]) -> list[list[object]]:
 
 
 def pack_state(state: Mapping[str, Vector]) -> tuple[Vector, Vector]:
-    """Return a description and the bytes of named arrays, for one message."""
-    arrays = {name: np.asarray(array) for name, array in state.items()}
-    text = json.dumps(_described(arrays))
-    content = b"".join(np.ascontiguousarray(arrays[name]).tobytes() for name in sorted(arrays))
-    return np.frombuffer(text.encode(), np.uint8), np.frombuffer(content, np.uint8)
+    """Return named arrays as a file of NumPy, for one message; it holds no objects."""
+    file = io.BytesIO()
+    np.savez(file, **state)  # type: ignore[arg-type]
+    return np.frombuffer(file.getvalue(), np.uint8), _NOTHING
 
 
-def unpack_state(description: Vector, content: Vector) -> dict[str, Vector]:
-    """Return the named arrays of `pack_state`, unless the bytes do not match the description."""
-    data, start, state = content.tobytes(), 0, {}
+def unpack_state(content: Vector, _: Vector = _NOTHING) -> dict[str, Vector]:
+    """Return the named arrays of `pack_state`."""
     try:
-        for name, kind, shape in json.loads(description.tobytes()):
-            if kind not in _TYPES:
-                raise ValueError(f"type {kind}")
-            dtype = np.dtype(kind)
-            count = int(np.prod([int(size) for size in shape], dtype=np.int64))
-            state[str(name)] = np.frombuffer(data, dtype, count, start).reshape(shape)
-            start += count * dtype.itemsize
-        if start != len(data):
-            raise ValueError(f"{len(data) - start} bytes more")
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"A state cannot be read. Received: {error}.") from error
-    return state
+        with np.load(io.BytesIO(content.tobytes()), allow_pickle=False) as file:
+            return {name: np.asarray(file[name]) for name in file.files}
+    except Exception as error:  # of zipfile, of its decompression or of NumPy
+        raise ValueError(f"A state cannot be read. Received: {error!r}.") from error

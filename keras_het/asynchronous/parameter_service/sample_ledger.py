@@ -19,6 +19,7 @@ from keras_het.exchange.message import Kind, Message, Status, Vector
 LARGEST_EPOCH = 1 << 16
 LEADER = 0
 """Number of the sync group, or of the task that leads a service, among the participants."""
+LEDGER_KINDS = (Kind.CLAIM, Kind.REPORT, Kind.PACE, Kind.LEAD)
 PACE_NUMBERS = 5
 NO_CHANGE = -1
 """The leader's stage in a request that only counts samples and asks for an overview."""
@@ -44,11 +45,13 @@ class Presence(enum.IntEnum):
 class TrainingFacts(NamedTuple):
     """The facts about the sync group's training that async workers need."""
 
-    num_batches: int
+    num_batches: int = 0
     fingerprint: int = 0
     first_pass: int = 0
     run: int = 0
     num_epochs: int = LARGEST_EPOCH
+    stage: int = Stage.STARTING
+    epoch: int = 0
 
 
 class SampleLedger:
@@ -60,7 +63,7 @@ class SampleLedger:
     def __init__(self, num_participants: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._participants = [_Participant() for _ in range(num_participants)]
-        self._stage, self._epoch, self._training = Stage.STARTING, 0, TrainingFacts(0)
+        self._facts = TrainingFacts()
         self._next: dict[int, int] = {}  # the first batch of each epoch that nobody has
         self._lock = threading.Lock()
 
@@ -89,10 +92,11 @@ class SampleLedger:
 
     def _claim(self, own: _Participant, epoch: int, count: int) -> Message:
         _check(0 <= epoch < LARGEST_EPOCH and count > 0, "claim", (epoch, count))
-        if self._stage != Stage.RUNNING or epoch > self._epoch + 1:
+        facts = self._facts
+        if facts.stage != Stage.RUNNING or epoch > facts.epoch + 1:
             return Message(Kind.GRANT, (Status.WAIT, 0, 0))
         first = self._next.get(epoch, 0)
-        left = self._training.num_batches - first if epoch < self._training.num_epochs else 0
+        left = facts.num_batches - first if epoch < facts.num_epochs else 0
         granted = max(0, min(left, count))
         self._next[epoch] = first + granted
         own.claimed += granted
@@ -103,8 +107,7 @@ class SampleLedger:
         _check(is_right, "report", (number, samples, presence))
         own.count(number, samples)
         own.presence, own.reported_at = Presence(presence), self._clock()
-        facts = [self._stage, self._epoch, *self._training, own.counted]
-        return Message(Kind.FACTS, (), (np.array(facts, np.int64),))
+        return Message(Kind.FACTS, (), (np.array([*self._facts, own.counted], np.int64),))
 
     def _pace(self, own: _Participant, pace: Vector) -> Message:
         is_right = len(pace) == PACE_NUMBERS and bool(np.isfinite(pace).all())
@@ -116,23 +119,25 @@ class SampleLedger:
         silence = [now - max(each.paced_at, each.reported_at) for each in everyone]
         return Message(Kind.PACES, (), (paces, np.array(silence, np.float64)))
 
-    def _lead(self, own: _Participant, number: int, samples: int, facts: Vector) -> Message:
+    def _lead(self, own: _Participant, number: int, samples: int, numbers: Vector) -> Message:
         """Set the facts, unless there is no change, and return the participants' activities."""
-        _check(len(facts) == 3 + len(TrainingFacts._fields), "facts", facts)
-        stage, taken_until, epoch, *numbers = facts.tolist()
-        training = TrainingFacts(*numbers)
-        counts = number, samples, taken_until, *training._replace(fingerprint=0)
-        is_right = NO_CHANGE <= stage <= max(Stage) and 0 <= epoch < LARGEST_EPOCH
-        _check(is_right and min(counts) >= 0, "facts", (number, samples, *facts.tolist()))
+        received = number, samples, *numbers.tolist()
+        _check(len(numbers) == len(TrainingFacts._fields) + 1, "facts", received)
+        *given, taken_until = numbers.tolist()
+        facts = TrainingFacts(*given)
+        counts = number, samples, taken_until, *facts._replace(fingerprint=0, stage=0)
+        is_right = NO_CHANGE <= facts.stage <= max(Stage) and facts.epoch < LARGEST_EPOCH
+        _check(is_right and min(counts) >= 0, "facts", received)
         own.count(number, samples)
-        if stage != NO_CHANGE:
-            self._next[epoch] = max(self._next.get(epoch, 0), taken_until)
-            self._stage, self._epoch, self._training = Stage(stage), epoch, training
+        if facts.stage != NO_CHANGE:
+            self._next[facts.epoch] = max(self._next.get(facts.epoch, 0), taken_until)
+            self._facts = facts
         return Message(Kind.OVERVIEW, (), (self._overview(),))
 
     def _overview(self) -> Vector:
         """Per participant: presence, silence in seconds, batches, samples, batches left, report."""
-        now, left = self._clock(), self._training.num_batches - self._next.get(self._epoch, 0)
+        facts, now = self._facts, self._clock()
+        left = facts.num_batches - self._next.get(facts.epoch, 0)
         rows = [
             (each.presence, now - each.reported_at, each.claimed, each.used, left, each.counted)
             for each in self._participants
@@ -168,15 +173,6 @@ _OVERVIEW_NUMBERS = 6
 _ROOM_FOR_STRAGGLERS = 1 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class LedgerFacts:
-    """The ledger's facts about training."""
-
-    stage: Stage
-    epoch: int
-    training: TrainingFacts
-
-
 class LedgerConnection:
     """One participant's connection to a `SampleLedger`; the channel knows which one it is."""
 
@@ -188,6 +184,31 @@ class LedgerConnection:
         self._waiting = 0  # samples in no report yet
         self._open: tuple[int, int] | None = None  # a report without an answer
         self._latest_report: int | None = None
+        self._early: tuple[int, Future[Message]] | None = None  # epoch and answer
+        self._is_of_lost_service = False
+
+    def ask_ahead(self, epoch: int) -> None:
+        """Ask for a batch early: a late request would queue behind weights on the link."""
+        if self._early is None:
+            self._early = epoch, self.start_claim(epoch)
+
+    def service_lost(self) -> None:
+        """Record that the answer to a pending question may never arrive."""
+        self._is_of_lost_service = self._early is not None
+
+    def take(self, epoch: int, after: int) -> tuple[Status, int, int]:
+        """Claim a batch, or take the one that was asked for ahead, unless it is used already."""
+        early, self._early = self._early, None
+        is_doubtful, self._is_of_lost_service = self._is_of_lost_service, False
+        if early is not None and early[0] == epoch:
+            try:
+                status, first, granted = self.answer_to(early[1])
+                if status == Status.OK and (not granted or first > after):
+                    return status, first, granted
+            except ServiceLostError:
+                if not is_doubtful:
+                    raise
+        return self.claim(epoch)
 
     def claim(self, epoch: int, count: int = 1) -> tuple[Status, int, int]:
         return self.answer_to(self.start_claim(epoch, count))
@@ -199,7 +220,7 @@ class LedgerConnection:
         status, first, granted = result_of(claim, self._channel).numbers
         return Status(status), first, granted
 
-    def report(self, presence: Presence, used: int = 0) -> LedgerFacts:
+    def report(self, presence: Presence, used: int = 0) -> TrainingFacts:
         self.add_used(used)
         facts = self._report(presence)
         while self._has_samples:
@@ -209,11 +230,11 @@ class LedgerConnection:
     def add_used(self, samples: int) -> None:
         self._waiting += samples
 
-    def _report(self, presence: Presence) -> LedgerFacts:
+    def _report(self, presence: Presence) -> TrainingFacts:
         (facts,) = self._ask(Message(Kind.REPORT, (*self._next_report(), presence)))
-        stage, epoch, *numbers, latest = facts.tolist()
+        *given, latest = facts.tolist()
         self._note_answer(latest)
-        return LedgerFacts(Stage(stage), epoch, TrainingFacts(*numbers))
+        return TrainingFacts(*given)
 
     @property
     def _has_samples(self) -> bool:
@@ -236,9 +257,6 @@ class LedgerConnection:
         paces, silence = self._ask(request)
         return paces.reshape(-1, PACE_NUMBERS), silence
 
-    def close(self) -> None:
-        self._channel.close()
-
     def _ask(self, request: Message) -> tuple[Vector, ...]:
         return self._channel.ask(request).vectors
 
@@ -248,26 +266,22 @@ class LeaderLedger(LedgerConnection):
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel)
-        self._stage, self._epoch = Stage.STARTING, 0
-        self._training = TrainingFacts(0)
+        self.facts = TrainingFacts()
+        self.is_kept = False
+        """Whether to give the last answer, as the other process may be gone."""
         self._latest = np.zeros([0, _OVERVIEW_NUMBERS])
-        self._is_kept = False
-
-    def start_epoch(self, epoch: int, training: TrainingFacts) -> None:
-        self._epoch, self._training = epoch, training
-
-    def set_stage(self, stage: Stage) -> None:
-        self._stage = stage
 
     def tell(self, taken_until: int = 0) -> None:
-        self._lead(self._stage, taken_until)
+        self._lead(self.facts.stage, taken_until)
 
-    def is_handed_out(self, epoch: int) -> bool:
-        return bool(epoch == self._epoch and self._lead()[0, 4] <= 0)
+    @property
+    def is_handed_out(self) -> bool:
+        """Whether all batches of the present epoch are."""
+        return bool(self._lead()[0, 4] <= 0)
 
     def tell_used(self) -> None:
         """Report all stored samples to the ledger, which counts each once."""
-        while self._has_samples and not self._is_kept:
+        while self._has_samples and not self.is_kept:
             self._lead()
 
     def present(self, presence: Presence, within_seconds: float) -> list[int]:
@@ -285,47 +299,10 @@ class LeaderLedger(LedgerConnection):
         """Number of samples that each participant has used."""
         return self._lead()[:, 3].astype(np.int64)
 
-    def keep(self) -> None:
-        """Stop asking and keep the last answer for when the other process is gone."""
-        self._is_kept = True
-
     def _lead(self, stage: int = NO_CHANGE, taken_until: int = 0) -> np.ndarray:
-        if not self._is_kept:
-            facts = np.array([stage, taken_until, self._epoch, *self._training], np.int64)
-            (overview,) = self._ask(Message(Kind.LEAD, self._next_report(), (facts,)))
+        if not self.is_kept:
+            numbers = np.array([*self.facts._replace(stage=stage), taken_until], np.int64)
+            (overview,) = self._ask(Message(Kind.LEAD, self._next_report(), (numbers,)))
             self._latest = overview.reshape(-1, _OVERVIEW_NUMBERS)
             self._note_answer(int(self._latest[0, 5]))
         return self._latest
-
-
-class EarlyClaim:
-    """A request for one batch ahead; a late request would queue behind weights on the link."""
-
-    def __init__(self, ledger: LedgerConnection) -> None:
-        self._ledger = ledger
-        self._epoch = -1
-        self._answer: Future[Message] | None = None
-        self._is_of_lost_service = False
-
-    def ask(self, epoch: int) -> None:
-        if self._answer is None:
-            self._epoch, self._answer = epoch, self._ledger.start_claim(epoch)
-
-    def service_lost(self) -> None:
-        """Record that the answer to a pending question may never arrive."""
-        self._is_of_lost_service = self._answer is not None
-
-    def take(self, epoch: int, after: int) -> tuple[Status, int, int]:
-        answer, self._answer = self._answer, None
-        is_doubtful, self._is_of_lost_service = self._is_of_lost_service, False
-        if answer is None or self._epoch != epoch:
-            return self._ledger.claim(epoch)
-        try:
-            status, first, granted = self._ledger.answer_to(answer)
-        except ServiceLostError:
-            if not is_doubtful:
-                raise
-            return self._ledger.claim(epoch)
-        if status != Status.OK or (granted and first <= after):
-            return self._ledger.claim(epoch)
-        return status, first, granted
