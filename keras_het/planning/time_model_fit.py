@@ -155,8 +155,7 @@ def fit_line(
     # f_0) / (0.5 mean t))^2. With one share, the fixed part keeps its value. A share measured once
     # counts only if no other was measured more often.
     chosen = list(points)
-    often = [point for point in chosen if point.count > 1]
-    chosen = often or chosen
+    chosen = [point for point in chosen if point.count > 1] or chosen
     fixed, slope = _ridge(chosen, fixed_before, max(noise, _MIN_NOISE))
     if fixed < 0:
         fixed, slope = 0.0, _slope_for(chosen, 0.0)
@@ -166,8 +165,8 @@ def fit_line(
         total = sum(point.count for point in chosen)
         rest = sum(point.count * (point.seconds - slope * point.share) for point in chosen)
         fixed = max(rest / total, 0.0)
-    extremes = [point.share for point in chosen]
-    return fixed, slope, max(extremes) >= MIN_SPREAD * min(extremes)
+    shares = [point.share for point in chosen]
+    return fixed, slope, max(shares) >= MIN_SPREAD * min(shares)
 
 
 def _ridge(points: list[Measurement], fixed_before: float, noise: float) -> tuple[float, float]:
@@ -456,7 +455,8 @@ class TimeModelFit:
         points = self._measurements(replica)
         if self._rescale[replica]:
             latest = points[-1]
-            changed = latest.seconds / self._seconds_of(replica, latest.share)
+            expected = self.seconds(np.full(len(self.fixed_seconds), latest.share))[replica]
+            changed = latest.seconds / float(expected)
             self.fixed_seconds[replica] *= changed
             self._part[replica] *= changed
             self._rescale[replica] = False
@@ -466,9 +466,6 @@ class TimeModelFit:
         self.identified[replica] |= identified
         self._since_fit[replica] = 0
         self.version += 1
-
-    def _seconds_of(self, replica: int, share: int) -> float:
-        return float(self.seconds(np.full(len(self.fixed_seconds), share))[replica])
 
     def _fit_of(self, replica: int, points: list[Measurement]) -> tuple[float, float, bool]:
         """Fit a replica's line, and what its further parts cost, if it has any."""

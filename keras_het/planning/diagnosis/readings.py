@@ -47,7 +47,7 @@ class Fault:
 
     # It is of a device if it is not of its whole worker. The device would need only a fraction of
     # its compute time without it; NaN if that is unknown. `remedy` is the name of a closer one than
-    # that of the kind.
+    # that of the kind. Of what keeps CPUs from a worker, `alike` are the devices on hosts as bad.
 
     kind: str
     why: str
@@ -55,16 +55,10 @@ class Fault:
     remedy: str = ""
     is_of_device: bool = True
     since: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class HostFault(Fault):
-    """What keeps CPUs from a worker, and which devices are on a host as bad."""
-
-    alike: Booleans = dataclasses.field(kw_only=True)
+    alike: Booleans | None = None
 
     def others_alike(self, devices: int | list[int]) -> Booleans:
-        others = self.alike.copy()
+        others = np.array(self.alike)
         others[devices] = False
         return others
 
@@ -163,18 +157,13 @@ class Readings:
         return ""
 
 
-def host_faults(recording: Recording, readings: Readings) -> dict[int, HostFault | None]:
+def host_faults(recording: Recording, readings: Readings) -> dict[int, Fault | None]:
     """Return what keeps CPUs from each worker; None if nothing is known to do so."""
     workers = np.array([device.worker for device in recording.devices], np.int64)
-    everyone = np.unique(workers)
-    hosts, kinds = (
-        [
-            {getattr(recording.devices[i], name) for i in np.flatnonzero(workers == worker)}
-            for worker in everyone
-        ]
-        for name in ("host", "kind")
-    )
-    is_beside = np.array([[bool(one & other) for other in hosts] for one in hosts])
+    everyone, first = np.unique(workers, return_index=True)
+    on_cpu = {device.worker for device in recording.devices if device.kind == "CPU"}
+    hosts = np.array([recording.devices[device].host for device in first])
+    is_beside = hosts[:, None] == hosts
     np.fill_diagonal(is_beside, False)
 
     def of(name: str, recent: bool = True) -> Floats:
@@ -187,16 +176,17 @@ def host_faults(recording: Recording, readings: Readings) -> dict[int, HostFault
     # The host has as many CPUs as the budget at least.
     foreign = load - (usage + is_beside @ np.nan_to_num(usage)) / budget
 
-    def fault(i: int) -> HostFault | None:
-        def found(kind: str, why: str, values: Floats, remedy: str = "") -> HostFault:
+    def fault(i: int) -> Fault | None:
+        def found(
+            kind: str, why: str, values: Floats, remedy: str = "", fraction: float = np.nan
+        ) -> Fault:
             alike = np.isin(workers, everyone[values >= _ALIKE * values[i]])
-            return HostFault(kind, why, remedy=remedy, is_of_device=False, alike=alike)
+            return Fault(kind, why, fraction, remedy, is_of_device=False, alike=alike)
 
         cpus = f"{budget[i]:.3g} CPU" + ("" if f"{budget[i]:.3g}" == "1" else "s")
         if stopped[i] >= _STOPPED:
             why = f"a CPU quota stops it for {stopped[i] * 100:.0f} % of the time"
-            fraction = max(1.0 - float(stopped[i]), 0.01)
-            return dataclasses.replace(found("host", why, stopped, "quota"), fraction=fraction)
+            return found("host", why, stopped, "quota", max(1.0 - float(stopped[i]), 0.01))
         if lost[i] > _LOST_BUDGET:
             return found("host", f"it has {cpus} instead of {before[i]:.3g}", lost, "quota")
         if load[i] >= _BUSY_HOST and foreign[i] >= _OTHERS:
@@ -205,7 +195,7 @@ def host_faults(recording: Recording, readings: Readings) -> dict[int, HostFault
                 f"{foreign[i] * budget[i]:.2g} of its {cpus}"
             )
             return found("other_program", why, np.where(is_beside[i], np.inf, foreign))
-        if "CPU" not in kinds[i] and used[i] >= _SATURATED:
+        if everyone[i] not in on_cpu and used[i] >= _SATURATED:
             return found("host", f"it keeps {usage[i]:.3g} of its {cpus} busy", used)
         return None
 

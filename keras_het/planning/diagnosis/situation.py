@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from keras_het.planning.diagnosis.device_lines import device_lines
-from keras_het.planning.diagnosis.readings import HostFault, Readings, host_faults
+from keras_het.planning.diagnosis.readings import Fault, Readings, host_faults
 from keras_het.planning.diagnosis.recording import Floats, Recording
 from keras_het.planning.diagnosis.statistics import best_block, means, medians
 from keras_het.planning.diagnosis.windows import choose_windows
@@ -50,7 +50,7 @@ class Situation:
         return Readings(self.recording, int(self.recent.numbers[0]))
 
     @functools.cached_property
-    def hosts(self) -> dict[int, HostFault | None]:
+    def hosts(self) -> dict[int, Fault | None]:
         """What keeps CPUs from each worker; None if nothing is known to do so."""
         return host_faults(self.recording, self.readings)
 
@@ -129,7 +129,7 @@ class Situation:
         lines = self.lines.scaled(factors)
         return float(lines.known_seconds(lines.balanced(self.shares)).max(initial=0.0))
 
-    def lack_of_cpus(self, worker: int, seconds: float, lost: float) -> HostFault | None:
+    def lack_of_cpus(self, worker: int, seconds: float, lost: float) -> Fault | None:
         """Return what keeps CPUs from a worker, if that can explain a loss.
 
         In each step the worker may need CPUs for up to `seconds`, and loses `lost` seconds.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from keras_het.planning.diagnosis.causes import Cause
+from keras_het.planning.diagnosis.causes import SILENT, Cause
 from keras_het.planning.diagnosis.recording import Floats, PipelineRecord
 from keras_het.planning.diagnosis.situation import Situation
 from keras_het.planning.diagnosis.statistics import means
@@ -15,22 +15,23 @@ _SLOWER = 1.25
 _MUCH_IDLE = 0.2
 
 
-def waiting_for_input(situation: Situation) -> Cause:
-    """Return what waiting for a batch costs the device that waits longest."""
+def of_stages(
+    situation: Situation, record: PipelineRecord
+) -> tuple[tuple[str, ...], tuple[Cause, ...]]:
+    """Return the lines of a verdict and its causes: only waiting for a batch is one."""
     parts = np.nan_to_num(means(situation.recent.input) / situation.step_seconds)
     worst = int(parts.argmax())
     worker, cost = situation.recording.devices[worst].worker, min(float(parts[worst]), 1.0)
-    return Cause(
-        "input",
-        (worst,),
-        (worker,),
-        cost,
-        f"worker {worker} waits for its batch in {100 * cost:.0f} % of each step.",
-        "Add LoaderTuner, or see the guide on input pipelines.",
-    )
+    lines = tuple(_lines(situation, record))
+    if cost < SILENT:
+        return lines, ()
+    text = f"worker {worker} waits for its batch in {100 * cost:.0f} % of each step."
+    advice = "Add LoaderTuner, or see the guide on input pipelines."
+    cause = Cause("input", (worst,), (worker,), cost, text, advice)
+    return (f"{text} {advice}", *lines), (cause,)
 
 
-def lines_of_stages(situation: Situation, record: PipelineRecord) -> list[str]:
+def _lines(situation: Situation, record: PipelineRecord) -> list[str]:
     """Return where devices are idle, and which one is slower than planned."""
     recording = situation.recording
     rows = np.isin(recording.steps, situation.recent.numbers)

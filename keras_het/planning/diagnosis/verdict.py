@@ -7,21 +7,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keras_het.planning.diagnosis.causes import Cause, cause_of, fraction_of_step, listed
-from keras_het.planning.diagnosis.recording import Floats, PipelineRecord, Recording
+from keras_het.planning.diagnosis.causes import SILENT, Cause, cause_of, fraction_of_step, listed
+from keras_het.planning.diagnosis.recording import Floats, Recording
 from keras_het.planning.diagnosis.situation import Situation
-from keras_het.planning.diagnosis.stages import lines_of_stages, waiting_for_input
+from keras_het.planning.diagnosis.stages import of_stages
 from keras_het.planning.diagnosis.statistics import blocks, medians
 from keras_het.planning.diagnosis.steps import step_seconds
-from keras_het.planning.diagnosis.suspect import Suspect, seconds_saved, times_without
-from keras_het.planning.diagnosis.suspects import find_suspects
+from keras_het.planning.diagnosis.suspects import (
+    Suspect,
+    find_suspects,
+    seconds_saved,
+    times_without,
+)
 from keras_het.planning.diagnosis.what_if import PHASE_REPAIRS, what_if
 from keras_het.planning.diagnosis.windows import MIN_STEPS
 
-SILENT = 0.1
-"""Fraction of a step below which a cause is not named."""
 LEAST = 0.03
-"""The same for a cause that is named along with others."""
+"""Fraction of a step below which a cause is not named along with others."""
 _TOGETHER = 0.15
 """Fraction of a usual step that causes must cost together if none costs `SILENT` in most of the
 time: stalls do not count, nor does each phase taking a bit longer beside other programs."""
@@ -68,7 +70,7 @@ def diagnose(recording: Recording) -> Verdict:
         if abstention:
             return Verdict((), (), (abstention,))
         if recording.pipeline is not None:
-            return _of_stages(situation, recording.pipeline)
+            return Verdict(*of_stages(situation, recording.pipeline), ())
         return _of_replicas(situation)
 
 
@@ -86,13 +88,6 @@ def _abstention(situation: Situation) -> str:
     if windows.since_shares is not None:
         return f"not enough {steps} since shares changed in step {windows.since_shares}: {number}"
     return f"not enough {steps} yet: {number}"
-
-
-def _of_stages(situation: Situation, record: PipelineRecord) -> Verdict:
-    cause = waiting_for_input(situation)
-    causes = (cause,) if cause.share_of_step >= SILENT else ()
-    lines = [f"{cause.text} {cause.advice}" for cause in causes]
-    return Verdict((*lines, *lines_of_stages(situation, record)), causes, ())
 
 
 def _of_replicas(situation: Situation) -> Verdict:
