@@ -82,9 +82,9 @@ def test_another_backend(backend, tmp_path):
     [
         ("{'cluster': {}}", "not valid JSON"),
         (tf_config(TWO, index=2), "index is out of range"),
-        (json.dumps({"cluster": TWO}), 'no "task"'),
+        (json.dumps({"cluster": TWO}), '"task": None'),
         (tf_config({"worker": ["a:1", "a:1"]}), "lists an address twice"),
-        (tf_config({"worker": ["a", "b:1"]}), "no port"),
+        (tf_config({"worker": ["a", "b:1"]}), "bad address"),
         (tf_config({"workers": ["a:1"]}), "unknown job"),
     ],
     ids=["no JSON", "index", "no task", "twice", "no port", "job"],
