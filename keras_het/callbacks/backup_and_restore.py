@@ -130,6 +130,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """Restore weights, optimizer, epoch and position in the data."""
         strategy = self._strategy()
         self._loop = private_api.EpochLoop(self.model)
+        if self.after_others not in self._loop.callbacks:
+            raise RuntimeError(
+                f"{type(self).__name__} works within fit. Received: on_train_begin outside of one. "
+                "Give it to model.fit among the callbacks; custom loops have tf.train.Checkpoint."
+            )
         if strategy.is_async_worker:
             return  # it resumes from the group's center and epoch
         folder = self._find_backup(strategy)

@@ -78,32 +78,37 @@ class BackupFolder:
     def lock(self) -> None:
         """Keep other processes from writing here until `unlock`, or the end of this process."""
         path = self.path / _LOCK
-        try:
-            self._make_room(path if path.is_symlink() else None)
-            self._lock = file = path.open("a+")
-        except OSError as error:
-            raise self._error(error, path) from error
-        try:
-            # Not flock: processes that this one forks would hold that for longer than it lives.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock = None
-            with file:
-                file.seek(0)
-                holder = file.read()
-            if error.errno not in _IS_LOCKED:
-                _logger.warning(
-                    "%s cannot be locked: %s. Nothing would notice that two trainings write "
-                    "backups there.",
-                    path,
-                    error,
-                )
-                return
-            raise ValueError(
-                f"Another training writes its backups here. Received: backup_dir={self.path}, "
-                f"locked by {holder or 'a process that has just started'}. Give each training "
-                "its own backup_dir, or end the other one first."
-            ) from None
+        while self._lock is None:
+            try:
+                self._make_room(path if path.is_symlink() else None)
+                file = path.open("a+")
+            except OSError as error:
+                raise self._error(error, path) from error
+            try:
+                # Not flock: processes that this one forks would hold that for longer than it lives.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                with file:
+                    file.seek(0)
+                    holder = file.read()
+                if error.errno not in _IS_LOCKED:
+                    _logger.warning(
+                        "%s cannot be locked: %s. Nothing would notice that two trainings write "
+                        "backups there.",
+                        path,
+                        error,
+                    )
+                    return
+                raise ValueError(
+                    f"Another training writes its backups here. Received: backup_dir={self.path}, "
+                    f"locked by {holder or 'a process that has just started'}. Give each training "
+                    "its own backup_dir, or end the other one first."
+                ) from None
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    self._lock = file
+            if self._lock is None:  # its last owner has just removed it
+                file.close()
         with contextlib.suppress(OSError):  # a full disk
             file.truncate(0)
             started = time.strftime("%Y-%m-%d %H:%M:%S %z")

@@ -24,7 +24,7 @@ from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScali
 from keras_het.fit.backup_folder import remove_memory_folders
 from keras_het.ignored_errors import ignore_errors
 from keras_het.planning.argument_checks import check_number, expect
-from keras_het.ray.cluster import ClusterConfig
+from keras_het.ray.cluster import ClusterConfig, shorten_log
 from keras_het.ray.group import (
     Losses,
     MaxFailuresExceededError,
@@ -177,6 +177,7 @@ class KerasTrainer(TensorflowTrainer):
             os.environ.setdefault(name, seconds)
         if not ray.is_initialized():
             ray.init()
+        shorten_log()
         progress = start_progress()
         self.backend_config.progress = progress
         self.backend_config.run = run = uuid.uuid4().hex

@@ -258,3 +258,10 @@ def test_batches_of_another_size(logical_devices, tmp_path, step):
         return
     model = trained(logical_devices, rows(batch=2 * BATCH), [backup(tmp_path, 4)])
     assert np.array(model.optimizer.iterations) == 8 + 4 + 4
+
+
+def test_outside_of_fit_it_would_save_nothing(logical_devices, tmp_path):
+    model = linear_model(logical_devices)
+    callbacks = keras.callbacks.CallbackList([backup(tmp_path)], model=model, epochs=1)
+    with pytest.raises(RuntimeError, match=r"BackupAndRestore works within fit\. Received"):
+        callbacks.on_train_begin()

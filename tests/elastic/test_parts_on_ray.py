@@ -22,7 +22,7 @@ from ray.train import (
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 
-from keras_het.ray import KerasTrainer, group, trainer
+from keras_het.ray import KerasTrainer, cluster, group, trainer
 from keras_het.ray.cluster import Place, environments
 from keras_het.ray.group import LeavingError, TrainFunctionError
 
@@ -223,3 +223,77 @@ def test_a_script_runs_from_a_copy_where_its_machine_has_none(tmp_path, monkeypa
     missing, result = tmp_path / "missing.py", tmp_path / "result"
     trainer.run_script({"name": str(missing), "arguments": [str(result)], "source": source})
     assert result.read_text() == "__main__"
+
+
+FAILED_TO_QUERY = "Failed to query Ray Train Controller actor state. State API may be unavailable."
+BEGINS = [
+    "Requesting resources: {'het': 1.0} * 3",
+    "Detected ready resources for 3 workers in the cluster. Deciding to start/restart training",
+    "Attempting to start training worker group of size 3 with the following resources: [] * 3",
+    "Started training worker group of size 3: ",
+    "- (ip=192.0.2.2, pid=6982) world_rank=0, local_rank=0, node_rank=0",
+]
+LOGGED = [
+    "[2026-11-29 10:54:36,344 E 24459 24631] core_worker.cc:2465: Actor with class name: 'P'",
+    "Traceback (most recent call last):",
+    '  File "/venv/lib/python3.11/site-packages/ray/util/state/api.py", line 1, in get_actor',
+    "    raise RayStateApiException(",
+    "ray.util.state.exception.RayStateApiException: no dashboard",
+]
+WAITS = "Retrying to start: not enough resources."
+
+
+def test_the_log_of_a_training_on_ray_has_a_line_for_each_event():
+    shown: list[str] = []
+    log = cluster.EachOnce(lambda batch: shown.extend(batch["lines"]))
+
+    def say(actor, *lines, is_err=True, pid=7):
+        log({"actor_name": actor, "pid": pid, "is_err": is_err, "lines": list(lines)})
+
+    for _ in range(2):
+        say("PlacementGroupCleaner", *[FAILED_TO_QUERY] * 50)
+        say("TrainController", *LOGGED, *[WAITS] * 9, *BEGINS, *BEGINS[-1:])
+        say("RayTrainWorker", "I0000 00:00:1.4 5 port.cc:153] oneDNN is on.", "a warning")
+        say("RayTrainWorker", "Epoch 1/4", is_err=False)
+    say(None, "1", "1", pid="raylet")
+    say("Mine", "2", "2")
+    a_group = [
+        "ray.util.state.exception.RayStateApiException: no dashboard",
+        WAITS,
+        BEGINS[3],
+        "a warning",
+        "Epoch 1/4",
+    ]
+    # an error that a process repeats is one
+    assert shown == [*a_group, *a_group, "1", "1", "2", "2"]
+
+
+def test_frames_are_shown_of_the_first_worker_of_a_group_that_fails():
+    shown: list[str] = []
+    log = cluster.EachOnce(lambda batch: shown.extend(batch["lines"]))
+
+    def say(actor, pid, *lines):
+        log({"actor_name": actor, "pid": pid, "is_err": True, "lines": list(lines)})
+
+    for number in range(2):
+        say("TrainController", 1, BEGINS[3])
+        for pid in (10 + number, 20 + number):
+            say("RayTrainWorker", pid, *LOGGED[1:])
+    assert shown == 2 * [BEGINS[3], *LOGGED[1:], LOGGED[-1]]
+
+
+def test_the_log_is_shortened_once_and_silence_stays():
+    dispatcher = cluster.ray_logging.global_worker_stdstream_dispatcher
+    cluster.shorten_log()
+    assert dispatcher.handlers == []
+    shown: list[Any] = []
+    dispatcher.add_handler("ray_print_logs", shown.append)
+    try:
+        for _ in range(2):
+            cluster.shorten_log()
+        ((_, handler),) = dispatcher.handlers
+        assert handler._show == shown.append
+        dispatcher.emit({"actor_name": "Mine", "pid": 1, "is_err": True, "lines": ["a"]})
+        assert [batch["lines"] for batch in shown] == [["a"]]
+    finally:
+        dispatcher.remove_handler("ray_print_logs")

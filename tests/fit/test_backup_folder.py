@@ -313,3 +313,20 @@ def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         BackupFolder(tmp_path, 1).lock()
     assert "cannot be locked: [Errno 37] No locks available" in caplog.text
+
+
+def test_a_lock_that_its_last_owner_removes_meanwhile_is_none(tmp_path, monkeypatch):
+    lockf, path = fcntl.lockf, tmp_path / "keras_het.lock"
+    calls = []
+
+    def lock_late(*args):
+        if not calls:
+            path.unlink()
+        calls.append(args)
+        lockf(*args)
+
+    monkeypatch.setattr(fcntl, "lockf", lock_late)
+    folder = BackupFolder(tmp_path, 1)
+    folder.lock()
+    assert len(calls) == 2 and path.exists()
+    folder.unlock()
